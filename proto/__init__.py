@@ -1,0 +1,1 @@
+"""What crosses a process border, and nothing else: no torch, no Ray."""

@@ -1,0 +1,85 @@
+"""BlockTables: which blocks hold each row's KV, with a digest that scheduler and ranks can compare.
+
+The scheduler's is the truth; each rank's is a copy built from the plans. Both apply the same deltas with the
+same code, so equal digests mean that every rank reads and writes the blocks that the scheduler believes in.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+
+_ROW_SHIFT, _INDEX_SHIFT = np.uint64(48), np.uint64(28)
+_MASK = (1 << 64) - 1
+
+
+class BlockTables:
+    """row |-> block ids.
+
+    Attributes:
+        ids: [num_rows, max_blocks] int32; row r's blocks are ``ids[r, :lens[r]]``.
+        lens: [num_rows] int32.
+        digest: 64-bit number of all (row, index, block id) together; 0 when every row is empty.
+    """
+
+    def __init__(self, num_rows: int, max_blocks: int) -> None:
+        self.ids: IntArray = np.zeros((num_rows, max_blocks), dtype=np.int32)
+        self.lens: IntArray = np.zeros(num_rows, dtype=np.int32)
+        self._row_digests = np.zeros(num_rows, dtype=np.uint64)
+        self.digest = 0
+
+    def row(self, row: int) -> IntArray:
+        """The row's block ids, [lens[row]]; a view."""
+        return self.ids[row, : self.lens[row]]
+
+    def append(self, rows: IntArray, block_ids: IntArray) -> None:
+        """Appends one block to each row. A row may repeat, then its entries must be neighbours, in order."""
+        if rows.size == 0:
+            return
+        index = self.lens[rows] + _run_offsets(rows)
+        self.ids[rows, index] = block_ids
+        np.add.at(self.lens, rows, 1)
+        self._add(rows, _mix(rows, index, block_ids))
+
+    def replace(self, rows: IntArray, index: IntArray, block_ids: IntArray) -> None:
+        """Puts another block in the place of ``ids[rows, index]``: a copy-on-write."""
+        if rows.size == 0:
+            return
+        change = _mix(rows, index, block_ids) - _mix(rows, index, self.ids[rows, index])
+        self.ids[rows, index] = block_ids
+        self._add(rows, change)
+
+    def release(self, rows: IntArray) -> None:
+        """Empties rows, each named once."""
+        if rows.size == 0:
+            return
+        self.digest = (self.digest - int(self._row_digests[rows].sum(dtype=np.uint64))) & _MASK
+        self._row_digests[rows] = 0
+        self.lens[rows] = 0
+
+    def _add(self, rows: IntArray, values: npt.NDArray[np.uint64]) -> None:
+        np.add.at(self._row_digests, rows, values)
+        self.digest = (self.digest + int(values.sum(dtype=np.uint64))) & _MASK
+
+
+def _run_offsets(rows: IntArray) -> IntArray:
+    """Position of each entry in its run of equal neighbours: [3, 3, 5] -> [0, 1, 0]."""
+    starts = np.flatnonzero(np.diff(rows, prepend=-1))
+    if starts.size == rows.size:
+        return np.zeros(rows.size, dtype=np.int32)
+    lengths = np.diff(starts, append=rows.size)
+    return (np.arange(rows.size) - np.repeat(starts, lengths)).astype(np.int32)
+
+
+def _mix(rows: IntArray, index: IntArray, block_ids: IntArray) -> npt.NDArray[np.uint64]:
+    """One well-mixed 64-bit number an entry: the finaliser of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    x = rows.astype(np.uint64) << _ROW_SHIFT
+    x |= index.astype(np.uint64) << _INDEX_SHIFT
+    x |= block_ids.astype(np.uint64)
+    x += np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed

@@ -1,0 +1,144 @@
+"""StepChannel: one plan to every rank, one small reply from each. The only road of steps; Ray carries none.
+
+`StepSender` is the scheduler's end and `StepReceiver` a rank's. Here they are ZeroMQ sockets (PUB and SUB for
+plans, PUSH and PULL for replies), over ipc on one host and tcp between hosts. 16 KB to two ranks and back takes
+0.16 to 0.25 ms over ipc on two cores, where a Ray actor call takes 2.3 ms.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from .errors import ReplicaUnavailable
+
+_HELLO = b"hello"
+_END = b"end"
+_INTERRUPT = b""
+_INTERRUPTS = "inproc://interrupts"
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelAddress:
+    """Where a channel's two sockets are bound.
+
+    Attributes:
+        plans: endpoint that ranks subscribe to.
+        replies: endpoint that ranks push to.
+    """
+
+    plans: str
+    replies: str
+
+    @staticmethod
+    def in_directory(directory: Path) -> ChannelAddress:
+        """An ipc address under a directory that only its owner may enter; its path must be short (80 bytes)."""
+        name = f"{os.getpid()}-{time.monotonic_ns():x}"
+        return ChannelAddress(f"ipc://{directory}/{name}.plans", f"ipc://{directory}/{name}.replies")
+
+
+class StepSender:
+    """The scheduler's end: binds, waits for the ranks, broadcasts frames and receives replies."""
+
+    def __init__(self, address: ChannelAddress, num_ranks: int) -> None:
+        self.address = address
+        self._missing = set(range(num_ranks))
+        self._context = zmq.Context()
+        self._plans = self._context.socket(zmq.PUB)
+        self._replies = self._context.socket(zmq.PULL)
+        # Bounded by max_steps_in_flight, not by a high-water mark: a dropped plan would hang the ranks.
+        self._plans.setsockopt(zmq.SNDHWM, 0)
+        self._replies.setsockopt(zmq.RCVHWM, 0)
+        self._plans.bind(address.plans)
+        self._replies.bind(address.replies)
+        self._replies.bind(_INTERRUPTS)
+
+    def wait_for_ranks(self, timeout_s: float) -> None:
+        """Returns when every rank hears this sender, or when interrupted.
+
+        Raises:
+            ReplicaUnavailable: not all did in time; names those that did not.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._missing:
+            if time.monotonic() > deadline:
+                raise ReplicaUnavailable(
+                    f"ranks {sorted(self._missing)} did not join the channel in {timeout_s:.0f} s"
+                )
+            # A subscription may arrive after a broadcast, so greet until each rank has answered.
+            self._plans.send(_HELLO)
+            if not self._replies.poll(20):
+                continue
+            reply = bytes(self._replies.recv())
+            if reply == _INTERRUPT:
+                return
+            self._missing.discard(int.from_bytes(reply[len(_HELLO) :], "little"))
+
+    def send(self, frame: bytes) -> None:
+        """Broadcasts one frame to every rank; never blocks."""
+        self._plans.send(frame)
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """The next reply of any rank, or None after `timeout_s` or when interrupted."""
+        if not self._replies.poll(max(0, round(timeout_s * 1000))):
+            return None
+        return bytes(self._replies.recv()) or None
+
+    def interrupt(self) -> None:
+        """Makes the `receive` that is waiting, or the next one, return None. From any thread; no-op when closed."""
+        with suppress(zmq.ZMQError), self._context.socket(zmq.PUSH) as socket:
+            socket.connect(_INTERRUPTS)
+            socket.send(_INTERRUPT)
+
+    def close(self, linger_s: float = 0.5) -> None:
+        """Tells the ranks to end and closes; waits at most `linger_s` for frames to leave."""
+        if self._context.closed:
+            return
+        self._plans.send(_END)
+        self._context.destroy(linger=round(linger_s * 1000))
+        for endpoint in (self.address.plans, self.address.replies):
+            if endpoint.startswith("ipc://"):
+                Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+class StepReceiver:
+    """A rank's end: receives the frames in order and replies."""
+
+    def __init__(self, address: ChannelAddress, rank: int) -> None:
+        self._rank = rank
+        self._context = zmq.Context()
+        self._plans = self._context.socket(zmq.SUB)
+        self._plans.setsockopt(zmq.RCVHWM, 0)
+        self._plans.setsockopt(zmq.SUBSCRIBE, b"")
+        self._plans.connect(address.plans)
+        self._replies = self._context.socket(zmq.PUSH)
+        self._replies.setsockopt(zmq.SNDHWM, 0)
+        self._replies.connect(address.replies)
+        self._greeted = False
+
+    def receive(self) -> bytes | None:
+        """The next frame, or None when the sender has ended. Answers greetings by itself.
+
+        Waits as long as there is no work: an idle rank uses no CPU. Whoever started the rank ends it.
+        """
+        while True:
+            frame = bytes(self._plans.recv())
+            if frame == _END:
+                return None
+            if frame != _HELLO:
+                return frame
+            if not self._greeted:
+                self._replies.send(_HELLO + self._rank.to_bytes(2, "little"))
+                self._greeted = True
+
+    def reply(self, frame: bytes) -> None:
+        self._replies.send(frame)
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Closes after at most `linger_s` of sending what is left."""
+        self._context.destroy(linger=round(linger_s * 1000))

@@ -1,0 +1,138 @@
+"""EngineConfig: everything a replica was started with. Frozen, composed, resolved once.
+
+`cluster.resolve` turns an operator's wishes and a model directory into one of these; every process of a
+replica is handed the same object and none changes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The model as its directory describes it.
+
+    Attributes:
+        path: the Hugging Face model directory.
+        name: the name it is served under.
+        architecture: the first entry of ``architectures`` in config.json, for example ``LlamaForCausalLM``.
+        hf: transformers' configuration as a plain dictionary, defaults filled in.
+        dtype: what is computed in: ``float32``, ``bfloat16`` or ``float16``.
+        max_model_len: most tokens of prompt and answer together.
+        eos_token_ids: tokens that end a sequence, from generation_config.json and config.json.
+        seed: where seeds of requests without one are drawn from.
+    """
+
+    path: str
+    name: str
+    architecture: str
+    hf: dict[str, Any]
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eos_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache.
+
+    Attributes:
+        block_size: tokens a block.
+        num_blocks: blocks of the pool, block 0 (scratch for padding rows) included; None until the ranks
+            have reported their memory.
+        memory_bytes: KV bytes a rank may take; None: ``gpu_memory_utilization`` decides on a GPU, and
+            ``DEFAULT_CPU_KV_BYTES`` on a CPU.
+        gpu_memory_utilization: share of a GPU's memory for weights, activations and KV together.
+        prefix_caching: keep computed blocks for later requests with the same beginning.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How many ranks, on what.
+
+    Attributes:
+        tensor_parallel_size: ranks that share each layer.
+        device: ``cpu`` or ``cuda``.
+        threads_per_rank: compute threads a rank on a CPU.
+    """
+
+    tensor_parallel_size: int = 1
+    device: str = "cpu"
+    threads_per_rank: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What one step may hold and how long things may take.
+
+    Attributes:
+        max_num_seqs: rows, that is sequences that run at once.
+        max_num_batched_tokens: the token budget of a step, decoding rows first, then chunks of prompts.
+        max_queue_len: waiting requests beyond which new ones are refused (RESOURCE_EXHAUSTED).
+        max_steps_in_flight: steps planned before the first one's result is in: 2 hides the scheduler's time
+            behind the workers', 1 where both share a thread.
+        step_timeout_s: a step without a result for this long has a hung rank.
+        audit: recount every block after each step (`check_integrity`).
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_queue_len: int = 4096
+    max_steps_in_flight: int = 2
+    step_timeout_s: float = 60.0
+    audit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All of a replica's configuration."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def with_num_blocks(self, num_blocks: int) -> EngineConfig:
+        """The same configuration with the pool's size filled in.
+
+        Raises:
+            ConfigError: the pool cannot hold even one block beside the scratch block.
+        """
+        if num_blocks < 2:
+            raise ConfigError(
+                f"KV memory holds {num_blocks} blocks of {self.cache.block_size} tokens; at least 2 are needed "
+                "(one is scratch): give more KV memory"
+            )
+        return replace(self, cache=replace(self.cache, num_blocks=num_blocks))
+
+    @property
+    def num_kv_heads_per_rank(self) -> int:
+        return self.model.num_kv_heads // self.parallel.tensor_parallel_size
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        return -(-self.model.max_model_len // self.cache.block_size)
+
+    @property
+    def max_servable_tokens(self) -> int:
+        """Prompt plus answer that fit: bounded by the context and by the whole pool."""
+        if self.cache.num_blocks is None:
+            return self.model.max_model_len
+        return min(self.model.max_model_len, (self.cache.num_blocks - 1) * self.cache.block_size)

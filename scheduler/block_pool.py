@@ -1,0 +1,138 @@
+"""BlockPool: who holds which block. Reference counts, and a free queue that is also the LRU of cached blocks."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+
+SCRATCH_BLOCK = 0
+
+
+class BlockPool:
+    """A fixed set of KV blocks. Block 0 is scratch for padding rows and is never handed out.
+
+    A block is *held* (reference count above 0), *fenced* (released, but a step that may touch it is in flight),
+    *cached* (released, its content kept for a prefix hit until the block is needed) or *empty*. Held and cached
+    blocks can be shared; empty ones are allocated before cached ones, and those in the order of their release.
+
+    Args:
+        num_blocks: the scratch block included.
+        on_evict: told of each cached block whose content is given up.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
+        self.num_blocks = num_blocks
+        self._on_evict = on_evict
+        self._ref_counts = array("i", bytes(4 * num_blocks))
+        self._cacheable: set[int] = set()
+        # Blocks never used yet are counted, not listed: a pool of a million blocks costs nothing to make.
+        self._next_fresh = SCRATCH_BLOCK + 1
+        self._empty: list[int] = []
+        # An OrderedDict is a linked list with a lookup: append, pop the oldest and remove from the middle in O(1).
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._fenced: deque[tuple[int, int]] = deque()  # (step, block), by step
+        self._fence_of: dict[int, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can hand out now, cached ones included."""
+        return self.num_blocks - self._next_fresh + len(self._empty) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_fenced(self) -> int:
+        return len(self._fence_of)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - 1 - self.num_free - self.num_fenced
+
+    def is_cached(self, block_id: int) -> bool:
+        return block_id in self._cached
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Takes `num_blocks` blocks (at most `num_free`), each with one reference."""
+        assert num_blocks <= self.num_free, f"{num_blocks} blocks asked, {self.num_free} free"
+        taken = [self._take() for _ in range(num_blocks)]
+        for block_id in taken:
+            self._ref_counts[block_id] = 1
+        return taken
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Adds a reference to blocks that are held, fenced or cached."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0 and self._fence_of.pop(block_id, None) is None:
+                del self._cached[block_id]
+            self._ref_counts[block_id] += 1
+
+    def release(self, block_ids: Sequence[int], fence_step: int | None) -> None:
+        """Drops one reference of each block, the first in `block_ids` to be evicted first.
+
+        Args:
+            fence_step: the newest step in flight, which may still touch the blocks: they are kept until
+                `lift_fences` says that it is done. None: nothing is in flight.
+        """
+        for block_id in block_ids:
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] > 0:
+                continue
+            assert self._ref_counts[block_id] == 0, f"block {block_id} released more often than held"
+            if fence_step is None:
+                self._make_free(block_id)
+            else:
+                self._fence_of[block_id] = fence_step
+                self._fenced.append((fence_step, block_id))
+
+    def lift_fences(self, step_id: int) -> None:
+        """The results of all steps up to `step_id` are in."""
+        while self._fenced and self._fenced[0][0] <= step_id:
+            step, block_id = self._fenced.popleft()
+            if self._fence_of.get(block_id) == step:
+                del self._fence_of[block_id]
+                self._make_free(block_id)
+
+    def keep_content(self, block_id: int) -> None:
+        """The block's content is worth keeping after its release (it is in the prefix cache)."""
+        self._cacheable.add(block_id)
+
+    def check_integrity(self, expected_ref_counts: dict[int, int]) -> None:
+        """Recounts everything; raises AssertionError at the first block that is not where it should be.
+
+        Args:
+            expected_ref_counts: block |-> references, counted over all block tables.
+        """
+        empty, cached, fenced = set(self._empty), set(self._cached), set(self._fence_of)
+        assert len(empty) == len(self._empty), "a block is twice in the empty list"
+        assert cached <= self._cacheable, f"cached without content: {cached - self._cacheable}"
+        for block_id in range(1, self.num_blocks):
+            count = self._ref_counts[block_id]
+            expected = expected_ref_counts.get(block_id, 0)
+            assert count == expected, (
+                f"block {block_id} counts {count} references, tables name it {expected} times"
+            )
+            places = (count > 0) + (block_id in empty) + (block_id in cached) + (block_id in fenced)
+            places += block_id >= self._next_fresh
+            assert places == 1, f"block {block_id} is in {places} places"
+        assert self._ref_counts[SCRATCH_BLOCK] == 0, "the scratch block was handed out"
+        assert SCRATCH_BLOCK not in expected_ref_counts, "a table names the scratch block"
+
+    def _take(self) -> int:
+        if self._empty:
+            return self._empty.pop()
+        if self._next_fresh < self.num_blocks:
+            self._next_fresh += 1
+            return self._next_fresh - 1
+        block_id, _ = self._cached.popitem(last=False)
+        self._cacheable.discard(block_id)
+        self._on_evict(block_id)
+        return block_id
+
+    def _make_free(self, block_id: int) -> None:
+        if block_id in self._cacheable:
+            self._cached[block_id] = None
+        else:
+            self._empty.append(block_id)

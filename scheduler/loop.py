@@ -1,0 +1,138 @@
+"""StepLoop: messages in, plans out, results in, news out. A replica's heartbeat."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from ..proto.errors import QuireError, ReplicaUnavailable
+from ..proto.stream import Abort, GatewayMessage, ReplicaStatus, StatusQuery, Submit, TokenBatch
+from .mailbox import Mailbox
+from .scheduler import Scheduler
+from .worker_group import WorkerGroup
+
+# An idle loop wakes this often to ask whether every rank is alive.
+IDLE_CHECK_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class StepLoop:
+    """Drives one scheduler and its ranks.
+
+    Args:
+        clock: seconds that only grow; the scheduler knows no other time.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        group: WorkerGroup,
+        mailbox: Mailbox,
+        replica_id: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = scheduler.config
+        self._scheduler = scheduler
+        self._group = group
+        self._mailbox = mailbox
+        self._replica_id = replica_id
+        self._clock = clock
+        self._started_at = clock()
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        """Serves until `stop`. Whatever ends it, every gateway is told first.
+
+        Raises:
+            RankFailed: a rank died, hung or diverged.
+        """
+        try:
+            while not self._stopping.is_set():
+                busy = self.step()
+                self._take_messages(0.0 if busy else IDLE_CHECK_S)
+        except QuireError as error:
+            self._give_up(error)
+            raise
+        except Exception as error:
+            self._give_up(
+                ReplicaUnavailable(f"the scheduler of replica {self._replica_id} failed: {error!r}")
+            )
+            raise
+        self._give_up(ReplicaUnavailable(f"replica {self._replica_id} is shutting down"))
+
+    def stop(self) -> None:
+        """Ends `run` after the present step; from any thread."""
+        self._stopping.set()
+        self._mailbox.wake()
+
+    def step(self) -> bool:
+        """Plans and broadcasts while there is room in flight, then takes in one result; False: nothing to do."""
+        scheduler, limits = self._scheduler, self._config.scheduler
+        while scheduler.num_in_flight < limits.max_steps_in_flight:
+            plan = scheduler.schedule(self._clock())
+            if plan is None:
+                break
+            self._group.broadcast(plan)
+        if not scheduler.num_in_flight:
+            self._group.check()
+            return False
+        result = self._group.gather(limits.step_timeout_s)
+        self._tell(scheduler.apply(result, self._clock()))
+        if limits.audit:
+            scheduler.check_integrity()
+        return True
+
+    def _take_messages(self, timeout_s: float) -> None:
+        for gateway, message in self._mailbox.receive(timeout_s):
+            self._take(gateway, message)
+
+    def _take(self, gateway: bytes, message: GatewayMessage) -> None:
+        match message:
+            case Submit():
+                refusal = self._scheduler.add(gateway, message, self._clock())
+                if refusal is not None:
+                    self._tell([(gateway, TokenBatch(0, finished=(refusal,)))])
+            case Abort():
+                self._scheduler.abort(gateway, message.handle)
+            case StatusQuery():
+                self._mailbox.send(gateway, self.status(message.query_id))
+
+    def _tell(self, news: list[tuple[bytes, TokenBatch]]) -> None:
+        for gateway, batch in news:
+            if not self._mailbox.send(gateway, batch):
+                _log.warning("gateway %s is gone or does not read: its requests are ended", gateway.hex())
+                self._scheduler.drop_gateway(gateway)
+
+    def _give_up(self, error: QuireError) -> None:
+        self._take_messages(0.0)  # what came in the meantime is to be told as well
+        for gateway, batch in self._scheduler.fail_all(error, self._clock()):
+            self._mailbox.send(gateway, batch)
+
+    def status(self, query_id: int = 0, problem: str = "") -> ReplicaStatus:
+        """The replica's state in numbers."""
+        scheduler, stats, blocks = self._scheduler, self._scheduler.stats, self._scheduler.blocks
+        return ReplicaStatus(
+            query_id=query_id,
+            replica_id=self._replica_id,
+            model=self._config.model.name,
+            problem=problem,
+            ranks=self._group.statuses(),
+            block_size=blocks.block_size,
+            num_blocks=blocks.num_blocks,
+            num_used_blocks=blocks.num_held_blocks,
+            num_cached_blocks=blocks.num_cached_blocks,
+            peak_used_blocks=stats.peak_held_blocks,
+            num_used_tokens=scheduler.num_used_tokens,
+            mean_waste=stats.mean_waste,
+            prefix_query_tokens=blocks.num_query_tokens,
+            prefix_hit_tokens=blocks.num_hit_tokens,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_finished=stats.num_finished,
+            num_preemptions=stats.num_preemptions,
+            num_steps=stats.num_steps,
+            uptime_s=self._clock() - self._started_at,
+        )

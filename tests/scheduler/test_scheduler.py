@@ -1,0 +1,232 @@
+import numpy as np
+import pytest
+from driver import GATEWAY, Driver
+from fakes import EOS, VOCAB_SIZE, oracle, small_config, submit
+
+from quire.proto.errors import ProtocolError, ReplicaUnavailable
+from quire.proto.step import StepResult
+from quire.proto.stream import FinishReason
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(2, VOCAB_SIZE, length).tolist()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 15, 16, 17, 33])
+def test_one_sequence_equals_the_oracle(length: int, depth: int):
+    driver = Driver(small_config())
+    driver.add(0, prompt(length), max_tokens=20)
+    driver.run(depth)
+    assert driver.answers[0] == oracle(prompt(length), 20)
+    assert driver.scheduler.blocks.num_held_blocks == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_many_sequences_in_a_small_pool_equal_the_oracle(depth: int):
+    driver = Driver(small_config(num_blocks=14))
+    for handle in range(50):
+        assert driver.add(handle, prompt(5 + handle % 20, handle), max_tokens=12, ignore_eos=True) is None
+    driver.run(depth)
+    assert driver.scheduler.stats.num_preemptions > 0
+    for handle in range(50):
+        assert driver.answers[handle] == oracle(prompt(5 + handle % 20, handle), 12, stops=())
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode():
+    driver = Driver(small_config(max_num_batched_tokens=8))
+    driver.add(0, prompt(4), max_tokens=30, ignore_eos=True)
+    driver.step()
+    driver.add(1, prompt(40, 1), max_tokens=2, ignore_eos=True)
+    before = len(driver.answers[0])
+    driver.step()
+    assert driver.plans[-1].chunk_lens.tolist() == [7]
+    while not driver.answers[1]:
+        driver.step()
+    assert len(driver.answers[0]) - before == 6  # one token a step, all along the six chunks of 40 tokens
+
+
+def test_no_step_exceeds_the_token_budget():
+    driver = Driver(small_config(max_num_batched_tokens=10, max_num_seqs=6))
+    for handle in range(12):
+        driver.add(handle, prompt(9, handle), max_tokens=5, ignore_eos=True)
+    before = 0
+    while driver.step():
+        executed = driver.group.num_executed_tokens - before
+        assert executed <= 10
+        before = driver.group.num_executed_tokens
+
+
+def test_a_request_that_shares_a_prefix_computes_only_the_rest():
+    driver = Driver(small_config())
+    head = prompt(16)
+    driver.add(0, [*head, 7, 8], max_tokens=1)
+    driver.run()
+    driver.add(1, [*head, 9], max_tokens=1)
+    driver.run()
+    assert driver.plans[-1].new[0].num_computed_tokens == 16
+    assert driver.plans[-1].chunk_lens.tolist() == [1]
+    assert driver.finishes[1].num_cached_tokens == 16
+    assert driver.answers[1] == oracle([*head, 9], 1)
+
+
+def test_a_request_in_the_same_step_shares_the_prefix_that_is_computed_in_it():
+    driver = Driver(small_config(max_num_batched_tokens=64))
+    head = prompt(16)
+    driver.add(0, [*head, 7], max_tokens=1)
+    driver.add(1, [*head, 9], max_tokens=1)
+    driver.run()
+    assert driver.plans[0].chunk_lens.tolist() == [17, 1]
+    assert driver.answers[1] == oracle([*head, 9], 1)
+
+
+def test_generated_tokens_are_found_by_the_next_turn():
+    driver = Driver(small_config())
+    driver.add(0, prompt(6), max_tokens=10, ignore_eos=True)
+    driver.run()
+    history = prompt(6) + driver.answers[0]
+    driver.add(1, [*history, 5], max_tokens=1)
+    driver.run()
+    assert driver.finishes[1].num_cached_tokens == 12  # 15 of the 16 were computed: three full blocks of 4
+
+
+def test_without_prefix_caching_nothing_is_shared():
+    driver = Driver(small_config(prefix_caching=False))
+    for handle in range(2):
+        driver.add(handle, prompt(20), max_tokens=3, ignore_eos=True)
+        driver.run()
+    assert driver.finishes[1].num_cached_tokens == 0
+    assert driver.answers[0] == driver.answers[1]
+
+
+def test_an_abort_frees_blocks_at_once_and_ends_in_silence():
+    driver = Driver(small_config())
+    driver.add(0, prompt(12), max_tokens=30, ignore_eos=True)
+    driver.step()
+    assert driver.scheduler.blocks.num_held_blocks > 0
+    assert driver.abort(0)
+    assert driver.scheduler.blocks.num_held_blocks == 0
+    told = list(driver.answers[0])
+    driver.run()
+    assert driver.answers[0] == told
+    assert 0 not in driver.finishes
+    assert not driver.abort(0)
+
+
+def test_a_stop_found_a_step_late_never_leaks_its_extra_token():
+    for seed in range(200):
+        expected = oracle(prompt(5, seed), 40)
+        if expected[-1] == EOS and len(expected) < 40:
+            break
+    driver = Driver(small_config())
+    driver.add(0, prompt(5, seed), max_tokens=40)
+    driver.run(depth=2)
+    assert driver.answers[0] == expected
+    assert driver.finishes[0].reason is FinishReason.STOP
+    assert driver.finishes[0].stop_token_id is None
+
+
+def test_own_stop_tokens_are_named():
+    expected = oracle(prompt(5), 40, stops=())
+    stop = expected[6]
+    cut = expected[: expected.index(stop) + 1]
+    driver = Driver(small_config())
+    driver.add(0, prompt(5), max_tokens=40, ignore_eos=True, stop_token_ids=(stop,))
+    driver.run(depth=2)
+    assert driver.answers[0] == cut
+    assert driver.finishes[0].stop_token_id == stop
+
+
+def test_accounts_tell_where_the_time_went():
+    driver = Driver(small_config(max_num_seqs=1))
+    driver.add(0, prompt(5), max_tokens=4, ignore_eos=True)
+    driver.add(1, prompt(6, 1), max_tokens=2, ignore_eos=True)
+    while driver.step():
+        driver.now += 1.0
+    first, second = driver.finishes[0], driver.finishes[1]
+    assert (first.timings.queued_s, first.timings.prefill_s, first.timings.decode_s) == (0.0, 0.0, 3.0)
+    assert second.timings.queued_s == 4.0
+    assert (first.num_prompt_tokens, first.num_completion_tokens, first.reason) == (5, 4, FinishReason.LENGTH)
+
+
+def test_a_preempted_sequence_tells_its_time_and_its_recomputed_tokens():
+    driver = Driver(small_config(num_blocks=9, prefix_caching=False, max_model_len=32))
+    for handle in range(2):
+        driver.add(handle, prompt(10, handle), max_tokens=16, ignore_eos=True)
+    while driver.step():
+        driver.now += 1.0
+    assert driver.finishes[0].timings.preempted_s == 0
+    assert driver.finishes[1].timings.preempted_s > 0
+    assert driver.finishes[1].timings.recomputed_tokens >= 10
+
+
+def test_the_oldest_is_never_preempted():
+    driver = Driver(small_config(num_blocks=12, max_model_len=40))
+    for handle in range(12):
+        driver.add(handle, prompt(6, handle), max_tokens=30, ignore_eos=True)
+    while 0 not in driver.finishes:
+        driver.step(depth=2)
+    assert driver.finishes[0].timings.recomputed_tokens == 0
+
+
+def test_refusals_are_clear_and_leave_nothing_behind():
+    driver = Driver(small_config(num_blocks=5, max_queue_len=1))
+    assert "has 16 tokens, must have 1 to 15" in driver.add(0, prompt(16)).error
+    assert driver.add(1, prompt(3)) is None
+    assert driver.add(2, prompt(3)).grpc_status == "RESOURCE_EXHAUSTED"
+    assert driver.scheduler.add(GATEWAY, submit(1, prompt(3)), 0.0).grpc_status == "INTERNAL"
+    driver.run()
+    assert not driver.scheduler.has_work
+
+
+def test_a_prompt_that_fills_the_pool_is_served():
+    driver = Driver(small_config(num_blocks=5))
+    driver.add(0, prompt(15), max_tokens=10)
+    driver.run()
+    assert driver.answers[0] == oracle(prompt(15), 1)
+    assert driver.finishes[0].reason in (FinishReason.LENGTH, FinishReason.STOP)
+
+
+def test_each_gateway_hears_of_its_own_only():
+    driver = Driver(small_config())
+    for handle in range(6):
+        driver.scheduler.add(b"%d" % (handle % 2), submit(handle, prompt(4, handle), max_tokens=3), 0.0)
+    heard: dict[bytes, set[int]] = {b"0": set(), b"1": set()}
+    while driver.scheduler.has_work:
+        driver.plan()
+        for gateway, batch in driver.scheduler.apply(driver.group.gather(1.0), 0.0):
+            heard[gateway] |= set(batch.handles.tolist()) | {finish.handle for finish in batch.finished}
+    assert heard == {b"0": {0, 2, 4}, b"1": {1, 3, 5}}
+
+
+def test_a_foreign_result_is_refused():
+    driver = Driver(small_config())
+    driver.add(0, prompt(4), max_tokens=3)
+    driver.plan()
+    one = np.array([3], np.int32)
+    with pytest.raises(ProtocolError, match="is due"):
+        driver.scheduler.apply(StepResult(2, 1, 0, one), 0.0)
+    with pytest.raises(ProtocolError, match="is due"):
+        driver.scheduler.apply(StepResult(1, 9, 0, one), 0.0)
+    with pytest.raises(ProtocolError, match="samples 1 tokens, 0 came"):
+        driver.scheduler.apply(StepResult(1, 1, 0), 0.0)
+
+
+def test_a_failure_ends_every_sequence_with_its_reason():
+    driver = Driver(small_config(max_num_seqs=2))
+    for handle in range(5):
+        driver.add(handle, prompt(4, handle), max_tokens=9)
+    driver.plan()
+    ((_, news),) = driver.scheduler.fail_all(ReplicaUnavailable("rank 1 died"), 0.0)
+    assert {finish.handle for finish in news.finished} == set(range(5))
+    assert {finish.grpc_status for finish in news.finished} == {"UNAVAILABLE"}
+    driver.scheduler.check_integrity()
+    assert not driver.scheduler.has_work
+    assert driver.scheduler.blocks.num_held_blocks == 0
+
+
+def test_waste_counts_unused_slots_of_allocated_blocks():
+    driver = Driver(small_config())
+    driver.add(0, prompt(5), max_tokens=1)
+    driver.run()
+    assert driver.scheduler.stats.mean_waste == pytest.approx(3 / 8)

@@ -1,0 +1,81 @@
+"""Drives a scheduler against the fake worker group the way a replica's loop does, and keeps what it said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fakes import FakeWorkerGroup, submit
+
+from quire.proto.config import EngineConfig
+from quire.proto.step import StepPlan
+from quire.proto.stream import Finish
+from quire.scheduler.scheduler import Scheduler
+
+GATEWAY = b"gateway"
+
+
+@dataclass
+class Driver:
+    """One replica without threads or sockets.
+
+    Attributes:
+        answers: handle |-> tokens told so far.
+        finishes: handle |-> account of its end.
+        plans: every plan that was broadcast.
+    """
+
+    config: EngineConfig
+    now: float = 0.0
+    answers: dict[int, list[int]] = field(default_factory=dict)
+    finishes: dict[int, Finish] = field(default_factory=dict)
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.config)
+        self.group = FakeWorkerGroup(self.config)
+
+    def add(self, handle: int, prompt: list[int], gateway: bytes = GATEWAY, **sampling: object) -> Finish | None:
+        self.answers[handle] = []
+        refusal = self.scheduler.add(gateway, submit(handle, prompt, **sampling), self.now)
+        if refusal is not None:
+            self.finishes[handle] = refusal
+        return refusal
+
+    def abort(self, handle: int, gateway: bytes = GATEWAY) -> bool:
+        return self.scheduler.abort(gateway, handle)
+
+    def plan(self) -> StepPlan | None:
+        """Plans and broadcasts one step, if there is anything to do."""
+        plan = self.scheduler.schedule(self.now)
+        self.scheduler.check_integrity()
+        if plan is not None:
+            self.plans.append(plan)
+            self.group.broadcast(plan)
+        return plan
+
+    def take_result(self) -> None:
+        """Executes the earliest step in flight and applies its result."""
+        for _, batch in self.scheduler.apply(self.group.gather(1.0), self.now):
+            for handle, token_id in zip(batch.handles.tolist(), batch.token_ids.tolist(), strict=True):
+                assert handle not in self.finishes, f"a token of {handle} came after its end"
+                self.answers[handle].append(token_id)
+            for finish in batch.finished:
+                self.finishes[finish.handle] = finish
+        self.scheduler.check_integrity()
+
+    def step(self, depth: int = 1) -> bool:
+        """As StepLoop.step does."""
+        while self.scheduler.num_in_flight < depth and self.plan() is not None:
+            pass
+        if not self.scheduler.num_in_flight:
+            return False
+        self.take_result()
+        return True
+
+    def run(self, depth: int = 1, most_steps: int = 5000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(most_steps):
+            if not self.step(depth):
+                assert not self.scheduler.has_work, "the scheduler has work that it never schedules"
+                return
+        raise AssertionError(f"not done after {most_steps} steps")

@@ -1,0 +1,159 @@
+"""Fakes behind quire's seams: a worker group without a model, an in-memory mailbox, small configurations."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+
+import numpy as np
+
+from quire.proto.block_tables import BlockTables
+from quire.proto.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from quire.proto.errors import RankFailed
+from quire.proto.sampling import SamplingParams
+from quire.proto.step import StepPlan, StepResult
+from quire.proto.stream import RankStatus, Submit
+
+VOCAB_SIZE = 64
+EOS = 1
+
+
+def small_config(
+    *,
+    num_blocks: int = 32,
+    block_size: int = 4,
+    max_model_len: int = 64,
+    prefix_caching: bool = True,
+    eos: tuple[int, ...] = (EOS,),
+    **scheduler: int,
+) -> EngineConfig:
+    """A configuration for tests of the control plane; no such model exists."""
+    model = ModelConfig(
+        path="", name="fake", architecture="Fake", hf={}, dtype="float32", max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, eos_token_ids=eos,
+    )  # fmt: skip
+    cache = CacheConfig(block_size=block_size, num_blocks=num_blocks, prefix_caching=prefix_caching)
+    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_queue_len": 1000}
+    return EngineConfig(model, cache, scheduler=SchedulerConfig(**(defaults | scheduler)))
+
+
+def submit(handle: int, prompt: list[int], **sampling: object) -> Submit:
+    params = SamplingParams(**({"temperature": 0.0} | sampling))  # type: ignore[arg-type]
+    return Submit(handle, f"request-{handle}", np.array(prompt, np.int32), params)
+
+
+def chain(state: bytes, token_id: int) -> bytes:
+    """The fake KV of a token: a digest of everything up to it, so that KV of another prefix is noticed."""
+    return hashlib.blake2b(state + token_id.to_bytes(4, "little"), digest_size=8).digest()
+
+
+def next_token(state: bytes) -> int:
+    """The fake model: a token that depends on the whole history."""
+    return int.from_bytes(state[:4], "little") % VOCAB_SIZE
+
+
+def oracle(prompt: list[int], max_tokens: int, stops: tuple[int, ...] = (EOS,)) -> list[int]:
+    """What the fake model answers when it runs alone."""
+    state, answer = b"", []
+    for token_id in prompt:
+        state = chain(state, token_id)
+    while len(answer) < max_tokens:
+        answer.append(next_token(state))
+        if answer[-1] in stops:
+            break
+        state = chain(state, answer[-1])
+    return answer
+
+
+class FakeWorkerGroup:
+    """Executes plans as a rank does, on a KV cache of digests, and checks every read of it.
+
+    `broadcast` only queues; a plan is executed when its result is gathered, as late as a rank could.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        assert config.cache.num_blocks is not None
+        rows, block_size = config.scheduler.max_num_seqs, config.cache.block_size
+        self.block_size = block_size
+        self.tables = BlockTables(rows, config.max_blocks_per_seq)
+        self.kv: list[list[bytes]] = [[b""] * block_size for _ in range(config.cache.num_blocks)]
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.num_computed = [0] * rows
+        self.decoding = [False] * rows
+        self.plans: deque[bytes] = deque()
+        self.failure: RankFailed | None = None
+        self.closed = False
+        self.num_executed_tokens = 0
+
+    def broadcast(self, plan: StepPlan) -> None:
+        self.plans.append(plan.encode())
+
+    def gather(self, timeout_s: float) -> StepResult:
+        self.check()
+        return self.execute(StepPlan.decode(self.plans.popleft()))
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def statuses(self) -> tuple[RankStatus, ...]:
+        return (RankStatus(0, 0, "here", "fake", "idle"),)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._apply(plan)
+        scheduled = {row: 1 for row, on in enumerate(self.decoding) if on and row not in plan.held_rows}
+        scheduled |= dict(zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True))
+        for row, count in scheduled.items():
+            self._write(row, count)
+        sampled = []
+        for row in sorted(scheduled):
+            state = self._read(row)
+            if self.num_computed[row] == len(self.tokens[row]):
+                self.tokens[row].append(next_token(state))
+                self.decoding[row] = True
+                sampled.append(self.tokens[row][-1])
+        self.num_executed_tokens += sum(scheduled.values())
+        return StepResult(plan.step_id, plan.epoch, 0, np.array(sampled, np.int32))
+
+    def _apply(self, plan: StepPlan) -> None:
+        self.tables.release(plan.released_rows)
+        for row in plan.released_rows:
+            self.decoding[row] = False
+            self.tokens[row] = []
+        for new in plan.new:
+            assert not self.tokens[new.row], f"row {new.row} is taken"
+            self.tokens[new.row] = new.token_ids.tolist()
+            self.num_computed[new.row] = new.num_computed_tokens
+            self.tables.append(np.full(new.block_ids.size, new.row, np.int32), new.block_ids)
+        self.tables.append(plan.appended_rows, plan.appended_ids)
+        assert self.tables.digest == plan.digest, f"block tables differ at step {plan.step_id}"
+        for source, destination in plan.copies:
+            self.kv[destination] = list(self.kv[source])
+
+    def _write(self, row: int, count: int) -> None:
+        state = self._state_before(row)
+        for position in range(self.num_computed[row], self.num_computed[row] + count):
+            state = chain(state, self.tokens[row][position])
+            self.kv[self.tables.ids[row, position // self.block_size]][position % self.block_size] = state
+        self.num_computed[row] += count
+        assert self.num_computed[row] <= self.tables.lens[row] * self.block_size, f"row {row} has no block"
+
+    def _state_before(self, row: int) -> bytes:
+        last = self.num_computed[row] - 1
+        if last < 0:
+            return b""
+        return self.kv[self.tables.ids[row, last // self.block_size]][last % self.block_size]
+
+    def _read(self, row: int) -> bytes:
+        """Every computed position, as attention reads them; each must hold the KV of this row's own prefix."""
+        state = b""
+        for position in range(self.num_computed[row]):
+            state = chain(state, self.tokens[row][position])
+            block = self.tables.ids[row, position // self.block_size]
+            assert block != 0, "a live row reads the scratch block"
+            found = self.kv[block][position % self.block_size]
+            assert found == state, f"row {row} finds foreign KV at position {position}, block {block}"
+        return state
