@@ -1,0 +1,108 @@
+"""The small ops against their definitions in float64, and the paged cache byte for byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.kernels.activation import silu_and_mul
+from quire.kernels.gumbel import gumbel_noise, random_keys
+from quire.kernels.norm import add_rms_norm, rms_norm
+from quire.kernels.paged_cache import copy_blocks, write_kv
+from quire.kernels.rope import apply_rope
+
+MASK_32, MASK_64 = (1 << 32) - 1, (1 << 64) - 1
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (5, 64), (2, 3, 80)])
+def test_rms_norm(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape), torch.randn(shape[-1])
+    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), exact, atol=1e-6, rtol=1e-6)
+
+
+def test_add_rms_norm_updates_the_residual() -> None:
+    x, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    total = x + residual
+    normed = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    assert torch.equal(normed, rms_norm(total, weight, 1e-5))
+
+
+def test_silu_and_mul() -> None:
+    gate_up = torch.randn(3, 10)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    torch.testing.assert_close(
+        silu_and_mul(gate_up).double(), gate * gate.sigmoid() * up, atol=1e-6, rtol=1e-6
+    )
+
+
+def test_rope_rotates_pairs_by_their_angle() -> None:
+    x = torch.randn(4, 3, 8)
+    angles = torch.randn(4, 4)
+    pairs = torch.complex(x[..., :4].double(), x[..., 4:].double()) * torch.exp(
+        1j * angles.double()
+    ).unsqueeze(1)
+    exact = torch.cat((pairs.real, pairs.imag), dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    wide = torch.cat((x, torch.ones(4, 2, 8)), dim=1)
+    apply_rope(wide[:, :3], torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+    torch.testing.assert_close(wide[:, :3].double(), exact, atol=1e-6, rtol=1e-6)
+    assert torch.equal(wide[:, 3:], torch.ones(4, 2, 8))
+
+
+def test_write_kv_touches_its_slots_and_no_other() -> None:
+    cache = torch.zeros(5, 2, 3, 4, 2)
+    kv = torch.randn(4, 2, 3, 2)
+    write_kv(kv, cache, torch.tensor([4 * 3 + 1, 4 * 1 + 3, -1, 4 * 4]))
+    expected = torch.zeros_like(cache)
+    expected[3, :, :, 1], expected[1, :, :, 3], expected[4, :, :, 0] = kv[0], kv[1], kv[3]
+    assert torch.equal(cache[1:], expected[1:])
+
+
+def test_copies_read_everything_before_they_write() -> None:
+    cache = torch.arange(6.0).view(6, 1, 1, 1, 1).repeat(1, 2, 1, 4, 2)
+    copy_blocks(cache, torch.tensor([1, 2, 1]), torch.tensor([2, 3, 5]))
+    assert cache[:, 0, 0, 0, 0].tolist() == [0, 1, 1, 2, 4, 1]
+
+
+def reference_bits(seed: int, position: int, token_id: int) -> int:
+    """The generator in plain integers."""
+    x = (seed + (position + 1) * 0x9E3779B97F4A7C15) & MASK_64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK_64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK_64
+    x ^= x >> 31
+    low, high = x & MASK_32, x >> 32
+    h = (token_id * 0x9E3779B9 + low) & MASK_32
+    h ^= h >> 16
+    h = h * 0x21F0AAAD & MASK_32
+    h ^= high
+    h ^= h >> 15
+    h = h * 0xD35A2D97 & MASK_32
+    return h ^ h >> 15
+
+
+def test_noise_equals_the_generator_in_plain_integers() -> None:
+    seeds = [0, 1, -1, (1 << 63) - 1, -(1 << 63), 123456789]
+    positions, token_ids = [0, 5, 131071], [0, 1, 2, 50_000, 151_935]
+    keys = random_keys(
+        torch.tensor(seeds).repeat_interleave(len(positions)), torch.tensor(positions).repeat(len(seeds))
+    )
+    noise = gumbel_noise(keys, torch.tensor([token_ids], dtype=torch.int32))
+    rows = [(seed, position) for seed in seeds for position in positions]
+    bits = [
+        [reference_bits(seed & MASK_64, position, t) & 0x7FFFFFFF for t in token_ids]
+        for seed, position in rows
+    ]
+    uniform = (torch.tensor(bits, dtype=torch.float64) + 0.5) * 2**-31
+    exact = -torch.log(-torch.log1p(-uniform))
+    torch.testing.assert_close(noise.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+def test_noise_is_finite_with_the_mean_and_variance_of_gumbel() -> None:
+    keys = random_keys(torch.zeros(200, dtype=torch.int64), torch.arange(200))
+    noise = gumbel_noise(keys, torch.arange(20_000, dtype=torch.int32).unsqueeze(0))
+    assert noise.isfinite().all()
+    assert abs(noise.double().mean() - 0.5772157) < 2e-3
+    assert abs(noise.double().var() - 1.6449341) < 5e-3

@@ -1,0 +1,104 @@
+"""Paged attention against a float64 softmax over each sequence's own tokens, at odd lengths and shuffled blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import paged_attention
+from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+LENGTHS = [1, 15, 16, 17, 31, 33, 100, 257]
+
+
+class Paged:
+    """Random sequences whose keys and values lie in shuffled blocks of a pool that holds NaN elsewhere."""
+
+    def __init__(
+        self, lens: list[int], block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        torch.manual_seed(0)
+        counts = [-(-length // block_size) for length in lens]
+        ids = (torch.randperm(sum(counts)) + 1).tolist()
+        shape = sum(counts) + 1, 2, num_kv_heads, block_size, head_dim
+        self.cache = torch.full(shape, torch.nan, dtype=dtype)
+        self.tables = torch.zeros(len(lens), max(counts) + 1, dtype=torch.int32)
+        self.lens = torch.tensor(lens, dtype=torch.int32)
+        self.sequences: list[Tensor] = []  # [2, L, Hkv, D] each
+        for row, (length, count) in enumerate(zip(lens, counts, strict=True)):
+            own, ids = ids[:count], ids[count:]
+            self.tables[row, :count] = torch.tensor(own, dtype=torch.int32)
+            kv = torch.randn(2, length, num_kv_heads, head_dim).to(dtype)
+            for place in range(length):
+                self.cache[own[place // block_size], :, :, place % block_size] = kv[:, place]
+            self.sequences.append(kv)
+
+    def expected(self, row: int, q: Tensor, scale: float) -> Tensor:
+        """Attention of the row's last tokens, [n, Hq, D], in float64."""
+        keys, values = (
+            self.sequences[row].double().repeat_interleave(q.shape[1] // self.cache.shape[2], dim=2)
+        )
+        scores = torch.einsum("nhd,lhd->hnl", q.double(), keys) * scale
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(scores.shape[2] - scores.shape[1] + 1)
+        return torch.einsum("hnl,lhd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(8, 2, 32), (4, 4, 80), (6, 1, 16)])
+@pytest.mark.parametrize("block_size", [16, 8])
+def test_decode(
+    block_size: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    paged = Paged(LENGTHS, block_size, num_kv_heads, head_dim, dtype)
+    q = torch.randn(len(LENGTHS), num_heads, head_dim).to(dtype)
+    out = paged_decode_attention(q, paged.cache, paged.tables, paged.lens, 0.3)
+    for row in range(len(LENGTHS)):
+        close(out[row : row + 1], paged.expected(row, q[row : row + 1], 0.3))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(8, 2, 32), (4, 4, 80), (6, 1, 16)])
+def test_prefill(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "QUERY_TILE_LEN", 64)
+    paged = Paged(LENGTHS, 16, num_kv_heads, head_dim, dtype)
+    chunk_lens = [1, 15, 3, 0, 31, 1, 64, 129]
+    q = torch.randn(sum(chunk_lens), num_heads, head_dim).to(dtype)
+    bounds = torch.tensor([0, *torch.tensor(chunk_lens).cumsum(0)], dtype=torch.int32)
+    out = paged_prefill_attention(q, paged.cache, paged.tables, bounds, paged.lens, 0.3)
+    for row in range(len(LENGTHS)):
+        own = slice(bounds[row], bounds[row + 1])
+        close(out[own], paged.expected(row, q[own], 0.3))
+
+
+def test_padding_rows_harm_nobody() -> None:
+    paged = Paged([20, 5], 16, 2, 16, torch.float32)
+    q = torch.randn(3, 4, 16)
+    tables = torch.cat((paged.tables, torch.zeros(1, 3, dtype=torch.int32)))
+    lens = torch.cat((paged.lens, torch.zeros(1, dtype=torch.int32)))
+    out = paged_decode_attention(q, paged.cache, tables, lens, 0.25)
+    for row in range(2):
+        close(out[row : row + 1], paged.expected(row, q[row : row + 1], 0.25))
+
+
+def test_queries_may_be_a_view_of_a_wider_tensor() -> None:
+    paged = Paged([20, 5], 16, 2, 16, torch.float32)
+    wide = torch.randn(2, 8, 16)
+    q = wide[:, :4]
+    for row in range(2):
+        out = paged_decode_attention(q, paged.cache, paged.tables, paged.lens, 0.25)
+        close(out[row : row + 1], paged.expected(row, q[row : row + 1], 0.25))
+
+
+def test_lengths_that_differ_much_are_not_padded_to_the_longest() -> None:
+    groups = list(paged_attention._groups_of_like_length([1, 500, 2, 1, 400, 3]))
+    assert sorted(member for group in groups for member in group) == list(range(6))
+    assert not any(1 in group and 0 in group for group in groups)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)

@@ -1,0 +1,278 @@
+"""A minimal scheduler for tests of the ModelRunner: it plans greedily, in order, and knows no preemption."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.proto.block_tables import BlockTables
+from quire.proto.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from quire.proto.step import NewSequence, RowSampling, StepPlan, StepResult
+from quire.worker.parallel import Communicator, SingleRank
+from quire.worker.runner import ModelRunner
+
+
+class ThreadGroup:
+    """Ranks as threads of one process; sums are made in rank order, on every rank for itself."""
+
+    def __init__(self, size: int, timeout_s: float = 60) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=timeout_s)
+        self._slots: list[Tensor | None] = [None] * size
+
+    def communicator(self, rank: int) -> ThreadCommunicator:
+        return ThreadCommunicator(self, rank)
+
+    def exchange(self, rank: int, tensor: Tensor) -> Tensor:
+        self._slots[rank] = tensor
+        self._barrier.wait()
+        gathered = torch.stack([slot for slot in self._slots if slot is not None])
+        self._barrier.wait()
+        return gathered
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+class ThreadCommunicator:
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self._group, self.rank, self.size = group, rank, group.size
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return self.all_gather(tensor).sum(dim=0)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return self._group.exchange(self.rank, tensor)
+
+    def barrier(self) -> None:
+        self.all_gather(torch.zeros(1))
+
+    def close(self) -> None:
+        pass
+
+
+def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
+    """An EngineConfig as the resolver would make it, for float32 on CPU.
+
+    Settings: block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes.
+    """
+    hf = json.loads((folder / "config.json").read_text())
+    num_heads = hf["num_attention_heads"]
+    model = ModelConfig(
+        path=str(folder),
+        name=folder.name,
+        architecture=hf["architectures"][0],
+        hf=hf,
+        dtype="float32",
+        max_model_len=settings.get("max_model_len", 256),
+        vocab_size=hf["vocab_size"],
+        num_layers=hf["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=hf["num_key_value_heads"],
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // num_heads,
+    )
+    cache = CacheConfig(
+        block_size=settings.get("block_size", 16),
+        num_blocks=settings.get("num_blocks"),
+        memory_bytes=settings.get("memory_bytes"),
+    )
+    scheduler = SchedulerConfig(max_num_seqs=settings.get("max_num_seqs", 8))
+    return EngineConfig(model, cache, ParallelConfig(tp, "cpu", 1), scheduler)
+
+
+@dataclass
+class Planned:
+    """A sequence as the planner sees it."""
+
+    prompt: list[int]
+    max_tokens: int
+    sampling: RowSampling
+    arrival: int = 0
+    row: int = -1
+    num_computed: int = 0
+    generated: list[int] = field(default_factory=list)
+
+    @property
+    def num_known(self) -> int:
+        return len(self.prompt) + len(self.generated)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.generated) == self.max_tokens
+
+
+class Planner:
+    """Makes plans and applies results: rows in arrival order, blocks from a shuffled pool, no prefix caching.
+
+    Args:
+        chunk_len: most prompt tokens that a sequence computes in one step.
+    """
+
+    def __init__(self, config: EngineConfig, num_blocks: int, chunk_len: int, seed: int = 0) -> None:
+        self.tables = BlockTables(config.scheduler.max_num_seqs, config.max_blocks_per_seq)
+        self._block_size = config.cache.block_size
+        self._chunk_len = chunk_len
+        ids = np.random.default_rng(seed).permutation(np.arange(1, num_blocks))
+        self._free_blocks: list[int] = ids.tolist()
+        self._free_rows = list(range(config.scheduler.max_num_seqs))[::-1]
+        self._released: list[int] = []
+        self.running: list[Planned] = []
+        self.step_id = 0
+
+    def plan(self, arriving: list[Planned]) -> StepPlan:
+        """The next step; takes from `arriving` while rows are free."""
+        self.step_id += 1
+        released = _ints(self._released)
+        self.tables.release(released)
+        self._released = []
+        new = [self._admit(arriving.pop(0)) for _ in range(min(len(arriving), len(self._free_rows)))]
+        appended: list[tuple[int, int]] = []
+        chunks: list[tuple[int, int]] = []
+        for sequence in self.running:
+            if sequence.generated:
+                length = 1
+            else:
+                length = min(self._chunk_len, len(sequence.prompt) - sequence.num_computed)
+                chunks.append((sequence.row, length))
+            sequence.num_computed += length
+            missing = -(-sequence.num_computed // self._block_size) - self.tables.lens[sequence.row]
+            extra = [(sequence.row, self._free_blocks.pop()) for _ in range(missing)]
+            self.tables.append(_ints([row for row, _ in extra]), _ints([block for _, block in extra]))
+            appended += extra
+        chunks.sort()
+        return StepPlan(
+            step_id=self.step_id,
+            epoch=1,
+            digest=self.tables.digest,
+            released_rows=released,
+            new=tuple(new),
+            appended_rows=_ints([row for row, _ in appended]),
+            appended_ids=_ints([block for _, block in appended]),
+            chunk_rows=_ints([row for row, _ in chunks]),
+            chunk_lens=_ints([length for _, length in chunks]),
+        )
+
+    def apply(self, result: StepResult) -> None:
+        assert result.step_id == self.step_id
+        sampled = [sequence for sequence in self.running if sequence.num_computed == sequence.num_known]
+        sampled.sort(key=lambda sequence: sequence.row)
+        assert len(result.token_ids) == len(sampled)
+        for sequence, token_id in zip(sampled, result.token_ids.tolist(), strict=True):
+            sequence.generated.append(token_id)
+        for sequence in [sequence for sequence in self.running if sequence.is_done]:
+            self.running.remove(sequence)
+            self._free_blocks += self.tables.row(sequence.row).tolist()
+            self._released.append(sequence.row)
+            self._free_rows.append(sequence.row)
+
+    def _admit(self, sequence: Planned) -> NewSequence:
+        sequence.row = self._free_rows.pop()
+        self.running.append(sequence)
+        return NewSequence(
+            sequence.row, self.step_id, _ints(sequence.prompt), 0, _ints([]), sequence.sampling
+        )
+
+
+class Engine:
+    """ModelRunners of all ranks, as threads, with a Planner."""
+
+    def __init__(self, folder: Path, tp: int = 1, num_blocks: int = 64, **settings: Any) -> None:
+        self.config = make_config(folder, tp, **settings)
+        self.num_blocks = num_blocks
+        self._group = ThreadGroup(tp)
+        self._threads = ThreadPoolExecutor(tp)
+        comms: list[Communicator] = (
+            [SingleRank()] if tp == 1 else [self._group.communicator(r) for r in range(tp)]
+        )
+        self.runners = self.on_all(lambda comm: ModelRunner(self.config, comm), comms)
+        for runner in self.runners:
+            runner.allocate_cache(num_blocks)
+
+    def on_all(self, function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:
+        """The function for each rank's argument at the same time; an error on one ends the wait of the others."""
+
+        def call(argument: Any) -> Any:
+            try:
+                return function(argument)
+            except BaseException:
+                self._group.abort()
+                raise
+
+        return [future.result(timeout=120) for future in [self._threads.submit(call, a) for a in arguments]]
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Executes the plan on every rank, through its encoded form; rank 0's result."""
+        plan = StepPlan.decode(plan.encode())
+        results = self.on_all(lambda runner: runner.execute(plan), self.runners)
+        assert all(result.token_ids.size == 0 for result in results[1:])
+        return results[0]
+
+    def generate(
+        self, sequences: list[Planned], chunk_len: int = 512, seed: int = 0, record: list[bytes] | None = None
+    ) -> list[StepResult]:
+        """Runs the sequences, each from its arrival step on, until all are done; `record` gets the plans."""
+        planner = Planner(self.config, self.num_blocks, chunk_len, seed)
+        waiting = sorted(sequences, key=lambda sequence: sequence.arrival)
+        arrived: list[Planned] = []
+        results: list[StepResult] = []
+        plans: list[StepPlan] = []
+        while waiting or arrived or planner.running:
+            while waiting and waiting[0].arrival <= planner.step_id:
+                arrived.append(waiting.pop(0))
+            plans.append(planner.plan(arrived))
+            results.append(self.step(plans[-1]))
+            planner.apply(results[-1])
+        plans.append(planner.plan([]))  # releases the last rows
+        results.append(self.step(plans[-1]))
+        if record is not None:
+            record += [plan.encode() for plan in plans]
+        return results
+
+    def close(self) -> None:
+        for runner in self.runners:
+            runner.close()
+        self._threads.shutdown()
+
+
+@pytest.fixture(scope="module")
+def make_engine() -> Any:
+    """`make_engine(folder, tp=1, num_blocks=64, **settings) -> Engine`, closed after the module."""
+    engines: list[Engine] = []
+
+    def make(*args: Any, **kwargs: Any) -> Engine:
+        engines.append(Engine(*args, **kwargs))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def engine_config() -> Callable[..., EngineConfig]:
+    """`engine_config(folder, tp=1, **settings) -> EngineConfig`; see make_config."""
+    return make_config
+
+
+@pytest.fixture(scope="session")
+def planned() -> type[Planned]:
+    return Planned
+
+
+@pytest.fixture(scope="session")
+def thread_group() -> type[ThreadGroup]:
+    return ThreadGroup
+
+
+def _ints(values: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.array(values, dtype=np.int32)

@@ -1,0 +1,194 @@
+"""ModelRunner as the scheduler sees it: the step contract, and what it says when a plan is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.proto.block_tables import BlockTables
+from quire.proto.errors import ConfigError, RankFailed
+from quire.proto.step import NewSequence, RowSampling, StepPlan
+from quire.worker.cache_engine import DEFAULT_CPU_KV_BYTES
+from quire.worker.parallel import SingleRank
+from quire.worker.runner import ModelRunner
+
+GREEDY = RowSampling(temperature=0.0)
+PROMPT = [11, 52, 173, 94, 35, 216, 77, 118, 9, 310, 21]
+
+
+def ints(*values: int) -> Any:
+    return np.array(values, dtype=np.int32)
+
+
+class Script:
+    """Plans by hand: keeps block tables as the scheduler would, so that each plan has the right digest."""
+
+    def __init__(self, runner: ModelRunner, num_rows: int, max_blocks: int) -> None:
+        self.runner = runner
+        self.tables = BlockTables(num_rows, max_blocks)
+        self.step_id = 0
+
+    def step(
+        self, new: tuple[NewSequence, ...] = (), appended: tuple[tuple[int, int], ...] = (), **fields: Any
+    ) -> list[int]:
+        """Executes a plan; the sampled tokens."""
+        self.step_id += 1
+        self.tables.release(fields.get("released_rows", ints()))
+        for sequence in new:
+            self.tables.append(np.full_like(sequence.block_ids, sequence.row), sequence.block_ids)
+        rows, ids = ints(*(row for row, _ in appended)), ints(*(block for _, block in appended))
+        self.tables.append(rows, ids)
+        plan = StepPlan(
+            self.step_id, 1, self.tables.digest, new=new, appended_rows=rows, appended_ids=ids, **fields
+        )
+        tokens: list[int] = self.runner.execute(plan).token_ids.tolist()
+        return tokens
+
+
+def sequence(
+    row: int, token_ids: list[int], block_ids: tuple[int, ...], num_computed: int = 0
+) -> NewSequence:
+    return NewSequence(row, row, ints(*token_ids), num_computed, ints(*block_ids), GREEDY)
+
+
+def chunks(*pairs: tuple[int, int]) -> dict[str, Any]:
+    return {"chunk_rows": ints(*(row for row, _ in pairs)), "chunk_lens": ints(*(n for _, n in pairs))}
+
+
+@pytest.fixture
+def script(make_model: Any, engine_config: Any) -> Script:
+    config = engine_config(make_model("llama"), block_size=4, max_num_seqs=4, max_model_len=64)
+    runner = ModelRunner(config, SingleRank())
+    runner.allocate_cache(32)
+    return Script(runner, 4, config.max_blocks_per_seq)
+
+
+@pytest.fixture
+def alone(script: Script) -> list[int]:
+    """The first 6 greedy tokens after PROMPT."""
+    tokens = script.step((sequence(0, PROMPT, (1, 2, 3)),), **chunks((0, 11)))
+    tokens += script.step()  # the 12th token fills the third block
+    tokens += script.step(appended=((0, 4),))
+    tokens += [token for _ in range(3) for token in script.step()]
+    script.step(released_rows=ints(0))
+    return tokens
+
+
+def test_a_cached_prefix_is_not_computed_again(script: Script, alone: list[int]) -> None:
+    # Blocks 1 and 2 still hold the first 8 tokens.
+    assert script.step((sequence(2, PROMPT, (1, 2, 7), num_computed=8),), **chunks((2, 3))) == alone[:1]
+    assert script.step() == alone[1:2]
+
+
+def test_a_prefix_written_in_the_same_step_can_be_read(script: Script, alone: list[int]) -> None:
+    # Row 1 reads blocks 8 and 9, which row 3 writes in this very step; row 1 comes first in the batch.
+    new = sequence(3, PROMPT, (8, 9, 10)), sequence(1, PROMPT, (8, 9, 11), num_computed=8)
+    assert script.step(new, **chunks((1, 3), (3, 11))) == [alone[0], alone[0]]
+
+
+def test_copied_blocks_are_read_in_their_new_place(script: Script, alone: list[int]) -> None:
+    copies = np.array([(1, 21), (2, 22)], dtype=np.int32)
+    new = sequence(0, PROMPT, (21, 22, 23), num_computed=8)
+    assert script.step((new,), copies=copies, **chunks((0, 3))) == alone[:1]
+
+
+def test_held_rows_do_nothing(script: Script, alone: list[int]) -> None:
+    new = sequence(0, PROMPT, (5, 6, 7)), sequence(1, PROMPT, (8, 9, 10))
+    assert script.step(new, **chunks((0, 11), (1, 11))) == [alone[0]] * 2
+    assert script.step(held_rows=ints(0)) == [alone[1]]
+    assert script.step(appended=((1, 11),)) == [alone[1], alone[2]]
+    assert script.step(held_rows=ints(0, 1)) == []
+
+
+def test_results_come_by_ascending_row(script: Script, alone: list[int]) -> None:
+    script.step((sequence(3, PROMPT, (5, 6, 7)),), **chunks((3, 11)))
+    new = sequence(2, [300, 4], (8,)), sequence(0, PROMPT, (9, 10, 11))
+    first = script.step(new, **chunks((0, 11), (2, 2)))
+    assert (first[0], first[2]) == (alone[0], alone[1])
+
+
+def test_a_resumed_sequence_goes_on_as_it_would_have(script: Script, alone: list[int]) -> None:
+    new = sequence(1, PROMPT + alone[:3], (14, 15, 16, 17))
+    assert script.step((new,), **chunks((1, 9))) == []
+    assert script.step(**chunks((1, 5))) == alone[3:4]
+
+
+def test_a_plan_without_work_is_answered(script: Script) -> None:
+    assert script.step() == []
+    assert script.runner.stage == "idle"
+
+
+def test_stage_times_are_reported(script: Script) -> None:
+    script.step((sequence(0, PROMPT, (1, 2, 3)),), **chunks((0, 11)))
+    result = script.runner.execute(StepPlan(2, 1, script.tables.digest))
+    assert set(result.stage_times) == {"apply", "forward", "sample"}
+    assert all(seconds > 0 for seconds in result.stage_times.values())
+
+
+def test_another_digest_stops_the_step_before_anything_is_computed(script: Script) -> None:
+    script.step((sequence(0, PROMPT, (1, 2, 3)),), **chunks((0, 11)))
+    with pytest.raises(
+        RankFailed, match=r"rank 0 failed at step 7 in stage apply: .* digest .* the scheduler's"
+    ):
+        script.runner.execute(StepPlan(7, 1, script.tables.digest ^ 1))
+    assert script.runner.stage == "apply"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (chunks((0, 12)), "row 0 for tokens that it does not have"),
+        (chunks((0, 0)), "row 0 for an empty chunk"),
+        (chunks((3, 1)), "row 3 for tokens that it does not have"),
+    ],
+)
+def test_plans_out_of_range_are_refused(script: Script, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(RankFailed, match=words):
+        script.step((sequence(0, PROMPT, (1, 2, 3)),), **fields)
+
+
+def test_missing_blocks_are_refused(script: Script) -> None:
+    with pytest.raises(RankFailed, match="row 0 for slots beyond its blocks"):
+        script.step((sequence(0, PROMPT, (1, 2)),), **chunks((0, 11)))
+
+
+def test_garbage_in_unused_slots_does_not_matter(script: Script, alone: list[int]) -> None:
+    for layer in script.runner._kv.layers:
+        layer.fill_(torch.nan)
+    other = sequence(1, PROMPT[:2], (20,))
+    tokens = script.step((sequence(0, PROMPT, (5, 6, 7)), other), **chunks((0, 11), (1, 2)))
+    assert tokens[0] == alone[0]
+    assert script.step()[0] == alone[1]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_blocks_that_fit_are_counted_by_bytes(make_model: Any, engine_config: Any, tp: int) -> None:
+    class Nowhere(SingleRank):
+        size = tp
+
+    # 3 layers, keys and values, 4 KV heads of 16 float32 numbers, blocks of 16 tokens.
+    block_bytes = 3 * 2 * 4 * 16 * 4 * 16 // tp
+    config = engine_config(make_model("llama"), tp)
+    assert ModelRunner(config, Nowhere()).num_blocks_that_fit() == DEFAULT_CPU_KV_BYTES // block_bytes
+    config = replace(config, cache=replace(config.cache, memory_bytes=10 * block_bytes + 1))
+    assert ModelRunner(config, Nowhere()).num_blocks_that_fit() == 10
+    assert ModelRunner(config.with_num_blocks(5), Nowhere()).num_blocks_that_fit() == 5
+
+
+def test_memory_that_is_not_there_is_refused_in_words(make_model: Any, engine_config: Any) -> None:
+    runner = ModelRunner(engine_config(make_model("llama")), SingleRank())
+    with pytest.raises(ConfigError, match=r"rank 0 cannot allocate \d+\.\d+ GiB of KV memory"):
+        runner.allocate_cache(1 << 40)
+
+
+def test_bfloat16_runs_on_a_cpu(make_model: Any, engine_config: Any) -> None:
+    config = engine_config(make_model("qwen3"), block_size=4)
+    runner = ModelRunner(replace(config, model=replace(config.model, dtype="bfloat16")), SingleRank())
+    runner.allocate_cache(8)
+    script = Script(runner, 8, config.max_blocks_per_seq)
+    assert len(script.step((sequence(0, PROMPT, (1, 2, 3)),), **chunks((0, 11)))) == 1
+    assert len(script.step()) == 1

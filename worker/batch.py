@@ -1,0 +1,101 @@
+"""Batch: the inputs of one step, gathered from the rows that compute in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..proto.block_tables import IntArray
+from ..proto.step import StepPlan
+from .attention import AttentionInputs
+from .rows import Rows, to_device
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's tokens: first those of decoding rows, then the chunks, each row's together.
+
+    Attributes:
+        rows: [S] int32, the rows in that order.
+        lens: [S] int32, how far each is computed after the step.
+        token_ids: [T] int32.
+        positions: [T] int64.
+        sampled_rows: [N] int32 ascending, rows whose last known token is in the step.
+        sampled_index: [N] int64, where their last tokens are among the T.
+    """
+
+    rows: IntArray
+    lens: IntArray
+    token_ids: Tensor
+    positions: Tensor
+    attention: AttentionInputs
+    sampled_rows: IntArray
+    sampled_index: Tensor
+
+
+def gather_batch(rows: Rows, plan: StepPlan, block_size: int) -> Batch | None:
+    """The step's inputs; None if no row computes.
+
+    Raises:
+        ValueError: the plan asks a row for tokens or blocks that it does not have; names the row.
+    """
+    decode_rows = _decoding_rows(rows, plan)
+    row_ids = np.concatenate((decode_rows, plan.chunk_rows))
+    if row_ids.size == 0:
+        return None
+    query_lens = np.concatenate((np.ones_like(decode_rows), plan.chunk_lens))
+    seq_lens = rows.num_computed[row_ids] + query_lens
+    _check(rows, row_ids, query_lens, seq_lens, block_size)
+
+    ends = np.cumsum(query_lens)
+    positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, query_lens)
+    token_rows = np.repeat(row_ids, query_lens)
+    slots = (
+        rows.tables.ids[token_rows, positions // block_size] * np.int64(block_size) + positions % block_size
+    )
+    width = -(-int(seq_lens.max()) // block_size)
+    chunk_start = np.concatenate(([0], np.cumsum(plan.chunk_lens)))
+    completes = np.flatnonzero(seq_lens == rows.lens[row_ids])
+    completes = completes[np.argsort(row_ids[completes])]
+
+    device = rows.token_ids.device
+    token_positions = to_device(positions, device, torch.int64)
+    return Batch(
+        rows=row_ids,
+        lens=seq_lens,
+        token_ids=rows.token_ids[to_device(token_rows, device, torch.int64), token_positions],
+        positions=token_positions,
+        attention=AttentionInputs(
+            num_decodes=decode_rows.size,
+            slot_mapping=to_device(slots, device, torch.int64),
+            block_tables=to_device(rows.tables.ids[row_ids, :width], device, torch.int32),
+            query_start=to_device(chunk_start, device, torch.int32),
+            seq_lens=to_device(seq_lens, device, torch.int32),
+        ),
+        sampled_rows=row_ids[completes],
+        sampled_index=to_device(ends[completes] - 1, device, torch.int64),
+    )
+
+
+def _decoding_rows(rows: Rows, plan: StepPlan) -> IntArray:
+    if plan.held_rows.size == 0:
+        return np.flatnonzero(rows.decoding).astype(np.int32)
+    runs = rows.decoding.copy()
+    runs[plan.held_rows] = False
+    return np.flatnonzero(runs).astype(np.int32)
+
+
+def _check(rows: Rows, row_ids: IntArray, query_lens: IntArray, seq_lens: IntArray, block_size: int) -> None:
+    """Numbers out of range would read and write other sequences' blocks in silence."""
+    _refuse(row_ids, query_lens < 1, "an empty chunk")
+    _refuse(row_ids, seq_lens > np.minimum(rows.lens[row_ids], rows.max_len), "tokens that it does not have")
+    _refuse(row_ids, seq_lens > rows.tables.lens[row_ids] * block_size, "slots beyond its blocks")
+
+
+def _refuse(row_ids: IntArray, wrong: npt.NDArray[np.bool_], what: str) -> None:
+    if wrong.any():
+        raise ValueError(f"the plan asks row {row_ids[wrong][0]} for {what}")

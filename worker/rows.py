@@ -1,0 +1,119 @@
+"""Rows: what a rank remembers of its running sequences between steps. Deltas come with the plans."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..proto.block_tables import BlockTables, IntArray
+from ..proto.config import EngineConfig
+from ..proto.step import NewSequence, RowSampling, StepPlan
+
+# Below this a temperature is taken for 0: dividing by it would leave float32.
+GREEDY_TEMPERATURE = 1e-5
+
+
+class Rows:
+    """The persistent state of `max_num_seqs` sequences.
+
+    What the scheduler determines lies in numpy, so that no step waits for the device; the tokens, which the
+    device determines, lie on the device.
+
+    Attributes:
+        max_len: most tokens that a row may compute.
+        tables: block tables, equal to the scheduler's.
+        token_ids: [R, max_len + 1] int32 on the device, prompt and answer.
+        lens: [R] int32, tokens known.
+        num_computed: [R] int32, tokens whose KV is in the cache.
+        decoding: [R] bool, rows that compute their newest token in each step.
+        sampling: how each row samples.
+    """
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        num_rows, max_len = config.scheduler.max_num_seqs, config.model.max_model_len
+        self.max_len = max_len
+        self.tables = BlockTables(num_rows, config.max_blocks_per_seq)
+        self.token_ids = torch.zeros(num_rows, max_len + 1, dtype=torch.int32, device=device)
+        self.lens: IntArray = np.zeros(num_rows, dtype=np.int32)
+        self.num_computed: IntArray = np.zeros(num_rows, dtype=np.int32)
+        self.decoding = np.zeros(num_rows, dtype=np.bool_)
+        self.sampling = SamplingTable(num_rows, config.model.vocab_size)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Steps 1 to 3 of the plan: released, new and appended. The caller compares digests."""
+        self.tables.release(plan.released_rows)
+        self.decoding[plan.released_rows] = False
+        for sequence in plan.new:
+            self._put(sequence)
+        self.tables.append(plan.appended_rows, plan.appended_ids)
+
+    def mark_computed(self, rows: IntArray, lens: IntArray) -> None:
+        """The KV of these rows is in the cache up to `lens`."""
+        self.num_computed[rows] = lens
+
+    def append(self, rows: IntArray, token_ids: Tensor) -> None:
+        """Gives rows their sampled tokens; from now on they decode.
+
+        Args:
+            token_ids: [N] int32 on the device, by row.
+        """
+        device = self.token_ids.device
+        places = to_device(rows, device, torch.int64), to_device(self.lens[rows], device, torch.int64)
+        self.token_ids[places] = token_ids
+        self.lens[rows] += 1
+        self.decoding[rows] = True
+
+    def _put(self, sequence: NewSequence) -> None:
+        row, length = sequence.row, len(sequence.token_ids)
+        self.token_ids[row, :length] = to_device(sequence.token_ids, self.token_ids.device, torch.int32)
+        self.lens[row] = length
+        self.num_computed[row] = sequence.num_computed_tokens
+        self.decoding[row] = False
+        self.tables.append(np.full(len(sequence.block_ids), row, dtype=np.int32), sequence.block_ids)
+        self.sampling.put(row, sequence.sampling)
+
+
+class SamplingTable:
+    """How each row samples, [R] each; what is switched off has a value that changes nothing.
+
+    Attributes:
+        greedy: takes the likeliest token.
+        filtered: draws from what top_k, top_p or min_p leave.
+        num_logprobs: how many likeliest tokens to report; -1 where none and not the sampled one's either.
+        stop_free_len, stop_token_ids: as in RowSampling.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self.greedy = np.zeros(num_rows, dtype=np.bool_)
+        self.filtered = np.zeros(num_rows, dtype=np.bool_)
+        self.temperature = np.ones(num_rows, dtype=np.float32)
+        self.top_k = np.zeros(num_rows, dtype=np.int64)
+        self.top_p = np.ones(num_rows, dtype=np.float32)
+        self.min_p = np.zeros(num_rows, dtype=np.float32)
+        self.seed = np.zeros(num_rows, dtype=np.int64)
+        self.num_logprobs = np.full(num_rows, -1, dtype=np.int32)
+        self.stop_free_len = np.zeros(num_rows, dtype=np.int32)
+        self.stop_token_ids: list[tuple[int, ...]] = [()] * num_rows
+
+    def put(self, row: int, sampling: RowSampling) -> None:
+        top_k = sampling.top_k if 0 < sampling.top_k < self._vocab_size else self._vocab_size
+        self.greedy[row] = sampling.temperature < GREEDY_TEMPERATURE
+        self.filtered[row] = top_k < self._vocab_size or sampling.top_p < 1 or sampling.min_p > 0
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = top_k
+        # 2 where it is off: rounded sums of probabilities reach 1 too early.
+        self.top_p[row] = sampling.top_p if sampling.top_p < 1 else 2.0
+        self.min_p[row] = sampling.min_p
+        self.seed[row] = np.uint64(sampling.seed & (1 << 64) - 1).astype(np.int64)
+        self.num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
+        self.stop_free_len[row] = sampling.stop_free_len
+        self.stop_token_ids[row] = sampling.stop_token_ids
+
+
+def to_device(values: npt.ArrayLike, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A copy on the device; the host does not wait for it."""
+    tensor = torch.from_numpy(np.array(values)).to(dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
