@@ -3,7 +3,7 @@
 A gateway numbers its sequences by *handles*; the scheduler answers with one TokenBatch a step and gateway, never
 one message a request.
 
-    gateway -> scheduler    Submit, Abort, StatusQuery
+    gateway -> scheduler    Submit, Abort, Stop, StatusQuery
     scheduler -> gateway    TokenBatch, ReplicaStatus
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import msgpack
 
 from .block_tables import IntArray
-from .errors import ProtocolError
+from .errors import InvalidRequest, ProtocolError
 from .sampling import SamplingParams
 from .step import NO_INTS, Logprobs, ints, pack_ints
 
@@ -44,6 +44,13 @@ class Submit:
 @dataclass(frozen=True, slots=True)
 class Abort:
     """Ends a sequence and frees its blocks; nothing more is said of it. Unknown handles are ignored."""
+
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Ends a sequence whose gateway found a stop string: an Abort that is answered with the sequence's Finish."""
 
     handle: int
 
@@ -146,7 +153,7 @@ class ReplicaStatus:
     uptime_s: float
 
 
-GatewayMessage = Submit | Abort | StatusQuery
+GatewayMessage = Submit | Abort | Stop | StatusQuery
 ReplicaMessage = TokenBatch | ReplicaStatus
 
 
@@ -165,7 +172,7 @@ def decode(frame: bytes) -> GatewayMessage | ReplicaMessage:
     try:
         tag, *values = msgpack.unpackb(memoryview(frame)[1:])
         return _DECODERS[tag](values)
-    except (ValueError, TypeError, IndexError, KeyError) as error:
+    except (ValueError, TypeError, IndexError, KeyError, InvalidRequest) as error:
         raise ProtocolError(f"stream message cannot be read: {error}") from error
 
 
@@ -206,6 +213,7 @@ def _decode_status(values: list[Any]) -> ReplicaStatus:
 _ENCODERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Submit: _encode_submit,
     Abort: lambda message: ("abort", message.handle),
+    Stop: lambda message: ("stop", message.handle),
     StatusQuery: lambda message: ("status?", message.query_id),
     TokenBatch: _encode_batch,
     ReplicaStatus: lambda message: ("status", *astuple(message)),
@@ -213,6 +221,7 @@ _ENCODERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
 _DECODERS: dict[str, Callable[[list[Any]], GatewayMessage | ReplicaMessage]] = {
     "submit": _decode_submit,
     "abort": lambda values: Abort(*values),
+    "stop": lambda values: Stop(*values),
     "status?": lambda values: StatusQuery(*values),
     "tokens": _decode_batch,
     "status": _decode_status,

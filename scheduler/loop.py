@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from ..proto.errors import QuireError, ReplicaUnavailable
-from ..proto.stream import Abort, GatewayMessage, ReplicaStatus, StatusQuery, Submit, TokenBatch
+from ..proto.stream import Abort, Finish, GatewayMessage, ReplicaStatus, StatusQuery, Stop, Submit, TokenBatch
 from .mailbox import Mailbox
 from .scheduler import Scheduler
 from .worker_group import WorkerGroup
@@ -92,13 +92,17 @@ class StepLoop:
     def _take(self, gateway: bytes, message: GatewayMessage) -> None:
         match message:
             case Submit():
-                refusal = self._scheduler.add(gateway, message, self._clock())
-                if refusal is not None:
-                    self._tell([(gateway, TokenBatch(0, finished=(refusal,)))])
+                self._tell_end(gateway, self._scheduler.add(gateway, message, self._clock()))
             case Abort():
                 self._scheduler.abort(gateway, message.handle)
+            case Stop():
+                self._tell_end(gateway, self._scheduler.stop(gateway, message.handle, self._clock()))
             case StatusQuery():
                 self._mailbox.send(gateway, self.status(message.query_id))
+
+    def _tell_end(self, gateway: bytes, finish: Finish | None) -> None:
+        if finish is not None:
+            self._tell([(gateway, TokenBatch(0, finished=(finish,)))])
 
     def _tell(self, news: list[tuple[bytes, TokenBatch]]) -> None:
         for gateway, batch in news:

@@ -10,7 +10,7 @@ import zmq
 
 from ..proto import stream
 from ..proto.errors import ProtocolError
-from ..proto.stream import Abort, GatewayMessage, ReplicaMessage, StatusQuery, Submit
+from ..proto.stream import Abort, GatewayMessage, ReplicaMessage, StatusQuery, Stop, Submit
 
 # Batches that may wait for a gateway that does not read; past them it is taken for dead.
 MAX_UNREAD_MESSAGES = 10_000
@@ -69,7 +69,7 @@ class ZmqMailbox:
             except ProtocolError as error:
                 _log.warning("a message of gateway %s was ignored: %s", gateway.hex(), error)
                 continue
-            if isinstance(message, Submit | Abort | StatusQuery):
+            if isinstance(message, Submit | Abort | Stop | StatusQuery):
                 messages.append((bytes(gateway), message))
         return messages
 

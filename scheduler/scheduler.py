@@ -141,6 +141,17 @@ class Scheduler:
             self._release_row(sequence)
         return True
 
+    def stop(self, gateway: bytes, handle: int, now: float) -> Finish | None:
+        """Ends a sequence whose gateway found a stop string; None where it has ended already."""
+        sequence = self._by_handle.get((gateway, handle))
+        if sequence is None:
+            return None
+        row = sequence.row
+        num_tokens = len(sequence.token_ids) if row is None else int(self._rows.num_tokens[row])
+        self.abort(gateway, handle)
+        self.stats.num_finished += 1
+        return sequence.finish(FinishReason.STOP, num_tokens, now)
+
     def drop_gateway(self, gateway: bytes) -> None:
         """Aborts all sequences of a gateway that is gone."""
         for owner, handle in [key for key in self._by_handle if key[0] == gateway]:

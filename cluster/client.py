@@ -1,0 +1,281 @@
+"""Client and AsyncClient: quire.v1 in Python. They differ in who waits; all else is shared."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from ..proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from ..proto.errors import ConfigError, InvalidRequest
+from ..proto.sampling import SamplingParams
+from .events import Completion, Event
+from .messages import completion_from_message, event_from_message, sampling_to_message
+from .security import bearer
+from .statuses import from_grpc_error
+
+DEFAULT_TIMEOUT_S = 600.0
+HEALTH_TIMEOUT_S = 5.0
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    # A server whose machine vanished is noticed after 40 s, not after the operating system's hours.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+
+class _Connection:
+    """What both clients share: how to connect, what to send, what an error means.
+
+    Args:
+        target: the server's ``HOST:PORT``.
+        token: bearer token, where the server asks for one.
+        tls_ca: PEM file of the authority that signed the server's certificate; None: no TLS.
+        timeout_s: how long a call may take in all, where it says nothing else; None: as long as it takes.
+
+    Raises:
+        ConfigError: the authority's file cannot be read.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        token: str | None = None,
+        tls_ca: str | Path | None = None,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self.target = target
+        self._metadata = () if token is None else (bearer(token),)
+        self._timeout_s = timeout_s
+        self._channel = self._connect(None if tls_ca is None else _channel_credentials(Path(tls_ca)))
+        # The generated stubs serve channels of both kinds and return what the channel's kind returns.
+        self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        self._admin: Any = admin_pb2_grpc.AdminStub(self._channel)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+
+    def _connect(self, credentials: grpc.ChannelCredentials | None) -> Any:
+        """Opens a channel; None: in the clear."""
+        raise NotImplementedError
+
+    def _options(self, timeout_s: float | None = None) -> dict[str, Any]:
+        return {"metadata": self._metadata, "timeout": self._timeout_s if timeout_s is None else timeout_s}
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """gRPC's errors become quire's."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise from_grpc_error(error, self.target) from error
+
+
+class Client(_Connection):
+    """A connection to a quire server. Threads may share one; see `_Connection` for the arguments."""
+
+    def _connect(self, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+        if credentials is None:
+            return grpc.insecure_channel(self.target, _CHANNEL_OPTIONS)
+        return grpc.secure_channel(self.target, credentials, _CHANNEL_OPTIONS)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        model: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """The complete answer to a prompt of text or token ids.
+
+        Args:
+            params: None: the defaults.
+            model: empty: the only one that the server serves.
+            request_id: unique among the server's running requests; empty: the server makes one up.
+            timeout_s: None: the client's own.
+
+        Raises:
+            QuireError: the error that the server met, or ReplicaUnavailable where there is no server.
+        """
+        request = _request(prompt, params, model, request_id)
+        with self._errors():
+            return completion_from_message(self._inference.Generate(request, **self._options(timeout_s)))
+
+    def generate_stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        model: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Generator[Event, None, None]:
+        """The answer as it comes: Started, Deltas, Finished. Arguments and errors are those of `generate`.
+
+        The request runs from this call on; closing the iterator ends it and frees what it held.
+        """
+        request = _request(prompt, params, model, request_id)
+        return self._events(self._inference.GenerateStream(request, **self._options(timeout_s)))
+
+    def _events(self, call: Any) -> Generator[Event, None, None]:
+        try:
+            with self._errors():
+                for message in call:
+                    yield event_from_message(message)
+        finally:
+            call.cancel()
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a running request, whose caller gets RequestAborted; False where none such runs."""
+        request = inference_pb2.AbortRequest(request_id=request_id)
+        with self._errors():
+            return bool(self._inference.Abort(request, **self._options()).aborted)
+
+    def models(self) -> list[inference_pb2.Model]:
+        """What the server serves."""
+        with self._errors():
+            return list(
+                self._inference.ListModels(inference_pb2.ListModelsRequest(), **self._options()).models
+            )
+
+    def status(self) -> list[admin_pb2.Replica]:
+        """The state of each replica."""
+        with self._errors():
+            return list(self._admin.GetStatus(admin_pb2.GetStatusRequest(), **self._options()).replicas)
+
+    def is_ready(self) -> bool:
+        """Whether the server is there and a token has come through all ranks."""
+        try:
+            return _is_serving(self._health.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S))
+        except grpc.RpcError:
+            return False
+
+    def close(self) -> None:
+        """Ends the calls that still run."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncClient(_Connection):
+    """Client for asyncio: the same methods, awaited. Create it in the event loop that uses it."""
+
+    def _connect(self, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+        if credentials is None:
+            return grpc.aio.insecure_channel(self.target, _CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(self.target, credentials, _CHANNEL_OPTIONS)
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        model: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """See `Client.generate`."""
+        request = _request(prompt, params, model, request_id)
+        with self._errors():
+            return completion_from_message(
+                await self._inference.Generate(request, **self._options(timeout_s))
+            )
+
+    def generate_stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        model: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Event, None]:
+        """See `Client.generate_stream`; ``aclose()`` ends the request."""
+        request = _request(prompt, params, model, request_id)
+        return self._events(self._inference.GenerateStream(request, **self._options(timeout_s)))
+
+    async def _events(self, call: Any) -> AsyncGenerator[Event, None]:
+        try:
+            with self._errors():
+                async for message in call:
+                    yield event_from_message(message)
+        finally:
+            call.cancel()
+
+    async def abort(self, request_id: str) -> bool:
+        """See `Client.abort`."""
+        request = inference_pb2.AbortRequest(request_id=request_id)
+        with self._errors():
+            return bool((await self._inference.Abort(request, **self._options())).aborted)
+
+    async def models(self) -> list[inference_pb2.Model]:
+        """See `Client.models`."""
+        request = inference_pb2.ListModelsRequest()
+        with self._errors():
+            return list((await self._inference.ListModels(request, **self._options())).models)
+
+    async def status(self) -> list[admin_pb2.Replica]:
+        """See `Client.status`."""
+        request = admin_pb2.GetStatusRequest()
+        with self._errors():
+            return list((await self._admin.GetStatus(request, **self._options())).replicas)
+
+    async def is_ready(self) -> bool:
+        """See `Client.is_ready`."""
+        request = health_pb2.HealthCheckRequest()
+        try:
+            return _is_serving(await self._health.Check(request, timeout=HEALTH_TIMEOUT_S))
+        except grpc.RpcError:
+            return False
+
+    async def close(self) -> None:
+        """Ends the calls that still run."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _request(
+    prompt: str | Sequence[int], params: SamplingParams | None, model: str, request_id: str
+) -> inference_pb2.GenerateRequest:
+    sampling = sampling_to_message(params or SamplingParams())
+    request = inference_pb2.GenerateRequest(request_id=request_id, model=model, sampling=sampling)
+    try:
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=prompt))
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest("prompt", f"cannot be sent: {error}") from error
+    return request
+
+
+def _is_serving(answer: health_pb2.HealthCheckResponse) -> bool:
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _channel_credentials(tls_ca: Path) -> grpc.ChannelCredentials:
+    try:
+        return grpc.ssl_channel_credentials(tls_ca.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"TLS authority {tls_ca} cannot be read: {error.strerror}") from error

@@ -1,0 +1,158 @@
+"""The command line: one clear line for each mistake, and the exit status that says whose it was."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cluster import cli
+from quire.cluster.cli import FAILED, INTERRUPTED, WRONG_USE, parse_num_bytes
+from quire.proto.errors import ConfigError
+
+ServerFactory = Callable[..., Any]
+
+
+def quire(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of the command."""
+    monkeypatch.setattr(sys, "argv", ["quire", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    output, errors = capfd.readouterr()
+    return int(ended.value.code or 0), output, errors
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "status"])
+def test_help_has_an_example(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: str
+) -> None:
+    status, output, _ = quire(monkeypatch, capfd, command, "--help")
+    assert status == 0
+    assert f"quire {command}" in output.partition("Example:")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["fly"], WRONG_USE, "No such command 'fly'"),
+        (["status", "--fast"], WRONG_USE, "No such option"),
+        (["generate"], WRONG_USE, "Missing argument"),
+        (["generate", "x", "--max-tokens", "many"], WRONG_USE, "'--max-tokens'"),
+        (["generate", "x", "--temperature", "-1"], WRONG_USE, "sampling.temperature: is -1.0"),
+        (["serve", "/nowhere"], FAILED, "/nowhere: not a directory"),
+        (["serve", "demo", "--listen", "here"], FAILED, "listening address is 'here'"),
+        (["serve", "demo", "--listen", "0.0.0.0:0"], FAILED, "can be reached from other machines"),
+        (["serve", "demo", "--kv-cache-memory", "lots"], FAILED, "amount of memory is 'lots'"),
+        (["serve", "demo", "--device", "cpu", "--tensor-parallel-size", "3"], FAILED, "does not divide"),
+        (["status", "--token-file", "/nowhere"], FAILED, "token file /nowhere cannot be read"),
+    ],
+)
+def test_mistakes_are_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    said: str,
+) -> None:
+    ended, output, errors = quire(monkeypatch, capfd, *arguments)
+    assert (ended, output) == (status, "")
+    assert errors.startswith("quire: ")
+    assert said in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_nobody_at_the_target(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    status, _, errors = quire(monkeypatch, capfd, "status", "--target", "127.0.0.1:1")
+    assert status == FAILED
+    assert "127.0.0.1:1" in errors
+    assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("1000000", 1_000_000), ("512MiB", 512 << 20), ("8GB", 8 * 10**9), ("1.5 gib", 3 << 29), ("2k", 2000)],
+)
+def test_amounts_of_memory(text: str, num_bytes: int) -> None:
+    assert parse_num_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1XB", "1 2"])
+def test_no_amounts_of_memory(text: str) -> None:
+    with pytest.raises(ConfigError, match="amount of memory"):
+        parse_num_bytes(text)
+
+
+async def run_quire(*arguments: str, **environment: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "from quire.cluster.cli import main; main()",
+        *arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | environment,
+    )
+
+
+def test_generate_and_status_against_a_server(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server:
+            process = await run_quire(
+                "generate", "The quick", "--target", server.target, "--max-tokens", "8", "--seed", "1"
+            )
+            output, errors = await asyncio.wait_for(process.communicate(), 60)
+            assert (process.returncode, errors) == (0, b"")
+            assert len(output.decode()) > 1
+            process = await run_quire("status", "--target", server.target, COLUMNS="200")
+            output, errors = await asyncio.wait_for(process.communicate(), 60)
+            assert (process.returncode, errors) == (0, b"")
+            for word in ("replica-0", "tiny", "ready", "rank", "KV blocks", "0 waiting"):
+                assert word in output.decode()
+            assert re.search(r"0 of 6\d used", output.decode())
+            process = await run_quire("generate", "x", "--target", server.target, "--model", "other")
+            output, errors = await asyncio.wait_for(process.communicate(), 60)
+            assert process.returncode == FAILED
+            assert errors.decode() == "quire: model 'other' is not served here; 'tiny' is\n"
+
+    asyncio.run(scenario())
+
+
+def test_text_comes_as_it_is_made_and_ctrl_c_ends_the_request(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server:
+            process = await run_quire(
+                "generate", "The quick", "--target", server.target, "--max-tokens", "400"
+            )
+            assert process.stdout is not None
+            assert await asyncio.wait_for(process.stdout.read(1), 60)
+            server.brake.hold()  # it is half-way, and cannot end by itself
+            assert server.replica.num_running == 1
+            process.send_signal(signal.SIGINT)
+            _, errors = await asyncio.wait_for(process.communicate(), 60)
+            assert (process.returncode, errors) == (INTERRUPTED, b"")
+            deadline = time.monotonic() + 5
+            while server.replica.num_running and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+            assert server.replica.num_running == 0
+
+    asyncio.run(scenario())
+
+
+def test_help_is_quick_because_it_imports_nothing_heavy(tmp_path: Path) -> None:
+    program = (
+        "import sys, quire.cluster.cli\n"
+        "heavy = {'torch', 'ray', 'transformers', 'grpc', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

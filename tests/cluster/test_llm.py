@@ -1,0 +1,245 @@
+"""LLM in one process: the tokens of transformers, vLLM's words, and no Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.proto.errors import ConfigError, InvalidRequest
+
+PROMPTS = [
+    "The quick brown fox",
+    "It was",
+    "A gathering of folded pages is called a quire; many quires make a book.",
+]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model_dir(make_model: Callable[..., Path]) -> Path:
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> Iterator[LLM]:
+    with LLM(
+        str(model_dir),
+        device="cpu",
+        block_size=4,
+        num_kv_blocks=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+    ) as opened:
+        yield opened
+
+
+def transformers_greedy(model_dir: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    answers = []
+    for prompt in prompts:
+        whole = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)
+        answers.append(whole[0, len(prompt) :].tolist())
+    return answers
+
+
+def test_greedy_tokens_equal_transformers(llm: LLM, model_dir: Path) -> None:
+    results = llm.generate(PROMPTS, GREEDY)
+    prompts = [result.prompt_token_ids for result in results]
+    expected = transformers_greedy(model_dir, prompts, 20)
+    assert [result.outputs[0].token_ids for result in results] == expected
+    assert [result.prompt for result in results] == PROMPTS
+    assert all(result.outputs[0].finish_reason == "length" for result in results)
+    assert llm.generate(prompts[0], GREEDY)[0].outputs[0].token_ids == expected[0]
+
+
+def test_prompts_in_all_their_forms(llm: LLM) -> None:
+    ids = llm.generate(PROMPTS[0], GREEDY)[0].prompt_token_ids
+    for prompts in (PROMPTS[0], [PROMPTS[0]], ids, [ids], tuple(ids), np.array(ids), [np.array(ids)]):
+        (result,) = llm.generate(prompts, GREEDY)
+        assert result.prompt_token_ids == ids
+        assert result.outputs[0].index == 0
+    assert llm.generate([], GREEDY) == []
+    mixed = llm.generate([PROMPTS[1], ids], [GREEDY, SamplingParams(max_tokens=1)])
+    assert [result.prompt for result in mixed] == [PROMPTS[1], None]
+    assert [len(result.outputs[0].token_ids) for result in mixed] == [20, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "field"),
+    [
+        (5, None, "prompts"),
+        ([5.5], None, "prompts"),
+        ("", None, "prompt"),
+        (["fine", [10**6]], None, "prompt[0]"),
+        (["one", "two"], [GREEDY], "sampling_params"),
+    ],
+)
+def test_wrong_use_starts_nothing(llm: LLM, prompts: Any, params: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.generate(prompts, params)
+    assert caught.value.field == field
+    assert llm.generate(PROMPTS[1], GREEDY)[0].outputs[0].token_ids
+
+
+def test_a_stop_string_cuts_the_text_and_ends_the_sequence(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0]
+    stop = whole.text[8:11]
+    cut = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=300, stop=stop))[0].outputs[0]
+    assert cut.text == whole.text[: whole.text.find(stop)]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    assert len(cut.token_ids) < len(whole.token_ids)
+
+
+def test_a_stop_token_is_an_answer_s_last_token_and_not_in_its_text(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0]
+    stop = whole.token_ids[5]
+    end = whole.token_ids.index(stop) + 1
+    params = SamplingParams(temperature=0.0, max_tokens=300, stop_token_ids=(stop,))
+    cut = llm.generate(PROMPTS[0], params)[0].outputs[0]
+    assert (cut.token_ids, cut.finish_reason, cut.stop_reason) == (whole.token_ids[:end], "stop", stop)
+    assert whole.text.startswith(cut.text)
+    assert len(cut.text) < len(whole.text)
+
+
+def test_logprobs_are_those_of_the_model(llm: LLM, model_dir: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=6, logprobs=2, ignore_eos=True)
+    (result,) = llm.generate(PROMPTS[0], params)
+    tokens, entries = result.outputs[0].token_ids, result.outputs[0].logprobs
+    assert entries is not None
+    assert len(entries) == len(tokens)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([result.prompt_token_ids + tokens])).logits[0]
+    expected = torch.log_softmax(logits[len(result.prompt_token_ids) - 1 : -1], dim=-1)
+    for row, token_id, entry in zip(expected, tokens, entries, strict=True):
+        assert entry[token_id].logprob == pytest.approx(float(row[token_id]), abs=1e-3)
+        assert next(iter(entry)) == token_id
+        top = [top_id for top_id, logprob in entry.items() if logprob.rank is not None]
+        assert set(top) == set(row.topk(2).indices.tolist())
+        assert all(isinstance(logprob.decoded_token, str) for logprob in entry.values())
+    assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].logprobs is None
+
+
+def test_logprobs_keep_to_what_each_request_asked_for(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=4, seed=1, logprobs=count, ignore_eos=True) for count in (0, 5, 1)]
+    none, many, one = (result.outputs[0].logprobs for result in llm.generate(PROMPTS, params))
+    assert none is not None
+    assert many is not None
+    assert one is not None
+    assert all(len(entry) == 1 for entry in none)
+    assert all(len(entry) in (5, 6) for entry in many)
+    assert all(len(entry) in (1, 2) for entry in one)
+
+
+def test_a_seed_gives_the_same_tokens_whatever_else_runs(llm: LLM) -> None:
+    seeded = SamplingParams(max_tokens=12, seed=42, ignore_eos=True)
+    alone = llm.generate(PROMPTS[0], seeded)[0].outputs[0].token_ids
+    others = [SamplingParams(max_tokens=30, ignore_eos=True)] * 3
+    crowded = llm.generate([*PROMPTS, PROMPTS[0]], [*others, seeded])[-1].outputs[0].token_ids
+    assert crowded == alone
+    assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=12, seed=43))[0].outputs[0].token_ids != alone
+
+
+def test_the_same_program_gives_the_same_answers(model_dir: Path) -> None:
+    def answers(seed: int) -> list[list[int]]:
+        with LLM(str(model_dir), device="cpu", num_kv_blocks=32, seed=seed) as llm:
+            return [
+                result.outputs[0].token_ids for result in llm.generate(PROMPTS, SamplingParams(max_tokens=10))
+            ]
+
+    assert answers(1) == answers(1)
+    assert answers(1) != answers(2)
+
+
+def test_an_interrupted_batch_leaves_nothing_behind(llm: LLM) -> None:
+    expected = llm.generate(PROMPTS, GREEDY)
+    scheduler = llm._engine._engine.scheduler  # type: ignore[attr-defined]
+    schedule, num_steps = scheduler.schedule, 0
+
+    def interrupted(now: float) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return schedule(now)
+
+    scheduler.schedule = interrupted
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, GREEDY)
+    finally:
+        scheduler.schedule = schedule
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_in_flight) == (0, 0, 0)
+    again = llm.generate(PROMPTS, GREEDY)
+    assert [result.outputs for result in again] == [result.outputs for result in expected]
+
+
+def test_more_prompts_than_the_pool_holds_at_once(model_dir: Path) -> None:
+    with LLM(str(model_dir), device="cpu", num_kv_blocks=8, max_num_seqs=8) as small:
+        results = small.generate([PROMPTS[0]] * 20, GREEDY)
+    assert len({tuple(result.outputs[0].token_ids) for result in results}) == 1
+
+
+def test_errors_come_before_anything_heavy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a directory"):
+        LLM(str(tmp_path / "nowhere"))
+
+
+def test_one_rank_imports_no_ray_and_a_client_no_torch(model_dir: Path) -> None:
+    offline = (
+        "import sys; from quire import LLM, SamplingParams\n"
+        f"llm = LLM({str(model_dir)!r}, device='cpu', num_kv_blocks=8)\n"
+        "print(len(llm.generate('It was', SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids))\n"
+        "assert 'ray' not in sys.modules"
+    )
+    client = (
+        "import sys; from quire import AsyncClient, Client, SamplingParams, errors\n"
+        "import quire.cluster.cli\n"
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules), sorted(sys.modules)"
+    )
+    for program, output in ((offline, "3\n"), (client, "")):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == (0, output), done.stderr
+
+
+@pytest.mark.cluster
+def test_two_ranks_answer_as_one_and_leave_no_process(model_dir: Path) -> None:
+    """Closed by the interpreter's exit alone, and in a process of its own: Ray has one instance a process."""
+    import psutil
+
+    program = (
+        "import sys; from quire import LLM, SamplingParams\n"
+        f"llm = LLM({str(model_dir)!r}, tensor_parallel_size=2, device='cpu', num_kv_blocks=32)\n"
+        f"params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)\n"
+        f"for result in llm.generate({PROMPTS!r}, params): print(result.outputs[0].token_ids)\n"
+        "print(len(llm.generate('It was', params)))\n"
+    )
+    with LLM(str(model_dir), device="cpu", num_kv_blocks=32) as alone:
+        expected = [str(result.outputs[0].token_ids) for result in alone.generate(PROMPTS, GREEDY)]
+    before = set(psutil.pids())
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert output.splitlines() == [*expected, "1"]
+    left = [other for other in psutil.process_iter(["pid", "cmdline"]) if other.pid not in before]
+    assert not [other for other in left if "ray::" in " ".join(other.info["cmdline"] or [])]

@@ -1,0 +1,108 @@
+"""Requests are checked once, before anything runs, and every refusal names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from quire.cluster.requests import MAX_REQUEST_ID_CHARS, RequestChecker
+from quire.proto.config import CacheConfig, EngineConfig, ModelConfig
+from quire.proto.errors import InvalidRequest, ModelNotFound
+from quire.proto.sampling import SamplingParams
+
+CONFIG = EngineConfig(
+    ModelConfig(
+        path="", name="tiny", architecture="", hf={}, dtype="float32", max_model_len=100, vocab_size=50,
+        num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, seed=3,
+    ),
+    CacheConfig(block_size=16, num_blocks=100),
+)  # fmt: skip
+
+
+class LetterTokenizer:
+    """One token a letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+
+def checker(config: EngineConfig = CONFIG) -> RequestChecker:
+    return RequestChecker(config, LetterTokenizer())  # type: ignore[arg-type]
+
+
+def test_text_becomes_tokens() -> None:
+    request = checker().check("abc", SamplingParams(seed=5), request_id="mine", model="tiny")
+    assert (request.request_id, request.sampling.seed) == ("mine", 5)
+    assert request.prompt_token_ids.tolist() == [0, 1, 2]
+    assert request.prompt_token_ids.dtype == np.int32
+
+
+@pytest.mark.parametrize("prompt", [[3, 4], (3, 4), np.array([3, 4]), range(3, 5)])
+def test_token_ids_in_any_sequence(prompt: Sequence[int]) -> None:
+    assert checker().check(prompt, SamplingParams()).prompt_token_ids.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field", "said"),
+    [
+        ("", "prompt", "is empty"),
+        ([], "prompt", "is empty"),
+        ([1, 50], "prompt[1]", "is 50, must be a token id from 0 to 49"),
+        ([-1], "prompt[0]", "is -1"),
+        ([1.5], "prompt[0]", "is 1.5"),
+        (["a"], "prompt[0]", "is 'a'"),
+        ("a\ud800", "prompt", "not valid Unicode text at character 1"),
+        ([1] * 100, "prompt", "has 100 tokens, which leaves no room for an answer in the context of 100"),
+    ],
+)
+def test_prompts_that_cannot_be_served(prompt: str | list[int], field: str, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        checker().check(prompt, SamplingParams())
+    assert caught.value.field == field
+
+
+def test_a_prompt_larger_than_the_pool_names_the_pool() -> None:
+    small = replace(CONFIG, cache=replace(CONFIG.cache, num_blocks=4))
+    assert checker(small).check([1] * 47, SamplingParams()).sampling.max_tokens == 1
+    with pytest.raises(InvalidRequest, match=r"has 48 tokens.*whole KV memory of 48 tokens"):
+        checker(small).check([1] * 48, SamplingParams())
+
+
+def test_another_model() -> None:
+    with pytest.raises(ModelNotFound, match="model 'other' is not served here; 'tiny' is"):
+        checker().check("abc", SamplingParams(), model="other")
+
+
+def test_stop_tokens_must_exist() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        checker().check("abc", SamplingParams(stop_token_ids=(7, 50)))
+    assert caught.value.field == "sampling.stop_token_ids[1]"
+
+
+def test_a_long_request_id_is_refused() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        checker().check("abc", SamplingParams(), request_id="x" * (MAX_REQUEST_ID_CHARS + 1))
+    assert caught.value.field == "request_id"
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, 97), (1000, 97), (97, 97), (5, 5)])
+def test_max_tokens_is_cut_to_the_room_left(asked: int | None, given: int) -> None:
+    assert checker().check("abc", SamplingParams(max_tokens=asked)).sampling.max_tokens == given
+
+
+def test_request_ids_are_made_up_and_differ() -> None:
+    check = checker()
+    assert len({check.check("abc", SamplingParams()).request_id for _ in range(10)}) == 10
+
+
+def test_seeds_are_drawn_and_repeat_with_the_configuration() -> None:
+    def seeds(check: RequestChecker) -> list[int | None]:
+        return [check.check("abc", SamplingParams()).sampling.seed for _ in range(5)]
+
+    first = seeds(checker())
+    assert len(set(first)) == 5
+    assert seeds(checker()) == first
+    assert seeds(checker(replace(CONFIG, model=replace(CONFIG.model, seed=4)))) != first
