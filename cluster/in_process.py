@@ -56,7 +56,7 @@ def load_in_process(config: EngineConfig) -> tuple[EngineConfig, InProcessGroup]
     runner = ModelRunner(config, SingleRank())
     config = config.with_num_blocks(runner.num_blocks_that_fit())
     assert config.cache.num_blocks is not None
-    runner.allocate_cache(config.cache.num_blocks)
+    config = config.with_swap_rate(runner.allocate_cache(config.cache.num_blocks))
     return config, InProcessGroup(runner, config.parallel.device)
 
 

@@ -63,7 +63,8 @@ def resolve(
     """
     path = DEMO_MODEL_PATH if model == DEMO_MODEL else Path(model).expanduser()
     _check_directory(path)
-    _require_positive("tensor_parallel_size", tensor_parallel_size)
+    if tensor_parallel_size < 1:
+        raise ConfigError(f"tensor_parallel_size is {tensor_parallel_size}, must be at least 1")
     device = _resolve_device(device)
     parallel = ParallelConfig(
         tensor_parallel_size, device, threads_per_rank=_threads_per_rank(tensor_parallel_size, device)

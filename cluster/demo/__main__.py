@@ -1,0 +1,99 @@
+"""The main job, `make demo`: two tensor-parallel workers answer concurrent gRPC requests, then all is gone again.
+
+DEMO_JSON=FILE writes the figures to FILE as well. Exit status 0: every request was answered and nothing is left;
+1: not so; 130: Ctrl-C, after which nothing is left either.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from rich.console import Console
+
+from ...proto.errors import QuireError
+from ..client import Client
+from .figures import measure, table, write
+from .prompts import REQUESTS
+from .screen import follow
+from .server import ServerProcess
+from .streams import Streams
+
+TENSOR_PARALLEL_SIZE = 2
+READY_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 120.0
+_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+_ARGUMENTS = "demo", "--device", "cpu", "--tensor-parallel-size", str(TENSOR_PARALLEL_SIZE)
+
+
+def main() -> int:
+    console = Console()
+    for number in _SIGNALS:
+        signal.signal(number, _interrupt)
+    server = ServerProcess(*_ARGUMENTS)
+    status = 1
+    try:
+        status = _run(console, server)
+    except QuireError as error:
+        console.print(f"demo: {error}", style="red", highlight=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        console.print("interrupted: shutting down")
+        status = 130
+    finally:
+        is_clean = _shut_down(console, server)
+    return status if is_clean else 1
+
+
+def _run(console: Console, server: ServerProcess) -> int:
+    started = time.monotonic()
+    console.print(f"starting `quire serve {' '.join(_ARGUMENTS)}`", highlight=False)
+    address = server.wait_ready(READY_TIMEOUT_S)
+    ready_s = time.monotonic() - started
+    console.print(
+        f"ready on {address} after {ready_s:.1f} s: {len(REQUESTS)} requests at once\n", highlight=False
+    )
+    with Client(address) as client:
+        streams = Streams(client, REQUESTS)
+        streams.start()
+        in_time = follow(console, streams, ANSWER_TIMEOUT_S)
+        (replica,) = client.status()
+        figures = measure(streams, replica, ready_s)
+    console.print(table(figures))
+    if path := os.environ.get("DEMO_JSON"):
+        write(Path(path), "python -m quire.cluster.demo", figures)
+    failed = [stream for stream in streams.streams if stream.finished is None]
+    for stream in failed:
+        console.print(
+            f"not answered: {stream.request.title}: {stream.error or 'no end in time'}", style="red"
+        )
+    return 0 if in_time and not failed else 1
+
+
+def _shut_down(console: Console, server: ServerProcess) -> bool:
+    """Ends the server; whether it did so in order and nothing of it is left."""
+    with server:
+        status = server.stop()
+        left = server.leftovers()
+    for thing in left:
+        console.print(f"left behind: {thing}", style="red", highlight=False)
+    if not left:
+        console.print("shut down: no process, no shared memory, no socket, no file left")
+    return not left and status >= 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    # A second one must not interrupt the shutdown that the first one begins.
+    for other in _SIGNALS:
+        signal.signal(other, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    with suppress(BrokenPipeError):
+        sys.exit(main())

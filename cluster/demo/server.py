@@ -1,0 +1,127 @@
+"""ServerProcess: `quire serve` as a child process, and what it leaves behind when it has ended."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ...proto.errors import ReplicaUnavailable
+from ..closing import Closing
+from ..processes import ProcessTree
+
+READY = "quire is ready on "
+_STOP_TIMEOUT_S = 30.0
+_EXIT_TIMEOUT_S = 10.0
+_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY_PREFIXES = "quire", "plasma", "ray", "psm_", "sem.mp"
+
+
+class ServerProcess(Closing):
+    """A server of its own process and session, so that Ctrl-C reaches only us, and we end it in order.
+
+    Args:
+        arguments: of `quire serve`; it listens on a loopback port that the system chooses.
+
+    Attributes:
+        address: its ``HOST:PORT``, once it is ready.
+        temporary: the folder that it takes for temporary files.
+    """
+
+    def __init__(self, *arguments: str) -> None:
+        self.address = ""
+        self._folder = tempfile.TemporaryDirectory(prefix="q")
+        self.temporary = Path(self._folder.name)
+        self._log = self.temporary / "log"
+        self._shared_memory = _shared_memory()
+        self._trees: list[ProcessTree] = []
+        command = [sys.executable, "-c", "from quire.cluster.cli import main; main()", "serve", *arguments]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, "--listen", "127.0.0.1:0"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=os.environ | {"TMPDIR": str(self.temporary)},
+                start_new_session=True,
+            )
+
+    @property
+    def log(self) -> str:
+        """What it wrote to stderr so far."""
+        return self._log.read_text(errors="replace")
+
+    def wait_ready(self, timeout_s: float) -> str:
+        """Its address, once a token has come through all ranks.
+
+        Raises:
+            ReplicaUnavailable: it ended, or was not ready in time; with its last word.
+        """
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + timeout_s
+        if not select.select([self.process.stdout], [], [], timeout_s)[0]:
+            raise ReplicaUnavailable(f"the server was not ready in {timeout_s:g} s")
+        line = self.process.stdout.readline().decode()
+        if not line.startswith(READY):
+            status = self.process.wait(max(0.0, deadline - time.monotonic()))
+            last = self.log.strip().rpartition("\n")[2]
+            raise ReplicaUnavailable(f"the server ended with exit status {status}: {last}")
+        self.address = line.removeprefix(READY).strip()
+        self._note_processes()
+        return self.address
+
+    def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> int:
+        """Has it end in order, and kills it when it does not in time; its exit status. Safe to call twice."""
+        if self.process.poll() is None:
+            self._note_processes()
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        return self.process.wait(_EXIT_TIMEOUT_S)
+
+    def leftovers(self, timeout_s: float = _EXIT_TIMEOUT_S) -> list[str]:
+        """What is left of it after its end, in words; nothing should be. Waits for processes that are ending."""
+        deadline = time.monotonic() + timeout_s
+        pids = {pid for tree in self._trees for pid in tree.wait(max(0.0, deadline - time.monotonic()))}
+        left = [f"process {pid}" for pid in sorted(pids)]
+        left += [f"file {path}" for path in sorted(self.temporary.glob("quire-*"))]
+        left += [f"shared memory {name}" for name in sorted(_shared_memory() - self._shared_memory)]
+        if self.address and _is_listening(self.address):
+            left.append(f"socket {self.address}")
+        return left
+
+    def close(self) -> None:
+        """Ends it, if it runs, and everything that it started."""
+        self.stop()
+        for tree in self._trees:
+            tree.kill()
+            tree.close()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self._folder.cleanup()
+
+    def _note_processes(self) -> None:
+        self._trees.append(ProcessTree([self.process.pid]))
+
+
+def _shared_memory() -> set[str]:
+    if not _SHARED_MEMORY.is_dir():
+        return set()
+    return {path.name for path in _SHARED_MEMORY.iterdir() if path.name.startswith(_SHARED_MEMORY_PREFIXES)}
+
+
+def _is_listening(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+    except OSError:
+        return False
+    return True

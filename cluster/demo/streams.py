@@ -1,0 +1,85 @@
+"""Streams: every request of the demo in a thread of its own, and what has come of each so far."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from ...proto.errors import QuireError
+from ..client import Client
+from ..events import Delta, Finished
+from .prompts import DemoRequest
+
+
+@dataclass(slots=True)
+class Stream:
+    """One request under way. Its thread writes, others read.
+
+    Attributes:
+        first_token_s: from the submission to the first token; None before it.
+        gaps_s: between tokens that followed; those that came together share the time since the last ones.
+        finished: how it ended; None while it runs or when it failed.
+        error: why it failed.
+    """
+
+    request: DemoRequest
+    text: str = ""
+    num_tokens: int = 0
+    first_token_s: float | None = None
+    gaps_s: list[float] = field(default_factory=list)
+    finished: Finished | None = None
+    error: QuireError | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.finished is not None or self.error is not None
+
+    def run(self, client: Client) -> None:
+        """Submits the request and follows it to its end."""
+        submitted = last = time.monotonic()
+        try:
+            for event in client.generate_stream(self.request.prompt, self.request.params):
+                if isinstance(event, Delta) and event.token_ids:
+                    now = time.monotonic()
+                    self._take(event, now - last, now - submitted)
+                    last = now
+                elif isinstance(event, Delta):
+                    self.text += event.text
+                elif isinstance(event, Finished):
+                    self.finished = event
+        except QuireError as error:
+            self.error = error
+
+    def _take(self, delta: Delta, gap_s: float, since_submission_s: float) -> None:
+        self.text += delta.text
+        num_tokens = len(delta.token_ids)
+        if self.first_token_s is None:
+            self.first_token_s = since_submission_s
+            num_tokens -= 1
+        self.gaps_s += [gap_s / len(delta.token_ids)] * num_tokens
+        self.num_tokens += len(delta.token_ids)
+
+
+class Streams:
+    """All requests at once."""
+
+    def __init__(self, client: Client, requests: tuple[DemoRequest, ...]) -> None:
+        self.streams = [Stream(request) for request in requests]
+        self.wall_s = 0.0
+        self._threads = [
+            threading.Thread(target=stream.run, args=(client,), daemon=True) for stream in self.streams
+        ]
+
+    def start(self) -> None:
+        self._started = time.monotonic()
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all have ended, waiting at most this long."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self.wall_s = time.monotonic() - self._started
+        return not any(thread.is_alive() for thread in self._threads)

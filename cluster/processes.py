@@ -1,0 +1,65 @@
+"""Which processes descend from others, and whether they have ended: from /proc and pidfds, so on Linux only."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+
+class ProcessTree:
+    """Some processes and their descendants as of now. A pidfd each, so that a reused pid is not mistaken for them."""
+
+    def __init__(self, root_pids: Iterable[int]) -> None:
+        self._pidfds: dict[int, int] = {}  # pid |-> pidfd
+        for pid in _with_descendants(root_pids):
+            with suppress(ProcessLookupError):
+                self._pidfds[pid] = os.pidfd_open(pid)
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """Waits until all have ended; returns the pids of those that have not in time."""
+        deadline = time.monotonic() + timeout_s
+        for pid, pidfd in list(self._pidfds.items()):
+            remaining_s = max(0.0, deadline - time.monotonic())
+            if select.select([pidfd], [], [], remaining_s)[0]:
+                os.close(self._pidfds.pop(pid))
+        return list(self._pidfds)
+
+    def kill(self) -> None:
+        """Kills what is left."""
+        for pidfd in self._pidfds.values():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        while self._pidfds:
+            os.close(self._pidfds.popitem()[1])
+
+
+def children(parent_pid: int) -> set[int]:
+    """Pids of a process's own children now."""
+    return set(_children_by_parent()[parent_pid])
+
+
+def _with_descendants(root_pids: Iterable[int]) -> list[int]:
+    by_parent = _children_by_parent()
+    found, unvisited = [], list(root_pids)
+    while unvisited:
+        found.append(pid := unvisited.pop())
+        unvisited.extend(by_parent[pid])
+    return found
+
+
+def _children_by_parent() -> defaultdict[int, list[int]]:
+    by_parent = defaultdict(list)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # The second field, the command, is in parentheses and may hold anything.
+            parent_pid = int(stat.read_text().rpartition(")")[2].split()[1])
+            by_parent[parent_pid].append(int(stat.parent.name))
+    return by_parent

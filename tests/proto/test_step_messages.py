@@ -1,0 +1,139 @@
+"""StepPlan, StepResult and StepFailure cross a process border unchanged, or are refused."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.proto.errors import ProtocolError
+from quire.proto.step import (
+    Logprobs,
+    NewSequence,
+    RowSampling,
+    StepFailure,
+    StepPlan,
+    StepResult,
+    decode_reply,
+)
+
+int32 = st.integers(-(2**31), 2**31 - 1)
+int_arrays = st.lists(int32, max_size=20).map(lambda values: np.array(values, dtype=np.int32))
+pairs = st.lists(st.tuples(int32, int32), max_size=8).map(
+    lambda v: np.array(v, dtype=np.int32).reshape(-1, 2)
+)
+samplings = st.builds(
+    RowSampling,
+    temperature=st.floats(0, 100),
+    top_k=st.integers(0, 2**31 - 1),
+    top_p=st.floats(0, 1),
+    min_p=st.floats(0, 1),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    logprobs=st.none() | st.integers(0, 20),
+    stop_free_len=st.integers(0, 2**31 - 1),
+    stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple),
+)
+sequences = st.builds(
+    NewSequence,
+    row=st.integers(0, 1024),
+    seq_id=st.integers(0, 2**62),
+    token_ids=int_arrays,
+    num_computed_tokens=st.integers(0, 2**31 - 1),
+    block_ids=int_arrays,
+    sampling=samplings,
+)
+plans = st.builds(
+    StepPlan,
+    step_id=st.integers(1, 2**62),
+    epoch=st.integers(0, 2**62),
+    digest=st.integers(0, 2**64 - 1),
+    released_rows=int_arrays,
+    new=st.lists(sequences, max_size=3).map(tuple),
+    appended_rows=int_arrays,
+    appended_ids=int_arrays,
+    copies=pairs,
+    held_rows=int_arrays,
+    chunk_rows=int_arrays,
+    chunk_lens=int_arrays,
+)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Equality of dataclasses that hold arrays."""
+    assert type(actual) is type(expected)
+    for field in fields(expected):
+        one, other = getattr(actual, field.name), getattr(expected, field.name)
+        if isinstance(other, np.ndarray):
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other)
+        elif isinstance(other, tuple) and other and isinstance(other[0], NewSequence):
+            assert len(one) == len(other)
+            for member, expected_member in zip(one, other, strict=True):
+                assert_same(member, expected_member)
+        elif isinstance(other, Logprobs):
+            assert_same(one, other)
+        else:
+            assert one == other
+
+
+@given(plans)
+def test_plan_round_trip(plan: StepPlan) -> None:
+    assert_same(StepPlan.decode(plan.encode()), plan)
+
+
+@pytest.mark.parametrize("width", [0, 1, 5])
+def test_result_round_trip(width: int) -> None:
+    random = np.random.default_rng(width)
+    top_ids = random.integers(0, 1000, (3, width)).astype(np.int32)
+    top = random.standard_normal((3, width)).astype(np.float32)
+    chosen = random.standard_normal(3).astype(np.float32)
+    logprobs = Logprobs(np.array([0, 2, 3], np.int32), chosen, top_ids, top)
+    token_ids = np.array([5, 6, 7, 8], np.int32)
+    result = StepResult(9, 2, 0, token_ids, logprobs, {"forward": 0.5})
+    assert_same(decode_reply(result.encode()), result)
+
+
+def test_failure_round_trip() -> None:
+    failure = StepFailure(3, 1, 2, "forward", "RuntimeError: no memory")
+    assert decode_reply(failure.encode()) == failure
+
+
+def test_logprobs_select_renumbers() -> None:
+    logprobs = Logprobs(
+        np.array([0, 2, 5], np.int32),
+        np.array([-1, -2, -3], np.float32),
+        np.array([[1], [2], [3]], np.int32),
+        np.array([[-1], [-2], [-3]], np.float32),
+    )
+    chosen = logprobs.select(np.array([1, 2, 5], np.int32))
+    assert chosen is not None
+    assert chosen.index.tolist() == [1, 2]
+    assert chosen.chosen.tolist() == [-2, -3]
+    assert logprobs.select(np.array([1, 3], np.int32)) is None
+
+
+@pytest.mark.parametrize(
+    "frame", [b"", b"\x00", b"\x02\x90", b"\x01", b"\x01\x90", b"\x01\xc1", b"\x01\x93\x01\x02\x03"]
+)
+def test_unreadable_frames_are_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        StepPlan.decode(frame)
+    with pytest.raises(ProtocolError):
+        decode_reply(frame)
+
+
+@given(st.binary(max_size=64))
+def test_garbage_never_raises_anything_else(garbage: bytes) -> None:
+    for decode in (StepPlan.decode, decode_reply):
+        try:
+            decode(b"\x01" + garbage)
+        except ProtocolError:
+            continue
+
+
+def test_steady_decode_plan_is_small() -> None:
+    assert len(StepPlan(123_456, 1, 2**64 - 1).encode()) < 64

@@ -1,0 +1,85 @@
+"""Whole servers: `quire serve` as a child process, asked over gRPC."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from quire.cluster.demo.server import ServerProcess
+
+READY_TIMEOUT_S = 120.0
+
+Serve = Callable[..., ServerProcess]
+RunQuire = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def _start(*arguments: str) -> ServerProcess:
+    server = ServerProcess(*arguments)
+    try:
+        server.wait_ready(READY_TIMEOUT_S)
+    except BaseException:
+        server.close()
+        raise
+    return server
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServerProcess]:
+    """Two ranks of the demo model with a pool of 63 usable blocks, each step audited. Leave it as it was."""
+    arguments = (
+        "demo",
+        "--tensor-parallel-size",
+        "2",
+        "--num-kv-blocks",
+        "64",
+        "--max-num-seqs",
+        "16",
+        "--audit",
+    )
+    started = _start(*arguments)
+    yield started
+    status = started.stop()
+    left = started.leftovers()
+    log = started.log
+    started.close()
+    assert status == 0, log
+    assert left == []
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """`serve(*arguments) -> ServerProcess`: a server of the test's own, ready."""
+    started: list[ServerProcess] = []
+
+    def start(*arguments: str) -> ServerProcess:
+        started.append(_start(*arguments))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+@pytest.fixture
+def run_quire() -> RunQuire:
+    """`run_quire(*arguments) -> CompletedProcess`: the command `quire`, run to its end."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", "from quire.cluster.cli import main; main()", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    return run
+
+
+@pytest.fixture
+def scheduler_pid() -> Callable[[ServerProcess], int]:
+    def find(server: ServerProcess) -> int:
+        processes = psutil.Process(server.process.pid).children(recursive=True)
+        (pid,) = [each.pid for each in processes if "SchedulerActor" in " ".join(each.cmdline())]
+        return pid
+
+    return find

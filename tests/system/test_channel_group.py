@@ -1,0 +1,179 @@
+"""ChannelWorkerGroup over real processes whose ranks do as they are told: answer, fail, hang or die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import ray
+
+from quire.cluster.channel_group import ChannelGroupMaker, ChannelWorkerGroup
+from quire.cluster.local_cluster import LocalCluster
+from quire.proto.channel import ChannelAddress, StepReceiver
+from quire.proto.errors import ConfigError, RankFailed
+from quire.proto.step import StepFailure, StepPlan, StepResult
+from quire.proto.stream import RankStatus
+
+pytestmark = pytest.mark.cluster
+
+NUM_RANKS = 2
+FAIL, HANG, STALE = 1, 2, 3
+GATHER_TIMEOUT_S = 10.0
+
+
+def plan(step_id: int, rank: int = 0, act: int = 0) -> StepPlan:
+    """A step at which one rank acts up; the digest carries which and how."""
+    return StepPlan(step_id, 1, digest=10 * rank + act)
+
+
+class ObedientRank:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def where(self) -> RankStatus:
+        return RankStatus(self.rank, os.getpid(), socket.gethostname(), "cpu", "forward")
+
+    def run(self, address: ChannelAddress) -> None:
+        receiver = StepReceiver(address, self.rank)
+        while (frame := receiver.receive()) is not None:
+            step = StepPlan.decode(frame)
+            act = step.digest % 10 if step.digest // 10 == self.rank else 0
+            if act == HANG:
+                time.sleep(60)
+            if act == FAIL:
+                receiver.reply(
+                    StepFailure(step.step_id, 1, self.rank, "sample", "ValueError: as told").encode()
+                )
+                break
+            if act == STALE:
+                receiver.reply(StepResult(step.step_id, 0, self.rank, np.array([99], np.int32)).encode())
+            receiver.reply(
+                StepResult(step.step_id, 1, self.rank, np.array([step.step_id], np.int32)).encode()
+            )
+        receiver.close()
+
+
+@dataclass
+class Started:
+    group: ChannelWorkerGroup
+    pids: list[int]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(NUM_RANKS) as opened:
+        yield opened
+
+
+@pytest.fixture
+def started(cluster: LocalCluster) -> Iterator[Started]:
+    remote = ray.remote(ObedientRank).options(max_concurrency=2, num_cpus=1)
+    workers = tuple(remote.remote(rank) for rank in range(NUM_RANKS))
+    statuses = tuple(ray.get([worker.where.remote() for worker in workers], timeout=60))
+    maker = ChannelGroupMaker(ChannelAddress.in_directory(cluster.directory), workers, statuses, 30.0)
+    group = maker()
+    yield Started(group, [status.pid for status in statuses])
+    group.close()
+    for worker in workers:
+        ray.kill(worker)
+
+
+def step_until_failure(group: ChannelWorkerGroup) -> None:
+    """The ranks do not wait for each other here, so the failing one's word may come steps later."""
+    for step_id in range(2, 100):
+        group.gather(GATHER_TIMEOUT_S)
+        time.sleep(0.01)
+        group.broadcast(plan(step_id))
+
+
+def check_until_failure(group: ChannelWorkerGroup) -> None:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        group.check()
+        time.sleep(0.01)
+
+
+def test_results_come_in_order_with_two_steps_in_flight(started: Started) -> None:
+    group = started.group
+    group.broadcast(plan(1))
+    for step_id in range(2, 50):
+        group.broadcast(plan(step_id))
+        assert group.gather(GATHER_TIMEOUT_S).step_id == step_id - 1
+    assert group.gather(GATHER_TIMEOUT_S).token_ids.tolist() == [49]
+    group.check()
+
+
+def test_answers_of_another_epoch_are_refused(started: Started) -> None:
+    started.group.broadcast(plan(1, rank=0, act=STALE))
+    assert started.group.gather(GATHER_TIMEOUT_S).token_ids.tolist() == [1]
+
+
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
+def test_failing_rank_tells_its_own_reason(started: Started, rank: int) -> None:
+    started.group.broadcast(plan(1, rank, FAIL))
+    with pytest.raises(RankFailed, match="as told") as caught:
+        step_until_failure(started.group)
+    assert (caught.value.rank, caught.value.stage) == (rank, "sample")
+
+
+def test_dead_rank_is_named_while_a_step_waits_for_it(started: Started) -> None:
+    started.group.broadcast(plan(1, rank=0, act=HANG))
+    os.kill(started.pids[0], signal.SIGKILL)
+    killed_at = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 0 failed at step 1: its process died"):
+        started.group.gather(GATHER_TIMEOUT_S)
+    assert time.monotonic() - killed_at < 2.0
+
+
+def test_dead_rank_is_named_while_idle(started: Started) -> None:
+    os.kill(started.pids[1], signal.SIGKILL)
+    with pytest.raises(RankFailed, match="rank 1 failed: its process died"):
+        check_until_failure(started.group)
+
+
+def test_hung_rank_is_named_with_its_stage_at_the_deadline(started: Started) -> None:
+    started.group.broadcast(plan(1, rank=0, act=HANG))
+    with pytest.raises(RankFailed, match=r"rank 0 failed at step 1 in stage forward: no answer in 0.3 s"):
+        started.group.gather(0.3)
+
+
+def test_stopped_process_is_named_rather_than_one_that_waits(started: Started) -> None:
+    os.kill(started.pids[1], signal.SIGSTOP)
+    started.group.broadcast(plan(1, rank=0, act=HANG))
+    with pytest.raises(RankFailed, match=r"rank 1 failed at step 1: .*does not answer"):
+        started.group.gather(0.3)
+
+
+def test_statuses_say_who_is_idle(started: Started) -> None:
+    group = started.group
+    assert [status.stage for status in group.statuses()] == ["idle", "idle"]
+    group.broadcast(plan(1, rank=1, act=HANG))
+    group.gather(GATHER_TIMEOUT_S)
+    assert [status.stage for status in group.statuses()] == ["idle", "step"]
+    assert [status.pid for status in group.statuses()] == started.pids
+
+
+def test_a_second_cluster_in_one_process_is_refused(cluster: LocalCluster) -> None:
+    with pytest.raises(ConfigError, match="connected to Ray already"):
+        LocalCluster(1)
+    assert cluster.directory.is_dir()
+    assert cluster.directory.stat().st_mode & 0o077 == 0
+
+
+def test_empty_step_round_trip(started: Started, record_property: Callable[[str, object], None]) -> None:
+    """Far below a Ray call (2.3 ms): the bound only catches a polling sleep."""
+    times = []
+    for step_id in range(1, 501):
+        begun = time.perf_counter()
+        started.group.broadcast(plan(step_id))
+        started.group.gather(GATHER_TIMEOUT_S)
+        times.append(time.perf_counter() - begun)
+    median_s = sorted(times)[len(times) // 2]
+    record_property("median_us", round(median_s * 1e6))
+    assert median_s < 0.005

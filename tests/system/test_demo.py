@@ -1,0 +1,82 @@
+"""The main job from the outside, as `make demo` runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+COMMAND = sys.executable, "-m", "quire.cluster.demo"
+FIGURES = (
+    "demo.throughput",
+    "demo.ttft.p50",
+    "demo.itl.p50",
+    "demo.steps",
+    "demo.kv.peak_blocks",
+    "demo.kv.waste",
+)
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A short path: Unix sockets live under it."""
+    with tempfile.TemporaryDirectory(prefix="q") as folder:
+        yield Path(folder)
+
+
+def left_in(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name.startswith("q")]
+
+
+def test_demo_answers_everything_and_leaves_nothing(temporary: Path, tmp_path: Path) -> None:
+    record = tmp_path / "demo.json"
+    environment = os.environ | {"TMPDIR": str(temporary), "DEMO_JSON": str(record)}
+    result = subprocess.run(
+        COMMAND, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "It was a dark evening, and" in result.stdout
+    assert "no process, no shared memory, no socket" in result.stdout
+    assert "Traceback" not in result.stderr
+    written = json.loads(record.read_text())
+    assert written.keys() == {"command", "date", "machine", "figures"}
+    assert written["figures"]["demo.requests"]["value"] == 12
+    assert written["figures"]["demo.prefix.hit_rate"]["value"] > 0
+    assert all(written["figures"][name]["value"] > 0 for name in FIGURES)
+    assert left_in(temporary) == []
+
+
+@pytest.mark.parametrize("moment", ["starting", "ready on"])
+def test_ctrl_c_shuts_down_and_leaves_nothing(moment: str, temporary: Path) -> None:
+    demo = subprocess.Popen(
+        COMMAND,
+        env=os.environ | {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert demo.stdout is not None
+    lines = []
+    for line in demo.stdout:
+        lines.append(line)
+        if line.startswith(moment):
+            break
+    if moment == "starting":
+        time.sleep(3)  # somewhere in Ray's own start
+    os.killpg(demo.pid, signal.SIGINT)
+    rest, _ = demo.communicate(timeout=90)
+    assert demo.returncode == 130, [*lines, rest]
+    assert "Traceback" not in rest
+    assert "no process, no shared memory, no socket" in rest
+    assert left_in(temporary) == []

@@ -1,0 +1,167 @@
+"""A server of two tensor-parallel ranks answers what clients send."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import AsyncClient, Client, SamplingParams, errors
+from quire.cluster.demo.server import ServerProcess
+from quire.cluster.events import Delta, Finished, Started
+from quire.proto.admin_pb2 import Replica
+
+pytestmark = pytest.mark.cluster
+
+PROMPTS = (
+    "It was a dark evening, and",
+    "The",
+    "KING RICHARD:\nWhat news, my lord? The night is dark, and I have heard no word.\n\n",
+    "My dear sister, we have had no rest since the rain began, and the road to the town is under water. " * 4,
+    "My dear sister, we have had no rest since the rain began, and the road to the town is under water. " * 4
+    + "I",
+    "She said that",
+    "Holmes",
+    "Prince Andrew looked at the river and",
+)
+LENGTHS = (40, 1, 33, 15, 64, 17, 16, 48)
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Any:
+    with Client(server.address) as connected:
+        yield connected
+
+
+def replica_of(client: Client) -> Replica:
+    (replica,) = client.status()
+    return replica
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_stream_has_start_deltas_and_end(client: Client) -> None:
+    events = list(client.generate_stream(PROMPTS[0], SamplingParams(max_tokens=8, temperature=0.0)))
+    assert isinstance(events[0], Started)
+    assert isinstance(events[-1], Finished)
+    deltas = [event for event in events[1:-1] if isinstance(event, Delta)]
+    assert [delta.sequence_number for delta in deltas] == list(range(1, len(deltas) + 1))
+    assert sum(len(delta.token_ids) for delta in deltas) == events[-1].usage.completion_tokens == 8
+    assert events[0].prompt_tokens == events[-1].usage.prompt_tokens
+
+
+def test_status_names_two_live_ranks(client: Client) -> None:
+    replica = replica_of(client)
+    assert replica.ready
+    assert replica.model == "demo"
+    assert [rank.rank for rank in replica.ranks] == [0, 1]
+    assert len({rank.pid for rank in replica.ranks}) == 2
+    assert replica.kv.num_blocks == 63  # and the scratch block
+
+
+def test_greedy_tokens_of_mixed_batches_equal_transformers(client: Client, demo_model_dir: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_dir)
+
+    def ask(index: int) -> tuple[int, ...]:
+        params = SamplingParams(max_tokens=LENGTHS[index], temperature=0.0, ignore_eos=True)
+        return client.generate(PROMPTS[index], params).token_ids
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = list(pool.map(ask, range(len(PROMPTS))))
+    for prompt, length, answer in zip(PROMPTS, LENGTHS, answers, strict=True):
+        prompt_ids = tokenizer(prompt, return_tensors="pt").input_ids
+        assert len(answer) == length
+        # One pass over the whole answer: each token must be the best one, or within float noise of it.
+        with torch.inference_mode():
+            logits = model(torch.cat([prompt_ids, torch.tensor([answer])], dim=1)).logits[
+                0, prompt_ids.shape[1] - 1 : -1
+            ]
+        chosen = logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+        assert (logits.amax(dim=1) - chosen).max() < 1e-4, prompt
+        expected = model.generate(prompt_ids, max_new_tokens=length, min_new_tokens=length, do_sample=False)
+        top_two = logits.topk(2, dim=1).values
+        if (top_two[:, 0] - top_two[:, 1]).min() > 1e-4:
+            assert list(answer) == expected[0, prompt_ids.shape[1] :].tolist(), prompt
+
+
+def test_client_that_disconnects_frees_its_blocks(client: Client) -> None:
+    assert wait_until(lambda: replica_of(client).kv.num_used_blocks == 0)
+    num_finished = replica_of(client).queue.num_finished
+    stream = client.generate_stream(PROMPTS[0], SamplingParams(max_tokens=900, ignore_eos=True))
+    seen = 0
+    for event in stream:
+        seen += isinstance(event, Delta)
+        if seen == 3:
+            break
+    assert replica_of(client).kv.num_used_blocks > 0
+    stream.close()
+    assert wait_until(lambda: replica_of(client).kv.num_used_blocks == 0)
+    replica = replica_of(client)
+    assert replica.queue.num_running == replica.queue.num_waiting == 0
+    assert replica.queue.num_finished == num_finished
+
+
+def test_thousand_requests_at_once_on_a_small_pool_are_all_answered(server: ServerProcess) -> None:
+    async def ask_all() -> list[int]:
+        async with AsyncClient(server.address) as client:
+
+            async def ask(number: int) -> int:
+                params = SamplingParams(max_tokens=1 + number % 6, seed=number, ignore_eos=True)
+                answer = await client.generate([1 + number % 3000, 7, 9], params)
+                return len(answer.token_ids)
+
+            return await asyncio.gather(*(ask(number) for number in range(1000)))
+
+    assert asyncio.run(ask_all()) == [1 + number % 6 for number in range(1000)]
+    with Client(server.address) as client:
+        assert wait_until(lambda: replica_of(client).kv.num_used_blocks == 0)
+        assert replica_of(client).ready
+
+
+def test_prompt_beyond_the_pool_is_refused_and_the_server_goes_on(client: Client) -> None:
+    with pytest.raises(errors.InvalidRequest):
+        client.generate([5] * 1020, SamplingParams(max_tokens=1))
+    with pytest.raises(errors.InvalidRequest):
+        client.generate("", SamplingParams(max_tokens=1))
+    with pytest.raises(errors.ModelNotFound):
+        client.generate("The", model="another")
+    assert len(client.generate("The", SamplingParams(max_tokens=2, ignore_eos=True)).token_ids) == 2
+
+
+def test_same_seed_gives_the_same_tokens_alone_and_in_a_crowd(client: Client) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.9, seed=11, ignore_eos=True)
+    alone = client.generate(PROMPTS[0], params).token_ids
+    crowd = [
+        threading.Thread(target=client.generate, args=(prompt, SamplingParams(max_tokens=32, seed=number)))
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    for thread in crowd:
+        thread.start()
+    assert client.generate(PROMPTS[0], params).token_ids == alone
+    for thread in crowd:
+        thread.join()
+
+
+def test_four_ranks_write_what_two_ranks_write(client: Client, serve: Callable[..., ServerProcess]) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
+    expected = [client.generate(prompt, params).token_ids for prompt in PROMPTS[:3]]
+    with Client(serve("demo", "--tensor-parallel-size", "4").address) as four:
+        assert len(replica_of(four).ranks) == 4
+        assert [four.generate(prompt, params).token_ids for prompt in PROMPTS[:3]] == expected

@@ -1,0 +1,77 @@
+"""The wheel as a stranger gets it: built, installed into an empty folder and used from there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = "proto", "kernels", "worker", "scheduler", "cluster"
+FILES = "__init__.py", "py.typed", "pyproject.toml", "README.md", "LICENSE"
+
+USE = """
+import sys, quire, quire.cluster.demo
+from quire import LLM, SamplingParams
+assert quire.__file__.startswith(sys.argv[1]), quire.__file__
+with LLM(model="demo") as llm:
+    (answer,) = llm.generate(["It was a dark evening, and"], SamplingParams(max_tokens=8, temperature=0.0))
+assert len(answer.outputs[0].token_ids) == 8
+assert "ray" not in sys.modules
+"""
+
+
+def run(*command: str, **options: str) -> str:
+    """Its output; from a folder that is not the repository."""
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the wheel is installed into."""
+    source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, source / name)
+    pip = sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"
+    run(
+        *pip,
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(wheels),
+        str(source),
+        cwd=str(wheels),
+    )
+    (wheel,) = wheels.glob("quire-*.whl")
+    run(*pip, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=str(wheels))
+    return target
+
+
+def test_wheel_holds_the_package_and_nothing_else(installed: Path) -> None:
+    names = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
+    assert names <= {"quire", "bin"}
+    package = installed / "quire"
+    assert {path.name for path in package.iterdir() if path.is_dir()} - {"__pycache__"} == set(FOLDERS)
+    for needed in ("py.typed", "proto/inference.proto", "cluster/demo/model/model.safetensors"):
+        assert (package / needed).is_file(), needed
+
+
+def test_installed_package_generates(installed: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
+    run(sys.executable, "-c", USE, str(installed), cwd=str(tmp_path), env=environment)  # type: ignore[arg-type]
+
+
+def test_installed_command_line_answers(installed: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    output = run(str(installed / "bin" / "quire"), "--help", cwd=str(tmp_path), env=environment)  # type: ignore[arg-type]
+    assert "serve" in output
