@@ -54,6 +54,8 @@ class CacheConfig:
             ``DEFAULT_CPU_KV_BYTES`` on a CPU.
         gpu_memory_utilization: share of a GPU's memory for weights, activations and KV together.
         prefix_caching: keep computed blocks for later requests with the same beginning.
+        num_host_blocks: blocks of host memory that evicted and preempted blocks go to; 0: none.
+        swap_blocks_per_s: blocks that move between device and host a second, each way, as measured at the start.
     """
 
     block_size: int = 16
@@ -61,6 +63,8 @@ class CacheConfig:
     memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     prefix_caching: bool = True
+    num_host_blocks: int = 0
+    swap_blocks_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,9 @@ class SchedulerConfig:
             behind the workers', 1 where both share a thread.
         step_timeout_s: a step without a result for this long has a hung rank.
         audit: recount every block after each step (`check_integrity`).
+        policy: the order of admission: ``fcfs``, ``priority``, ``fair`` (between tenants), ``shortest-prefill``
+            or ``longest-prefix``.
+        tenant_weights: (tenant, share) of the fair policy; tenants not named have 1.
     """
 
     max_num_seqs: int = 64
@@ -98,6 +105,8 @@ class SchedulerConfig:
     max_steps_in_flight: int = 2
     step_timeout_s: float = 60.0
     audit: bool = False
+    policy: str = "fcfs"
+    tenant_weights: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +130,10 @@ class EngineConfig:
                 "(one is scratch): give more KV memory"
             )
         return replace(self, cache=replace(self.cache, num_blocks=num_blocks))
+
+    def with_swap_rate(self, blocks_per_s: float) -> EngineConfig:
+        """The same configuration with the measured speed of the host tier filled in."""
+        return replace(self, cache=replace(self.cache, swap_blocks_per_s=blocks_per_s))
 
     @property
     def num_kv_heads_per_rank(self) -> int:

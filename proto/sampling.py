@@ -12,6 +12,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_ANSWERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,12 @@ class SamplingParams:
         stop: strings that end the text; the text is cut before the first of them.
         stop_token_ids: tokens that end the sequence, beside the model's own end-of-sequence tokens.
         ignore_eos: the model's own end-of-sequence tokens do not end the sequence.
+        n: answers to the same prompt. They share its KV blocks; answer i samples with seed + i.
+        best_of: answers to generate, of which the n likeliest (by summed log-probability) are given; None: n.
+        beam_width: beam search with that many beams, of which the n best are given; None: sampling. Then
+            temperature, top_k, top_p, min_p and seed mean nothing.
+        length_penalty: beam search divides a sequence's summed log-probability by its length to this power.
+        early_stopping: beam search ends when it has beam_width complete answers, however good the open ones are.
         logprobs: number of likeliest tokens to report the log-probabilities of, beside the chosen one's;
             0: the chosen one's only; None: none. Those of the model itself, before temperature and cuts.
 
@@ -48,6 +55,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool = False
 
     def __post_init__(self) -> None:
         # Callers may write one string or a list of them; from here on it is a tuple.
@@ -56,6 +68,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         self._check_numbers()
         self._check_stops()
+        self._check_answers()
 
     def _check_numbers(self) -> None:
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
@@ -92,6 +105,26 @@ class SamplingParams:
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             "stop_token_ids", len(self.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS} tokens",
         )  # fmt: skip
+
+    def _check_answers(self) -> None:
+        _require(1 <= self.n <= MAX_ANSWERS, "n", self.n, f"from 1 to {MAX_ANSWERS}")
+        for field, count in (("best_of", self.best_of), ("beam_width", self.beam_width)):
+            _require(
+                count is None or self.n <= count <= MAX_ANSWERS,
+                field,
+                count,
+                f"from n, {self.n}, to {MAX_ANSWERS}",
+            )
+        _require(
+            self.best_of is None or self.beam_width is None, "best_of", self.best_of, "unset with beam_width"
+        )
+        _require(_in(self.length_penalty, -10, 10), "length_penalty", self.length_penalty, "from -10 to 10")
+        _require(self.beam_width is None or not self.stop, "stop", self.stop, "empty with beam_width")
+
+    @property
+    def num_sequences(self) -> int:
+        """Answers that are generated, whether or not they are given."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def is_greedy(self) -> bool:

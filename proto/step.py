@@ -5,10 +5,11 @@ Full once, diffs after. A plan is applied in this order:
 1. `released_rows` are emptied;
 2. `new` sequences are put into their rows, with tokens and block tables in full;
 3. `appended_ids` are appended to the block tables of `appended_rows`; then the tables must have `digest`;
-4. `copies` are copied, block to block, before anything is written;
-5. rows compute. A row is *decoding* from the moment a chunk has reached its last known token. Each decoding row
+4. blocks move, before anything is computed: all of `swap_out`, then all of `swap_in`, then all of `copies`;
+5. the newest tokens of `chosen_rows` become `chosen_ids`, in the place of what the ranks sampled (beam search);
+6. rows compute. A row is *decoding* from the moment a chunk has reached its last known token. Each decoding row
    computes its newest token, except `held_rows`; each of `chunk_rows` computes its next `chunk_lens` tokens;
-6. rows whose last known token was computed in this step sample one token, which becomes their newest.
+7. rows whose last known token was computed in this step sample one token, which becomes their newest.
 
 Ranks append sampled tokens to their rows by themselves, so a steady decode step carries nothing a row.
 """
@@ -29,6 +30,7 @@ from .errors import ProtocolError
 VERSION = 1
 NO_INTS: IntArray = np.zeros(0, dtype=np.int32)
 NO_INTS.flags.writeable = False
+NO_PAIRS: IntArray = NO_INTS.reshape(0, 2)
 
 FloatArray = npt.NDArray[np.float32]
 Message = TypeVar("Message")
@@ -82,7 +84,9 @@ class StepPlan:
         step_id: counts the steps of an epoch from 1.
         epoch: counts the lives of the worker group; answers of an earlier epoch are refused.
         digest: of the block tables after steps 1 to 3.
-        copies: [n, 2] block ids, source and destination.
+        copies: [n, 2] block ids, source and destination; no block is both (copy-on-write).
+        swap_out: [n, 2] device block and host block that it is copied to.
+        swap_in: [n, 2] host block and device block that it is copied to.
     """
 
     step_id: int
@@ -92,7 +96,11 @@ class StepPlan:
     new: tuple[NewSequence, ...] = ()
     appended_rows: IntArray = field(default_factory=lambda: NO_INTS)
     appended_ids: IntArray = field(default_factory=lambda: NO_INTS)
-    copies: IntArray = field(default_factory=lambda: NO_INTS.reshape(0, 2))
+    copies: IntArray = field(default_factory=lambda: NO_PAIRS)
+    swap_out: IntArray = field(default_factory=lambda: NO_PAIRS)
+    swap_in: IntArray = field(default_factory=lambda: NO_PAIRS)
+    chosen_rows: IntArray = field(default_factory=lambda: NO_INTS)
+    chosen_ids: IntArray = field(default_factory=lambda: NO_INTS)
     held_rows: IntArray = field(default_factory=lambda: NO_INTS)
     chunk_rows: IntArray = field(default_factory=lambda: NO_INTS)
     chunk_lens: IntArray = field(default_factory=lambda: NO_INTS)
@@ -108,6 +116,10 @@ class StepPlan:
                 pack_ints(self.appended_rows),
                 pack_ints(self.appended_ids),
                 pack_ints(self.copies),
+                pack_ints(self.swap_out),
+                pack_ints(self.swap_in),
+                pack_ints(self.chosen_rows),
+                pack_ints(self.chosen_ids),
                 pack_ints(self.held_rows),
                 pack_ints(self.chunk_rows),
                 pack_ints(self.chunk_lens),
@@ -255,19 +267,26 @@ def _decode_new(value: Any) -> NewSequence:
 
 
 def _decode_plan(fields: Any) -> StepPlan:
-    step_id, epoch, digest, released, new, rows, ids, copies, held, chunk_rows, chunk_lens = fields
+    step_id, epoch, digest, released, new, *arrays = fields
+    rows, ids, copies, swap_out, swap_in, chosen_rows, chosen_ids, held, chunk_rows, chunk_lens = map(
+        ints, arrays
+    )
     return StepPlan(
-        step_id,
-        epoch,
-        digest,
-        ints(released),
-        tuple(_decode_new(value) for value in new),
-        ints(rows),
-        ints(ids),
-        ints(copies).reshape(-1, 2),
-        ints(held),
-        ints(chunk_rows),
-        ints(chunk_lens),
+        step_id=step_id,
+        epoch=epoch,
+        digest=digest,
+        released_rows=ints(released),
+        new=tuple(_decode_new(value) for value in new),
+        appended_rows=rows,
+        appended_ids=ids,
+        copies=copies.reshape(-1, 2),
+        swap_out=swap_out.reshape(-1, 2),
+        swap_in=swap_in.reshape(-1, 2),
+        chosen_rows=chosen_rows,
+        chosen_ids=chosen_ids,
+        held_rows=held,
+        chunk_rows=chunk_rows,
+        chunk_lens=chunk_lens,
     )
 
 

@@ -32,13 +32,21 @@ class Submit:
         handle: the gateway's own number for it, unique among its running ones.
         request_id: the client's name for it, for logs and errors.
         sampling: checked already; its seed is set, so that the sequence can be run again anywhere.
-            Stop strings are the gateway's to find.
+            Stop strings are the gateway's to find. With ``n`` answers, answer i has the handle ``handle + i``.
+        tenant: whose request it is, for the fair policy.
+        priority: higher goes first; the same in the order of arrival.
+        timeout_s: time left to its deadline; None: none.
+        salt: prefixes are shared only between equal salts.
     """
 
     handle: int
     request_id: str
     prompt_token_ids: IntArray
     sampling: SamplingParams
+    tenant: str = ""
+    priority: int = 0
+    timeout_s: float | None = None
+    salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +94,7 @@ class Finish:
     Attributes:
         stop_token_id: the request's own stop token that ended it; None for the model's end of sequence.
         num_completion_tokens: sampled tokens, the one that stopped it included.
+        score: beam search: the summed log-probability, length penalty applied; else None.
         grpc_status: with reason ERROR, the status of the error (`errors.from_status` makes it again).
     """
 
@@ -96,6 +105,7 @@ class Finish:
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
     timings: Timings = field(default_factory=Timings)
+    score: float | None = None
     grpc_status: str = ""
     error: str = ""
 
@@ -178,12 +188,13 @@ def decode(frame: bytes) -> GatewayMessage | ReplicaMessage:
 
 def _encode_submit(message: Submit) -> tuple[Any, ...]:
     prompt = pack_ints(message.prompt_token_ids)
-    return "submit", message.handle, message.request_id, prompt, astuple(message.sampling)
+    standing = message.tenant, message.priority, message.timeout_s, message.salt
+    return "submit", message.handle, message.request_id, prompt, astuple(message.sampling), *standing
 
 
 def _decode_submit(values: list[Any]) -> Submit:
-    handle, request_id, prompt, sampling = values
-    return Submit(handle, request_id, ints(prompt), SamplingParams(*sampling))
+    handle, request_id, prompt, sampling, *standing = values
+    return Submit(handle, request_id, ints(prompt), SamplingParams(*sampling), *standing)
 
 
 def _encode_batch(message: TokenBatch) -> tuple[Any, ...]:

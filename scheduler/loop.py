@@ -76,6 +76,7 @@ class StepLoop:
             if plan is None:
                 break
             self._group.broadcast(plan)
+        self._tell(scheduler.take_news())
         if not scheduler.num_in_flight:
             self._group.check()
             return False
@@ -112,7 +113,7 @@ class StepLoop:
 
     def _give_up(self, error: QuireError) -> None:
         self._take_messages(0.0)  # what came in the meantime is to be told as well
-        for gateway, batch in self._scheduler.fail_all(error, self._clock()):
+        for gateway, batch in self._scheduler.fail_all(error):
             self._mailbox.send(gateway, batch)
 
     def status(self, query_id: int = 0, problem: str = "") -> ReplicaStatus:

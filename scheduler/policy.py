@@ -1,55 +1,108 @@
-"""Policies: who runs next, and who gives way. Pure functions over sequences."""
+"""Policies: who runs next, who gives way, and how. Pure functions over sequences and numbers."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from .sequence import Sequence
 
+AdmissionKey = Callable[[Sequence], Any]
+
 
 def first_come_first_served(sequence: Sequence) -> int:
-    """Admission order: by arrival. A preempted sequence keeps its place."""
-    return sequence.seq_id
+    """By arrival, as Orca admits (Yu et al., OSDI 2022)."""
+    return sequence.arrival
 
 
-def choose_victim(running: Iterable[Sequence], beneficiary: Sequence) -> Sequence | None:
-    """Who gives its blocks to `beneficiary`: the latest arrival after it, or None.
+def by_priority(sequence: Sequence) -> tuple[int, int]:
+    """The highest priority first, then by arrival."""
+    return -sequence.priority, sequence.arrival
 
-    No sequence ever gives way to a later one, so the oldest always gets on, and each in its turn.
+
+def shortest_prefill_first(sequence: Sequence) -> tuple[int, int]:
+    """The shortest prompt first, as in shortest-job-first (Smith, 1956), where the prompt is what is known."""
+    return sequence.num_prompt_tokens, sequence.arrival
+
+
+# policy |-> the order in which it admits. `fair` and `longest-prefix` look at more than the sequence (waiting.py).
+ADMISSION_KEYS: Mapping[str, AdmissionKey] = {
+    "fcfs": first_come_first_served,
+    "priority": by_priority,
+    "shortest-prefill": shortest_prefill_first,
+}
+
+
+def next_tenant(counters: Mapping[str, float], waiting: Iterable[str]) -> str:
+    """The waiting tenant that was served least: the virtual token counter of Sheng et al. (OSDI 2024)."""
+    return min(waiting, key=lambda tenant: (counters[tenant], tenant))
+
+
+def service(num_prompt_tokens: int, num_output_tokens: int, weight: float) -> float:
+    """What a tenant's virtual counter grows by; an output token counts as two prompt tokens, as in that paper."""
+    return (num_prompt_tokens + 2 * num_output_tokens) / weight
+
+
+def counter_on_arrival(own: float, others: Iterable[float]) -> float:
+    """A tenant that was idle starts level with the least served active one: idling earns no credit."""
+    return max(own, min(others, default=own))
+
+
+def goes_before(sequence: Sequence, other: Sequence) -> bool:
+    """May `sequence` take blocks or a row from `other`: it has a higher priority, or the same and came first."""
+    return (*by_priority(sequence), sequence.seq_id) < (*by_priority(other), other.seq_id)
+
+
+def choose_victim(
+    running: Iterable[Sequence], beneficiary: Sequence, num_computed_tokens: Callable[[Sequence], int]
+) -> Sequence | None:
+    """Who gives way to `beneficiary`: the lowest priority, then the least computed work to lose; or None.
+
+    Only sequences that the beneficiary goes before can be chosen, so the oldest of the highest priority always
+    gets on, and each in its turn.
     """
-    later = (sequence for sequence in running if sequence.seq_id > beneficiary.seq_id)
-    return max(later, key=lambda sequence: sequence.seq_id, default=None)
+    candidates = (sequence for sequence in running if goes_before(beneficiary, sequence))
+    return min(
+        candidates,
+        key=lambda sequence: (
+            sequence.priority,
+            num_computed_tokens(sequence),
+            -sequence.arrival,
+            -sequence.seq_id,
+        ),
+        default=None,
+    )
 
 
-class WaitingQueue:
-    """Sequences without a row, by admission order; O(log n) in the queue's length."""
+@dataclass(slots=True)
+class CostModel:
+    """What a token's computation and a block's transfer cost, as measured.
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, Sequence]] = []
-        self._num_aborted = 0
+    Attributes:
+        swap_blocks_per_s: blocks that move between device and host memory a second, each way.
+        prefill_tokens_per_s: tokens that a step computes a second when prompts fill it.
+    """
 
-    def __len__(self) -> int:
-        return len(self._heap) - self._num_aborted
+    swap_blocks_per_s: float
+    prefill_tokens_per_s: float = 0.0
 
-    def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for _, sequence in self._heap if not sequence.aborted)
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step with prompt tokens took `seconds`; later ones count more (weight 0.1)."""
+        if seconds <= 0:
+            return
+        rate = num_tokens / seconds
+        old = self.prefill_tokens_per_s
+        self.prefill_tokens_per_s = rate if old == 0.0 else 0.9 * old + 0.1 * rate
 
-    def push(self, sequence: Sequence) -> None:
-        heapq.heappush(self._heap, (first_come_first_served(sequence), sequence))
+    def swap_is_cheaper(self, num_blocks: int, num_tokens: int) -> bool:
+        """Out and in again, against computing the tokens once more (as weighed by Kwon et al., SOSP 2023)."""
+        if self.swap_blocks_per_s <= 0:
+            return False
+        if self.prefill_tokens_per_s <= 0:
+            return True
+        return 2 * num_blocks / self.swap_blocks_per_s < num_tokens / self.prefill_tokens_per_s
 
-    def peek(self) -> Sequence | None:
-        """The next to be admitted, which stays in the queue."""
-        while self._heap and self._heap[0][1].aborted:
-            heapq.heappop(self._heap)
-            self._num_aborted -= 1
-        return self._heap[0][1] if self._heap else None
-
-    def pop(self) -> Sequence:
-        """Takes the sequence that `peek` returned."""
-        return heapq.heappop(self._heap)[1]
-
-    def abort(self, sequence: Sequence) -> None:
-        """Forgets a waiting sequence; its place in the heap is dropped when it comes up."""
-        sequence.aborted = True
-        self._num_aborted += 1
+    def prefill_s(self, num_tokens: int) -> float:
+        """Seconds that a prompt takes at the measured rate; 0 while nothing is known."""
+        return num_tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s else 0.0

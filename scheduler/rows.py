@@ -24,8 +24,11 @@ class Rows:
         limit: number of tokens at which the sequence ends by length.
         decoding: every known token has been planned (see proto.step).
         entered_at_step: first step of the row's present sequence; NEVER when the row is free.
+        is_beam: what it samples is for its beam search to choose from.
+        frozen: a beam that waits for the others of its search.
         stops_at_eos, has_own_stops: which of the stop tests a sampled token needs.
-        handle, gateway: whom to tell; gateway is an index of the scheduler's list.
+        handle, gateway: whom to tell; gateway is its number in the scheduler's list.
+        tenant: likewise.
         tail: [num_rows, block_size] int32, the newest, not yet flushed tokens.
     """
 
@@ -38,10 +41,13 @@ class Rows:
         self.limit: IntArray = np.zeros(num_rows, np.int32)
         self.decoding: Bools = np.zeros(num_rows, np.bool_)
         self.entered_at_step = np.full(num_rows, NEVER, np.int64)
+        self.is_beam: Bools = np.zeros(num_rows, np.bool_)
+        self.frozen: Bools = np.zeros(num_rows, np.bool_)
         self.stops_at_eos: Bools = np.zeros(num_rows, np.bool_)
         self.has_own_stops: Bools = np.zeros(num_rows, np.bool_)
         self.handle = np.zeros(num_rows, np.int32)
         self.gateway: IntArray = np.zeros(num_rows, np.int32)
+        self.tenant: IntArray = np.zeros(num_rows, np.int32)
         self.tail: IntArray = np.zeros((num_rows, block_size), np.int32)
         self._free = list(range(num_rows - 1, -1, -1))
 
@@ -64,7 +70,7 @@ class Rows:
         return row
 
     def free(self, row: int) -> None:
-        self.decoding[row] = False
+        self.decoding[row] = self.frozen[row] = self.is_beam[row] = False
         self.num_scheduled[row] = 0
         self.entered_at_step[row] = NEVER
         self._free.append(row)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..proto.sampling import SamplingParams
 from ..proto.step import RowSampling
-from ..proto.stream import Finish, FinishReason, Submit, Timings
+from ..proto.stream import Finish, FinishReason, Timings
+
+if TYPE_CHECKING:
+    from .beam_group import BeamGroup
 
 
 @dataclass(slots=True, eq=False)
@@ -17,88 +21,106 @@ class Sequence:
     While it runs, its newest tokens are in its row's tail (`Rows`); `token_ids` has the full blocks before it.
 
     Attributes:
-        seq_id: unique in the replica, and the order of arrival.
+        seq_id: unique in the replica.
+        arrival: the seq_id of its request's first sequence: the order of arrival.
         gateway: who submitted it, and is told of it.
+        seed: the request's, plus the number of this answer.
         limit: prompt plus answer at which it ends by length.
         token_ids: prompt and generated tokens, as far as they were moved out of the row.
+        root: where the chain of its block digests begins.
         block_digests: the prefix-cache digest of each full block of token_ids.
+        deadline: on the scheduler's clock.
         row: its row while it runs.
-        num_lost_tokens: computed tokens whose blocks the last preemption took.
+        has_run: it had a row, or was forked from a sequence that had.
+        leader: whose prompt it will share, until it starts.
+        siblings: those whose leader it is: further answers to the same prompt.
+        beams: the beam search that it is part of.
+        is_parked: a preempted beam that has no token to compute until its search goes on.
+        host_blocks: where a preemption by swap put its KV, and of how many tokens that is.
+        num_lost_tokens: computed tokens that the last preemption gave up.
+        times_overtaken: by later arrivals, under the longest-prefix policy.
     """
 
     seq_id: int
+    arrival: int
     gateway: bytes
     handle: int
     request_id: str
     sampling: SamplingParams
+    seed: int
     num_prompt_tokens: int
     limit: int
     token_ids: array[int]
     eos_token_ids: tuple[int, ...]
     arrived_at: float
+    root: bytes = b""
+    tenant: str = ""
+    priority: int = 0
+    deadline: float | None = None
     block_digests: list[bytes] = field(default_factory=list)
     row: int | None = None
-    aborted: bool = False
+    has_run: bool = False
+    leader: Sequence | None = None
+    siblings: list[Sequence] = field(default_factory=list)
+    beams: BeamGroup | None = None
+    is_parked: bool = False
+    host_blocks: list[int] = field(default_factory=list)
+    num_host_tokens: int = 0
     num_cached_tokens: int = 0
     num_recomputed_tokens: int = 0
     num_lost_tokens: int = 0
+    times_overtaken: int = 0
     first_run_at: float | None = None
     first_token_at: float | None = None
     preempted_at: float | None = None
     preempted_s: float = 0.0
-
-    @staticmethod
-    def of(
-        submit: Submit, seq_id: int, gateway: bytes, limit: int, eos_token_ids: tuple[int, ...], now: float
-    ) -> Sequence:
-        return Sequence(
-            seq_id=seq_id,
-            gateway=gateway,
-            handle=submit.handle,
-            request_id=submit.request_id,
-            sampling=submit.sampling,
-            num_prompt_tokens=len(submit.prompt_token_ids),
-            limit=limit,
-            token_ids=array("i", submit.prompt_token_ids.astype("i4").tobytes()),
-            eos_token_ids=() if submit.sampling.ignore_eos else eos_token_ids,
-            arrived_at=now,
-        )
 
     def row_sampling(self) -> RowSampling:
         """What a rank needs to sample for this sequence."""
         params = self.sampling
         guarded = params.min_tokens > 0
         return RowSampling(
-            temperature=params.temperature,
+            temperature=0.0 if self.beams is not None else params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
             min_p=params.min_p,
-            seed=params.seed or 0,
-            logprobs=params.logprobs,
+            seed=self.seed,
+            logprobs=params.logprobs if self.beams is None else self.beams.num_candidates,
             stop_free_len=self.num_prompt_tokens + params.min_tokens if guarded else 0,
             stop_token_ids=self.eos_token_ids + params.stop_token_ids if guarded else (),
         )
 
-    def started(self, now: float) -> None:
-        """It got a row, for the first time or again."""
+    def entered(self, num_cached_tokens: int, now: float) -> None:
+        """It got a row, for the first time or again, with the KV of its first tokens at hand."""
         if self.first_run_at is None:
             self.first_run_at = now
+            self.num_cached_tokens = num_cached_tokens
         if self.preempted_at is not None:
             self.preempted_s += now - self.preempted_at
             self.preempted_at = None
+        self.num_recomputed_tokens += max(0, self.num_lost_tokens - num_cached_tokens)
+        self.num_lost_tokens = 0
+        self.has_run = True
 
     def finish(
-        self, reason: FinishReason, num_tokens: int, now: float, stop_token_id: int | None = None
+        self,
+        reason: FinishReason,
+        num_tokens: int,
+        now: float,
+        stop_token_id: int | None = None,
+        score: float | None = None,
+        handle: int | None = None,
     ) -> Finish:
-        """Its account. `num_tokens`: prompt and all that was sampled."""
+        """Its account. `num_tokens`: prompt and all that was sampled. `handle`: the answer's, where not its own."""
         return Finish(
-            handle=self.handle,
+            handle=self.handle if handle is None else handle,
             reason=reason,
             stop_token_id=stop_token_id,
             num_prompt_tokens=self.num_prompt_tokens,
             num_completion_tokens=num_tokens - self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             timings=self._timings(now),
+            score=score,
         )
 
     def _timings(self, now: float) -> Timings:

@@ -42,12 +42,14 @@ class Rows:
         self.sampling = SamplingTable(num_rows, config.model.vocab_size)
 
     def apply(self, plan: StepPlan) -> None:
-        """Steps 1 to 3 of the plan: released, new and appended. The caller compares digests."""
+        """Steps 1 to 3 and 5 of the plan: released, new, appended and chosen. The caller compares digests."""
         self.tables.release(plan.released_rows)
         self.decoding[plan.released_rows] = False
         for sequence in plan.new:
             self._put(sequence)
         self.tables.append(plan.appended_rows, plan.appended_ids)
+        if plan.chosen_rows.size:
+            self._replace_newest(plan.chosen_rows, plan.chosen_ids)
 
     def mark_computed(self, rows: IntArray, lens: IntArray) -> None:
         """The KV of these rows is in the cache up to `lens`."""
@@ -64,6 +66,11 @@ class Rows:
         self.token_ids[places] = token_ids
         self.lens[rows] += 1
         self.decoding[rows] = True
+
+    def _replace_newest(self, rows: IntArray, token_ids: IntArray) -> None:
+        device = self.token_ids.device
+        places = to_device(rows, device, torch.int64), to_device(self.lens[rows] - 1, device, torch.int64)
+        self.token_ids[places] = to_device(token_ids, device, torch.int32)
 
     def _put(self, sequence: NewSequence) -> None:
         row, length = sequence.row, len(sequence.token_ids)

@@ -79,8 +79,11 @@ class ModelRunner:
             num_bytes = DEFAULT_CPU_KV_BYTES if self._device.type == "cpu" else self._free_gpu_bytes()
         return num_bytes // bytes_per_block(self._config, self._dtype)
 
-    def allocate_cache(self, num_blocks: int) -> None:
-        """Takes the KV memory; once, before the first step.
+    def allocate_cache(self, num_blocks: int) -> float:
+        """Takes the KV memory, on the device and the host; once, before the first step.
+
+        Returns:
+            Blocks a second that move between the two, each way; 0 without a host tier.
 
         Raises:
             ConfigError: there is not so much memory.
@@ -92,6 +95,7 @@ class ModelRunner:
             raise ConfigError(
                 f"rank {self._comm.rank} cannot allocate {wanted:.2f} GiB of KV memory"
             ) from error
+        return self._cache.measure_swap_rate()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -131,6 +135,10 @@ class ModelRunner:
         if digest != plan.digest:
             reason = f"its block tables have digest {digest:016x}, the scheduler's {plan.digest:016x}"
             raise self._failure(plan, reason)
+        if len(plan.swap_out):
+            self._kv.swap_out(torch.from_numpy(plan.swap_out.astype(np.int64)))
+        if len(plan.swap_in):
+            self._kv.swap_in(torch.from_numpy(plan.swap_in.astype(np.int64)))
         if len(plan.copies):
             self._kv.copy(to_device(plan.copies, self._device, torch.int64))
         return gather_batch(self._rows, plan, self._config.cache.block_size)

@@ -60,7 +60,9 @@ def test_requests_of_two_gateways_are_answered():
 
 
 def test_a_status_query_is_answered_in_numbers():
-    mailbox = FakeMailbox([[(b"a", submit(1, [5] * 9, max_tokens=30, ignore_eos=True))], [(b"a", StatusQuery(7))]])
+    mailbox = FakeMailbox(
+        [[(b"a", submit(1, [5] * 9, max_tokens=30, ignore_eos=True))], [(b"a", StatusQuery(7))]]
+    )
     loop, _, _ = make_loop(mailbox)
     loop.step()
     loop._take_messages(0.0)

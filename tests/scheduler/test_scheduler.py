@@ -87,7 +87,9 @@ def test_generated_tokens_are_found_by_the_next_turn():
     history = prompt(6) + driver.answers[0]
     driver.add(1, [*history, 5], max_tokens=1)
     driver.run()
-    assert driver.finishes[1].num_cached_tokens == 12  # 15 of the 16 were computed: three full blocks of 4
+    # 15 of the 16 were computed: three full blocks of 4 that are shared, and three tokens that are copied.
+    assert driver.finishes[1].num_cached_tokens == 15
+    assert driver.plans[-1].copies.shape == (1, 2)
 
 
 def test_without_prefix_caching_nothing_is_shared():
@@ -217,9 +219,10 @@ def test_a_failure_ends_every_sequence_with_its_reason():
     for handle in range(5):
         driver.add(handle, prompt(4, handle), max_tokens=9)
     driver.plan()
-    ((_, news),) = driver.scheduler.fail_all(ReplicaUnavailable("rank 1 died"), 0.0)
-    assert {finish.handle for finish in news.finished} == set(range(5))
-    assert {finish.grpc_status for finish in news.finished} == {"UNAVAILABLE"}
+    news = driver.scheduler.fail_all(ReplicaUnavailable("rank 1 died"))
+    finished = [finish for _, batch in news for finish in batch.finished]
+    assert {finish.handle for finish in finished} == set(range(5))
+    assert {finish.grpc_status for finish in finished} == {"UNAVAILABLE"}
     driver.scheduler.check_integrity()
     assert not driver.scheduler.has_work
     assert driver.scheduler.blocks.num_held_blocks == 0

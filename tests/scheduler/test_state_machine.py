@@ -1,19 +1,24 @@
 """The scheduler against every order of events that hypothesis can think of.
 
-Arrivals, aborts, planning and results interleave freely, up to three steps in flight, in pools too small for all.
-The fake ranks check each read of the KV cache, `check_integrity` recounts every block after each event, and every
-answer must be what its prompt gets when it runs alone.
+Arrivals (single, forked, beam searches; of several tenants, salts, priorities and deadlines), aborts, planning,
+results, the passing of time and failures of the whole group interleave freely, up to three steps in flight, in
+pools too small for all. The fake ranks check each read of the KV cache, `check_integrity` recounts every block
+after each event, and every answer must be what its prompt gets when it runs alone.
 """
 
 from __future__ import annotations
 
+import pytest
 from driver import Driver
-from fakes import VOCAB_SIZE, oracle, small_config
+from fakes import EOS, VOCAB_SIZE, beam_oracle, oracle, small_config
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from quire.proto.errors import ReplicaUnavailable
+
 HEADS = [[(7 * head + index) % (VOCAB_SIZE - 2) + 2 for index in range(24)] for head in range(3)]
+POLICIES = ["fcfs", "priority", "fair", "shortest-prefill", "longest-prefix"]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -22,40 +27,65 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(1, 24),
         prefix_caching=st.booleans(),
+        num_host_blocks=st.sampled_from([0, 3, 30]),
+        swap_blocks_per_s=st.sampled_from([0.0, 1e12]),
+        policy=st.sampled_from(POLICIES),
     )
-    def start(self, num_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool) -> None:
-        self.driver = Driver(
-            small_config(
-                num_blocks=num_blocks,
-                max_model_len=40,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=budget,
-                prefix_caching=prefix_caching,
-            )
-        )
+    def start(self, budget: int, **config: object) -> None:
+        self.driver = Driver(small_config(max_model_len=40, max_num_batched_tokens=budget, **config))
         self.expected: dict[int, list[int]] = {}
-        self.aborted: set[int] = set()
+        self.group_of: dict[int, range] = {}  # handles that end together
+        self.excused: set[int] = set()  # aborted, late or failed: need not be complete
 
     @rule(
         head=st.sampled_from(HEADS),
         shared=st.integers(0, 20),
         own=st.lists(st.integers(2, VOCAB_SIZE - 1), min_size=1, max_size=6),
         max_tokens=st.integers(1, 24),
+        n=st.sampled_from([1, 1, 1, 2, 4]),
+        beams=st.sampled_from([None, None, None, 2, 4]),
+        priority=st.integers(0, 2),
+        tenant=st.sampled_from(["a", "b"]),
+        salt=st.sampled_from([b"", b"", b"salt"]),
+        timeout_s=st.sampled_from([None, None, None, 5.0]),
     )
-    def arrive(self, head: list[int], shared: int, own: list[int], max_tokens: int) -> None:
-        prompt = head[:shared] + own
-        handle = len(self.expected)
-        room = self.driver.config.max_servable_tokens - len(prompt)
-        refusal = self.driver.add(handle, prompt, max_tokens=max_tokens)
+    def arrive(
+        self,
+        head: list[int],
+        shared: int,
+        own: list[int],
+        max_tokens: int,
+        n: int,
+        beams: int | None,
+        **rest: object,
+    ) -> None:
+        prompt, handle, config = head[:shared] + own, len(self.expected), self.driver.config
+        room = config.max_servable_tokens - len(prompt)
+        width = None if beams is None or beams > config.scheduler.max_num_seqs else max(n, beams)
+        if width is not None and width > config.scheduler.max_num_seqs:
+            width = None
+        refusal = self.driver.add(handle, prompt, max_tokens=max_tokens, n=n, beam_width=width, **rest)
         assert (refusal is not None) == (room < 1)
-        self.expected[handle] = [] if refusal else oracle(prompt, min(max_tokens, room))
+        most = min(max_tokens, room)
+        answers = [[]] * n if refusal else self._answers(prompt, most, n, width)
+        for index, answer in enumerate(answers):
+            self.expected[handle + index] = answer
+            alone = range(handle + index, handle + index + 1)
+            self.group_of[handle + index] = range(handle, handle + n) if width else alone
+        if refusal or rest["timeout_s"] is not None:
+            self.excused |= set(range(handle, handle + n))
 
-    @precondition(lambda self: self.running())
+    def _answers(self, prompt: list[int], most: int, n: int, width: int | None) -> list[list[int]]:
+        if width is None:
+            return [oracle(prompt, most)] * n
+        return beam_oracle(prompt, most, width, n, (EOS,))
+
+    @precondition(lambda self: self.unfinished())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        handle = data.draw(st.sampled_from(self.running()))
-        assert self.driver.abort(handle)
-        self.aborted.add(handle)
+        handle = data.draw(st.sampled_from(self.unfinished()))
+        self.driver.abort(handle)
+        self.excused |= set(self.group_of[handle])
 
     @precondition(lambda self: self.driver.scheduler.num_in_flight < 3)
     @rule()
@@ -72,8 +102,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.driver.step(depth)
 
-    def running(self) -> list[int]:
-        return [h for h in self.expected if h not in self.driver.finishes and h not in self.aborted]
+    @rule(seconds=st.sampled_from([0.1, 1.0, 3.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.driver.now += seconds
+
+    @rule()
+    def group_fails(self) -> None:
+        """Every request is ended, and the plans under way are never executed."""
+        self.excused |= set(self.unfinished())
+        self.driver.fail(ReplicaUnavailable("rank 1 died"))
+
+    def unfinished(self) -> list[int]:
+        return [h for h in self.expected if h not in self.driver.finishes and h not in self.excused]
 
     @invariant()
     def answers_are_beginnings_of_the_expected_ones(self) -> None:
@@ -88,16 +128,27 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.take_result()
         self.driver.run()
         for handle, expected in self.expected.items():
-            if handle not in self.aborted:
+            if handle not in self.excused:
                 assert self.driver.answers[handle] == expected
                 assert handle in self.driver.finishes
-        assert self.driver.scheduler.blocks.num_held_blocks == 0
+        blocks = self.driver.scheduler.blocks
+        assert blocks.num_held_blocks == 0
+        assert blocks.host is None or blocks.host.num_held == 0
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=150,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-TestSchedulerMachine = SchedulerMachine.TestCase
+def machine_settings(max_examples: int) -> settings:
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+class TestSchedulerMachine(SchedulerMachine.TestCase):
+    settings = machine_settings(150)
+
+
+@pytest.mark.slow
+class TestSchedulerMachineLong(SchedulerMachine.TestCase):
+    settings = machine_settings(10_000)

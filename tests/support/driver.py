@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from fakes import FakeWorkerGroup, submit
 
 from quire.proto.config import EngineConfig
+from quire.proto.errors import QuireError
 from quire.proto.step import StepPlan
-from quire.proto.stream import Finish
+from quire.proto.stream import Finish, TokenBatch
 from quire.scheduler.scheduler import Scheduler
 
 GATEWAY = b"gateway"
@@ -34,9 +35,13 @@ class Driver:
         self.scheduler = Scheduler(self.config)
         self.group = FakeWorkerGroup(self.config)
 
-    def add(self, handle: int, prompt: list[int], gateway: bytes = GATEWAY, **sampling: object) -> Finish | None:
-        self.answers[handle] = []
-        refusal = self.scheduler.add(gateway, submit(handle, prompt, **sampling), self.now)
+    def add(
+        self, handle: int, prompt: list[int], gateway: bytes = GATEWAY, **settings: object
+    ) -> Finish | None:
+        request = submit(handle, prompt, **settings)
+        for index in range(request.sampling.num_sequences):
+            self.answers[handle + index] = []
+        refusal = self.scheduler.add(gateway, request, self.now)
         if refusal is not None:
             self.finishes[handle] = refusal
         return refusal
@@ -44,9 +49,17 @@ class Driver:
     def abort(self, handle: int, gateway: bytes = GATEWAY) -> bool:
         return self.scheduler.abort(gateway, handle)
 
+    def fail(self, error: QuireError) -> None:
+        """The worker group is lost, and another takes its place."""
+        self._hear(self.scheduler.fail_all(error))
+        self.scheduler.check_integrity()
+        self.scheduler = Scheduler(self.config)
+        self.group = FakeWorkerGroup(self.config)
+
     def plan(self) -> StepPlan | None:
         """Plans and broadcasts one step, if there is anything to do."""
         plan = self.scheduler.schedule(self.now)
+        self._hear(self.scheduler.take_news())
         self.scheduler.check_integrity()
         if plan is not None:
             self.plans.append(plan)
@@ -55,13 +68,17 @@ class Driver:
 
     def take_result(self) -> None:
         """Executes the earliest step in flight and applies its result."""
-        for _, batch in self.scheduler.apply(self.group.gather(1.0), self.now):
+        self._hear(self.scheduler.apply(self.group.gather(1.0), self.now))
+        self.scheduler.check_integrity()
+
+    def _hear(self, news: list[tuple[bytes, TokenBatch]]) -> None:
+        for _, batch in news:
             for handle, token_id in zip(batch.handles.tolist(), batch.token_ids.tolist(), strict=True):
                 assert handle not in self.finishes, f"a token of {handle} came after its end"
                 self.answers[handle].append(token_id)
             for finish in batch.finished:
+                assert finish.handle not in self.finishes, f"{finish.handle} ended twice"
                 self.finishes[finish.handle] = finish
-        self.scheduler.check_integrity()
 
     def step(self, depth: int = 1) -> bool:
         """As StepLoop.step does."""
@@ -72,7 +89,7 @@ class Driver:
         self.take_result()
         return True
 
-    def run(self, depth: int = 1, most_steps: int = 5000) -> None:
+    def run(self, depth: int = 1, most_steps: int = 50_000) -> None:
         """Until nothing is left to do."""
         for _ in range(most_steps):
             if not self.step(depth):

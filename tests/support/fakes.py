@@ -11,8 +11,9 @@ from quire.proto.block_tables import BlockTables
 from quire.proto.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from quire.proto.errors import RankFailed
 from quire.proto.sampling import SamplingParams
-from quire.proto.step import StepPlan, StepResult
+from quire.proto.step import Logprobs, StepPlan, StepResult
 from quire.proto.stream import RankStatus, Submit
+from quire.scheduler.beam_search import BeamSearch
 
 VOCAB_SIZE = 64
 EOS = 1
@@ -24,22 +25,31 @@ def small_config(
     block_size: int = 4,
     max_model_len: int = 64,
     prefix_caching: bool = True,
+    num_host_blocks: int = 0,
+    swap_blocks_per_s: float = 0.0,
     eos: tuple[int, ...] = (EOS,),
-    **scheduler: int,
+    **scheduler: object,
 ) -> EngineConfig:
     """A configuration for tests of the control plane; no such model exists."""
     model = ModelConfig(
         path="", name="fake", architecture="Fake", hf={}, dtype="float32", max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, eos_token_ids=eos,
     )  # fmt: skip
-    cache = CacheConfig(block_size=block_size, num_blocks=num_blocks, prefix_caching=prefix_caching)
+    cache = CacheConfig(
+        block_size=block_size, num_blocks=num_blocks, prefix_caching=prefix_caching,
+        num_host_blocks=num_host_blocks, swap_blocks_per_s=swap_blocks_per_s,
+    )  # fmt: skip
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_queue_len": 1000}
     return EngineConfig(model, cache, scheduler=SchedulerConfig(**(defaults | scheduler)))
 
 
-def submit(handle: int, prompt: list[int], **sampling: object) -> Submit:
-    params = SamplingParams(**({"temperature": 0.0} | sampling))  # type: ignore[arg-type]
-    return Submit(handle, f"request-{handle}", np.array(prompt, np.int32), params)
+def submit(handle: int, prompt: list[int], **settings: object) -> Submit:
+    """A request; settings are SamplingParams' and Submit's."""
+    standing = {
+        name: settings.pop(name) for name in ("tenant", "priority", "timeout_s", "salt") if name in settings
+    }
+    params = SamplingParams(**({"temperature": 0.0} | settings))  # type: ignore[arg-type]
+    return Submit(handle, f"request-{handle}", np.array(prompt, np.int32), params, **standing)  # type: ignore[arg-type]
 
 
 def chain(state: bytes, token_id: int) -> bytes:
@@ -50,6 +60,12 @@ def chain(state: bytes, token_id: int) -> bytes:
 def next_token(state: bytes) -> int:
     """The fake model: a token that depends on the whole history."""
     return int.from_bytes(state[:4], "little") % VOCAB_SIZE
+
+
+def logprobs_of(state: bytes) -> np.ndarray:
+    """The fake model's whole distribution, [VOCAB_SIZE] float32; for beam search."""
+    logits = np.random.default_rng(int.from_bytes(state, "little")).normal(size=VOCAB_SIZE)
+    return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
 
 
 def oracle(prompt: list[int], max_tokens: int, stops: tuple[int, ...] = (EOS,)) -> list[int]:
@@ -65,6 +81,27 @@ def oracle(prompt: list[int], max_tokens: int, stops: tuple[int, ...] = (EOS,)) 
     return answer
 
 
+def beam_oracle(
+    prompt: list[int], max_tokens: int, width: int, n: int, stops: tuple[int, ...]
+) -> list[list[int]]:
+    """What a beam search over the fake model answers when it runs alone, without rows or blocks."""
+    search = BeamSearch(width, max_tokens, 0, stops, length_penalty=1.0, early_stopping=False)
+    start = b""
+    for token_id in prompt:
+        start = chain(start, token_id)
+    states = [start]
+    while True:
+        candidates = []
+        for state in states:
+            logprobs = logprobs_of(state)
+            order = np.argsort(-logprobs, kind="stable")[: search.num_candidates].astype(np.int32)
+            candidates.append((order, logprobs[order]))
+        children = search.advance(candidates)
+        if not children:
+            return [list(answer.token_ids) for answer in search.answers[:n]]
+        states = [chain(states[child.parent], child.token_id) for child in children]
+
+
 class FakeWorkerGroup:
     """Executes plans as a rank does, on a KV cache of digests, and checks every read of it.
 
@@ -77,9 +114,11 @@ class FakeWorkerGroup:
         self.block_size = block_size
         self.tables = BlockTables(rows, config.max_blocks_per_seq)
         self.kv: list[list[bytes]] = [[b""] * block_size for _ in range(config.cache.num_blocks)]
+        self.host_kv: list[list[bytes]] = [[] for _ in range(config.cache.num_host_blocks + 1)]
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self.num_computed = [0] * rows
         self.decoding = [False] * rows
+        self.num_logprobs: list[int | None] = [None] * rows
         self.plans: deque[bytes] = deque()
         self.failure: RankFailed | None = None
         self.closed = False
@@ -108,15 +147,28 @@ class FakeWorkerGroup:
         scheduled |= dict(zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True))
         for row, count in scheduled.items():
             self._write(row, count)
-        sampled = []
+        sampled, states = [], []
         for row in sorted(scheduled):
             state = self._read(row)
             if self.num_computed[row] == len(self.tokens[row]):
                 self.tokens[row].append(next_token(state))
                 self.decoding[row] = True
-                sampled.append(self.tokens[row][-1])
+                sampled.append(row)
+                states.append(state)
         self.num_executed_tokens += sum(scheduled.values())
-        return StepResult(plan.step_id, plan.epoch, 0, np.array(sampled, np.int32))
+        token_ids = np.array([self.tokens[row][-1] for row in sampled], np.int32)
+        return StepResult(plan.step_id, plan.epoch, 0, token_ids, self._logprobs(sampled, states))
+
+    def _logprobs(self, rows: list[int], states: list[bytes]) -> Logprobs | None:
+        asked = [(index, row) for index, row in enumerate(rows) if self.num_logprobs[row] is not None]
+        if not asked:
+            return None
+        width = max(self.num_logprobs[row] or 0 for _, row in asked)
+        whole = np.stack([logprobs_of(states[index]) for index, _ in asked])
+        top_ids = np.argsort(-whole, axis=1, kind="stable")[:, :width].astype(np.int32)
+        chosen = np.array([whole[i, self.tokens[row][-1]] for i, (_, row) in enumerate(asked)], np.float32)
+        index = np.array([index for index, _ in asked], np.int32)
+        return Logprobs(index, chosen, top_ids, np.take_along_axis(whole, top_ids, axis=1))
 
     def _apply(self, plan: StepPlan) -> None:
         self.tables.release(plan.released_rows)
@@ -127,11 +179,20 @@ class FakeWorkerGroup:
             assert not self.tokens[new.row], f"row {new.row} is taken"
             self.tokens[new.row] = new.token_ids.tolist()
             self.num_computed[new.row] = new.num_computed_tokens
+            self.num_logprobs[new.row] = new.sampling.logprobs
             self.tables.append(np.full(new.block_ids.size, new.row, np.int32), new.block_ids)
         self.tables.append(plan.appended_rows, plan.appended_ids)
         assert self.tables.digest == plan.digest, f"block tables differ at step {plan.step_id}"
-        for source, destination in plan.copies:
+        for source, destination in plan.swap_out.tolist():
+            self.host_kv[destination] = list(self.kv[source])
+        for source, destination in plan.swap_in.tolist():
+            self.kv[destination] = list(self.host_kv[source])
+        assert not set(plan.copies[:, 0].tolist()) & set(plan.copies[:, 1].tolist()), "a copy is copied on"
+        for source, destination in plan.copies.tolist():
             self.kv[destination] = list(self.kv[source])
+        for row, token_id in zip(plan.chosen_rows.tolist(), plan.chosen_ids.tolist(), strict=True):
+            assert self.num_computed[row] == len(self.tokens[row]) - 1, f"row {row} is past its newest token"
+            self.tokens[row][-1] = token_id
 
     def _write(self, row: int, count: int) -> None:
         state = self._state_before(row)

@@ -1,0 +1,81 @@
+"""Host memory as a second tier: preemption by swap, and evicted prefixes that come back."""
+
+import numpy as np
+from driver import Driver
+from fakes import VOCAB_SIZE, oracle, small_config
+
+FAST = 1e12  # blocks/s: swapping is always cheaper than computing again
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(2, VOCAB_SIZE, length).tolist()
+
+
+def swapped(driver: Driver) -> tuple[int, int]:
+    return sum(len(p.swap_out) for p in driver.plans), sum(len(p.swap_in) for p in driver.plans)
+
+
+def test_a_sequence_preempted_by_swap_goes_on_without_computing_again():
+    driver = Driver(
+        small_config(num_blocks=12, prefix_caching=False, num_host_blocks=32, swap_blocks_per_s=FAST)
+    )
+    for handle in range(3):
+        driver.add(handle, prompt(9, handle), max_tokens=20, ignore_eos=True)
+    driver.run(depth=2)
+    for handle in range(3):
+        assert driver.answers[handle] == oracle(prompt(9, handle), 20, stops=())
+        assert driver.finishes[handle].timings.recomputed_tokens == 0
+    assert driver.scheduler.stats.num_preemptions > 0
+    out, back = swapped(driver)
+    assert out == back > 0
+    assert driver.scheduler.blocks.host.num_held == 0
+
+
+def test_without_room_in_host_memory_it_is_computed_again():
+    driver = Driver(
+        small_config(num_blocks=12, prefix_caching=False, num_host_blocks=1, swap_blocks_per_s=FAST)
+    )
+    for handle in range(3):
+        driver.add(handle, prompt(9, handle), max_tokens=20, ignore_eos=True)
+    driver.run()
+    assert swapped(driver) == (0, 0)
+    assert sum(finish.timings.recomputed_tokens for finish in driver.finishes.values()) > 0
+
+
+def test_a_slow_bus_makes_recomputation_cheaper():
+    driver = Driver(
+        small_config(num_blocks=12, prefix_caching=False, num_host_blocks=32, swap_blocks_per_s=1.0)
+    )
+    driver.scheduler._state.costs.prefill_tokens_per_s = 1000.0
+    for handle in range(3):
+        driver.add(handle, prompt(9, handle), max_tokens=20, ignore_eos=True)
+    driver.run()
+    assert swapped(driver) == (0, 0)
+
+
+def test_an_abort_while_swapped_out_frees_host_memory():
+    driver = Driver(
+        small_config(num_blocks=12, prefix_caching=False, num_host_blocks=32, swap_blocks_per_s=FAST)
+    )
+    for handle in range(3):
+        driver.add(handle, prompt(9, handle), max_tokens=20, ignore_eos=True)
+    while not driver.scheduler.blocks.host.num_held:
+        driver.step()
+    for handle in range(3):
+        driver.abort(handle)
+    assert driver.scheduler.blocks.host.num_held == 0
+    driver.run()
+
+
+def test_an_evicted_prefix_comes_back_from_host_memory():
+    driver = Driver(small_config(num_blocks=12, num_host_blocks=64, swap_blocks_per_s=FAST))
+    driver.add(0, prompt(20), max_tokens=1)
+    driver.run()
+    for handle in range(1, 6):
+        driver.add(handle, prompt(30, handle), max_tokens=1)
+        driver.run()
+    driver.add(9, [*prompt(20), 7], max_tokens=3, ignore_eos=True)
+    driver.run()
+    assert driver.finishes[9].num_cached_tokens == 20
+    assert driver.answers[9] == oracle([*prompt(20), 7], 3, stops=())
+    assert swapped(driver)[1] == 5
