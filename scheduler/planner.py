@@ -113,12 +113,11 @@ class Planner:
             return advancing
         needs |= dict.fromkeys(at_boundary.tolist(), 1)
         out = self._ration(draft, needs, chunks)
-        for row in out & chunks.keys():
-            draft.budget += chunks.pop(row)
-        advancing = advancing[~np.isin(advancing, list(out))]
-        if advancing.size or chunks or self._state.in_flight:
+        staying = advancing[~np.isin(advancing, list(out))]
+        draft.budget += advancing.size - staying.size + sum(chunks.pop(row) for row in out & chunks.keys())
+        if staying.size or chunks or self._state.in_flight:
             draft.budget = 0  # nobody is admitted into a full pool
-        return advancing
+        return staying
 
     def _ration(self, draft: _Draft, needs: dict[int, int], chunks: dict[int, int]) -> set[int]:
         """Too few blocks for all: those that go first get theirs first, at the cost of those that go last.
