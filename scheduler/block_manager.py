@@ -257,6 +257,7 @@ class BlockManager:
         moves, self._transfers = self._transfers, Transfers()
         self._pool.release(self._held, fence_step=step_id)
         self._held = []
+        self._pool.fence_unheld((block_id for block_id, _ in moves.swap_out), step_id)
         if self.host is not None:
             self.host.release(self._held_on_host)
             self._held_on_host = []

@@ -28,8 +28,8 @@ class BlockPool:
         self._cacheable: set[int] = set()
         # Blocks never used yet are counted, not listed: a pool of a million blocks costs nothing to make.
         self._next_fresh = SCRATCH_BLOCK + 1
-        self._empty: list[int] = []
-        # An OrderedDict is a linked list with a lookup: append, pop the oldest and remove from the middle in O(1).
+        # An OrderedDict is a linked list with a lookup: append, pop an end and remove from the middle in O(1).
+        self._empty: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._fenced: deque[tuple[int, int]] = deque()  # (step, block), by step
         self._fence_of: dict[int, int] = {}
@@ -84,8 +84,15 @@ class BlockPool:
             if fence_step is None:
                 self._make_free(block_id)
             else:
-                self._fence_of[block_id] = fence_step
-                self._fenced.append((fence_step, block_id))
+                self._fence(block_id, fence_step)
+
+    def fence_unheld(self, block_ids: Iterable[int], fence_step: int) -> None:
+        """Fences those of the blocks that nobody holds: a step in the making, the newest, reads them."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                self._empty.pop(block_id, None)
+                self._cached.pop(block_id, None)
+                self._fence(block_id, fence_step)
 
     def lift_fences(self, step_id: int) -> None:
         """The results of all steps up to `step_id` are in."""
@@ -106,7 +113,6 @@ class BlockPool:
             expected_ref_counts: block |-> references, counted over all block tables.
         """
         empty, cached, fenced = set(self._empty), set(self._cached), set(self._fence_of)
-        assert len(empty) == len(self._empty), "a block is twice in the empty list"
         assert cached <= self._cacheable, f"cached without content: {cached - self._cacheable}"
         for block_id in range(1, self.num_blocks):
             count = self._ref_counts[block_id]
@@ -120,9 +126,13 @@ class BlockPool:
         assert self._ref_counts[SCRATCH_BLOCK] == 0, "the scratch block was handed out"
         assert SCRATCH_BLOCK not in expected_ref_counts, "a table names the scratch block"
 
+    def _fence(self, block_id: int, fence_step: int) -> None:
+        self._fence_of[block_id] = fence_step
+        self._fenced.append((fence_step, block_id))
+
     def _take(self) -> int:
         if self._empty:
-            return self._empty.pop()
+            return self._empty.popitem()[0]
         if self._next_fresh < self.num_blocks:
             self._next_fresh += 1
             return self._next_fresh - 1
@@ -135,4 +145,4 @@ class BlockPool:
         if block_id in self._cacheable:
             self._cached[block_id] = None
         else:
-            self._empty.append(block_id)
+            self._empty[block_id] = None

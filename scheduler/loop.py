@@ -119,6 +119,7 @@ class StepLoop:
     def status(self, query_id: int = 0, problem: str = "") -> ReplicaStatus:
         """The replica's state in numbers."""
         scheduler, stats, blocks = self._scheduler, self._scheduler.stats, self._scheduler.blocks
+        host = blocks.host
         return ReplicaStatus(
             query_id=query_id,
             replica_id=self._replica_id,
@@ -134,6 +135,10 @@ class StepLoop:
             mean_waste=stats.mean_waste,
             prefix_query_tokens=blocks.num_query_tokens,
             prefix_hit_tokens=blocks.num_hit_tokens,
+            num_host_blocks=host.num_blocks if host else 0,
+            num_used_host_blocks=host.num_held if host else 0,
+            num_cached_host_blocks=host.num_cached if host else 0,
+            num_swapped_blocks=blocks.num_swapped_blocks,
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
             num_finished=stats.num_finished,

@@ -102,10 +102,18 @@ def beam_oracle(
         states = [chain(states[child.parent], child.token_id) for child in children]
 
 
+def _apply_to_tables(tables: BlockTables, plan: StepPlan) -> None:
+    tables.release(plan.released_rows)
+    for new in plan.new:
+        tables.append(np.full(new.block_ids.size, new.row, np.int32), new.block_ids)
+    tables.append(plan.appended_rows, plan.appended_ids)
+
+
 class FakeWorkerGroup:
     """Executes plans as a rank does, on a KV cache of digests, and checks every read of it.
 
-    `broadcast` only queues; a plan is executed when its result is gathered, as late as a rank could.
+    `broadcast` only queues; a plan is executed when its result is gathered, as late as a rank could. It checks the
+    fences: no plan may write a block anew that a plan in flight reads or writes.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -120,15 +128,30 @@ class FakeWorkerGroup:
         self.decoding = [False] * rows
         self.num_logprobs: list[int | None] = [None] * rows
         self.plans: deque[bytes] = deque()
+        self.touched: deque[set[int]] = deque()  # by each plan in flight
+        self.planned_tables = BlockTables(rows, config.max_blocks_per_seq)  # after the plans in flight
         self.failure: RankFailed | None = None
         self.closed = False
         self.num_executed_tokens = 0
 
     def broadcast(self, plan: StepPlan) -> None:
+        self._check_fences(plan)
         self.plans.append(plan.encode())
+
+    def _check_fences(self, plan: StepPlan) -> None:
+        fresh = {*plan.appended_ids.tolist(), *plan.copies[:, 1].tolist(), *plan.swap_in[:, 1].tolist()}
+        for new in plan.new:
+            fresh |= set(new.block_ids[new.num_computed_tokens // self.block_size :].tolist())
+        for touched in self.touched:
+            assert not fresh & touched, f"step {plan.step_id} takes blocks {fresh & touched} of a step in flight"
+        _apply_to_tables(self.planned_tables, plan)
+        rows = self.planned_tables.lens.nonzero()[0]
+        self.touched.append({int(block) for row in rows for block in self.planned_tables.row(row)})
+        self.touched[-1] |= {*plan.copies.ravel().tolist(), *plan.swap_out[:, 0].tolist()}
 
     def gather(self, timeout_s: float) -> StepResult:
         self.check()
+        self.touched.popleft()
         return self.execute(StepPlan.decode(self.plans.popleft()))
 
     def check(self) -> None:
@@ -171,7 +194,7 @@ class FakeWorkerGroup:
         return Logprobs(index, chosen, top_ids, np.take_along_axis(whole, top_ids, axis=1))
 
     def _apply(self, plan: StepPlan) -> None:
-        self.tables.release(plan.released_rows)
+        _apply_to_tables(self.tables, plan)
         for row in plan.released_rows:
             self.decoding[row] = False
             self.tokens[row] = []
@@ -180,8 +203,6 @@ class FakeWorkerGroup:
             self.tokens[new.row] = new.token_ids.tolist()
             self.num_computed[new.row] = new.num_computed_tokens
             self.num_logprobs[new.row] = new.sampling.logprobs
-            self.tables.append(np.full(new.block_ids.size, new.row, np.int32), new.block_ids)
-        self.tables.append(plan.appended_rows, plan.appended_ids)
         assert self.tables.digest == plan.digest, f"block tables differ at step {plan.step_id}"
         for source, destination in plan.swap_out.tolist():
             self.host_kv[destination] = list(self.kv[source])
