@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..proto.block_tables import IntArray
 from ..proto.step import FloatArray
 from .beam_search import BeamSearch, Child
-
-if TYPE_CHECKING:
-    from .sequence import Sequence
 
 
 class BeamGroup:
@@ -17,13 +12,13 @@ class BeamGroup:
 
     Attributes:
         search: the algorithm and its state.
-        members: its running beams, in the order of the search.
+        members: seq_ids of its running beams, in the order of the search.
         num_answers: how many of its answers are told.
     """
 
     def __init__(self, search: BeamSearch, num_answers: int) -> None:
         self.search = search
-        self.members: list[Sequence] = []
+        self.members: list[int] = []
         self.num_answers = num_answers
         self._candidates: dict[int, tuple[IntArray, FloatArray]] = {}  # seq_id |-> of the present step
 
@@ -32,18 +27,18 @@ class BeamGroup:
         """Likeliest tokens that a rank must report for each beam."""
         return self.search.num_candidates
 
-    def is_waiting_for(self, sequence: Sequence) -> bool:
+    def is_waiting_for(self, seq_id: int) -> bool:
         """Must the beam still be computed before the search can choose?"""
-        return sequence.seq_id not in self._candidates
+        return seq_id not in self._candidates
 
-    def deposit(self, sequence: Sequence, token_ids: IntArray, logprobs: FloatArray) -> bool:
+    def deposit(self, seq_id: int, token_ids: IntArray, logprobs: FloatArray) -> bool:
         """Takes a beam's candidates, likeliest first; True when those of every beam are in."""
         count = self.num_candidates
-        self._candidates[sequence.seq_id] = token_ids[:count], logprobs[:count]
+        self._candidates[seq_id] = token_ids[:count], logprobs[:count]
         return len(self._candidates) == len(self.members)
 
     def advance(self) -> list[Child]:
         """The beams of the next step; empty when the search is over. `members` are still the old ones."""
-        candidates = [self._candidates[member.seq_id] for member in self.members]
+        candidates = [self._candidates[seq_id] for seq_id in self.members]
         self._candidates.clear()
         return self.search.advance(candidates)

@@ -144,27 +144,27 @@ class Collector:
             sequence = self._state.running[int(rows[position])]
             (entry,) = np.flatnonzero(logprobs.index == position)
             assert sequence.beams is not None
-            if sequence.beams.deposit(sequence, logprobs.top_ids[entry], logprobs.top[entry]):
+            if sequence.beams.deposit(sequence.seq_id, logprobs.top_ids[entry], logprobs.top[entry]):
                 complete.append(sequence.beams)
         for group in complete:
             self._advance_beams(group, now)
 
     def _advance_beams(self, group: BeamGroup, now: float) -> None:
         """The search has chosen: some beams go on in their rows, some fork, some end."""
-        parents = group.members
+        parents = [self._state.alive[seq_id] for seq_id in group.members]
         children = group.advance()
         if not children:
             self._end_beams(group, now)
             return
-        members: list[Sequence] = []
+        members: list[int] = []
         continued: dict[int, int] = {}  # parent |-> the token it goes on with
         for child in children:
             parent = parents[child.parent]
             if child.parent in continued:
-                members.append(self._fork(parent, child.token_id))
+                members.append(self._fork(parent, child.token_id).seq_id)
             else:
                 continued[child.parent] = child.token_id
-                members.append(parent)
+                members.append(parent.seq_id)
         group.members = members
         for number, parent in enumerate(parents):
             if number in continued:
@@ -206,7 +206,7 @@ class Collector:
 
     def _end_beams(self, group: BeamGroup, now: float) -> None:
         """Tells the best answers of a search that is over."""
-        first = group.members[0]
+        first = self._state.alive[group.members[0]]
         answers = group.search.answers[: group.num_answers]
         handles = [first.handle + index for index in range(len(answers))]
         finished = tuple(

@@ -160,7 +160,7 @@ class Planner:
             others, beneficiary, lambda sequence: int(rows.num_scheduled[row_of(sequence)])
         )
         if victim is None and beneficiary.beams is not None:
-            own = [s for s in others if s.beams is beneficiary.beams and not s.beams.is_waiting_for(s)]
+            own = [s for s in others if s.beams is beneficiary.beams and not s.beams.is_waiting_for(s.seq_id)]
             victim = max(own, key=lambda sequence: sequence.seq_id, default=None)
         return victim
 

@@ -179,7 +179,7 @@ class Scheduler:
             early_stopping=params.early_stopping,
         )
         group = BeamGroup(search, num_answers=params.n)
-        group.members = [first]
+        group.members = [first.seq_id]
         return group
 
     def _refusal(self, gateway: bytes, submit: Submit) -> QuireError | None:

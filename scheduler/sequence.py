@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ..proto.sampling import SamplingParams
 from ..proto.step import RowSampling
 from ..proto.stream import Finish, FinishReason, Timings
-
-if TYPE_CHECKING:
-    from .beam_group import BeamGroup
+from .beam_group import BeamGroup
 
 
 @dataclass(slots=True, eq=False)

@@ -175,7 +175,7 @@ class SchedulerState:
             sequence.num_host_tokens = num_tokens if sequence.host_blocks else 0
         sequence.preempted_at = now
         self.leave(sequence)
-        if sequence.beams is None or sequence.beams.is_waiting_for(sequence):
+        if sequence.beams is None or sequence.beams.is_waiting_for(sequence.seq_id):
             self.waiting.push(sequence)
         else:
             sequence.is_parked = True
@@ -209,8 +209,8 @@ class SchedulerState:
         others = [other for other, group in self.requests.items() if group is owner]
         for other in others:
             del self.requests[other]
-        for member in owner.members:
-            self.discard(member)
+        for seq_id in owner.members:
+            self.discard(self.alive[seq_id])
         return [key, *others]
 
     # Deadlines

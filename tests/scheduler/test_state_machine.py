@@ -150,5 +150,6 @@ class TestSchedulerMachine(SchedulerMachine.TestCase):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 class TestSchedulerMachineLong(SchedulerMachine.TestCase):
     settings = machine_settings(10_000)
