@@ -25,7 +25,6 @@ class Collector:
         self._state = state
         self._epoch = epoch
         self._eos = np.asarray(state.config.model.eos_token_ids, np.int32)
-        self._is_fair = state.config.scheduler.policy == "fair"
 
     def take(self, result: StepResult, now: float) -> News:
         """Advances the sequences of the earliest step in flight; returns the news, as (gateway, news).
@@ -69,10 +68,6 @@ class Collector:
         for row in self._state.rows.full_tails(rows).tolist():
             self._flush(row)
         self._state.rows.append(rows, token_ids)
-        if self._is_fair and rows.size:
-            counts = np.bincount(self._state.rows.tenant[rows], minlength=len(self._state.tenants))
-            for tenant, number in self._state.tenants.items():
-                self._state.waiting.charge(tenant, 0, int(counts[number]))
 
     def _flush(self, row: int) -> None:
         """Moves a full block of tokens out of the row and makes it findable; its KV has been computed."""
@@ -81,8 +76,14 @@ class Collector:
         tokens = state.rows.tail[row].tobytes()
         del sequence.token_ids[start:]
         sequence.token_ids.frombytes(tokens)
-        state.rows.num_flushed[row] = start + state.blocks.block_size
+        end = start + state.blocks.block_size
+        state.rows.num_flushed[row] = end
+        self._charge(sequence, start, end)
         state.blocks.publish_next(row, sequence, tokens)
+
+    def _charge(self, sequence: Sequence, start: int, end: int) -> None:
+        """Counts the sampled ones among tokens `start` to `end` as service to the sequence's tenant."""
+        self._state.waiting.charge(sequence.tenant, 0, max(0, end - max(start, sequence.num_prompt_tokens)))
 
     def _note_first_tokens(self, step: InFlight, now: float) -> None:
         for row in step.first_rows:
@@ -104,6 +105,7 @@ class Collector:
             row, stop = int(rows[position]), int(stopped_by[position])
             stopped = at_eos[position] or stop >= 0
             sequence = self._state.running[row]
+            self._charge(sequence, int(state.num_flushed[row]), int(state.num_tokens[row]))
             self._keep_partial(sequence)
             finish = sequence.finish(
                 FinishReason.STOP if stopped else FinishReason.LENGTH,

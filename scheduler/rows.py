@@ -28,7 +28,6 @@ class Rows:
         frozen: a beam that waits for the others of its search.
         stops_at_eos, has_own_stops: which of the stop tests a sampled token needs.
         handle, gateway: whom to tell; gateway is its number in the scheduler's list.
-        tenant: likewise.
         tail: [num_rows, block_size] int32, the newest, not yet flushed tokens.
     """
 
@@ -47,7 +46,6 @@ class Rows:
         self.has_own_stops: Bools = np.zeros(num_rows, np.bool_)
         self.handle = np.zeros(num_rows, np.int32)
         self.gateway: IntArray = np.zeros(num_rows, np.int32)
-        self.tenant: IntArray = np.zeros(num_rows, np.int32)
         self.tail: IntArray = np.zeros((num_rows, block_size), np.int32)
         self._free = list(range(num_rows - 1, -1, -1))
 

@@ -111,6 +111,7 @@ class Scheduler:
         """Aborts all sequences of a gateway that is gone."""
         for owner, handle in [key for key in self._state.requests if key[0] == gateway]:
             self.abort(owner, handle)
+        self._state.gateways.pop(gateway, None)
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing that could be computed now."""

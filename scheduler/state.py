@@ -72,13 +72,13 @@ class SchedulerState:
         self.requests: dict[RequestKey, Sequence | BeamGroup] = {}
         self.alive: dict[int, Sequence] = {}
         self.gateways: dict[bytes, int] = {}  # gateway |-> its number in rows.gateway
-        self.tenants: dict[str, int] = {}  # tenant |-> its number in rows.tenant
         self.in_flight: deque[InFlight] = deque()
         self.released: list[int] = []
         self.chosen: list[tuple[int, int]] = []
         self.news: list[tuple[bytes, TokenBatch]] = []
         self.stats = SchedulerStats()
         self.num_sequences_made = 0
+        self._num_gateways_seen = 0
         self._deadlines: list[tuple[float, int]] = []
         self._advancing: IntArray | None = None
 
@@ -116,8 +116,9 @@ class SchedulerState:
     def add(self, sequence: Sequence) -> None:
         """A new sequence; where it waits is for the caller to say."""
         self.alive[sequence.seq_id] = sequence
-        self.gateways.setdefault(sequence.gateway, len(self.gateways))
-        self.tenants.setdefault(sequence.tenant, len(self.tenants))
+        if sequence.gateway not in self.gateways:
+            self.gateways[sequence.gateway] = self._num_gateways_seen
+            self._num_gateways_seen += 1
         if sequence.deadline is not None:
             heapq.heappush(self._deadlines, (sequence.deadline, sequence.seq_id))
 
@@ -129,7 +130,6 @@ class SchedulerState:
         rows.num_scheduled[row] = num_cached_tokens
         rows.handle[row] = sequence.handle
         rows.gateway[row] = self.gateways[sequence.gateway]
-        rows.tenant[row] = self.tenants[sequence.tenant]
         rows.is_beam[row] = sequence.beams is not None
         rows.stops_at_eos[row] = bool(sequence.eos_token_ids)
         rows.has_own_stops[row] = bool(sequence.sampling.stop_token_ids)

@@ -10,8 +10,10 @@ from typing import Any, Protocol
 from .policy import ADMISSION_KEYS, AdmissionKey, by_priority, counter_on_arrival, next_tenant, service
 from .sequence import Sequence
 
-# The longest-prefix policy compares this many of the oldest sequences: a look-up for each, each time.
+# The longest-prefix policy compares this many sequences near the front of the queue: a look-up for each, each time.
 LONGEST_PREFIX_WINDOW = 64
+# Virtual counters kept of tenants that wait for nothing; names come from callers, and must not pile up.
+MAX_IDLE_TENANTS = 4096
 
 
 class _Heap:
@@ -37,8 +39,8 @@ class _Heap:
             heapq.heappop(self._entries)
         return self._entries[0][2] if self._entries else None
 
-    def first(self, count: int) -> list[Sequence]:
-        """The `count` first, in no order among themselves."""
+    def near_front(self, count: int) -> list[Sequence]:
+        """Up to `count`, the first among them; a heap says no more of the others than that they are early."""
         self.peek()
         present = (entry[2] for entry in self._entries if entry[1] in self._present)
         return list(itertools.islice(present, count))
@@ -65,18 +67,24 @@ class _FairOrder:
     def push(self, sequence: Sequence) -> None:
         tenant = sequence.tenant
         if tenant not in self._queues:
-            self._queues[tenant] = _Heap(ADMISSION_KEYS["fcfs"])
-        if not self._queues[tenant]:
-            active = (self.counters[name] for name, queue in self._queues.items() if queue)
+            active = (self.counters[name] for name in self._queues)
             self.counters[tenant] = counter_on_arrival(self.counters.get(tenant, 0.0), active)
+            self._queues[tenant] = _Heap(ADMISSION_KEYS["fcfs"])
+            self._forget_idle()
         self._queues[tenant].push(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        self._queues[sequence.tenant].remove(sequence)
+        queue = self._queues[sequence.tenant]
+        queue.remove(sequence)
+        if not queue:
+            del self._queues[sequence.tenant]
 
     def peek(self) -> Sequence | None:
-        waiting = [tenant for tenant, queue in self._queues.items() if queue]
-        return self._queues[next_tenant(self.counters, waiting)].peek() if waiting else None
+        return self._queues[next_tenant(self.counters, self._queues)].peek() if self._queues else None
+
+    def _forget_idle(self) -> None:
+        if len(self.counters) - len(self._queues) > MAX_IDLE_TENANTS:
+            self.counters = {tenant: self.counters[tenant] for tenant in self._queues}
 
     def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
         if tenant in self.counters:
@@ -85,7 +93,7 @@ class _FairOrder:
 
 
 class _LongestPrefixOrder:
-    """Among the oldest few, the one with the most cached tokens first (Zheng et al., SGLang, 2024)."""
+    """Among a few early ones, the one with the most cached tokens first (Zheng et al., SGLang, 2024)."""
 
     def __init__(self, num_cached_tokens: Callable[[Sequence], int]) -> None:
         self._num_cached_tokens = num_cached_tokens
@@ -104,7 +112,7 @@ class _LongestPrefixOrder:
         oldest = self._queue.peek()
         if oldest is None or oldest.times_overtaken >= LONGEST_PREFIX_WINDOW:
             return oldest  # nobody is overtaken for ever
-        window = self._queue.first(LONGEST_PREFIX_WINDOW)
+        window = self._queue.near_front(LONGEST_PREFIX_WINDOW)
         best = max(window, key=lambda sequence: (self._num_cached_tokens(sequence), -sequence.arrival))
         if best is not oldest:
             oldest.times_overtaken += 1
