@@ -20,6 +20,9 @@ from .processes import ProcessTree, children
 _OBJECT_STORE_BYTES = 80 << 20
 _EXIT_TIMEOUT_S = 5.0
 
+# One a process: Ray's library keeps the first token that it reads, so a second cluster must have the same.
+_TOKEN = secrets.token_hex(32)
+
 _log = logging.getLogger(__name__)
 
 
@@ -96,7 +99,7 @@ class LocalCluster(Closing):
 def _set_ray_environment() -> None:
     os.environ |= {
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_AUTH_TOKEN": _TOKEN,
         "RAY_USAGE_STATS_ENABLED": "0",
         # A rank picks its device by ordinal, so that all of them stay visible to each other.
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
