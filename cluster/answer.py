@@ -1,6 +1,9 @@
-"""Answer: one sequence's news become the events that its caller sees, the same way for the gateway and offline."""
+"""Answers: a running request's news become the events that its caller sees, the same way for gateway and offline."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
 
 from ..proto.errors import from_status
 from ..proto.stream import Finish, FinishReason
@@ -10,32 +13,91 @@ from .news import News
 from .requests import Request
 from .tokenizer import Tokenizer
 
+Piece = Delta | Finished
 
-class Answer:
-    """The text side of a running sequence."""
+
+class Answers:
+    """The text side of a running request: each of its answers, and the order in which they are told.
+
+    Answers are told as they come, except where the likeliest few of more are asked for (best_of): those are told
+    once all have ended, the best first, and numbered anew.
+    """
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self._sampling = request.sampling
+        self._answers = [
+            _Answer(request, tokenizer, index) for index in range(request.sampling.num_sequences)
+        ]
+        self._num_open = len(self._answers)
+        self._num_deltas = 0
+        self._untold: list[list[Piece]] = [[] for _ in self._answers]
+
+    @property
+    def is_over(self) -> bool:
+        """Every answer has ended."""
+        return self._num_open == 0
+
+    def is_complete(self, index: int) -> bool:
+        """A stop string was found: nothing will be added, and the caller stops the sequence in the scheduler."""
+        return self._answers[index].is_complete
+
+    def take(self, index: int, news: News) -> list[Piece]:
+        """What is to be told now that an answer has news.
+
+        Raises:
+            QuireError: the answer ended with an error; this is it, and the whole request's.
+        """
+        pieces = self._answers[index].take(news)
+        self._num_open -= news.finish is not None
+        if not self._sampling.is_ranked:
+            return self._numbered(pieces)
+        self._untold[index] += pieces
+        return self._numbered(self._ranked()) if self.is_over else []
+
+    def _ranked(self) -> Iterable[Piece]:
+        """The pieces of the n likeliest answers, the best first."""
+        order = sorted(range(len(self._answers)), key=lambda index: -self._answers[index].logprob_sum)
+        for rank, index in enumerate(order[: self._sampling.n]):
+            for piece in self._untold[index]:
+                yield replace(piece, index=rank)
+
+    def _numbered(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """The pieces, deltas with their place in the stream."""
+        told: list[Piece] = []
+        for piece in pieces:
+            if isinstance(piece, Delta):
+                self._num_deltas += 1
+                piece = replace(piece, sequence_number=self._num_deltas)
+            told.append(piece)
+        return told
+
+
+class _Answer:
+    """The text side of one running sequence.
+
+    Attributes:
+        logprob_sum: over its tokens, as far as their log-probabilities were reported.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, index: int) -> None:
         self._request = request
+        self._index = index
         self._detokenizer = Detokenizer(tokenizer, request.sampling.stop)
         self._num_tokens = 0
-        self._num_deltas = 0
+        self.logprob_sum = 0.0
 
     @property
     def is_complete(self) -> bool:
-        """A stop string was found: nothing will be added, and the caller stops the sequence in the scheduler."""
         return self._detokenizer.stop_string is not None
 
-    def take(self, news: News) -> tuple[Delta | None, Finished | None]:
-        """What the news amount to.
-
-        Raises:
-            QuireError: the sequence ended with an error; this is it.
-        """
+    def take(self, news: News) -> list[Piece]:
+        """A delta, the end, both or nothing. Raises the QuireError that the sequence ended with."""
         finish = news.finish
         if finish is not None and finish.reason is FinishReason.ERROR:
             raise from_status(finish.grpc_status, finish.error)
         delta = None if self.is_complete else self._delta(news)
-        return delta, None if finish is None else self._finished(finish)
+        finished = None if finish is None else self._finished(finish)
+        return [piece for piece in (delta, finished) if piece is not None]
 
     def _delta(self, news: News) -> Delta | None:
         finish = news.finish
@@ -49,16 +111,23 @@ class Answer:
         if not num_tokens and not text:
             return None
         self._num_tokens += num_tokens
-        self._num_deltas += 1
-        num_asked = self._request.sampling.logprobs or 0
-        logprobs = tuple(_cut(entry, num_asked) for entry in news.logprobs[:num_tokens])
-        return Delta(text, tuple(news.token_ids[:num_tokens]), logprobs, self._num_deltas)
+        entries = news.logprobs[:num_tokens]
+        self.logprob_sum += sum(entry.chosen for entry in entries)
+        num_asked = self._request.sampling.logprobs
+        logprobs = () if num_asked is None else tuple(_cut(entry, num_asked) for entry in entries)
+        return Delta(text, tuple(news.token_ids[:num_tokens]), logprobs, index=self._index)
 
     def _finished(self, finish: Finish) -> Finished:
-        usage = Usage(len(self._request.prompt_token_ids), self._num_tokens, finish.num_cached_tokens)
-        if self.is_complete:
-            return Finished(FinishReason.STOP, self._detokenizer.stop_string, usage, finish.timings)
-        return Finished(finish.reason, finish.stop_token_id, usage, finish.timings)
+        stop_string = self._detokenizer.stop_string
+        return Finished(
+            reason=FinishReason.STOP if self.is_complete else finish.reason,
+            stop_reason=stop_string if self.is_complete else finish.stop_token_id,
+            usage=Usage(len(self._request.prompt_token_ids), self._num_tokens, finish.num_cached_tokens),
+            timings=finish.timings,
+            index=self._index,
+            cumulative_logprob=self.logprob_sum if self._request.reports_logprobs else None,
+            score=finish.score,
+        )
 
 
 def _cut(entry: TokenLogprobs, num_asked: int) -> TokenLogprobs:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,6 +67,9 @@ def serve(
         str | None, typer.Option(help="KV memory a rank, for example 512MiB or 8GiB.")
     ] = None,
     num_kv_blocks: Annotated[int | None, typer.Option(help="KV blocks, instead of KV memory.")] = None,
+    num_host_kv_blocks: Annotated[
+        int, typer.Option(help="KV blocks of host memory a rank, for what is preempted or evicted.")
+    ] = 0,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="Tokens a step, prompts and answers together.")
@@ -74,6 +77,13 @@ def serve(
     max_queue_len: Annotated[
         int, typer.Option(help="Waiting requests beyond which new ones are refused.")
     ] = 4096,
+    policy: Annotated[
+        str, typer.Option(help="Who goes first: fcfs, priority, fair, shortest-prefill or longest-prefix.")
+    ] = "fcfs",
+    tenant_weight: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=SHARE", help="A tenant's share of the policy fair. May be repeated."),
+    ] = None,
     step_timeout_s: Annotated[float, typer.Option(help="A step that takes longer has a hung rank.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Where seeds of requests without one are drawn from.")] = 0,
     prefix_caching: Annotated[
@@ -85,7 +95,9 @@ def serve(
     ] = False,
     tls_cert: Annotated[Path | None, typer.Option(help="PEM file of the server's certificate chain.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file of its key.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="Tokens that callers may use, one a line.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Tokens that callers may use, one a line: TOKEN or TENANT:TOKEN.")
+    ] = None,
 ) -> None:
     """Serve a model until stopped.
 
@@ -104,9 +116,12 @@ def serve(
         block_size=block_size,
         kv_cache_memory=None if kv_cache_memory is None else parse_num_bytes(kv_cache_memory),
         num_kv_blocks=num_kv_blocks,
+        num_host_kv_blocks=num_host_kv_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_queue_len=max_queue_len,
+        policy=policy,
+        tenant_weights=tuple(map(parse_tenant_weight, tenant_weight or ())),
         step_timeout_s=step_timeout_s,
         seed=seed,
         prefix_caching=prefix_caching,
@@ -213,11 +228,20 @@ def parse_num_bytes(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** exponent)
 
 
+def parse_tenant_weight(text: str) -> tuple[str, float]:
+    """``NAME=SHARE``. Raises ConfigError on anything else."""
+    name, _, share = text.rpartition("=")
+    with suppress(ValueError):
+        if name:
+            return name, float(share)
+    raise ConfigError(f"tenant weight is {text!r}, must be NAME=SHARE, for example gold=3")
+
+
 def _connect(target: str, token_file: Path | None, tls_ca: Path | None) -> Client:
     from .client import Client
     from .security import load_tokens
 
-    token = None if token_file is None else load_tokens(token_file)[0].decode()
+    token = None if token_file is None else load_tokens(token_file)[0].secret.decode()
     return Client(target, token=token, tls_ca=tls_ca)
 
 
@@ -246,6 +270,11 @@ def _figures(replica: Replica) -> list[tuple[str, str]]:
             "KV blocks",
             f"{kv.num_used_blocks} of {kv.num_blocks} used ({kv.num_used_tokens} tokens, {kv.block_size} a block), "
             f"{kv.num_cached_blocks} cached, {kv.peak_used_blocks} at peak",
+        ),
+        (
+            "host blocks",
+            f"{kv.num_used_host_blocks} of {kv.num_host_blocks} used, {kv.num_cached_host_blocks} cached, "
+            f"{kv.num_swapped_blocks} blocks swapped so far",
         ),
         ("KV waste", f"{kv.mean_waste:.1%} of allocated slots, mean over all steps"),
         (

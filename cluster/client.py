@@ -6,17 +6,17 @@ from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ..proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from ..proto.errors import ConfigError, InvalidRequest
+from ..proto.errors import ConfigError
 from ..proto.sampling import SamplingParams
 from .events import Completion, Event
-from .messages import completion_from_message, event_from_message, sampling_to_message
+from .messages import completion_from_message, event_from_message, sampling_to_message, sendable
 from .security import bearer
 from .statuses import from_grpc_error
 
@@ -29,6 +29,26 @@ _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
+
+
+class RequestOptions(TypedDict, total=False):
+    """What may be said of a request beside its prompt and its sampling, by keyword.
+
+    Attributes:
+        model: needed only where several are served.
+        request_id: unique among the server's running requests; without one the server makes one up.
+        tenant: whose request it is; a token that names a tenant says so by itself.
+        priority: higher goes first, where the server's policy is ``priority``; 0 by default.
+        cache_salt: KV of prompts is shared only between requests with the same salt.
+        timeout_s: the client's own by default; None as well.
+    """
+
+    model: str
+    request_id: str
+    tenant: str
+    priority: int
+    cache_salt: str
+    timeout_s: float | None
 
 
 class _Connection:
@@ -68,6 +88,22 @@ class _Connection:
     def _options(self, timeout_s: float | None = None) -> dict[str, Any]:
         return {"metadata": self._metadata, "timeout": self._timeout_s if timeout_s is None else timeout_s}
 
+    def _request(
+        self, prompt: str | Sequence[int], params: SamplingParams | None, options: RequestOptions
+    ) -> tuple[inference_pb2.GenerateRequest, dict[str, Any]]:
+        """The message, and how to call. Raises InvalidRequest on what no message can hold."""
+        fields: dict[str, Any] = {**options}
+        call = self._options(fields.pop("timeout_s", None))
+        with sendable("request"):
+            request = inference_pb2.GenerateRequest(**fields)
+        request.sampling.CopyFrom(sampling_to_message(params or SamplingParams()))
+        with sendable("prompt"):
+            if isinstance(prompt, str):
+                request.text = prompt
+            else:
+                request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=prompt))
+        return request, call
+
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """gRPC's errors become quire's."""
@@ -89,41 +125,33 @@ class Client(_Connection):
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
-        *,
-        model: str = "",
-        request_id: str = "",
-        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """The complete answer to a prompt of text or token ids.
 
         Args:
             params: None: the defaults.
-            model: empty: the only one that the server serves.
-            request_id: unique among the server's running requests; empty: the server makes one up.
-            timeout_s: None: the client's own.
+            options: as RequestOptions says.
 
         Raises:
             QuireError: the error that the server met, or ReplicaUnavailable where there is no server.
         """
-        request = _request(prompt, params, model, request_id)
+        request, call = self._request(prompt, params, options)
         with self._errors():
-            return completion_from_message(self._inference.Generate(request, **self._options(timeout_s)))
+            return completion_from_message(self._inference.Generate(request, **call))
 
     def generate_stream(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
-        *,
-        model: str = "",
-        request_id: str = "",
-        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Generator[Event, None, None]:
         """The answer as it comes: Started, Deltas, Finished. Arguments and errors are those of `generate`.
 
         The request runs from this call on; closing the iterator ends it and frees what it held.
         """
-        request = _request(prompt, params, model, request_id)
-        return self._events(self._inference.GenerateStream(request, **self._options(timeout_s)))
+        request, call = self._request(prompt, params, options)
+        return self._events(self._inference.GenerateStream(request, **call))
 
     def _events(self, call: Any) -> Generator[Event, None, None]:
         try:
@@ -183,30 +211,22 @@ class AsyncClient(_Connection):
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
-        *,
-        model: str = "",
-        request_id: str = "",
-        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """See `Client.generate`."""
-        request = _request(prompt, params, model, request_id)
+        request, call = self._request(prompt, params, options)
         with self._errors():
-            return completion_from_message(
-                await self._inference.Generate(request, **self._options(timeout_s))
-            )
+            return completion_from_message(await self._inference.Generate(request, **call))
 
     def generate_stream(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
-        *,
-        model: str = "",
-        request_id: str = "",
-        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[Event, None]:
         """See `Client.generate_stream`; ``aclose()`` ends the request."""
-        request = _request(prompt, params, model, request_id)
-        return self._events(self._inference.GenerateStream(request, **self._options(timeout_s)))
+        request, call = self._request(prompt, params, options)
+        return self._events(self._inference.GenerateStream(request, **call))
 
     async def _events(self, call: Any) -> AsyncGenerator[Event, None]:
         try:
@@ -253,21 +273,6 @@ class AsyncClient(_Connection):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-
-def _request(
-    prompt: str | Sequence[int], params: SamplingParams | None, model: str, request_id: str
-) -> inference_pb2.GenerateRequest:
-    sampling = sampling_to_message(params or SamplingParams())
-    request = inference_pb2.GenerateRequest(request_id=request_id, model=model, sampling=sampling)
-    try:
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=prompt))
-    except (ValueError, TypeError) as error:
-        raise InvalidRequest("prompt", f"cannot be sent: {error}") from error
-    return request
 
 
 def _is_serving(answer: health_pb2.HealthCheckResponse) -> bool:

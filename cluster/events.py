@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..proto.stream import FinishReason, Timings
@@ -69,6 +71,9 @@ class Finished:
     Attributes:
         stop_reason: the stop string or stop token that ended it; None for the model's own end of sequence,
             or for an answer that ended by its length.
+        cumulative_logprob: sum of its tokens' log-probabilities; known with logprobs or best_of, else None.
+        score: beam search: what it was ranked by, the summed log-probability over the length to the power of
+            the length penalty; else None.
     """
 
     reason: FinishReason
@@ -76,6 +81,8 @@ class Finished:
     usage: Usage = field(default_factory=Usage)
     timings: Timings = field(default_factory=Timings)
     index: int = 0
+    cumulative_logprob: float | None = None
+    score: float | None = None
 
 
 Event = Started | Delta | Finished
@@ -98,10 +105,18 @@ class Output:
     def finish_reason(self) -> FinishReason:
         return self.finished.reason
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return self.finished.cumulative_logprob
+
+    @property
+    def score(self) -> float | None:
+        return self.finished.score
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A request's complete answer. The properties are those of its first output, mostly its only one."""
+    """A request's outputs, by index. The properties are those of the first, mostly the only one."""
 
     request_id: str
     model: str
@@ -136,8 +151,19 @@ class Completion:
         return self.outputs[0].finished.timings
 
 
-def collect(deltas: list[Delta], finished: Finished) -> Output:
-    """The output that these events, in order, amount to."""
+def collect(events: Iterable[Event]) -> tuple[Output, ...]:
+    """The outputs, by index, that a request's events amount to."""
+    deltas: dict[int, list[Delta]] = defaultdict(list)
+    ends: dict[int, Finished] = {}
+    for event in events:
+        if isinstance(event, Delta):
+            deltas[event.index].append(event)
+        elif isinstance(event, Finished):
+            ends[event.index] = event
+    return tuple(_output(deltas[index], ends[index]) for index in sorted(ends))
+
+
+def _output(deltas: list[Delta], finished: Finished) -> Output:
     return Output(
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -25,10 +26,10 @@ from ..proto.errors import (
     RequestAborted,
 )
 from ..proto.sampling import SamplingParams
-from .answer import Answer
-from .events import Completion, Delta, Event, Finished, Started, collect
+from .answer import Answers
+from .events import Completion, Event, Started, collect
 from .messages import completion_to_message, event_to_message, replica_to_message, sampling_from_message
-from .replica_client import ReplicaClient, RunningSequence
+from .replica_client import ReplicaClient, RunningRequest, follow
 from .requests import Prompt, Request, RequestChecker
 from .security import ListenAddress, Security
 from .statuses import to_grpc_status
@@ -95,7 +96,7 @@ class Gateway:
         self._config = config
         self._replica = replica
         self._health = health.aio.HealthServicer()
-        self._inference = InferenceService(config, tokenizer, replica)
+        self._inference = InferenceService(config, tokenizer, replica, self._security)
         self._server: grpc.aio.Server | None = None
         self._monitor: asyncio.Task[None] | None = None
         self._is_serving = False
@@ -227,33 +228,30 @@ def _answering_errors(handler: Handler[RequestT, ResponseT]) -> Handler[RequestT
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """quire.v1.Inference over one replica."""
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, replica: ReplicaClient) -> None:
+    def __init__(
+        self, config: EngineConfig, tokenizer: Tokenizer, replica: ReplicaClient, security: Security
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._replica = replica
+        self._security = security
         self._checker = RequestChecker(config, tokenizer)
-        self._running: dict[str, RunningSequence] = {}
+        self._running: dict[str, RunningRequest] = {}
 
     @_answering_errors
     async def Generate(
         self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.GenerateResponse:
-        request = await self._check(message)
-        deltas: list[Delta] = []
+        request = await self._check(message, context)
         async with self._events(request) as events:
-            async for event in events:
-                if isinstance(event, Delta):
-                    deltas.append(event)
-                elif isinstance(event, Finished):
-                    finished = event
-        outputs = (collect(deltas, finished),)
+            outputs = collect([event async for event in events])
         return completion_to_message(Completion(request.request_id, self._config.model.name, outputs))
 
     @_answering_errors
     async def GenerateStream(
         self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        request = await self._check(message)
+        request = await self._check(message, context)
         async with self._events(request) as events:
             async for event in events:
                 await context.write(event_to_message(event))
@@ -262,10 +260,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Abort(
         self, message: inference_pb2.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.AbortResponse:
-        sequence = self._running.get(message.request_id)
-        if sequence is not None:
-            sequence.end(RequestAborted(f"request {message.request_id!r} was aborted"))
-        return inference_pb2.AbortResponse(aborted=sequence is not None)
+        running = self._running.get(message.request_id)
+        if running is not None:
+            running.end(RequestAborted(f"request {message.request_id!r} was aborted"))
+        return inference_pb2.AbortResponse(aborted=running is not None)
 
     @_answering_errors
     async def ListModels(
@@ -287,41 +285,42 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async for _ in events:
                 pass
 
-    async def _check(self, message: inference_pb2.GenerateRequest) -> Request:
+    async def _check(
+        self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> Request:
         if message.request_id in self._running:
             raise DuplicateRequest(f"request {message.request_id!r} is running already")
         sampling = sampling_from_message(message.sampling)
         prompt = _prompt(message)
-        check = self._checker.check
-        options = {"request_id": message.request_id, "model": message.model}
-        if len(prompt) <= LONG_PROMPT_CHARS:
-            return check(prompt, sampling, **options)
-        return await asyncio.to_thread(check, prompt, sampling, **options)
+        check = functools.partial(
+            self._checker.check,
+            prompt,
+            sampling,
+            request_id=message.request_id,
+            model=message.model,
+            tenant=self._security.tenant(_authorization(context.invocation_metadata()), message.tenant),
+            priority=message.priority,
+            timeout_s=context.time_remaining(),
+            cache_salt=message.cache_salt,
+        )
+        return check() if len(prompt) <= LONG_PROMPT_CHARS else await asyncio.to_thread(check)
 
     @asynccontextmanager
     async def _events(self, request: Request) -> AsyncIterator[AsyncIterator[Event]]:
-        """Runs the request. However the block is left, its sequence has ended and its blocks are free."""
+        """Runs the request. However the block is left, all its answers have ended and their blocks are free."""
         if request.request_id in self._running:  # it may have come while a long prompt was tokenised
             raise DuplicateRequest(f"request {request.request_id!r} is running already")
-        sequence = self._running[request.request_id] = self._replica.submit(request)
+        running = self._running[request.request_id] = self._replica.submit(request)
         try:
-            yield self._answer(request, sequence)
+            yield self._answer(request, running)
         finally:
-            sequence.abort()
+            running.abort()
             del self._running[request.request_id]
 
-    async def _answer(self, request: Request, sequence: RunningSequence) -> AsyncIterator[Event]:
+    async def _answer(self, request: Request, running: RunningRequest) -> AsyncIterator[Event]:
         yield Started(request.request_id, self._config.model.name, len(request.prompt_token_ids))
-        answer = Answer(request, self._tokenizer)
-        async for news in sequence:
-            delta, finished = answer.take(news)
-            if delta is not None:
-                yield delta
-            if finished is not None:
-                yield finished
-                return
-            if answer.is_complete:
-                sequence.stop()
+        async for piece in follow(running, Answers(request, self._tokenizer)):
+            yield piece
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -349,9 +348,8 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         if not handler_call_details.method.startswith(_OPEN_METHODS):
-            metadata = dict(handler_call_details.invocation_metadata or ())
             try:
-                self._security.check_call(metadata.get("authorization"))
+                self._security.check_call(_authorization(handler_call_details.invocation_metadata))
             except QuireError as error:
                 return _refusal(error)
         return await continuation(handler_call_details)
@@ -364,6 +362,10 @@ def _refusal(error: QuireError) -> grpc.RpcMethodHandler[Any, Any]:
         await context.abort_with_status(to_grpc_status(error))
 
     return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | bytes | None:
+    return dict(metadata or ()).get("authorization")
 
 
 def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:

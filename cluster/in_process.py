@@ -73,17 +73,17 @@ class InProcessEngine:
         self.scheduler = Scheduler(self.config)
 
     def submit(self, handle: int, request: Request) -> None:
-        """Queues a request; its handle names it from here on. Raises the QuireError of a refusal."""
+        """Queues a request; answer i is named `handle` + i. Raises the QuireError of a refusal."""
         refusal = self.scheduler.add(_GATEWAY, request.submit(handle), time.monotonic())
         if refusal is not None:
             raise from_status(refusal.grpc_status, refusal.error)
 
     def stop(self, handle: int) -> News:
-        """Ends a request in which a stop string was found; its Finish."""
+        """Ends an answer in which a stop string was found; its Finish."""
         return News(finish=self.scheduler.stop(_GATEWAY, handle, time.monotonic()))
 
     def abort(self, handle: int) -> None:
-        """Ends a request and frees its blocks; unknown handles are ignored."""
+        """Ends an answer and frees its blocks; unknown handles are ignored."""
         self.scheduler.abort(_GATEWAY, handle)
 
     def step(self) -> Iterator[tuple[int, News]]:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import numpy as np
 from rich.progress import Progress
@@ -22,10 +22,10 @@ from rich.progress import Progress
 from ..proto.config import EngineConfig
 from ..proto.errors import InvalidRequest
 from ..proto.sampling import SamplingParams
-from .answer import Answer
-from .events import Delta, Finished, Output, TokenLogprobs, collect
+from .answer import Answers, Piece
+from .events import Output, TokenLogprobs, collect
 from .news import News
-from .replica_client import ReplicaClient
+from .replica_client import ReplicaClient, follow
 from .requests import Prompt, Request, RequestChecker
 from .resolve import resolve
 from .tokenizer import Tokenizer
@@ -33,6 +33,8 @@ from .tokenizer import Tokenizer
 # Offline, the caller holds all prompts anyway; nothing is gained by refusing some.
 _MAX_QUEUE_LEN = 1 << 30
 _SEQUENCES = (Sequence, np.ndarray)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class CompletionOutput:
         stop_reason: the stop string or stop token that ended it; None for the model's end of sequence.
         logprobs: for each token, token id |-> Logprob, of the token itself and of the likeliest; None unless
             asked for.
+        cumulative_logprob: sum of the tokens' log-probabilities; None without logprobs and best_of.
+        score: beam search: the summed log-probability over the length to the power of length_penalty; else None.
     """
 
     index: int
@@ -65,6 +69,8 @@ class CompletionOutput:
     finish_reason: str
     stop_reason: str | int | None
     logprobs: list[dict[int, Logprob]] | None
+    cumulative_logprob: float | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,7 @@ class RequestOutput:
 
     Attributes:
         prompt: None where token ids were given.
+        outputs: by index; the best first where they were ranked (best_of, beam search).
     """
 
     request_id: str
@@ -111,6 +118,8 @@ class LLM:
         prefix_caching: bool = True,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
+        policy: str = "fcfs",
+        num_host_kv_blocks: int = 0,
         seed: int = 0,
     ) -> None:
         config = resolve(
@@ -128,6 +137,8 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             max_queue_len=_MAX_QUEUE_LEN,
             max_steps_in_flight=1 if tensor_parallel_size == 1 else 2,
+            policy=policy,
+            num_host_kv_blocks=num_host_kv_blocks,
             seed=seed,
         )
         self._tokenizer = Tokenizer(config.model.path)
@@ -142,6 +153,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answers all prompts, in their order.
@@ -149,22 +161,26 @@ class LLM:
         Args:
             prompts: one prompt or several, each as text or token ids.
             sampling_params: one for all, or one for each; None: the defaults.
+            priority: likewise; higher goes first, where the policy is ``priority``.
             progress: show a progress bar.
 
         Raises:
             InvalidRequest: one of the prompts cannot be served; none is started.
         """
         several = _as_list(prompts)
+        sampling_params = SamplingParams() if sampling_params is None else sampling_params
+        params = _spread("sampling_params", sampling_params, len(several))
+        priorities = _spread("priority", priority, len(several))
         requests = [
-            self._checker.check(prompt, params)
-            for prompt, params in zip(several, _spread(sampling_params, len(several)), strict=True)
+            self._checker.check(prompt, sampling, priority=number)
+            for prompt, sampling, number in zip(several, params, priorities, strict=True)
         ]
         writers = [_Writer(request, self._tokenizer) for request in requests]
         with Progress(disable=not progress) as bar:
             task = bar.add_task("requests", total=len(writers))
             self._engine.run(writers, lambda: bar.advance(task))
         return [
-            self._output(prompt, writer.request, writer.output)
+            self._result(prompt, writer.request, writer.outputs)
             for prompt, writer in zip(several, writers, strict=True)
         ]
 
@@ -180,17 +196,22 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _output(self, prompt: Prompt, request: Request, output: Output) -> RequestOutput:
-        completion = CompletionOutput(
-            index=output.index,
-            text=output.text,
-            token_ids=list(output.token_ids),
-            finish_reason=str(output.finish_reason),
-            stop_reason=output.finished.stop_reason,
-            logprobs=None if request.sampling.logprobs is None else self._logprobs(output),
-        )
+    def _result(self, prompt: Prompt, request: Request, outputs: tuple[Output, ...]) -> RequestOutput:
+        completions = [
+            CompletionOutput(
+                index=output.index,
+                text=output.text,
+                token_ids=list(output.token_ids),
+                finish_reason=str(output.finish_reason),
+                stop_reason=output.finished.stop_reason,
+                logprobs=None if request.sampling.logprobs is None else self._logprobs(output),
+                cumulative_logprob=output.cumulative_logprob,
+                score=output.score,
+            )
+            for output in outputs
+        ]
         text = prompt if isinstance(prompt, str) else None
-        return RequestOutput(request.request_id, text, request.prompt_token_ids.tolist(), [completion])
+        return RequestOutput(request.request_id, text, request.prompt_token_ids.tolist(), completions)
 
     def _logprobs(self, output: Output) -> list[dict[int, Logprob]]:
         pairs = zip(output.token_ids, output.logprobs, strict=True)
@@ -205,30 +226,21 @@ class LLM:
 
 
 class _Writer:
-    """Writes down one request's answer."""
+    """Writes down what one request is answered."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         self.request = request
-        self._answer = Answer(request, tokenizer)
-        self._deltas: list[Delta] = []
-        self._finished: Finished | None = None
+        self.answers = Answers(request, tokenizer)
+        self.pieces: list[Piece] = []
 
     @property
-    def output(self) -> Output:
-        assert self._finished is not None, "the request still runs"
-        return collect(self._deltas, self._finished)
+    def outputs(self) -> tuple[Output, ...]:
+        assert self.answers.is_over, "the request still runs"
+        return collect(self.pieces)
 
-    @property
-    def is_complete(self) -> bool:
-        """A stop string was found: the sequence is to be stopped."""
-        return self._answer.is_complete
-
-    def take(self, news: News) -> bool:
-        """True when this was the end. Raises the QuireError that ended the request."""
-        delta, self._finished = self._answer.take(news)
-        if delta is not None:
-            self._deltas.append(delta)
-        return self._finished is not None
+    def take(self, index: int, news: News) -> None:
+        """Raises the QuireError that ended the request."""
+        self.pieces += self.answers.take(index, news)
 
 
 class _Engine(Protocol):
@@ -259,19 +271,31 @@ class _OneProcess:
                 interrupted.set()
 
     def _run(self, writers: list[_Writer], advance: Callable[[], None], interrupted: threading.Event) -> None:
-        running = dict(enumerate(writers))
+        running: dict[int, tuple[_Writer, int]] = {}  # handle |-> whose answer it is, and which
         try:
-            for handle, writer in running.items():
-                self._engine.submit(handle, writer.request)
+            for writer in writers:
+                first = len(running)
+                self._engine.submit(first, writer.request)
+                for index in range(writer.request.sampling.num_sequences):
+                    running[first + index] = writer, index
             while running and not interrupted.is_set():
                 for handle, news in self._engine.step():
-                    writer = running[handle]
-                    if writer.take(news) or (writer.is_complete and writer.take(self._engine.stop(handle))):
+                    writer, index = running[handle]
+                    if self._take(handle, writer, index, news):
                         del running[handle]
-                        advance()
+                        if writer.answers.is_over:
+                            advance()
         finally:
             for handle in running:
                 self._engine.abort(handle)
+
+    def _take(self, handle: int, writer: _Writer, index: int, news: News) -> bool:
+        """Writes an answer's news down; True when it has ended, by itself or at a stop string."""
+        writer.take(index, news)
+        if news.finish is None and writer.answers.is_complete(index):
+            news = self._engine.stop(handle)
+            writer.take(index, news)
+        return news.finish is not None
 
     def close(self) -> None:
         self._engine.close()
@@ -308,16 +332,13 @@ class _Cluster:
 
 
 async def _follow(client: ReplicaClient, writer: _Writer, advance: Callable[[], None]) -> None:
-    sequence = client.submit(writer.request)
+    running = client.submit(writer.request)
     try:
-        async for news in sequence:
-            if writer.take(news):
-                advance()
-                return
-            if writer.is_complete:
-                sequence.stop()
+        async for piece in follow(running, writer.answers):
+            writer.pieces.append(piece)
+        advance()
     finally:
-        sequence.abort()
+        running.abort()
 
 
 def _run_to_end(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -344,11 +365,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(cast(Sequence[Prompt], prompts))
 
 
-def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise InvalidRequest(
-            "sampling_params", f"are {len(params)} for {count} prompts, must be one or as many"
-        )
-    return params
+def _spread(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
+    """One for all, or one for each. Raises InvalidRequest, which names them, when they are neither."""
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise InvalidRequest(name, f"are {len(given)} for {count} prompts, must be one or as many")
+    return given

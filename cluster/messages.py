@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from ..proto import admin_pb2, inference_pb2
 from ..proto.errors import InvalidRequest, ProtocolError
@@ -11,7 +12,8 @@ from ..proto.stream import FinishReason, RankStatus, ReplicaStatus, Timings
 from .events import Completion, Delta, Event, Finished, Output, Started, TokenLogprobs, Usage
 
 _SAMPLING_SCALARS = (
-    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "logprobs"
+    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "logprobs",
+    "n", "best_of", "beam_width", "length_penalty", "early_stopping",
 )  # fmt: skip
 # What max_tokens=None travels as: the server cuts it to the room that the prompt leaves.
 _ALL_THE_ROOM = (1 << 31) - 1
@@ -23,13 +25,20 @@ _REASONS = {
 _REASONS_BACK = {number: reason for reason, number in _REASONS.items()}
 
 
+@contextmanager
+def sendable(field: str) -> Iterator[None]:
+    """What no message can hold is an InvalidRequest that names the field."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(field, f"cannot be sent: {error}") from error
+
+
 def sampling_to_message(params: SamplingParams) -> inference_pb2.SamplingParams:
     values = {name: value for name in _SAMPLING_SCALARS if (value := getattr(params, name)) is not None}
     values.setdefault("max_tokens", _ALL_THE_ROOM)
-    try:
+    with sendable("sampling"):
         return inference_pb2.SamplingParams(**values, stop=params.stop, stop_token_ids=params.stop_token_ids)
-    except (ValueError, TypeError) as error:
-        raise InvalidRequest("sampling", f"cannot be sent: {error}") from error
 
 
 def sampling_from_message(message: inference_pb2.SamplingParams) -> SamplingParams:
@@ -109,6 +118,10 @@ def replica_to_message(status: ReplicaStatus, problem: str) -> admin_pb2.Replica
             mean_waste=status.mean_waste,
             prefix_query_tokens=status.prefix_query_tokens,
             prefix_hit_tokens=status.prefix_hit_tokens,
+            num_host_blocks=status.num_host_blocks,
+            num_used_host_blocks=status.num_used_host_blocks,
+            num_cached_host_blocks=status.num_cached_host_blocks,
+            num_swapped_blocks=status.num_swapped_blocks,
         ),
         queue=admin_pb2.Queue(
             num_waiting=status.num_waiting,
@@ -172,6 +185,8 @@ def _finished_to_message(finished: Finished) -> inference_pb2.Finished:
             preempted_s=timings.preempted_s,
             recomputed_tokens=timings.recomputed_tokens,
         ),
+        cumulative_logprob=finished.cumulative_logprob,
+        score=finished.score,
     )
 
 
@@ -195,4 +210,6 @@ def _finished_from_message(message: inference_pb2.Finished) -> Finished:
             timings.recomputed_tokens,
         ),
         index=message.index,
+        cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
+        score=message.score if message.HasField("score") else None,
     )

@@ -26,6 +26,7 @@ from ..proto.stream import (
     decode,
     encode,
 )
+from .answer import Answers, Piece
 from .news import News, split
 from .requests import Request
 
@@ -35,74 +36,95 @@ HEARTBEAT_S = 1.0
 _MAX_HANDLE = (1 << 31) - 1  # handles travel as int32
 
 
-class RunningSequence:
-    """A submitted sequence: an asynchronous iterator of its News, for one reader.
+class RunningRequest:
+    """A submitted request: an asynchronous iterator of (answer's index, its News), for one reader.
 
-    News that the reader has not taken grow together, so a slow reader costs one item and slows nobody.
+    News of an answer that the reader has not taken grow together, so a slow reader costs one item an answer and
+    slows nobody. The iterator ends when all answers have.
+
+    Args:
+        handles: of its answers, by index.
     """
 
-    def __init__(self, client: ReplicaClient, handle: int) -> None:
-        self.handle = handle
+    def __init__(self, client: ReplicaClient, handles: range) -> None:
+        self.handles = handles
         self._client = client
-        self._pending: News | None = None
+        self._pending: dict[int, News] = {}  # index |-> what was not taken, the longest waiting first
+        self._open = set(range(len(handles)))  # answers of which more will come
+        self._stopped: set[int] = set()
         self._error: QuireError | None = None
-        self._ended = False  # nothing will come after what is pending
-        self._stopped = False
         self._arrival = asyncio.Event()
 
-    def __aiter__(self) -> AsyncIterator[News]:
+    def __aiter__(self) -> AsyncIterator[tuple[int, News]]:
         return self
 
-    async def __anext__(self) -> News:
-        """The news since the last call.
+    async def __anext__(self) -> tuple[int, News]:
+        """An answer's news since they were last taken.
 
         Raises:
             ReplicaUnavailable: the replica failed, or the client was closed.
             RequestAborted: `end` was called with it.
         """
-        while self._pending is None:
+        while not self._pending:
             if self._error is not None:
                 raise self._error
-            if self._ended:
+            if not self._open:
                 raise StopAsyncIteration
             self._arrival.clear()
             await self._arrival.wait()
-        news, self._pending = self._pending, None
-        return news
+        index = next(iter(self._pending))
+        return index, self._pending.pop(index)
 
-    def stop(self) -> None:
-        """A stop string was found: the sequence ends, and its Finish comes. Safe to call again."""
-        if not (self._stopped or self._ended):
-            self._client.send(Stop(self.handle))
-        self._stopped = True
+    def stop(self, index: int) -> None:
+        """A stop string was found: the answer ends, and its Finish comes. Safe to call again."""
+        if index in self._open and index not in self._stopped:
+            self._client.send(Stop(self.handles[index]))
+        self._stopped.add(index)
 
     def abort(self) -> None:
-        """Ends the sequence and frees its blocks; does nothing when it has ended."""
-        self._client.forget(self.handle, tell_replica=not self._ended)
-        self._ended = True
+        """Ends all answers and frees their blocks; does nothing to those that have ended."""
+        self._client.forget(self.handles)
+        self._open.clear()
 
     def end(self, error: QuireError) -> None:
-        """Aborts the sequence, and its reader gets the error."""
+        """Aborts the request, and its reader gets the error."""
         self.abort()
         self.fail(error)
 
-    def put(self, news: News) -> None:
+    def put(self, handle: int, news: News) -> None:
         """For the client only: what came in."""
-        if self._pending is None:
-            self._pending = news
+        index = handle - self.handles.start
+        if index in self._pending:
+            self._pending[index].extend(news)
         else:
-            self._pending.extend(news)
-        self._ended = news.finish is not None
+            self._pending[index] = news
+        if news.finish is not None:
+            self._open.discard(index)
         self._arrival.set()
 
     def fail(self, error: QuireError) -> None:
         """For the client only: nothing will come any more, and why."""
-        self._ended, self._error, self._pending = True, error, None
+        self._open.clear()
+        self._pending.clear()
+        self._error = error
         self._arrival.set()
 
 
+async def follow(running: RunningRequest, answers: Answers) -> AsyncIterator[Piece]:
+    """What is to be told of a request, to its end; an answer is stopped at its stop string.
+
+    Raises:
+        QuireError: the request ended with it. Its other answers may still run: the caller aborts them.
+    """
+    async for index, news in running:
+        for piece in answers.take(index, news):
+            yield piece
+        if answers.is_complete(index):
+            running.stop(index)
+
+
 class ReplicaClient:
-    """Submits sequences to one replica and hands their news to whoever reads them. For one event loop.
+    """Submits requests to one replica and hands their news to whoever reads them. For one event loop.
 
     Args:
         address: endpoint of the scheduler's ROUTER.
@@ -119,8 +141,8 @@ class ReplicaClient:
         self.replica_id = replica_id
         self._patience_s = patience_s
         self._heartbeat_s = heartbeat_s
-        self._sequences: dict[int, RunningSequence] = {}
-        self._handles = itertools.count(1)
+        self._running: dict[int, RunningRequest] = {}  # handle |-> its request, while the answer runs
+        self._next_handle = 1
         self._query_ids = itertools.count(1)
         self._queries: dict[int, asyncio.Future[ReplicaStatus]] = {}
         self._problem = f"replica {replica_id} has not answered yet"
@@ -138,15 +160,15 @@ class ReplicaClient:
 
     @property
     def num_running(self) -> int:
-        """Sequences submitted that have not ended."""
-        return len(self._sequences)
+        """Answers of submitted requests that have not ended."""
+        return len(self._running)
 
     def start(self) -> None:
         """Connects. Call it in the event loop that will use the client."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        # Never blocks: what waits to be sent is bounded by the heartbeat, which ends a silent replica's sequences.
+        # Never blocks: what waits to be sent is bounded by the heartbeat, which ends a silent replica's requests.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(self._address)
@@ -160,14 +182,14 @@ class ReplicaClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
         if self._socket is not None:
-            for handle in self._sequences:
+            for handle in self._running:
                 self.send(Abort(handle))
             self._fail_all("its client was closed")
             # The aborts, if any, are given a moment to leave.
             self._context.destroy(linger=200)
             self._socket = None
 
-    def submit(self, request: Request) -> RunningSequence:
+    def submit(self, request: Request) -> RunningRequest:
         """Hands the request to the replica.
 
         Raises:
@@ -177,15 +199,23 @@ class ReplicaClient:
             raise ReplicaUnavailable(f"the client of replica {self.replica_id} is closed")
         if self._failed:
             raise ReplicaUnavailable(self._problem)
-        handle = next(self._handles) & _MAX_HANDLE
-        sequence = self._sequences[handle] = RunningSequence(self, handle)
-        self.send(request.submit(handle))
-        return sequence
+        handles = self._take_handles(request.sampling.num_sequences)
+        running = RunningRequest(self, handles)
+        self._running |= dict.fromkeys(handles, running)
+        self.send(request.submit(handles.start))
+        return running
 
-    def forget(self, handle: int, *, tell_replica: bool) -> None:
-        """Takes no more news of a handle; with `tell_replica`, ends it there."""
-        if self._sequences.pop(handle, None) is not None and tell_replica:
-            self.send(Abort(handle))
+    def _take_handles(self, count: int) -> range:
+        if self._next_handle + count > _MAX_HANDLE:
+            self._next_handle = 1
+        self._next_handle += count
+        return range(self._next_handle - count, self._next_handle)
+
+    def forget(self, handles: range) -> None:
+        """Takes no more news of these handles, and ends those that run."""
+        for handle in handles:
+            if self._running.pop(handle, None) is not None:
+                self.send(Abort(handle))
 
     async def status(self, timeout_s: float) -> ReplicaStatus:
         """The replica's state now.
@@ -206,7 +236,7 @@ class ReplicaClient:
             del self._queries[query_id]
 
     def fail(self, reason: str) -> None:
-        """The owner knows that the replica is gone: ends every sequence with ReplicaUnavailable."""
+        """The owner knows that the replica is gone: ends every request with ReplicaUnavailable."""
         self._failed = True
         self._set_problem(f"replica {self.replica_id} failed: {reason}")
         self._fail_all(reason)
@@ -226,9 +256,9 @@ class ReplicaClient:
         await (self._is_well if well else self._is_unwell).wait()
 
     def _fail_all(self, reason: str) -> None:
-        sequences, self._sequences = self._sequences, {}
-        for sequence in sequences.values():
-            sequence.fail(ReplicaUnavailable(f"replica {self.replica_id} failed: {reason}"))
+        requests, self._running = set(self._running.values()), {}
+        for running in requests:
+            running.fail(ReplicaUnavailable(f"replica {self.replica_id} failed: {reason}"))
 
     def _set_problem(self, problem: str) -> None:
         if problem and problem != self._problem:
@@ -262,12 +292,12 @@ class ReplicaClient:
 
     def _deliver(self, batch: TokenBatch) -> None:
         for handle, news in split(batch):
-            sequence = self._sequences.get(handle)
-            if sequence is None:  # aborted meanwhile
+            running = self._running.get(handle)
+            if running is None:  # aborted meanwhile
                 continue
-            sequence.put(news)
+            running.put(handle, news)
             if news.finish is not None:
-                del self._sequences[handle]
+                del self._running[handle]
                 self._look_at(news.finish)
 
     def _look_at(self, finish: Finish) -> None:
@@ -278,7 +308,7 @@ class ReplicaClient:
 
     def _take_status(self, status: ReplicaStatus) -> None:
         if status.uptime_s < self._uptime_s:
-            self._fail_all("it was restarted and knows nothing of earlier sequences")
+            self._fail_all("it was restarted and knows nothing of earlier requests")
         self._uptime_s = status.uptime_s
         self._failed = False
         self._set_problem(status.problem)

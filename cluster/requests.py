@@ -16,21 +16,38 @@ from ..proto.sampling import SamplingParams
 from ..proto.stream import Submit
 from .tokenizer import Tokenizer
 
-MAX_REQUEST_ID_CHARS = 256
+MAX_NAME_CHARS = 256
 
 Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request that can be served: the prompt fits and is tokens, max_tokens and seed are set."""
+    """A request that can be served: the prompt fits and is tokens, max_tokens and seed are set.
+
+    The last four fields are Submit's.
+    """
 
     request_id: str
     prompt_token_ids: IntArray
     sampling: SamplingParams
+    tenant: str = ""
+    priority: int = 0
+    timeout_s: float | None = None
+    salt: bytes = b""
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """Its tokens come with their log-probabilities: asked for, or needed to rank the answers."""
+        return self.sampling.logprobs is not None or self.sampling.is_ranked
 
     def submit(self, handle: int) -> Submit:
-        return Submit(handle, self.request_id, self.prompt_token_ids, self.sampling)
+        """What the scheduler is told; answer i is told of as `handle` + i."""
+        sampling = self.sampling
+        if self.reports_logprobs and sampling.logprobs is None:
+            sampling = replace(sampling, logprobs=0)
+        standing = self.tenant, self.priority, self.timeout_s, self.salt
+        return Submit(handle, self.request_id, self.prompt_token_ids, sampling, *standing)
 
 
 class RequestChecker:
@@ -43,9 +60,22 @@ class RequestChecker:
         self._seeds = random.Random(config.model.seed)
 
     def check(
-        self, prompt: Prompt, sampling: SamplingParams, *, request_id: str = "", model: str = ""
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        request_id: str = "",
+        model: str = "",
+        tenant: str = "",
+        priority: int = 0,
+        timeout_s: float | None = None,
+        cache_salt: str = "",
     ) -> Request:
         """The request, its id made up where it has none.
+
+        Args:
+            timeout_s: time left to the caller's deadline.
+            cache_salt: prefixes are shared only between equal salts.
 
         Raises:
             ModelNotFound: another model is asked for.
@@ -53,19 +83,20 @@ class RequestChecker:
         """
         if model not in ("", served := self._config.model.name):
             raise ModelNotFound(f"model {model!r} is not served here; {served!r} is")
-        if len(request_id) > MAX_REQUEST_ID_CHARS:
-            raise InvalidRequest(
-                "request_id", f"is {len(request_id)} characters, at most {MAX_REQUEST_ID_CHARS}"
-            )
+        for field, name in (("request_id", request_id), ("tenant", tenant), ("cache_salt", cache_salt)):
+            if len(name) > MAX_NAME_CHARS:
+                raise InvalidRequest(field, f"is {len(name)} characters, at most {MAX_NAME_CHARS}")
         token_ids = self._tokens(prompt)
         room = self._room(len(token_ids))
         self._check_vocabulary("sampling.stop_token_ids", sampling.stop_token_ids)
+        self._check_beams(sampling.beam_width)
         sampling = replace(
             sampling,
             max_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
             seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
         )
-        return Request(request_id or uuid.uuid4().hex, token_ids, sampling)
+        request_id = request_id or uuid.uuid4().hex
+        return Request(request_id, token_ids, sampling, tenant, priority, timeout_s, cache_salt.encode())
 
     def _tokens(self, prompt: Prompt) -> IntArray:
         if isinstance(prompt, str):
@@ -86,6 +117,13 @@ class RequestChecker:
                 raise InvalidRequest(
                     f"{field}[{position}]", f"is {token_id!r}, must be a token id from 0 to {vocab_size - 1}"
                 )
+
+    def _check_beams(self, width: int | None) -> None:
+        most = self._config.scheduler.max_num_seqs
+        if width is not None and width > most:
+            raise InvalidRequest(
+                "sampling.beam_width", f"is {width}, this replica runs at most {most} at once"
+            )
 
     def _room(self, num_prompt_tokens: int) -> int:
         """Tokens that an answer to this prompt can have; raises InvalidRequest when there is none."""

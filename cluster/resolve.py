@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..proto.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from ..proto.errors import ConfigError, ModelLoadError
+from ..scheduler.policy import ADMISSION_KEYS
 from ..worker.device import cuda_device_count
 from ..worker.models.registry import check_supported
 
@@ -18,6 +21,7 @@ DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
+POLICIES = (*ADMISSION_KEYS, "fair", "longest-prefix")
 MAX_BLOCK_SIZE = 1024
 # Ranks that share a core only wait for each other; a few are useful to try a layout on a small machine.
 MAX_CPU_RANKS_PER_CORE = 4
@@ -34,12 +38,15 @@ def resolve(
     block_size: int = 16,
     kv_cache_memory: int | None = None,
     num_kv_blocks: int | None = None,
+    num_host_kv_blocks: int = 0,
     gpu_memory_utilization: float = 0.9,
     prefix_caching: bool = True,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 2048,
     max_queue_len: int = 4096,
     max_steps_in_flight: int = 2,
+    policy: str = "fcfs",
+    tenant_weights: Sequence[tuple[str, float]] = (),
     step_timeout_s: float = 60.0,
     audit: bool = False,
     seed: int = 0,
@@ -54,6 +61,7 @@ def resolve(
         max_model_len: most tokens of prompt and answer together; None: the model's whole context.
         kv_cache_memory: KV bytes a rank may take; None: as CacheConfig says.
         num_kv_blocks: blocks of the pool, the scratch block included; None: as many as the memory holds.
+        num_host_kv_blocks: blocks of host memory a rank, beside them, for what is preempted or evicted; 0: none.
 
     The other arguments are fields of CacheConfig and SchedulerConfig, under the same names.
 
@@ -86,6 +94,9 @@ def resolve(
     _require_positive("max_num_batched_tokens", max_num_batched_tokens)
     _require_positive("max_queue_len", max_queue_len)
     _require_positive("step_timeout_s", step_timeout_s)
+    if num_host_kv_blocks < 0:
+        raise ConfigError(f"num_host_kv_blocks is {num_host_kv_blocks}, must be at least 0")
+    _check_policy(policy, tenant_weights)
     if not 0 < gpu_memory_utilization <= 1:
         raise ConfigError(
             f"gpu_memory_utilization is {gpu_memory_utilization}, must be above 0 and at most 1"
@@ -97,6 +108,7 @@ def resolve(
             memory_bytes=kv_cache_memory,
             gpu_memory_utilization=gpu_memory_utilization,
             prefix_caching=prefix_caching,
+            num_host_blocks=num_host_kv_blocks,
         ),
         parallel=parallel,
         scheduler=SchedulerConfig(
@@ -106,6 +118,8 @@ def resolve(
             max_steps_in_flight=max_steps_in_flight,
             step_timeout_s=step_timeout_s,
             audit=audit,
+            policy=policy,
+            tenant_weights=tuple(tenant_weights),
         ),
     )
     return config if num_kv_blocks is None else config.with_num_blocks(num_kv_blocks)
@@ -221,6 +235,19 @@ def _resolve_max_model_len(max_model_len: int | None, context_len: int) -> int:
         return context_len
     _require_range("max_model_len", max_model_len, 2, context_len, why=", the model's context")
     return max_model_len
+
+
+def _check_policy(policy: str, tenant_weights: Sequence[tuple[str, float]]) -> None:
+    if policy not in POLICIES:
+        raise ConfigError(f"policy is {policy!r}, must be {', '.join(POLICIES[:-1])} or {POLICIES[-1]}")
+    if tenant_weights and policy != "fair":
+        raise ConfigError(f"tenant weights are shares of the policy fair, but the policy is {policy}")
+    names = [tenant for tenant, _ in tenant_weights]
+    for tenant, weight in tenant_weights:
+        if names.count(tenant) > 1:
+            raise ConfigError(f"tenant {tenant!r} has {names.count(tenant)} weights, must have one")
+        if not (math.isfinite(weight) and weight > 0):
+            raise ConfigError(f"the weight of tenant {tenant!r} is {weight}, must be above 0")
 
 
 def _require_range(name: str, value: int, low: int, high: int, why: str = "") -> None:

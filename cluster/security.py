@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 
-from ..proto.errors import ConfigError, Unauthenticated
+from ..proto.errors import ConfigError, InvalidRequest, Unauthenticated
 
 _BEARER = "Bearer "
 
@@ -54,6 +54,18 @@ class ListenAddress:
 
 
 @dataclass(frozen=True, slots=True)
+class Token:
+    """A bearer token.
+
+    Attributes:
+        tenant: whose calls carry it; None: it does not say.
+    """
+
+    secret: bytes
+    tenant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Security:
     """What a gateway asks of its callers.
 
@@ -63,7 +75,7 @@ class Security:
     """
 
     certificate: tuple[bytes, bytes] | None = None
-    tokens: tuple[bytes, ...] = ()
+    tokens: tuple[Token, ...] = ()
 
     @staticmethod
     def load(
@@ -96,18 +108,38 @@ class Security:
         chain, key = self.certificate
         return grpc.ssl_server_credentials([(key, chain)])
 
-    def check_call(self, authorization: str | bytes | None) -> None:
-        """Raises Unauthenticated unless the call's ``authorization`` metadata carries one of the tokens."""
+    def check_call(self, authorization: str | bytes | None) -> Token | None:
+        """The token that a call's ``authorization`` metadata carries; None where none is asked for.
+
+        Raises:
+            Unauthenticated: it carries none of the tokens.
+        """
         if not self.tokens:
-            return
+            return None
         if isinstance(authorization, bytes):
             authorization = authorization.decode("latin-1")
         if authorization is None or not authorization.startswith(_BEARER):
             raise Unauthenticated("the call carries no bearer token")
         given = authorization.removeprefix(_BEARER).strip().encode()
         # Every token is compared, each in constant time, so that time tells a caller nothing.
-        if sum(hmac.compare_digest(given, token) for token in self.tokens) == 0:
+        matching = [token for token in self.tokens if hmac.compare_digest(given, token.secret)]
+        if not matching:
             raise Unauthenticated("the call's bearer token is not one of this server's")
+        return matching[0]
+
+    def tenant(self, authorization: str | bytes | None, claimed: str) -> str:
+        """Whose call it is: its token's tenant; where that says none, the one that the request claims.
+
+        Raises:
+            InvalidRequest: the request claims the tenant of another token.
+            Unauthenticated: as `check_call`.
+        """
+        token = self.check_call(authorization)
+        own = None if token is None else token.tenant
+        taken = {other.tenant for other in self.tokens if other.tenant is not None}
+        if claimed and claimed != own and (own is not None or claimed in taken):
+            raise InvalidRequest("tenant", f"is {claimed!r}, which the call's token is not of")
+        return claimed if own is None else own
 
 
 def bearer(token: str) -> tuple[str, str]:
@@ -115,13 +147,33 @@ def bearer(token: str) -> tuple[str, str]:
     return "authorization", _BEARER + token
 
 
-def load_tokens(path: Path) -> tuple[bytes, ...]:
-    """One token a line; empty lines and those that begin with # are skipped. Raises ConfigError without any."""
-    lines = (line.strip() for line in _read(path, "token file").splitlines())
-    tokens = tuple(line for line in lines if line and not line.startswith(b"#"))
+def load_tokens(path: Path) -> tuple[Token, ...]:
+    """One ``TOKEN`` or ``TENANT:TOKEN`` a line; empty lines and those that begin with # are skipped.
+
+    Raises:
+        ConfigError: the file cannot be read, holds no token, or a line of it is neither.
+    """
+    lines = enumerate((line.strip() for line in _read(path, "token file").splitlines()), start=1)
+    tokens = tuple(
+        _parse_token(line, f"token file {path}, line {number}")
+        for number, line in lines
+        if line and not line.startswith(b"#")
+    )
     if not tokens:
         raise ConfigError(f"token file {path} holds no token")
     return tokens
+
+
+def _parse_token(line: bytes, where: str) -> Token:
+    tenant, colon, secret = (part.strip() for part in line.partition(b":"))
+    if not colon:
+        return Token(line)
+    if not tenant or not secret:
+        raise ConfigError(f"{where}: must be TOKEN or TENANT:TOKEN")
+    try:
+        return Token(secret, tenant.decode())
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where}: the tenant's name is not UTF-8") from None
 
 
 def _read(path: Path, what: str) -> bytes:

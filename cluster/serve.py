@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..proto.config import EngineConfig
 from ..proto.errors import ConfigError, QuireError, ReplicaUnavailable
@@ -44,7 +44,7 @@ class ServeOptions:
         listen: ``HOST:PORT`` of the gateway; port 0: the system chooses.
         insecure: allow an address that others can reach without TLS and tokens.
         tls_cert, tls_key: PEM files.
-        token_file: bearer tokens that clients must have one of, one a line.
+        token_file: bearer tokens that clients must have one of, one a line, as ``TOKEN`` or ``TENANT:TOKEN``.
     """
 
     model: str
@@ -56,10 +56,13 @@ class ServeOptions:
     block_size: int = 16
     kv_cache_memory: int | None = None
     num_kv_blocks: int | None = None
+    num_host_kv_blocks: int = 0
     prefix_caching: bool = True
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_queue_len: int = 4096
+    policy: str = "fcfs"
+    tenant_weights: tuple[tuple[str, float], ...] = ()
     step_timeout_s: float = 60.0
     audit: bool = False
     seed: int = 0
@@ -81,10 +84,13 @@ class ServeOptions:
             block_size=self.block_size,
             kv_cache_memory=self.kv_cache_memory,
             num_kv_blocks=self.num_kv_blocks,
+            num_host_kv_blocks=self.num_host_kv_blocks,
             prefix_caching=self.prefix_caching,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_queue_len=self.max_queue_len,
+            policy=self.policy,
+            tenant_weights=self.tenant_weights,
             step_timeout_s=self.step_timeout_s,
             audit=self.audit,
             seed=self.seed,
@@ -113,6 +119,7 @@ def serve(options: ServeOptions) -> int:
     _check_listen(ListenAddress.parse(options.listen), security, options.insecure)
     try:
         with ExitStack() as stack:
+            stack.callback(_restore_handlers, {number: signal.getsignal(number) for number in _SIGNALS})
             _raise_on_signals()
             preparation = stack.enter_context(ThreadPoolExecutor(1, "prepare")).submit(_prepare, options)
             with suppress(TimeoutError):
@@ -212,6 +219,11 @@ def _log_to_stderr() -> None:
 def _raise_on_signals() -> None:
     for number in _SIGNALS:
         signal.signal(number, _interrupt)
+
+
+def _restore_handlers(handlers: dict[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def _ignore_signals() -> None:

@@ -53,7 +53,7 @@ class Rank(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., device: _Optional[str] = ..., stage: _Optional[str] = ...) -> None: ...
 
 class KvUse(_message.Message):
-    __slots__ = ("block_size", "num_blocks", "num_used_blocks", "num_cached_blocks", "peak_used_blocks", "num_used_tokens", "mean_waste", "prefix_query_tokens", "prefix_hit_tokens")
+    __slots__ = ("block_size", "num_blocks", "num_used_blocks", "num_cached_blocks", "peak_used_blocks", "num_used_tokens", "mean_waste", "prefix_query_tokens", "prefix_hit_tokens", "num_host_blocks", "num_used_host_blocks", "num_cached_host_blocks", "num_swapped_blocks")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,10 @@ class KvUse(_message.Message):
     MEAN_WASTE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_USED_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     num_blocks: int
     num_used_blocks: int
@@ -72,7 +76,11 @@ class KvUse(_message.Message):
     mean_waste: float
     prefix_query_tokens: int
     prefix_hit_tokens: int
-    def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., peak_used_blocks: _Optional[int] = ..., num_used_tokens: _Optional[int] = ..., mean_waste: _Optional[float] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ...) -> None: ...
+    num_host_blocks: int
+    num_used_host_blocks: int
+    num_cached_host_blocks: int
+    num_swapped_blocks: int
+    def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., peak_used_blocks: _Optional[int] = ..., num_used_tokens: _Optional[int] = ..., mean_waste: _Optional[float] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_used_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swapped_blocks: _Optional[int] = ...) -> None: ...
 
 class Queue(_message.Message):
     __slots__ = ("num_waiting", "num_running", "num_finished", "num_preemptions")

@@ -32,13 +32,15 @@ class SamplingParams:
         stop_token_ids: tokens that end the sequence, beside the model's own end-of-sequence tokens.
         ignore_eos: the model's own end-of-sequence tokens do not end the sequence.
         n: answers to the same prompt. They share its KV blocks; answer i samples with seed + i.
-        best_of: answers to generate, of which the n likeliest (by summed log-probability) are given; None: n.
+        best_of: answers to generate, of which the n likeliest (by summed log-probability) are given, the best
+            first; None: all n are given.
         beam_width: beam search with that many beams, of which the n best are given; None: sampling. Then
             temperature, top_k, top_p, min_p and seed mean nothing.
         length_penalty: beam search divides a sequence's summed log-probability by its length to this power.
         early_stopping: beam search ends when it has beam_width complete answers, however good the open ones are.
         logprobs: number of likeliest tokens to report the log-probabilities of, beside the chosen one's;
-            0: the chosen one's only; None: none. Those of the model itself, before temperature and cuts.
+            0: the chosen one's only; None: none. Those of the model itself, before temperature and cuts. Not
+            with beam search, which reports scores.
 
     Raises:
         InvalidRequest: a value is out of its range; the message names both.
@@ -119,12 +121,29 @@ class SamplingParams:
             self.best_of is None or self.beam_width is None, "best_of", self.best_of, "unset with beam_width"
         )
         _require(_in(self.length_penalty, -10, 10), "length_penalty", self.length_penalty, "from -10 to 10")
+        _require(
+            isinstance(self.early_stopping, bool),
+            "early_stopping",
+            repr(self.early_stopping),
+            "true or false",
+        )
         _require(self.beam_width is None or not self.stop, "stop", self.stop, "empty with beam_width")
+        _require(
+            self.beam_width is None or self.logprobs is None,
+            "logprobs",
+            self.logprobs,
+            "unset with beam_width",
+        )
 
     @property
     def num_sequences(self) -> int:
         """Answers that are generated, whether or not they are given."""
         return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """The likeliest answers are given: which those are is known when all have ended."""
+        return self.best_of is not None and self.best_of > 1
 
     @property
     def is_greedy(self) -> bool:

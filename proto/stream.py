@@ -155,6 +155,10 @@ class ReplicaStatus:
     mean_waste: float
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    num_host_blocks: int
+    num_used_host_blocks: int
+    num_cached_host_blocks: int
+    num_swapped_blocks: int
     num_waiting: int
     num_running: int
     num_finished: int

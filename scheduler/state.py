@@ -120,6 +120,7 @@ class SchedulerState:
             self.gateways[sequence.gateway] = self._num_gateways_seen
             self._num_gateways_seen += 1
         if sequence.deadline is not None:
+            self._forget_met_deadlines()
             heapq.heappush(self._deadlines, (sequence.deadline, sequence.seq_id))
 
     def enter(self, sequence: Sequence, row: int, num_cached_tokens: int, now: float) -> None:
@@ -206,7 +207,9 @@ class SchedulerState:
         if not isinstance(owner, BeamGroup):
             self.discard(owner)
             return [key]
-        others = [other for other, group in self.requests.items() if group is owner]
+        first = self.alive[owner.members[0]].handle
+        handles = range(first, first + owner.num_answers)
+        others = [(key[0], handle) for handle in handles if handle != key[1]]
         for other in others:
             del self.requests[other]
         for seq_id in owner.members:
@@ -214,6 +217,12 @@ class SchedulerState:
         return [key, *others]
 
     # Deadlines
+
+    def _forget_met_deadlines(self) -> None:
+        """Most requests end before their deadline: the heap must not keep all of them until then."""
+        if len(self._deadlines) > 2 * len(self.alive) + 1024:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self.alive]
+            heapq.heapify(self._deadlines)
 
     def expired(self, now: float) -> list[Sequence]:
         """Sequences whose deadline has passed, each told once."""

@@ -59,6 +59,7 @@ class LocalReplica:
 
     config: EngineConfig
     address: str
+    scheduler: Scheduler
     brake: Brake
     stop: Callable[[], None]
 
@@ -70,7 +71,8 @@ def local_replica(config: EngineConfig) -> Iterator[LocalReplica]:
     brake.install(group)
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         mailbox = ZmqMailbox(f"ipc://{folder}/replica")
-        loop = StepLoop(Scheduler(config), group, mailbox, "replica-0")
+        scheduler = Scheduler(config)
+        loop = StepLoop(scheduler, group, mailbox, "replica-0")
         thread = threading.Thread(target=loop.run)
         thread.start()
 
@@ -81,7 +83,7 @@ def local_replica(config: EngineConfig) -> Iterator[LocalReplica]:
             assert not thread.is_alive(), "the step loop does not end"
 
         try:
-            yield LocalReplica(config, mailbox.endpoint, brake, stop)
+            yield LocalReplica(config, mailbox.endpoint, scheduler, brake, stop)
         finally:
             stop()
             mailbox.close()
@@ -96,12 +98,14 @@ class Server:
         target: the gateway's HOST:PORT.
         replica: the gateway's own client of the replica.
         brake: holds the replica's steps.
+        scheduler: the replica's, which another thread drives: to look at.
     """
 
     target: str
     gateway: Gateway
     replica: ReplicaClient
     brake: Brake
+    scheduler: Scheduler
     config: EngineConfig
     tokenizer: Tokenizer
     stop_replica: Callable[[], None]
@@ -130,7 +134,16 @@ def serve(make_model: Callable[..., Path]) -> ServerFactory:
             try:
                 if ready:
                     await asyncio.wait_for(gateway.wait_ready(), DEADLINE_S)
-                yield Server(target, gateway, replica, local.brake, local.config, tokenizer, local.stop)
+                yield Server(
+                    target,
+                    gateway,
+                    replica,
+                    local.brake,
+                    local.scheduler,
+                    local.config,
+                    tokenizer,
+                    local.stop,
+                )
             finally:
                 local.brake.release()
                 await gateway.stop(0)

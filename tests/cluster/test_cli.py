@@ -55,6 +55,10 @@ def test_help_has_an_example(
         (["serve", "demo", "--listen", "0.0.0.0:0"], FAILED, "can be reached from other machines"),
         (["serve", "demo", "--kv-cache-memory", "lots"], FAILED, "amount of memory is 'lots'"),
         (["serve", "demo", "--device", "cpu", "--tensor-parallel-size", "3"], FAILED, "does not divide"),
+        (["serve", "demo", "--policy", "lottery"], FAILED, "policy is 'lottery', must be fcfs,"),
+        (["serve", "demo", "--tenant-weight", "gold"], FAILED, "tenant weight is 'gold', must be NAME=SHARE"),
+        (["serve", "demo", "--tenant-weight", "gold=3"], FAILED, "shares of the policy fair"),
+        (["serve", "demo", "--num-host-kv-blocks", "-1"], FAILED, "num_host_kv_blocks is -1"),
         (["status", "--token-file", "/nowhere"], FAILED, "token file /nowhere cannot be read"),
     ],
 )
@@ -107,7 +111,7 @@ async def run_quire(*arguments: str, **environment: str) -> asyncio.subprocess.P
 
 def test_generate_and_status_against_a_server(serve: ServerFactory) -> None:
     async def scenario() -> None:
-        async with serve() as server:
+        async with serve(num_host_kv_blocks=24) as server:
             process = await run_quire(
                 "generate", "The quick", "--target", server.target, "--max-tokens", "8", "--seed", "1"
             )
@@ -119,6 +123,7 @@ def test_generate_and_status_against_a_server(serve: ServerFactory) -> None:
             assert (process.returncode, errors) == (0, b"")
             for word in ("replica-0", "tiny", "ready", "rank", "KV blocks", "0 waiting"):
                 assert word in output.decode()
+            assert "0 of 24 used, 0 cached, 0 blocks swapped so far" in output.decode()
             assert re.search(r"0 of 6\d used", output.decode())
             process = await run_quire("generate", "x", "--target", server.target, "--model", "other")
             output, errors = await asyncio.wait_for(process.communicate(), 60)

@@ -20,7 +20,7 @@ from quire.cluster.client import AsyncClient, Client
 from quire.cluster.events import Delta, Event, Finished, Started
 from quire.cluster.gateway import Gateway
 from quire.cluster.requests import RequestChecker
-from quire.cluster.security import Security
+from quire.cluster.security import Security, Token
 from quire.proto import inference_pb2, inference_pb2_grpc
 from quire.proto.errors import (
     ConfigError,
@@ -328,16 +328,16 @@ def test_a_slow_reader_gets_everything_in_fewer_pieces(serve: ServerFactory) -> 
         async with serve() as server:
             checker = RequestChecker(server.config, server.tokenizer)
             params = SamplingParams(max_tokens=50, ignore_eos=True)
-            sequence = server.replica.submit(checker.check([1, 2, 3], params))
+            running = server.replica.submit(checker.check([1, 2, 3], params))
 
             async def is_done() -> bool:
                 return server.replica.num_running == 0
 
             await eventually(is_done)
-            news = [news async for news in sequence]
-            assert len(news) == 1
-            assert len(news[0].token_ids) == 50
-            assert news[0].finish is not None
+            ((index, news),) = [item async for item in running]
+            assert index == 0
+            assert len(news.token_ids) == 50
+            assert news.finish is not None
 
     run(scenario())
 
@@ -375,7 +375,7 @@ def test_a_full_queue_refuses(serve: ServerFactory) -> None:
 
 def test_tokens_are_asked_for_everywhere_but_on_health(serve: ServerFactory) -> None:
     async def scenario() -> None:
-        async with serve(security=Security(tokens=(b"one", b"two"))) as server:
+        async with serve(security=Security(tokens=(Token(b"one"), Token(b"two")))) as server:
             async with AsyncClient(server.target, token="two") as client:
                 assert (await client.generate(PROMPT, GREEDY)).token_ids
                 assert [event async for event in client.generate_stream(PROMPT, GREEDY)]

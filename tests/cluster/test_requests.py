@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quire.cluster.requests import MAX_REQUEST_ID_CHARS, RequestChecker
+from quire.cluster.requests import MAX_NAME_CHARS, RequestChecker
 from quire.proto.config import CacheConfig, EngineConfig, ModelConfig
 from quire.proto.errors import InvalidRequest, ModelNotFound
 from quire.proto.sampling import SamplingParams
@@ -82,10 +82,38 @@ def test_stop_tokens_must_exist() -> None:
     assert caught.value.field == "sampling.stop_token_ids[1]"
 
 
-def test_a_long_request_id_is_refused() -> None:
+@pytest.mark.parametrize("field", ["request_id", "tenant", "cache_salt"])
+def test_long_names_are_refused(field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        checker().check("abc", SamplingParams(), request_id="x" * (MAX_REQUEST_ID_CHARS + 1))
-    assert caught.value.field == "request_id"
+        checker().check("abc", SamplingParams(), **{field: "x" * (MAX_NAME_CHARS + 1)})  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_more_beams_than_rows_are_refused() -> None:
+    few_rows = replace(CONFIG, scheduler=replace(CONFIG.scheduler, max_num_seqs=3))
+    assert checker(few_rows).check("abc", SamplingParams(beam_width=3)).sampling.beam_width == 3
+    with pytest.raises(InvalidRequest, match="is 4, this replica runs at most 3 at once") as caught:
+        checker(few_rows).check("abc", SamplingParams(beam_width=4))
+    assert caught.value.field == "sampling.beam_width"
+
+
+def test_whose_it_is_reaches_the_scheduler() -> None:
+    request = checker().check(
+        "abc", SamplingParams(), tenant="gold", priority=-2, timeout_s=1.5, cache_salt="é"
+    )
+    submit = request.submit(7)
+    assert (submit.handle, submit.tenant, submit.priority, submit.timeout_s) == (7, "gold", -2, 1.5)
+    assert submit.salt == "é".encode()
+
+
+def test_ranking_needs_the_logprobs_that_the_caller_did_not_ask_for() -> None:
+    for params, asked in (
+        (SamplingParams(n=2), None),
+        (SamplingParams(n=2, best_of=3), 0),
+        (SamplingParams(n=2, best_of=3, logprobs=4), 4),
+        (SamplingParams(beam_width=3), None),
+    ):
+        assert checker().check("abc", params).submit(1).sampling.logprobs == asked
 
 
 @pytest.mark.parametrize(("asked", "given"), [(None, 97), (1000, 97), (97, 97), (5, 5)])

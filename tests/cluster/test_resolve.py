@@ -50,6 +50,9 @@ def test_what_is_asked_for(make_model: Callable[..., Path]) -> None:
         max_num_seqs=3,
         max_num_batched_tokens=7,
         max_queue_len=11,
+        policy="fair",
+        tenant_weights=(("gold", 3.0),),
+        num_host_kv_blocks=12,
         seed=5,
         served_model_name="q",
     )
@@ -57,6 +60,8 @@ def test_what_is_asked_for(make_model: Callable[..., Path]) -> None:
     assert (config.cache.block_size, config.cache.num_blocks, config.cache.memory_bytes) == (32, 10, 1 << 20)
     limits = config.scheduler
     assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_queue_len) == (3, 7, 11)
+    assert (limits.policy, limits.tenant_weights) == ("fair", (("gold", 3.0),))
+    assert config.cache.num_host_blocks == 12
     assert (config.model.seed, config.parallel.tensor_parallel_size) == (5, 2)
     assert resolve(str(model), device="cpu").model.name == model.name
 
@@ -143,6 +148,15 @@ def test_a_directory_without_tokenizer(model_copy: Path) -> None:
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_queue_len": -1}, "max_queue_len is -1"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
+        ({"num_host_kv_blocks": -1}, "num_host_kv_blocks is -1, must be at least 0"),
+        (
+            {"policy": "lottery"},
+            "must be fcfs, priority, shortest-prefill, fair or longest-prefix",
+        ),
+        ({"tenant_weights": [("gold", 2.0)]}, "shares of the policy fair, but the policy is fcfs"),
+        ({"policy": "fair", "tenant_weights": [("gold", 0.0)]}, "'gold' is 0.0, must be above 0"),
+        ({"policy": "fair", "tenant_weights": [("gold", float("nan"))]}, "'gold' is nan"),
+        ({"policy": "fair", "tenant_weights": [("gold", 1.0)] * 2}, "'gold' has 2 weights, must have one"),
     ],
 )
 def test_wishes_out_of_range(make_model: Callable[..., Path], options: dict[str, Any], said: str) -> None:

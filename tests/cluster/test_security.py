@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.cluster.security import ListenAddress, Security, bearer, load_tokens
-from quire.proto.errors import ConfigError, Unauthenticated
+from quire.cluster.security import ListenAddress, Security, Token, bearer, load_tokens
+from quire.proto.errors import ConfigError, InvalidRequest, Unauthenticated
 
-GUARDED = Security(certificate=(b"chain", b"key"), tokens=(b"secret",))
+GUARDED = Security(certificate=(b"chain", b"key"), tokens=(Token(b"secret"),))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_host_that_does_not_exist() -> None:
     ("security", "lacking"),
     [
         (Security(), "TLS and a token file"),
-        (Security(tokens=(b"secret",)), "but TLS is missing"),
+        (Security(tokens=(Token(b"secret"),)), "but TLS is missing"),
         (Security(certificate=(b"chain", b"key")), "but a token file is missing"),
     ],
 )
@@ -65,12 +65,51 @@ def test_calls_carry_a_token() -> None:
             GUARDED.check_call(wrong)
 
 
+@pytest.mark.parametrize(
+    ("secret", "claimed", "tenant"),
+    [
+        ("golden", "", "gold"),
+        ("golden", "gold", "gold"),
+        ("golden", "tin", None),
+        ("golden", "nobody", None),
+        ("plain", "", ""),
+        ("plain", "nobody", "nobody"),
+        ("plain", "gold", None),
+    ],
+)
+def test_nobody_claims_the_tenant_of_another_s_token(secret: str, claimed: str, tenant: str | None) -> None:
+    security = Security(tokens=(Token(b"golden", "gold"), Token(b"tinny", "tin"), Token(b"plain")))
+    authorization = bearer(secret)[1]
+    if tenant is not None:
+        assert security.tenant(authorization, claimed) == tenant
+        return
+    with pytest.raises(InvalidRequest) as caught:
+        security.tenant(authorization, claimed)
+    assert caught.value.field == "tenant"
+
+
+def test_without_tokens_a_caller_says_whose_call_it_is() -> None:
+    assert Security().tenant(None, "gold") == "gold"
+
+
 def test_token_files(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
-    file.write_text("# ours\none\n\n  two  \n")
-    assert load_tokens(file) == (b"one", b"two")
+    file.write_text("# ours\none\n\n  two  \ngold:three\n gold : four:5 \n")
+    assert load_tokens(file) == (
+        Token(b"one"),
+        Token(b"two"),
+        Token(b"three", "gold"),
+        Token(b"four:5", "gold"),
+    )
     file.write_text("# none\n")
     with pytest.raises(ConfigError, match="holds no token"):
+        load_tokens(file)
+    for half in (":one", "gold:", ":"):
+        file.write_text(f"one\n{half}\n")
+        with pytest.raises(ConfigError, match="line 2: must be TOKEN or TENANT:TOKEN"):
+            load_tokens(file)
+    file.write_bytes(b"\xff:one\n")
+    with pytest.raises(ConfigError, match="line 1: the tenant's name is not UTF-8"):
         load_tokens(file)
     with pytest.raises(ConfigError, match=r"missing cannot be read: No such file"):
         load_tokens(tmp_path / "missing")

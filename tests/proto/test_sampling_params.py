@@ -30,6 +30,12 @@ from quire.proto.sampling import SamplingParams
         ("stop", ("x",) * 17),
         ("stop", ("x" * 257,)),
         ("stop_token_ids", tuple(range(65))),
+        ("n", 0),
+        ("n", 17),
+        ("best_of", 0),
+        ("beam_width", 17),
+        ("length_penalty", math.inf),
+        ("early_stopping", "never"),
     ],
 )
 def test_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
@@ -42,6 +48,19 @@ def test_min_tokens_beyond_max_tokens_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="at most max_tokens, 3"):
         SamplingParams(max_tokens=3, min_tokens=4)
     assert SamplingParams(max_tokens=None, min_tokens=4).min_tokens == 4
+
+
+@pytest.mark.parametrize(("field", "value"), [("best_of", 4), ("stop", "end"), ("logprobs", 0), ("n", 5)])
+def test_what_does_not_go_with_beam_search_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match="beam_width"):
+        SamplingParams(**({"beam_width": 4} | {field: value}))
+
+
+def test_answers_are_ranked_where_more_are_made_than_one() -> None:
+    assert not SamplingParams(n=3).is_ranked
+    assert not SamplingParams(best_of=1).is_ranked
+    assert SamplingParams(n=2, best_of=2).is_ranked
+    assert SamplingParams(n=2, best_of=5).num_sequences == 5
 
 
 def test_one_stop_string_may_be_given_alone() -> None:

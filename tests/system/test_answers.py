@@ -1,0 +1,42 @@
+"""Two tensor-parallel ranks give the several answers that one rank gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from quire import LLM, Client, SamplingParams
+from quire.cluster.demo.server import ServerProcess
+
+pytestmark = pytest.mark.cluster
+
+PROMPTS = ("It was a dark evening, and", "My dear sister, we have had no rest since the rain began, and")
+PARAMS = (
+    SamplingParams(max_tokens=24, temperature=0.8, seed=5, n=4, ignore_eos=True),
+    SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=5, n=2, best_of=4, ignore_eos=True),
+    SamplingParams(max_tokens=20, beam_width=4, n=3, length_penalty=0.8),
+    # More candidates a beam than a request may ask log-probabilities for.
+    SamplingParams(max_tokens=20, min_tokens=4, beam_width=4, n=4, stop_token_ids=tuple(range(5, 60, 5))),
+)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[LLM]:
+    with LLM("demo", device="cpu", num_kv_blocks=64) as llm:
+        yield llm
+
+
+def test_answers_equal_those_of_one_rank(server: ServerProcess, alone: LLM) -> None:
+    cases = [(prompt, params) for params in PARAMS for prompt in PROMPTS]
+    expected = alone.generate([prompt for prompt, _ in cases], [params for _, params in cases])
+    with Client(server.address) as client, ThreadPoolExecutor(len(cases)) as pool:
+        answers = list(pool.map(lambda case: client.generate(*case), cases))
+        (replica,) = client.status()
+    for case, answer, result in zip(cases, answers, expected, strict=True):
+        tokens = [list(output.token_ids) for output in answer.outputs]
+        assert tokens == [output.token_ids for output in result.outputs], case
+        scores = [output.score for output in answer.outputs]
+        assert scores == pytest.approx([output.score for output in result.outputs], abs=1e-4)
+    assert replica.kv.num_used_blocks == 0
