@@ -143,7 +143,9 @@ class FakeWorkerGroup:
         for new in plan.new:
             fresh |= set(new.block_ids[new.num_computed_tokens // self.block_size :].tolist())
         for touched in self.touched:
-            assert not fresh & touched, f"step {plan.step_id} takes blocks {fresh & touched} of a step in flight"
+            assert not fresh & touched, (
+                f"step {plan.step_id} takes blocks {fresh & touched} of a step in flight"
+            )
         _apply_to_tables(self.planned_tables, plan)
         rows = self.planned_tables.lens.nonzero()[0]
         self.touched.append({int(block) for row in rows for block in self.planned_tables.row(row)})
