@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,16 @@ def write_figures(path: Path, figures: dict[str, Figure]) -> None:
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A command line with --json."""
-    line = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    line = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     line.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
     return line
 
 
 def report(figures: dict[str, Figure], json_path: Path | None) -> None:
     """Prints the figures as a table, and writes them where asked."""
-    table = Table("figure", "value", "unit", "note")
+    table = Table(*(Column(name, no_wrap=name != "note") for name in ("figure", "value", "unit", "note")))
     for name, figure in figures.items():
         table.add_row(name, f"{figure.value:,.4g}", figure.unit, figure.note)
     Console().print(table)

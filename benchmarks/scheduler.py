@@ -4,36 +4,53 @@
 
 Times schedule(), the plan's encoding and apply() in steady decode: sequences of about 1,000 tokens whose lengths
 are staggered, so that each step the same share of them crosses a block boundary. Sampled tokens are made up.
+
+With ``--scaling`` also what must not grow: the cost of a request from submission to its one token, with pools of up
+to a million blocks, all in use or cached, and queues of up to 100,000 requests; and steps per second of the whole
+loop with ranks that answer at once. These are in CPU time, since other work on the machine would drown what differs.
 """
 
 from __future__ import annotations
 
 import gc
 import time
+from collections import deque
 
 import numpy as np
 
 from benchmarks.common import Figure, median, parser, report
 from quire.proto.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from quire.proto.sampling import SamplingParams
-from quire.proto.step import StepResult
-from quire.proto.stream import Submit
+from quire.proto.step import StepPlan, StepResult
+from quire.proto.stream import GatewayMessage, RankStatus, ReplicaMessage, Submit
+from quire.scheduler.loop import StepLoop
 from quire.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 CONTEXT = 1000
 STEPS = 320
 
+POOL_BLOCKS = (1_000, 10_000, 100_000, 1_000_000)
+QUEUED = (1_000, 10_000, 100_000)
+FILLER_TOKENS = 4_000
+ADMITTED_TOKENS = 65
+ROWS = 64
+REQUESTS = 1_024
+BATCHES = 3
+
 
 def make_scheduler(running: int, prefix_caching: bool) -> Scheduler:
     blocks = running * ((CONTEXT + STEPS) // BLOCK_SIZE + 4) + 1
-    model = ModelConfig(
+    cache = CacheConfig(block_size=BLOCK_SIZE, num_blocks=blocks, prefix_caching=prefix_caching)
+    limits = SchedulerConfig(max_num_seqs=running, max_num_batched_tokens=running * (CONTEXT + BLOCK_SIZE))
+    return Scheduler(EngineConfig(make_model(), cache, scheduler=limits))
+
+
+def make_model() -> ModelConfig:
+    return ModelConfig(
         path="", name="none", architecture="", hf={}, dtype="float32", max_model_len=4096, vocab_size=32000,
         num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, eos_token_ids=(2,),
     )  # fmt: skip
-    cache = CacheConfig(block_size=BLOCK_SIZE, num_blocks=blocks, prefix_caching=prefix_caching)
-    limits = SchedulerConfig(max_num_seqs=running, max_num_batched_tokens=running * (CONTEXT + BLOCK_SIZE))
-    return Scheduler(EngineConfig(model, cache, scheduler=limits))
 
 
 def fill(scheduler: Scheduler, running: int) -> None:
@@ -79,19 +96,155 @@ def measure(running: int, prefix_caching: bool, repetitions: int) -> tuple[float
     return median(times), median(sizes)
 
 
+def make_admitting(num_blocks: int) -> Scheduler:
+    """A scheduler of ROWS rows, all of which one step can fill with prompts."""
+    cache = CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks + 1)
+    limits = SchedulerConfig(
+        max_num_seqs=ROWS, max_num_batched_tokens=ROWS * ADMITTED_TOKENS, max_queue_len=1_000_000
+    )
+    return Scheduler(EngineConfig(make_model(), cache, scheduler=limits))
+
+
+def submit(scheduler: Scheduler, handles: range, num_tokens: int = ADMITTED_TOKENS) -> None:
+    """Requests for one token each, with prompts like no other."""
+    rng = np.random.default_rng(handles.start)
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    for handle in handles:
+        prompt = rng.integers(100, 30000, num_tokens).astype(np.int32)
+        scheduler.add(b"gateway", Submit(handle, f"request-{handle}", prompt, params), 0.0)
+
+
+def serve(scheduler: Scheduler, num_requests: int) -> None:
+    """Steps until so many requests have got their token."""
+    enough = scheduler.stats.num_finished + num_requests
+    while scheduler.stats.num_finished < enough:
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        plan.encode()
+        tokens = np.full(len(plan.new), 100, np.int32)
+        scheduler.apply(StepResult(plan.step_id, plan.epoch, 0, tokens), 0.0)
+
+
+def admit_us(scheduler: Scheduler, first_handle: int) -> float:
+    """Microseconds of CPU time a request, to submit REQUESTS and serve as many from the head of the queue."""
+    gc.collect()
+    gc.freeze()
+    costs = []
+    for batch in range(BATCHES):
+        handles = range(first_handle + batch * REQUESTS, first_handle + (batch + 1) * REQUESTS)
+        start = time.process_time()
+        submit(scheduler, handles)
+        serve(scheduler, REQUESTS)
+        costs.append(1e6 * (time.process_time() - start) / REQUESTS)
+    return median(costs)
+
+
+def measure_pool(num_blocks: int) -> float:
+    """`admit_us` in a pool that is full of cached blocks, so that each new one evicts another."""
+    scheduler = make_admitting(num_blocks)
+    num_fillers = num_blocks * BLOCK_SIZE // FILLER_TOKENS + 1
+    for handle in range(num_fillers):
+        submit(scheduler, range(handle, handle + 1), FILLER_TOKENS)
+        serve(scheduler, 1)
+    assert scheduler.blocks.num_cached_blocks > 0.9 * num_blocks
+    return admit_us(scheduler, num_fillers)
+
+
+def measure_queue(num_queued: int) -> float:
+    """`admit_us` with so many in the queue."""
+    scheduler = make_admitting(POOL_BLOCKS[0])
+    submit(scheduler, range(num_queued))
+    return admit_us(scheduler, num_queued)
+
+
+class NoOpGroup:
+    """Ranks that answer at once: the same token for each of the rows that run."""
+
+    def __init__(self, running: int) -> None:
+        self._token_ids = np.full(running, 100, np.int32)
+        self._plans: deque[StepPlan] = deque()
+
+    def broadcast(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def gather(self, timeout_s: float) -> StepResult:
+        plan = self._plans.popleft()
+        return StepResult(plan.step_id, plan.epoch, 0, self._token_ids)
+
+    def check(self) -> None: ...
+
+    def statuses(self) -> tuple[RankStatus, ...]:
+        return ()
+
+    def close(self) -> None: ...
+
+
+class DeafMailbox:
+    """Nobody writes, and nobody reads."""
+
+    def receive(self, timeout_s: float) -> list[tuple[bytes, GatewayMessage]]:
+        return []
+
+    def send(self, gateway: bytes, message: ReplicaMessage) -> bool:
+        return True
+
+    def wake(self) -> None: ...
+
+
+def measure_loop(running: int) -> float:
+    """Steps per CPU second of StepLoop in steady decode, with ranks that take no time."""
+    scheduler = make_scheduler(running, prefix_caching=True)
+    fill(scheduler, running)
+    loop = StepLoop(scheduler, NoOpGroup(running), DeafMailbox(), "none")
+    gc.collect()
+    gc.freeze()
+    start = time.process_time()
+    for _ in range(STEPS):
+        loop.step()
+    return STEPS / (time.process_time() - start)
+
+
+def measure_steps(running: list[int], repetitions: int) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {}
+    for count in running:
+        for prefix_caching in (True, False):
+            step_us, plan_bytes = measure(count, prefix_caching, repetitions)
+            switch = "on" if prefix_caching else "off"
+            note = f"steady decode, {CONTEXT} tokens of context, prefix caching {switch}"
+            figures[f"scheduler.step_us.{count}.{switch}"] = Figure(step_us, "us", note)
+        figures[f"scheduler.plan_bytes.{count}"] = Figure(
+            plan_bytes, "bytes", "median of a steady decode step"
+        )
+    return figures
+
+
+def measure_scaling(running: list[int], repetitions: int) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {}
+    request = f"a request of {ADMITTED_TOKENS} tokens, submission to its one token, CPU time"
+    for num_blocks in POOL_BLOCKS:
+        note = f"{request}, each block evicting a cached one"
+        figures[f"scheduler.admit_us.blocks.{num_blocks}"] = Figure(measure_pool(num_blocks), "us", note)
+    for num_queued in QUEUED:
+        note = f"{request}, so many waiting"
+        figures[f"scheduler.admit_us.queued.{num_queued}"] = Figure(measure_queue(num_queued), "us", note)
+    for count in running:
+        rate = median([measure_loop(count) for _ in range(repetitions)])
+        note = "StepLoop, ranks take no time; per CPU second"
+        figures[f"scheduler.noop_steps_per_s.{count}"] = Figure(rate, "steps/s", note)
+    return figures
+
+
 def main() -> None:
     line = parser(__doc__)
     line.add_argument("--running", type=int, nargs="+", default=[64, 256, 1024], metavar="N")
     line.add_argument("--repetitions", type=int, default=3)
+    line.add_argument(
+        "--scaling", action="store_true", help="also with growing pools and queues (a few minutes)"
+    )
     arguments = line.parse_args()
-    figures: dict[str, Figure] = {}
-    for running in arguments.running:
-        for prefix_caching in (True, False):
-            step_us, plan_bytes = measure(running, prefix_caching, arguments.repetitions)
-            switch = "on" if prefix_caching else "off"
-            note = f"steady decode, {CONTEXT} tokens of context, prefix caching {switch}"
-            figures[f"scheduler.step_us.{running}.{switch}"] = Figure(step_us, "us", note)
-        figures[f"scheduler.plan_bytes.{running}"] = Figure(plan_bytes, "bytes", "median of a steady decode step")
+    figures = measure_steps(arguments.running, arguments.repetitions)
+    if arguments.scaling:
+        figures |= measure_scaling(arguments.running, arguments.repetitions)
     report(figures, arguments.json)
 
 

@@ -196,7 +196,7 @@ class BlockManager:
             self._publish(row, sequence, index)
             self._filling.add(int(self.tables.ids[row, index]))
 
-    def publish_next(self, row: int, sequence: Sequence, tokens: bytes) -> None:
+    def publish_next(self, sequence: Sequence, block_id: int, tokens: bytes) -> None:
         """Makes the block findable that follows those whose digest the sequence has; its KV is computed.
 
         Args:
@@ -204,11 +204,11 @@ class BlockManager:
         """
         if self._cache is None:
             return
-        index = len(sequence.block_digests)
-        parent = sequence.block_digests[-1] if index else sequence.root
+        digests = sequence.block_digests
+        parent = digests[-1] if digests else sequence.root
         digest = child_digest(parent, tokens)
-        sequence.block_digests.append(digest)
-        self._keep(CacheKey(digest, parent, tokens), int(self.tables.ids[row, index]))
+        digests.append(digest)
+        self._keep(CacheKey(digest, parent, tokens), block_id)
 
     # Taking back
 

@@ -24,6 +24,7 @@ class Collector:
     def __init__(self, state: SchedulerState, epoch: int) -> None:
         self._state = state
         self._epoch = epoch
+        self._is_fair = state.config.scheduler.policy == "fair"
         self._eos = np.asarray(state.config.model.eos_token_ids, np.int32)
 
     def take(self, result: StepResult, now: float) -> News:
@@ -65,21 +66,27 @@ class Collector:
 
     def _append(self, rows: IntArray, token_ids: IntArray) -> None:
         """One more known token a row."""
-        for row in self._state.rows.full_tails(rows).tolist():
-            self._flush(row)
+        full = self._state.rows.full_tails(rows)
+        if full.size:
+            self._flush(full)
         self._state.rows.append(rows, token_ids)
 
-    def _flush(self, row: int) -> None:
-        """Moves a full block of tokens out of the row and makes it findable; its KV has been computed."""
-        state, sequence = self._state, self._state.running[row]
-        start = int(state.rows.num_flushed[row])
-        tokens = state.rows.tail[row].tobytes()
-        del sequence.token_ids[start:]
-        sequence.token_ids.frombytes(tokens)
-        end = start + state.blocks.block_size
-        state.rows.num_flushed[row] = end
-        self._charge(sequence, start, end)
-        state.blocks.publish_next(row, sequence, tokens)
+    def _flush(self, rows: IntArray) -> None:
+        """Moves a full block of tokens out of each row and makes it findable; its KV has been computed."""
+        state, block_size = self._state, self._state.blocks.block_size
+        raw, starts = state.rows.tail[rows].tobytes(), state.rows.num_flushed[rows]
+        block_ids = state.blocks.tables.ids[rows, starts // block_size]
+        state.rows.num_flushed[rows] = starts + block_size
+        width = 4 * block_size
+        for number, (row, start, block_id) in enumerate(
+            zip(rows.tolist(), starts.tolist(), block_ids.tolist(), strict=True)
+        ):
+            sequence, tokens = state.running[row], raw[number * width : (number + 1) * width]
+            del sequence.token_ids[start:]
+            sequence.token_ids.frombytes(tokens)
+            state.blocks.publish_next(sequence, block_id, tokens)
+            if self._is_fair:
+                self._charge(sequence, start, start + block_size)
 
     def _charge(self, sequence: Sequence, start: int, end: int) -> None:
         """Counts the sampled ones among tokens `start` to `end` as service to the sequence's tenant."""

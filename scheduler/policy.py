@@ -34,13 +34,8 @@ ADMISSION_KEYS: Mapping[str, AdmissionKey] = {
 }
 
 
-def next_tenant(counters: Mapping[str, float], waiting: Iterable[str]) -> str:
-    """The waiting tenant that was served least: the virtual token counter of Sheng et al. (OSDI 2024)."""
-    return min(waiting, key=lambda tenant: (counters[tenant], tenant))
-
-
 def service(num_prompt_tokens: int, num_output_tokens: int, weight: float) -> float:
-    """What a tenant's virtual counter grows by; an output token counts as two prompt tokens, as in that paper."""
+    """What a tenant's virtual counter grows by; an output token counts as two prompt tokens, as in its source."""
     return (num_prompt_tokens + 2 * num_output_tokens) / weight
 
 

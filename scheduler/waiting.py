@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from .policy import ADMISSION_KEYS, AdmissionKey, by_priority, counter_on_arrival, next_tenant, service
+from .policy import ADMISSION_KEYS, AdmissionKey, by_priority, counter_on_arrival, service
 from .sequence import Sequence
 
 # The longest-prefix policy compares this many sequences near the front of the queue: a look-up for each, each time.
@@ -54,42 +54,64 @@ class _Order(Protocol):
 
 
 class _FairOrder:
-    """Per tenant by arrival; between tenants the one whose virtual token counter is least."""
+    """Per tenant by arrival; between tenants the one whose virtual token counter is least.
+
+    The virtual token counter of Sheng et al. (Fairness in Serving Large Language Models, OSDI 2024).
+    """
 
     def __init__(self, weights: dict[str, float]) -> None:
         self._weights = weights
-        self._queues: dict[str, _Heap] = {}
-        self.counters: dict[str, float] = {}
+        self._queues: dict[str, _Heap] = {}  # of tenants that wait
+        self._counters: dict[str, float] = {}
+        # (counter, tenant) of those that wait. Counters only grow, so an entry that is out of date comes up early.
+        self._ranking: list[tuple[float, str]] = []
+        self._num_waiting = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return self._num_waiting
 
     def push(self, sequence: Sequence) -> None:
         tenant = sequence.tenant
         if tenant not in self._queues:
-            active = (self.counters[name] for name in self._queues)
-            self.counters[tenant] = counter_on_arrival(self.counters.get(tenant, 0.0), active)
+            least = self._least_served()
+            active = [] if least is None else [self._counters[least]]
+            self._counters[tenant] = counter_on_arrival(self._counters.get(tenant, 0.0), active)
             self._queues[tenant] = _Heap(ADMISSION_KEYS["fcfs"])
+            heapq.heappush(self._ranking, (self._counters[tenant], tenant))
             self._forget_idle()
         self._queues[tenant].push(sequence)
+        self._num_waiting += 1
 
     def remove(self, sequence: Sequence) -> None:
         queue = self._queues[sequence.tenant]
         queue.remove(sequence)
+        self._num_waiting -= 1
         if not queue:
             del self._queues[sequence.tenant]
 
     def peek(self) -> Sequence | None:
-        return self._queues[next_tenant(self.counters, self._queues)].peek() if self._queues else None
-
-    def _forget_idle(self) -> None:
-        if len(self.counters) - len(self._queues) > MAX_IDLE_TENANTS:
-            self.counters = {tenant: self.counters[tenant] for tenant in self._queues}
+        tenant = self._least_served()
+        return None if tenant is None else self._queues[tenant].peek()
 
     def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        if tenant in self.counters:
-            weight = self._weights.get(tenant, 1.0)
-            self.counters[tenant] += service(num_prompt_tokens, num_output_tokens, weight)
+        if tenant not in self._counters:
+            return
+        weight = self._weights.get(tenant, 1.0)
+        self._counters[tenant] += service(num_prompt_tokens, num_output_tokens, weight)
+        if tenant in self._queues:
+            heapq.heappush(self._ranking, (self._counters[tenant], tenant))
+
+    def _least_served(self) -> str | None:
+        while self._ranking:
+            counter, tenant = self._ranking[0]
+            if tenant in self._queues and counter == self._counters[tenant]:
+                return tenant
+            heapq.heappop(self._ranking)
+        return None
+
+    def _forget_idle(self) -> None:
+        if len(self._counters) - len(self._queues) > MAX_IDLE_TENANTS:
+            self._counters = {tenant: self._counters[tenant] for tenant in self._queues}
 
 
 class _LongestPrefixOrder:

@@ -5,7 +5,7 @@ import pytest
 from driver import Driver
 from fakes import VOCAB_SIZE, oracle, small_config
 
-from quire.scheduler.policy import CostModel, counter_on_arrival, next_tenant, service
+from quire.scheduler.policy import CostModel, counter_on_arrival, service
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -102,7 +102,6 @@ def test_a_tenant_that_floods_does_not_delay_another():
 
 
 def test_the_virtual_counter_as_a_function():
-    assert next_tenant({"a": 5.0, "b": 3.0}, ["a", "b"]) == "b"
     assert service(10, 5, weight=2.0) == 10.0
     assert counter_on_arrival(1.0, [7.0, 9.0]) == 7.0
     assert counter_on_arrival(8.0, []) == 8.0

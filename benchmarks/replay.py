@@ -1,0 +1,343 @@
+"""Replays traces through the control plane that serves, in simulated time.
+
+Scheduler and StepLoop are the real ones. What stands in for the outside is here: a worker group without a model,
+which answers each step with made-up tokens after the time that a roofline says, a mailbox from which requests come
+when the trace says, and a clock that only these two move. A replay of an hour takes seconds, and the same each time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.trace import FIRST_TOKEN, VOCAB_SIZE, Trace, TracedRequest
+from quire.proto.block_tables import IntArray
+from quire.proto.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from quire.proto.sampling import MAX_ANSWERS, SamplingParams
+from quire.proto.step import FloatArray, Logprobs, StepPlan, StepResult
+from quire.proto.stream import (
+    Finish,
+    FinishReason,
+    GatewayMessage,
+    RankStatus,
+    ReplicaMessage,
+    Submit,
+    TokenBatch,
+)
+from quire.scheduler.loop import StepLoop
+from quire.scheduler.scheduler import Scheduler
+
+GATEWAY = b"trace"
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """How long a step takes at best (Williams et al., 2009): its arithmetic or its memory traffic.
+
+    The defaults are a Llama of 8 billion parameters in bfloat16 on one NVIDIA H100, at 60 % of its arithmetic.
+    """
+
+    flops_per_token: float = 16e9
+    flops_per_s: float = 600e12
+    weight_bytes: float = 16e9
+    kv_bytes_per_token: float = 131_072
+    bytes_per_s: float = 3.35e12
+
+    def step_s(self, num_tokens: int, num_read_tokens: int) -> float:
+        """Seconds of a step that computes `num_tokens` and reads the KV of `num_read_tokens`."""
+        traffic = self.weight_bytes + self.kv_bytes_per_token * num_read_tokens
+        return max(num_tokens * self.flops_per_token / self.flops_per_s, traffic / self.bytes_per_s)
+
+    def busy_s(self, trace: Trace) -> float:
+        """Seconds that a trace's prompts and KV reads take, however well they are batched."""
+        num_prompt = sum(request.num_prompt_tokens for request in trace.requests)
+        num_read = sum(
+            request.num_output_tokens * (request.num_prompt_tokens + request.num_output_tokens / 2)
+            for request in trace.requests
+        )
+        return (
+            num_prompt * self.flops_per_token / self.flops_per_s
+            + num_read * self.kv_bytes_per_token / self.bytes_per_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ZipfCandidates:
+    """Made-up next-token distributions for beam search: the token of rank r has probability ~ r ** -exponent.
+
+    Exponents are uniform between `flattest` and `steepest`: the likeliest token has a probability from about 0.1 to
+    0.98. Beams of one request that stand at the same position share their exponent with probability `relatedness`;
+    else each has its own.
+    """
+
+    flattest: float = 1.0
+    steepest: float = 6.0
+    relatedness: float = 0.5
+
+    def logprobs(self, shared: FloatArray, rng: np.random.Generator, count: int) -> FloatArray:
+        """[n, count] float32, likeliest first.
+
+        Args:
+            shared: [n], uniform in 0 to 1 and equal for beams of a request at one position.
+        """
+        is_shared = rng.random(shared.size) < self.relatedness
+        uniform = np.where(is_shared, shared, rng.random(shared.size))
+        exponents = self.flattest + (self.steepest - self.flattest) * uniform
+        log_ranks = np.log(np.arange(1, 1001))  # the tail beyond weighs nothing that matters here
+        weights = -exponents[:, None] * log_ranks
+        totals = np.log(np.exp(weights).sum(axis=1, keepdims=True))
+        return np.asarray(weights[:, :count] - totals, np.float32)
+
+
+class SimulatedClock:
+    """Seconds since the trace began."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SimulatedGroup:
+    """A worker group without a model: executes plans as far as their rows, lengths and duration go.
+
+    Args:
+        on_pass: told of the seconds that pass before each result is in, while all is as the plans so far left it.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        clock: SimulatedClock,
+        on_pass: Callable[[float], None] = lambda seconds: None,
+        roofline: Roofline | None = None,
+        candidates: ZipfCandidates | None = None,
+    ) -> None:
+        self._clock = clock
+        self._on_pass = on_pass
+        self._roofline = roofline or Roofline()
+        self._candidates = candidates or ZipfCandidates()
+        self._rng = np.random.default_rng(0)
+        self._busy_until = 0.0
+        self._results: deque[tuple[float, StepResult]] = deque()
+        self._decoding = np.zeros(num_rows, np.bool_)
+        self._num_known = np.zeros(num_rows, np.int64)  # when the row's sequence came
+        self._num_computed = np.zeros(num_rows, np.int64)
+        self._num_candidates = np.zeros(num_rows, np.int64)
+        self._seeds = np.zeros(num_rows, np.int64)
+
+    def broadcast(self, plan: StepPlan) -> None:
+        rows, num_tokens, num_read_tokens = self._execute(plan)
+        seconds = self._roofline.step_s(num_tokens, num_read_tokens)
+        self._busy_until = max(self._busy_until, self._clock.now) + seconds
+        result = StepResult(
+            plan.step_id, plan.epoch, 0, self._tokens(rows.size), self._logprobs(rows), {"forward": seconds}
+        )
+        self._results.append((self._busy_until, result))
+
+    def gather(self, timeout_s: float) -> StepResult:
+        done_at, result = self._results.popleft()
+        self._on_pass(done_at - self._clock.now)
+        self._clock.now = done_at
+        return result
+
+    def check(self) -> None: ...
+
+    def statuses(self) -> tuple[RankStatus, ...]:
+        return ()
+
+    def close(self) -> None: ...
+
+    def _execute(self, plan: StepPlan) -> tuple[IntArray, int, int]:
+        """The rows that sample, the tokens computed, and those whose KV is read."""
+        self._decoding[plan.released_rows] = False
+        for new in plan.new:
+            self._num_known[new.row] = new.token_ids.size
+            self._num_computed[new.row] = new.num_computed_tokens
+            self._num_candidates[new.row] = new.sampling.logprobs or 0
+            self._seeds[new.row] = new.sampling.seed
+        active = self._decoding.copy()
+        active[plan.held_rows] = False
+        num_tokens = int(active.sum() + plan.chunk_lens.sum())
+        self._num_computed[active] += 1
+        self._num_computed[plan.chunk_rows] += plan.chunk_lens
+        num_read_tokens = int(self._num_computed[active].sum() + self._num_computed[plan.chunk_rows].sum())
+        complete = self._num_computed[plan.chunk_rows] == self._num_known[plan.chunk_rows]
+        active[plan.chunk_rows[complete]] = True
+        self._decoding |= active
+        return np.flatnonzero(active).astype(np.int32), num_tokens, num_read_tokens
+
+    def _tokens(self, shape: int | tuple[int, int]) -> IntArray:
+        return self._rng.integers(FIRST_TOKEN, VOCAB_SIZE, shape).astype(np.int32)
+
+    def _logprobs(self, rows: IntArray) -> Logprobs | None:
+        """Candidates of those rows that are beams."""
+        index = np.flatnonzero(self._num_candidates[rows]).astype(np.int32)
+        if not index.size:
+            return None
+        beams = rows[index]
+        count = int(self._num_candidates[beams].max())
+        # A low-discrepancy walk over positions, which begins elsewhere for each request.
+        shared = (self._seeds[beams] * 0.7548776662 + self._num_computed[beams] * 0.6180339887) % 1.0
+        top = self._candidates.logprobs(shared.astype(np.float32), self._rng, count)
+        return Logprobs(index, top[:, 0], self._tokens((index.size, count)), top)
+
+
+class TraceMailbox:
+    """Requests come when the trace says; what is told of their ends is kept.
+
+    Attributes:
+        finishes: every account of an end, in order.
+        on_done: called when all have ended.
+    """
+
+    def __init__(self, clock: SimulatedClock, requests: list[TracedRequest], answers: SamplingParams) -> None:
+        self._clock = clock
+        self._coming = deque(requests)
+        self._answers = answers
+        self._num_left = len(requests) * answers.n
+        self.finishes: list[Finish] = []
+        self.on_done: Callable[[], None] = lambda: None
+
+    def receive(self, timeout_s: float) -> list[tuple[bytes, GatewayMessage]]:
+        if not self._num_left:
+            self.on_done()
+            return []
+        if timeout_s > 0:
+            assert self._coming, f"{self._num_left} answers are left that the scheduler does not schedule"
+            self._clock.now = max(self._clock.now, self._coming[0].arrival_s)
+        due: list[tuple[bytes, GatewayMessage]] = []
+        while self._coming and self._coming[0].arrival_s <= self._clock.now:
+            due.append((GATEWAY, self._submit(self._coming.popleft())))
+        return due
+
+    def _submit(self, request: TracedRequest) -> Submit:
+        most = request.num_output_tokens
+        return Submit(
+            handle=request.number * MAX_ANSWERS,
+            request_id=f"request-{request.number}",
+            prompt_token_ids=request.prompt(),
+            sampling=replace(self._answers, max_tokens=most, seed=request.number, ignore_eos=True),
+        )
+
+    def send(self, gateway: bytes, message: ReplicaMessage) -> bool:
+        assert isinstance(message, TokenBatch)
+        for finish in message.finished:
+            assert finish.reason is FinishReason.LENGTH, f"a request failed: {finish.error}"
+            self.finishes.append(finish)
+        self._num_left -= len(message.finished)
+        return True
+
+    def wake(self) -> None: ...
+
+
+@dataclass(slots=True)
+class MemoryWatch:
+    """KV memory over time.
+
+    Attributes:
+        slot_seconds: KV slots of held blocks, a shared block once, times seconds.
+        unused_slot_seconds: of them, those that no token was planned into.
+        table_block_seconds: blocks of all tables, a shared block once a table.
+    """
+
+    scheduler: Scheduler
+    seconds: float = 0.0
+    slot_seconds: float = 0.0
+    unused_slot_seconds: float = 0.0
+    table_block_seconds: float = 0.0
+    row_seconds: float = 0.0
+
+    def take(self, seconds: float) -> None:
+        """Memory was as it is for so long."""
+        blocks = self.scheduler.blocks
+        num_table_blocks = int(blocks.tables.lens.sum())
+        # Only full blocks are shared: what a table does not use lies in blocks of its own.
+        num_unused = num_table_blocks * blocks.block_size - self.scheduler.num_used_tokens
+        self.seconds += seconds
+        self.slot_seconds += seconds * blocks.num_held_blocks * blocks.block_size
+        self.unused_slot_seconds += seconds * num_unused
+        self.table_block_seconds += seconds * num_table_blocks
+        self.row_seconds += seconds * self.scheduler.num_running
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a replay came to.
+
+    Attributes:
+        num_left_out: requests that the pool could never hold, which were not sent.
+        num_steps, num_preemptions: of the whole replay.
+    """
+
+    memory: MemoryWatch
+    finishes: list[Finish]
+    num_left_out: int
+    num_steps: int
+    num_preemptions: int
+
+    @property
+    def waste(self) -> float:
+        """Share of the KV slots of held blocks that held no token, averaged over time."""
+        return self.memory.unused_slot_seconds / self.memory.slot_seconds
+
+    @property
+    def saved(self) -> float:
+        """Share of the blocks of all tables that sharing saves, averaged over time."""
+        block_seconds = self.memory.slot_seconds / self.memory.scheduler.blocks.block_size
+        return 1.0 - block_seconds / self.memory.table_block_seconds
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompts' tokens that were cached when their sequence first ran."""
+        num_prompt_tokens = sum(finish.num_prompt_tokens for finish in self.finishes)
+        return sum(finish.num_cached_tokens for finish in self.finishes) / num_prompt_tokens
+
+    @property
+    def mean_running(self) -> float:
+        """Sequences that ran at once, averaged over the time in which steps were computed."""
+        return self.memory.row_seconds / self.memory.seconds
+
+
+def replay(
+    trace: Trace,
+    num_blocks: int,
+    block_size: int = 16,
+    num_rows: int = 256,
+    answers: SamplingParams | None = None,
+    candidates: ZipfCandidates | None = None,
+) -> Replay:
+    """Serves all requests of a trace, each answer as long as the trace says.
+
+    Args:
+        num_blocks: of the pool; a scratch block comes on top.
+        num_rows: most sequences that run at once.
+        answers: how many, and of what kind, each request asks for; its lengths are the trace's.
+        candidates: what beam searches choose from.
+    """
+    config = make_config(num_blocks, block_size, num_rows, trace.max_tokens)
+    fitting = [request for request in trace.requests if request.num_tokens <= config.max_servable_tokens]
+    scheduler, clock = Scheduler(config), SimulatedClock()
+    memory = MemoryWatch(scheduler)
+    group = SimulatedGroup(num_rows, clock, memory.take, candidates=candidates)
+    mailbox = TraceMailbox(clock, fitting, answers or SamplingParams())
+    loop = StepLoop(scheduler, group, mailbox, "replay", clock)
+    mailbox.on_done = loop.stop
+    loop.run()
+    stats, num_left_out = scheduler.stats, len(trace.requests) - len(fitting)
+    return Replay(memory, mailbox.finishes, num_left_out, stats.num_steps, stats.num_preemptions)
+
+
+def make_config(num_blocks: int, block_size: int, num_rows: int, max_tokens: int) -> EngineConfig:
+    """A replica of no model in particular, whose context holds `max_tokens`."""
+    model = ModelConfig(
+        path="", name="none", architecture="", hf={}, dtype="bfloat16", max_model_len=max_tokens,
+        vocab_size=VOCAB_SIZE, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1,
+    )  # fmt: skip
+    cache = CacheConfig(block_size=block_size, num_blocks=num_blocks + 1)
+    limits = SchedulerConfig(max_num_seqs=num_rows, max_queue_len=1_000_000)
+    return EngineConfig(model, cache, scheduler=limits)
