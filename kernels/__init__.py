@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: one op a file, a Triton kernel with its plain PyTorch twin. Imports nothing of quire."""
+"""Tensors in, tensors out: plain PyTorch ops, their Triton kernels in gpu/. Imports nothing else of quire."""

@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import cpu
+from .dispatch import on_gpu
 
+
+@on_gpu("norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension.
 
@@ -13,9 +17,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: [..., E].
         weight: [E].
     """
+    if x.dim() <= 3 and x.stride(-1) == 1 and cpu.takes(x, x.shape[-1]):
+        return cpu.rms_norm(x, weight, eps)
     return torch.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+@on_gpu("norm")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Adds x to `residual` in place and returns the sum normalised.
 
@@ -23,4 +30,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
         x, residual: [T, E].
         weight: [E].
     """
+    if x.is_contiguous() and residual.is_contiguous() and cpu.takes(x, x.shape[-1]):
+        return cpu.add_rms_norm(x, residual, weight, eps)
     return rms_norm(residual.add_(x), weight, eps)

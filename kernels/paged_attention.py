@@ -13,6 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import cpu
+from .decode_splits import DecodeSplits
+from .dispatch import on_gpu
+
 # A chunk's queries are cut into tiles, so that its mask stays small and keys after a tile are not computed.
 QUERY_TILE_LEN = 128
 # Decoding sequences share one call as long as that gathers at most so many blocks ...
@@ -21,8 +25,14 @@ MAX_GATHERED_BLOCKS = 8192
 MAX_PADDING_RATIO = 2
 
 
+@on_gpu("paged_decode")
 def paged_decode_attention(
-    q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    splits: DecodeSplits | None = None,
 ) -> Tensor:
     """Attention of one new token a sequence to all of the sequence.
 
@@ -31,10 +41,13 @@ def paged_decode_attention(
         kv_cache: [N, 2, Hkv, B, D], the new tokens' keys and values included.
         block_tables: [S, M] int32; entries past a sequence's blocks are ignored.
         seq_lens: [S] int32, the new token included; 0 for padding, whose output means nothing.
+        splits: how a GPU cuts the sequences; worked out anew if it is None.
 
     Returns:
         [S, Hq, D].
     """
+    if cpu.takes_attention(q, kv_cache):
+        return cpu.paged_decode_attention(q, kv_cache, block_tables, seq_lens, scale)
     block_size = kv_cache.shape[3]
     num_blocks = ((seq_lens + (block_size - 1)) // block_size).tolist()
     groups = list(_groups_of_like_length(num_blocks))
@@ -48,6 +61,7 @@ def paged_decode_attention(
     return out
 
 
+@on_gpu("paged_prefill")
 def paged_prefill_attention(
     q: Tensor, kv_cache: Tensor, block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, scale: float
 ) -> Tensor:
@@ -63,6 +77,8 @@ def paged_prefill_attention(
     Returns:
         [T, Hq, D].
     """
+    if cpu.takes_attention(q, kv_cache):
+        return cpu.paged_prefill_attention(q, kv_cache, block_tables, query_start, seq_lens, scale)
     out = torch.empty_like(q)
     bounds = pairwise(query_start.tolist())
     for block_table, (start, end), seq_len in zip(block_tables, bounds, seq_lens.tolist(), strict=True):

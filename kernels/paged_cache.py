@@ -1,8 +1,13 @@
-"""Writing to the paged KV cache of one layer, ``[N, 2, Hkv, B, D]``: N blocks of keys and values of B tokens."""
+"""Writing to the paged KV cache, a layer ``[N, 2, Hkv, B, D]``: N blocks of keys and values of B tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
+
+from . import cpu
+from .dispatch import on_gpu
 
 
 def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -13,16 +18,47 @@ def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         kv_cache: [N, 2, Hkv, B, D].
         slot_mapping: [T] int64, ``block_id * B + offset``; below 0 for padding, which goes to block 0.
     """
+    if cpu.takes(kv, kv.shape[3]) and kv.dtype == kv_cache.dtype and kv_cache.is_contiguous():
+        cpu.write_kv(kv, kv_cache, slot_mapping)
+        return
     block_size = kv_cache.shape[3]
     slots = slot_mapping.clamp(min=0)
     kv_cache[slots // block_size, :, :, slots % block_size] = kv
 
 
-def copy_blocks(kv_cache: Tensor, source_ids: Tensor, destination_ids: Tensor) -> None:
-    """Copies whole blocks, all of them read before any is written.
+@on_gpu("paged_cache")
+def copy_blocks(kv_caches: Tensor, source_ids: Tensor, destination_ids: Tensor) -> None:
+    """Copies whole blocks in every layer.
 
     Args:
-        kv_cache: [N, 2, Hkv, B, D].
-        source_ids, destination_ids: [n] int64; no destination twice.
+        kv_caches: [L, N, 2, Hkv, B, D].
+        source_ids, destination_ids: [n] int64; no destination twice, and none that is a source.
     """
-    kv_cache.index_copy_(0, destination_ids, kv_cache.index_select(0, source_ids))
+    kv_caches.index_copy_(1, destination_ids, kv_caches.index_select(1, source_ids))
+
+
+def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
+    """Copies whole blocks in every layer between a device and pinned host memory, each run of neighbours at once.
+
+    The copies are made in stream order; the host waits for none.
+
+    Args:
+        source, destination: [L, N, 2, Hkv, B, D] and [L, M, 2, Hkv, B, D]; one on the host, or both.
+        pairs: [n, 2] int64 on the host, source and destination; no destination twice.
+    """
+    for source_id, destination_id, num_blocks in _runs(pairs.tolist()):
+        for layer in range(source.shape[0]):
+            destination[layer, destination_id : destination_id + num_blocks].copy_(
+                source[layer, source_id : source_id + num_blocks], non_blocking=True
+            )
+
+
+def _runs(pairs: list[list[int]]) -> Iterator[tuple[int, int, int]]:
+    """First source, first destination and length of stretches in which both count up together."""
+    start = 0
+    pairs = sorted(pairs)
+    for end in range(1, len(pairs) + 1):
+        source_id, destination_id = pairs[end - 1]
+        if end == len(pairs) or pairs[end] != [source_id + 1, destination_id + 1]:
+            yield pairs[start][0], pairs[start][1], end - start
+            start = end

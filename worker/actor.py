@@ -58,8 +58,8 @@ class WorkerActor:
         with self._timed("import"):
             import torch
 
-            from . import parallel, runner
-        self._parallel, self._runner_module = parallel, runner
+            from . import parallel, runner, shared_memory
+        self._parallel, self._runner_module, self._join_group = parallel, runner, shared_memory.join
         if self._device == "cuda":
             ordinal = _assigned_gpu()
             torch.cuda.set_device(ordinal)
@@ -137,7 +137,7 @@ class WorkerActor:
 
     def _join(self, host: str, port: int) -> Communicator:
         parallel = self._config.parallel
-        return self._parallel.TorchDistributed(
+        return self._join_group(
             self._rank,
             parallel.tensor_parallel_size,
             host,

@@ -9,6 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..kernels.block_tables import map_slots
+from ..kernels.decode_splits import split_decodes
 from ..proto.block_tables import IntArray
 from ..proto.step import StepPlan
 from .attention import AttentionInputs
@@ -37,8 +39,13 @@ class Batch:
     sampled_index: Tensor
 
 
-def gather_batch(rows: Rows, plan: StepPlan, block_size: int) -> Batch | None:
+def gather_batch(
+    rows: Rows, plan: StepPlan, block_size: int, fixed_item_len: int | None = None
+) -> Batch | None:
     """The step's inputs; None if no row computes.
+
+    Args:
+        fixed_item_len: as for split_decodes.
 
     Raises:
         ValueError: the plan asks a row for tokens or blocks that it does not have; names the row.
@@ -54,27 +61,31 @@ def gather_batch(rows: Rows, plan: StepPlan, block_size: int) -> Batch | None:
     ends = np.cumsum(query_lens)
     positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, query_lens)
     token_rows = np.repeat(row_ids, query_lens)
-    slots = (
-        rows.tables.ids[token_rows, positions // block_size] * np.int64(block_size) + positions % block_size
-    )
     width = -(-int(seq_lens.max()) // block_size)
     chunk_start = np.concatenate(([0], np.cumsum(plan.chunk_lens)))
     completes = np.flatnonzero(seq_lens == rows.lens[row_ids])
     completes = completes[np.argsort(row_ids[completes])]
 
-    device = rows.token_ids.device
-    token_positions = to_device(positions, device, torch.int64)
+    tables = rows.device_tables.ids
+    device, num_decodes = tables.device, decode_rows.size
+    device_rows = to_device(token_rows, device, torch.int64)
+    device_positions = to_device(positions, device, torch.int64)
+    device_lens = to_device(seq_lens, device, torch.int32)
+    splits = None
+    if num_decodes and tables.is_cuda:
+        splits = split_decodes(device_lens[:num_decodes], width * block_size, fixed_item_len)
     return Batch(
         rows=row_ids,
         lens=seq_lens,
-        token_ids=rows.token_ids[to_device(token_rows, device, torch.int64), token_positions],
-        positions=token_positions,
+        token_ids=rows.token_ids[device_rows, device_positions],
+        positions=device_positions,
         attention=AttentionInputs(
-            num_decodes=decode_rows.size,
-            slot_mapping=to_device(slots, device, torch.int64),
-            block_tables=to_device(rows.tables.ids[row_ids, :width], device, torch.int32),
+            num_decodes=num_decodes,
+            slot_mapping=map_slots(tables, device_rows, device_positions, block_size),
+            block_tables=tables[:, :width].index_select(0, to_device(row_ids, device, torch.int32)),
             query_start=to_device(chunk_start, device, torch.int32),
-            seq_lens=to_device(seq_lens, device, torch.int32),
+            seq_lens=device_lens,
+            splits=splits,
         ),
         sampled_rows=row_ids[completes],
         sampled_index=to_device(ends[completes] - 1, device, torch.int64),

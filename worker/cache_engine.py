@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.paged_cache import copy_blocks
+from ..kernels.paged_cache import copy_blocks, swap_blocks
 from ..proto.config import EngineConfig
 
 DEFAULT_CPU_KV_BYTES = 512 << 20
@@ -20,19 +20,22 @@ class CacheEngine:
     """The paged keys and values of this rank's KV heads, and the host memory that they are swapped to.
 
     Attributes:
-        layers: a layer each, [num_blocks, 2, Hkv, block_size, D]; block 0 is scratch for padding rows.
-        host_layers: the same in host memory, [num_host_blocks + 1, ...], whose block 0 is never used.
+        blocks: [L, num_blocks, 2, Hkv, block_size, D]; block 0 is scratch for padding rows.
+        host_blocks: the same in host memory, [L, num_host_blocks + 1, ...], whose block 0 is never used; None
+            without a host tier.
+        layers: a layer each of `blocks`.
     """
 
     def __init__(
         self, config: EngineConfig, num_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         block = 2, config.num_kv_heads_per_rank, config.cache.block_size, config.model.head_dim
-        layers, num_host_blocks = range(config.model.num_layers), config.cache.num_host_blocks
-        self.layers = [_zeros((num_blocks, *block), dtype, device) for _ in layers]
-        self.host_layers: list[Tensor] = []
+        num_layers, num_host_blocks = config.model.num_layers, config.cache.num_host_blocks
+        self.blocks = _zeros((num_layers, num_blocks, *block), dtype, device)
+        self.host_blocks: Tensor | None = None
         if num_host_blocks:
-            self.host_layers = [_host_zeros((num_host_blocks + 1, *block), dtype, device) for _ in layers]
+            self.host_blocks = _host_zeros((num_layers, num_host_blocks + 1, *block), dtype, device)
+        self.layers = list(self.blocks.unbind())
 
     def copy(self, pairs: Tensor) -> None:
         """Copies blocks in every layer.
@@ -40,17 +43,16 @@ class CacheEngine:
         Args:
             pairs: [n, 2] int64, source and destination.
         """
-        for kv_cache in self.layers:
-            copy_blocks(kv_cache, pairs[:, 0], pairs[:, 1])
+        copy_blocks(self.blocks, pairs[:, 0], pairs[:, 1])
 
     def swap_out(self, pairs: Tensor) -> None:
-        """Copies device blocks to host memory, in every layer. The host waits for them.
+        """Copies device blocks to host memory, in every layer. The host waits for nothing: only swap_in reads it.
 
         Args:
             pairs: [n, 2] int64 on the host, device block and host block.
         """
-        for kv_cache, host in zip(self.layers, self.host_layers, strict=True):
-            host[pairs[:, 1]] = kv_cache[pairs[:, 0].to(kv_cache.device)].to(host.device)
+        assert self.host_blocks is not None
+        swap_blocks(self.blocks, self.host_blocks, pairs)
 
     def swap_in(self, pairs: Tensor) -> None:
         """Copies host blocks to the device, in every layer.
@@ -58,27 +60,28 @@ class CacheEngine:
         Args:
             pairs: [n, 2] int64 on the host, host block and device block.
         """
-        for kv_cache, host in zip(self.layers, self.host_layers, strict=True):
-            blocks = host[pairs[:, 0]].to(kv_cache.device, non_blocking=True)
-            kv_cache[pairs[:, 1].to(kv_cache.device)] = blocks
+        assert self.host_blocks is not None
+        swap_blocks(self.host_blocks, self.blocks, pairs)
 
     def measure_swap_rate(self) -> float:
         """Blocks a second that move to host memory and back, each way; 0 without a host tier."""
-        count = (
-            min(len(self.layers[0]), len(self.host_layers[0]), MEASURED_BLOCKS + 1) - 1
-            if self.host_layers
-            else 0
-        )
+        if self.host_blocks is None:
+            return 0.0
+        count = min(self.blocks.shape[1], self.host_blocks.shape[1], MEASURED_BLOCKS + 1) - 1
         if count < 1:
             return 0.0
         pairs = torch.arange(1, count + 1).repeat(2, 1).T
         self.swap_out(pairs)  # touches the pages for the first time
+        self._synchronize()
         started = time.perf_counter()
         self.swap_out(pairs)
         self.swap_in(pairs)
-        if self.layers[0].device.type == "cuda":
-            torch.cuda.synchronize(self.layers[0].device)
+        self._synchronize()
         return 2 * count / (time.perf_counter() - started)
+
+    def _synchronize(self) -> None:
+        if self.blocks.is_cuda:
+            torch.cuda.synchronize(self.blocks.device)
 
 
 def bytes_per_block(config: EngineConfig, dtype: torch.dtype) -> int:

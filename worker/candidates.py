@@ -1,8 +1,4 @@
-"""Candidates: the likeliest tokens of rows that draw, what top_k, top_p and min_p leave of them, and the draw.
-
-Each cut keeps a prefix of the tokens sorted by likelihood. They apply in this order, to probabilities after
-temperature, as in transformers: top_p counts within what top_k leaves.
-"""
+"""Candidates: the likeliest tokens of rows that draw, and what top_k, top_p and min_p leave of them."""
 
 from __future__ import annotations
 
@@ -11,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.gumbel import gumbel_noise
+from ..kernels.sampling import kept_of_sorted
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Settings of rows that draw, [N, 1] each, and their keys, [N, 2] int32."""
+    """Settings of rows that draw, [N] each, and their keys, [N, 2] int32, as kernels.sampling takes them."""
 
     temperature: Tensor
     top_k: Tensor
@@ -37,8 +33,8 @@ class Candidates:
     Attributes:
         values: [N, K] float32, logits over temperature.
         token_ids: [N, K] int32.
-        floor: [N, 1]; every token above it is among the candidates. -inf if all tokens are.
-        log_total: [N, 1], log of the sum of exp over the whole vocabulary.
+        floor: [N]; every token above it is among the candidates. -inf if all tokens are.
+        log_total: [N], log of the sum of exp over the whole vocabulary.
     """
 
     values: Tensor
@@ -56,23 +52,10 @@ def sort_candidates(values: Tensor, token_ids: Tensor, floor: Tensor, log_total:
 
 def kept_candidates(candidates: Candidates, draw: Draw, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Which candidates the cuts leave, [N, K] bool, and for which rows that is the exact answer, [N] bool."""
-    values = candidates.values
-    in_top_k = torch.arange(values.shape[1], device=values.device) < draw.top_k
-    cuts_k = draw.top_k < vocab_size
-    of_top_k = values.masked_fill(~in_top_k, -torch.inf).logsumexp(dim=-1, keepdim=True)
-    probabilities = (values - torch.where(cuts_k, of_top_k, candidates.log_total)).double().exp()
-    likelier = probabilities.cumsum(dim=-1) - probabilities
-    keep = in_top_k & (likelier < draw.top_p) & (values >= values[:, :1] + draw.min_p.log())
-    keep &= values > -torch.inf
-    keep[:, 0] = True
-    num_certain = (values > candidates.floor).sum(dim=-1, keepdim=True)
+    keep = kept_of_sorted(
+        candidates.values, candidates.log_total, vocab_size, draw.top_k, draw.top_p, draw.min_p
+    )
+    num_certain = (candidates.values > candidates.floor.unsqueeze(1)).sum(dim=-1)
     has_all = candidates.floor == -torch.inf
-    covered = (keep.sum(dim=-1, keepdim=True) <= num_certain) & (~cuts_k | (draw.top_k <= num_certain))
-    return keep, (covered | has_all).squeeze(1)
-
-
-def draw_among(candidates: Candidates, keep: Tensor, draw: Draw) -> Tensor:
-    """Draws from the softmax of the kept candidates by Gumbel-max: token ids, [N] int32."""
-    noise = gumbel_noise(draw.keys, candidates.token_ids)
-    scores = noise.add_(candidates.values).masked_fill_(~keep, -torch.inf)
-    return candidates.token_ids.gather(1, scores.argmax(dim=-1, keepdim=True)).squeeze(1)
+    covered = (keep.sum(dim=-1) <= num_certain) & ((draw.top_k >= vocab_size) | (draw.top_k <= num_certain))
+    return keep, covered | has_all

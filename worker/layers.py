@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.linear import linear, pack
 from .models.spec import RopeSpec
 from .parallel import Communicator, Shard
 from .weights import Checkpoint
@@ -62,17 +63,18 @@ class ColumnParallelLinear:
     ) -> None:
         shards = [load.shard(full_len) for full_len in out_features]
         lengths = [len(shard) for shard in shards]
-        self.weight = load.empty(sum(lengths), in_features)
+        weight = load.empty(sum(lengths), in_features)
         self.bias = load.empty(sum(lengths)) if bias else None
-        for part, name, shard in zip(self.weight.split_with_sizes(lengths), names, shards, strict=True):
+        for part, name, shard in zip(weight.split_with_sizes(lengths), names, shards, strict=True):
             load.checkpoint.read_into(part, f"{name}.weight", (shard.full_len, in_features), 0, shard.start)
         if self.bias is not None:
             for part, name, shard in zip(self.bias.split_with_sizes(lengths), names, shards, strict=True):
                 load.checkpoint.read_into(part, f"{name}.bias", (shard.full_len,), 0, shard.start)
+        self.weight = pack(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, E] -> [T, sum of this rank's outputs]."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class RowParallelLinear:
@@ -80,12 +82,12 @@ class RowParallelLinear:
 
     def __init__(self, load: LoadContext, name: str, in_features: int, out_features: int, bias: bool) -> None:
         self.comm = load.comm
-        self.weight = load.part(f"{name}.weight", (out_features, in_features), dim=1)
+        self.weight = pack(load.part(f"{name}.weight", (out_features, in_features), dim=1))
         self.bias = load.whole(f"{name}.bias", out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, this rank's inputs] -> [T, E], the same on every rank."""
-        y = self.comm.all_reduce(F.linear(x, self.weight))
+        y = self.comm.all_reduce(linear(x, self.weight))
         return y if self.bias is None else y.add_(self.bias)
 
 
@@ -123,14 +125,15 @@ class VocabParallelHead:
         tied: VocabParallelEmbedding | None,
     ) -> None:
         self.shard = load.shard(vocab_size)
-        self.weight = (
+        self.weight = pack(
             load.part(f"{name}.weight", (vocab_size, hidden_size), 0) if tied is None else tied.weight
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, E] -> [N, padded_len of the shard] float32; -inf where the padded vocabulary has no token."""
-        logits = F.linear(x, self.weight).float()
-        return F.pad(logits, (0, self.shard.padded_len - len(self.shard)), value=-torch.inf)
+        logits = linear(x, self.weight).float()
+        missing = self.shard.padded_len - len(self.shard)
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
 class RotaryTable:

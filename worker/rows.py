@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..kernels.block_tables import put_entries
 from ..proto.block_tables import BlockTables, IntArray
 from ..proto.config import EngineConfig
 from ..proto.step import NewSequence, RowSampling, StepPlan
@@ -24,6 +25,7 @@ class Rows:
     Attributes:
         max_len: most tokens that a row may compute.
         tables: block tables, equal to the scheduler's.
+        device_tables: the same on the device.
         token_ids: [R, max_len + 1] int32 on the device, prompt and answer.
         lens: [R] int32, tokens known.
         num_computed: [R] int32, tokens whose KV is in the cache.
@@ -35,6 +37,7 @@ class Rows:
         num_rows, max_len = config.scheduler.max_num_seqs, config.model.max_model_len
         self.max_len = max_len
         self.tables = BlockTables(num_rows, config.max_blocks_per_seq)
+        self.device_tables = DeviceTables(self.tables, device)
         self.token_ids = torch.zeros(num_rows, max_len + 1, dtype=torch.int32, device=device)
         self.lens: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.num_computed: IntArray = np.zeros(num_rows, dtype=np.int32)
@@ -44,10 +47,12 @@ class Rows:
     def apply(self, plan: StepPlan) -> None:
         """Steps 1 to 3 and 5 of the plan: released, new, appended and chosen. The caller compares digests."""
         self.tables.release(plan.released_rows)
+        self.device_tables.release(plan.released_rows)
         self.decoding[plan.released_rows] = False
         for sequence in plan.new:
             self._put(sequence)
         self.tables.append(plan.appended_rows, plan.appended_ids)
+        self.device_tables.update()
         if plan.chosen_rows.size:
             self._replace_newest(plan.chosen_rows, plan.chosen_ids)
 
@@ -80,6 +85,40 @@ class Rows:
         self.decoding[row] = False
         self.tables.append(np.full(len(sequence.block_ids), row, dtype=np.int32), sequence.block_ids)
         self.sampling.put(row, sequence.sampling)
+
+
+class DeviceTables:
+    """A rank's block tables where its kernels read them.
+
+    They follow BlockTables by the entries that each step adds, sent together. On a CPU they share its memory.
+
+    Attributes:
+        ids: [R, M] int32 on the device.
+    """
+
+    def __init__(self, tables: BlockTables, device: torch.device) -> None:
+        self._tables = tables
+        self._shared = device.type == "cpu"
+        self.ids = torch.from_numpy(tables.ids) if self._shared else torch.from_numpy(tables.ids).to(device)
+        self._num_sent = tables.lens.copy()
+
+    def release(self, rows: IntArray) -> None:
+        """What these rows get from now on is new."""
+        self._num_sent[rows] = 0
+
+    def update(self) -> None:
+        """Sends what was appended since the last update; the host does not wait for it."""
+        if self._shared:
+            return
+        added = self._tables.lens - self._num_sent
+        rows = np.repeat(np.arange(len(added)), added)
+        if rows.size == 0:
+            return
+        ends = np.cumsum(added)
+        index = np.arange(rows.size) + np.repeat(self._tables.lens - ends, added)
+        entries = np.stack((rows, index, self._tables.ids[rows, index]), axis=1)
+        put_entries(self.ids, to_device(entries, self.ids.device, torch.int32))
+        self._num_sent[:] = self._tables.lens
 
 
 class SamplingTable:

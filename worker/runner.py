@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.decode_splits import INVARIANT_ITEM_LEN
 from ..proto.block_tables import IntArray
 from ..proto.config import EngineConfig
 from ..proto.errors import ConfigError, RankFailed
@@ -141,7 +142,8 @@ class ModelRunner:
             self._kv.swap_in(torch.from_numpy(plan.swap_in.astype(np.int64)))
         if len(plan.copies):
             self._kv.copy(to_device(plan.copies, self._device, torch.int64))
-        return gather_batch(self._rows, plan, self._config.cache.block_size)
+        item_len = INVARIANT_ITEM_LEN if self._config.parallel.batch_invariant else None
+        return gather_batch(self._rows, plan, self._config.cache.block_size, item_len)
 
     def _compute(self, batch: Batch, result: StepResult) -> StepResult:
         with self._staged("forward", result.stage_times):

@@ -5,7 +5,8 @@ whose nucleus is wider than the candidates. From the gathered numbers every rank
 
 - Greedy rows and rows that draw from the whole vocabulary need one candidate a rank: the largest logit, or the
   largest sum of logit and Gumbel noise (kernels.gumbel).
-- Rows with top_k, top_p or min_p need the likeliest NUM_CANDIDATES of each rank and the sum over the vocabulary.
+- Rows with top_k, top_p or min_p need the likeliest NUM_CANDIDATES of each rank and the sum over the vocabulary; a
+  GPU that has the whole vocabulary cuts it as it is.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.gumbel import gumbel_noise, random_keys
+from ..kernels.gumbel import random_keys
+from ..kernels.sampling import draw_among, draw_from_all, draw_from_kept
 from ..proto.block_tables import IntArray
-from .candidates import Candidates, Draw, draw_among, kept_candidates, sort_candidates
+from .candidates import Candidates, Draw, kept_candidates, sort_candidates
 from .parallel import Communicator, Shard
 from .rows import SamplingTable, to_device
 
@@ -57,8 +59,6 @@ class Sampler:
         self._shard = shard
         self._comm = comm
         self._device = device
-        ids = torch.arange(shard.start, shard.start + shard.padded_len, dtype=torch.int32, device=device)
-        self._local_ids = ids.unsqueeze(0)
 
     def sample(
         self, logits: Tensor, table: SamplingTable, rows: IntArray, lens: IntArray
@@ -102,11 +102,11 @@ class Sampler:
     def _choose(self, logits: Tensor, table: SamplingTable, rows: IntArray, lens: IntArray) -> Tensor:
         greedy = table.greedy[rows]
         if greedy.all():
-            return self._best_of_ranks(logits)
+            return self._take_likeliest(logits)
         filtered = table.filtered[rows]
         token_ids = torch.empty(len(rows), dtype=torch.int32, device=self._device)
         for members, choose in (
-            (greedy, self._take_likeliest),
+            (greedy, lambda logits, _: self._take_likeliest(logits)),
             (~greedy & ~filtered, self._draw_from_all),
             (~greedy & filtered, self._draw_from_kept),
         ):
@@ -122,41 +122,43 @@ class Sampler:
     def _settings_of(self, table: SamplingTable, rows: IntArray, lens: IntArray) -> Draw:
         device = self._device
         return Draw(
-            temperature=to_device(table.temperature[rows, None], device, torch.float32),
-            top_k=to_device(table.top_k[rows, None], device, torch.int64),
-            top_p=to_device(table.top_p[rows, None], device, torch.float64),
-            min_p=to_device(table.min_p[rows, None], device, torch.float32),
+            temperature=to_device(table.temperature[rows], device, torch.float32),
+            top_k=to_device(table.top_k[rows], device, torch.int64),
+            top_p=to_device(table.top_p[rows], device, torch.float64),
+            min_p=to_device(table.min_p[rows], device, torch.float32),
             keys=random_keys(
                 to_device(table.seed[rows], device, torch.int64), to_device(lens, device, torch.int64)
             ),
         )
 
-    def _take_likeliest(self, logits: Tensor, draw: Draw) -> Tensor:
-        return self._best_of_ranks(logits)
+    def _take_likeliest(self, logits: Tensor) -> Tensor:
+        best, index = logits.max(dim=-1)
+        return self._best_of_ranks(best, index.int() + self._shard.start)
 
     def _draw_from_all(self, logits: Tensor, draw: Draw) -> Tensor:
-        noise = gumbel_noise(draw.keys, self._local_ids)
-        return self._best_of_ranks(noise.add_(logits / draw.temperature))
+        return self._best_of_ranks(
+            *draw_from_all(logits, draw.temperature, draw.keys, first_id=self._shard.start)
+        )
 
     def _draw_from_kept(self, logits: Tensor, draw: Draw) -> Tensor:
-        scaled = logits / draw.temperature
-        candidates = self._gather_candidates(scaled)
+        if logits.is_cuda and self._comm.size == 1:
+            return _draw_from_kept_of_all(logits, draw)
+        candidates = self._gather_candidates(logits / draw.temperature.unsqueeze(1))
         keep, covered = kept_candidates(candidates, draw, self._shard.full_len)
-        token_ids = draw_among(candidates, keep, draw)
+        token_ids = draw_among(candidates.values, candidates.token_ids, keep, draw.keys)
         uncovered = (~covered).nonzero().squeeze(1)
         if uncovered.numel():
-            rest = draw.select(uncovered)
-            everything = self._gather_all(scaled[uncovered])
-            keep, _ = kept_candidates(everything, rest, self._shard.full_len)
-            token_ids[uncovered] = draw_among(everything, keep, rest)
+            everything = _beside_each_other(self._comm.all_gather(logits[uncovered]))
+            # Only the last ranks' parts are padded.
+            everything = everything[:, : self._shard.full_len]
+            token_ids[uncovered] = _draw_from_kept_of_all(everything, draw.select(uncovered))
         return token_ids
 
-    def _best_of_ranks(self, scores: Tensor) -> Tensor:
-        """Token of the largest score, the first of equals: [N, padded_len] -> [N] int32."""
-        best, index = scores.max(dim=-1)
+    def _best_of_ranks(self, best: Tensor, token_ids: Tensor) -> Tensor:
+        """Token of the largest score, the first of equals; each rank gives its best, [N] and [N] int32."""
         if self._comm.size == 1:
-            return index.int()
-        local = torch.stack((best, (index + self._shard.start).float()), dim=-1)
+            return token_ids
+        local = torch.stack((best, token_ids.float()), dim=-1)
         best, token_ids = self._comm.all_gather(local).unbind(-1)
         return token_ids.gather(0, best.argmax(dim=0, keepdim=True)).squeeze(0).int()
 
@@ -174,16 +176,9 @@ class Sampler:
         return sort_candidates(
             _beside_each_other(values),
             _beside_each_other(token_ids).int(),
-            floor.amax(0),
-            log_total.logsumexp(0),
+            floor.amax(0).squeeze(1),
+            log_total.logsumexp(0).squeeze(1),
         )
-
-    def _gather_all(self, scaled: Tensor) -> Candidates:
-        """The whole vocabulary, sorted."""
-        everything = _beside_each_other(self._comm.all_gather(scaled))
-        values, token_ids = everything.sort(dim=-1, descending=True, stable=True)
-        floor = torch.full_like(values[:, :1], -torch.inf)
-        return Candidates(values, token_ids.int(), floor, values.logsumexp(dim=-1, keepdim=True))
 
     def _logprobs(self, logits: Tensor, token_ids: Tensor, index: IntArray, num_top: int) -> SampledLogprobs:
         rows = to_device(index, self._device, torch.int64)
@@ -207,6 +202,10 @@ class Sampler:
             top_ids=_beside_each_other(top_ids).gather(1, order).long(),
             top=top - log_total,
         )
+
+
+def _draw_from_kept_of_all(logits: Tensor, draw: Draw) -> Tensor:
+    return draw_from_kept(logits, draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.keys)
 
 
 def _beside_each_other(gathered: Tensor) -> Tensor:

@@ -61,10 +61,12 @@ def test_write_kv_touches_its_slots_and_no_other() -> None:
     assert torch.equal(cache[1:], expected[1:])
 
 
-def test_copies_read_everything_before_they_write() -> None:
-    cache = torch.arange(6.0).view(6, 1, 1, 1, 1).repeat(1, 2, 1, 4, 2)
-    copy_blocks(cache, torch.tensor([1, 2, 1]), torch.tensor([2, 3, 5]))
-    assert cache[:, 0, 0, 0, 0].tolist() == [0, 1, 1, 2, 4, 1]
+def test_copies_are_made_in_every_layer() -> None:
+    layer = torch.arange(6.0).view(6, 1, 1, 1, 1).repeat(1, 2, 1, 4, 2)
+    caches = torch.stack((layer, 10 + layer))
+    copy_blocks(caches, torch.tensor([1, 4, 1]), torch.tensor([2, 3, 5]))
+    assert caches[:, :, 0, 0, 0, 0].tolist() == [[0, 1, 1, 4, 4, 1], [10, 11, 11, 14, 14, 11]]
+    assert torch.equal(caches, caches[..., :1, :1, :1, :1].expand_as(caches))
 
 
 def reference_bits(seed: int, position: int, token_id: int) -> int:

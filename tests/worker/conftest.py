@@ -62,9 +62,9 @@ class ThreadCommunicator:
 
 
 def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
-    """An EngineConfig as the resolver would make it, for float32 on CPU.
+    """An EngineConfig as the resolver would make it, for float32 on a CPU.
 
-    Settings: block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes.
+    Settings: block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, device.
     """
     hf = json.loads((folder / "config.json").read_text())
     num_heads = hf["num_attention_heads"]
@@ -87,7 +87,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
         memory_bytes=settings.get("memory_bytes"),
     )
     scheduler = SchedulerConfig(max_num_seqs=settings.get("max_num_seqs", 8))
-    return EngineConfig(model, cache, ParallelConfig(tp, "cpu", 1), scheduler)
+    return EngineConfig(model, cache, ParallelConfig(tp, settings.get("device", "cpu"), 1), scheduler)
 
 
 @dataclass

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...kernels.activation import silu_and_mul
 from ...kernels.norm import add_rms_norm, rms_norm
-from ...kernels.rope import apply_rope
+from ...kernels.rotate_and_store import rotate_and_store
 from ..attention import AttentionInputs, paged_attention
 from ..layers import (
     ColumnParallelLinear,
@@ -23,8 +23,6 @@ class Attention:
     """Self-attention over the paged cache; a rank computes its own heads."""
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, name: str) -> None:
-        self.num_heads = spec.num_heads // load.comm.size
-        self.num_kv_heads = spec.num_kv_heads // load.comm.size
         self.head_dim = spec.head_dim
         self.scale = spec.head_dim**-0.5
         self.norm_eps = spec.norm_eps
@@ -45,15 +43,12 @@ class Attention:
         self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor, inputs: AttentionInputs
     ) -> Tensor:
         """[T, E] -> [T, E]; writes the tokens' keys and values before anything reads them."""
-        num_tokens, num_rotated = x.shape[0], self.num_heads + self.num_kv_heads
-        heads = self.qkv.forward(x).view(num_tokens, num_rotated + self.num_kv_heads, self.head_dim)
-        q, k = heads[:, : self.num_heads], heads[:, self.num_heads : num_rotated]
-        if self.q_norm is not None and self.k_norm is not None:
-            q.copy_(rms_norm(q, self.q_norm, self.norm_eps))
-            k.copy_(rms_norm(k, self.k_norm, self.norm_eps))
-        apply_rope(heads[:, :num_rotated], *rotation)
-        kv = heads[:, self.num_heads :].view(num_tokens, 2, self.num_kv_heads, self.head_dim)
-        attended = paged_attention(q, kv, kv_cache, inputs, self.scale)
+        num_tokens = x.shape[0]
+        heads = self.qkv.forward(x).view(num_tokens, -1, self.head_dim)
+        q = rotate_and_store(
+            heads, kv_cache, inputs.slot_mapping, *rotation, self.q_norm, self.k_norm, self.norm_eps
+        )
+        attended = paged_attention(q, kv_cache, inputs, self.scale)
         return self.output.forward(attended.view(num_tokens, -1))
 
 
@@ -82,13 +77,29 @@ class DecoderLayer:
         self.mlp = Mlp(load, spec, f"{name}.mlp")
 
     def forward(
-        self, residual: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor, inputs: AttentionInputs
-    ) -> None:
-        """Adds the layer's outputs to `residual`, [T, E], in place."""
-        x = rms_norm(residual, self.input_norm, self.norm_eps)
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        kv_cache: Tensor,
+        inputs: AttentionInputs,
+    ) -> Tensor:
+        """Additions to the residual are made with the norm that follows them, which reads it anyway.
+
+        Args:
+            x: what the layer before wants added to `residual`, if there is one.
+            residual: [T, E]; updated in place.
+
+        Returns:
+            What is to be added to `residual`, [T, E].
+        """
+        if x is None:
+            x = rms_norm(residual, self.input_norm, self.norm_eps)
+        else:
+            x = add_rms_norm(x, residual, self.input_norm, self.norm_eps)
         x = self.attention.forward(x, rotation, kv_cache, inputs)
         x = add_rms_norm(x, residual, self.post_attention_norm, self.norm_eps)
-        residual.add_(self.mlp.forward(x))
+        return self.mlp.forward(x)
 
 
 class Decoder:
@@ -124,9 +135,10 @@ class Decoder:
         """
         hidden = self.embedding.forward(token_ids)
         rotation = self.rotary.at(positions)
+        x = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            layer.forward(hidden, rotation, kv_cache, inputs)
-        return hidden
+            x = layer.forward(x, hidden, rotation, kv_cache, inputs)
+        return hidden if x is None else hidden.add_(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """This rank's logits of [N, E] hidden states, [N, padded part of the vocabulary] float32."""

@@ -1,0 +1,37 @@
+"""SwiGLU's gate in one launch."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_LEN = 1024
+
+
+@triton.jit
+def _silu_and_mul(
+    gate_up_ptr,  # [T, 2 I]
+    out_ptr,  # [T, I]
+    num_columns,
+    stride_gate_up,
+    BLOCK_I: tl.constexpr,
+):
+    # grid: (T, tiles of I)
+    row = tl.program_id(0).to(tl.int64)
+    offs_i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    mask = offs_i < num_columns
+    gate_ptrs = gate_up_ptr + row * stride_gate_up + offs_i
+    gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + num_columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * num_columns + offs_i, gate * tl.sigmoid(gate) * up, mask=mask)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """See kernels.activation."""
+    num_rows, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1
+    out = torch.empty((num_rows, num_columns), dtype=gate_up.dtype, device=gate_up.device)
+    _silu_and_mul[(num_rows, triton.cdiv(num_columns, BLOCK_LEN))](
+        gate_up, out, num_columns, gate_up.stride(0), BLOCK_I=BLOCK_LEN
+    )
+    return out

@@ -1,0 +1,165 @@
+"""Attention of one new token a sequence over the paged cache, its keys split among programs.
+
+Each program takes one item (see kernels.decode_splits) of one KV head, with all query heads of the group as the rows
+of one tile, so that keys and values are read once. A second kernel merges the items of sequences that have several.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..decode_splits import DecodeSplits, split_decodes
+from .attend_keys import LOG2_E, attend_keys
+from .tiles import DECODE_TILES, INTERPRETED, find_tile
+
+# Items merged a turn of the loop.
+MERGED_ITEMS = 16
+
+
+@triton.jit
+def _attend_items(
+    q_ptr,  # [S, Hq, D]
+    cache_ptr,  # [N, 2, Hkv, B, D]
+    tables_ptr,  # [S, M]
+    seq_lens_ptr,  # [S]
+    item_len_ptr,  # [1]
+    item_seqs_ptr,  # [I]
+    first_items_ptr,  # [S + 1]
+    out_ptr,  # [S, Hq, D]
+    partial_ptr,  # [I, Hq, D] float32
+    log_sums_ptr,  # [I, Hq] float32
+    scale_log2,
+    num_seqs,
+    stride_q_seq,
+    stride_q_head,
+    stride_cache_block,
+    stride_cache_kv,
+    stride_cache_head,
+    stride_table,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    # grid: (I, Hkv)
+    item, kv_head = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(1) * GROUP
+    seq = tl.load(item_seqs_ptr + item).to(tl.int64)
+    if seq >= num_seqs:
+        return
+    first_item = tl.load(first_items_ptr + seq)
+    num_items = tl.load(first_items_ptr + seq + 1) - first_item
+    item_len = tl.load(item_len_ptr)
+    start = (item - first_item) * item_len
+    end = tl.minimum(start + item_len, tl.load(seq_lens_ptr + seq))
+
+    offs_g = tl.arange(0, BLOCK_G)
+    offs_d = tl.arange(0, BLOCK_D)
+    heads = kv_head * GROUP + offs_g
+    mask_d = offs_d < HEAD_DIM
+    mask_q = (offs_g < GROUP)[:, None] & mask_d[None, :]
+    q_ptrs = q_ptr + seq * stride_q_seq + heads[:, None] * stride_q_head + offs_d[None, :]
+    q = tl.load(q_ptrs, mask=mask_q, other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+
+    head_ptr = cache_ptr + kv_head * stride_cache_head
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    last_keys = tl.full([BLOCK_G], 0, tl.int32) + (end - 1)
+    out, top, total = attend_keys(
+        q, out, top, total, head_ptr, tables_ptr + seq * stride_table, start, end, last_keys,
+        scale_log2, stride_cache_block, stride_cache_kv, True,
+        HEAD_DIM, CACHE_BLOCK, BLOCK_K, BLOCK_D, UPCAST,
+    )  # fmt: skip
+    out = out / total[:, None]
+    if num_items == 1:
+        rows = seq * num_heads + heads
+        tl.store(out_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :], out, mask=mask_q)
+    else:
+        rows = item.to(tl.int64) * num_heads + heads
+        tl.store(partial_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :], out, mask=mask_q)
+        tl.store(log_sums_ptr + rows, top + tl.log2(total), mask=offs_g < GROUP)
+
+
+@triton.jit
+def _merge_items(
+    partial_ptr,  # [I, Hq, D] float32
+    log_sums_ptr,  # [I, Hq] float32, base 2
+    first_items_ptr,  # [S + 1]
+    out_ptr,  # [S, Hq, D]
+    HEAD_DIM: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # grid: (S, Hq)
+    seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    first_item = tl.load(first_items_ptr + seq)
+    end_item = tl.load(first_items_ptr + seq + 1)
+    if end_item - first_item == 1:
+        return
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < HEAD_DIM
+    top = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    out = tl.zeros([BLOCK_D], tl.float32)
+    for tile_start in range(first_item, end_item, BLOCK_I):
+        items = tile_start + tl.arange(0, BLOCK_I)
+        live = items < end_item
+        rows = items.to(tl.int64) * num_heads + head
+        log_sums = tl.load(log_sums_ptr + rows, mask=live, other=float("-inf"))
+        partial = tl.load(
+            partial_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :],
+            mask=live[:, None] & mask_d[None, :],
+            other=0.0,
+        )
+        new_top = tl.maximum(top, tl.max(log_sums, 0))
+        weights = tl.exp2(log_sums - new_top)
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, 0)
+        out = out * decay + tl.sum(partial * weights[:, None], 0)
+        top = new_top
+    out = out / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + (seq * num_heads + head) * HEAD_DIM + offs_d, out, mask=mask_d)
+
+
+def paged_decode_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    splits: DecodeSplits | None = None,
+) -> Tensor:
+    """See kernels.paged_attention; padding rows give zeros here."""
+    num_seqs, num_heads, head_dim = q.shape
+    _, _, num_kv_heads, block_size, _ = kv_cache.shape
+    assert q.stride(2) == 1
+    assert kv_cache.stride()[3:] == (head_dim, 1)
+    assert num_heads % num_kv_heads == 0
+    assert block_tables.stride(1) == 1
+    if splits is None:
+        splits = split_decodes(seq_lens, block_tables.shape[1] * block_size)
+    num_items = splits.item_seqs.shape[0]
+    tile = find_tile(DECODE_TILES, q, num_kv_heads)
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    partial = torch.empty((num_items, num_heads, head_dim), dtype=torch.float32, device=q.device)
+    log_sums = torch.empty((num_items, num_heads), dtype=torch.float32, device=q.device)
+    _attend_items[(num_items, num_kv_heads)](
+        q, kv_cache, block_tables, seq_lens, *splits, out, partial, log_sums,
+        scale * LOG2_E, num_seqs, q.stride(0), q.stride(1), *kv_cache.stride()[:3], block_tables.stride(0),
+        GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, CACHE_BLOCK=block_size,
+        BLOCK_G=tile.num_rows, BLOCK_K=tile.num_keys, BLOCK_D=block_d, UPCAST=INTERPRETED,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    _merge_items[(num_seqs, num_heads)](
+        partial, log_sums, splits.first_items, out, HEAD_DIM=head_dim, BLOCK_I=MERGED_ITEMS, BLOCK_D=block_d
+    )
+    return out

@@ -1,0 +1,127 @@
+"""Causal attention of ragged chunks over the paged cache, cached prefixes included (Dao, *FlashAttention-2*, 2023).
+
+One path for prompts in chunks, prompts after a prefix hit and drafts to verify. A tile's rows are (query, head)
+pairs of one sequence and one KV head, so that the group shares every read of a key. Tiles are numbered without
+knowing how long each chunk is: sequence s starts at tile ``query_start[s] // queries a tile + s``, which leaves room
+for its last, partly filled tile, and a program finds its sequence by bisection.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attend_keys import LOG2_E, attend_keys
+from .tiles import INTERPRETED, LARGE_PREFILL_TILES, SMALL_PREFILL_TILES, find_tile
+
+# Mean (query, head) pairs a sequence and KV head from which the large tile wastes less than it wins.
+LARGE_TILE_ROWS = 64
+
+
+@triton.jit
+def _find_sequence(query_start_ptr, tile, num_seqs, TILE_QUERIES: tl.constexpr):
+    """The last sequence that starts at this tile or before."""
+    low, high = 0, num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        starts_before = tl.load(query_start_ptr + middle) // TILE_QUERIES + middle <= tile
+        low = tl.where(starts_before, middle, low)
+        high = tl.where(starts_before, high, middle)
+    return low
+
+
+@triton.jit
+def _attend_chunks(
+    q_ptr,  # [T, Hq, D]
+    cache_ptr,  # [N, 2, Hkv, B, D]
+    tables_ptr,  # [S, M]
+    query_start_ptr,  # [S + 1]
+    seq_lens_ptr,  # [S]
+    out_ptr,  # [T, Hq, D]
+    scale_log2,
+    num_seqs,
+    stride_q_token,
+    stride_q_head,
+    stride_cache_block,
+    stride_cache_kv,
+    stride_cache_head,
+    stride_table,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    # grid: (tiles, Hkv)
+    TILE_QUERIES: tl.constexpr = BLOCK_R // GROUP
+    # A sequence's last tiles have the most keys; they start first.
+    tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(1) * GROUP
+    seq = _find_sequence(query_start_ptr, tile, num_seqs, TILE_QUERIES)
+    chunk_start = tl.load(query_start_ptr + seq)
+    chunk_len = tl.load(query_start_ptr + seq + 1) - chunk_start
+    first_query = (tile - chunk_start // TILE_QUERIES - seq) * TILE_QUERIES
+    if first_query >= chunk_len:
+        return
+    num_cached = tl.load(seq_lens_ptr + seq) - chunk_len
+    num_keys = num_cached + tl.minimum(first_query + TILE_QUERIES, chunk_len)
+
+    offs_r = tl.arange(0, BLOCK_R)
+    offs_d = tl.arange(0, BLOCK_D)
+    queries = first_query + offs_r // GROUP
+    heads = kv_head * GROUP + offs_r % GROUP
+    tokens = (chunk_start + queries).to(tl.int64)
+    mask_r = (offs_r < TILE_QUERIES * GROUP) & (queries < chunk_len)
+    mask_q = mask_r[:, None] & (offs_d < HEAD_DIM)[None, :]
+    q_rows = tokens * stride_q_token + heads * stride_q_head
+    q = tl.load(q_ptr + q_rows[:, None] + offs_d[None, :], mask=mask_q, other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+
+    head_ptr = cache_ptr + kv_head * stride_cache_head
+    table_ptr = tables_ptr + seq.to(tl.int64) * stride_table
+    out = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    # Every query of the tile sees the keys before `seen_by_all`; the rest needs a mask.
+    seen_by_all = (num_cached + first_query + 1) // BLOCK_K * BLOCK_K
+    last_keys = num_cached + queries
+    out, top, total = attend_keys(
+        q, out, top, total, head_ptr, table_ptr, 0, seen_by_all, last_keys,
+        scale_log2, stride_cache_block, stride_cache_kv, False,
+        HEAD_DIM, CACHE_BLOCK, BLOCK_K, BLOCK_D, UPCAST,
+    )  # fmt: skip
+    out, top, total = attend_keys(
+        q, out, top, total, head_ptr, table_ptr, seen_by_all, num_keys, last_keys,
+        scale_log2, stride_cache_block, stride_cache_kv, True,
+        HEAD_DIM, CACHE_BLOCK, BLOCK_K, BLOCK_D, UPCAST,
+    )  # fmt: skip
+    out_rows = (tokens * num_heads + heads) * HEAD_DIM
+    tl.store(out_ptr + out_rows[:, None] + offs_d[None, :], out / total[:, None], mask=mask_q)
+
+
+def paged_prefill_attention(
+    q: Tensor, kv_cache: Tensor, block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, scale: float
+) -> Tensor:
+    """See kernels.paged_attention; tokens that belong to no chunk have no meaningful output."""
+    num_tokens, num_heads, head_dim = q.shape
+    _, _, num_kv_heads, block_size, _ = kv_cache.shape
+    num_seqs, group = seq_lens.shape[0], num_heads // num_kv_heads
+    assert q.stride(2) == 1
+    assert kv_cache.stride()[3:] == (head_dim, 1)
+    assert num_heads % num_kv_heads == 0
+    assert block_tables.stride(1) == 1
+    is_large = num_tokens * group >= LARGE_TILE_ROWS * num_seqs
+    tile = find_tile(LARGE_PREFILL_TILES if is_large else SMALL_PREFILL_TILES, q, num_kv_heads)
+    num_tiles = num_tokens // (tile.num_rows // group) + num_seqs
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    _attend_chunks[(num_tiles, num_kv_heads)](
+        q, kv_cache, block_tables, query_start, seq_lens, out,
+        scale * LOG2_E, num_seqs, q.stride(0), q.stride(1), *kv_cache.stride()[:3], block_tables.stride(0),
+        GROUP=group, HEAD_DIM=head_dim, CACHE_BLOCK=block_size,
+        BLOCK_R=tile.num_rows, BLOCK_K=tile.num_keys, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        UPCAST=INTERPRETED, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,122 @@
+// The small ops between matmuls. At one token a step each of them costs less than calling it, so each is one call.
+#include "vector.h"
+
+namespace {
+
+// Below so many numbers the threads' meeting costs more than they save.
+constexpr int64_t MIN_PARALLEL = 16384;
+
+template <typename T>
+void normalise(const T* x, const T* weight, T* out, int64_t length, float eps) {
+  Vec squares = {};
+  int64_t i = 0;
+  for (; i + LANES <= length; i += LANES) {
+    const Vec v = load(x + i);
+    squares += v * v;
+  }
+  const float scale = 1.f / std::sqrt(sum_of(squares) / length + eps);
+  for (i = 0; i < length; i += LANES) store(out + i, load(x + i) * scale * load(weight + i));
+}
+
+template <typename T>
+void rms_norm(const T* x, const T* weight, T* out, int64_t num_outer, int64_t num_inner, int64_t outer_stride,
+              int64_t inner_stride, int64_t length, float eps, int threads) {
+  const int64_t rows = num_outer * num_inner;
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * length >= MIN_PARALLEL)
+  for (int64_t row = 0; row < rows; row++)
+    normalise(x + row / num_inner * outer_stride + row % num_inner * inner_stride, weight, out + row * length, length,
+              eps);
+}
+
+template <typename T>
+void add_rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t rows, int64_t length, float eps,
+                  int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * length >= MIN_PARALLEL)
+  for (int64_t row = 0; row < rows; row++) {
+    const int64_t begin = row * length;
+    for (int64_t i = begin; i < begin + length; i += LANES) store(residual + i, load(residual + i) + load(x + i));
+    normalise(residual + begin, weight, out + begin, length, eps);
+  }
+}
+
+template <typename T>
+void silu_and_mul(const T* gate_up, T* out, int64_t rows, int64_t length, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * length >= MIN_PARALLEL)
+  for (int64_t row = 0; row < rows; row++) {
+    const T *gate = gate_up + row * 2 * length, *up = gate + length;
+    for (int64_t i = 0; i < length; i += LANES) {
+      const Vec g = load(gate + i);
+      store(out + row * length + i, g / (1.f + exp_of(-g)) * load(up + i));
+    }
+  }
+}
+
+template <typename T>
+void apply_rope(T* x, const T* cos, const T* sin, int64_t tokens, int64_t heads, int64_t head_dim,
+                int64_t token_stride, int64_t table_stride, int threads) {
+  const int64_t half = head_dim / 2;
+#pragma omp parallel for schedule(static) num_threads(threads) if (tokens * heads * head_dim >= MIN_PARALLEL)
+  for (int64_t t = 0; t < tokens; t++) {
+    const T *c = cos + t * table_stride, *s = sin + t * table_stride;
+    for (int64_t h = 0; h < heads; h++) {
+      T* head = x + t * token_stride + h * head_dim;
+      for (int64_t i = 0; i < half; i += LANES) {
+        const Vec a = load(head + i), b = load(head + half + i);
+        store(head + i, a * load(c + i) + b * load(s + i));
+        store(head + half + i, b * load(c + half + i) + a * load(s + half + i));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+#define FOR_TYPE(call)                                        \
+  do {                                                        \
+    if (is_bf16) {                                            \
+      using T = bf16;                                         \
+      call;                                                   \
+    } else {                                                  \
+      using T = float;                                        \
+      call;                                                   \
+    }                                                         \
+  } while (0)
+
+// Lengths and halves of heads are multiples of LANES everywhere.
+extern "C" {
+
+int quire_lanes() { return LANES; }
+
+void quire_rms_norm(int is_bf16, const void* x, const void* weight, void* out, int64_t num_outer, int64_t num_inner,
+                    int64_t outer_stride, int64_t inner_stride, int64_t length, float eps, int threads) {
+  FOR_TYPE(rms_norm((const T*)x, (const T*)weight, (T*)out, num_outer, num_inner, outer_stride, inner_stride, length,
+                    eps, threads));
+}
+
+void quire_add_rms_norm(int is_bf16, const void* x, void* residual, const void* weight, void* out, int64_t rows,
+                        int64_t length, float eps, int threads) {
+  FOR_TYPE(add_rms_norm((const T*)x, (T*)residual, (const T*)weight, (T*)out, rows, length, eps, threads));
+}
+
+void quire_silu_and_mul(int is_bf16, const void* gate_up, void* out, int64_t rows, int64_t length, int threads) {
+  FOR_TYPE(silu_and_mul((const T*)gate_up, (T*)out, rows, length, threads));
+}
+
+void quire_apply_rope(int is_bf16, void* x, const void* cos, const void* sin, int64_t tokens, int64_t heads,
+                      int64_t head_dim, int64_t token_stride, int64_t table_stride, int threads) {
+  FOR_TYPE(apply_rope((T*)x, (const T*)cos, (const T*)sin, tokens, heads, head_dim, token_stride, table_stride,
+                      threads));
+}
+
+// kv [T, 2, Hkv, D] goes to its slots of a cache [N, 2, Hkv, B, D]; elements are of `width` bytes.
+void quire_write_kv(int64_t width, const char* kv, char* cache, const int64_t* slots, int64_t tokens,
+                    int64_t token_stride, int64_t num_pieces, int64_t block_size, int64_t head_dim) {
+  const int64_t piece = head_dim * width;
+  for (int64_t t = 0; t < tokens; t++) {
+    const int64_t slot = slots[t] < 0 ? 0 : slots[t];
+    char* block = cache + slot / block_size * num_pieces * block_size * piece + slot % block_size * piece;
+    for (int64_t p = 0; p < num_pieces; p++)
+      memcpy(block + p * block_size * piece, kv + t * token_stride * width + p * piece, piece);
+  }
+}
+}

@@ -1,0 +1,137 @@
+// Vectors as wide as the target's registers, in the vector extensions of GCC and Clang: the same source is AVX-512,
+// AVX2 or NEON. Nothing here may be compiled with -ffast-math: infinities and NaN carry meaning.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t BitVec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t HalfVec __attribute__((vector_size(2 * LANES)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline Vec load(const float* p) {
+  Vec v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline Vec load(const bf16* p) {
+  HalfVec half;
+  memcpy(&half, p, sizeof half);
+  BitVec bits = __builtin_convertvector(half, BitVec) << 16;
+  Vec v;
+  memcpy(&v, &bits, sizeof v);
+  return v;
+}
+
+inline void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
+
+// Rounds to nearest, ties to even; NaN stays NaN.
+inline void store(bf16* p, Vec v) {
+  BitVec bits;
+  memcpy(&bits, &v, sizeof v);
+  BitVec rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  HalfVec half = __builtin_convertvector(v == v ? rounded : (BitVec{} + 0x7FC0), HalfVec);
+  memcpy(p, &half, sizeof half);
+}
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(bf16 x) {
+  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float f;
+  memcpy(&f, &bits, sizeof f);
+  return f;
+}
+
+inline Vec broadcast(float x) { return Vec{} + x; }
+
+inline IntVec lane_numbers() {
+  IntVec lanes;
+  for (int i = 0; i < LANES; i++) lanes[i] = i;
+  return lanes;
+}
+
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+// The vector's halves, quarters and so on, down to two numbers, folded by an operation.
+template <typename Fold>
+inline float fold(Vec v, Fold with) {
+  typedef float Quad __attribute__((vector_size(16)));
+#if defined(__AVX512F__)
+  typedef float Oct __attribute__((vector_size(32)));
+  const Oct oct = with(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
+                       __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+#elif defined(__AVX__)
+  const Vec oct = v;
+#endif
+#if defined(__AVX__)
+  const Quad quad =
+      with(__builtin_shufflevector(oct, oct, 0, 1, 2, 3), __builtin_shufflevector(oct, oct, 4, 5, 6, 7));
+#else
+  const Quad quad = v;
+#endif
+  const Quad pair = with(quad, __builtin_shufflevector(quad, quad, 2, 3, 0, 1));
+  return with(pair, __builtin_shufflevector(pair, pair, 1, 0, 3, 2))[0];
+}
+
+inline float sum_of(Vec v) {
+  return fold(v, [](auto a, auto b) { return a + b; });
+}
+
+inline float max_of(Vec v) {
+  return fold(v, [](auto a, auto b) { return a > b ? a : b; });
+}
+
+// Sums of neighbours: those of `a` in the lower half, those of `b` in the upper.
+inline Vec add_neighbours(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif defined(__AVX__)
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
+         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+#endif
+}
+
+// The sum of each of LANES vectors, in their order; overwrites them.
+inline Vec sums_of(Vec* v) {
+  for (int count = LANES; count > 1; count /= 2)
+    for (int i = 0; i < count / 2; i++) v[i] = add_neighbours(v[2 * i], v[2 * i + 1]);
+  return v[0];
+}
+
+// exp, to 2 units in the last place: 2^n times a polynomial of the rest (coefficients: Cephes' expf). 0 below -87.
+inline Vec exp_of(Vec x) {
+  const Vec clamped = x > 88.f ? broadcast(88.f) : x;
+  const Vec scaled = clamped * 1.44269504f;
+  const IntVec n = __builtin_convertvector(scaled + (scaled < 0.f ? broadcast(-0.5f) : broadcast(0.5f)), IntVec);
+  const Vec whole = __builtin_convertvector(n, Vec);
+  const Vec r = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.f;
+  const IntVec exponent = (n + 127) << 23;
+  Vec power;
+  memcpy(&power, &exponent, sizeof power);
+  return x < -87.f ? Vec{} : p * power;
+}

@@ -1,0 +1,46 @@
+"""From a projection to attention: queries and keys normalised and rotated, keys and values stored in the cache."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .dispatch import on_gpu
+from .norm import rms_norm
+from .paged_cache import write_kv
+from .rope import apply_rope
+
+
+@on_gpu("rotate_and_store")
+def rotate_and_store(
+    heads: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Prepares a step's heads for attention.
+
+    Args:
+        heads: [T, Hq + 2 Hkv, D], queries, keys and values as projected; becomes scratch.
+        kv_cache: [N, 2, Hkv, B, D].
+        slot_mapping: [T] int64, as for write_kv.
+        cos, sin: [T, D], as for apply_rope.
+        q_norm, k_norm: [D], weights of RMSNorm over each head before the rotation; both or none.
+        eps: of the norms.
+
+    Returns:
+        The rotated queries, [T, Hq, D], a view of `heads`.
+    """
+    num_tokens, num_heads, head_dim = heads.shape
+    num_kv_heads = kv_cache.shape[2]
+    q, k, _ = heads.split_with_sizes([num_heads - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_norm is not None and k_norm is not None:
+        q.copy_(rms_norm(q, q_norm, eps))
+        k.copy_(rms_norm(k, k_norm, eps))
+    apply_rope(heads[:, :-num_kv_heads], cos, sin)
+    kv = heads[:, -2 * num_kv_heads :].view(num_tokens, 2, num_kv_heads, head_dim)
+    write_kv(kv, kv_cache, slot_mapping)
+    return q

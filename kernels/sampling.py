@@ -1,0 +1,94 @@
+"""Drawing tokens from logits: among all, or among what top_k, top_p and min_p leave.
+
+A draw takes the largest sum of a logit, divided by the temperature, and its token's Gumbel noise (kernels.gumbel).
+The cuts apply in the order top_k, top_p, min_p, and each leaves a prefix of the tokens sorted by likelihood, equals
+by id; top_p counts within what top_k leaves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .dispatch import on_gpu
+from .gumbel import gumbel_noise
+
+
+@on_gpu("draw_from_all")
+def draw_from_all(
+    logits: Tensor, temperature: Tensor, keys: Tensor, first_id: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Draws from the softmax of each row, or from a rank's part of it: the largest of the ranks' scores wins.
+
+    Args:
+        logits: [N, V] float32.
+        temperature: [N] float32, above 0.
+        keys: [N, 2] int32, from random_keys.
+        first_id: the token of the first column.
+
+    Returns:
+        Scores [N] float32 and token ids [N] int32 of the winners, the first of equals.
+    """
+    token_ids = torch.arange(first_id, first_id + logits.shape[1], dtype=torch.int32, device=logits.device)
+    noise = gumbel_noise(keys, token_ids.unsqueeze(0))
+    best, index = noise.add_(logits / temperature.unsqueeze(1)).max(dim=-1)
+    return best, index.int() + first_id
+
+
+@on_gpu("draw_from_kept")
+def draw_from_kept(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
+) -> Tensor:
+    """Draws from what the cuts leave of the softmax of each row.
+
+    Args:
+        logits: [N, V] float32, of the whole vocabulary.
+        temperature: [N] float32, above 0.
+        top_k: [N] int64, from 1; V or more for no cut.
+        top_p: [N] float64; 2 for no cut.
+        min_p: [N] float32; 0 for no cut.
+        keys: [N, 2] int32, from random_keys.
+
+    Returns:
+        Token ids, [N] int32.
+    """
+    values, token_ids = (logits / temperature.unsqueeze(1)).sort(dim=-1, descending=True, stable=True)
+    token_ids = token_ids.int()
+    keep = kept_of_sorted(values, values.logsumexp(-1), logits.shape[1], top_k, top_p, min_p)
+    return draw_among(values, token_ids, keep, keys)
+
+
+def kept_of_sorted(
+    values: Tensor, log_total: Tensor, vocab_size: int, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """Which of the likeliest tokens the cuts leave.
+
+    Args:
+        values: [N, K] float32, logits over temperature, largest first.
+        log_total: [N], log of the sum of exp over the whole vocabulary.
+
+    Returns:
+        [N, K] bool; at least the first of each row.
+    """
+    top_k, log_total = top_k.unsqueeze(1), log_total.unsqueeze(1)
+    in_top_k = torch.arange(values.shape[1], device=values.device) < top_k
+    of_top_k = values.masked_fill(~in_top_k, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    probabilities = (values - torch.where(top_k < vocab_size, of_top_k, log_total)).double().exp()
+    likelier = probabilities.cumsum(dim=-1) - probabilities
+    keep = in_top_k & (likelier < top_p.unsqueeze(1)) & (values >= values[:, :1] + min_p.log().unsqueeze(1))
+    keep &= values > -torch.inf
+    keep[:, 0] = True
+    return keep
+
+
+def draw_among(values: Tensor, token_ids: Tensor, keep: Tensor, keys: Tensor) -> Tensor:
+    """Draws from the softmax of the kept: token ids, [N] int32.
+
+    Args:
+        values: [N, K] float32, logits over temperature.
+        token_ids: [N, K] int32.
+        keep: [N, K] bool.
+        keys: [N, 2] int32.
+    """
+    scores = gumbel_noise(keys, token_ids).add_(values).masked_fill_(~keep, -torch.inf)
+    return token_ids.gather(1, scores.argmax(dim=-1, keepdim=True)).squeeze(1)

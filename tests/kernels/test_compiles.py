@@ -1,0 +1,26 @@
+"""Every kernel compiles for the GPUs that it is written for, with its tiles, on a machine without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "support" / "compile_kernels.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_every_kernel_compiles(capability: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, str(SCRIPT), capability]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = {line.split()[0] for line in done.stdout.splitlines()}
+    assert len(kernels) >= 10, kernels

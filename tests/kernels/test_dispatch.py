@@ -1,0 +1,54 @@
+"""Which implementation runs, and that a kernel's wrapper can stand for its twin."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quire.kernels import (
+    activation,
+    block_tables,
+    dispatch,
+    norm,
+    paged_attention,
+    paged_cache,
+    rotate_and_store,
+    sampling,
+)
+
+OPS = {
+    "activation": [activation.silu_and_mul],
+    "block_tables": [block_tables.put_entries, block_tables.map_slots],
+    "draw_from_all": [sampling.draw_from_all],
+    "draw_from_kept": [sampling.draw_from_kept],
+    "norm": [norm.rms_norm, norm.add_rms_norm],
+    "paged_cache": [paged_cache.copy_blocks],
+    "paged_decode": [paged_attention.paged_decode_attention],
+    "paged_prefill": [paged_attention.paged_prefill_attention],
+    "rotate_and_store": [rotate_and_store.rotate_and_store],
+}
+
+
+@pytest.mark.parametrize(("module", "op"), [(module, op) for module, ops in OPS.items() for op in ops])
+def test_a_kernel_has_the_signature_of_its_twin(device: str, module: str, op: Any) -> None:
+    def parameters(function: Any) -> list[tuple[str, Any]]:
+        signature = inspect.signature(function, eval_str=True)
+        return [(parameter.name, parameter.default) for parameter in signature.parameters.values()]
+
+    assert parameters(getattr(dispatch._load(module), op.__name__)) == parameters(op)
+
+
+def test_a_cpu_computes_on_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_load", lambda module: pytest.fail("asked for a kernel"))
+    activation.silu_and_mul(torch.zeros(1, 2))
+
+
+def test_without_triton_a_gpu_computes_on_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = SimpleNamespace(is_cuda=True)
+    double = dispatch.on_gpu("nothing")(lambda x: x)
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    assert double(tensor) is tensor

@@ -1,0 +1,147 @@
+"""The kernels that are no attention: each against its PyTorch twin, computed in float64 where it rounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import activation, block_tables, norm, paged_cache, rotate_and_store
+
+# One rounding of the result; the interpreter cuts bfloat16 off, which is at most twice as far.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 7), (5, 64), (3, 1000)], ids=str)
+def test_rms_norm(device: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from quire.kernels.gpu.norm import rms_norm
+
+    x, weight = torch.randn(shape).to(device, dtype), torch.randn(shape[1]).to(device, dtype)
+    close(rms_norm(x, weight, 1e-5), norm.rms_norm(exact(x), exact(weight), 1e-5))
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 7), (5, 64), (3, 1000)], ids=str)
+def test_add_rms_norm(device: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from quire.kernels.gpu.norm import add_rms_norm
+
+    x = torch.randn(shape[0], shape[1] + 3).to(device, dtype)[:, : shape[1]]
+    residual, weight = torch.randn(shape).to(device, dtype), torch.randn(shape[1]).to(device, dtype)
+    exact_residual = exact(residual)
+    expected = norm.add_rms_norm(exact(x), exact_residual, exact(weight), 1e-5)
+    close(add_rms_norm(x, residual, weight, 1e-5), expected)
+    close(residual, exact_residual)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 2), (3, 74), (2, 2050)], ids=str)
+def test_silu_and_mul(device: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from quire.kernels.gpu.activation import silu_and_mul
+
+    gate_up = (3 * torch.randn(shape)).to(device, dtype)
+    close(silu_and_mul(gate_up), activation.silu_and_mul(exact(gate_up)))
+
+
+@DTYPES
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
+def test_rotate_and_store(device: str, head_dim: int, has_norm: bool, dtype: torch.dtype) -> None:
+    from quire.kernels.gpu.rotate_and_store import rotate_and_store as fused
+
+    num_q_heads, num_kv_heads, block_size = 5, 2, 16
+    slots = torch.tensor([3 * 16 + 5, -1, 16, -1, 2 * 16 + 15], device=device)
+    heads = torch.randn(len(slots), num_q_heads + 2 * num_kv_heads, head_dim).to(device, dtype)
+    angles = torch.randn(len(slots), head_dim // 2)
+    cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(device, dtype)
+    sin = torch.cat((-angles.sin(), angles.sin()), dim=-1).to(device, dtype)
+    norms = [torch.rand(head_dim).to(device, dtype) + 0.5 if has_norm else None for _ in "qk"]
+    cache = torch.zeros(4, 2, num_kv_heads, block_size, head_dim, device=device, dtype=dtype)
+    expected_cache = exact(cache)
+    expected_q = rotate_and_store.rotate_and_store(
+        exact(heads), expected_cache, slots.cpu(), exact(cos), exact(sin),
+        *(None if weight is None else exact(weight) for weight in norms), 1e-6,
+    )  # fmt: skip
+    q = fused(heads, cache, slots, cos, sin, *norms, 1e-6)
+    close(q, expected_q)
+    # Block 0 is the twin's scratch for padding; the kernel writes none.
+    assert not cache[0].any()
+    close(cache[1:], expected_cache[1:])
+    assert torch.equal(cache[1:] != 0, (expected_cache[1:] != 0).to(device))
+
+
+def test_entries_of_block_tables(device: str) -> None:
+    from quire.kernels.gpu.block_tables import put_entries
+
+    tables = torch.randint(0, 99, (5, 70), dtype=torch.int32)
+    places = torch.randperm(350)[:300]
+    entries = torch.stack((places // 70, places % 70, torch.arange(300) + 100), dim=1).int()
+    on_device = tables.to(device)
+    put_entries(on_device, entries.to(device))
+    block_tables.put_entries(tables, entries)
+    assert torch.equal(on_device.cpu(), tables)
+
+
+def test_slots_of_tokens(device: str) -> None:
+    from quire.kernels.gpu.block_tables import map_slots
+
+    tables = torch.randint(0, 2**31 // 32, (5, 70), dtype=torch.int32)
+    rows, positions = torch.randint(0, 5, (300,)), torch.randint(0, 70 * 32, (300,))
+    slots = map_slots(tables.to(device), rows.to(device), positions.to(device), 32)
+    expected = block_tables.map_slots(tables, rows, positions, 32)
+    assert torch.equal(slots.cpu(), expected)
+    assert expected.tolist() == [
+        tables[row, position // 32].item() * 32 + position % 32
+        for row, position in zip(rows.tolist(), positions.tolist(), strict=True)
+    ]
+
+
+def test_copy_blocks(device: str) -> None:
+    from quire.kernels.gpu.paged_cache import copy_blocks
+
+    caches = torch.randn(3, 6, 2, 2, 16, 48).to(device, torch.bfloat16)
+    expected = caches.clone()
+    sources, destinations = torch.tensor([1, 4, 1], device=device), torch.tensor([5, 2, 3], device=device)
+    expected[:, destinations] = caches[:, sources]
+    copy_blocks(caches, sources, destinations)
+    assert torch.equal(caches.view(torch.int16), expected.view(torch.int16))
+
+
+def test_blocks_swapped_out_and_in_are_the_same_bytes(device: str) -> None:
+    caches = torch.randn(2, 9, 2, 2, 16, 8).to(device)
+    host = torch.full((2, 7, 2, 2, 16, 8), torch.nan)
+    host = host.pin_memory() if device == "cuda" else host
+    before = caches.clone()
+    out = torch.tensor([[3, 2], [8, 6], [4, 3], [5, 4], [1, 1]])
+    paged_cache.swap_blocks(caches, host, out)
+    back = torch.tensor([[2, 7], [6, 8], [3, 2], [4, 3], [1, 6]])
+    paged_cache.swap_blocks(host, caches, back)
+    places = dict(out.tolist())
+    for source, destination in places.items():
+        assert torch.equal(host[:, destination], before[:, source].cpu())
+    for host_block, destination in back.tolist():
+        assert torch.equal(caches[:, destination].cpu(), host[:, host_block])
+    assert host[:, [0, 5]].isnan().all()
+    assert torch.equal(caches[:, [0, 1, 4, 5]], before[:, [0, 1, 4, 5]])
+
+
+def test_runs_of_neighbours_are_swapped_at_once() -> None:
+    assert list(paged_cache._runs([[7, 3], [2, 9], [3, 10], [8, 4], [4, 12]])) == [
+        (2, 9, 2), (4, 12, 1), (7, 3, 2)
+    ]  # fmt: skip
+    assert list(paged_cache._runs([])) == []
+
+
+def exact(x: Tensor) -> Tensor:
+    return x.double().cpu()
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(exact(actual), expected, atol=tolerance, rtol=tolerance)
