@@ -89,6 +89,9 @@ def serve(
     prefix_caching: Annotated[
         bool, typer.Option(help="Keep KV of prompts for later ones that begin alike.")
     ] = True,
+    batch_invariant: Annotated[
+        bool, typer.Option(help="GPU attention that no other request in the batch changes by a bit.")
+    ] = False,
     audit: Annotated[bool, typer.Option(help="Recount every KV block after each step.")] = False,
     insecure: Annotated[
         bool, typer.Option(help="Let other machines connect without TLS and a token.")
@@ -125,6 +128,7 @@ def serve(
         step_timeout_s=step_timeout_s,
         seed=seed,
         prefix_caching=prefix_caching,
+        batch_invariant=batch_invariant,
         audit=audit,
         listen=listen,
         insecure=insecure,

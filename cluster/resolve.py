@@ -41,6 +41,7 @@ def resolve(
     num_host_kv_blocks: int = 0,
     gpu_memory_utilization: float = 0.9,
     prefix_caching: bool = True,
+    batch_invariant: bool = False,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 2048,
     max_queue_len: int = 4096,
@@ -63,7 +64,7 @@ def resolve(
         num_kv_blocks: blocks of the pool, the scratch block included; None: as many as the memory holds.
         num_host_kv_blocks: blocks of host memory a rank, beside them, for what is preempted or evicted; 0: none.
 
-    The other arguments are fields of CacheConfig and SchedulerConfig, under the same names.
+    The other arguments are fields of CacheConfig, ParallelConfig and SchedulerConfig, under the same names.
 
     Raises:
         ModelLoadError: the directory is not a model that can be served.
@@ -75,7 +76,10 @@ def resolve(
         raise ConfigError(f"tensor_parallel_size is {tensor_parallel_size}, must be at least 1")
     device = _resolve_device(device)
     parallel = ParallelConfig(
-        tensor_parallel_size, device, threads_per_rank=_threads_per_rank(tensor_parallel_size, device)
+        tensor_parallel_size,
+        device,
+        threads_per_rank=_threads_per_rank(tensor_parallel_size, device),
+        batch_invariant=batch_invariant,
     )
     described = _describe_model(
         path, served_model_name or (model if model == DEMO_MODEL else path.resolve().name)

@@ -58,6 +58,7 @@ class ServeOptions:
     num_kv_blocks: int | None = None
     num_host_kv_blocks: int = 0
     prefix_caching: bool = True
+    batch_invariant: bool = False
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_queue_len: int = 4096
@@ -86,6 +87,7 @@ class ServeOptions:
             num_kv_blocks=self.num_kv_blocks,
             num_host_kv_blocks=self.num_host_kv_blocks,
             prefix_caching=self.prefix_caching,
+            batch_invariant=self.batch_invariant,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_queue_len=self.max_queue_len,

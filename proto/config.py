@@ -75,11 +75,14 @@ class ParallelConfig:
         tensor_parallel_size: ranks that share each layer.
         device: ``cpu`` or ``cuda``.
         threads_per_rank: compute threads a rank on a CPU.
+        batch_invariant: attention on a GPU sums a sequence's values in an order that no other sequence changes, at
+            some cost where few long ones run.
     """
 
     tensor_parallel_size: int = 1
     device: str = "cpu"
     threads_per_rank: int = 1
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
