@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import quire.cluster.demo
@@ -23,7 +23,7 @@ def demo_tokenizer() -> Tokenizer:
 
 
 # Machines that are busy with other tests are no failure, and a failure must come again.
-steady = settings(deadline=None, derandomize=True)
+steady = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 token_lists = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40)
 # Words, so that there is text to find, among ids of every kind, broken characters included.
