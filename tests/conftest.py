@@ -6,6 +6,7 @@ Heavy libraries are imported where they are used, so that tests of the control p
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,11 @@ SENTENCES = [
     "A gathering of folded pages is called a quire; many quires make a book.",
     "What's past is prologue: twenty-seven ships, 1,024 sails and a naïve crew — all gone!",
 ]
+
+
+def pytest_configure() -> None:
+    """A shell starts what it puts in the background with Ctrl-C ignored, and child processes would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
