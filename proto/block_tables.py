@@ -40,7 +40,7 @@ class BlockTables:
             return
         index = self.lens[rows] + _run_offsets(rows)
         self.ids[rows, index] = block_ids
-        np.add.at(self.lens, rows, 1)
+        np.add.at(self.lens, rows, np.int32(1))
         self._add(rows, _mix(rows, index, block_ids))
 
     def replace(self, rows: IntArray, index: IntArray, block_ids: IntArray) -> None:

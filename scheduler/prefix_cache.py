@@ -108,9 +108,7 @@ class PrefixCache:
 
 def child_digest(parent: bytes, tokens: bytes | memoryview) -> bytes:
     """The digest of a block of int32 tokens after the chain `parent`."""
-    digest = sha256(parent)
-    digest.update(tokens)
-    return digest.digest()
+    return sha256(b"".join((parent, tokens))).digest()
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:
