@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
 import pytest
 import ray
 
@@ -57,6 +58,15 @@ class ObedientRank:
                 StepResult(step.step_id, 1, self.rank, np.array([step.step_id], np.int32)).encode()
             )
         receiver.close()
+
+
+def stop_process(pid: int) -> None:
+    """Returns when the process has stopped: until then it may still answer a step."""
+    process, deadline = psutil.Process(pid), time.monotonic() + 10
+    process.send_signal(signal.SIGSTOP)
+    while process.status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.001)
 
 
 @dataclass
@@ -144,7 +154,7 @@ def test_hung_rank_is_named_with_its_stage_at_the_deadline(started: Started) -> 
 
 
 def test_stopped_process_is_named_rather_than_one_that_waits(started: Started) -> None:
-    os.kill(started.pids[1], signal.SIGSTOP)
+    stop_process(started.pids[1])
     started.group.broadcast(plan(1, rank=0, act=HANG))
     with pytest.raises(RankFailed, match=r"rank 1 failed at step 1: .*does not answer"):
         started.group.gather(0.3)
