@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from quire.cluster import cli
-from quire.cluster.cli import FAILED, INTERRUPTED, WRONG_USE, parse_num_bytes
+from quire.cluster.cli import FAILED, INTERRUPTED, WRONG_USE
+from quire.cluster.cli.serve import parse_num_bytes
 from quire.proto.errors import ConfigError
 
 ServerFactory = Callable[..., Any]

@@ -1,0 +1,58 @@
+"""The command `quire`. Errors are one line on stderr; exit status 0, 1 (failed), 2 (wrong use), 130 (Ctrl-C).
+
+A command has a file. Heavy modules are imported by the functions that need them, so that `quire --help` is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ...proto.errors import InvalidRequest, QuireError
+from .exit_status import FAILED, INTERRUPTED, WRONG_USE
+from .generate import generate
+from .serve import serve
+from .status import status
+
+# Some versions of typer bring their own click, and only this name of its errors is public in all.
+_UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="quire",
+    help="Serve large language models with tensor parallelism, and talk to the servers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+for _command in (serve, generate, status):
+    app.command()(_command)
+
+
+@app.callback()
+def _quire() -> None:
+    """Serve large language models with tensor parallelism, and talk to the servers."""
+
+
+def main() -> None:
+    """The entry point: every error that quire or the user makes ends in one line."""
+    try:
+        exit_status = app(standalone_mode=False)
+    except _UsageError as error:
+        _end(f"{error.format_message()} (see quire --help)", WRONG_USE)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(INTERRUPTED)
+    except InvalidRequest as error:
+        _end(str(error), WRONG_USE)
+    except QuireError as error:
+        _end(str(error), FAILED)
+    except BrokenPipeError:  # the reader of our output, `head` for example, has what it wanted
+        sys.stderr.close()
+        sys.exit(FAILED)
+    sys.exit(exit_status if isinstance(exit_status, int) else 0)
+
+
+def _end(message: str, exit_status: int) -> None:
+    print(f"quire: {message}", file=sys.stderr)
+    sys.exit(exit_status)

@@ -1,0 +1,25 @@
+"""The options with which a command reaches a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ..client import Client
+
+Target = Annotated[str, typer.Option(help="The server, HOST:PORT.")]
+TokenFile = Annotated[Path | None, typer.Option(help="File whose first token is sent with each call.")]
+TlsCa = Annotated[
+    Path | None, typer.Option(help="PEM file of the authority that signed the server's certificate.")
+]
+
+
+def connect(target: str, token_file: Path | None, tls_ca: Path | None) -> Client:
+    from ..client import Client
+    from ..security import load_tokens
+
+    token = None if token_file is None else load_tokens(token_file)[0].secret.decode()
+    return Client(target, token=token, tls_ca=tls_ca)
