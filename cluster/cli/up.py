@@ -1,0 +1,113 @@
+"""`quire up` and `quire down`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...proto.errors import ConfigError
+from .exit_status import FAILED
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ..launch.cluster_file import ClusterFile, NodeType
+
+File = Annotated[Path | None, typer.Argument(help="A cluster file, as for `ray up`.", show_default=False)]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def up(
+    file: File = None,
+    yes: Yes = False,
+    ignore_problems: Annotated[bool, typer.Option(help="Start it in spite of what the check found.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only check the file and say what would happen.")] = False,
+    example: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Print a file to start from: aws, gcp, azure, onprem, kuberay."),
+    ] = None,
+) -> None:
+    """Start a cluster on machines of a cloud or of your own, or update one.
+
+    Example: `quire up --example aws > cluster.yaml`, edit it, then `quire up cluster.yaml`
+    """
+    from rich.console import Console
+
+    from ..launch import cluster_file, ray_launcher
+
+    if example is not None:
+        print(cluster_file.example(example), end="")
+        return
+    cluster = cluster_file.ClusterFile.read(_required(file))
+    console = Console()
+    for part in _describe_start(cluster):
+        console.print(part)
+    problems = cluster.problems()
+    for problem in problems:
+        console.print(f"[red]problem[/]: {problem}", highlight=False)
+    if dry_run:
+        raise typer.Exit(FAILED if problems else 0)
+    if problems and not ignore_problems:
+        raise ConfigError(f"{cluster.path} has problems; --ignore-problems starts it all the same")
+    ray_launcher.check_sdk(cluster.provider)
+    if not yes:
+        typer.confirm("Start it?", abort=True)
+    ray_launcher.run_ray("up", cluster)
+
+
+def down(file: File = None, yes: Yes = False) -> None:
+    """End a cluster that `quire up` started, with every node and everything on them.
+
+    Example: `quire down cluster.yaml`
+    """
+    from ..launch import ray_launcher
+    from ..launch.cluster_file import ClusterFile
+
+    cluster = ClusterFile.read(_required(file))
+    ray_launcher.check_sdk(cluster.provider)
+    name = cluster.config["cluster_name"]
+    print(
+        f"Every node of cluster {name!r} ({cluster.place}) ends, and the requests that run on it with them."
+    )
+    print("To lose none, drain first: quire drain, then quire status until nothing runs.")
+    if not yes:
+        typer.confirm("End it?", abort=True)
+    ray_launcher.run_ray("down", cluster)
+
+
+def _required(file: Path | None) -> Path:
+    if file is None:
+        raise ConfigError(
+            "give a cluster file; `quire up --example aws > cluster.yaml` makes one to start from"
+        )
+    return file
+
+
+def _describe_start(cluster: ClusterFile) -> list[RenderableType]:
+    from rich.table import Table
+
+    config = cluster.config
+    nodes = Table("node type", "machine", "GPUs", "price", "nodes", title="Nodes", title_justify="left")
+    for node in cluster.node_types:
+        nodes.add_row(*_columns(node))
+    does = Table.grid(padding=(0, 2))
+    does.add_row(
+        "cluster",
+        f"{config['cluster_name']} ({cluster.place}), at most {config['max_workers']} nodes beside the head",
+    )
+    doors = (
+        "no public address" if config["provider"].get("use_internal_ips") else "as the machines' network is"
+    )
+    does.add_row("open", doors)
+    for command in config["head_start_ray_commands"]:
+        if "quire serve" in command:
+            does.add_row("runs", command[command.index("quire serve") :].partition(";")[0])
+    return [nodes, does]
+
+
+def _columns(node: NodeType) -> tuple[str, str, str, str, str]:
+    gpus = f"{node.resources.get('GPU', 0):g}" if node.instance is None else node.instance.gpus_in_words
+    count = "the head" if node.is_head else f"{node.min_workers} to {node.max_workers}"
+    return node.name, node.machine or "yours", gpus, "spot" if node.is_spot else "on demand", count
