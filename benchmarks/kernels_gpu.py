@@ -1,33 +1,31 @@
-"""The Triton kernels against what the same GPU can copy and multiply, measured in the same process.
+"""The GPU's part of `benchmarks.kernels`: the Triton kernels, at the shapes of Llama-3-8B in bfloat16.
 
-    python -m benchmarks.kernels_gpu --json FILE
-
-Figures: kernels.<op>.<shape>.us, and .share_of_copy or .share_of_matmul: the bytes that the op must move, or the
-operations that it must do, a second, as a share of those of a large copy or matmul. Prefill stands beside torch's
-scaled_dot_product_attention on keys and values that are not paged.
-
-Needs a CUDA GPU and Triton; exits with status 2 without.
+Attention stands beside torch's scaled_dot_product_attention on keys and values that are not paged and, for prompts,
+FlexAttention; small ops beside torch.compile.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from quire.kernels.activation import silu_and_mul
 from quire.kernels.decode_splits import split_decodes
-from quire.kernels.norm import add_rms_norm
+from quire.kernels.logits import apply_bitmask, apply_penalties
+from quire.kernels.norm import add_rms_norm, add_rms_norm_float8
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
 from quire.kernels.rotate_and_store import rotate_and_store
 from quire.kernels.sampling import draw_from_all, draw_from_kept
 
-from .common import Figure, parser, report
+from .kernel_peers import norm_by_torch, swiglu_by_torch
+from .roofline import QUIRE, Case, Roof
+
+Op = Callable[[], object]
 
 DTYPE = torch.bfloat16
 COPY_BYTES = 2 << 30
@@ -44,17 +42,10 @@ NUM_TOKENS = [64, 8192]
 NUM_SAMPLED = [1, 64]
 
 
-@dataclass(frozen=True, slots=True)
-class Roof:
-    """What the GPU reached.
-
-    Attributes:
-        copy: bytes read and written a second.
-        matmul: floating-point operations a second.
-    """
-
-    copy: float
-    matmul: float
+def measure() -> tuple[str, Roof, list[Case]]:
+    """What was measured on, its roof, and every case."""
+    cases = [*decodes(), *prefills(), *small_ops(), *samplers()]
+    return torch.cuda.get_device_name(), measure_roof(), cases
 
 
 def seconds(op: Callable[[], object]) -> float:
@@ -73,48 +64,47 @@ def measure_roof() -> Roof:
     )
 
 
-def moving(name: str, num_bytes: int, op: Callable[[], object], roof: Roof) -> dict[str, Figure]:
-    """Figures of an op that memory bounds."""
-    time = seconds(op)
-    rate = num_bytes / time
-    return {
-        f"{name}.us": Figure(1e6 * time, "us", f"{rate / 1e9:.0f} GB/s"),
-        f"{name}.share_of_copy": Figure(rate / roof.copy, "ratio"),
-    }
-
-
-def decode_figures(roof: Roof) -> dict[str, Figure]:
-    figures: dict[str, Figure] = {}
+def decodes() -> list[Case]:
+    cases = []
     for num_seqs, seq_len in DECODE_SHAPES:
         cache, tables = random_cache(num_seqs, seq_len)
         q = random(num_seqs, NUM_HEADS, HEAD_DIM)
+        keys, values = (random(num_seqs, NUM_KV_HEADS, seq_len, HEAD_DIM) for _ in "kv")
         lens = torch.full((num_seqs,), seq_len, dtype=torch.int32, device="cuda")
         splits = split_decodes(lens, seq_len)
-        num_bytes = 2 * num_seqs * seq_len * NUM_KV_HEADS * HEAD_DIM * DTYPE.itemsize
-        op = partial(paged_decode_attention, q, cache, tables, lens, HEAD_DIM**-0.5, splits)
-        figures |= moving(f"kernels.decode.{num_seqs}x{seq_len}", num_bytes, op, roof)
-    return figures
+        own = partial(paged_decode_attention, q, cache, tables, lens, HEAD_DIM**-0.5, splits)
+        sdpa = partial(F.scaled_dot_product_attention, q.unsqueeze(2), keys, values, enable_gqa=True)
+        numbers = num_seqs * seq_len * HEAD_DIM
+        num_bytes, flops = 2 * numbers * NUM_KV_HEADS * DTYPE.itemsize, 4 * numbers * NUM_HEADS
+        cases.append(case(f"decode.{num_seqs}x{seq_len}", num_bytes, flops, own, sdpa=sdpa))
+    return cases
 
 
-def prefill_figures(roof: Roof) -> dict[str, Figure]:
-    figures: dict[str, Figure] = {}
+def prefills() -> list[Case]:
+    cases = []
+    flex = torch.compile(flex_attention)
     for length in PREFILL_LENS:
         cache, tables = random_cache(1, length)
         q, k, v = (random(length, heads, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
         starts = torch.tensor([0, length], dtype=torch.int32, device="cuda")
         packed = tuple(x.transpose(0, 1).unsqueeze(0).contiguous() for x in (q, k, v))
-        own = seconds(partial(paged_prefill_attention, q, cache, tables, starts, starts[1:], HEAD_DIM**-0.5))
-        sdpa = seconds(partial(F.scaled_dot_product_attention, *packed, is_causal=True, enable_gqa=True))
-        flops = 2 * length * (length + 1) * NUM_HEADS * HEAD_DIM
-        name = f"kernels.prefill.{length}"
-        figures[f"{name}.us"] = Figure(1e6 * own, "us", f"{flops / own / 1e12:.0f} TFLOP/s")
-        figures[f"{name}.share_of_matmul"] = Figure(flops / own / roof.matmul, "ratio")
-        figures[f"{name}.sdpa_us"] = Figure(1e6 * sdpa, "us", f"{flops / sdpa / 1e12:.0f} TFLOP/s")
-    return figures
+        mask = create_block_mask(lambda b, h, query, key: query >= key, None, None, length, length)
+        cases.append(
+            case(
+                f"prefill.{length}",
+                2 * (q.nbytes + k.nbytes),
+                2 * length * (length + 1) * NUM_HEADS * HEAD_DIM,
+                partial(paged_prefill_attention, q, cache, tables, starts, starts[1:], HEAD_DIM**-0.5),
+                sdpa=partial(F.scaled_dot_product_attention, *packed, is_causal=True, enable_gqa=True),
+                flex=partial(flex, *packed, block_mask=mask, enable_gqa=True),
+            )
+        )
+    return cases
 
 
-def elementwise_figures(roof: Roof) -> dict[str, Figure]:
-    figures: dict[str, Figure] = {}
+def small_ops() -> list[Case]:
+    cases = []
+    norm, swiglu = torch.compile(norm_by_torch), torch.compile(swiglu_by_torch)
     for num_tokens in NUM_TOKENS:
         x, residual = random(num_tokens, HIDDEN_SIZE), random(num_tokens, HIDDEN_SIZE)
         weight, gate_up = random(HIDDEN_SIZE), random(num_tokens, 2 * INTERMEDIATE_SIZE)
@@ -122,32 +112,59 @@ def elementwise_figures(roof: Roof) -> dict[str, Figure]:
         angles = random(num_tokens, HEAD_DIM)
         cache, tables = random_cache(1, num_tokens)
         slots = (tables.long().view(-1, 1) * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device="cuda")).view(-1)
-        ops: dict[str, tuple[int, Callable[[], object]]] = {
-            "add_rms_norm": (4 * x.nbytes, partial(add_rms_norm, x, residual, weight, 1e-5)),
-            "silu_and_mul": (3 * gate_up.nbytes // 2, partial(silu_and_mul, gate_up)),
-            "rotate_and_store": (
-                2 * heads.nbytes + 2 * angles.nbytes,
-                partial(rotate_and_store, heads, cache, slots, angles, angles),
-            ),
-        }
-        for name, (num_bytes, op) in ops.items():
-            figures |= moving(f"kernels.{name}.{num_tokens}", num_bytes, op, roof)
-    return figures
+        own = partial(add_rms_norm, x, residual, weight, 1e-5)
+        compiled = partial(norm, x, residual, weight)
+        cases.append(case(f"add_rms_norm.{num_tokens}", 4 * x.nbytes, 0, own, torch_compile=compiled))
+        own = partial(add_rms_norm_float8, x, residual, weight, 1e-5)
+        cases.append(case(f"add_rms_norm_float8.{num_tokens}", 7 * x.nbytes // 2, 0, own))
+        own, compiled = partial(silu_and_mul, gate_up), partial(swiglu, gate_up)
+        num_bytes = 3 * gate_up.nbytes // 2
+        cases.append(case(f"silu_and_mul.{num_tokens}", num_bytes, 0, own, torch_compile=compiled))
+        own = partial(rotate_and_store, heads, cache, slots, angles, angles)
+        cases.append(case(f"rotate_and_store.{num_tokens}", 2 * heads.nbytes + 2 * angles.nbytes, 0, own))
+    return cases
 
 
-def sampling_figures(roof: Roof) -> dict[str, Figure]:
-    figures: dict[str, Figure] = {}
+def samplers() -> list[Case]:
+    """draw_from_kept cuts at top_k 50 and top_p 0.9."""
+    cases = []
     for num_rows in NUM_SAMPLED:
         logits = torch.randn(num_rows, VOCAB_SIZE, device="cuda")
-        temperature = torch.ones(num_rows, device="cuda")
+        ones = torch.ones(num_rows, device="cuda")
         keys = torch.zeros(num_rows, 2, dtype=torch.int32, device="cuda")
         top_k = torch.full((num_rows,), 50, device="cuda")
-        top_p, min_p = 0.9 * temperature.double(), 0 * temperature
-        draw = partial(draw_from_all, logits, temperature, keys)
-        figures |= moving(f"kernels.draw_from_all.{num_rows}", logits.nbytes, draw, roof)
-        kept = seconds(partial(draw_from_kept, logits, temperature, top_k, top_p, min_p, keys))
-        figures[f"kernels.draw_from_kept.{num_rows}.us"] = Figure(1e6 * kept, "us", "top_k 50, top_p 0.9")
-    return figures
+        counts = torch.randint(0, 2, logits.shape, dtype=torch.int16, device="cuda")
+        words = torch.randint(-(2**31), 2**31, (num_rows, VOCAB_SIZE // 32), dtype=torch.int32, device="cuda")
+        rows = torch.arange(num_rows, device="cuda")
+        penalised = 2 * logits.nbytes + counts.nbytes + words.nbytes
+        rows_of = f".{num_rows}"
+        cases += [
+            case(
+                "apply_penalties" + rows_of,
+                penalised,
+                0,
+                partial(apply_penalties, logits, counts, words, rows, ones, ones, ones),
+            ),
+            case(
+                "apply_bitmask" + rows_of,
+                words.nbytes + logits.nbytes // 2,
+                0,
+                partial(apply_bitmask, logits, words, rows),
+            ),
+            case("draw_from_all" + rows_of, logits.nbytes, 0, partial(draw_from_all, logits, ones, keys)),
+            case(
+                "draw_from_kept" + rows_of,
+                logits.nbytes,
+                0,
+                partial(draw_from_kept, logits, ones, top_k, 0.9 * ones.double(), 0 * ones, keys),
+            ),
+        ]
+    return cases
+
+
+def case(name: str, num_bytes: int, flops: int, own: Op, **peers: Op) -> Case:
+    times = {QUIRE: seconds(own)} | {peer: seconds(op) for peer, op in peers.items()}
+    return Case(f"kernels.{name}", num_bytes, flops, times)
 
 
 def random(*shape: int) -> Tensor:
@@ -159,31 +176,3 @@ def random_cache(num_seqs: int, seq_len: int) -> tuple[Tensor, Tensor]:
     num_blocks = num_seqs * -(-seq_len // BLOCK_SIZE)
     cache = random(num_blocks + 1, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     return cache, (torch.randperm(num_blocks, device="cuda") + 1).int().view(num_seqs, -1)
-
-
-def main() -> int:
-    arguments = parser(__doc__).parse_args()
-    if not torch.cuda.is_available():
-        print(
-            "benchmarks.kernels_gpu: this machine has no CUDA GPU, so there is nothing to measure",
-            file=sys.stderr,
-        )
-        return 2
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        roof = measure_roof()
-        note = torch.cuda.get_device_name()
-        figures = {
-            "kernels.copy.bytes_per_s": Figure(roof.copy, "bytes/s", note),
-            "kernels.matmul.flops_per_s": Figure(
-                roof.matmul, "FLOP/s", f"{note}, {MATMUL_LEN} cubed, bfloat16"
-            ),
-        }
-        for measure in (decode_figures, prefill_figures, elementwise_figures, sampling_figures):
-            figures |= measure(roof)
-    report(figures, arguments.json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,8 @@
 """Traces of requests: when each came, how long it and its answer were, and which beginnings they shared.
 
-A folder of traces holds ``*.csv`` files (``prompt_tokens``, ``output_tokens``, and ``arrival_s`` except in
-``lengths_*``) and ``*.jsonl.gz`` files, which have also ``block_size`` and ``prefix_block_hashes``: one integer for
-each block of the prompt, equal where two prompts agree up to the end of that block.
+A folder of traces holds ``*.csv`` and ``*.csv.gz`` files (``prompt_tokens``, ``output_tokens``, and ``arrival_s``
+except in ``lengths_*``) and ``*.jsonl.gz`` files, which have also ``block_size`` and ``prefix_block_hashes``: one
+integer for each block of the prompt, equal where two prompts agree up to the end of that block.
 """
 
 from __future__ import annotations
@@ -102,15 +102,15 @@ def read_traces(folder: Path) -> list[Trace]:
     Raises:
         FileNotFoundError: there are none.
     """
-    paths = sorted([*folder.glob("*.csv"), *folder.glob("*.jsonl.gz")])
+    paths = sorted([*folder.glob("*.csv"), *folder.glob("*.csv.gz"), *folder.glob("*.jsonl.gz")])
     if not paths:
-        raise FileNotFoundError(f"no traces (*.csv, *.jsonl.gz) in {folder}")
+        raise FileNotFoundError(f"no traces (*.csv, *.csv.gz, *.jsonl.gz) in {folder}")
     return [read_trace(path) for path in paths]
 
 
 def read_trace(path: Path) -> Trace:
     """One file; requests without times of arrival get those of a Poisson process."""
-    rows = _json_rows(path) if path.suffix == ".gz" else _csv_rows(path)
+    rows = _json_rows(path) if ".jsonl" in path.suffixes else _csv_rows(path)
     requests = tuple(_request(number, row) for number, row in enumerate(rows))
     trace = Trace(path.name.split(".")[0], requests)
     return trace if requests[-1].arrival_s else with_poisson_arrivals(trace)
@@ -136,7 +136,7 @@ def draw_lengths(name: str, mean_prompt: float, mean_output: float, count: int, 
 
 
 def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(newline="") as file:
+    with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
         yield from csv.DictReader(file)
 
 

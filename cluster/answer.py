@@ -8,12 +8,12 @@ from dataclasses import replace
 from ..proto.errors import from_status
 from ..proto.stream import Finish, FinishReason
 from .detokenizer import Detokenizer
-from .events import Delta, Finished, TokenLogprobs, Usage
+from .events import Delta, Finished, PromptLogprobs, TokenLogprobs, Usage
 from .news import News
 from .requests import Request
 from .tokenizer import Tokenizer
 
-Piece = Delta | Finished
+Piece = PromptLogprobs | Delta | Finished
 
 
 class Answers:
@@ -30,7 +30,8 @@ class Answers:
         ]
         self._num_open = len(self._answers)
         self._num_deltas = 0
-        self._untold: list[list[Piece]] = [[] for _ in self._answers]
+        self._untold: list[list[Delta | Finished]] = [[] for _ in self._answers]
+        self._num_scored = 1  # tokens of the prompt that have been told of; the first has no log-probability
 
     @property
     def is_over(self) -> bool:
@@ -49,19 +50,32 @@ class Answers:
         """
         pieces = self._answers[index].take(news)
         self._num_open -= news.finish is not None
+        of_prompt = self._prompt_logprobs(news)
         if not self._sampling.is_ranked:
-            return self._numbered(pieces)
+            return [*of_prompt, *self._numbered(pieces)]
         self._untold[index] += pieces
-        return self._numbered(self._ranked()) if self.is_over else []
+        return [*of_prompt, *self._numbered(self._ranked() if self.is_over else ())]
 
-    def _ranked(self) -> Iterable[Piece]:
+    def _prompt_logprobs(self, news: News) -> list[PromptLogprobs]:
+        """Those that were not told yet: a request that went on elsewhere may have scored its prompt again."""
+        num_asked = self._sampling.prompt_logprobs
+        if num_asked is None or not news.prompt_logprobs:
+            return []
+        start, entries = self._num_scored, []
+        for position, entry in news.prompt_logprobs:
+            if position == self._num_scored:
+                entries.append(_cut(entry, num_asked))
+                self._num_scored += 1
+        return [PromptLogprobs(start, tuple(entries))] if entries else []
+
+    def _ranked(self) -> Iterable[Delta | Finished]:
         """The pieces of the n likeliest answers, the best first."""
         order = sorted(range(len(self._answers)), key=lambda index: -self._answers[index].logprob_sum)
         for rank, index in enumerate(order[: self._sampling.n]):
             for piece in self._untold[index]:
                 yield replace(piece, index=rank)
 
-    def _numbered(self, pieces: Iterable[Piece]) -> list[Piece]:
+    def _numbered(self, pieces: Iterable[Delta | Finished]) -> list[Piece]:
         """The pieces, deltas with their place in the stream."""
         told: list[Piece] = []
         for piece in pieces:
@@ -82,7 +96,14 @@ class _Answer:
     def __init__(self, request: Request, tokenizer: Tokenizer, index: int) -> None:
         self._request = request
         self._index = index
-        self._detokenizer = Detokenizer(tokenizer, request.sampling.stop)
+        sampling = request.sampling
+        self._keeps_stop = sampling.include_stop_str_in_output
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            sampling.stop,
+            skip_special_tokens=sampling.skip_special_tokens,
+            keep_stop=self._keeps_stop,
+        )
         self._num_tokens = 0
         self.logprob_sum = 0.0
 
@@ -90,7 +111,7 @@ class _Answer:
     def is_complete(self) -> bool:
         return self._detokenizer.stop_string is not None
 
-    def take(self, news: News) -> list[Piece]:
+    def take(self, news: News) -> list[Delta | Finished]:
         """A delta, the end, both or nothing. Raises the QuireError that the sequence ended with."""
         finish = news.finish
         if finish is not None and finish.reason is FinishReason.ERROR:
@@ -101,8 +122,9 @@ class _Answer:
 
     def _delta(self, news: News) -> Delta | None:
         finish = news.finish
-        # The token that stopped the sequence is part of the answer, but not of its text.
-        num_silent = int(finish is not None and finish.reason is FinishReason.STOP and bool(news.token_ids))
+        # The token that stopped the sequence is part of the answer, but unless asked for not of its text.
+        stopped = finish is not None and finish.reason is FinishReason.STOP and bool(news.token_ids)
+        num_silent = int(stopped and not self._keeps_stop)
         text, num_tokens = self._detokenizer.push(news.token_ids[: len(news.token_ids) - num_silent])
         if not self.is_complete:
             num_tokens += num_silent

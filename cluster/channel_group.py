@@ -33,6 +33,7 @@ class ChannelGroupMaker:
     """Builds the group in the process that calls it: small and picklable, which a group's sockets are not.
 
     Attributes:
+        address: where to bind the step channel.
         workers: handles of the WorkerActors, by rank.
         statuses: what the ranks said of themselves once loaded, by rank.
         join_timeout_s: for every rank to hear the channel.
@@ -72,7 +73,7 @@ class ChannelWorkerGroup:
 
     def _start(self, maker: ChannelGroupMaker) -> None:
         for rank, worker in enumerate(self._workers):
-            life: Future[None] = worker.run.remote(maker.address).future()
+            life: Future[None] = worker.run.remote(self._sender.address).future()
             life.add_done_callback(partial(self._note_end, rank))
             self._lives.append(life)
         self._sender.wait_for_ranks(maker.join_timeout_s)
@@ -141,7 +142,7 @@ class ChannelWorkerGroup:
             self._take(self._sender.receive(remaining_s))
         if self._deaths:
             rank, reason = next(iter(self._deaths.items()))
-            raise RankFailed(rank, reason, self._step_under_way)
+            raise RankFailed(rank, reason + self._on_node(rank), self._step_under_way)
         failed = {failure.rank for failure in self._failures}
         self._raise_if_hung([rank for rank in range(len(self._workers)) if rank not in failed])
         first = self._failures[0]
@@ -150,7 +151,8 @@ class ChannelWorkerGroup:
     def _raise_if_hung(self, ranks: list[int]) -> None:
         for rank, stage in self._stages(ranks).items():
             if stage is None:
-                raise RankFailed(rank, "its process does not answer", self._step_under_way)
+                reason = f"its process{self._on_node(rank)} does not answer"
+                raise RankFailed(rank, reason, self._step_under_way)
 
     def _overdue(self, timeout_s: float) -> RankFailed:
         """What to raise when a step has no result in time."""
@@ -160,7 +162,7 @@ class ChannelWorkerGroup:
         # A rank whose process is stopped holds the others in a collective.
         rank = next((rank for rank in late if stages[rank] is None), late[0])
         others = ", ".join(f"rank {other} in stage {stages[other]}" for other in late if other != rank)
-        silence = "; its process does not answer either" if stages[rank] is None else ""
+        silence = f"; its process{self._on_node(rank)} does not answer either" if stages[rank] is None else ""
         waiting = f" (also without an answer: {others})" if others else ""
         return RankFailed(rank, f"no answer in {timeout_s:g} s{silence}{waiting}", step_id, stages[rank])
 
@@ -178,6 +180,11 @@ class ChannelWorkerGroup:
                 except RayError:
                     continue  # it died while it was asked
         return stages
+
+    def _on_node(self, rank: int) -> str:
+        """Where a rank is, when they are not all in one place."""
+        nodes = [status.node for status in self._statuses]
+        return f" on {nodes[rank]}" if len(set(nodes)) > 1 else ""
 
     @property
     def _step_under_way(self) -> int | None:

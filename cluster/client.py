@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+import json
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -15,8 +16,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ..proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from ..proto.errors import ConfigError
 from ..proto.sampling import SamplingParams
+from .chat import Chat, Message
 from .events import Completion, Event
-from .messages import completion_from_message, event_from_message, sampling_to_message, sendable
+from .messages import completion_from_message, event_from_message
+from .request_messages import put_prompt, sampling_to_message, sendable
+from .requests import Prompt
 from .security import bearer
 from .statuses import from_grpc_error
 
@@ -40,6 +44,7 @@ class RequestOptions(TypedDict, total=False):
         tenant: whose request it is; a token that names a tenant says so by itself.
         priority: higher goes first, where the server's policy is ``priority``; 0 by default.
         cache_salt: KV of prompts is shared only between requests with the same salt.
+        add_special_tokens: to a prompt of text, by the rule of the model's tokenizer; it does by default.
         timeout_s: the client's own by default; None as well.
     """
 
@@ -48,7 +53,21 @@ class RequestOptions(TypedDict, total=False):
     tenant: str
     priority: int
     cache_salt: str
+    add_special_tokens: bool
     timeout_s: float | None
+
+
+class ChatOptions(RequestOptions, total=False):
+    """What may be said of a conversation beside that.
+
+    Attributes:
+        continue_final_message: the answer goes on with the last message, which is the assistant's.
+        template_options: what else the model's chat template takes, by name; ``{"enable_thinking": False}``
+            for example. Numbers arrive as floating-point ones.
+    """
+
+    continue_final_message: bool
+    template_options: Mapping[str, Any]
 
 
 class _Connection:
@@ -89,7 +108,7 @@ class _Connection:
         return {"metadata": self._metadata, "timeout": self._timeout_s if timeout_s is None else timeout_s}
 
     def _request(
-        self, prompt: str | Sequence[int], params: SamplingParams | None, options: RequestOptions
+        self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions
     ) -> tuple[inference_pb2.GenerateRequest, dict[str, Any]]:
         """The message, and how to call. Raises InvalidRequest on what no message can hold."""
         fields: dict[str, Any] = {**options}
@@ -97,11 +116,7 @@ class _Connection:
         with sendable("request"):
             request = inference_pb2.GenerateRequest(**fields)
         request.sampling.CopyFrom(sampling_to_message(params or SamplingParams()))
-        with sendable("prompt"):
-            if isinstance(prompt, str):
-                request.text = prompt
-            else:
-                request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=prompt))
+        put_prompt(request, prompt)
         return request, call
 
     @contextmanager
@@ -123,13 +138,14 @@ class Client(_Connection):
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
-        """The complete answer to a prompt of text or token ids.
+        """The complete answer to a prompt.
 
         Args:
+            prompt: text, token ids or a Chat.
             params: None: the defaults.
             options: as RequestOptions says.
 
@@ -142,7 +158,7 @@ class Client(_Connection):
 
     def generate_stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generator[Event, None, None]:
@@ -153,6 +169,35 @@ class Client(_Connection):
         request, call = self._request(prompt, params, options)
         return self._events(self._inference.GenerateStream(request, **call))
 
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Completion:
+        """The complete answer to a conversation, by the model's own chat template.
+
+        Args:
+            messages: ``{"role": "user", "content": "..."}`` each.
+            params: None: the defaults.
+            options: as ChatOptions and RequestOptions say.
+
+        Raises:
+            QuireError: as for `generate`; InvalidRequest where the model has no template, or it refuses the messages.
+        """
+        chat, request_options = _chat_of(messages, options)
+        return self.generate(chat, params, **request_options)
+
+    def chat_stream(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Generator[Event, None, None]:
+        """The answer as it comes: `chat` as `generate_stream` is `generate`."""
+        chat, request_options = _chat_of(messages, options)
+        return self.generate_stream(chat, params, **request_options)
+
     def _events(self, call: Any) -> Generator[Event, None, None]:
         try:
             with self._errors():
@@ -161,9 +206,9 @@ class Client(_Connection):
         finally:
             call.cancel()
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a running request, whose caller gets RequestAborted; False where none such runs."""
-        request = inference_pb2.AbortRequest(request_id=request_id)
+    def abort(self, request_id: str, *, tenant: str = "") -> bool:
+        """Ends a running request, whose caller gets RequestAborted; False where the tenant has none such."""
+        request = inference_pb2.AbortRequest(request_id=request_id, tenant=tenant)
         with self._errors():
             return bool(self._inference.Abort(request, **self._options()).aborted)
 
@@ -178,6 +223,35 @@ class Client(_Connection):
         """The state of each replica."""
         with self._errors():
             return list(self._admin.GetStatus(admin_pb2.GetStatusRequest(), **self._options()).replicas)
+
+    def fleet(self) -> admin_pb2.GetStatusResponse:
+        """The state of each replica, and of the fleet where there is one: what is deployed, and its nodes."""
+        with self._errors():
+            return self._admin.GetStatus(admin_pb2.GetStatusRequest(), **self._options())  # type: ignore[no-any-return]
+
+    def deploy(self, deployment: Mapping[str, Any]) -> str:
+        """Has a fleet serve a model, or serve it otherwise; where there are tokens, one of the tenant ``admin`` does.
+
+        Args:
+            deployment: a [[model]] table of a fleet file.
+
+        Returns:
+            The version: replicas of another one give way.
+        """
+        request = admin_pb2.DeployRequest(deployment_json=json.dumps(deployment))
+        with self._errors():
+            return str(self._admin.Deploy(request, **self._options()).version)
+
+    def delete(self, model: str) -> None:
+        """Has a fleet serve a model no longer."""
+        with self._errors():
+            self._admin.Delete(admin_pb2.DeleteRequest(model=model), **self._options())
+
+    def drain(self, target: str) -> tuple[str, ...]:
+        """Empties a replica, or all of a node, and ends it; returns the replicas."""
+        with self._errors():
+            response = self._admin.Drain(admin_pb2.DrainRequest(target=target), **self._options())
+        return tuple(response.replica_ids)
 
     def is_ready(self) -> bool:
         """Whether the server is there and a token has come through all ranks."""
@@ -209,7 +283,7 @@ class AsyncClient(_Connection):
 
     async def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
@@ -220,13 +294,33 @@ class AsyncClient(_Connection):
 
     def generate_stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[Event, None]:
         """See `Client.generate_stream`; ``aclose()`` ends the request."""
         request, call = self._request(prompt, params, options)
         return self._events(self._inference.GenerateStream(request, **call))
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Completion:
+        """See `Client.chat`."""
+        chat, request_options = _chat_of(messages, options)
+        return await self.generate(chat, params, **request_options)
+
+    def chat_stream(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncGenerator[Event, None]:
+        """See `Client.chat_stream`."""
+        chat, request_options = _chat_of(messages, options)
+        return self.generate_stream(chat, params, **request_options)
 
     async def _events(self, call: Any) -> AsyncGenerator[Event, None]:
         try:
@@ -236,9 +330,9 @@ class AsyncClient(_Connection):
         finally:
             call.cancel()
 
-    async def abort(self, request_id: str) -> bool:
+    async def abort(self, request_id: str, *, tenant: str = "") -> bool:
         """See `Client.abort`."""
-        request = inference_pb2.AbortRequest(request_id=request_id)
+        request = inference_pb2.AbortRequest(request_id=request_id, tenant=tenant)
         with self._errors():
             return bool((await self._inference.Abort(request, **self._options())).aborted)
 
@@ -253,6 +347,28 @@ class AsyncClient(_Connection):
         request = admin_pb2.GetStatusRequest()
         with self._errors():
             return list((await self._admin.GetStatus(request, **self._options())).replicas)
+
+    async def fleet(self) -> admin_pb2.GetStatusResponse:
+        """See `Client.fleet`."""
+        with self._errors():
+            return await self._admin.GetStatus(admin_pb2.GetStatusRequest(), **self._options())  # type: ignore[no-any-return]
+
+    async def deploy(self, deployment: Mapping[str, Any]) -> str:
+        """See `Client.deploy`."""
+        request = admin_pb2.DeployRequest(deployment_json=json.dumps(deployment))
+        with self._errors():
+            return str((await self._admin.Deploy(request, **self._options())).version)
+
+    async def delete(self, model: str) -> None:
+        """See `Client.delete`."""
+        with self._errors():
+            await self._admin.Delete(admin_pb2.DeleteRequest(model=model), **self._options())
+
+    async def drain(self, target: str) -> tuple[str, ...]:
+        """See `Client.drain`."""
+        with self._errors():
+            response = await self._admin.Drain(admin_pb2.DrainRequest(target=target), **self._options())
+        return tuple(response.replica_ids)
 
     async def is_ready(self) -> bool:
         """See `Client.is_ready`."""
@@ -273,6 +389,13 @@ class AsyncClient(_Connection):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _chat_of(messages: Sequence[Message], options: ChatOptions) -> tuple[Chat, RequestOptions]:
+    """The conversation, and what is left to be said of the request."""
+    rest: Any = dict(options)
+    chat = Chat(messages, rest.pop("continue_final_message", False), rest.pop("template_options", None) or {})
+    return chat, rest
 
 
 def _is_serving(answer: health_pb2.HealthCheckResponse) -> bool:

@@ -10,13 +10,24 @@ from .tokenizer import IncrementalDecoder, Tokenizer
 class Detokenizer:
     """Decodes incrementally and finds stop strings, also across the borders of tokens.
 
+    Args:
+        skip_special_tokens: leave out the text of special tokens.
+        keep_stop: the stop string is part of the text that is shown.
+
     Attributes:
         stop_string: the stop string that was found; nothing may be pushed after it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
-        self._decoder = IncrementalDecoder(tokenizer)
-        self._finder = StopFinder(stop) if stop else None
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        *,
+        skip_special_tokens: bool = True,
+        keep_stop: bool = False,
+    ) -> None:
+        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._finder = StopFinder(stop, keep=keep_stop) if stop else None
         self.stop_string: str | None = None
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, int]:
@@ -48,27 +59,31 @@ class Detokenizer:
 
 
 class StopFinder:
-    """Cuts a text that comes in pieces before the first stop string in it.
+    """Cuts a text that comes in pieces before, or where it is to be kept after, the first stop string in it.
 
     First is the one that is completed first, character by character; of several that the same character
     completes, the longest. So the cut does not depend on where the pieces' borders are.
+
+    Args:
+        keep: cut after it.
 
     Attributes:
         held: text that may still become the beginning of a stop string.
     """
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
+    def __init__(self, stop: tuple[str, ...], *, keep: bool = False) -> None:
         self._stop = stop
+        self._keep = keep
         self.held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that is certainly before any stop string, and the stop string that ended it, if one did."""
+        """The text that is certainly before the cut, and the stop string that ended it, if one did."""
         text = self.held + text
         found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if found:
-            _, start, stop = min(found)
+            end, start, stop = min(found)
             self.held = ""
-            return text[:start], stop
+            return text[: end if self._keep else start], stop
         num_held = max(_overlap(text, stop) for stop in self._stop)
         self.held = text[len(text) - num_held :]
         return text[: len(text) - num_held], None

@@ -14,7 +14,7 @@ class TokenLogprobs:
     """Natural logarithms of probabilities at one position, by the model itself, before temperature and cuts.
 
     Attributes:
-        chosen: of the token that was sampled.
+        chosen: of the token that is there: that was sampled, or that the prompt has.
         top_token_ids: the likeliest tokens, likeliest first, as many as were asked for.
         top_logprobs: theirs.
     """
@@ -44,6 +44,18 @@ class Started:
     request_id: str
     model: str
     prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of tokens of the prompt, which come in order.
+
+    Attributes:
+        start: the place of the first of them; the prompt's first token, at place 0, has none.
+    """
+
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +97,7 @@ class Finished:
     score: float | None = None
 
 
-Event = Started | Delta | Finished
+Event = Started | PromptLogprobs | Delta | Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +128,16 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A request's outputs, by index. The properties are those of the first, mostly the only one."""
+    """A request's outputs, by index. The properties are those of the first, mostly the only one.
+
+    Attributes:
+        prompt_logprobs: one for each token of the prompt, None for the first; None as a whole unless asked for.
+    """
 
     request_id: str
     model: str
     outputs: tuple[Output, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -161,6 +178,12 @@ def collect(events: Iterable[Event]) -> tuple[Output, ...]:
         elif isinstance(event, Finished):
             ends[event.index] = event
     return tuple(_output(deltas[index], ends[index]) for index in sorted(ends))
+
+
+def collect_prompt_logprobs(events: Iterable[Event]) -> tuple[TokenLogprobs | None, ...]:
+    """One for each token of the prompt, of the events of a request that asked for them."""
+    parts = (event.logprobs for event in events if isinstance(event, PromptLogprobs))
+    return (None, *(entry for part in parts for entry in part))
 
 
 def _output(deltas: list[Delta], finished: Finished) -> Output:

@@ -1,13 +1,12 @@
-"""Gateway: the gRPC front of a replica. Text comes in and goes out here; behind it there are only token ids."""
+"""Gateway: the gRPC front. Text comes in and goes out here; behind it there are only token ids."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -15,33 +14,23 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ..proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from ..proto.config import EngineConfig
-from ..proto.errors import (
-    ConfigError,
-    DuplicateRequest,
-    InvalidRequest,
-    ProtocolError,
-    QuireError,
-    ReplicaUnavailable,
-    RequestAborted,
-)
-from ..proto.sampling import SamplingParams
+from ..proto.errors import ConfigError, DuplicateRequest, QuireError, RequestAborted
+from .admin import AdminService, Fleet
 from .answer import Answers
-from .events import Completion, Event, Started, collect
-from .messages import completion_to_message, event_to_message, replica_to_message, sampling_from_message
-from .replica_client import ReplicaClient, RunningRequest, follow
-from .requests import Prompt, Request, RequestChecker
+from .chat import Chat
+from .events import Completion, Event, Started, collect, collect_prompt_logprobs
+from .fleet.moving import MovingRequest
+from .handlers import answering_errors, authorization
+from .messages import completion_to_message, event_to_message
+from .request_messages import prompt_from_message, sampling_from_message
+from .requests import Request
+from .running import follow
 from .security import ListenAddress, Security
+from .served_models import ServedModel, ServedModels
 from .statuses import to_grpc_status
-from .tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_STREAMS_PER_CONNECTION = 4096
-CANARY_TIMEOUT_S = 60.0
-CANARY_RETRY_S = 1.0
-STATUS_TIMEOUT_S = 5.0
 # Prompts longer than this are tokenised beside the event loop, so that they hold up no stream.
 LONG_PROMPT_CHARS = 4096
 
@@ -49,6 +38,8 @@ INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 _HEALTH_SERVICES = (health.OVERALL_HEALTH, INFERENCE)
 _OPEN_METHODS = f"/{health.SERVICE_NAME}/"
+
+RequestName = tuple[str, str]  # tenant and request_id: no tenant can end or hold up another's request
 
 _SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -62,19 +53,15 @@ _SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 
-RequestT = TypeVar("RequestT")
-ResponseT = TypeVar("ResponseT")
-Handler = Callable[[Any, RequestT, grpc.aio.ServicerContext[Any, Any]], Awaitable[ResponseT]]
-
 
 class Gateway:
-    """Serves one replica over gRPC: quire.v1, health and reflection.
+    """Serves models over gRPC: quire.v1, health and reflection.
 
     Args:
-        config: the replica's, its number of blocks filled in.
-        replica: started already; the caller closes it after the gateway.
+        models: what is served; its owner closes it after the gateway.
         listen: ``HOST:PORT``.
         insecure: allow an address that others can reach without TLS and tokens.
+        fleet: what operators may change; None: nothing.
 
     Raises:
         ConfigError: the address cannot be used, or not without TLS and tokens.
@@ -82,24 +69,22 @@ class Gateway:
 
     def __init__(
         self,
-        config: EngineConfig,
-        tokenizer: Tokenizer,
-        replica: ReplicaClient,
+        models: ServedModels,
         listen: str = "127.0.0.1:0",
         *,
         security: Security | None = None,
         insecure: bool = False,
+        fleet: Fleet | None = None,
     ) -> None:
         self._address = ListenAddress.parse(listen)
         self._security = security or Security()
         self._security.check_listen(self._address, insecure=insecure)
-        self._config = config
-        self._replica = replica
+        self._models = models
         self._health = health.aio.HealthServicer()
-        self._inference = InferenceService(config, tokenizer, replica, self._security)
+        self._inference = InferenceService(models, self._security)
+        self._admin = AdminService(models, self._security, fleet)
         self._server: grpc.aio.Server | None = None
         self._monitor: asyncio.Task[None] | None = None
-        self._is_serving = False
         self._ready = asyncio.Event()
 
     async def start(self) -> str:
@@ -113,7 +98,7 @@ class Gateway:
         """
         self._server = grpc.aio.server(interceptors=(TokenCheck(self._security),), options=_SERVER_OPTIONS)
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, self._server)
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(self), self._server)
+        admin_pb2_grpc.add_AdminServicer_to_server(self._admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
             (INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
@@ -134,7 +119,7 @@ class Gateway:
         return str(self._address.with_port(port))
 
     async def wait_ready(self) -> None:
-        """Returns once a canary token has come through all ranks. The caller sets the deadline."""
+        """Returns once a request would be answered. The caller sets the deadline."""
         await self._ready.wait()
 
     async def stop(self, grace_s: float = 5.0) -> None:
@@ -148,19 +133,6 @@ class Gateway:
             await self._server.stop(grace_s)
             self._server = None
 
-    async def replica_status(self) -> admin_pb2.Replica:
-        """The replica as an operator sees it; one that does not answer is described, not an error."""
-        try:
-            status = await self._replica.status(STATUS_TIMEOUT_S)
-        except ReplicaUnavailable as error:
-            return admin_pb2.Replica(
-                replica_id=self._replica.replica_id, model=self._config.model.name, problem=str(error)
-            )
-        problem = self._replica.problem or status.problem
-        if not problem and not self._is_serving:
-            problem = "no canary token has come through all ranks yet"
-        return replica_to_message(status, problem)
-
     def _bind(self, server: grpc.aio.Server) -> int | None:
         """The port; None where the address or the certificate cannot be used."""
         credentials = self._security.server_credentials()
@@ -172,25 +144,14 @@ class Gateway:
             return None
 
     async def _keep_health(self) -> None:
-        """SERVING from a canary token on, until the replica has a problem; then again."""
+        """SERVING as long as a model is."""
         while True:
-            await self._replica.wait_until(well=True)
-            try:
-                # Not wait_for, which until Python 3.12 can lose the cancellation that ends this task.
-                async with asyncio.timeout(CANARY_TIMEOUT_S):
-                    await self._inference.run_canary()
-            except (QuireError, TimeoutError) as error:
-                logger.warning(
-                    "the canary request failed: %s", error or f"no token in {CANARY_TIMEOUT_S:g} s"
-                )
-                await asyncio.sleep(CANARY_RETRY_S)
-                continue
-            await self._set_serving(True)
-            await self._replica.wait_until(well=False)
-            await self._set_serving(False)
+            if self._models.is_ready != self._ready.is_set():
+                await self._set_serving(self._models.is_ready)
+            else:
+                await self._models.wait_for_change()
 
     async def _set_serving(self, is_serving: bool) -> None:
-        self._is_serving = is_serving
         if is_serving:
             self._ready.set()
         else:
@@ -204,136 +165,108 @@ class Gateway:
             await self._health.set(service, status)
 
 
-def _answering_errors(handler: Handler[RequestT, ResponseT]) -> Handler[RequestT, ResponseT]:
-    """Turns what the handler raises into a gRPC status; a fault of ours is logged, and INTERNAL."""
-
-    async def answering(
-        self: Any, request: RequestT, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> ResponseT:
-        try:
-            return await handler(self, request, context)
-        except QuireError as error:
-            await context.abort_with_status(to_grpc_status(error))
-        except grpc.aio.AbortError:
-            raise
-        except Exception:
-            logger.exception("a call failed")
-            fault = ProtocolError("the gateway failed on this call; its log says why")
-            await context.abort_with_status(to_grpc_status(fault))
-        raise AssertionError("abort raises")
-
-    return answering
-
-
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """quire.v1.Inference over one replica."""
+    """quire.v1.Inference over all models."""
 
-    def __init__(
-        self, config: EngineConfig, tokenizer: Tokenizer, replica: ReplicaClient, security: Security
-    ) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
-        self._replica = replica
+    def __init__(self, models: ServedModels, security: Security) -> None:
+        self._models = models
         self._security = security
-        self._checker = RequestChecker(config, tokenizer)
-        self._running: dict[str, RunningRequest] = {}
+        self._running: dict[RequestName, MovingRequest] = {}
 
-    @_answering_errors
+    @answering_errors
     async def Generate(
         self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.GenerateResponse:
-        request = await self._check(message, context)
-        async with self._events(request) as events:
-            outputs = collect([event async for event in events])
-        return completion_to_message(Completion(request.request_id, self._config.model.name, outputs))
+        model = self._models.find(message.model)
+        request = await self._check(model, message, context)
+        async with self._events(model, request) as events:
+            told = [event async for event in events]
+        of_prompt = None if request.sampling.prompt_logprobs is None else collect_prompt_logprobs(told)
+        return completion_to_message(Completion(request.request_id, model.name, collect(told), of_prompt))
 
-    @_answering_errors
+    @answering_errors
     async def GenerateStream(
         self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        request = await self._check(message, context)
-        async with self._events(request) as events:
+        model = self._models.find(message.model)
+        request = await self._check(model, message, context)
+        async with self._events(model, request) as events:
             async for event in events:
                 await context.write(event_to_message(event))
 
-    @_answering_errors
+    @answering_errors
     async def Abort(
         self, message: inference_pb2.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.AbortResponse:
-        running = self._running.get(message.request_id)
+        running = self._running.get((self._tenant(message.tenant, context), message.request_id))
         if running is not None:
             running.end(RequestAborted(f"request {message.request_id!r} was aborted"))
         return inference_pb2.AbortResponse(aborted=running is not None)
 
-    @_answering_errors
+    @answering_errors
     async def ListModels(
         self, message: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.ListModelsResponse:
-        model = self._config.model
-        described = inference_pb2.Model(
-            name=model.name,
-            architecture=model.architecture,
-            max_model_len=model.max_model_len,
-            vocab_size=model.vocab_size,
+        return inference_pb2.ListModelsResponse(
+            models=[
+                inference_pb2.Model(
+                    name=model.name,
+                    architecture=model.config.model.architecture,
+                    max_model_len=model.config.model.max_model_len,
+                    vocab_size=model.config.model.vocab_size,
+                )
+                for model in self._models
+            ]
         )
-        return inference_pb2.ListModelsResponse(models=[described])
-
-    async def run_canary(self) -> None:
-        """Returns when a token has come through all ranks; raises QuireError when it failed."""
-        request = self._checker.check([0], SamplingParams(max_tokens=1, temperature=0.0))
-        async with self._events(request) as events:
-            async for _ in events:
-                pass
 
     async def _check(
-        self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self,
+        model: ServedModel,
+        message: inference_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> Request:
-        if message.request_id in self._running:
+        tenant = self._tenant(message.tenant, context)
+        if (tenant, message.request_id) in self._running:
             raise DuplicateRequest(f"request {message.request_id!r} is running already")
         sampling = sampling_from_message(message.sampling)
-        prompt = _prompt(message)
+        prompt = prompt_from_message(message)
         check = functools.partial(
-            self._checker.check,
+            model.checker.check,
             prompt,
             sampling,
             request_id=message.request_id,
-            model=message.model,
-            tenant=self._security.tenant(_authorization(context.invocation_metadata()), message.tenant),
+            tenant=tenant,
             priority=message.priority,
             timeout_s=context.time_remaining(),
             cache_salt=message.cache_salt,
+            add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
         )
-        return check() if len(prompt) <= LONG_PROMPT_CHARS else await asyncio.to_thread(check)
+        is_quick = not isinstance(prompt, Chat) and len(prompt) <= LONG_PROMPT_CHARS
+        return check() if is_quick else await asyncio.to_thread(check)
+
+    def _tenant(self, claimed: str, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+        """Whose call it is. Raises InvalidRequest where its token says otherwise than it does."""
+        return self._security.tenant(authorization(context.invocation_metadata()), claimed)
 
     @asynccontextmanager
-    async def _events(self, request: Request) -> AsyncIterator[AsyncIterator[Event]]:
+    async def _events(self, model: ServedModel, request: Request) -> AsyncIterator[AsyncIterator[Event]]:
         """Runs the request. However the block is left, all its answers have ended and their blocks are free."""
-        if request.request_id in self._running:  # it may have come while a long prompt was tokenised
+        name = request.tenant, request.request_id
+        if name in self._running:  # it may have come while a long prompt was tokenised
             raise DuplicateRequest(f"request {request.request_id!r} is running already")
-        running = self._running[request.request_id] = self._replica.submit(request)
+        running = self._running[name] = model.pool.submit(request)
         try:
-            yield self._answer(request, running)
+            yield self._answer(model, request, running)
         finally:
             running.abort()
-            del self._running[request.request_id]
+            del self._running[name]
 
-    async def _answer(self, request: Request, running: RunningRequest) -> AsyncIterator[Event]:
-        yield Started(request.request_id, self._config.model.name, len(request.prompt_token_ids))
-        async for piece in follow(running, Answers(request, self._tokenizer)):
+    async def _answer(
+        self, model: ServedModel, request: Request, running: MovingRequest
+    ) -> AsyncIterator[Event]:
+        yield Started(request.request_id, model.name, len(request.prompt_token_ids))
+        async for piece in follow(running, Answers(request, model.tokenizer)):
             yield piece
-
-
-class AdminService(admin_pb2_grpc.AdminServicer):
-    """quire.v1.Admin of one gateway."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
-    @_answering_errors
-    async def GetStatus(
-        self, message: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> admin_pb2.GetStatusResponse:
-        return admin_pb2.GetStatusResponse(replicas=[await self._gateway.replica_status()])
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):
@@ -349,7 +282,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         if not handler_call_details.method.startswith(_OPEN_METHODS):
             try:
-                self._security.check_call(_authorization(handler_call_details.invocation_metadata))
+                self._security.check_call(authorization(handler_call_details.invocation_metadata))
             except QuireError as error:
                 return _refusal(error)
         return await continuation(handler_call_details)
@@ -362,14 +295,3 @@ def _refusal(error: QuireError) -> grpc.RpcMethodHandler[Any, Any]:
         await context.abort_with_status(to_grpc_status(error))
 
     return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | bytes | None:
-    return dict(metadata or ()).get("authorization")
-
-
-def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
-    kind = message.WhichOneof("prompt")
-    if kind is None:
-        raise InvalidRequest("prompt", "is missing, must be text or token_ids")
-    return message.text if kind == "text" else list(message.token_ids.ids)

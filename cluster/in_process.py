@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 
 from ..proto.config import EngineConfig
 from ..proto.errors import from_status
@@ -15,8 +17,12 @@ from ..proto.stream import RankStatus
 from ..scheduler.scheduler import Scheduler
 from ..worker.parallel import SingleRank
 from ..worker.runner import ModelRunner
+from .loading_bar import LoadingBar
 from .news import News, split
 from .requests import Request
+from .stopwatch import Stopwatch
+
+_log = logging.getLogger(__name__)
 
 _GATEWAY = b"in-process"
 
@@ -31,6 +37,7 @@ class InProcessGroup:
 
     def broadcast(self, plan: StepPlan) -> None:
         self._results.append(self._runner.execute(plan))
+        self._runner.after_step()
 
     def gather(self, timeout_s: float) -> StepResult:
         """Never waits: broadcast has done the work."""
@@ -53,10 +60,16 @@ def load_in_process(config: EngineConfig) -> tuple[EngineConfig, InProcessGroup]
         ModelLoadError: the model directory cannot be read.
         ConfigError: the KV cache does not fit.
     """
-    runner = ModelRunner(config, SingleRank())
+    stopwatch = Stopwatch()
+    with LoadingBar(1) as bar:
+        runner = ModelRunner(config, SingleRank(), partial(bar.update, 0))
+    stopwatch.lap("weights")
     config = config.with_num_blocks(runner.num_blocks_that_fit())
+    stopwatch.lap("profile")
     assert config.cache.num_blocks is not None
     config = config.with_swap_rate(runner.allocate_cache(config.cache.num_blocks))
+    stopwatch.lap("allocate")
+    _log.info("%s loaded in this process: %s", config.model.name, stopwatch)
     return config, InProcessGroup(runner, config.parallel.device)
 
 

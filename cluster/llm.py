@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,11 +23,13 @@ from ..proto.config import EngineConfig
 from ..proto.errors import InvalidRequest
 from ..proto.sampling import SamplingParams
 from .answer import Answers, Piece
-from .events import Output, TokenLogprobs, collect
+from .chat import Chat, Message
+from .events import Output, TokenLogprobs, collect, collect_prompt_logprobs
 from .news import News
-from .replica_client import ReplicaClient, follow
+from .replica_client import ReplicaClient
 from .requests import Prompt, Request, RequestChecker
 from .resolve import resolve
+from .running import follow
 from .tokenizer import Tokenizer
 
 # Offline, the caller holds all prompts anyway; nothing is gained by refusing some.
@@ -78,14 +80,17 @@ class RequestOutput:
     """A prompt and its answers.
 
     Attributes:
-        prompt: None where token ids were given.
+        prompt: None where token ids or a conversation were given.
         outputs: by index; the best first where they were ranked (best_of, beam search).
+        prompt_logprobs: for each token of the prompt, token id |-> Logprob, of the token itself and of the
+            likeliest; None for the first, and as a whole unless asked for.
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class LLM:
@@ -110,6 +115,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         device: str = "auto",
         dtype: str = "auto",
+        quantization: str | None = None,
         max_model_len: int | None = None,
         block_size: int = 16,
         kv_cache_memory: int | None = None,
@@ -117,10 +123,13 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         prefix_caching: bool = True,
         batch_invariant: bool = False,
+        fused_all_reduce: bool = False,
+        cuda_graphs: bool = True,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         policy: str = "fcfs",
         num_host_kv_blocks: int = 0,
+        kv_cache_dtype: str = "auto",
         seed: int = 0,
     ) -> None:
         config = resolve(
@@ -128,6 +137,7 @@ class LLM:
             tensor_parallel_size=tensor_parallel_size,
             device=device,
             dtype=dtype,
+            quantization=quantization,
             max_model_len=max_model_len,
             block_size=block_size,
             kv_cache_memory=kv_cache_memory,
@@ -135,12 +145,15 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             prefix_caching=prefix_caching,
             batch_invariant=batch_invariant,
+            fused_all_reduce=fused_all_reduce,
+            cuda_graphs=cuda_graphs,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_queue_len=_MAX_QUEUE_LEN,
             max_steps_in_flight=1 if tensor_parallel_size == 1 else 2,
             policy=policy,
             num_host_kv_blocks=num_host_kv_blocks,
+            kv_cache_dtype=kv_cache_dtype,
             seed=seed,
         )
         self._tokenizer = Tokenizer(config.model.path)
@@ -156,14 +169,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
+        cache_salt: str | Sequence[str] = "",
+        add_special_tokens: bool = True,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answers all prompts, in their order.
 
         Args:
-            prompts: one prompt or several, each as text or token ids.
+            prompts: one prompt or several, each as text, token ids or a Chat.
             sampling_params: one for all, or one for each; None: the defaults.
             priority: likewise; higher goes first, where the policy is ``priority``.
+            tenant: likewise; who shares fairly, where the policy is ``fair``.
+            cache_salt: likewise; KV of prompts is shared only between equal salts.
+            add_special_tokens: to prompts of text, by the rule of the model's tokenizer.
             progress: show a progress bar.
 
         Raises:
@@ -172,19 +191,60 @@ class LLM:
         several = _as_list(prompts)
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
         params = _spread("sampling_params", sampling_params, len(several))
-        priorities = _spread("priority", priority, len(several))
+        priorities: Sequence[int] = _spread("priority", priority, len(several))
+        tenants: Sequence[str] = _spread("tenant", tenant, len(several))
+        salts: Sequence[str] = _spread("cache_salt", cache_salt, len(several))
         requests = [
-            self._checker.check(prompt, sampling, priority=number)
-            for prompt, sampling, number in zip(several, params, priorities, strict=True)
+            self._checker.check(
+                prompt,
+                sampling,
+                priority=number,
+                tenant=owner,
+                cache_salt=salt,
+                add_special_tokens=add_special_tokens,
+            )
+            for prompt, sampling, number, owner, salt in zip(
+                several, params, priorities, tenants, salts, strict=True
+            )
         ]
         writers = [_Writer(request, self._tokenizer) for request in requests]
         with Progress(disable=not progress) as bar:
             task = bar.add_task("requests", total=len(writers))
             self._engine.run(writers, lambda: bar.advance(task))
-        return [
-            self._result(prompt, writer.request, writer.outputs)
-            for prompt, writer in zip(several, writers, strict=True)
+        return [self._result(prompt, writer) for prompt, writer in zip(several, writers, strict=True)]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        continue_final_message: bool = False,
+        template_options: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
+        cache_salt: str | Sequence[str] = "",
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers conversations by the model's own chat template.
+
+        Args:
+            messages: of one conversation, ``{"role": "user", "content": "..."}`` each, or several conversations.
+            continue_final_message: the answer goes on with the last message, which is the assistant's.
+            template_options: what else the template takes, by name.
+
+        The other arguments are those of `generate`.
+
+        Raises:
+            InvalidRequest: a conversation cannot be served, or the model has no template; none is started.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        chats = [
+            Chat(cast(Sequence[Message], conversation), continue_final_message, template_options or {})
+            for conversation in conversations
         ]
+        return self.generate(
+            chats, sampling_params, priority=priority, tenant=tenant, cache_salt=cache_salt, progress=progress
+        )
 
     def close(self) -> None:
         """Ends what was started and frees the model. Safe to call twice."""
@@ -198,7 +258,8 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _result(self, prompt: Prompt, request: Request, outputs: tuple[Output, ...]) -> RequestOutput:
+    def _result(self, prompt: Prompt, writer: _Writer) -> RequestOutput:
+        request = writer.request
         completions = [
             CompletionOutput(
                 index=output.index,
@@ -210,10 +271,16 @@ class LLM:
                 cumulative_logprob=output.cumulative_logprob,
                 score=output.score,
             )
-            for output in outputs
+            for output in writer.outputs
         ]
-        text = prompt if isinstance(prompt, str) else None
-        return RequestOutput(request.request_id, text, request.prompt_token_ids.tolist(), completions)
+        text, token_ids = prompt if isinstance(prompt, str) else None, request.prompt_token_ids.tolist()
+        of_prompt = None
+        if request.sampling.prompt_logprobs is not None:
+            of_prompt = [
+                None if entry is None else self._logprobs_at(token_id, entry)
+                for token_id, entry in zip(token_ids, collect_prompt_logprobs(writer.pieces), strict=True)
+            ]
+        return RequestOutput(request.request_id, text, token_ids, completions, of_prompt)
 
     def _logprobs(self, output: Output) -> list[dict[int, Logprob]]:
         pairs = zip(output.token_ids, output.logprobs, strict=True)
@@ -305,11 +372,13 @@ class _OneProcess:
 
 class _Cluster:
     def __init__(self, config: EngineConfig) -> None:
-        from .replica import LocalCluster, num_actors, start_replica  # Ray, which one rank does without
+        from .local_cluster import LocalCluster  # Ray, which one rank does without
+        from .replica import new_replica_id
+        from .replica_launch import launch_replica
 
         with ExitStack() as opened:
-            cluster = opened.enter_context(LocalCluster(num_actors(config.parallel.tensor_parallel_size)))
-            self._replica = opened.enter_context(start_replica(config, cluster))
+            cluster = opened.enter_context(LocalCluster(1 + config.parallel.tensor_parallel_size))
+            self._replica = opened.enter_context(launch_replica(config, new_replica_id(), cluster))
             self._opened = opened.pop_all()
         self.config = self._replica.config
 
@@ -356,20 +425,20 @@ def _run_to_end(coroutine: Coroutine[Any, Any, None]) -> None:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, as text or as token ids, is a list of one. Raises InvalidRequest on what is neither."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Chat):
         return [prompts]
     if isinstance(prompts, _SEQUENCES) and len(prompts) > 0 and isinstance(prompts[0], int | np.integer):
         return [cast(Sequence[int], prompts)]
     if not isinstance(prompts, _SEQUENCES) or not all(
-        isinstance(prompt, (str, *_SEQUENCES)) for prompt in prompts
+        isinstance(prompt, (str, Chat, *_SEQUENCES)) for prompt in prompts
     ):
-        raise InvalidRequest("prompts", "must be text or token ids, or a list of such")
+        raise InvalidRequest("prompts", "must be text, token ids or a Chat, or a list of such")
     return list(cast(Sequence[Prompt], prompts))
 
 
 def _spread(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
     """One for all, or one for each. Raises InvalidRequest, which names them, when they are neither."""
-    if not isinstance(given, Sequence):
+    if isinstance(given, str) or not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:
         raise InvalidRequest(name, f"are {len(given)} for {count} prompts, must be one or as many")

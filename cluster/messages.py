@@ -1,22 +1,23 @@
-"""quire.v1 messages and what they mean in Python, both ways; shared by the gateway and the clients."""
+"""What is answered, as quire.v1 has it and as Python does, both ways; shared by the gateway and the clients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from ..proto import admin_pb2, inference_pb2
-from ..proto.errors import InvalidRequest, ProtocolError
-from ..proto.sampling import SamplingParams
+from ..proto.errors import ProtocolError
 from ..proto.stream import FinishReason, RankStatus, ReplicaStatus, Timings
-from .events import Completion, Delta, Event, Finished, Output, Started, TokenLogprobs, Usage
-
-_SAMPLING_SCALARS = (
-    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "logprobs",
-    "n", "best_of", "beam_width", "length_penalty", "early_stopping",
-)  # fmt: skip
-# What max_tokens=None travels as: the server cuts it to the room that the prompt leaves.
-_ALL_THE_ROOM = (1 << 31) - 1
+from .events import (
+    Completion,
+    Delta,
+    Event,
+    Finished,
+    Output,
+    PromptLogprobs,
+    Started,
+    TokenLogprobs,
+    Usage,
+)
 
 _REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -25,33 +26,13 @@ _REASONS = {
 _REASONS_BACK = {number: reason for reason, number in _REASONS.items()}
 
 
-@contextmanager
-def sendable(field: str) -> Iterator[None]:
-    """What no message can hold is an InvalidRequest that names the field."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise InvalidRequest(field, f"cannot be sent: {error}") from error
-
-
-def sampling_to_message(params: SamplingParams) -> inference_pb2.SamplingParams:
-    values = {name: value for name in _SAMPLING_SCALARS if (value := getattr(params, name)) is not None}
-    values.setdefault("max_tokens", _ALL_THE_ROOM)
-    with sendable("sampling"):
-        return inference_pb2.SamplingParams(**values, stop=params.stop, stop_token_ids=params.stop_token_ids)
-
-
-def sampling_from_message(message: inference_pb2.SamplingParams) -> SamplingParams:
-    """Raises InvalidRequest on a value out of its range."""
-    given = {name: getattr(message, name) for name in _SAMPLING_SCALARS if message.HasField(name)}
-    return SamplingParams(**given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids))
-
-
 def event_to_message(event: Event) -> inference_pb2.GenerateEvent:
     if isinstance(event, Delta):
         return inference_pb2.GenerateEvent(delta=_delta_to_message(event))
     if isinstance(event, Finished):
         return inference_pb2.GenerateEvent(finished=_finished_to_message(event))
+    if isinstance(event, PromptLogprobs):
+        return inference_pb2.GenerateEvent(prompt_logprobs=_prompt_logprobs_to_message(event))
     started = inference_pb2.Started(
         request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens
     )
@@ -65,6 +46,8 @@ def event_from_message(message: inference_pb2.GenerateEvent) -> Event:
         return _delta_from_message(message.delta)
     if kind == "finished":
         return _finished_from_message(message.finished)
+    if kind == "prompt_logprobs":
+        return _prompt_logprobs_from_message(message.prompt_logprobs)
     if kind == "started":
         started = message.started
         return Started(started.request_id, started.model, started.prompt_tokens)
@@ -82,9 +65,13 @@ def completion_to_message(completion: Completion) -> inference_pb2.GenerateRespo
         )
         for output in completion.outputs
     )
-    return inference_pb2.GenerateResponse(
+    response = inference_pb2.GenerateResponse(
         request_id=completion.request_id, model=completion.model, outputs=outputs
     )
+    if completion.prompt_logprobs is not None:
+        known = tuple(entry for entry in completion.prompt_logprobs if entry is not None)
+        response.prompt_logprobs.CopyFrom(_prompt_logprobs_to_message(PromptLogprobs(1, known)))
+    return response
 
 
 def completion_from_message(message: inference_pb2.GenerateResponse) -> Completion:
@@ -97,7 +84,10 @@ def completion_from_message(message: inference_pb2.GenerateResponse) -> Completi
         )
         for output in message.outputs
     )
-    return Completion(message.request_id, message.model, tuple(outputs))
+    of_prompt = None
+    if message.HasField("prompt_logprobs"):
+        of_prompt = (None, *_prompt_logprobs_from_message(message.prompt_logprobs).logprobs)
+    return Completion(message.request_id, message.model, tuple(outputs), of_prompt)
 
 
 def replica_to_message(status: ReplicaStatus, problem: str) -> admin_pb2.Replica:
@@ -131,6 +121,7 @@ def replica_to_message(status: ReplicaStatus, problem: str) -> admin_pb2.Replica
         ),
         num_steps=status.num_steps,
         uptime_s=status.uptime_s,
+        mean_gap_s=status.mean_gap_s,
     )
 
 
@@ -151,6 +142,14 @@ def _delta_to_message(delta: Delta) -> inference_pb2.Delta:
 def _delta_from_message(message: inference_pb2.Delta) -> Delta:
     logprobs = _all_logprobs(message.logprobs)
     return Delta(message.text, tuple(message.token_ids), logprobs, message.sequence_number, message.index)
+
+
+def _prompt_logprobs_to_message(event: PromptLogprobs) -> inference_pb2.PromptLogprobs:
+    return inference_pb2.PromptLogprobs(start=event.start, logprobs=map(_logprobs_to_message, event.logprobs))
+
+
+def _prompt_logprobs_from_message(message: inference_pb2.PromptLogprobs) -> PromptLogprobs:
+    return PromptLogprobs(message.start, _all_logprobs(message.logprobs))
 
 
 def _logprobs_to_message(entry: TokenLogprobs) -> inference_pb2.TokenLogprobs:
@@ -184,6 +183,7 @@ def _finished_to_message(finished: Finished) -> inference_pb2.Finished:
             decode_s=timings.decode_s,
             preempted_s=timings.preempted_s,
             recomputed_tokens=timings.recomputed_tokens,
+            num_moves=timings.num_moves,
         ),
         cumulative_logprob=finished.cumulative_logprob,
         score=finished.score,
@@ -208,6 +208,7 @@ def _finished_from_message(message: inference_pb2.Finished) -> Finished:
             timings.decode_s,
             timings.preempted_s,
             timings.recomputed_tokens,
+            timings.num_moves,
         ),
         index=message.index,
         cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -13,6 +13,8 @@ from ..proto.errors import QuireError, ReplicaUnavailable
 
 if TYPE_CHECKING:
     from ray import ObjectRef
+
+MEANWHILE_S = 0.5
 
 
 def describe(error: BaseException) -> str:
@@ -34,12 +36,18 @@ def unwrap(error: BaseException, who: str) -> QuireError:
     return ReplicaUnavailable(f"{who} failed: {describe(error)}")
 
 
-def await_all(calls: Mapping[str, ObjectRef], timeout_s: float, doing: str) -> list[Any]:
+def await_all(
+    calls: Mapping[str, ObjectRef],
+    timeout_s: float,
+    doing: str,
+    meanwhile: Callable[[], None] | None = None,
+) -> list[Any]:
     """The results of remote calls, in order; fails as soon as one of them does.
 
     Args:
         calls: who |-> its call.
         doing: what they were asked for, as in "rank 1 did not finish loading in 600 s".
+        meanwhile: is called every MEANWHILE_S seconds of the wait.
 
     Raises:
         QuireError: one that an actor raised.
@@ -49,7 +57,11 @@ def await_all(calls: Mapping[str, ObjectRef], timeout_s: float, doing: str) -> l
     pending = list(who_by_ref)
     deadline = time.monotonic() + timeout_s
     while pending:
-        ready, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+        left_s = max(0.0, deadline - time.monotonic())
+        ready, pending = ray.wait(pending, timeout=left_s if meanwhile is None else min(left_s, MEANWHILE_S))
+        if not ready and meanwhile is not None and left_s > MEANWHILE_S:
+            meanwhile()
+            continue
         if not ready:
             late = " and ".join(who_by_ref[ref] for ref in pending)
             raise ReplicaUnavailable(f"{late} did not finish {doing} in {timeout_s:g} s")

@@ -1,71 +1,110 @@
-"""A replica: one scheduler and its tensor-parallel ranks, started together, watched and ended together."""
+"""A replica as its owner holds it: found by its record, watched, and ended as a whole.
+
+Its processes, a scheduler and the ranks, are Ray actors in one placement group, all of them named after the replica:
+whoever knows the id finds them again, from another process and after the launcher has gone.
+"""
 
 from __future__ import annotations
 
-import logging
+import json
 import secrets
-from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from ..proto.channel import ChannelAddress
 from ..proto.config import EngineConfig
-from ..proto.errors import QuireError, ReplicaUnavailable
-from ..scheduler.actor import SchedulerActor
-from ..worker.actor import LoadReport, WorkerActor
-from .channel_group import ChannelGroupMaker
+from ..proto.errors import ProtocolError, QuireError, ReplicaUnavailable
+from ..scheduler.actor import WATCH_GROUP
 from .closing import Closing
-from .local_cluster import LocalCluster
 from .ray_errors import await_all, unwrap
-from .stopwatch import Stopwatch, seconds_in_words
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
     from ray.actor import ActorHandle
 
-__all__ = ["LocalCluster", "Replica", "num_actors", "start_replica"]
-
-_PLACEMENT_TIMEOUT_S = 60.0
-_PROCESS_TIMEOUT_S = 120.0
-_LOAD_TIMEOUT_S = 1800.0
 _STOP_TIMEOUT_S = 5.0
+_ADOPT_TIMEOUT_S = 30.0
 
-_log = logging.getLogger(__name__)
 
+@dataclass(frozen=True, slots=True)
+class ReplicaRecord:
+    """What it takes to find a running replica again, and to speak to it. Plain data, for a key-value store.
 
-def num_actors(tensor_parallel_size: int) -> int:
-    """Actors of a replica: a scheduler and one a rank."""
-    return 1 + tensor_parallel_size
+    Attributes:
+        version: of what is deployed, in its owner's words.
+        endpoint: where its scheduler hears gateways.
+        num_kv_blocks: of its pool, the scratch block included.
+        namespace: Ray's, of its actors' names.
+        node_ids: Ray's, of the scheduler's node and then of each rank's.
+        pids: of the same processes, as their hosts count them.
+    """
+
+    replica_id: str
+    model: str
+    version: str
+    endpoint: str
+    num_kv_blocks: int
+    namespace: str
+    node_ids: tuple[str, ...]
+    pids: tuple[int, ...]
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return len(self.node_ids) - 1
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> ReplicaRecord:
+        """Raises ProtocolError on anything that `to_json` did not write."""
+        try:
+            fields = json.loads(text)
+            fields["node_ids"], fields["pids"] = tuple(fields["node_ids"]), tuple(fields["pids"])
+            return ReplicaRecord(**fields)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ProtocolError(f"a replica's record cannot be read: {error}") from error
 
 
 class Replica(Closing):
-    """A running replica.
+    """A running replica, as its owner holds it.
 
     Attributes:
         config: with the number of KV blocks that every rank has.
-        address: ZeroMQ endpoint where gateways reach the scheduler.
         failure: ends when the scheduler does: with the QuireError that it failed of, or None when it was closed.
             Whoever waits no longer may cancel it.
     """
 
-    def __init__(self, config: EngineConfig, replica_id: str, address: str, actors: _Actors) -> None:
+    def __init__(self, record: ReplicaRecord, config: EngineConfig, scheduler: ActorHandle) -> None:
+        self.record = record
         self.config = config
-        self.replica_id = replica_id
-        self.address = address
-        self._actors = actors
         self.failure: Future[QuireError | None] = Future()
-        self._life: Future[None] = actors.scheduler.run.remote().future()
+        self._scheduler = scheduler
+        self._life: Future[None] = (
+            scheduler.wait_ended.options(concurrency_group=WATCH_GROUP).remote().future()
+        )
         self._life.add_done_callback(self._note_end)
+
+    @property
+    def replica_id(self) -> str:
+        return self.record.replica_id
+
+    @property
+    def address(self) -> str:
+        """ZeroMQ endpoint where gateways reach the scheduler."""
+        return self.record.endpoint
 
     def close(self) -> None:
         """Ends every process of the replica; requests that still run end UNAVAILABLE. Safe to call twice."""
-        self._actors.close(self._life)
+        if not self._life.done():
+            self._scheduler.stop.remote()
+            with suppress(TimeoutError, RayError, QuireError):
+                self._life.result(_STOP_TIMEOUT_S)
+        remove_replica(self.replica_id, self.record.namespace)
 
     def _note_end(self, life: Future[None]) -> None:
         error = life.exception()
@@ -74,115 +113,70 @@ class Replica(Closing):
             self.failure.set_result(failure)
 
 
-def start_replica(config: EngineConfig, cluster: LocalCluster) -> Replica:
-    """Starts a replica on the cluster; returns when it takes requests.
+def new_replica_id() -> str:
+    return f"replica-{secrets.token_hex(3)}"
+
+
+def adopt_replica(record: ReplicaRecord) -> Replica:
+    """Takes over a running replica that another process launched.
 
     Raises:
-        ConfigError: the model cannot be loaded, or its KV cache does not fit.
-        ReplicaUnavailable: a process died or was not ready in time; names it.
+        ReplicaUnavailable: it is not running any more, or does not answer; says which process is missing.
     """
-    replica_id = f"replica-{secrets.token_hex(3)}"
-    actors = _Actors(config, replica_id)
+    roles = ["scheduler", *(f"rank-{rank}" for rank in range(record.tensor_parallel_size))]
+    handles = [_find_actor(record.replica_id, role, record.namespace) for role in roles]
+    call = {f"the scheduler of {record.replica_id}": handles[0].config.remote()}
+    (config,) = await_all(call, _ADOPT_TIMEOUT_S, "answering its new owner")
+    if config is None:
+        raise ReplicaUnavailable(f"the scheduler of {record.replica_id} has ended, or never began, to serve")
+    return Replica(record, config, handles[0])
+
+
+def remove_replica(replica_id: str, namespace: str) -> None:
+    """Ends whatever there is of a replica, running, half launched or half ended. Does nothing where it is gone."""
+    prefix = actor_name(replica_id, "")
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == namespace and actor["name"].startswith(prefix):
+            with suppress(ValueError):  # it ended just now
+                ray.kill(ray.get_actor(actor["name"], namespace))
+    for group_id, group in placement_group_table().items():
+        if group["name"] == placement_name(replica_id, namespace) and group["state"] != "REMOVED":
+            remove_placement_group(_group_of(group_id))
+
+
+def known_replicas(namespace: str) -> set[str]:
+    """Ids of all replicas of which there is anything: a process, or a place that is taken or asked for."""
+    names = [
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["namespace"] == namespace
+    ]
+    groups = [
+        group["name"].removeprefix(f"{namespace}:")
+        for group in placement_group_table().values()
+        if group["state"] != "REMOVED" and group["name"].startswith(f"{namespace}:")
+    ]
+    return {
+        name.split("/")[1] for name in [*names, *groups] if name.startswith("quire/") and name.count("/") == 2
+    }
+
+
+def actor_name(replica_id: str, role: str) -> str:
+    """Of a replica's process: its role is ``scheduler`` or ``rank-N``."""
+    return f"quire/{replica_id}/{role}"
+
+
+def placement_name(replica_id: str, namespace: str) -> str:
+    """Of a replica's placement group. Ray lists those of all namespaces together and does not say which is whose."""
+    return f"{namespace}:{actor_name(replica_id, 'place')}"
+
+
+def _group_of(group_id: str) -> PlacementGroup:
+    return PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id)))
+
+
+def _find_actor(replica_id: str, role: str, namespace: str) -> ActorHandle:
     try:
-        stopwatch = Stopwatch()
-        actors.create()
-        cluster.guard()
-        stopwatch.lap("processes")
-        reports = actors.load()
-        stopwatch.lap("load")
-        config = config.with_num_blocks(min(report.num_blocks for report in reports))
-        config = actors.allocate(config)
-        stopwatch.lap("allocate")
-        address = f"ipc://{cluster.directory}/{replica_id}"
-        actors.connect(config, reports, ChannelAddress.in_directory(cluster.directory), address)
-        stopwatch.lap("connect")
-        _log.info("%s started: %s; slowest rank: %s", replica_id, stopwatch, _slowest(reports))
-        return Replica(config, replica_id, address, actors)
-    except BaseException:
-        actors.close()
-        raise
-
-
-class _Actors:
-    """The replica's processes, in one placement group: the scheduler and one worker a rank."""
-
-    def __init__(self, config: EngineConfig, replica_id: str) -> None:
-        self._config = config
-        self._replica_id = replica_id
-        self._placement: PlacementGroup | None = None
-        self._all: list[ActorHandle] = []
-
-    @property
-    def scheduler(self) -> ActorHandle:
-        return self._all[0]
-
-    @property
-    def _workers(self) -> list[ActorHandle]:
-        return self._all[1:]
-
-    def create(self) -> None:
-        parallel = self._config.parallel
-        gpu = {"GPU": 1} if parallel.device == "cuda" else {}
-        bundles = [{"CPU": 1}] + [{"CPU": 1} | gpu] * parallel.tensor_parallel_size
-        self._placement = placement_group(bundles, strategy="STRICT_PACK")
-        if not self._placement.wait(_PLACEMENT_TIMEOUT_S):
-            raise ReplicaUnavailable(f"no node had room for {bundles} in {_PLACEMENT_TIMEOUT_S:g} s")
-        self._all.append(self._start(SchedulerActor, 0, {}, self._replica_id))
-        for rank in range(parallel.tensor_parallel_size):
-            self._all.append(self._start(WorkerActor, 1 + rank, gpu, self._config, rank))
-        calls = {"the scheduler": self.scheduler.__ray_ready__.remote()} | self._call_workers("__ray_ready__")
-        await_all(calls, _PROCESS_TIMEOUT_S, "starting its process")
-
-    def load(self) -> list[LoadReport]:
-        """Joins the ranks and loads the weights; the reports by rank."""
-        store = None
-        if len(self._workers) > 1:
-            opening = {"rank 0": self._workers[0].open_store.remote(one_host=True)}
-            (store,) = await_all(opening, _PROCESS_TIMEOUT_S, "opening its store")
-        return await_all(self._call_workers("load", store), _LOAD_TIMEOUT_S, "loading")
-
-    def allocate(self, config: EngineConfig) -> EngineConfig:
-        """Has the ranks take their KV memory; the configuration comes back with the speed of the slowest's swap."""
-        calls = self._call_workers("allocate", config.cache.num_blocks)
-        return config.with_swap_rate(min(await_all(calls, _LOAD_TIMEOUT_S, "allocating its KV cache")))
-
-    def connect(
-        self, config: EngineConfig, reports: Sequence[LoadReport], channel: ChannelAddress, address: str
-    ) -> None:
-        """Has the scheduler join the ranks over the channel and listen to gateways at the address."""
-        statuses = tuple(report.status for report in reports)
-        make_group = ChannelGroupMaker(channel, tuple(self._workers), statuses, _PROCESS_TIMEOUT_S)
-        call = self.scheduler.start.remote(config, make_group, address)
-        await_all({"the scheduler": call}, 2 * _PROCESS_TIMEOUT_S, "joining the ranks")
-
-    def close(self, life: Future[None] | None = None) -> None:
-        """Ends the processes; `life` is the scheduler's, which is asked to end first."""
-        if life is not None and not life.done():
-            self.scheduler.stop.remote()
-            with suppress(TimeoutError, RayError, QuireError):
-                life.result(_STOP_TIMEOUT_S)
-        for actor in self._all:
-            ray.kill(actor)
-        self._all = []
-        if self._placement is not None:
-            remove_placement_group(self._placement)
-            self._placement = None
-
-    def _start(self, kind: type, bundle: int, resources: dict[str, int], *arguments: Any) -> ActorHandle:
-        # Two concurrent calls: run(), and what is asked meanwhile.
-        options = ray.remote(kind).options(
-            num_cpus=1,
-            num_gpus=resources.get("GPU", 0),
-            max_concurrency=2,
-            max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, bundle),
-        )
-        return options.remote(*arguments)
-
-    def _call_workers(self, method: str, *arguments: Any) -> dict[str, ObjectRef]:
-        workers = enumerate(self._workers)
-        return {f"rank {rank}": getattr(worker, method).remote(*arguments) for rank, worker in workers}
-
-
-def _slowest(reports: Sequence[LoadReport]) -> str:
-    return seconds_in_words(max(reports, key=lambda report: sum(report.seconds.values())).seconds)
+        return ray.get_actor(actor_name(replica_id, role), namespace)
+    except ValueError:
+        raise ReplicaUnavailable(f"{role} of {replica_id} is not running any more") from None

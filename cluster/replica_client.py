@@ -6,16 +6,19 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import Protocol, TypeVar
 
 import zmq
 import zmq.asyncio
 
 from ..proto.errors import ProtocolError, QuireError, ReplicaUnavailable
+from ..proto.network import CurveKeys, connect
 from ..proto.stream import (
     Abort,
+    CacheReport,
     Finish,
     FinishReason,
     GatewayMessage,
@@ -26,101 +29,61 @@ from ..proto.stream import (
     decode,
     encode,
 )
-from .answer import Answers, Piece
 from .news import News, split
 from .requests import Request
+from .running import Inbox
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 _MAX_HANDLE = (1 << 31) - 1  # handles travel as int32
 
+ReceiverT = TypeVar("ReceiverT", bound="Receiver")
+Listener = Callable[[ReplicaStatus | CacheReport], None]
 
-class RunningRequest:
-    """A submitted request: an asynchronous iterator of (answer's index, its News), for one reader.
 
-    News of an answer that the reader has not taken grow together, so a slow reader costs one item an answer and
-    slows nobody. The iterator ends when all answers have.
+class Receiver(Protocol):
+    """Who is told what a replica says of the answers that it was handed together."""
+
+    def put(self, handle: int, news: News) -> None: ...
+
+    def fail(self, error: QuireError) -> None:
+        """Nothing will come any more."""
+        ...
+
+
+class RunningRequest(Inbox):
+    """A request submitted to one replica, to whose end it runs or with which it fails.
 
     Args:
         handles: of its answers, by index.
     """
 
     def __init__(self, client: ReplicaClient, handles: range) -> None:
+        super().__init__(len(handles))
         self.handles = handles
         self._client = client
-        self._pending: dict[int, News] = {}  # index |-> what was not taken, the longest waiting first
-        self._open = set(range(len(handles)))  # answers of which more will come
         self._stopped: set[int] = set()
-        self._error: QuireError | None = None
-        self._arrival = asyncio.Event()
-
-    def __aiter__(self) -> AsyncIterator[tuple[int, News]]:
-        return self
-
-    async def __anext__(self) -> tuple[int, News]:
-        """An answer's news since they were last taken.
-
-        Raises:
-            ReplicaUnavailable: the replica failed, or the client was closed.
-            RequestAborted: `end` was called with it.
-        """
-        while not self._pending:
-            if self._error is not None:
-                raise self._error
-            if not self._open:
-                raise StopAsyncIteration
-            self._arrival.clear()
-            await self._arrival.wait()
-        index = next(iter(self._pending))
-        return index, self._pending.pop(index)
 
     def stop(self, index: int) -> None:
-        """A stop string was found: the answer ends, and its Finish comes. Safe to call again."""
-        if index in self._open and index not in self._stopped:
-            self._client.send(Stop(self.handles[index]))
+        """See `Running`."""
+        if index in self.open and index not in self._stopped:
+            self._client.stop(self.handles[index])
         self._stopped.add(index)
 
     def abort(self) -> None:
-        """Ends all answers and frees their blocks; does nothing to those that have ended."""
+        """See `Running`."""
         self._client.forget(self.handles)
-        self._open.clear()
+        self.open.clear()
 
     def end(self, error: QuireError) -> None:
-        """Aborts the request, and its reader gets the error."""
+        """See `Running`."""
         self.abort()
         self.fail(error)
 
     def put(self, handle: int, news: News) -> None:
-        """For the client only: what came in."""
-        index = handle - self.handles.start
-        if index in self._pending:
-            self._pending[index].extend(news)
-        else:
-            self._pending[index] = news
-        if news.finish is not None:
-            self._open.discard(index)
-        self._arrival.set()
-
-    def fail(self, error: QuireError) -> None:
-        """For the client only: nothing will come any more, and why."""
-        self._open.clear()
-        self._pending.clear()
-        self._error = error
-        self._arrival.set()
-
-
-async def follow(running: RunningRequest, answers: Answers) -> AsyncIterator[Piece]:
-    """What is to be told of a request, to its end; an answer is stopped at its stop string.
-
-    Raises:
-        QuireError: the request ended with it. Its other answers may still run: the caller aborts them.
-    """
-    async for index, news in running:
-        for piece in answers.take(index, news):
-            yield piece
-        if answers.is_complete(index):
-            running.stop(index)
+        """See `Receiver`."""
+        self.add(handle - self.handles.start, news)
 
 
 class ReplicaClient:
@@ -132,24 +95,36 @@ class ReplicaClient:
         patience_s: a replica that says nothing for this long has failed. A step may take as long as the
             scheduler's step_timeout_s, and the scheduler may be silent meanwhile.
         heartbeat_s: how often it is asked for its status.
+        keys: that it takes to speak to the replica over a network; None: the address is ipc.
+
+    Attributes:
+        latest: the status that came last; None before the first.
     """
 
     def __init__(
-        self, address: str, replica_id: str, *, patience_s: float = 65.0, heartbeat_s: float = HEARTBEAT_S
+        self,
+        address: str,
+        replica_id: str,
+        *,
+        patience_s: float = 65.0,
+        heartbeat_s: float = HEARTBEAT_S,
+        keys: CurveKeys | None = None,
     ) -> None:
         self._address = address
         self.replica_id = replica_id
         self._patience_s = patience_s
         self._heartbeat_s = heartbeat_s
-        self._running: dict[int, RunningRequest] = {}  # handle |-> its request, while the answer runs
+        self._keys = keys
+        self._running: dict[int, Receiver] = {}  # handle |-> who is told, while the answer runs
         self._next_handle = 1
         self._query_ids = itertools.count(1)
         self._queries: dict[int, asyncio.Future[ReplicaStatus]] = {}
         self._problem = f"replica {replica_id} has not answered yet"
-        self._failed = False
+        self._failure = asyncio.Event()
         self._is_well, self._is_unwell = asyncio.Event(), asyncio.Event()
         self._heard_at = time.monotonic()
-        self._uptime_s = 0.0
+        self.latest: ReplicaStatus | None = None
+        self._listeners: list[Listener] = []
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -157,6 +132,11 @@ class ReplicaClient:
     def problem(self) -> str:
         """Why the replica cannot be relied on now; empty when it answers and is well."""
         return self._problem
+
+    @property
+    def has_failed(self) -> bool:
+        """It takes no requests, until it says that it is well after all."""
+        return self._failure.is_set()
 
     @property
     def num_running(self) -> int:
@@ -171,12 +151,12 @@ class ReplicaClient:
         # Never blocks: what waits to be sent is bounded by the heartbeat, which ends a silent replica's requests.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.connect(self._address)
+        connect(self._socket, self._address, self._keys)
         self._heard_at = time.monotonic()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._keep_asking())]
 
-    async def close(self) -> None:
-        """Ends what still runs and closes the connection. Safe to call twice."""
+    async def close(self, reason: str = "its client was closed") -> None:
+        """Ends what still runs, with the reason, and closes the connection. Safe to call twice."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -184,26 +164,35 @@ class ReplicaClient:
         if self._socket is not None:
             for handle in self._running:
                 self.send(Abort(handle))
-            self._fail_all("its client was closed")
             # The aborts, if any, are given a moment to leave.
-            self._context.destroy(linger=200)
+            linger_ms = 200 if self._running else 0
+            self._fail_all(reason)
+            self._context.destroy(linger=linger_ms)
             self._socket = None
 
     def submit(self, request: Request) -> RunningRequest:
-        """Hands the request to the replica.
+        """Hands the request to the replica. Raises ReplicaUnavailable where that is known to have failed."""
+        return self.place(request, lambda handles: RunningRequest(self, handles))
+
+    def place(self, request: Request, make_receiver: Callable[[range], ReceiverT]) -> ReceiverT:
+        """Hands the request to the replica, and its news to the receiver that is made for its answers' handles.
 
         Raises:
             ReplicaUnavailable: the replica is known to have failed.
         """
         if self._socket is None:
             raise ReplicaUnavailable(f"the client of replica {self.replica_id} is closed")
-        if self._failed:
+        if self._failure.is_set():
             raise ReplicaUnavailable(self._problem)
         handles = self._take_handles(request.sampling.num_sequences)
-        running = RunningRequest(self, handles)
-        self._running |= dict.fromkeys(handles, running)
+        receiver = make_receiver(handles)
+        self._running |= dict.fromkeys(handles, receiver)
         self.send(request.submit(handles.start))
-        return running
+        return receiver
+
+    def stop(self, handle: int) -> None:
+        """Ends an answer in which a stop string was found; its Finish comes."""
+        self.send(Stop(handle))
 
     def _take_handles(self, count: int) -> range:
         if self._next_handle + count > _MAX_HANDLE:
@@ -237,7 +226,7 @@ class ReplicaClient:
 
     def fail(self, reason: str) -> None:
         """The owner knows that the replica is gone: ends every request with ReplicaUnavailable."""
-        self._failed = True
+        self._failure.set()
         self._set_problem(f"replica {self.replica_id} failed: {reason}")
         self._fail_all(reason)
 
@@ -251,14 +240,39 @@ class ReplicaClient:
 
         failure.add_done_callback(tell)
 
+    def listen(self, listener: Listener) -> None:
+        """Has every status and cache report that comes told."""
+        self._listeners.append(listener)
+
+    async def next_status(self, timeout_s: float) -> ReplicaStatus:
+        """The next status that comes by itself. Raises ReplicaUnavailable where none does in time."""
+        heard: asyncio.Future[ReplicaStatus] = asyncio.get_running_loop().create_future()
+
+        def take(message: ReplicaStatus | CacheReport) -> None:
+            if isinstance(message, ReplicaStatus) and not heard.done():
+                heard.set_result(message)
+
+        self._listeners.append(take)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await heard
+        except TimeoutError:
+            raise ReplicaUnavailable(f"replica {self.replica_id} said nothing for {timeout_s:g} s") from None
+        finally:
+            self._listeners.remove(take)
+
+    async def wait_until_failed(self) -> None:
+        """Returns once the replica is known to have failed."""
+        await self._failure.wait()
+
     async def wait_until(self, *, well: bool) -> None:
         """Returns once the replica answers without a problem, or (`well` false) once it has one."""
         await (self._is_well if well else self._is_unwell).wait()
 
     def _fail_all(self, reason: str) -> None:
-        requests, self._running = set(self._running.values()), {}
-        for running in requests:
-            running.fail(ReplicaUnavailable(f"replica {self.replica_id} failed: {reason}"))
+        receivers, self._running = set(self._running.values()), {}
+        for receiver in receivers:
+            receiver.fail(ReplicaUnavailable(f"replica {self.replica_id} failed: {reason}"))
 
     def _set_problem(self, problem: str) -> None:
         if problem and problem != self._problem:
@@ -289,28 +303,31 @@ class ReplicaClient:
                 self._deliver(message)
             elif isinstance(message, ReplicaStatus):
                 self._take_status(message)
+            if isinstance(message, ReplicaStatus | CacheReport):
+                for listener in self._listeners:
+                    listener(message)
 
     def _deliver(self, batch: TokenBatch) -> None:
         for handle, news in split(batch):
-            running = self._running.get(handle)
-            if running is None:  # aborted meanwhile
+            receiver = self._running.get(handle)
+            if receiver is None:  # aborted meanwhile
                 continue
-            running.put(handle, news)
             if news.finish is not None:
                 del self._running[handle]
                 self._look_at(news.finish)
+            receiver.put(handle, news)
 
     def _look_at(self, finish: Finish) -> None:
         """A sequence that a broken rank ended tells of it before the next heartbeat does."""
         if finish.reason is FinishReason.ERROR and finish.grpc_status == ReplicaUnavailable.grpc_status:
-            self._failed = True
+            self._failure.set()
             self._set_problem(finish.error)
 
     def _take_status(self, status: ReplicaStatus) -> None:
-        if status.uptime_s < self._uptime_s:
+        if self.latest is not None and status.uptime_s < self.latest.uptime_s:
             self._fail_all("it was restarted and knows nothing of earlier requests")
-        self._uptime_s = status.uptime_s
-        self._failed = False
+        self.latest = status
+        self._failure.clear()
         self._set_problem(status.problem)
         query = self._queries.get(status.query_id)
         if query is not None and not query.done():

@@ -2,46 +2,63 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from ..proto.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from ..proto.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from ..proto.errors import ConfigError, ModelLoadError
 from ..scheduler.policy import ADMISSION_KEYS
 from ..worker.device import cuda_device_count
 from ..worker.models.registry import check_supported
+from .describe import describe_model
 
 DEMO_MODEL = "demo"
 DEMO_MODEL_PATH = Path(__file__).parent / "demo" / "model"
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "int8")
 POLICIES = (*ADMISSION_KEYS, "fair", "longest-prefix")
 MAX_BLOCK_SIZE = 1024
 # Ranks that share a core only wait for each other; a few are useful to try a layout on a small machine.
 MAX_CPU_RANKS_PER_CORE = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the ranks of a replica find: cores and CUDA GPUs."""
+
+    num_cores: int
+    num_gpus: int
+
+    @staticmethod
+    def this() -> Machine:
+        return Machine(len(os.sched_getaffinity(0)), cuda_device_count())
+
+
 def resolve(
     model: str,
     *,
+    machine: Machine | None = None,
     served_model_name: str | None = None,
     tensor_parallel_size: int = 1,
     device: str = "auto",
     dtype: str = "auto",
+    quantization: str | None = None,
     max_model_len: int | None = None,
     block_size: int = 16,
     kv_cache_memory: int | None = None,
     num_kv_blocks: int | None = None,
     num_host_kv_blocks: int = 0,
+    kv_cache_dtype: str = "auto",
     gpu_memory_utilization: float = 0.9,
     prefix_caching: bool = True,
     batch_invariant: bool = False,
+    fused_all_reduce: bool = False,
+    cuda_graphs: bool = True,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 2048,
     max_queue_len: int = 4096,
@@ -56,13 +73,17 @@ def resolve(
 
     Args:
         model: a Hugging Face model directory, or ``demo`` for the bundled model.
+        machine: that the ranks will run on; None: this one.
         served_model_name: what clients call it; None: the directory's name.
         device: ``cpu``, ``cuda``, or ``auto``: CUDA where there is a GPU.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: float32 on a CPU, the checkpoint's on a GPU.
+        quantization: ``int8`` or ``fp8``: what full-precision weights become as they are read; None: what they are.
+            Checkpoints that are quantised say so themselves.
         max_model_len: most tokens of prompt and answer together; None: the model's whole context.
         kv_cache_memory: KV bytes a rank may take; None: as CacheConfig says.
         num_kv_blocks: blocks of the pool, the scratch block included; None: as many as the memory holds.
         num_host_kv_blocks: blocks of host memory a rank, beside them, for what is preempted or evicted; 0: none.
+        kv_cache_dtype: ``auto``, ``fp8_e4m3`` or ``int8``, as CacheConfig says.
 
     The other arguments are fields of CacheConfig, ParallelConfig and SchedulerConfig, under the same names.
 
@@ -74,14 +95,19 @@ def resolve(
     _check_directory(path)
     if tensor_parallel_size < 1:
         raise ConfigError(f"tensor_parallel_size is {tensor_parallel_size}, must be at least 1")
-    device = _resolve_device(device)
+    machine = machine or Machine.this()
+    device = _resolve_device(device, machine)
+    if fused_all_reduce and (device != "cuda" or tensor_parallel_size == 1):
+        raise ConfigError("fused_all_reduce is for several ranks on GPUs")
     parallel = ParallelConfig(
         tensor_parallel_size,
         device,
-        threads_per_rank=_threads_per_rank(tensor_parallel_size, device),
+        threads_per_rank=_threads_per_rank(tensor_parallel_size, device, machine),
         batch_invariant=batch_invariant,
+        fused_all_reduce=fused_all_reduce,
+        cuda_graphs=cuda_graphs,
     )
-    described = _describe_model(
+    described = describe_model(
         path, served_model_name or (model if model == DEMO_MODEL else path.resolve().name)
     )
     described = replace(
@@ -89,6 +115,7 @@ def resolve(
         dtype=_resolve_dtype(dtype, described.dtype, device),
         max_model_len=_resolve_max_model_len(max_model_len, described.max_model_len),
         seed=seed,
+        quantization=quantization,
     )
     check_supported(described, tensor_parallel_size)
 
@@ -100,6 +127,8 @@ def resolve(
     _require_positive("step_timeout_s", step_timeout_s)
     if num_host_kv_blocks < 0:
         raise ConfigError(f"num_host_kv_blocks is {num_host_kv_blocks}, must be at least 0")
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ConfigError(f"kv_cache_dtype is {kv_cache_dtype!r}, must be auto, fp8_e4m3 or int8")
     _check_policy(policy, tenant_weights)
     if not 0 < gpu_memory_utilization <= 1:
         raise ConfigError(
@@ -113,6 +142,7 @@ def resolve(
             gpu_memory_utilization=gpu_memory_utilization,
             prefix_caching=prefix_caching,
             num_host_blocks=num_host_kv_blocks,
+            kv_dtype=kv_cache_dtype,
         ),
         parallel=parallel,
         scheduler=SchedulerConfig(
@@ -129,23 +159,23 @@ def resolve(
     return config if num_kv_blocks is None else config.with_num_blocks(num_kv_blocks)
 
 
-def _resolve_device(device: str) -> str:
+def _resolve_device(device: str, machine: Machine) -> str:
     if device == "auto":
-        return "cuda" if cuda_device_count() else "cpu"
+        return "cuda" if machine.num_gpus else "cpu"
     if device not in DEVICES:
         raise ConfigError(f"device is {device!r}, must be auto, {' or '.join(DEVICES)}")
     return device
 
 
-def _threads_per_rank(tensor_parallel_size: int, device: str) -> int:
+def _threads_per_rank(tensor_parallel_size: int, device: str, machine: Machine) -> int:
     """A CPU rank's share of the cores. Raises ConfigError where the machine has too few cores or GPUs."""
     if device == "cuda":
-        if tensor_parallel_size > (num_gpus := cuda_device_count()):
+        if tensor_parallel_size > (num_gpus := machine.num_gpus):
             raise ConfigError(
                 f"tensor_parallel_size is {tensor_parallel_size}, but this machine has {num_gpus} CUDA GPUs"
             )
         return 1
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = machine.num_cores
     if tensor_parallel_size > MAX_CPU_RANKS_PER_CORE * num_cores:
         raise ConfigError(
             f"tensor_parallel_size is {tensor_parallel_size}, but this machine has {num_cores} CPU cores, "
@@ -164,66 +194,6 @@ def _check_directory(path: Path) -> None:
         raise ModelLoadError(f"{path}: no config.json")
     if not any(path.glob("*.safetensors")):
         raise ModelLoadError(f"{path}: no *.safetensors file")
-
-
-def _describe_model(path: Path, name: str) -> ModelConfig:
-    """The model as its directory has it: its own dtype and its whole context."""
-    hf = _load_hf_config(path)
-    num_heads = _positive_int(hf, "num_attention_heads", path)
-    return ModelConfig(
-        path=str(path.resolve()),
-        name=name,
-        architecture=_architecture(hf, path),
-        hf=hf.to_dict(),
-        dtype=str(getattr(hf, "dtype", None) or "float32").removeprefix("torch."),
-        max_model_len=_positive_int(hf, "max_position_embeddings", path),
-        vocab_size=_positive_int(hf, "vocab_size", path),
-        num_layers=_positive_int(hf, "num_hidden_layers", path),
-        num_heads=num_heads,
-        num_kv_heads=getattr(hf, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(hf, "head_dim", None) or _positive_int(hf, "hidden_size", path) // num_heads,
-        eos_token_ids=_eos_token_ids(hf, path),
-    )
-
-
-def _load_hf_config(path: Path) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers raises whatever its parsers and validators do
-        raise ModelLoadError(f"{path / 'config.json'}: {_first_line(error)}") from error
-
-
-def _architecture(hf: Any, path: Path) -> str:
-    architectures = getattr(hf, "architectures", None)
-    if not architectures:
-        raise ModelLoadError(f"{path / 'config.json'}: names no architectures")
-    return str(architectures[0])
-
-
-def _positive_int(hf: Any, key: str, path: Path) -> int:
-    value = getattr(hf, key, None)
-    if not isinstance(value, int) or value < 1:
-        raise ModelLoadError(f"{path / 'config.json'}: {key} is {value}, must be a positive number")
-    return value
-
-
-def _eos_token_ids(hf: Any, path: Path) -> tuple[int, ...]:
-    """generation_config.json has the last word, as in transformers."""
-    ids = getattr(hf, "eos_token_id", None)
-    file = path / "generation_config.json"
-    if file.is_file():
-        try:
-            ids = json.loads(file.read_text()).get("eos_token_id", ids)
-        except (ValueError, AttributeError) as error:
-            raise ModelLoadError(f"{file}: {_first_line(error)}") from error
-    if ids is None:
-        return ()
-    ids = [ids] if isinstance(ids, int) else ids
-    if not isinstance(ids, list) or not all(isinstance(token_id, int) for token_id in ids):
-        raise ModelLoadError(f"{path}: eos_token_id is {ids!r}, must be a token id or a list of them")
-    return tuple(dict.fromkeys(ids))
 
 
 def _resolve_dtype(dtype: str, checkpoint_dtype: str, device: str) -> str:
@@ -262,7 +232,3 @@ def _require_range(name: str, value: int, low: int, high: int, why: str = "") ->
 def _require_positive(name: str, value: float | None) -> None:
     if value is not None and value <= 0:
         raise ConfigError(f"{name} is {value}, must be above 0")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -12,6 +12,9 @@ import grpc
 
 from ..proto.errors import ConfigError, InvalidRequest, Unauthenticated
 
+# Whose tokens may change a fleet.
+ADMIN_TENANT = "admin"
+
 _BEARER = "Bearer "
 
 

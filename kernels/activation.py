@@ -1,4 +1,4 @@
-"""SwiGLU's gate (Shazeer, 2020)."""
+"""Gated linear units' gates (Shazeer, *GLU Variants Improve Transformer*, 2020)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,21 @@ from .dispatch import on_gpu
 
 @on_gpu("activation")
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` for the two halves of the last dimension: [T, 2 I] -> [T, I]."""
-    if gate_up.is_contiguous() and cpu.takes(gate_up, gate_up.shape[1] // 2):
+    """SwiGLU: ``silu(gate) * up`` for the two halves of the last dimension: [T, 2 I] -> [T, I]."""
+    if _cpu_takes(gate_up):
         return cpu.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+@on_gpu("activation")
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """GEGLU: ``gelu(gate) * up`` likewise, with the GELU's tanh approximation (Hendrycks and Gimpel, 2016)."""
+    if _cpu_takes(gate_up):
+        return cpu.gelu_tanh_and_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def _cpu_takes(gate_up: Tensor) -> bool:
+    return gate_up.is_contiguous() and cpu.takes(gate_up, gate_up.shape[1] // 2)

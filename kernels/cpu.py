@@ -9,26 +9,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .attention_variant import AttentionVariant
 from .native import library
+from .quantized_kv import LIMITS, MIN_MAGNITUDE
 
 # Queries of these head_dims have an attention kernel (native/attention.cpp).
 HEAD_DIMS = frozenset({16, 32, 64, 80, 96, 128, 256})
-# Up to how many tokens panel_linear is faster than oneDNN, by lanes: 1.5 times at 8 tokens and 1.1 at 64 on AVX-512,
-# where they meet at 256; on AVX2 1.5 times at 1 token, 1.1 at 2 and slower from 3 on.
-_MAX_LINEAR_TOKENS = {16: 256, 8: 2, 4: 1}
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_CACHE_DTYPES = {**DTYPES, torch.int8: 2, torch.float8_e4m3fn: 3}
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+# Sizes, scale, variant and threads.
+_ATTENTION = [_LONG] * 7 + [_FLOAT, _LONG, _FLOAT, _POINTER, _INT]
 _SIGNATURES = {
-    "quire_linear_f32": [_POINTER] * 4 + [_LONG] * 4 + [_INT],
+    "quire_max_linear_tokens": [],
+    "quire_linear": [_INT] * 2 + [_POINTER] * 5 + [_LONG] * 4 + [_INT],
+    "quire_panel_rows": [_INT] * 2 + [_POINTER] * 4 + [_LONG] * 3 + [_INT],
     "quire_rms_norm": [_INT] + [_POINTER] * 3 + [_LONG] * 5 + [_FLOAT, _INT],
     "quire_add_rms_norm": [_INT] + [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT, _INT],
-    "quire_silu_and_mul": [_INT] + [_POINTER] * 2 + [_LONG] * 2 + [_INT],
-    "quire_apply_rope": [_INT] + [_POINTER] * 3 + [_LONG] * 5 + [_INT],
+    "quire_gate_and_mul": [_INT] * 2 + [_POINTER] * 2 + [_LONG] * 2 + [_INT],
+    "quire_apply_rope": [_INT] + [_POINTER] * 3 + [_LONG] * 6 + [_INT],
     "quire_write_kv": [_LONG] + [_POINTER] * 3 + [_LONG] * 5,
-    "quire_paged_decode": [_INT] + [_POINTER] * 5 + [_LONG] * 7 + [_FLOAT, _INT],
-    "quire_paged_prefill": [_INT] + [_POINTER] * 6 + [_LONG] * 7 + [_FLOAT, _INT],
+    "quire_write_kv_quantized": [_INT] * 2 + [_POINTER] * 4 + [_LONG] * 5 + [_FLOAT] * 2,
+    "quire_paged_decode": [_INT] * 2 + [_POINTER] * 6 + _ATTENTION,
+    "quire_paged_prefill": [_INT] * 2 + [_POINTER] * 7 + _ATTENTION,
+    "quire_take_likeliest": [_POINTER] * 3 + [_LONG] * 3 + [_INT] * 2,
+    "quire_draw_from_all": [_POINTER] * 5 + [_LONG] * 3 + [_INT] * 2,
     "quire_exchange": [
         _POINTER,
         _INT,
@@ -54,6 +61,7 @@ def ops() -> Any:
     if found is not None:
         for name, arguments in _SIGNATURES.items():
             getattr(found, name).argtypes = arguments
+        found.quire_max_linear_tokens.restype = _LONG
         found.quire_exchange_bytes.restype = _LONG
     return found
 
@@ -64,15 +72,9 @@ def lanes() -> int:
     return 0 if ops() is None else int(ops().quire_lanes())
 
 
-@functools.cache
-def max_linear_tokens() -> int:
-    """Beyond it panel_linear is right but not the fastest."""
-    return _MAX_LINEAR_TOKENS.get(lanes(), 0)
-
-
 def takes(x: Tensor, length: int) -> bool:
     """Whether the ops compute on this tensor, in runs of `length` numbers."""
-    return x.is_cpu and x.dtype in _DTYPES and lanes() > 0 and length % lanes() == 0
+    return x.is_cpu and x.dtype in DTYPES and lanes() > 0 and length % lanes() == 0
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -82,7 +84,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     outer, inner = (1, x.shape[0]) if x.dim() == 2 else (x.shape[0], x.shape[1])
     strides = (0, x.stride(0)) if x.dim() == 2 else (x.stride(0), x.stride(1))
     ops().quire_rms_norm(
-        _DTYPES[x.dtype], x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, *strides, length, eps,
+        DTYPES[x.dtype], x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, *strides, length, eps,
         torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -92,17 +94,25 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     rows, length = x.shape
     out = torch.empty_like(x)
     ops().quire_add_rms_norm(
-        _DTYPES[x.dtype], x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, length, eps,
+        DTYPES[x.dtype], x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, length, eps,
         torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
+    return _gate_and_mul(gate_up, 0)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    return _gate_and_mul(gate_up, 1)
+
+
+def _gate_and_mul(gate_up: Tensor, gate: int) -> Tensor:
     rows, length = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, length), dtype=gate_up.dtype)
-    ops().quire_silu_and_mul(
-        _DTYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, length, torch.get_num_threads()
+    ops().quire_gate_and_mul(
+        DTYPES[gate_up.dtype], gate, gate_up.data_ptr(), out.data_ptr(), rows, length, torch.get_num_threads()
     )
     return out
 
@@ -112,74 +122,116 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     assert x.stride(1) == head_dim
     assert cos.stride() == sin.stride()
     ops().quire_apply_rope(
-        _DTYPES[x.dtype], x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, heads, head_dim, x.stride(0),
-        cos.stride(0), torch.get_num_threads(),
+        DTYPES[x.dtype], x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, heads, head_dim, cos.shape[1],
+        x.stride(0), cos.stride(0), torch.get_num_threads(),
     )  # fmt: skip
 
 
-def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None) -> None:
     tokens, _, num_kv_heads, head_dim = kv.shape
-    assert kv.dtype == kv_cache.dtype
+    block_size = kv_cache.shape[3]
     assert kv_cache.is_contiguous()
     assert slot_mapping.dtype == torch.int64
-    ops().quire_write_kv(
-        kv.element_size(), kv.data_ptr(), kv_cache.data_ptr(), slot_mapping.data_ptr(), tokens, kv.stride(0),
-        2 * num_kv_heads, kv_cache.shape[3], head_dim,
+    if kv_scales is None:
+        assert kv.dtype == kv_cache.dtype
+        ops().quire_write_kv(
+            kv.element_size(), kv.data_ptr(), kv_cache.data_ptr(), slot_mapping.data_ptr(), tokens, kv.stride(0),
+            2 * num_kv_heads, block_size, head_dim,
+        )  # fmt: skip
+        return
+    assert kv_scales.is_contiguous()
+    ops().quire_write_kv_quantized(
+        DTYPES[kv.dtype], kv_cache.dtype == torch.float8_e4m3fn, kv.data_ptr(), kv_cache.data_ptr(),
+        kv_scales.data_ptr(), slot_mapping.data_ptr(), tokens, kv.stride(0), 2 * num_kv_heads, block_size, head_dim,
+        LIMITS[kv_cache.dtype], MIN_MAGNITUDE,
     )  # fmt: skip
 
 
 def takes_attention(q: Tensor, kv_cache: Tensor) -> bool:
     head_dim = q.shape[-1]
     return (
-        takes(q, head_dim) and head_dim in HEAD_DIMS and q.dtype == kv_cache.dtype and q.stride(1) == head_dim
+        takes(q, head_dim)
+        and head_dim in HEAD_DIMS
+        and kv_cache.dtype in _CACHE_DTYPES
+        and q.stride(1) == head_dim
     )
 
 
 def paged_decode_attention(
-    q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    variant: AttentionVariant,
+    kv_scales: Tensor | None,
 ) -> Tensor:
     (num_seqs, num_heads, head_dim), (_, _, num_kv_heads, block_size, _) = q.shape, kv_cache.shape
     assert block_tables.dtype == seq_lens.dtype == torch.int32
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype)
     ops().quire_paged_decode(
-        _DTYPES[q.dtype], q.data_ptr(), kv_cache.data_ptr(), block_tables.data_ptr(), seq_lens.data_ptr(),
-        out.data_ptr(), num_seqs, num_heads, num_kv_heads, head_dim, block_size, block_tables.stride(0), q.stride(0),
-        scale, torch.get_num_threads(),
+        DTYPES[q.dtype], _CACHE_DTYPES[kv_cache.dtype], q.data_ptr(), kv_cache.data_ptr(), address_of(kv_scales),
+        block_tables.data_ptr(), seq_lens.data_ptr(), out.data_ptr(), num_seqs, num_heads, num_kv_heads, head_dim,
+        block_size, block_tables.stride(0), q.stride(0), scale, *_variant_arguments(variant),
+        torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
 def paged_prefill_attention(
-    q: Tensor, kv_cache: Tensor, block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, scale: float
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    variant: AttentionVariant,
+    kv_scales: Tensor | None,
 ) -> Tensor:
     (num_tokens, num_heads, head_dim), (_, _, num_kv_heads, block_size, _) = q.shape, kv_cache.shape
     assert block_tables.dtype == query_start.dtype == seq_lens.dtype == torch.int32
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype)
     ops().quire_paged_prefill(
-        _DTYPES[q.dtype], q.data_ptr(), kv_cache.data_ptr(), block_tables.data_ptr(), query_start.data_ptr(),
-        seq_lens.data_ptr(), out.data_ptr(), len(seq_lens), num_heads, num_kv_heads, head_dim, block_size,
-        block_tables.stride(0), q.stride(0), scale, torch.get_num_threads(),
+        DTYPES[q.dtype], _CACHE_DTYPES[kv_cache.dtype], q.data_ptr(), kv_cache.data_ptr(), address_of(kv_scales),
+        block_tables.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(), out.data_ptr(), len(seq_lens),
+        num_heads, num_kv_heads, head_dim, block_size, block_tables.stride(0), q.stride(0), scale,
+        *_variant_arguments(variant), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
-def panel_linear(x: Tensor, panels: int, panel_stride: int, out_features: int, bias: Tensor | None) -> Tensor:
-    """A linear layer of at least one token.
+def _variant_arguments(variant: AttentionVariant) -> tuple[int, float, int | None]:
+    slopes = variant.alibi_slopes
+    assert slopes is None or (slopes.dtype == torch.float32 and slopes.is_contiguous())
+    return variant.window, variant.soft_cap, address_of(slopes)
 
-    Args:
-        x: [T, K] float32.
-        panels: address of the weight as [N / 64, padded K, 64] float32.
-        panel_stride: numbers of a panel.
-        bias: [N] or None.
 
-    Returns:
-        [T, N].
-    """
-    num_tokens, in_features = x.shape
-    assert x.dtype == torch.float32
-    out = torch.empty((num_tokens, out_features), dtype=x.dtype)
-    ops().quire_linear_f32(
-        x.data_ptr(), panels, None if bias is None else bias.data_ptr(), out.data_ptr(), num_tokens, in_features,
-        out_features, panel_stride, torch.get_num_threads(),
+def address_of(tensor: Tensor | None) -> int | None:
+    """For a pointer that may be null."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def takes_logits(logits: Tensor) -> bool:
+    return logits.is_cpu and logits.dtype == torch.float32 and logits.stride(1) == 1 and ops() is not None
+
+
+def take_likeliest(logits: Tensor, first_id: int) -> tuple[Tensor, Tensor]:
+    num_rows, length = logits.shape
+    values, token_ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int32)
+    ops().quire_take_likeliest(
+        logits.data_ptr(), values.data_ptr(), token_ids.data_ptr(), num_rows, length, logits.stride(0), first_id,
+        torch.get_num_threads(),
     )  # fmt: skip
-    return out
+    return values, token_ids
+
+
+def draw_from_all(logits: Tensor, temperature: Tensor, keys: Tensor, first_id: int) -> tuple[Tensor, Tensor]:
+    num_rows, length = logits.shape
+    assert temperature.is_contiguous()
+    assert keys.is_contiguous()
+    scores, token_ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int32)
+    ops().quire_draw_from_all(
+        logits.data_ptr(), temperature.data_ptr(), keys.data_ptr(), scores.data_ptr(), token_ids.data_ptr(), num_rows,
+        length, logits.stride(0), first_id, torch.get_num_threads(),
+    )  # fmt: skip
+    return scores, token_ids

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import cpu
 from .dispatch import on_gpu
+from .quantized_linear import quantize_tokens
 
 
 @on_gpu("norm")
@@ -33,3 +34,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     if x.is_contiguous() and residual.is_contiguous() and cpu.takes(x, x.shape[-1]):
         return cpu.add_rms_norm(x, residual, weight, eps)
     return rms_norm(residual.add_(x), weight, eps)
+
+
+@on_gpu("norm")
+def add_rms_norm_float8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As add_rms_norm, the result rounded to float8, each token by its own scale, for float8 linears.
+
+    Returns:
+        [T, E] float8_e4m3fn, and scales [T, 1] float32 that they are to be multiplied by.
+    """
+    return quantize_tokens(add_rms_norm(x, residual, weight, eps))

@@ -1,7 +1,8 @@
 """Attention over a paged KV cache: decoding sequences with one query each, and ragged chunks of prompts.
 
-Plain PyTorch: blocks are gathered into contiguous keys and values, then scaled_dot_product_attention runs on
-those. Slots that hold no token of a sequence are never trusted to hold finite numbers.
+Plain PyTorch: blocks are gathered into contiguous keys and values, quantised ones made what the queries are, then a
+softmax runs on those. Slots that hold no token of a sequence are never trusted to hold finite numbers, and blocks
+that lie wholly before a window are not read.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import cpu
+from .attention_variant import PLAIN, AttentionVariant
 from .decode_splits import DecodeSplits
 from .dispatch import on_gpu
+from .quantized_kv import dequantize
 
 # A chunk's queries are cut into tiles, so that its mask stays small and keys after a tile are not computed.
 QUERY_TILE_LEN = 128
@@ -33,6 +36,8 @@ def paged_decode_attention(
     seq_lens: Tensor,
     scale: float,
     splits: DecodeSplits | None = None,
+    variant: AttentionVariant = PLAIN,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token a sequence to all of the sequence.
 
@@ -42,28 +47,40 @@ def paged_decode_attention(
         block_tables: [S, M] int32; entries past a sequence's blocks are ignored.
         seq_lens: [S] int32, the new token included; 0 for padding, whose output means nothing.
         splits: how a GPU cuts the sequences; worked out anew if it is None.
+        variant: what the scores are.
+        kv_scales: [N, 2, Hkv, B] float32, of a cache of one byte a number (see kernels.quantized_kv).
 
     Returns:
         [S, Hq, D].
     """
     if cpu.takes_attention(q, kv_cache):
-        return cpu.paged_decode_attention(q, kv_cache, block_tables, seq_lens, scale)
+        return cpu.paged_decode_attention(q, kv_cache, block_tables, seq_lens, scale, variant, kv_scales)
+    cache = _Cache(kv_cache, kv_scales, q.dtype)
     block_size = kv_cache.shape[3]
-    num_blocks = ((seq_lens + (block_size - 1)) // block_size).tolist()
-    groups = list(_groups_of_like_length(num_blocks))
-    if len(groups) == 1:
-        return _decode_group(q, kv_cache, block_tables[:, : max(num_blocks)], seq_lens, scale)
+    first_blocks = _first_places(seq_lens, variant.window) // block_size
+    num_blocks = (-(-seq_lens // block_size) - first_blocks).tolist()
     out = torch.empty_like(q)
-    for members in groups:
-        width = max(num_blocks[member] for member in members)
+    for members in _groups_of_like_length(num_blocks):
         index = torch.tensor(members, device=q.device)
-        out[index] = _decode_group(q[index], kv_cache, block_tables[index, :width], seq_lens[index], scale)
+        width = max(num_blocks[member] for member in members)
+        columns = first_blocks[index, None] + torch.arange(width, device=q.device)
+        tables = block_tables[index].gather(1, columns.clamp_(max=block_tables.shape[1] - 1))
+        out[index] = _decode_group(
+            q[index], cache, tables, first_blocks[index], seq_lens[index], scale, variant
+        )
     return out
 
 
 @on_gpu("paged_prefill")
 def paged_prefill_attention(
-    q: Tensor, kv_cache: Tensor, block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, scale: float
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    variant: AttentionVariant = PLAIN,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's last tokens to all of the sequence, cached prefix included.
 
@@ -73,19 +90,69 @@ def paged_prefill_attention(
         block_tables: [S, M] int32; entries past a sequence's blocks are ignored.
         query_start: [S + 1] int32; sequence s has the queries ``query_start[s]:query_start[s + 1]``.
         seq_lens: [S] int32, the chunk included.
+        variant, kv_scales: as for paged_decode_attention.
 
     Returns:
         [T, Hq, D].
     """
     if cpu.takes_attention(q, kv_cache):
-        return cpu.paged_prefill_attention(q, kv_cache, block_tables, query_start, seq_lens, scale)
+        return cpu.paged_prefill_attention(
+            q, kv_cache, block_tables, query_start, seq_lens, scale, variant, kv_scales
+        )
+    cache = _Cache(kv_cache, kv_scales, q.dtype)
     out = torch.empty_like(q)
     bounds = pairwise(query_start.tolist())
     for block_table, (start, end), seq_len in zip(block_tables, bounds, seq_lens.tolist(), strict=True):
         if end > start:
-            keys, values = _gather_sequence(kv_cache, block_table, seq_len)
-            _attend_chunk(q[start:end], keys, values, scale, out[start:end])
+            first = max(0, seq_len - (end - start) + 1 - variant.window) if variant.window else 0
+            keys, values = cache.gather_sequence(block_table, first, seq_len)
+            _attend_chunk(q[start:end], keys, values, seq_len, scale, variant, out[start:end])
     return out
+
+
+class _Cache:
+    """A layer's keys and values to gather from.
+
+    Args:
+        blocks: [N, 2, Hkv, B, D].
+        scales: [N, 2, Hkv, B] of a quantised cache, otherwise None.
+        dtype: what gathered keys and values are to be.
+    """
+
+    def __init__(self, blocks: Tensor, scales: Tensor | None, dtype: torch.dtype) -> None:
+        self.num_kv_heads, self.block_size = blocks.shape[2:4]
+        self._blocks, self._scales, self._dtype = blocks, scales, dtype
+
+    def gather_blocks(self, block_tables: Tensor) -> Tensor:
+        """[S, M] block ids -> [S, 2, Hkv, M B, D]."""
+        gathered = _gather_blocks(self._blocks, block_tables)
+        if self._scales is None:
+            return gathered
+        return dequantize(gathered, _gather_blocks(self._scales, block_tables), self._dtype)
+
+    def gather_sequence(self, block_table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the positions from `first` to `end`, each [Hkv, end - first, D]."""
+        first_block = first // self.block_size
+        ids = block_table[first_block : -(-end // self.block_size)]
+        live = slice(first - first_block * self.block_size, end - first_block * self.block_size)
+        keys, values = self.gather_blocks(ids.unsqueeze(0))[0, :, :, live]
+        return keys, values
+
+
+def _gather_blocks(blocks: Tensor, block_tables: Tensor) -> Tensor:
+    """[N, 2, Hkv, B, ...] and [S, M] -> [S, 2, Hkv, M B, ...]."""
+    num_blocks, _, num_kv_heads, block_size, *rest = blocks.shape
+    num_seqs, width = block_tables.shape
+    # One contiguous piece of B slots a (sequence, key or value, head, block), gathered in that order.
+    pieces = torch.arange(2 * num_kv_heads, device=blocks.device)
+    index = pieces[:, None] + (block_tables * (2 * num_kv_heads)).unsqueeze(1)
+    flat = blocks.reshape(num_blocks * 2 * num_kv_heads, -1)
+    return flat.index_select(0, index.view(-1)).view(num_seqs, 2, num_kv_heads, width * block_size, *rest)
+
+
+def _first_places(seq_lens: Tensor, window: int) -> Tensor:
+    """The first position that each sequence's newest token sees."""
+    return (seq_lens - window).clamp_(min=0) if window else torch.zeros_like(seq_lens)
 
 
 def _groups_of_like_length(num_blocks: list[int]) -> Iterator[list[int]]:
@@ -104,77 +171,101 @@ def _groups_of_like_length(num_blocks: list[int]) -> Iterator[list[int]]:
 
 
 def _decode_group(
-    q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float
+    q: Tensor,
+    cache: _Cache,
+    block_tables: Tensor,
+    first_blocks: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    variant: AttentionVariant,
 ) -> Tensor:
-    """Attention of sequences padded to the same number of blocks: one gather, one call."""
-    num_seqs, num_heads, head_dim = q.shape
-    num_kv_heads = kv_cache.shape[2]
-    keys, values, dead = _gather_blocks(kv_cache, block_tables, seq_lens)
-    # The heads that share a KV head become queries of it; SDPA's own enable_gqa was 2 to 4 times slower.
-    packed = q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    mask = None if dead is None else ~dead[:, None, None, :]
-    return F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale).reshape(q.shape)
-
-
-def _gather_blocks(
-    kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values of padded sequences, and which slots hold no token.
+    """Attention of sequences padded to the same number of blocks: one gather, one softmax.
 
     Args:
-        block_tables: [S, M] int32.
-        seq_lens: [S] int32.
-
-    Returns:
-        Keys and values, each [S, Hkv, M B, D], zero in dead slots; dead [S, M B] bool, None if there is none.
+        block_tables: [S, W], each sequence's blocks from its first one that is seen.
+        first_blocks: [S], which one that is.
     """
-    num_blocks, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-    num_seqs, width = block_tables.shape
-    # One contiguous piece of B D numbers a (sequence, key or value, head, block), gathered in that order.
-    pieces = torch.arange(2 * num_kv_heads, device=kv_cache.device)
-    index = pieces[:, None] + (block_tables * (2 * num_kv_heads)).unsqueeze(1)
-    flat = kv_cache.view(num_blocks * 2 * num_kv_heads, block_size * head_dim)
-    gathered = flat.index_select(0, index.view(-1)).view(
-        num_seqs, 2, num_kv_heads, width * block_size, head_dim
-    )
-    dead = torch.arange(width * block_size, device=kv_cache.device) >= seq_lens[:, None]
-    dead_seqs, dead_slots = dead.nonzero(as_tuple=True)
-    if dead_seqs.numel() == 0:
-        return gathered[:, 0], gathered[:, 1], None
-    gathered[dead_seqs, :, :, dead_slots] = 0
-    return gathered[:, 0], gathered[:, 1], dead
+    num_seqs, num_heads, head_dim = q.shape
+    keys_values = cache.gather_blocks(block_tables)
+    places = torch.arange(keys_values.shape[3], device=q.device) + (first_blocks * cache.block_size)[:, None]
+    distances = places - (seq_lens[:, None] - 1)
+    visible = _visible(distances, variant.window)
+    dead_seqs, dead_slots = (~visible).nonzero(as_tuple=True)
+    keys_values[dead_seqs, :, :, dead_slots] = 0
+    # The heads that share a KV head become queries of it; SDPA's own enable_gqa was 2 to 4 times slower.
+    packed = q.view(num_seqs, cache.num_kv_heads, num_heads // cache.num_kv_heads, head_dim)
+    slopes = variant.alibi_slopes
+    return _attend(
+        packed,
+        keys_values[:, 0],
+        keys_values[:, 1],
+        None if dead_seqs.numel() == 0 else visible[:, None, None, :],
+        None if slopes is None else slopes.view(packed.shape[1:3])[..., None] * distances[:, None, None, :],
+        scale,
+        variant.soft_cap,
+    ).reshape(q.shape)
 
 
-def _gather_sequence(kv_cache: Tensor, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """A sequence's keys and values, each [Hkv, seq_len, D]."""
-    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-    blocks = kv_cache.index_select(0, block_table[: -(-seq_len // block_size)])
-    gathered = blocks.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)
-    return gathered[0, :, :seq_len], gathered[1, :, :seq_len]
-
-
-def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
+def _attend_chunk(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seq_len: int,
+    scale: float,
+    variant: AttentionVariant,
+    out: Tensor,
+) -> None:
     """Causal attention of the last tokens of one sequence, tile by tile, into `out`.
 
     Args:
         q, out: [n, Hq, D].
-        keys, values: [Hkv, L, D], the last n of which belong to the queries.
+        keys, values: [Hkv, L, D], those of the sequence's last L tokens.
     """
-    (chunk_len, num_heads, head_dim), (num_kv_heads, seq_len, _) = q.shape, keys.shape
+    (chunk_len, num_heads, head_dim), (num_kv_heads, num_keys, _) = q.shape, keys.shape
     group_len = num_heads // num_kv_heads
     grouped = q.view(chunk_len, num_kv_heads, group_len, head_dim).permute(1, 2, 0, 3)
+    places = torch.arange(seq_len - num_keys, seq_len, device=q.device)
+    slopes = variant.alibi_slopes
     for start in range(0, chunk_len, QUERY_TILE_LEN):
         end = min(start + QUERY_TILE_LEN, chunk_len)
-        num_keys = seq_len - chunk_len + end
-        shape = num_kv_heads, group_len, num_keys, head_dim
-        mask = torch.ones(end - start, num_keys, dtype=torch.bool, device=q.device).tril(
-            num_keys - end + start
-        )
-        attended = F.scaled_dot_product_attention(
+        seen = num_keys - chunk_len + end
+        shape = num_kv_heads, group_len, seen, head_dim
+        distances = places[:seen] - places[num_keys - chunk_len + start : seen, None]
+        attended = _attend(
             grouped[:, :, start:end],
-            keys[:, None, :num_keys].expand(shape),
-            values[:, None, :num_keys].expand(shape),
-            attn_mask=mask,
-            scale=scale,
+            keys[:, None, :seen].expand(shape),
+            values[:, None, :seen].expand(shape),
+            _visible(distances, variant.window),
+            None if slopes is None else slopes.view(num_kv_heads, group_len, 1, 1) * distances,
+            scale,
+            variant.soft_cap,
         )
         out[start:end] = attended.permute(2, 0, 1, 3).reshape(end - start, num_heads, head_dim)
+
+
+def _visible(distances: Tensor, window: int) -> Tensor:
+    """Which keys are seen that lie so far (0, or negative for earlier ones) from their query."""
+    return (distances <= 0) & (distances > -window) if window else distances <= 0
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    soft_cap: float,
+) -> Tensor:
+    """Softmax attention of [..., n, D] to [..., L, D]; `visible` and `bias` broadcast to [..., n, L]."""
+    if bias is None and not soft_cap:
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, scale=scale)
+    # float32: a bias of half precision would round distances.
+    scores = (q.float() @ keys.float().mT) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if bias is not None:
+        scores = scores + bias
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return (scores.softmax(dim=-1) @ values.float()).to(q.dtype)

@@ -8,22 +8,28 @@ from torch import Tensor
 
 from . import cpu
 from .dispatch import on_gpu
+from .quantized_kv import quantize
 
 
-def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None = None) -> None:
     """Stores each token's key and value in its slot.
 
     Args:
         kv: [T, 2, Hkv, D], keys and values.
         kv_cache: [N, 2, Hkv, B, D].
         slot_mapping: [T] int64, ``block_id * B + offset``; below 0 for padding, which goes to block 0.
+        kv_scales: [N, 2, Hkv, B] float32, where kv_cache is quantised (see kernels.quantized_kv).
     """
-    if cpu.takes(kv, kv.shape[3]) and kv.dtype == kv_cache.dtype and kv_cache.is_contiguous():
-        cpu.write_kv(kv, kv_cache, slot_mapping)
+    is_storable = kv.dtype == kv_cache.dtype or kv_scales is not None
+    if cpu.takes(kv, kv.shape[3]) and is_storable and kv_cache.is_contiguous():
+        cpu.write_kv(kv, kv_cache, slot_mapping, kv_scales)
         return
     block_size = kv_cache.shape[3]
     slots = slot_mapping.clamp(min=0)
-    kv_cache[slots // block_size, :, :, slots % block_size] = kv
+    blocks, offsets = slots // block_size, slots % block_size
+    if kv_scales is not None:
+        kv, kv_scales[blocks, :, :, offsets] = quantize(kv, kv_cache.dtype)
+    kv_cache[blocks, :, :, offsets] = kv
 
 
 @on_gpu("paged_cache")
@@ -34,7 +40,7 @@ def copy_blocks(kv_caches: Tensor, source_ids: Tensor, destination_ids: Tensor) 
         kv_caches: [L, N, 2, Hkv, B, D].
         source_ids, destination_ids: [n] int64; no destination twice, and none that is a source.
     """
-    kv_caches.index_copy_(1, destination_ids, kv_caches.index_select(1, source_ids))
+    kv_caches[:, destination_ids] = kv_caches[:, source_ids]
 
 
 def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:

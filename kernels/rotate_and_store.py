@@ -15,11 +15,12 @@ def rotate_and_store(
     heads: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Prepares a step's heads for attention.
 
@@ -27,9 +28,10 @@ def rotate_and_store(
         heads: [T, Hq + 2 Hkv, D], queries, keys and values as projected; becomes scratch.
         kv_cache: [N, 2, Hkv, B, D].
         slot_mapping: [T] int64, as for write_kv.
-        cos, sin: [T, D], as for apply_rope.
+        cos, sin: [T, R], as for apply_rope; None: nothing is rotated.
         q_norm, k_norm: [D], weights of RMSNorm over each head before the rotation; both or none.
         eps: of the norms.
+        kv_scales: [N, 2, Hkv, B] float32, written too where the cache is quantised.
 
     Returns:
         The rotated queries, [T, Hq, D], a view of `heads`.
@@ -40,7 +42,8 @@ def rotate_and_store(
     if q_norm is not None and k_norm is not None:
         q.copy_(rms_norm(q, q_norm, eps))
         k.copy_(rms_norm(k, k_norm, eps))
-    apply_rope(heads[:, :-num_kv_heads], cos, sin)
+    if cos is not None and sin is not None:
+        apply_rope(heads[:, :-num_kv_heads], cos, sin)
     kv = heads[:, -2 * num_kv_heads :].view(num_tokens, 2, num_kv_heads, head_dim)
-    write_kv(kv, kv_cache, slot_mapping)
+    write_kv(kv, kv_cache, slot_mapping, kv_scales)
     return q

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits: among all, or among what top_k, top_p and min_p leave.
+"""Tokens from logits: the likeliest, or drawn among all or among what top_k, top_p and min_p leave.
 
 A draw takes the largest sum of a logit, divided by the temperature, and its token's Gumbel noise (kernels.gumbel).
 The cuts apply in the order top_k, top_p, min_p, and each leaves a prefix of the tokens sorted by likelihood, equals
@@ -10,8 +10,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import cpu
 from .dispatch import on_gpu
 from .gumbel import gumbel_noise
+
+
+def take_likeliest(logits: Tensor, first_id: int = 0) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row, or of a rank's part of it.
+
+    Args:
+        logits: [N, V] float32.
+        first_id: the token of the first column.
+
+    Returns:
+        Logits [N] float32 and token ids [N] int32, the first of equals.
+    """
+    if cpu.takes_logits(logits):
+        return cpu.take_likeliest(logits, first_id)
+    best, index = logits.max(dim=-1)
+    return best, index.int() + first_id
 
 
 @on_gpu("draw_from_all")
@@ -29,6 +46,8 @@ def draw_from_all(
     Returns:
         Scores [N] float32 and token ids [N] int32 of the winners, the first of equals.
     """
+    if cpu.takes_logits(logits):
+        return cpu.draw_from_all(logits, temperature, keys, first_id)
     token_ids = torch.arange(first_id, first_id + logits.shape[1], dtype=torch.int32, device=logits.device)
     noise = gumbel_noise(keys, token_ids.unsqueeze(0))
     best, index = noise.add_(logits / temperature.unsqueeze(1)).max(dim=-1)

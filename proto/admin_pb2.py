@@ -24,25 +24,47 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quire/proto/admin.proto\x12\x08quire.v1\"\x12\n\x10GetStatusRequest\"8\n\x11GetStatusResponse\x12#\n\x08replicas\x18\x01 \x03(\x0b\x32\x11.quire.v1.Replica\"\xcd\x01\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x1d\n\x05ranks\x18\x05 \x03(\x0b\x32\x0e.quire.v1.Rank\x12\x1b\n\x02kv\x18\x06 \x01(\x0b\x32\x0f.quire.v1.KvUse\x12\x1e\n\x05queue\x18\x07 \x01(\x0b\x32\x0f.quire.v1.Queue\x12\x11\n\tnum_steps\x18\x08 \x01(\x03\x12\x10\n\x08uptime_s\x18\t \x01(\x01\"N\n\x04Rank\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05stage\x18\x05 \x01(\t\"\xd5\x02\n\x05KvUse\x12\x12\n\nblock_size\x18\x01 \x01(\x05\x12\x12\n\nnum_blocks\x18\x02 \x01(\x05\x12\x17\n\x0fnum_used_blocks\x18\x03 \x01(\x05\x12\x19\n\x11num_cached_blocks\x18\x04 \x01(\x05\x12\x18\n\x10peak_used_blocks\x18\x05 \x01(\x05\x12\x17\n\x0fnum_used_tokens\x18\x06 \x01(\x03\x12\x12\n\nmean_waste\x18\x07 \x01(\x01\x12\x1b\n\x13prefix_query_tokens\x18\x08 \x01(\x03\x12\x19\n\x11prefix_hit_tokens\x18\t \x01(\x03\x12\x17\n\x0fnum_host_blocks\x18\n \x01(\x05\x12\x1c\n\x14num_used_host_blocks\x18\x0b \x01(\x05\x12\x1e\n\x16num_cached_host_blocks\x18\x0c \x01(\x05\x12\x1a\n\x12num_swapped_blocks\x18\r \x01(\x03\"`\n\x05Queue\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\x05\x12\x13\n\x0bnum_running\x18\x02 \x01(\x05\x12\x14\n\x0cnum_finished\x18\x03 \x01(\x03\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\x03\x32M\n\x05\x41\x64min\x12\x44\n\tGetStatus\x12\x1a.quire.v1.GetStatusRequest\x1a\x1b.quire.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quire/proto/admin.proto\x12\x08quire.v1\"\x12\n\x10GetStatusRequest\"\x93\x01\n\x11GetStatusResponse\x12#\n\x08replicas\x18\x01 \x03(\x0b\x32\x11.quire.v1.Replica\x12)\n\x0b\x64\x65ployments\x18\x02 \x03(\x0b\x32\x14.quire.v1.Deployment\x12\x1d\n\x05nodes\x18\x03 \x03(\x0b\x32\x0e.quire.v1.Node\x12\x0f\n\x07problem\x18\x04 \x01(\t\"(\n\rDeployRequest\x12\x17\n\x0f\x64\x65ployment_json\x18\x01 \x01(\t\"!\n\x0e\x44\x65ployResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\"\x1e\n\rDeleteRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x10\n\x0e\x44\x65leteResponse\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06target\x18\x01 \x01(\t\"$\n\rDrainResponse\x12\x13\n\x0breplica_ids\x18\x01 \x03(\t\"\x92\x01\n\nDeployment\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x14\n\x0cmin_replicas\x18\x03 \x01(\x05\x12\x14\n\x0cmax_replicas\x18\x04 \x01(\x05\x12\x17\n\x0ftarget_replicas\x18\x05 \x01(\x05\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0f\n\x07problem\x18\x07 \x01(\t\"\x9e\x01\n\x04Node\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x30\n\tresources\x18\x04 \x03(\x0b\x32\x1d.quire.v1.Node.ResourcesEntry\x1a\x30\n\x0eResourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xab\x02\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x1d\n\x05ranks\x18\x05 \x03(\x0b\x32\x0e.quire.v1.Rank\x12\x1b\n\x02kv\x18\x06 \x01(\x0b\x32\x0f.quire.v1.KvUse\x12\x1e\n\x05queue\x18\x07 \x01(\x0b\x32\x0f.quire.v1.Queue\x12\x11\n\tnum_steps\x18\x08 \x01(\x03\x12\x10\n\x08uptime_s\x18\t \x01(\x01\x12%\n\x05state\x18\n \x01(\x0e\x32\x16.quire.v1.ReplicaState\x12\x0f\n\x07version\x18\x0b \x01(\t\x12\x10\n\x08node_ids\x18\x0c \x03(\t\x12\x12\n\nmean_gap_s\x18\r \x01(\x01\"N\n\x04Rank\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05stage\x18\x05 \x01(\t\"\xd5\x02\n\x05KvUse\x12\x12\n\nblock_size\x18\x01 \x01(\x05\x12\x12\n\nnum_blocks\x18\x02 \x01(\x05\x12\x17\n\x0fnum_used_blocks\x18\x03 \x01(\x05\x12\x19\n\x11num_cached_blocks\x18\x04 \x01(\x05\x12\x18\n\x10peak_used_blocks\x18\x05 \x01(\x05\x12\x17\n\x0fnum_used_tokens\x18\x06 \x01(\x03\x12\x12\n\nmean_waste\x18\x07 \x01(\x01\x12\x1b\n\x13prefix_query_tokens\x18\x08 \x01(\x03\x12\x19\n\x11prefix_hit_tokens\x18\t \x01(\x03\x12\x17\n\x0fnum_host_blocks\x18\n \x01(\x05\x12\x1c\n\x14num_used_host_blocks\x18\x0b \x01(\x05\x12\x1e\n\x16num_cached_host_blocks\x18\x0c \x01(\x05\x12\x1a\n\x12num_swapped_blocks\x18\r \x01(\x03\"`\n\x05Queue\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\x05\x12\x13\n\x0bnum_running\x18\x02 \x01(\x05\x12\x14\n\x0cnum_finished\x18\x03 \x01(\x03\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\x03*\xb3\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x03\x12\x19\n\x15REPLICA_STATE_STOPPED\x10\x04\x12\x18\n\x14REPLICA_STATE_FAILED\x10\x05\x32\x81\x02\n\x05\x41\x64min\x12\x44\n\tGetStatus\x12\x1a.quire.v1.GetStatusRequest\x1a\x1b.quire.v1.GetStatusResponse\x12;\n\x06\x44\x65ploy\x12\x17.quire.v1.DeployRequest\x1a\x18.quire.v1.DeployResponse\x12;\n\x06\x44\x65lete\x12\x17.quire.v1.DeleteRequest\x1a\x18.quire.v1.DeleteResponse\x12\x38\n\x05\x44rain\x12\x16.quire.v1.DrainRequest\x1a\x17.quire.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.proto.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_NODE_RESOURCESENTRY']._loaded_options = None
+  _globals['_NODE_RESOURCESENTRY']._serialized_options = b'8\001'
+  _globals['_REPLICASTATE']._serialized_start=1539
+  _globals['_REPLICASTATE']._serialized_end=1718
   _globals['_GETSTATUSREQUEST']._serialized_start=37
   _globals['_GETSTATUSREQUEST']._serialized_end=55
-  _globals['_GETSTATUSRESPONSE']._serialized_start=57
-  _globals['_GETSTATUSRESPONSE']._serialized_end=113
-  _globals['_REPLICA']._serialized_start=116
-  _globals['_REPLICA']._serialized_end=321
-  _globals['_RANK']._serialized_start=323
-  _globals['_RANK']._serialized_end=401
-  _globals['_KVUSE']._serialized_start=404
-  _globals['_KVUSE']._serialized_end=745
-  _globals['_QUEUE']._serialized_start=747
-  _globals['_QUEUE']._serialized_end=843
-  _globals['_ADMIN']._serialized_start=845
-  _globals['_ADMIN']._serialized_end=922
+  _globals['_GETSTATUSRESPONSE']._serialized_start=58
+  _globals['_GETSTATUSRESPONSE']._serialized_end=205
+  _globals['_DEPLOYREQUEST']._serialized_start=207
+  _globals['_DEPLOYREQUEST']._serialized_end=247
+  _globals['_DEPLOYRESPONSE']._serialized_start=249
+  _globals['_DEPLOYRESPONSE']._serialized_end=282
+  _globals['_DELETEREQUEST']._serialized_start=284
+  _globals['_DELETEREQUEST']._serialized_end=314
+  _globals['_DELETERESPONSE']._serialized_start=316
+  _globals['_DELETERESPONSE']._serialized_end=332
+  _globals['_DRAINREQUEST']._serialized_start=334
+  _globals['_DRAINREQUEST']._serialized_end=364
+  _globals['_DRAINRESPONSE']._serialized_start=366
+  _globals['_DRAINRESPONSE']._serialized_end=402
+  _globals['_DEPLOYMENT']._serialized_start=405
+  _globals['_DEPLOYMENT']._serialized_end=551
+  _globals['_NODE']._serialized_start=554
+  _globals['_NODE']._serialized_end=712
+  _globals['_NODE_RESOURCESENTRY']._serialized_start=664
+  _globals['_NODE_RESOURCESENTRY']._serialized_end=712
+  _globals['_REPLICA']._serialized_start=715
+  _globals['_REPLICA']._serialized_end=1014
+  _globals['_RANK']._serialized_start=1016
+  _globals['_RANK']._serialized_end=1094
+  _globals['_KVUSE']._serialized_start=1097
+  _globals['_KVUSE']._serialized_end=1438
+  _globals['_QUEUE']._serialized_start=1440
+  _globals['_QUEUE']._serialized_end=1536
+  _globals['_ADMIN']._serialized_start=1721
+  _globals['_ADMIN']._serialized_end=1978
 # @@protoc_insertion_point(module_scope)

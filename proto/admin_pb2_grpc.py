@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class AdminStub:
-    """Missing associated documentation comment in .proto file."""
+    """Deploy, Delete and Drain change a fleet. Where callers need tokens, these need one of the tenant `admin`.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -39,13 +40,50 @@ class AdminStub:
                 request_serializer=quire_dot_proto_dot_admin__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=quire_dot_proto_dot_admin__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.Deploy = channel.unary_unary(
+                '/quire.v1.Admin/Deploy',
+                request_serializer=quire_dot_proto_dot_admin__pb2.DeployRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.DeployResponse.FromString,
+                _registered_method=True)
+        self.Delete = channel.unary_unary(
+                '/quire.v1.Admin/Delete',
+                request_serializer=quire_dot_proto_dot_admin__pb2.DeleteRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.DeleteResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/quire.v1.Admin/Drain',
+                request_serializer=quire_dot_proto_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Deploy, Delete and Drain change a fleet. Where callers need tokens, these need one of the tenant `admin`.
+    """
 
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Deploy(self, request, context):
+        """Has the fleet serve a model, or serve it otherwise: replicas of the new version take over from those of the old.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Delete(self, request, context):
+        """The model is served no longer; what still runs ends with UNAVAILABLE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Moves the requests of a replica, or of a node, elsewhere, and then ends its processes.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -58,6 +96,21 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=quire_dot_proto_dot_admin__pb2.GetStatusRequest.FromString,
                     response_serializer=quire_dot_proto_dot_admin__pb2.GetStatusResponse.SerializeToString,
             ),
+            'Deploy': grpc.unary_unary_rpc_method_handler(
+                    servicer.Deploy,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.DeployRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.DeployResponse.SerializeToString,
+            ),
+            'Delete': grpc.unary_unary_rpc_method_handler(
+                    servicer.Delete,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.DeleteRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.DeleteResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'quire.v1.Admin', rpc_method_handlers)
@@ -67,7 +120,8 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """Missing associated documentation comment in .proto file."""
+    """Deploy, Delete and Drain change a fleet. Where callers need tokens, these need one of the tenant `admin`.
+    """
 
     @staticmethod
     def GetStatus(request,
@@ -86,6 +140,87 @@ class Admin:
             '/quire.v1.Admin/GetStatus',
             quire_dot_proto_dot_admin__pb2.GetStatusRequest.SerializeToString,
             quire_dot_proto_dot_admin__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Deploy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/Deploy',
+            quire_dot_proto_dot_admin__pb2.DeployRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.DeployResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Delete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/Delete',
+            quire_dot_proto_dot_admin__pb2.DeleteRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.DeleteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/Drain',
+            quire_dot_proto_dot_admin__pb2.DrainRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .errors import ConfigError
+from .sampling import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,10 @@ class ModelConfig:
         dtype: what is computed in: ``float32``, ``bfloat16`` or ``float16``.
         max_model_len: most tokens of prompt and answer together.
         eos_token_ids: tokens that end a sequence, from generation_config.json and config.json.
+        sampling_defaults: how requests sample that say nothing else, from generation_config.json.
         seed: where seeds of requests without one are drawn from.
+        quantization: what the weights of a full-precision checkpoint become as they are read: ``int8`` or ``fp8``;
+            None: what they are.
     """
 
     path: str
@@ -39,7 +43,9 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     eos_token_ids: tuple[int, ...] = ()
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     seed: int = 0
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,8 @@ class CacheConfig:
         prefix_caching: keep computed blocks for later requests with the same beginning.
         num_host_blocks: blocks of host memory that evicted and preempted blocks go to; 0: none.
         swap_blocks_per_s: blocks that move between device and host a second, each way, as measured at the start.
+        kv_dtype: what keys and values are stored in: ``auto`` (what the model computes in), or ``fp8_e4m3`` or
+            ``int8`` with a scale for each token and head.
     """
 
     block_size: int = 16
@@ -65,6 +73,7 @@ class CacheConfig:
     prefix_caching: bool = True
     num_host_blocks: int = 0
     swap_blocks_per_s: float = 0.0
+    kv_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +84,18 @@ class ParallelConfig:
         tensor_parallel_size: ranks that share each layer.
         device: ``cpu`` or ``cuda``.
         threads_per_rank: compute threads a rank on a CPU.
+        cuda_graphs: decode steps on a GPU are recorded and replayed.
         batch_invariant: attention on a GPU sums a sequence's values in an order that no other sequence changes, at
             some cost where few long ones run.
+        fused_all_reduce: ranks on GPUs of one host sum few tokens in the op that adds and normalises the sum.
     """
 
     tensor_parallel_size: int = 1
     device: str = "cpu"
     threads_per_rank: int = 1
+    cuda_graphs: bool = True
     batch_invariant: bool = False
+    fused_all_reduce: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +153,8 @@ class EngineConfig:
 
     @property
     def num_kv_heads_per_rank(self) -> int:
-        return self.model.num_kv_heads // self.parallel.tensor_parallel_size
+        """Where there are fewer KV heads than ranks, several ranks hold the same one."""
+        return max(1, self.model.num_kv_heads // self.parallel.tensor_parallel_size)
 
     @property
     def max_blocks_per_seq(self) -> int:

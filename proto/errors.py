@@ -4,6 +4,7 @@ QuireError
 ├── InvalidRequest            INVALID_ARGUMENT     the caller's request can never be served as it is
 ├── ModelNotFound             NOT_FOUND            no such model is served here
 ├── Unauthenticated           UNAUTHENTICATED      the token is missing or wrong
+├── PermissionDenied          PERMISSION_DENIED    the token is not one of an operator
 ├── DuplicateRequest          ALREADY_EXISTS       a running request has this request_id
 ├── Overloaded                RESOURCE_EXHAUSTED   the queue is full: come back later
 ├── RequestAborted            CANCELLED            ended by its caller or by an operator
@@ -16,6 +17,8 @@ QuireError
 """
 
 from __future__ import annotations
+
+MAX_REASON_CHARS = 500
 
 
 class QuireError(Exception):
@@ -50,6 +53,12 @@ class Unauthenticated(QuireError):
     """The call's token is missing or wrong."""
 
     grpc_status = "UNAUTHENTICATED"
+
+
+class PermissionDenied(QuireError):
+    """The call's token is one of this server's, but not one that may do this."""
+
+    grpc_status = "PERMISSION_DENIED"
 
 
 class DuplicateRequest(QuireError):
@@ -122,6 +131,11 @@ class ProtocolError(QuireError):
     grpc_status = "INTERNAL"
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line of bounded length; its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:MAX_REASON_CHARS]
+
+
 def from_status(grpc_status: str, message: str) -> QuireError:
     """The error of that status, made again on the other side of a process border."""
     if grpc_status == InvalidRequest.grpc_status:
@@ -135,6 +149,7 @@ _BY_STATUS: dict[str, type[QuireError]] = {
     for kind in (
         ModelNotFound,
         Unauthenticated,
+        PermissionDenied,
         DuplicateRequest,
         Overloaded,
         RequestAborted,

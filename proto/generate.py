@@ -6,6 +6,7 @@ The generated modules import each other as `quire.proto.*`: protoc is given the 
 from __future__ import annotations
 
 import argparse
+import importlib.resources
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +20,8 @@ SUFFIXES = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py")
 
 def generate(into: Path) -> dict[str, bytes]:
     """file name |-> content of every generated module."""
-    arguments = ["protoc", f"-Iquire/proto={FOLDER}"]
+    well_known = importlib.resources.files("grpc_tools") / "_proto"
+    arguments = ["protoc", f"-Iquire/proto={FOLDER}", f"-I{well_known}"]
     arguments += [f"--{kind}_out={into}" for kind in ("python", "pyi", "grpc_python")]
     arguments += [f"quire/proto/{source}" for source in SOURCES]
     if protoc.main(arguments) != 0:

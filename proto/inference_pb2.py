@@ -22,51 +22,62 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bquire/proto/inference.proto\x12\x08quire.v1\"\xd9\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x12\n\ncache_salt\x18\x08 \x01(\tB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xb2\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\x05\x12\x17\n\nignore_eos\x18\n \x01(\x08H\x07\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0b \x01(\x05H\x08\x88\x01\x01\x12\x0e\n\x01n\x18\x0c \x01(\x05H\t\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\r \x01(\x05H\n\x88\x01\x01\x12\x17\n\nbeam_width\x18\x0e \x01(\x05H\x0b\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x0f \x01(\x01H\x0c\x88\x01\x01\x12\x1b\n\x0e\x65\x61rly_stopping\x18\x10 \x01(\x08H\r\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x04\n\x02_nB\n\n\x08_best_ofB\r\n\x0b_beam_widthB\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stopping\"\x88\x01\n\rGenerateEvent\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.quire.v1.StartedH\x00\x12 \n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x0f.quire.v1.DeltaH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.quire.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"C\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x05\"{\n\x05\x44\x65lta\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x03\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x05\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\"L\n\rTokenLogprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x99\x02\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\x05\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\x05H\x00\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\"\n\x07timings\x18\x06 \x01(\x0b\x32\x11.quire.v1.Timings\x12\x1f\n\x12\x63umulative_logprob\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05score\x18\x08 \x01(\x01H\x02\x88\x01\x01\x42\x0c\n\nstopped_byB\x15\n\x13_cumulative_logprobB\x08\n\x06_score\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"p\n\x07Timings\x12\x10\n\x08queued_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x03 \x01(\x01\x12\x13\n\x0bpreempted_s\x18\x04 \x01(\x01\x12\x19\n\x11recomputed_tokens\x18\x05 \x01(\x05\"\x89\x01\n\x06Output\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12$\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x12.quire.v1.Finished\"X\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12!\n\x07outputs\x18\x03 \x03(\x0b\x32\x10.quire.v1.Output\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Model\"V\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\x05\x12\x12\n\nvocab_size\x18\x04 \x01(\x05*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x99\x02\n\tInference\x12\x41\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse\x12\x46\n\x0eGenerateStream\x12\x19.quire.v1.GenerateRequest\x1a\x17.quire.v1.GenerateEvent0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.quire.v1.AbortRequest\x1a\x17.quire.v1.AbortResponse\x12G\n\nListModels\x12\x1b.quire.v1.ListModelsRequest\x1a\x1c.quire.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bquire/proto/inference.proto\x12\x08quire.v1\x1a\x1cgoogle/protobuf/struct.proto\"\xb1\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\t \x01(\x0b\x32\x0e.quire.v1.ChatH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\n \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\x82\x01\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.quire.v1.ChatMessage\x12\x1e\n\x16\x63ontinue_final_message\x18\x02 \x01(\x08\x12\x31\n\x10template_options\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xa4\t\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\x05\x12\x17\n\nignore_eos\x18\n \x01(\x08H\x07\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0b \x01(\x05H\x08\x88\x01\x01\x12\x0e\n\x01n\x18\x0c \x01(\x05H\t\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\r \x01(\x05H\n\x88\x01\x01\x12\x17\n\nbeam_width\x18\x0e \x01(\x05H\x0b\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x0f \x01(\x01H\x0c\x88\x01\x01\x12\x1b\n\x0e\x65\x61rly_stopping\x18\x10 \x01(\x08H\r\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x11 \x01(\x02H\x0e\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x12 \x01(\x02H\x0f\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x13 \x01(\x02H\x10\x88\x01\x01\x12;\n\nlogit_bias\x18\x14 \x03(\x0b\x32\'.quire.v1.SamplingParams.LogitBiasEntry\x12\x11\n\tbad_words\x18\x15 \x03(\t\x12)\n\rbad_token_ids\x18\x16 \x03(\x0b\x32\x12.quire.v1.TokenIds\x12-\n\x11\x61llowed_token_ids\x18\x17 \x01(\x0b\x32\x12.quire.v1.TokenIds\x12\x1c\n\x0fprompt_logprobs\x18\x18 \x01(\x05H\x11\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x19 \x01(\x08H\x12\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x1a \x01(\x08H\x13\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x1b \x01(\x05H\x14\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x04\n\x02_nB\n\n\x08_best_ofB\r\n\x0b_beam_widthB\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stoppingB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB\x1d\n\x1b_include_stop_str_in_outputB\x19\n\x17_truncate_prompt_tokens\"\xbd\x01\n\rGenerateEvent\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.quire.v1.StartedH\x00\x12 \n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x0f.quire.v1.DeltaH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.quire.v1.FinishedH\x00\x12\x33\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x18.quire.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"J\n\x0ePromptLogprobs\x12\r\n\x05start\x18\x01 \x01(\x05\x12)\n\x08logprobs\x18\x02 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\"C\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x05\"{\n\x05\x44\x65lta\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x03\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x05\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\"L\n\rTokenLogprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x99\x02\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\x05\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\x05H\x00\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\"\n\x07timings\x18\x06 \x01(\x0b\x32\x11.quire.v1.Timings\x12\x1f\n\x12\x63umulative_logprob\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05score\x18\x08 \x01(\x01H\x02\x88\x01\x01\x42\x0c\n\nstopped_byB\x15\n\x13_cumulative_logprobB\x08\n\x06_score\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"\x83\x01\n\x07Timings\x12\x10\n\x08queued_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x03 \x01(\x01\x12\x13\n\x0bpreempted_s\x18\x04 \x01(\x01\x12\x19\n\x11recomputed_tokens\x18\x05 \x01(\x05\x12\x11\n\tnum_moves\x18\x06 \x01(\x05\"\x89\x01\n\x06Output\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12$\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x12.quire.v1.Finished\"\x8b\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12!\n\x07outputs\x18\x03 \x03(\x0b\x32\x10.quire.v1.Output\x12\x31\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x18.quire.v1.PromptLogprobs\"2\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Model\"V\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\x05\x12\x12\n\nvocab_size\x18\x04 \x01(\x05*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x99\x02\n\tInference\x12\x41\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse\x12\x46\n\x0eGenerateStream\x12\x19.quire.v1.GenerateRequest\x1a\x17.quire.v1.GenerateEvent0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.quire.v1.AbortRequest\x1a\x17.quire.v1.AbortResponse\x12G\n\nListModels\x12\x1b.quire.v1.ListModelsRequest\x1a\x1c.quire.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.proto.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2206
-  _globals['_FINISHREASON']._serialized_end=2301
-  _globals['_GENERATEREQUEST']._serialized_start=42
-  _globals['_GENERATEREQUEST']._serialized_end=259
-  _globals['_TOKENIDS']._serialized_start=261
-  _globals['_TOKENIDS']._serialized_end=284
-  _globals['_SAMPLINGPARAMS']._serialized_start=287
-  _globals['_SAMPLINGPARAMS']._serialized_end=849
-  _globals['_GENERATEEVENT']._serialized_start=852
-  _globals['_GENERATEEVENT']._serialized_end=988
-  _globals['_STARTED']._serialized_start=990
-  _globals['_STARTED']._serialized_end=1057
-  _globals['_DELTA']._serialized_start=1059
-  _globals['_DELTA']._serialized_end=1182
-  _globals['_TOKENLOGPROBS']._serialized_start=1184
-  _globals['_TOKENLOGPROBS']._serialized_end=1260
-  _globals['_FINISHED']._serialized_start=1263
-  _globals['_FINISHED']._serialized_end=1544
-  _globals['_USAGE']._serialized_start=1546
-  _globals['_USAGE']._serialized_end=1626
-  _globals['_TIMINGS']._serialized_start=1628
-  _globals['_TIMINGS']._serialized_end=1740
-  _globals['_OUTPUT']._serialized_start=1743
-  _globals['_OUTPUT']._serialized_end=1880
-  _globals['_GENERATERESPONSE']._serialized_start=1882
-  _globals['_GENERATERESPONSE']._serialized_end=1970
-  _globals['_ABORTREQUEST']._serialized_start=1972
-  _globals['_ABORTREQUEST']._serialized_end=2006
-  _globals['_ABORTRESPONSE']._serialized_start=2008
-  _globals['_ABORTRESPONSE']._serialized_end=2040
-  _globals['_LISTMODELSREQUEST']._serialized_start=2042
-  _globals['_LISTMODELSREQUEST']._serialized_end=2061
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2063
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2116
-  _globals['_MODEL']._serialized_start=2118
-  _globals['_MODEL']._serialized_end=2204
-  _globals['_INFERENCE']._serialized_start=2304
-  _globals['_INFERENCE']._serialized_end=2585
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=3346
+  _globals['_FINISHREASON']._serialized_end=3441
+  _globals['_GENERATEREQUEST']._serialized_start=72
+  _globals['_GENERATEREQUEST']._serialized_end=377
+  _globals['_TOKENIDS']._serialized_start=379
+  _globals['_TOKENIDS']._serialized_end=402
+  _globals['_CHAT']._serialized_start=405
+  _globals['_CHAT']._serialized_end=535
+  _globals['_CHATMESSAGE']._serialized_start=537
+  _globals['_CHATMESSAGE']._serialized_end=581
+  _globals['_SAMPLINGPARAMS']._serialized_start=584
+  _globals['_SAMPLINGPARAMS']._serialized_end=1772
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1372
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1420
+  _globals['_GENERATEEVENT']._serialized_start=1775
+  _globals['_GENERATEEVENT']._serialized_end=1964
+  _globals['_PROMPTLOGPROBS']._serialized_start=1966
+  _globals['_PROMPTLOGPROBS']._serialized_end=2040
+  _globals['_STARTED']._serialized_start=2042
+  _globals['_STARTED']._serialized_end=2109
+  _globals['_DELTA']._serialized_start=2111
+  _globals['_DELTA']._serialized_end=2234
+  _globals['_TOKENLOGPROBS']._serialized_start=2236
+  _globals['_TOKENLOGPROBS']._serialized_end=2312
+  _globals['_FINISHED']._serialized_start=2315
+  _globals['_FINISHED']._serialized_end=2596
+  _globals['_USAGE']._serialized_start=2598
+  _globals['_USAGE']._serialized_end=2678
+  _globals['_TIMINGS']._serialized_start=2681
+  _globals['_TIMINGS']._serialized_end=2812
+  _globals['_OUTPUT']._serialized_start=2815
+  _globals['_OUTPUT']._serialized_end=2952
+  _globals['_GENERATERESPONSE']._serialized_start=2955
+  _globals['_GENERATERESPONSE']._serialized_end=3094
+  _globals['_ABORTREQUEST']._serialized_start=3096
+  _globals['_ABORTREQUEST']._serialized_end=3146
+  _globals['_ABORTRESPONSE']._serialized_start=3148
+  _globals['_ABORTRESPONSE']._serialized_end=3180
+  _globals['_LISTMODELSREQUEST']._serialized_start=3182
+  _globals['_LISTMODELSREQUEST']._serialized_end=3201
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3203
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3256
+  _globals['_MODEL']._serialized_start=3258
+  _globals['_MODEL']._serialized_end=3344
+  _globals['_INFERENCE']._serialized_start=3444
+  _globals['_INFERENCE']._serialized_end=3725
 # @@protoc_insertion_point(module_scope)

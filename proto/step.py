@@ -17,7 +17,7 @@ Ranks append sampled tokens to their rows by themselves, so a steady decode step
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import msgpack
@@ -27,7 +27,7 @@ import numpy.typing as npt
 from .block_tables import IntArray
 from .errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 NO_INTS: IntArray = np.zeros(0, dtype=np.int32)
 NO_INTS.flags.writeable = False
 NO_PAIRS: IntArray = NO_INTS.reshape(0, 2)
@@ -37,15 +37,70 @@ Message = TypeVar("Message")
 
 
 @dataclass(frozen=True, slots=True)
+class RowConstraints:
+    """What changes a row's logits before anything is drawn from them; the fields are as in SamplingParams.
+
+    Attributes:
+        num_prompt_tokens: where the sequence's answer begins.
+        bad_words: token ids of sequences that may not be completed.
+        stop_free_len: while the sequence (prompt included) is shorter than this, `stop_token_ids` cannot be
+            sampled: what min_tokens asks for.
+        stop_token_ids: tokens that would end the sequence; empty unless stop_free_len needs them.
+    """
+
+    num_prompt_tokens: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    stop_free_len: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @staticmethod
+    def unpack(value: Any) -> RowConstraints:
+        prompt_len, repetition, frequency, presence, bias, words, allowed, stop_free_len, stops = value
+        return RowConstraints(
+            prompt_len,
+            repetition,
+            frequency,
+            presence,
+            tuple((token_id, number) for token_id, number in bias),
+            tuple(map(tuple, words)),
+            None if allowed is None else tuple(allowed),
+            stop_free_len,
+            tuple(stops),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """Which tokens of its prompt a row reports the log-probabilities of.
+
+    Attributes:
+        num_top: likeliest tokens to report beside each, as prompt_logprobs in SamplingParams.
+        start, end: places in the prompt, from 1 on, since nothing comes before the first token.
+    """
+
+    num_top: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How a row samples, in full: a pure function of (logits, this, position).
+    """How a row samples, in full: a pure function of (logits, this, the sequence so far).
 
     Attributes:
         seed: 64-bit; with the position it keys the row's random numbers.
         logprobs: as in SamplingParams.
-        stop_free_len: while the sequence (prompt included) is shorter than this, `stop_token_ids` cannot be
-            sampled: what min_tokens asks for.
-        stop_token_ids: tokens that would end the sequence; empty unless stop_free_len needs them.
+        constraints: None for most rows, which draw from the logits as they are.
+        scoring: None where the log-probabilities of the prompt are not asked for, or are known.
     """
 
     temperature: float = 1.0
@@ -54,8 +109,23 @@ class RowSampling:
     min_p: float = 0.0
     seed: int = 0
     logprobs: int | None = None
-    stop_free_len: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    constraints: RowConstraints | None = None
+    scoring: PromptScoring | None = None
+
+    def pack(self) -> tuple[Any, ...]:
+        """As a msgpack value."""
+        *settings, constraints, scoring = values_of(self)
+        parts = (None if part is None else values_of(part) for part in (constraints, scoring))
+        return *settings, *parts
+
+    @staticmethod
+    def unpack(value: Any) -> RowSampling:
+        *settings, constraints, scoring = value
+        return replace(
+            RowSampling(*settings),
+            constraints=None if constraints is None else RowConstraints.unpack(constraints),
+            scoring=None if scoring is None else PromptScoring(*scoring),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +245,45 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of tokens of prompts.
+
+    Attributes:
+        owners: [n] int32, whose each is: its row in a StepResult, its handle in a TokenBatch. Those of an owner are
+            together, in the order of its prompt.
+        logprobs: of all; its `index` is the token's place in its prompt, from 1 on.
+    """
+
+    owners: IntArray
+    logprobs: Logprobs
+
+    def select(self, mask: npt.NDArray[np.bool_], owners: IntArray) -> PromptLogprobs | None:
+        """The entries under a mask, which then belong to `owners`; None where there are none."""
+        all_ = self.logprobs
+        if not mask.any():
+            return None
+        kept = Logprobs(all_.index[mask], all_.chosen[mask], all_.top_ids[mask], all_.top[mask])
+        return PromptLogprobs(owners, kept)
+
+    def pack(self) -> tuple[Any, ...]:
+        """As a msgpack value."""
+        return pack_ints(self.owners), self.logprobs.pack()
+
+    @staticmethod
+    def unpack(value: Any) -> PromptLogprobs:
+        owners, logprobs = value
+        return PromptLogprobs(ints(owners), Logprobs.unpack(logprobs))
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a rank answers. Rank 0's carries the tokens; the others', which sampled the same, only that they did.
 
     Attributes:
         token_ids: [rows that sampled] int32, by ascending row; empty from other ranks than 0.
-        stage_times: seconds by stage (``apply``, ``forward``, ``sample``).
+        prompt_logprobs: of the prompt tokens that were scored in the step.
+        stage_times: seconds by stage (``apply``, ``forward``, ``sample``); and ``wait``, from the answer before until
+            this step's plan was there.
     """
 
     step_id: int
@@ -189,12 +292,13 @@ class StepResult:
     token_ids: IntArray = field(default_factory=lambda: NO_INTS)
     logprobs: Logprobs | None = None
     stage_times: dict[str, float] = field(default_factory=dict)
+    prompt_logprobs: PromptLogprobs | None = None
 
     def encode(self) -> bytes:
         logprobs = None if self.logprobs is None else self.logprobs.pack()
-        return _pack(
-            ("ok", self.step_id, self.epoch, self.rank, pack_ints(self.token_ids), logprobs, self.stage_times)
-        )
+        of_prompts = None if self.prompt_logprobs is None else self.prompt_logprobs.pack()
+        step = self.step_id, self.epoch, self.rank
+        return _pack(("ok", *step, pack_ints(self.token_ids), logprobs, self.stage_times, of_prompts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +336,13 @@ def pack_ints(values: IntArray) -> bytes:
     return np.ascontiguousarray(values, dtype="<i4").tobytes()
 
 
-def _pack(fields: tuple[Any, ...]) -> bytes:
-    packed: bytes = msgpack.packb(fields)
+def values_of(instance: Any) -> tuple[Any, ...]:
+    """A dataclass's fields, in order. Unlike `astuple` it copies nothing: some have tens of thousands of ids."""
+    return tuple(getattr(instance, member.name) for member in fields(instance))
+
+
+def _pack(values: tuple[Any, ...]) -> bytes:
+    packed: bytes = msgpack.packb(values)
     return bytes((VERSION,)) + packed
 
 
@@ -255,15 +364,14 @@ def _encode_new(sequence: NewSequence) -> tuple[Any, ...]:
         pack_ints(sequence.token_ids),
         sequence.num_computed_tokens,
         pack_ints(sequence.block_ids),
-        astuple(sequence.sampling),
+        sequence.sampling.pack(),
     )
 
 
 def _decode_new(value: Any) -> NewSequence:
     row, seq_id, token_ids, num_computed_tokens, block_ids, sampling = value
-    settings = *sampling[:-1], tuple(sampling[-1])
-    row_sampling = RowSampling(*settings)
-    return NewSequence(row, seq_id, ints(token_ids), num_computed_tokens, ints(block_ids), row_sampling)
+    settings = RowSampling.unpack(sampling)
+    return NewSequence(row, seq_id, ints(token_ids), num_computed_tokens, ints(block_ids), settings)
 
 
 def _decode_plan(fields: Any) -> StepPlan:
@@ -296,6 +404,7 @@ def _decode_reply(fields: Any) -> StepResult | StepFailure:
         return StepFailure(*rest)
     if kind != "ok":
         raise ValueError(f"unknown kind {kind!r}")
-    step_id, epoch, rank, token_ids, logprobs, stage_times = rest
+    step_id, epoch, rank, token_ids, logprobs, stage_times, of_prompts = rest
     unpacked = None if logprobs is None else Logprobs.unpack(logprobs)
-    return StepResult(step_id, epoch, rank, ints(token_ids), unpacked, stage_times)
+    scored = None if of_prompts is None else PromptLogprobs.unpack(of_prompts)
+    return StepResult(step_id, epoch, rank, ints(token_ids), unpacked, stage_times, scored)

@@ -3,8 +3,8 @@
 A gateway numbers its sequences by *handles*; the scheduler answers with one TokenBatch a step and gateway, never
 one message a request.
 
-    gateway -> scheduler    Submit, Abort, Stop, StatusQuery
-    scheduler -> gateway    TokenBatch, ReplicaStatus
+    gateway -> scheduler    Submit, Abort, Stop, StatusQuery, CacheQuery, Drain
+    scheduler -> gateway    TokenBatch, ReplicaStatus, CacheReport
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import msgpack
 from .block_tables import IntArray
 from .errors import InvalidRequest, ProtocolError
 from .sampling import SamplingParams
-from .step import NO_INTS, Logprobs, ints, pack_ints
+from .step import NO_INTS, Logprobs, PromptLogprobs, ints, pack_ints, values_of
 
-VERSION = 1
+VERSION = 2
+# Of a block's digest in a CacheReport: enough to choose a replica by, and never to share a block by.
+CACHE_HASH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,9 @@ class Submit:
         priority: higher goes first; the same in the order of arrival.
         timeout_s: time left to its deadline; None: none.
         salt: prefixes are shared only between equal salts.
+        generated_token_ids: what the sequence has generated elsewhere already. Its answer goes on after them as it
+            would have gone on there, and limits, seeds and the account count from its beginning; only new tokens are
+            told. One answer then: answer i of n is submitted alone, with ``seed`` + i.
     """
 
     handle: int
@@ -47,6 +52,7 @@ class Submit:
     priority: int = 0
     timeout_s: float | None = None
     salt: bytes = b""
+    generated_token_ids: IntArray = field(default_factory=lambda: NO_INTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +76,36 @@ class StatusQuery:
     query_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Asks the replica to get empty. From now on it takes no request: what comes or waits is MOVED.
+
+    Attributes:
+        grace_s: how long running sequences may still take; what is left then is MOVED. A later Drain can only
+            shorten it.
+    """
+
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CacheQuery:
+    """Asks for a CacheReport.
+
+    Attributes:
+        since: the version of the last one that came from this replica; 0: none has.
+    """
+
+    since: int
+
+
 class FinishReason(StrEnum):
+    """Why a sequence ended. MOVED is no end: the replica gives it back, to be run elsewhere from where it is."""
+
     STOP = "stop"
     LENGTH = "length"
     ERROR = "error"
+    MOVED = "moved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +117,7 @@ class Timings:
     decode_s: float = 0.0
     preempted_s: float = 0.0
     recomputed_tokens: int = 0
+    num_moves: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +152,8 @@ class TokenBatch:
         handles: [n] int32, whose token each is; a handle may repeat, its tokens in order.
         token_ids: [n] int32.
         finished: sequences that ended, after their tokens above.
+        prompt_logprobs: of tokens of prompts, by handle, in a batch without anything else; they come in order, and
+            after a move perhaps again.
     """
 
     step_id: int
@@ -126,6 +161,24 @@ class TokenBatch:
     token_ids: IntArray = field(default_factory=lambda: NO_INTS)
     logprobs: Logprobs | None = None
     finished: tuple[Finish, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """Which prefixes a replica holds, or how that has changed. Hashes stand one after the other.
+
+    Attributes:
+        version: of this state; later reports may be asked for from here on.
+        since: the version that `added` and `removed` change. 0: `added` is all there is (of a very large cache the
+            newest), and what was known before is void.
+        added, removed: CACHE_HASH_BYTES each; see `prefix_cache.prefix_hashes` for what is hashed.
+    """
+
+    version: int
+    since: int
+    added: bytes
+    removed: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +192,18 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """A replica's state in numbers; the fields mean what admin.proto says of them."""
+    """A replica's state in numbers; the fields mean what admin.proto says of them.
+
+    Attributes:
+        draining: it takes no new requests.
+        queued_tokens: prompt tokens not planned yet, of waiting and of running sequences.
+        kv_use: share of its blocks that running sequences hold.
+        oldest_wait_s: how long the one has waited that waits longest for its first row.
+        tokens_per_s: computed, prompt and sampled ones together, a second in which it computed at all; recent seconds
+            count most. 0: nothing was computed yet.
+        cache_version: of its prefix cache, as in CacheReport.
+        mean_gap_s: how long its ranks waited for a plan when the step before was done; idle times left out.
+    """
 
     query_id: int
     replica_id: str
@@ -165,10 +229,17 @@ class ReplicaStatus:
     num_preemptions: int
     num_steps: int
     uptime_s: float
+    draining: bool
+    queued_tokens: int
+    kv_use: float
+    oldest_wait_s: float
+    tokens_per_s: float
+    cache_version: int
+    mean_gap_s: float = 0.0
 
 
-GatewayMessage = Submit | Abort | Stop | StatusQuery
-ReplicaMessage = TokenBatch | ReplicaStatus
+GatewayMessage = Submit | Abort | Stop | StatusQuery | CacheQuery | Drain
+ReplicaMessage = TokenBatch | ReplicaStatus | CacheReport
 
 
 def encode(message: GatewayMessage | ReplicaMessage) -> bytes:
@@ -191,26 +262,39 @@ def decode(frame: bytes) -> GatewayMessage | ReplicaMessage:
 
 
 def _encode_submit(message: Submit) -> tuple[Any, ...]:
-    prompt = pack_ints(message.prompt_token_ids)
+    prompt, generated = pack_ints(message.prompt_token_ids), pack_ints(message.generated_token_ids)
     standing = message.tenant, message.priority, message.timeout_s, message.salt
-    return "submit", message.handle, message.request_id, prompt, astuple(message.sampling), *standing
+    return (
+        "submit",
+        message.handle,
+        message.request_id,
+        prompt,
+        generated,
+        values_of(message.sampling),
+        *standing,
+    )
 
 
 def _decode_submit(values: list[Any]) -> Submit:
-    handle, request_id, prompt, sampling, *standing = values
-    return Submit(handle, request_id, ints(prompt), SamplingParams(*sampling), *standing)
+    handle, request_id, prompt, generated, sampling, tenant, priority, timeout_s, salt = values
+    standing = tenant, priority, timeout_s, salt
+    return Submit(handle, request_id, ints(prompt), SamplingParams(*sampling), *standing, ints(generated))
 
 
 def _encode_batch(message: TokenBatch) -> tuple[Any, ...]:
     logprobs = None if message.logprobs is None else message.logprobs.pack()
     arrays = pack_ints(message.handles), pack_ints(message.token_ids)
-    return "tokens", message.step_id, *arrays, logprobs, [astuple(finish) for finish in message.finished]
+    finished = [astuple(finish) for finish in message.finished]
+    of_prompts = None if message.prompt_logprobs is None else message.prompt_logprobs.pack()
+    return "tokens", message.step_id, *arrays, logprobs, finished, of_prompts
 
 
 def _decode_batch(values: list[Any]) -> TokenBatch:
-    step_id, handles, token_ids, logprobs, finished = values
+    step_id, handles, token_ids, logprobs, finished, of_prompts = values
     unpacked = None if logprobs is None else Logprobs.unpack(logprobs)
-    return TokenBatch(step_id, ints(handles), ints(token_ids), unpacked, tuple(map(_decode_finish, finished)))
+    scored = None if of_prompts is None else PromptLogprobs.unpack(of_prompts)
+    ends = tuple(map(_decode_finish, finished))
+    return TokenBatch(step_id, ints(handles), ints(token_ids), unpacked, ends, scored)
 
 
 def _decode_finish(values: list[Any]) -> Finish:
@@ -230,14 +314,20 @@ _ENCODERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Abort: lambda message: ("abort", message.handle),
     Stop: lambda message: ("stop", message.handle),
     StatusQuery: lambda message: ("status?", message.query_id),
+    CacheQuery: lambda message: ("cache?", message.since),
+    Drain: lambda message: ("drain", message.grace_s),
     TokenBatch: _encode_batch,
     ReplicaStatus: lambda message: ("status", *astuple(message)),
+    CacheReport: lambda message: ("cache", *astuple(message)),
 }
 _DECODERS: dict[str, Callable[[list[Any]], GatewayMessage | ReplicaMessage]] = {
     "submit": _decode_submit,
     "abort": lambda values: Abort(*values),
     "stop": lambda values: Stop(*values),
     "status?": lambda values: StatusQuery(*values),
+    "cache?": lambda values: CacheQuery(*values),
+    "drain": lambda values: Drain(*values),
     "tokens": _decode_batch,
     "status": _decode_status,
+    "cache": lambda values: CacheReport(*values),
 }

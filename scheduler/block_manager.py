@@ -10,6 +10,7 @@ from ..proto.block_tables import BlockTables, IntArray
 from ..proto.config import EngineConfig
 from ..proto.step import NO_PAIRS
 from .block_pool import BlockPool
+from .cache_journal import CacheJournal
 from .host_tier import HostTier
 from .prefix_cache import CacheKey, PrefixCache, child_digest
 from .sequence import Sequence
@@ -48,6 +49,7 @@ class BlockManager:
 
     Attributes:
         tables: row |-> block ids; the truth that the ranks copy.
+        journal: of the prefixes that can be found, in device or host memory.
         num_query_tokens, num_hit_tokens: prompt tokens looked up in the prefix caches, and found.
         num_swapped_blocks: moved to and from host memory, for whatever reason.
     """
@@ -57,8 +59,11 @@ class BlockManager:
         assert cache.num_blocks is not None, "the pool's size is resolved before the scheduler is made"
         self.block_size = cache.block_size
         self.tables = BlockTables(config.scheduler.max_num_seqs, config.max_blocks_per_seq)
-        self.host = HostTier(cache.num_host_blocks, cache.block_size) if cache.num_host_blocks else None
-        self._cache = PrefixCache(cache.block_size) if cache.prefix_caching else None
+        self.journal = CacheJournal()
+        self.host = (
+            HostTier(cache.num_host_blocks, cache.block_size, self.journal) if cache.num_host_blocks else None
+        )
+        self._cache = PrefixCache(cache.block_size, self.journal) if cache.prefix_caching else None
         self._pool = BlockPool(cache.num_blocks, on_evict=self._evict)
         self._transfers = Transfers()
         # Blocks that the plan in the making reads from, held until it is made: an allocation must not evict them.
@@ -103,13 +108,13 @@ class BlockManager:
     # Looking up
 
     def find_prefix(self, sequence: Sequence) -> Prefix:
-        """What is at hand of the sequence's beginning, always short of its last token.
+        """What is at hand of the sequence's beginning, as far as the sequence can use it.
 
         The last known token is computed again in any case: its logits are what the next one is sampled from.
         """
         if self._cache is None:
             return Prefix()
-        tokens, most = sequence.token_ids, len(sequence.token_ids) - 1
+        tokens, most = sequence.token_ids, sequence.num_reusable_tokens
         num_full = most // self.block_size
         self._cache.extend(sequence.root, sequence.block_digests, tokens, num_full)
         blocks = tuple(self._find_blocks(sequence.block_digests[:num_full]))
@@ -281,6 +286,8 @@ class BlockManager:
         held = np.concatenate([tables.row(row) for row in range(len(tables.lens))])
         blocks, counts = np.unique(np.concatenate([held, np.array(self._held, np.int32)]), return_counts=True)
         self._pool.check_integrity(dict(zip(blocks.tolist(), counts.tolist(), strict=True)))
+        digests = self._cache.full_digests() if self._cache is not None else []
+        self.journal.check_integrity(digests + (self.host.full_digests() if self.host is not None else []))
         if self._cache is not None:
             self._cache.check_integrity()
         if self.host is not None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..proto.block_tables import IntArray
 from ..proto.errors import ProtocolError
-from ..proto.step import Logprobs, StepResult
+from ..proto.step import Logprobs, PromptLogprobs, StepResult
 from ..proto.stream import Finish, FinishReason, TokenBatch
 from .beam_group import BeamGroup
 from .beam_search import Answer
@@ -36,6 +36,7 @@ class Collector:
         state, rows_state = self._state, self._state.rows
         step = self._take_step(result)
         state.blocks.lift_fences(step.step_id)
+        state.throughput.count_step(step.num_tokens, step.planned_at, now)
         if step.first_rows:
             state.costs.observe(step.num_tokens, result.stage_times.get("forward", 0.0))
         rows, token_ids, logprobs = step.rows, result.token_ids, result.logprobs
@@ -43,6 +44,7 @@ class Collector:
         if not alive.all():  # stopped, aborted or preempted since: their tokens are dropped
             rows, token_ids, logprobs = _select(alive, rows, token_ids, logprobs)
         self._note_first_tokens(step, now)
+        scores = self._take_scores(step, result.prompt_logprobs)
         is_beam = rows_state.is_beam[rows]
         if is_beam.any():
             self._take_beams(rows, is_beam, logprobs, now)
@@ -50,7 +52,7 @@ class Collector:
         self._append(rows, token_ids)
         handles, gateways = rows_state.handle[rows], rows_state.gateway[rows]
         finished = self._end_finished(rows, token_ids, now)
-        return self._news(step.step_id, gateways, handles, token_ids, logprobs, finished)
+        return scores + self._news(step.step_id, gateways, handles, token_ids, logprobs, finished)
 
     def _take_step(self, result: StepResult) -> InFlight:
         in_flight = self._state.in_flight
@@ -98,6 +100,22 @@ class Collector:
                 sequence = self._state.running[row]
                 if sequence.first_token_at is None:
                     sequence.first_token_at = now
+
+    def _take_scores(self, step: InFlight, scores: PromptLogprobs | None) -> News:
+        """Hands on the log-probabilities of prompts, but for those of sequences that have lost their rows since."""
+        if scores is None:
+            return []
+        state, rows = self._state, scores.owners
+        alive = state.rows.entered_at_step[rows] <= step.step_id
+        for row, count in zip(*np.unique(rows[alive], return_counts=True), strict=True):
+            state.running[int(row)].num_scored_tokens += int(count)
+        news = []
+        for gateway, number in state.gateways.items():
+            mine = alive & (state.rows.gateway[rows] == number)
+            told = scores.select(mine, state.rows.handle[rows[mine]])
+            if told is not None:
+                news.append((gateway, TokenBatch(step.step_id, prompt_logprobs=told)))
+        return news
 
     # Ends
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .block_pool import BlockPool
+from .cache_journal import CacheJournal
 from .prefix_cache import CacheKey, PrefixCache
 
 
@@ -12,10 +13,11 @@ class HostTier:
     Args:
         num_blocks: blocks that it holds.
         block_size: tokens a block.
+        journal: see PrefixCache.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._cache = PrefixCache(block_size)
+    def __init__(self, num_blocks: int, block_size: int, journal: CacheJournal) -> None:
+        self._cache = PrefixCache(block_size, journal)
         self._pool = BlockPool(num_blocks + 1, on_evict=self._cache.forget)
 
     @property
@@ -56,6 +58,10 @@ class HostTier:
 
     def release(self, block_ids: list[int]) -> None:
         self._pool.release(block_ids, fence_step=None)
+
+    def full_digests(self) -> list[bytes]:
+        """See PrefixCache."""
+        return self._cache.full_digests()
 
     def check_integrity(self, held: dict[int, int]) -> None:
         """Recounts the pool; `held`: block |-> references that sequences have."""

@@ -8,7 +8,18 @@ import time
 from collections.abc import Callable
 
 from ..proto.errors import QuireError, ReplicaUnavailable
-from ..proto.stream import Abort, Finish, GatewayMessage, ReplicaStatus, StatusQuery, Stop, Submit, TokenBatch
+from ..proto.stream import (
+    Abort,
+    CacheQuery,
+    Drain,
+    Finish,
+    GatewayMessage,
+    ReplicaStatus,
+    StatusQuery,
+    Stop,
+    Submit,
+    TokenBatch,
+)
 from .mailbox import Mailbox
 from .scheduler import Scheduler
 from .worker_group import WorkerGroup
@@ -42,6 +53,9 @@ class StepLoop:
         self._clock = clock
         self._started_at = clock()
         self._stopping = threading.Event()
+        # Whether nothing is in flight for want of requests, and the latest step that came after such a time.
+        self._is_idle = True
+        self._step_after_idle = 0
 
     def run(self) -> None:
         """Serves until `stop`. Whatever ends it, every gateway is told first.
@@ -75,12 +89,17 @@ class StepLoop:
             plan = scheduler.schedule(self._clock())
             if plan is None:
                 break
+            if self._is_idle:
+                self._step_after_idle, self._is_idle = plan.step_id, False
             self._group.broadcast(plan)
         self._tell(scheduler.take_news())
         if not scheduler.num_in_flight:
+            self._is_idle = True
             self._group.check()
             return False
         result = self._group.gather(limits.step_timeout_s)
+        if result.step_id != self._step_after_idle:
+            scheduler.stats.count_gap(result.stage_times.get("wait", 0.0))
         self._tell(scheduler.apply(result, self._clock()))
         if limits.audit:
             scheduler.check_integrity()
@@ -100,6 +119,11 @@ class StepLoop:
                 self._tell_end(gateway, self._scheduler.stop(gateway, message.handle, self._clock()))
             case StatusQuery():
                 self._mailbox.send(gateway, self.status(message.query_id))
+            case CacheQuery():
+                self._mailbox.send(gateway, self._scheduler.blocks.journal.report(message.since))
+            case Drain():
+                _log.info("%s drains: running sequences have %g s", self._replica_id, message.grace_s)
+                self._scheduler.drain(message.grace_s, self._clock())
 
     def _tell_end(self, gateway: bytes, finish: Finish | None) -> None:
         if finish is not None:
@@ -119,7 +143,7 @@ class StepLoop:
     def status(self, query_id: int = 0, problem: str = "") -> ReplicaStatus:
         """The replica's state in numbers."""
         scheduler, stats, blocks = self._scheduler, self._scheduler.stats, self._scheduler.blocks
-        host = blocks.host
+        host, now = blocks.host, self._clock()
         return ReplicaStatus(
             query_id=query_id,
             replica_id=self._replica_id,
@@ -144,5 +168,12 @@ class StepLoop:
             num_finished=stats.num_finished,
             num_preemptions=stats.num_preemptions,
             num_steps=stats.num_steps,
-            uptime_s=self._clock() - self._started_at,
+            mean_gap_s=stats.mean_gap_s,
+            uptime_s=now - self._started_at,
+            draining=scheduler.is_draining,
+            queued_tokens=scheduler.num_queued_tokens,
+            kv_use=blocks.num_held_blocks / blocks.num_blocks,
+            oldest_wait_s=scheduler.oldest_wait_s(now),
+            tokens_per_s=scheduler.tokens_per_s,
+            cache_version=blocks.journal.version,
         )

@@ -10,7 +10,8 @@ import zmq
 
 from ..proto import stream
 from ..proto.errors import ProtocolError
-from ..proto.stream import Abort, GatewayMessage, ReplicaMessage, StatusQuery, Stop, Submit
+from ..proto.network import CurveGuard, CurveKeys, bind
+from ..proto.stream import GatewayMessage, ReplicaMessage
 
 # Batches that may wait for a gateway that does not read; past them it is taken for dead.
 MAX_UNREAD_MESSAGES = 10_000
@@ -39,17 +40,22 @@ class ZmqMailbox:
     """A ROUTER socket; each gateway's DEALER is known by its routing id.
 
     Args:
-        endpoint: where to bind: ``ipc://PATH`` in a directory that only its owner may enter.
+        endpoint: where to bind: ``ipc://PATH`` in a directory that only its owner may enter, or tcp, where the
+            port may be left to the system.
+        keys: that gateways must have, over tcp.
+
+    Attributes:
+        endpoint: where it is bound, for gateways.
     """
 
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint = endpoint
+    def __init__(self, endpoint: str, keys: CurveKeys | None = None) -> None:
         self._context = zmq.Context()
+        self._guard = None if keys is None else CurveGuard(self._context, keys)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.SNDHWM, MAX_UNREAD_MESSAGES)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._router.bind(endpoint)
+        self.endpoint = bind(self._router, endpoint, keys)
         # Sockets belong to the loop's thread; another thread rings this bell through a socket of its own.
         self._bell = self._context.socket(zmq.PULL)
         self._bell.bind("inproc://bell")
@@ -69,7 +75,7 @@ class ZmqMailbox:
             except ProtocolError as error:
                 _log.warning("a message of gateway %s was ignored: %s", gateway.hex(), error)
                 continue
-            if isinstance(message, Submit | Abort | Stop | StatusQuery):
+            if isinstance(message, GatewayMessage):
                 messages.append((bytes(gateway), message))
         return messages
 
@@ -91,6 +97,8 @@ class ZmqMailbox:
 
     def close(self) -> None:
         """Sends what is left, for at most a second, and closes."""
+        if self._guard is not None:
+            self._guard.close()
         self._context.destroy(linger=1000)
         if self.endpoint.startswith("ipc://"):
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)

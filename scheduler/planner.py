@@ -348,7 +348,7 @@ class Planner:
         if draft.first_rows or beams.size or exhausted:
             state.look_again()
         num_tokens = int(advancing.size) + sum(draft.chunk_lens)
-        state.in_flight.append(InFlight(draft.step_id, sampling, draft.first_rows, num_tokens))
+        state.in_flight.append(InFlight(draft.step_id, sampling, draft.first_rows, num_tokens, draft.now))
         copies, swap_out, swap_in = state.blocks.take_transfers(draft.step_id)
         released, state.released = state.released, []
         chosen, state.chosen = state.chosen, []

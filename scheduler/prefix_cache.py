@@ -11,8 +11,15 @@ a copy. That is how the last, part-filled block of a conversation serves its nex
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
+
+import numpy as np
+
+from ..proto.block_tables import IntArray
+from ..proto.stream import CACHE_HASH_BYTES
+from .cache_journal import CacheJournal
 
 # Blocks looked at for a partial match; a popular beginning must not make a look-up long.
 MAX_CHILDREN_COMPARED = 8
@@ -22,6 +29,21 @@ def make_root(model: str, salt: bytes = b"", adapter: str = "") -> bytes:
     """Where the chains of one model, salt and adapter begin."""
     parts = (model.encode(), salt, adapter.encode())
     return sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts)).digest()
+
+
+def prefix_hashes(
+    token_ids: Sequence[int] | IntArray, block_size: int, salt: bytes = b"", *, model: str, adapter: str = ""
+) -> list[bytes]:
+    """What a replica that holds the beginning of these tokens reports of it: a hash for each full block, in order.
+
+    The model's name and the adapter are those that the replica serves under; see CacheReport.
+    """
+    raw, width = np.asarray(token_ids, "<i4").tobytes(), 4 * block_size
+    digest, hashes = make_root(model, salt, adapter), []
+    for start in range(0, len(raw) - width + 1, width):
+        digest = child_digest(digest, raw[start : start + width])
+        hashes.append(digest[:CACHE_HASH_BYTES])
+    return hashes
 
 
 class CacheKey(NamedTuple):
@@ -37,10 +59,12 @@ class PrefixCache:
 
     Args:
         block_size: tokens a block.
+        journal: told of each full block that can be found, and of each that no longer can.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, journal: CacheJournal | None = None) -> None:
         self.block_size = block_size
+        self._journal = CacheJournal() if journal is None else journal
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, CacheKey] = {}
         self._children: dict[tuple[bytes, bytes], list[int]] = {}  # (parent digest, first token) |-> blocks
@@ -79,6 +103,8 @@ class PrefixCache:
         self._block_of[key.digest] = block_id
         self._key_of[block_id] = key
         self._children.setdefault((key.parent, key.tokens[:4]), []).append(block_id)
+        if self._is_full(key):
+            self._journal.add(key.digest)
         return True
 
     def key_of(self, block_id: int) -> CacheKey:
@@ -93,6 +119,15 @@ class PrefixCache:
         siblings.remove(block_id)
         if not siblings:
             del self._children[key.parent, key.tokens[:4]]
+        if self._is_full(key):
+            self._journal.remove(key.digest)
+
+    def full_digests(self) -> list[bytes]:
+        """Of every full block that can be found."""
+        return [key.digest for key in self._key_of.values() if self._is_full(key)]
+
+    def _is_full(self, key: CacheKey) -> bool:
+        return len(key.tokens) == 4 * self.block_size
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless all maps say the same."""

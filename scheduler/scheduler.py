@@ -10,6 +10,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
+import numpy as np
+
 from ..proto.config import EngineConfig
 from ..proto.errors import DeadlineExpired, InvalidRequest, Overloaded, ProtocolError, QuireError
 from ..proto.step import StepPlan, StepResult
@@ -18,11 +20,12 @@ from .beam_group import BeamGroup
 from .beam_search import BeamSearch
 from .block_manager import BlockManager
 from .collector import Collector, News
+from .drain import Drainer
 from .metrics import SchedulerStats
 from .planner import Planner
 from .prefix_cache import make_root
 from .sequence import Sequence
-from .state import SchedulerState
+from .state import SchedulerState, row_of
 
 
 class Scheduler:
@@ -38,6 +41,7 @@ class Scheduler:
         self._state = SchedulerState(config)
         self._planner = Planner(self._state, epoch)
         self._collector = Collector(self._state, epoch)
+        self._drainer = Drainer(self._state)
 
     @property
     def blocks(self) -> BlockManager:
@@ -66,11 +70,38 @@ class Scheduler:
         return int(self._state.rows.num_scheduled.sum())
 
     @property
+    def num_queued_tokens(self) -> int:
+        """Known tokens that are not planned yet: of those that wait, and of prompts under way."""
+        num_scheduled = self._state.rows.num_scheduled
+        waiting = sum(
+            len(s.token_ids) for s in self._state.alive.values() if s.row is None and s.leader is None
+        )
+        begun = sum(len(s.token_ids) - int(num_scheduled[row_of(s)]) for s in self._state.prefilling)
+        return waiting + begun
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Computed a second of work, prompt and sampled tokens together; 0 while nothing is known."""
+        return self._state.throughput.tokens_per_s
+
+    @property
+    def is_draining(self) -> bool:
+        return self._drainer.is_on
+
+    def oldest_wait_s(self, now: float) -> float:
+        """How long the one has waited that waits longest for its first row."""
+        arrivals = [s.arrived_at for s in self._state.alive.values() if s.first_run_at is None]
+        return now - min(arrivals) if arrivals else 0.0
+
+    @property
     def has_work(self) -> bool:
         return bool(self._state.alive or self._state.in_flight)
 
     def add(self, gateway: bytes, submit: Submit, now: float) -> Finish | None:
-        """Queues a request; returns a Finish when it is refused."""
+        """Queues a request; returns a Finish when it is refused. A draining replica's MOVED is among the news."""
+        if self._drainer.is_on:
+            self._drainer.refuse(gateway, submit)
+            return None
         problem = self._refusal(gateway, submit)
         if problem is not None:
             return Finish(
@@ -115,6 +146,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing that could be computed now."""
+        self._drainer.give_back(now)
         return self._planner.plan(now)
 
     def apply(self, result: StepResult, now: float) -> News:
@@ -129,6 +161,10 @@ class Scheduler:
         """What is to be told beside the results of steps: deadlines that passed, failures."""
         news, self._state.news = self._state.news, []
         return news
+
+    def drain(self, grace_s: float, now: float) -> None:
+        """Takes no more requests, and gives back those it has: what waits now, what runs after `grace_s`."""
+        self._drainer.begin(now + grace_s)
 
     def fail_all(self, error: QuireError) -> News:
         """Ends every request with an error."""
@@ -145,9 +181,8 @@ class Scheduler:
     def _make_sequences(self, gateway: bytes, submit: Submit, now: float) -> Iterator[Sequence]:
         """One for each answer that is sampled; a beam search begins as one."""
         params, num_prompt_tokens = submit.sampling, len(submit.prompt_token_ids)
-        limit = self.config.max_servable_tokens
-        if params.max_tokens is not None:
-            limit = min(limit, num_prompt_tokens + params.max_tokens)
+        num_generated = len(submit.generated_token_ids)
+        known = np.concatenate([submit.prompt_token_ids, submit.generated_token_ids])
         arrival = self._state.num_sequences_made + 1
         for index in range(params.num_sequences if params.beam_width is None else 1):
             yield Sequence(
@@ -159,14 +194,18 @@ class Scheduler:
                 sampling=params,
                 seed=(params.seed or 0) + index,
                 num_prompt_tokens=num_prompt_tokens,
-                limit=limit,
-                token_ids=array("i", submit.prompt_token_ids.astype("i4").tobytes()),
+                limit=self._limit(submit),
+                token_ids=array("i", known.astype("i4").tobytes()),
                 eos_token_ids=() if params.ignore_eos else self.config.model.eos_token_ids,
                 arrived_at=now,
                 root=make_root(self.config.model.name, submit.salt),
                 tenant=submit.tenant,
                 priority=submit.priority,
                 deadline=None if submit.timeout_s is None else now + submit.timeout_s,
+                # What ran elsewhere goes before all that never ran, and all that it has is to be recomputed.
+                has_run=num_generated > 0,
+                num_lost_tokens=known.size - 1 if num_generated else 0,
+                scores_prompt=params.prompt_logprobs is not None and index == 0 and not num_generated,
             )
 
     def _make_beams(self, first: Sequence, width: int) -> BeamGroup:
@@ -192,6 +231,9 @@ class Scheduler:
             return ProtocolError(f"handle {taken[0]} is in use")
         if not 1 <= num_prompt_tokens < most:
             return InvalidRequest("prompt", f"has {num_prompt_tokens} tokens, must have 1 to {most - 1}")
+        problem = self._problem_with_generated(submit)
+        if problem is not None:
+            return problem
         width = submit.sampling.beam_width
         if width is not None and width > limits.max_num_seqs:
             return InvalidRequest("sampling.beam_width", f"is {width}, must be at most {limits.max_num_seqs}")
@@ -200,3 +242,22 @@ class Scheduler:
         if submit.timeout_s is not None and submit.timeout_s <= 0:
             return DeadlineExpired(f"request {submit.request_id}: its deadline had passed when it came")
         return None
+
+    def _problem_with_generated(self, submit: Submit) -> InvalidRequest | None:
+        num_generated, params = len(submit.generated_token_ids), submit.sampling
+        if num_generated == 0:
+            return None
+        if params.num_sequences > 1 or params.beam_width is not None:
+            return InvalidRequest(
+                "generated_token_ids", "are of one answer: neither n, best_of nor beam_width goes"
+            )
+        most = self._limit(submit) - len(submit.prompt_token_ids)
+        if num_generated >= most:
+            problem = f"are {num_generated} tokens, must be fewer than the {most} that the answer may have"
+            return InvalidRequest("generated_token_ids", problem)
+        return None
+
+    def _limit(self, submit: Submit) -> int:
+        """Tokens, prompt included, at which an answer ends by length."""
+        most, max_tokens = self.config.max_servable_tokens, submit.sampling.max_tokens
+        return most if max_tokens is None else min(most, len(submit.prompt_token_ids) + max_tokens)

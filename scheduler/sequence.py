@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from ..proto.sampling import SamplingParams
-from ..proto.step import RowSampling
+from ..proto.sampling import SamplingDefaults, SamplingParams
+from ..proto.step import PromptScoring, RowConstraints, RowSampling
 from ..proto.stream import Finish, FinishReason, Timings
 from .beam_group import BeamGroup
 
@@ -36,6 +36,8 @@ class Sequence:
         host_blocks: where a preemption by swap put its KV, and of how many tokens that is.
         num_lost_tokens: computed tokens that the last preemption gave up.
         times_overtaken: by later arrivals, under the longest-prefix policy.
+        scores_prompt: it reports the log-probabilities of its prompt, for itself and its siblings.
+        num_scored_tokens: tokens of the prompt whose log-probabilities are known; the first has none.
     """
 
     seq_id: int
@@ -67,25 +69,56 @@ class Sequence:
     num_recomputed_tokens: int = 0
     num_lost_tokens: int = 0
     times_overtaken: int = 0
+    scores_prompt: bool = False
+    num_scored_tokens: int = 0
     first_run_at: float | None = None
     first_token_at: float | None = None
     preempted_at: float | None = None
     preempted_s: float = 0.0
 
+    @property
+    def is_scoring(self) -> bool:
+        """Log-probabilities of its prompt are still to be told."""
+        return self.scores_prompt and self.num_scored_tokens < self.num_prompt_tokens - 1
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Tokens whose logits nobody needs, so that their KV may come from a cache: always short of the last."""
+        return self.num_scored_tokens if self.is_scoring else len(self.token_ids) - 1
+
     def row_sampling(self) -> RowSampling:
         """What a rank needs to sample for this sequence."""
-        params = self.sampling
-        guarded = params.min_tokens > 0
+        params, settings = self.sampling, SamplingDefaults().under(self.sampling)
+        scoring = None
+        if self.is_scoring:
+            num_top = params.prompt_logprobs or 0
+            scoring = PromptScoring(num_top, self.num_scored_tokens + 1, self.num_prompt_tokens)
         return RowSampling(
-            temperature=0.0 if self.beams is not None else params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
+            temperature=0.0 if self.beams is not None else settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            min_p=settings.min_p,
             seed=self.seed,
             logprobs=params.logprobs if self.beams is None else self.beams.num_candidates,
-            stop_free_len=self.num_prompt_tokens + params.min_tokens if guarded else 0,
+            constraints=self._constraints(settings.repetition_penalty),
+            scoring=scoring,
+        )
+
+    def _constraints(self, repetition_penalty: float) -> RowConstraints | None:
+        params, num_prompt_tokens = self.sampling, self.num_prompt_tokens
+        guarded = params.min_tokens > 0
+        constraints = RowConstraints(
+            num_prompt_tokens=num_prompt_tokens,
+            repetition_penalty=repetition_penalty,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            logit_bias=params.bias_pairs,
+            bad_words=tuple(word for word in params.bad_words if not isinstance(word, str)),
+            allowed_token_ids=params.allowed_token_ids,
+            stop_free_len=num_prompt_tokens + params.min_tokens if guarded else 0,
             stop_token_ids=self.eos_token_ids + params.stop_token_ids if guarded else (),
         )
+        return None if constraints == RowConstraints(num_prompt_tokens) else constraints
 
     def entered(self, num_cached_tokens: int, now: float) -> None:
         """It got a row, for the first time or again, with the KV of its first tokens at hand."""

@@ -18,7 +18,7 @@ from ..proto.config import EngineConfig
 from ..proto.stream import Finish, FinishReason, TokenBatch
 from .beam_group import BeamGroup
 from .block_manager import BlockManager
-from .metrics import SchedulerStats
+from .metrics import SchedulerStats, Throughput
 from .policy import CostModel
 from .rows import Rows
 from .sequence import Sequence
@@ -35,12 +35,14 @@ class InFlight:
         rows: those that sample, ascending.
         first_rows: of them, those that sample the first token after a prefill.
         num_tokens: computed in the step, over all rows.
+        planned_at: on the scheduler's clock.
     """
 
     step_id: int
     rows: IntArray
     first_rows: list[int]
     num_tokens: int
+    planned_at: float
 
 
 class SchedulerState:
@@ -77,6 +79,7 @@ class SchedulerState:
         self.chosen: list[tuple[int, int]] = []
         self.news: list[tuple[bytes, TokenBatch]] = []
         self.stats = SchedulerStats()
+        self.throughput = Throughput()
         self.num_sequences_made = 0
         self._num_gateways_seen = 0
         self._deadlines: list[tuple[float, int]] = []
@@ -171,7 +174,9 @@ class SchedulerState:
         sequence.token_ids = self.known_tokens(sequence)
         num_tokens = min(int(self.rows.num_scheduled[row]), len(sequence.token_ids) - 1)
         sequence.num_lost_tokens = num_tokens
-        if num_tokens and self.costs.swap_is_cheaper(self.blocks.num_blocks_for(num_tokens), num_tokens):
+        # A prompt that is being scored is computed again: scores that are in flight are dropped with the row.
+        may_swap = num_tokens > 0 and not sequence.is_scoring
+        if may_swap and self.costs.swap_is_cheaper(self.blocks.num_blocks_for(num_tokens), num_tokens):
             sequence.host_blocks = self.blocks.swap_out(row, num_tokens) or []
             sequence.num_host_tokens = num_tokens if sequence.host_blocks else 0
         sequence.preempted_at = now

@@ -52,8 +52,9 @@ def pytest_configure() -> None:
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFactory:
     """`make_model(kind="llama", seed=0, **overrides) -> Path`: a tiny random model directory with a tokenizer.
 
-    Kinds: llama, mistral, qwen2, qwen3. Overrides are fields of transformers' configuration of that kind.
-    The same arguments give the same directory, which tests must leave as it is (copy it to change it).
+    Kinds are transformers' model types: llama, gemma2, gpt2 and so on. Overrides are fields of its configuration
+    of that kind; `checkpoint` arguments of save_pretrained. The same arguments give the same directory, which
+    tests must leave as it is (copy it to change it).
     """
     built: dict[str, Path] = {}
 
@@ -81,22 +82,39 @@ def _build_model(folder: Path, kind: str, seed: int, overrides: dict[str, Any]) 
     import transformers
 
     tokenizer = _train_tokenizer()
-    config_class, model_class = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    }[kind]
+    overrides = dict(overrides)
+    how_to_save = overrides.pop("checkpoint", {})
     defaults: dict[str, Any] = TINY | {"vocab_size": len(tokenizer)} | _KIND_DEFAULTS.get(kind, {})
-    tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    model = model_class(config_class(**(defaults | tokens | overrides))).to(torch.float32)
+    for name in _KINDS_LACK.get(kind, ()):
+        del defaults[name]
+    tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    config = transformers.AutoConfig.for_model(kind, **(defaults | tokens | overrides))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _randomise(model, seed)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, **how_to_save)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-_KIND_DEFAULTS: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None}}
+_KIND_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "gemma2": {"query_pre_attn_scalar": 24, "sliding_window": 24, "attn_logit_softcapping": 3.0},
+    "gemma3_text": {"query_pre_attn_scalar": 24, "sliding_window": 24, "sliding_window_pattern": 3},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
+    "granite": {
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 0.5,
+    },
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+}
+# Fields of TINY that configurations of these kinds do not have.
+_KINDS_LACK = dict.fromkeys(("olmo", "phi3"), ("head_dim",)) | dict.fromkeys(
+    ("gpt2", "gpt_neox", "opt", "bloom", "falcon"), ("head_dim", "num_key_value_heads")
+)
 
 
 def _randomise(model: PreTrainedModel, seed: int) -> None:
@@ -109,19 +127,27 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
         return torch.randn(like.shape, generator=generator) * std
 
     head_std = 2 / model.config.hidden_size**0.5
+    norm_offset = 1.0 if model.config.model_type.startswith("gemma") else 0.0
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
-            sharpness = 2.0 if name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm") else 1.0
-            if name.endswith("norm.weight"):
-                weight.copy_(sharpness + normal(weight, 0.1))
+            sharp = any(part in name for part in _SHARP)
+            sharpness = 2.0 if sharp else 1.0
+            if weight.ndim == 1 and name.endswith("weight"):
+                weight.copy_(sharpness - norm_offset + normal(weight, 0.1))
             elif weight.ndim == 1:
                 weight.copy_(normal(weight, 0.1))
-            elif "embed_tokens" in name:
+            elif id(weight) in embeddings:
                 weight.copy_(normal(weight, head_std if model.config.tie_word_embeddings else 0.05))
-            elif "lm_head" in name:
+            elif "lm_head" in name or "embed_out" in name:
                 weight.copy_(normal(weight, head_std))
             else:
-                weight.copy_(normal(weight, sharpness * weight.shape[1] ** -0.5))
+                inputs = weight.shape[0] if model.config.model_type == "gpt2" else weight.shape[-1]
+                weight.copy_(normal(weight, sharpness * inputs**-0.5))
+
+
+# Attention that looks at few tokens.
+_SHARP = ("q_proj.", "k_proj.", "q_norm.", "k_norm.", "c_attn.", "query_key_value.", "qkv_proj.")
 
 
 def _train_tokenizer() -> PreTrainedTokenizerFast:

@@ -54,6 +54,7 @@ class WorkerActor:
         self._stage = "start"
         self._seconds: dict[str, float] = {}
         self._runner: ModelRunner | None = None
+        self._bytes_read = 0, 0
         # Imported here, so that a driver, which only names this class, does not load torch.
         with self._timed("import"):
             import torch
@@ -90,10 +91,14 @@ class WorkerActor:
         with self._timed("join"):
             comm = self._parallel.SingleRank() if store is None else self._join(*store)
         with self._timed("weights"):
-            self._runner = self._runner_module.ModelRunner(self._config, comm)
+            self._runner = self._runner_module.ModelRunner(self._config, comm, self._note_read)
         with self._timed("profile"):
             num_blocks = self._runner.num_blocks_that_fit()
         return LoadReport(self.where(), num_blocks, dict(self._seconds))
+
+    def bytes_read(self) -> tuple[int, int]:
+        """Bytes of its weights that the rank has read, and those that it will read in all."""
+        return self._bytes_read
 
     def allocate(self, num_blocks: int) -> float:
         """Allocates the KV cache: the same number of blocks on every rank. Returns blocks/s to host memory."""
@@ -109,11 +114,17 @@ class WorkerActor:
         assert self._runner is not None
         receiver = StepReceiver(address, self._rank)
         try:
+            answered_at = time.perf_counter()
             while (frame := receiver.receive()) is not None:
+                waited_s = time.perf_counter() - answered_at
                 reply = self._reply_to(frame, self._runner)
+                if isinstance(reply, StepResult):
+                    reply.stage_times["wait"] = waited_s
                 receiver.reply(reply.encode())
                 if isinstance(reply, StepFailure):
                     return
+                self._runner.after_step()
+                answered_at = time.perf_counter()
         finally:
             receiver.close()
             self._runner.close()
@@ -134,6 +145,9 @@ class WorkerActor:
             return StepFailure(step_id, epoch, self._rank, error.stage or runner.stage, error.reason)
         except Exception as error:
             return StepFailure(step_id, epoch, self._rank, runner.stage, _one_line(error))
+
+    def _note_read(self, num_read: int, num_expected: int) -> None:
+        self._bytes_read = num_read, num_expected
 
     def _join(self, host: str, port: int) -> Communicator:
         parallel = self._config.parallel

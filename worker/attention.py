@@ -7,8 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.attention_variant import PLAIN, AttentionVariant
 from ..kernels.decode_splits import DecodeSplits
 from ..kernels.paged_attention import paged_decode_attention, paged_prefill_attention
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's paged keys and values.
+
+    Attributes:
+        blocks: [N, 2, Hkv, B, D].
+        scales: [N, 2, Hkv, B] float32 where the blocks are quantised, otherwise None.
+    """
+
+    blocks: Tensor
+    scales: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +46,30 @@ class AttentionInputs:
     splits: DecodeSplits | None = None
 
 
-def paged_attention(q: Tensor, kv_cache: Tensor, inputs: AttentionInputs, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor,
+    kv_cache: LayerCache,
+    inputs: AttentionInputs,
+    scale: float,
+    variant: AttentionVariant = PLAIN,
+) -> Tensor:
     """Attention of all of the step's tokens.
 
     Args:
         q: [T, Hq, D], rotated.
-        kv_cache: [N, 2, Hkv, B, D], the keys and values of the whole step included: a row may read what another
-            writes in the same step.
+        kv_cache: with the keys and values of the whole step: a row may read what another writes in the same step.
 
     Returns:
         [T, Hq, D].
     """
     split = inputs.num_decodes
-    tables, seq_lens = inputs.block_tables, inputs.seq_lens
-    if split == q.shape[0]:
-        return paged_decode_attention(q, kv_cache, tables, seq_lens, scale, inputs.splits)
-    chunks = paged_prefill_attention(
-        q[split:], kv_cache, tables[split:], inputs.query_start, seq_lens[split:], scale
-    )
-    if split == 0:
-        return chunks
-    decodes = paged_decode_attention(
-        q[:split], kv_cache, tables[:split], seq_lens[:split], scale, inputs.splits
-    )
-    return torch.cat((decodes, chunks))
+    tables, lens = inputs.block_tables, inputs.seq_lens
+    blocks, scales = kv_cache.blocks, kv_cache.scales
+    parts: list[Tensor] = []
+    if split > 0:
+        decodes = blocks, tables[:split], lens[:split], scale, inputs.splits, variant, scales
+        parts.append(paged_decode_attention(q[:split], *decodes))
+    if split < q.shape[0]:
+        chunks = blocks, tables[split:], inputs.query_start, lens[split:], scale, variant, scales
+        parts.append(paged_prefill_attention(q[split:], *chunks))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

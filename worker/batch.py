@@ -14,7 +14,9 @@ from ..kernels.decode_splits import split_decodes
 from ..proto.block_tables import IntArray
 from ..proto.step import StepPlan
 from .attention import AttentionInputs
-from .rows import Rows, to_device
+from .prompt_scores import ScoredTokens, find_scored
+from .rows import Rows
+from .transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Batch:
         positions: [T] int64.
         sampled_rows: [N] int32 ascending, rows whose last known token is in the step.
         sampled_index: [N] int64, where their last tokens are among the T.
+        scored: tokens of prompts whose log-probabilities are asked for.
     """
 
     rows: IntArray
@@ -37,6 +40,7 @@ class Batch:
     attention: AttentionInputs
     sampled_rows: IntArray
     sampled_index: Tensor
+    scored: ScoredTokens | None
 
 
 def gather_batch(
@@ -68,6 +72,11 @@ def gather_batch(
 
     tables = rows.device_tables.ids
     device, num_decodes = tables.device, decode_rows.size
+    scored = None
+    if rows.sampling.scores[plan.chunk_rows].any():
+        starts = (seq_lens - query_lens)[num_decodes:]
+        sources = (ends - query_lens)[num_decodes:]
+        scored = find_scored(rows.sampling.scoring, plan.chunk_rows, starts, plan.chunk_lens, sources)
     device_rows = to_device(token_rows, device, torch.int64)
     device_positions = to_device(positions, device, torch.int64)
     device_lens = to_device(seq_lens, device, torch.int32)
@@ -89,6 +98,7 @@ def gather_batch(
         ),
         sampled_rows=row_ids[completes],
         sampled_index=to_device(ends[completes] - 1, device, torch.int64),
+        scored=scored,
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -14,6 +17,10 @@ from torch import Tensor
 
 # The stubs of torch's process groups and stores lack what is used here.
 dist: Any = torch.distributed
+
+# Linux: asks for an interface's address by a struct ifreq.
+_SIOCGIFADDR = 0x8915
+_IFREQ_BYTES = 256
 
 
 class Communicator(Protocol):
@@ -74,6 +81,9 @@ class TorchDistributed:
         backend: ``gloo`` or ``nccl``.
         timeout_s: how long to wait for the other ranks, to begin with and in each collective.
 
+    Attributes:
+        store: where the group met.
+
     Raises:
         ConnectionError: from the constructor and every collective; says among whom and with whom it failed.
     """
@@ -83,8 +93,8 @@ class TorchDistributed:
         self._device = device_of("cuda" if backend == "nccl" else "cpu")
         timeout = timedelta(seconds=timeout_s)
         try:
-            store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-            self._group: Any | None = _BACKENDS[backend](store, rank, size, host, port, timeout)
+            self.store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+            self._group: Any | None = _BACKENDS[backend](self.store, rank, size, host, port, timeout)
             self.barrier()
         except RuntimeError as error:
             raise ConnectionError(self._describe(f"joining at {host}:{port}", error)) from error
@@ -125,13 +135,19 @@ class TorchDistributed:
 
 
 def open_store(host: str) -> tuple[Any, int]:
-    """Opens the meeting place of a group on a free port of `host`.
+    """Opens the meeting place of a group on a free port of `host`, an address of this machine.
 
     Returns:
         The TCPStore, which listens as long as it is kept, and its port.
     """
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    return store, store.port
+    # Left alone, the store listens on every address of the machine.
+    family = socket.getaddrinfo(host, None)[0][0]
+    listener = socket.create_server((host, 0), family=family)
+    port: int = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +186,10 @@ def _make_gloo(store: Any, rank: int, size: int, host: str, port: int, timeout: 
 
 
 def _make_nccl(store: Any, rank: int, size: int, host: str, port: int, timeout: timedelta) -> Any:
+    # Left alone, NCCL takes the first network it finds, which may be one that the other hosts are not on.
+    interface = interface_of(_own_address(host, port))
+    if interface is not None:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)
@@ -185,6 +205,18 @@ def _own_address(host: str, port: int) -> str:
         probe.connect(address)  # sends nothing
         own: str = probe.getsockname()[0]
     return own
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an IPv4 address, by name; None where it cannot be told."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = name.encode()[:15].ljust(_IFREQ_BYTES, b"\0")
+            with suppress(OSError):  # an interface without an IPv4 address
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(reply[20:24]) == address:
+                    return name
+    return None
 
 
 def device_of(kind: str) -> torch.device:

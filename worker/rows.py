@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ..kernels.block_tables import put_entries
 from ..proto.block_tables import BlockTables, IntArray
 from ..proto.config import EngineConfig
-from ..proto.step import NewSequence, RowSampling, StepPlan
+from ..proto.step import NewSequence, PromptScoring, RowSampling, StepPlan
+from .constraints import Constraints
+from .parallel import Shard
+from .transfer import to_device
 
 # Below this a temperature is taken for 0: dividing by it would leave float32.
 GREEDY_TEMPERATURE = 1e-5
@@ -31,9 +33,13 @@ class Rows:
         num_computed: [R] int32, tokens whose KV is in the cache.
         decoding: [R] bool, rows that compute their newest token in each step.
         sampling: how each row samples.
+        constraints: what rows do to their logits before.
+
+    Args:
+        shard: this rank's part of the vocabulary.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+    def __init__(self, config: EngineConfig, shard: Shard, device: torch.device) -> None:
         num_rows, max_len = config.scheduler.max_num_seqs, config.model.max_model_len
         self.max_len = max_len
         self.tables = BlockTables(num_rows, config.max_blocks_per_seq)
@@ -43,12 +49,14 @@ class Rows:
         self.num_computed: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.decoding = np.zeros(num_rows, dtype=np.bool_)
         self.sampling = SamplingTable(num_rows, config.model.vocab_size)
+        self.constraints = Constraints(shard, self.token_ids)
 
     def apply(self, plan: StepPlan) -> None:
         """Steps 1 to 3 and 5 of the plan: released, new, appended and chosen. The caller compares digests."""
         self.tables.release(plan.released_rows)
         self.device_tables.release(plan.released_rows)
         self.decoding[plan.released_rows] = False
+        self.constraints.release(plan.released_rows)
         for sequence in plan.new:
             self._put(sequence)
         self.tables.append(plan.appended_rows, plan.appended_ids)
@@ -69,6 +77,7 @@ class Rows:
         device = self.token_ids.device
         places = to_device(rows, device, torch.int64), to_device(self.lens[rows], device, torch.int64)
         self.token_ids[places] = token_ids
+        self.constraints.append(rows, token_ids)
         self.lens[rows] += 1
         self.decoding[rows] = True
 
@@ -85,6 +94,7 @@ class Rows:
         self.decoding[row] = False
         self.tables.append(np.full(len(sequence.block_ids), row, dtype=np.int32), sequence.block_ids)
         self.sampling.put(row, sequence.sampling)
+        self.constraints.put(sequence)
 
 
 class DeviceTables:
@@ -128,7 +138,8 @@ class SamplingTable:
         greedy: takes the likeliest token.
         filtered: draws from what top_k, top_p or min_p leave.
         num_logprobs: how many likeliest tokens to report; -1 where none and not the sampled one's either.
-        stop_free_len, stop_token_ids: as in RowSampling.
+        scoring: which tokens of the prompt to score, as in RowSampling.
+        scores: where there is scoring.
     """
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
@@ -141,8 +152,8 @@ class SamplingTable:
         self.min_p = np.zeros(num_rows, dtype=np.float32)
         self.seed = np.zeros(num_rows, dtype=np.int64)
         self.num_logprobs = np.full(num_rows, -1, dtype=np.int32)
-        self.stop_free_len = np.zeros(num_rows, dtype=np.int32)
-        self.stop_token_ids: list[tuple[int, ...]] = [()] * num_rows
+        self.scoring: list[PromptScoring | None] = [None] * num_rows
+        self.scores = np.zeros(num_rows, dtype=np.bool_)
 
     def put(self, row: int, sampling: RowSampling) -> None:
         top_k = sampling.top_k if 0 < sampling.top_k < self._vocab_size else self._vocab_size
@@ -155,11 +166,5 @@ class SamplingTable:
         self.min_p[row] = sampling.min_p
         self.seed[row] = np.uint64(sampling.seed & (1 << 64) - 1).astype(np.int64)
         self.num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
-        self.stop_free_len[row] = sampling.stop_free_len
-        self.stop_token_ids[row] = sampling.stop_token_ids
-
-
-def to_device(values: npt.ArrayLike, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A copy on the device; the host does not wait for it."""
-    tensor = torch.from_numpy(np.array(values)).to(dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+        self.scoring[row] = sampling.scoring
+        self.scores[row] = sampling.scoring is not None

@@ -15,19 +15,25 @@ from ..kernels.decode_splits import INVARIANT_ITEM_LEN
 from ..proto.block_tables import IntArray
 from ..proto.config import EngineConfig
 from ..proto.errors import ConfigError, RankFailed
-from ..proto.step import Logprobs, StepPlan, StepResult
+from ..proto.step import Logprobs, PromptLogprobs, StepPlan, StepResult
 from .attention import AttentionInputs
 from .batch import Batch, gather_batch
 from .cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine, bytes_per_block
+from .graphs import CudaGraphs, DecodeGraphs, DecodeInputs, GraphBackend, graph_sizes
+from .kv_memory import measure_left_for_kv
 from .layers import LoadContext
-from .models.decoder import Decoder
-from .models.registry import check_supported
+from .models.build import build_model
 from .parallel import Communicator, device_of
-from .rows import Rows, to_device
+from .prompt_scores import score
+from .quantization import read_quantization
+from .rows import Rows
 from .sampler import SampledLogprobs, Sampler
+from .transfer import to_device
 from .weights import Checkpoint, ProgressCallback
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What recorded decode steps share besides their logits: the activations of the largest, with room to spare.
+GRAPH_POOL_BYTES = 256 << 20
 
 
 class ModelRunner:
@@ -37,6 +43,7 @@ class ModelRunner:
         config: resolved; its tensor_parallel_size is comm.size.
         comm: this rank's place among the others.
         on_progress: called with bytes read and bytes in all while weights load.
+        graph_backend: what records decode steps; None: CUDA graphs on a GPU, nothing on a CPU.
 
     Attributes:
         stage: what it is doing: ``idle``, ``apply``, ``forward`` or ``sample``. Other threads may read it; after
@@ -48,9 +55,12 @@ class ModelRunner:
     """
 
     def __init__(
-        self, config: EngineConfig, comm: Communicator, on_progress: ProgressCallback | None = None
+        self,
+        config: EngineConfig,
+        comm: Communicator,
+        on_progress: ProgressCallback | None = None,
+        graph_backend: GraphBackend | None = None,
     ) -> None:
-        spec = check_supported(config.model, comm.size)
         self.stage = "idle"
         self._config = config
         self._comm = comm
@@ -59,16 +69,27 @@ class ModelRunner:
         if self._device.type == "cpu":
             torch.set_num_threads(config.parallel.threads_per_rank)
         with torch.inference_mode():
-            load = LoadContext(Checkpoint(config.model.path, on_progress), comm, self._dtype, self._device)
+            checkpoint = Checkpoint(config.model.path, on_progress, comm.size)
+            quantization = read_quantization(config.model)
+            load = LoadContext(
+                checkpoint,
+                comm,
+                self._dtype,
+                self._device,
+                quantization,
+                config.parallel.fused_all_reduce,
+            )
             try:
-                self._model = Decoder(load, spec, config.model.max_model_len)
+                self._model = build_model(load, config.model)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 raise ConfigError(
                     f"{config.model.name} does not fit into the memory of rank {comm.rank}"
                 ) from error
             self._sampler = Sampler(self._model.head.shard, comm, self._device)
-            self._rows = Rows(config, self._device)
+            self._rows = Rows(config, self._model.head.shard, self._device)
         self._cache: CacheEngine | None = None
+        self._graph_backend = graph_backend
+        self._graphs: DecodeGraphs | None = None
 
     def num_blocks_that_fit(self) -> int:
         """Blocks that this rank's KV memory holds, the scratch block included."""
@@ -87,7 +108,7 @@ class ModelRunner:
             Blocks a second that move between the two, each way; 0 without a host tier.
 
         Raises:
-            ConfigError: there is not so much memory.
+            ConfigError: there is not so much memory, or the model proves not to be fit for it.
         """
         try:
             self._cache = CacheEngine(self._config, num_blocks, self._dtype, self._device)
@@ -96,6 +117,9 @@ class ModelRunner:
             raise ConfigError(
                 f"rank {self._comm.rank} cannot allocate {wanted:.2f} GiB of KV memory"
             ) from error
+        with torch.inference_mode():
+            self._model.check()
+            self._graphs = self._make_graphs()
         return self._cache.measure_swap_rate()
 
     @torch.inference_mode()
@@ -116,6 +140,12 @@ class ModelRunner:
             raise
         except Exception as error:
             raise self._failure(plan, f"{type(error).__name__}: {error}") from error
+
+    @torch.inference_mode()
+    def after_step(self) -> None:
+        """Does what may wait until the answer to a step is out; every rank after every step."""
+        if self._graphs is not None:
+            self._graphs.after_step()
 
     def close(self) -> None:
         """Leaves the group. Safe to call twice."""
@@ -142,25 +172,66 @@ class ModelRunner:
             self._kv.swap_in(torch.from_numpy(plan.swap_in.astype(np.int64)))
         if len(plan.copies):
             self._kv.copy(to_device(plan.copies, self._device, torch.int64))
-        item_len = INVARIANT_ITEM_LEN if self._config.parallel.batch_invariant else None
-        return gather_batch(self._rows, plan, self._config.cache.block_size, item_len)
+        return gather_batch(self._rows, plan, self._config.cache.block_size, self._item_len)
 
     def _compute(self, batch: Batch, result: StepResult) -> StepResult:
         with self._staged("forward", result.stage_times):
-            hidden = self._model.forward(batch.token_ids, batch.positions, self._kv.layers, batch.attention)
+            self._kv.join_swaps()
+            logits = None if self._graphs is None else self._graphs.replay(batch)
+            if logits is None:
+                logits, scores = self._forward(batch)
+                result = replace(result, prompt_logprobs=scores)
             self._rows.mark_computed(batch.rows, batch.lens)
-            if batch.sampled_rows.size == 0:
+            if logits is None:
                 return result
-            logits = self._model.logits(hidden[batch.sampled_index])
         with self._staged("sample", result.stage_times):
             return self._sample(batch.sampled_rows, logits, result)
 
+    def _forward(self, batch: Batch) -> tuple[Tensor | None, PromptLogprobs | None]:
+        """Logits of the sampled rows, None if there are none, and what is asked of prompts, on rank 0."""
+        hidden = self._model.forward(batch.token_ids, batch.positions, self._kv.layers, batch.attention)
+        scores = None
+        if batch.scored is not None:
+            found = score(batch.scored, hidden, self._rows.token_ids, self._model.logits, self._sampler)
+            scores = found if self._comm.rank == 0 else None
+        if batch.sampled_rows.size == 0:
+            return None, scores
+        return self._model.logits(hidden[batch.sampled_index]), scores
+
     def _sample(self, rows: IntArray, logits: Tensor, result: StepResult) -> StepResult:
-        token_ids, logprobs = self._sampler.sample(logits, self._rows.sampling, rows, self._rows.lens[rows])
+        token_ids, logprobs = self._sampler.sample(
+            logits, self._rows.sampling, rows, self._rows.lens[rows], self._rows.constraints
+        )
         self._rows.append(rows, token_ids)
         if self._comm.rank != 0:
             return result
         return replace(result, token_ids=token_ids.cpu().numpy(), logprobs=_to_host(logprobs))
+
+    def _make_graphs(self) -> DecodeGraphs | None:
+        if not self._records_graphs:
+            return None
+        return DecodeGraphs(
+            self._compute_decode,
+            self._config.scheduler.max_num_seqs,
+            self._config.max_blocks_per_seq,
+            self._config.cache.block_size,
+            self._device,
+            self._graph_backend or CudaGraphs(self._device),
+            self._item_len,
+        )
+
+    def _compute_decode(self, inputs: DecodeInputs) -> Tensor:
+        hidden = self._model.forward(inputs.token_ids, inputs.positions, self._kv.layers, inputs.attention)
+        return self._model.logits(hidden)
+
+    @property
+    def _records_graphs(self) -> bool:
+        possible = self._device.type == "cuda" or self._graph_backend is not None
+        return possible and self._config.parallel.cuda_graphs and self._model.can_be_recorded
+
+    @property
+    def _item_len(self) -> int | None:
+        return INVARIANT_ITEM_LEN if self._config.parallel.batch_invariant else None
 
     @property
     def _kv(self) -> CacheEngine:
@@ -170,19 +241,17 @@ class ModelRunner:
     def _failure(self, plan: StepPlan, reason: str) -> RankFailed:
         return RankFailed(self._comm.rank, reason, plan.step_id, self.stage)
 
-    @torch.inference_mode()
     def _free_gpu_bytes(self) -> int:
-        """What the largest possible step leaves of this process's share of the GPU."""
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._run_largest_step()
-        torch.cuda.synchronize(self._device)
-        free, total = torch.cuda.mem_get_info(self._device)
-        taken_by_others = total - free - torch.cuda.memory_reserved(self._device)
-        peak = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.empty_cache()
-        return max(0, int(total * self._config.cache.gpu_memory_utilization) - peak - taken_by_others)
+        """What the largest possible step and the graphs leave of this process's share of the GPU."""
+        share = self._config.cache.gpu_memory_utilization
+        left = measure_left_for_kv(self._device, share, self._run_largest_step)
+        if not self._records_graphs:
+            return left
+        sizes = graph_sizes(self._config.scheduler.max_num_seqs)
+        logits_bytes = sum(sizes) * self._model.head.shard.padded_len * torch.float32.itemsize
+        return max(0, left - logits_bytes - GRAPH_POOL_BYTES)
 
+    @torch.inference_mode()
     def _run_largest_step(self) -> None:
         """A forward pass of as many tokens and sampled rows as a step may have, all in the scratch block."""
         scheduler, block_size = self._config.scheduler, self._config.cache.block_size

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from ..kernels.gumbel import random_keys
-from ..kernels.sampling import draw_among, draw_from_all, draw_from_kept
+from ..kernels.sampling import draw_among, draw_from_all, draw_from_kept, take_likeliest
 from ..proto.block_tables import IntArray
 from .candidates import Candidates, Draw, kept_candidates, sort_candidates
+from .constraints import Constraints
 from .parallel import Communicator, Shard
-from .rows import SamplingTable, to_device
+from .rows import SamplingTable
+from .transfer import to_device
 
 NUM_CANDIDATES = 128
 
@@ -60,8 +62,18 @@ class Sampler:
         self._comm = comm
         self._device = device
 
+    @property
+    def num_logits(self) -> int:
+        """Of a row, on each rank."""
+        return self._shard.padded_len
+
     def sample(
-        self, logits: Tensor, table: SamplingTable, rows: IntArray, lens: IntArray
+        self,
+        logits: Tensor,
+        table: SamplingTable,
+        rows: IntArray,
+        lens: IntArray,
+        constraints: Constraints | None = None,
     ) -> tuple[Tensor, SampledLogprobs | None]:
         """One token a row.
 
@@ -70,34 +82,23 @@ class Sampler:
             table: how rows sample.
             rows: [N] int32, the rows in `table`.
             lens: [N] int32, each sequence's length, which is the position of its new token.
+            constraints: what rows do to their logits first; None: nothing.
 
         Returns:
             token ids [N] int32, the same on every rank, and the log-probabilities that were asked for.
         """
         wants_logprobs = np.flatnonzero(table.num_logprobs[rows] >= 0).astype(np.int32)
-        allowed = self._forbid_stops(logits, table, rows, lens, keep=wants_logprobs.size > 0)
-        token_ids = self._choose(allowed, table, rows, lens)
+        changed = logits
+        if constraints is not None and constraints.concern(rows, lens):
+            changed = logits.clone() if wants_logprobs.size else logits
+            constraints.apply(changed, rows, lens)
+        token_ids = self._choose(changed, table, rows, lens)
         if wants_logprobs.size == 0:
             return token_ids, None
+        index = to_device(wants_logprobs, self._device, torch.int64)
         num_top = int(table.num_logprobs[rows].max())
-        return token_ids, self._logprobs(logits, token_ids, wants_logprobs, num_top)
-
-    def _forbid_stops(
-        self, logits: Tensor, table: SamplingTable, rows: IntArray, lens: IntArray, keep: bool
-    ) -> Tensor:
-        """The logits with -inf for tokens that would end a sequence too early; a copy if `keep`."""
-        places = [
-            (index, token_id - self._shard.start)
-            for index in np.flatnonzero(lens < table.stop_free_len[rows]).tolist()
-            for token_id in table.stop_token_ids[rows[index]]
-            if self._shard.start <= token_id < self._shard.end
-        ]
-        if not places:
-            return logits
-        allowed = logits.clone() if keep else logits
-        index, local_ids = to_device(np.array(places), self._device, torch.int64).unbind(1)
-        allowed[index, local_ids] = -torch.inf
-        return allowed
+        chosen, top_ids, top = self.logprobs(logits[index], token_ids[index], num_top)
+        return token_ids, SampledLogprobs(wants_logprobs, chosen, top_ids, top)
 
     def _choose(self, logits: Tensor, table: SamplingTable, rows: IntArray, lens: IntArray) -> Tensor:
         greedy = table.greedy[rows]
@@ -132,8 +133,7 @@ class Sampler:
         )
 
     def _take_likeliest(self, logits: Tensor) -> Tensor:
-        best, index = logits.max(dim=-1)
-        return self._best_of_ranks(best, index.int() + self._shard.start)
+        return self._best_of_ranks(*take_likeliest(logits, first_id=self._shard.start))
 
     def _draw_from_all(self, logits: Tensor, draw: Draw) -> Tensor:
         return self._best_of_ranks(
@@ -180,9 +180,17 @@ class Sampler:
             log_total.logsumexp(0).squeeze(1),
         )
 
-    def _logprobs(self, logits: Tensor, token_ids: Tensor, index: IntArray, num_top: int) -> SampledLogprobs:
-        rows = to_device(index, self._device, torch.int64)
-        logits, token_ids = logits[rows], token_ids[rows].long().unsqueeze(1)
+    def logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of tokens, and of the likeliest beside each; every rank calls it.
+
+        Args:
+            logits: [n, padded_len] float32.
+            token_ids: [n] int32.
+
+        Returns:
+            of the tokens [n] float32; the likeliest token ids [n, num_top] int64, and theirs [n, num_top] float32.
+        """
+        token_ids = token_ids.long().unsqueeze(1)
         num_local = min(num_top, logits.shape[1])
         top, top_index = logits.topk(num_local, dim=-1)
         local_ids = token_ids - self._shard.start
@@ -196,11 +204,10 @@ class Sampler:
         log_total = log_total.logsumexp(dim=0)
         merged = _beside_each_other(top)
         top, order = merged.topk(min(num_top, merged.shape[1]), dim=-1)
-        return SampledLogprobs(
-            index=index,
-            chosen=(chosen.amax(dim=0) - log_total).squeeze(1),
-            top_ids=_beside_each_other(top_ids).gather(1, order).long(),
-            top=top - log_total,
+        return (
+            (chosen.amax(dim=0) - log_total).squeeze(1),
+            _beside_each_other(top_ids).gather(1, order).long(),
+            top - log_total,
         )
 
 

@@ -9,6 +9,9 @@ import os
 import secrets
 import struct
 import time
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -118,8 +121,15 @@ class SharedMemory:
 def _share_segment(group: TorchDistributed) -> tuple[int, mmap.mmap] | None:
     """This rank's file and map of the memory that rank 0 makes; None on all ranks if one of them cannot have it."""
     file = _create_segment(group.size) if group.rank == 0 else None
-    announced = torch.tensor([os.getpid(), -1 if file is None else file, secrets.randbits(62)])
-    process, number, token = group.all_gather(announced)[0].tolist()
+    announced = torch.tensor([_host(), os.getpid(), -1 if file is None else file, secrets.randbits(62)])
+    everyone = group.all_gather(announced)
+    _, process, number, token = everyone[0].tolist()
+    if (
+        everyone[:, 0] != everyone[0, 0]
+    ).any():  # several hosts: the same process id is another process there
+        if file is not None:
+            os.close(file)
+        return None
     if group.rank == 0:
         memory = None if file is None else _map_segment(file, group)
         if memory is not None:
@@ -135,6 +145,16 @@ def _share_segment(group: TorchDistributed) -> tuple[int, mmap.mmap] | None:
         os.close(file)
     _log.warning("rank %d cannot share memory with all the others; gloo carries the collectives", group.rank)
     return None
+
+
+def _host() -> int:
+    """Equal for processes that see each other by their ids: those of one host and one pid namespace."""
+    with suppress(OSError):
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        namespace = os.stat("/proc/self/ns/pid")
+        seen = b"%b %d %d" % (boot_id, namespace.st_dev, namespace.st_ino)
+        return int.from_bytes(sha256(seen).digest()[:7], "little")
+    return secrets.randbits(56)
 
 
 def _create_segment(size: int) -> int | None:

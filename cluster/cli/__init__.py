@@ -10,10 +10,14 @@ import sys
 import typer
 
 from ...proto.errors import InvalidRequest, QuireError
+from .chat import chat
+from .deploy import delete, deploy, drain
 from .exit_status import FAILED, INTERRUPTED, WRONG_USE
 from .generate import generate
+from .health import health
 from .serve import serve
 from .status import status
+from .up import down, up
 
 # Some versions of typer bring their own click, and only this name of its errors is public in all.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
@@ -26,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for _command in (serve, generate, status):
+for _command in (serve, generate, chat, status, health, up, down, deploy, drain, delete):
     app.command()(_command)
 
 

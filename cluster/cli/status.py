@@ -11,33 +11,79 @@ from .exit_status import FAILED
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
 
-    from ...proto.admin_pb2 import Replica
+    from ...proto.admin_pb2 import GetStatusResponse, Replica
 
 
 def status(target: Target = "127.0.0.1:50051", token_file: TokenFile = None, tls_ca: TlsCa = None) -> None:
-    """Show replicas, ranks, KV use and queue. Exit status 1 when a replica is not ready.
+    """Show replicas, ranks, KV use and queue, and of a fleet its models and nodes. Exit status 1 when a model is
+    not served as it is wanted.
 
     Example: `quire status --target 127.0.0.1:50051`
     """
     from rich.console import Console
+    from rich.markup import escape
 
     with connect(target, token_file, tls_ca) as client:
-        replicas = client.status()
+        status = client.fleet()
     console = Console()
-    for replica in replicas:
+    if status.problem:
+        console.print(f"[red]the fleet is as it was last seen[/]: {escape(status.problem)}")
+    for part in _describe_fleet(status):
+        console.print(part)
+    for replica in status.replicas:
         for part in _describe(replica):
             console.print(part)
-    if not all(replica.ready for replica in replicas):
+    if status.problem or not _is_well(status):
         raise typer.Exit(FAILED)
+
+
+def _is_well(status: GetStatusResponse) -> bool:
+    """As many replicas serve as are wanted; of a server without a fleet, all."""
+    if not status.deployments:
+        return all(replica.ready for replica in status.replicas)
+    return all(
+        sum(replica.ready and replica.model == model.model for replica in status.replicas)
+        >= model.target_replicas
+        for model in status.deployments
+    )
+
+
+def _describe_fleet(status: GetStatusResponse) -> list[RenderableType]:
+    from rich.table import Table
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    if status.deployments:
+        table = Table("model", "version", "replicas", "from..to", "why", title="Models", title_justify="left")
+        for model in status.deployments:
+            num_ready = sum(each.ready and each.model == model.model for each in status.replicas)
+            why = Text(model.reason)
+            if model.problem:
+                why.append(f"\n{model.problem}", "red")
+            bounds = f"{model.min_replicas}..{model.max_replicas}"
+            table.add_row(model.model, model.version, f"{num_ready} of {model.target_replicas}", bounds, why)
+        parts.append(table)
+    if status.nodes:
+        table = Table("node", "address", "resources", "", title="Nodes", title_justify="left")
+        for node in status.nodes:
+            resources = ", ".join(
+                f"{amount:g} {name}" if name != "memory" else f"{amount / 2**30:.0f} GiB"
+                for name, amount in sorted(node.resources.items())
+            )
+            table.add_row(node.node_id[:12], node.address, resources, "drains" if node.draining else "")
+        parts.append(table)
+    return parts
 
 
 def _describe(replica: Replica) -> list[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
-    state = Text("ready", "green") if replica.ready else Text(f"not ready: {replica.problem}", "red")
-    title = Text.assemble(Text(replica.replica_id, "bold"), f"  {replica.model}  ", state)
+    title = Text.assemble(
+        Text(replica.replica_id, "bold"), f"  {replica.model}  {replica.version}  ", _state(replica)
+    )
     if not replica.num_steps and not replica.ranks:  # it did not answer
         return [title]
     ranks = Table("rank", "pid", "node", "device", "stage", title="Ranks", title_justify="left")
@@ -47,6 +93,20 @@ def _describe(replica: Replica) -> list[RenderableType]:
     for name, value in _figures(replica):
         figures.add_row(Text(name, "dim"), value)
     return [title, ranks, figures]
+
+
+def _state(replica: Replica) -> Text:
+    from rich.text import Text
+
+    from ...proto import admin_pb2
+
+    if replica.ready:
+        return Text("ready", "green")
+    if not replica.state or replica.state == admin_pb2.REPLICA_STATE_READY:
+        return Text(f"not ready: {replica.problem}", "red")
+    name = admin_pb2.ReplicaState.Name(replica.state).removeprefix("REPLICA_STATE_").lower()
+    colour = {"failed": "red", "stopped": "dim"}.get(name, "yellow")
+    return Text(f"{name}: {replica.problem}" if replica.problem else name, colour)
 
 
 def _figures(replica: Replica) -> list[tuple[str, str]]:
@@ -73,5 +133,8 @@ def _figures(replica: Replica) -> list[tuple[str, str]]:
             f"{queue.num_waiting} waiting, {queue.num_running} running, {queue.num_finished} finished, "
             f"{queue.num_preemptions} preemptions",
         ),
-        ("steps", f"{replica.num_steps} in {replica.uptime_s:.0f} s"),
+        (
+            "steps",
+            f"{replica.num_steps} in {replica.uptime_s:.0f} s, {1e3 * replica.mean_gap_s:.2f} ms between two",
+        ),
     ]

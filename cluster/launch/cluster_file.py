@@ -193,13 +193,13 @@ def _find(mapping: Mapping[str, Any], path: tuple[str, ...]) -> Any:
 
 def _is_spot(provider: str, node_config: Mapping[str, Any]) -> bool:
     if provider == "aws":
-        return _find(node_config, ("InstanceMarketOptions", "MarketType")) == "spot"
+        return bool(_find(node_config, ("InstanceMarketOptions", "MarketType")) == "spot")
     if provider == "gcp":
         scheduling = node_config.get("scheduling") or [{}]
         return any(
             entry.get("provisioningModel") == "SPOT" or entry.get("preemptible") for entry in scheduling
         )
-    return _find(node_config, ("azure_arm_parameters", "priority")) == "Spot"
+    return bool(_find(node_config, ("azure_arm_parameters", "priority")) == "Spot")
 
 
 def _image(provider: str, node_config: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""SwiGLU's gate in one launch."""
+"""The gates of gated linear units in one launch."""
 
 import torch
 import triton
@@ -9,11 +9,12 @@ BLOCK_LEN = 1024
 
 
 @triton.jit
-def _silu_and_mul(
+def _gate_and_mul(
     gate_up_ptr,  # [T, 2 I]
     out_ptr,  # [T, I]
     num_columns,
     stride_gate_up,
+    IS_GELU: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
     # grid: (T, tiles of I)
@@ -23,15 +24,28 @@ def _silu_and_mul(
     gate_ptrs = gate_up_ptr + row * stride_gate_up + offs_i
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + num_columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * num_columns + offs_i, gate * tl.sigmoid(gate) * up, mask=mask)
+    steepness = gate
+    if IS_GELU:
+        # (1 + tanh(u)) / 2 is sigmoid(2 u), and 2 sqrt(2 / pi) the number here.
+        steepness = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    tl.store(out_ptr + row * num_columns + offs_i, gate * tl.sigmoid(steepness) * up, mask=mask)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See kernels.activation."""
+    return _launch(gate_up, is_gelu=False)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """See kernels.activation."""
+    return _launch(gate_up, is_gelu=True)
+
+
+def _launch(gate_up: Tensor, *, is_gelu: bool) -> Tensor:
     num_rows, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = torch.empty((num_rows, num_columns), dtype=gate_up.dtype, device=gate_up.device)
-    _silu_and_mul[(num_rows, triton.cdiv(num_columns, BLOCK_LEN))](
-        gate_up, out, num_columns, gate_up.stride(0), BLOCK_I=BLOCK_LEN
+    _gate_and_mul[(num_rows, triton.cdiv(num_columns, BLOCK_LEN))](
+        gate_up, out, num_columns, gate_up.stride(0), IS_GELU=is_gelu, BLOCK_I=BLOCK_LEN
     )
     return out

@@ -6,8 +6,28 @@ Online softmax: Milakov and Gimelshein, *Online normalizer calculation for softm
 import triton
 import triton.language as tl
 
+from ..attention_variant import AttentionVariant
+from .quantized_kv import widen
+
 # Scores are multiplied by it, so that exp2 can take the place of exp.
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def score_arguments(scale: float, variant: AttentionVariant) -> tuple[float, float | None, int | None]:
+    """`score_scale`, `cap_log2` and `window` of attend_keys."""
+    log2_e, window = LOG2_E.value, variant.window or None
+    if not variant.soft_cap:
+        return scale * log2_e, None, window
+    return scale / variant.soft_cap * 2 * log2_e, variant.soft_cap * log2_e, window
+
+
+@triton.jit
+def load_slopes(slopes_ptr, heads, mask):
+    """ALiBi's slopes of some heads, for scores in base 2; None without ALiBi."""
+    if slopes_ptr is None:
+        return None
+    else:
+        return tl.load(slopes_ptr + heads, mask=mask, other=0.0) * LOG2_E
 
 
 @triton.jit
@@ -17,11 +37,15 @@ def attend_keys(
     top,
     total,
     head_ptr,
+    scales_ptr,
     table_ptr,
     start,
     end,
     last_keys,
-    scale_log2,
+    score_scale,
+    cap_log2,
+    slopes,
+    window,
     stride_cache_block,
     stride_cache_kv,
     MASKED: tl.constexpr,
@@ -29,7 +53,6 @@ def attend_keys(
     CACHE_BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Adds the keys and values of a sequence from `start` to `end` to rows of queries.
 
@@ -38,8 +61,13 @@ def attend_keys(
         out, top, total: [R, D], [R] and [R] float32: the weighted sum of values, the largest score so far (base 2)
             and the sum of weights relative to it.
         head_ptr: the head's part of the cache; table_ptr: the sequence's block ids.
-        last_keys: [R], the last key that each row sees; of the first tile that it meets it must see one. Without
-            MASKED all rows see all keys, and `end - start` is a multiple of BLOCK_K.
+        scales_ptr: the head's part of the scales of a quantised, contiguous cache, otherwise None.
+        last_keys: [R], the last key that each row sees. Without MASKED all rows see all keys, and `end - start` is a
+            multiple of BLOCK_K.
+        score_scale: makes products scores in base 2; with a soft cap twice those, as shares of the cap.
+        cap_log2: the soft cap of scores in base 2, or None.
+        slopes: [R], as load_slopes returns them.
+        window: how many keys each row sees at most, or None: then each row must see one of the first tile's.
 
     Returns:
         out, top and total.
@@ -60,18 +88,33 @@ def attend_keys(
             mask=live[:, None] & mask_d[None, :],
             other=0.0,
         )
-        if UPCAST:
-            keys, values = keys.to(tl.float32), values.to(tl.float32)
         # float32 is multiplied on tensor cores in three parts: exact products spilled 7 KB of registers a thread.
-        scores = tl.dot(q, keys, input_precision="tf32x3") * scale_log2
+        scores = tl.dot(q, widen(keys, q.dtype), input_precision="tf32x3") * score_scale
+        if scales_ptr is not None:
+            key_scales = tl.load(scales_ptr + slots // HEAD_DIM, mask=live, other=0.0)
+            scores *= key_scales[None, :]
+        if cap_log2 is not None:
+            # tanh(x) is 1 - 2 / (exp(2 x) + 1), also where exp overflows.
+            scores = cap_log2 - 2 * cap_log2 / (tl.exp2(scores) + 1)
+        if slopes is not None:
+            scores += slopes[:, None] * (places[None, :] - last_keys[:, None]).to(tl.float32)
         if MASKED:
             visible = (places[None, :] <= last_keys[:, None]) & live[None, :]
+            if window is not None:
+                visible &= places[None, :] > last_keys[:, None] - window
             scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        decay = tl.exp2(top - new_top)
+        finite_top = new_top
+        if window is not None:
+            # Rows that have seen no key yet: -inf - -inf would be NaN.
+            finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - finite_top[:, None])
+        decay = tl.exp2(top - finite_top)
         total = total * decay + tl.sum(weights, 1)
         out = out * decay[:, None]
-        out = tl.dot(weights.to(values.dtype), values, out, input_precision="tf32x3")
+        if scales_ptr is not None:
+            value_scales = tl.load(scales_ptr + (stride_cache_kv + slots) // HEAD_DIM, mask=live, other=0.0)
+            weights *= value_scales[None, :]
+        out = tl.dot(weights.to(q.dtype), widen(values, q.dtype), out, input_precision="tf32x3")
         top = new_top
     return out, top, total

@@ -5,6 +5,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..quantized_linear import FLOAT8, LARGEST
+
+
+@triton.jit
+def round_to_float8(numbers, LIMIT: tl.constexpr):
+    """[C] float32 as codes within float8's range, still float32, and the scale that they are to be multiplied by."""
+    largest = tl.max(tl.abs(numbers), 0)
+    scale = tl.where(largest > 0, largest / LIMIT, 1.0)
+    return tl.minimum(tl.maximum(numbers / scale, -LIMIT), LIMIT), scale
+
 
 @triton.jit
 def _rms_norm(
@@ -12,11 +22,13 @@ def _rms_norm(
     residual_ptr,  # [T, E]
     weight_ptr,  # [E]
     out_ptr,  # [T, E]
+    scales_ptr,  # [T], or none where the result is not float8
     eps,
     stride_x,
     stride_residual,
     NUM_COLUMNS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     # grid: (T,)
@@ -30,28 +42,49 @@ def _rms_norm(
         tl.store(residual_ptrs, x, mask=mask)
     weight = tl.load(weight_ptr + offs_e, mask=mask, other=0.0).to(tl.float32)
     factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / NUM_COLUMNS + eps)
-    tl.store(out_ptr + row * NUM_COLUMNS + offs_e, x * factor * weight, mask=mask)
+    out = x * factor * weight
+    if scales_ptr is not None:
+        out, scale = round_to_float8(out, LIMIT)
+        tl.store(scales_ptr + row, scale)
+    tl.store(out_ptr + row * NUM_COLUMNS + offs_e, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See kernels.norm."""
-    return _launch(x.reshape(-1, x.shape[-1]), None, weight, eps).view(x.shape)
+    rows = x.reshape(-1, x.shape[-1])
+    out = _empty(rows, x.dtype)
+    _launch(rows, None, weight, eps, out, None)
+    return out.view(x.shape)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See kernels.norm; the norm is of the sum before it is rounded."""
-    return _launch(x, residual, weight, eps)
+    out = _empty(x, x.dtype)
+    _launch(x, residual, weight, eps, out, None)
+    return out
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm_float8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See kernels.norm; nothing is rounded before the codes are."""
+    out = _empty(x, FLOAT8)
+    scales = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
+    _launch(x, residual, weight, eps, out, scales)
+    return out, scales
+
+
+def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, scales: Tensor | None
+) -> None:
     num_rows, num_columns = x.shape
     assert x.stride(1) == 1
     assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1)
     block = triton.next_power_of_2(num_columns)
-    out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
     _rms_norm[(num_rows,)](
-        x, residual, weight, out, eps, x.stride(0), 0 if residual is None else residual.stride(0),
-        NUM_COLUMNS=num_columns, HAS_RESIDUAL=residual is not None,
+        x, residual, weight, out, scales, eps, x.stride(0), 0 if residual is None else residual.stride(0),
+        NUM_COLUMNS=num_columns, HAS_RESIDUAL=residual is not None, LIMIT=LARGEST[FLOAT8],
         BLOCK_E=block, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
-    return out

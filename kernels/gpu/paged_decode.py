@@ -9,18 +9,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..attention_variant import PLAIN, AttentionVariant
 from ..decode_splits import DecodeSplits, split_decodes
-from .attend_keys import LOG2_E, attend_keys
+from .attend_keys import attend_keys, load_slopes, score_arguments
+from .quantized_kv import as_stored
 from .tiles import DECODE_TILES, INTERPRETED, find_tile
+from .workspace import float_workspace
 
 # Items merged a turn of the loop.
 MERGED_ITEMS = 16
 
 
 @triton.jit
+def _find_items(first_items_ptr, item_len_ptr, seq, seq_len, window):
+    """The first item of a sequence, the first that its window reaches, and the end of its items."""
+    first_item = tl.load(first_items_ptr + seq)
+    end_item = tl.load(first_items_ptr + seq + 1)
+    if window is None:
+        return first_item, first_item, end_item
+    else:
+        skipped = tl.maximum(seq_len - window, 0) // tl.load(item_len_ptr)
+        return first_item, first_item + skipped, end_item
+
+
+@triton.jit
 def _attend_items(
     q_ptr,  # [S, Hq, D]
     cache_ptr,  # [N, 2, Hkv, B, D]
+    scales_ptr,  # [N, 2, Hkv, B]
     tables_ptr,  # [S, M]
     seq_lens_ptr,  # [S]
     item_len_ptr,  # [1]
@@ -29,7 +45,10 @@ def _attend_items(
     out_ptr,  # [S, Hq, D]
     partial_ptr,  # [I, Hq, D] float32
     log_sums_ptr,  # [I, Hq] float32
-    scale_log2,
+    slopes_ptr,  # [Hq]
+    score_scale,
+    cap_log2,
+    window,
     num_seqs,
     stride_q_seq,
     stride_q_head,
@@ -51,11 +70,15 @@ def _attend_items(
     seq = tl.load(item_seqs_ptr + item).to(tl.int64)
     if seq >= num_seqs:
         return
-    first_item = tl.load(first_items_ptr + seq)
-    num_items = tl.load(first_items_ptr + seq + 1) - first_item
+    seq_len = tl.load(seq_lens_ptr + seq)
+    first_item, first_seen, end_item = _find_items(first_items_ptr, item_len_ptr, seq, seq_len, window)
+    if item < first_seen:
+        return
     item_len = tl.load(item_len_ptr)
     start = (item - first_item) * item_len
-    end = tl.minimum(start + item_len, tl.load(seq_lens_ptr + seq))
+    end = tl.minimum(start + item_len, seq_len)
+    if window is not None:
+        start = tl.maximum(start, seq_len - window)
 
     offs_g = tl.arange(0, BLOCK_G)
     offs_d = tl.arange(0, BLOCK_D)
@@ -68,17 +91,21 @@ def _attend_items(
         q = q.to(tl.float32)
 
     head_ptr = cache_ptr + kv_head * stride_cache_head
+    if scales_ptr is not None:
+        scales_ptr += kv_head * (stride_cache_head // HEAD_DIM)
+    slopes = load_slopes(slopes_ptr, heads, offs_g < GROUP)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    last_keys = tl.full([BLOCK_G], 0, tl.int32) + (end - 1)
+    last_keys = tl.full([BLOCK_G], 0, tl.int32) + (seq_len - 1)
+    # A window needs no mask: all rows belong to the same token, and it begins at `start`.
     out, top, total = attend_keys(
-        q, out, top, total, head_ptr, tables_ptr + seq * stride_table, start, end, last_keys,
-        scale_log2, stride_cache_block, stride_cache_kv, True,
-        HEAD_DIM, CACHE_BLOCK, BLOCK_K, BLOCK_D, UPCAST,
+        q, out, top, total, head_ptr, scales_ptr, tables_ptr + seq * stride_table, start, end, last_keys,
+        score_scale, cap_log2, slopes, None, stride_cache_block, stride_cache_kv, True,
+        HEAD_DIM, CACHE_BLOCK, BLOCK_K, BLOCK_D,
     )  # fmt: skip
     out = out / total[:, None]
-    if num_items == 1:
+    if end_item - first_seen == 1:
         rows = seq * num_heads + heads
         tl.store(out_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :], out, mask=mask_q)
     else:
@@ -91,8 +118,11 @@ def _attend_items(
 def _merge_items(
     partial_ptr,  # [I, Hq, D] float32
     log_sums_ptr,  # [I, Hq] float32, base 2
+    seq_lens_ptr,  # [S]
+    item_len_ptr,  # [1]
     first_items_ptr,  # [S + 1]
     out_ptr,  # [S, Hq, D]
+    window,
     HEAD_DIM: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -100,16 +130,16 @@ def _merge_items(
     # grid: (S, Hq)
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_heads = tl.num_programs(1)
-    first_item = tl.load(first_items_ptr + seq)
-    end_item = tl.load(first_items_ptr + seq + 1)
-    if end_item - first_item == 1:
+    seq_len = tl.load(seq_lens_ptr + seq)
+    _, first_seen, end_item = _find_items(first_items_ptr, item_len_ptr, seq, seq_len, window)
+    if end_item - first_seen == 1:
         return
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
     out = tl.zeros([BLOCK_D], tl.float32)
-    for tile_start in range(first_item, end_item, BLOCK_I):
+    for tile_start in range(first_seen, end_item, BLOCK_I):
         items = tile_start + tl.arange(0, BLOCK_I)
         live = items < end_item
         rows = items.to(tl.int64) * num_heads + head
@@ -136,6 +166,8 @@ def paged_decode_attention(
     seq_lens: Tensor,
     scale: float,
     splits: DecodeSplits | None = None,
+    variant: AttentionVariant = PLAIN,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """See kernels.paged_attention; padding rows give zeros here."""
     num_seqs, num_heads, head_dim = q.shape
@@ -144,22 +176,27 @@ def paged_decode_attention(
     assert kv_cache.stride()[3:] == (head_dim, 1)
     assert num_heads % num_kv_heads == 0
     assert block_tables.stride(1) == 1
+    assert kv_scales is None or (kv_scales.is_contiguous() and kv_cache.is_contiguous())
     if splits is None:
         splits = split_decodes(seq_lens, block_tables.shape[1] * block_size)
     num_items = splits.item_seqs.shape[0]
     tile = find_tile(DECODE_TILES, q, num_kv_heads)
     block_d = max(16, triton.next_power_of_2(head_dim))
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    partial = torch.empty((num_items, num_heads, head_dim), dtype=torch.float32, device=q.device)
-    log_sums = torch.empty((num_items, num_heads), dtype=torch.float32, device=q.device)
+    num_rows = num_items * num_heads
+    partial = float_workspace(num_rows * (head_dim + 1), q.device)
+    log_sums = partial[num_rows * head_dim :]
+    score_scale, cap_log2, window = score_arguments(scale, variant)
     _attend_items[(num_items, num_kv_heads)](
-        q, kv_cache, block_tables, seq_lens, *splits, out, partial, log_sums,
-        scale * LOG2_E, num_seqs, q.stride(0), q.stride(1), *kv_cache.stride()[:3], block_tables.stride(0),
+        q, as_stored(kv_cache), kv_scales, block_tables, seq_lens, *splits, out, partial, log_sums,
+        variant.alibi_slopes, score_scale, cap_log2, window,
+        num_seqs, q.stride(0), q.stride(1), *kv_cache.stride()[:3], block_tables.stride(0),
         GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, CACHE_BLOCK=block_size,
         BLOCK_G=tile.num_rows, BLOCK_K=tile.num_keys, BLOCK_D=block_d, UPCAST=INTERPRETED,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     _merge_items[(num_seqs, num_heads)](
-        partial, log_sums, splits.first_items, out, HEAD_DIM=head_dim, BLOCK_I=MERGED_ITEMS, BLOCK_D=block_d
-    )
+        partial, log_sums, seq_lens, splits.item_len, splits.first_items, out, window,
+        HEAD_DIM=head_dim, BLOCK_I=MERGED_ITEMS, BLOCK_D=block_d,
+    )  # fmt: skip
     return out

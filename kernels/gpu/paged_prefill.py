@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attend_keys import LOG2_E, attend_keys
+from ..attention_variant import PLAIN, AttentionVariant
+from .attend_keys import attend_keys, load_slopes, score_arguments
+from .quantized_kv import as_stored
 from .tiles import INTERPRETED, LARGE_PREFILL_TILES, SMALL_PREFILL_TILES, find_tile
 
 # Mean (query, head) pairs a sequence and KV head from which the large tile wastes less than it wins.
@@ -34,11 +36,15 @@ def _find_sequence(query_start_ptr, tile, num_seqs, TILE_QUERIES: tl.constexpr):
 def _attend_chunks(
     q_ptr,  # [T, Hq, D]
     cache_ptr,  # [N, 2, Hkv, B, D]
+    scales_ptr,  # [N, 2, Hkv, B]
     tables_ptr,  # [S, M]
     query_start_ptr,  # [S + 1]
     seq_lens_ptr,  # [S]
     out_ptr,  # [T, Hq, D]
-    scale_log2,
+    slopes_ptr,  # [Hq]
+    score_scale,
+    cap_log2,
+    window,
     num_seqs,
     stride_q_token,
     stride_q_head,
@@ -81,29 +87,52 @@ def _attend_chunks(
         q = q.to(tl.float32)
 
     head_ptr = cache_ptr + kv_head * stride_cache_head
+    if scales_ptr is not None:
+        scales_ptr += kv_head * (stride_cache_head // HEAD_DIM)
+    slopes = load_slopes(slopes_ptr, heads, mask_r)
     table_ptr = tables_ptr + seq.to(tl.int64) * stride_table
     out = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
-    # Every query of the tile sees the keys before `seen_by_all`; the rest needs a mask.
-    seen_by_all = (num_cached + first_query + 1) // BLOCK_K * BLOCK_K
     last_keys = num_cached + queries
+    # Every query of the tile sees the keys from `full_start` to `full_end`; the rest needs a mask.
+    seen_by_first = num_cached + first_query + 1
+    full_start = 0
+    if window is not None:
+        start = tl.maximum(seen_by_first - window, 0)
+        cut_by_window = tl.maximum(num_keys - window, 0) - start
+        full_start = tl.minimum(start + tl.cdiv(cut_by_window, BLOCK_K) * BLOCK_K, num_keys)
+        out, top, total = attend_keys(
+            q, out, top, total, head_ptr, scales_ptr, table_ptr, start, full_start, last_keys,
+            score_scale, cap_log2, slopes, window, stride_cache_block, stride_cache_kv, True,
+            HEAD_DIM, CACHE_BLOCK, BLOCK_K, BLOCK_D,
+        )  # fmt: skip
+    full_end = full_start + tl.maximum(seen_by_first - full_start, 0) // BLOCK_K * BLOCK_K
     out, top, total = attend_keys(
-        q, out, top, total, head_ptr, table_ptr, 0, seen_by_all, last_keys,
-        scale_log2, stride_cache_block, stride_cache_kv, False,
-        HEAD_DIM, CACHE_BLOCK, BLOCK_K, BLOCK_D, UPCAST,
+        q, out, top, total, head_ptr, scales_ptr, table_ptr, full_start, full_end, last_keys,
+        score_scale, cap_log2, slopes, None, stride_cache_block, stride_cache_kv, False,
+        HEAD_DIM, CACHE_BLOCK, BLOCK_K, BLOCK_D,
     )  # fmt: skip
     out, top, total = attend_keys(
-        q, out, top, total, head_ptr, table_ptr, seen_by_all, num_keys, last_keys,
-        scale_log2, stride_cache_block, stride_cache_kv, True,
-        HEAD_DIM, CACHE_BLOCK, BLOCK_K, BLOCK_D, UPCAST,
+        q, out, top, total, head_ptr, scales_ptr, table_ptr, full_end, num_keys, last_keys,
+        score_scale, cap_log2, slopes, window, stride_cache_block, stride_cache_kv, True,
+        HEAD_DIM, CACHE_BLOCK, BLOCK_K, BLOCK_D,
     )  # fmt: skip
+    # Rows past the chunk's end may have seen no key.
+    out = out / tl.where(total > 0, total, 1.0)[:, None]
     out_rows = (tokens * num_heads + heads) * HEAD_DIM
-    tl.store(out_ptr + out_rows[:, None] + offs_d[None, :], out / total[:, None], mask=mask_q)
+    tl.store(out_ptr + out_rows[:, None] + offs_d[None, :], out, mask=mask_q)
 
 
 def paged_prefill_attention(
-    q: Tensor, kv_cache: Tensor, block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, scale: float
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    variant: AttentionVariant = PLAIN,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """See kernels.paged_attention; tokens that belong to no chunk have no meaningful output."""
     num_tokens, num_heads, head_dim = q.shape
@@ -113,13 +142,15 @@ def paged_prefill_attention(
     assert kv_cache.stride()[3:] == (head_dim, 1)
     assert num_heads % num_kv_heads == 0
     assert block_tables.stride(1) == 1
+    assert kv_scales is None or (kv_scales.is_contiguous() and kv_cache.is_contiguous())
     is_large = num_tokens * group >= LARGE_TILE_ROWS * num_seqs
     tile = find_tile(LARGE_PREFILL_TILES if is_large else SMALL_PREFILL_TILES, q, num_kv_heads)
     num_tiles = num_tokens // (tile.num_rows // group) + num_seqs
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     _attend_chunks[(num_tiles, num_kv_heads)](
-        q, kv_cache, block_tables, query_start, seq_lens, out,
-        scale * LOG2_E, num_seqs, q.stride(0), q.stride(1), *kv_cache.stride()[:3], block_tables.stride(0),
+        q, as_stored(kv_cache), kv_scales, block_tables, query_start, seq_lens, out,
+        variant.alibi_slopes, *score_arguments(scale, variant), num_seqs,
+        q.stride(0), q.stride(1), *kv_cache.stride()[:3], block_tables.stride(0),
         GROUP=group, HEAD_DIM=head_dim, CACHE_BLOCK=block_size,
         BLOCK_R=tile.num_rows, BLOCK_K=tile.num_keys, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         UPCAST=INTERPRETED, num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -1,8 +1,11 @@
-"""Norm, rotation and cache write of a step's heads in one launch, each number read and written once."""
+"""Norm, rotation, quantisation and cache write of a step's heads in one launch, each number read and written once."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .. import quantized_kv
+from .quantized_kv import as_stored, narrow
 
 # Heads a program.
 BLOCK_HEADS = 8
@@ -12,9 +15,10 @@ BLOCK_HEADS = 8
 def _rotate_and_store(
     heads_ptr,  # [T, Hq + 2 Hkv, D]
     cache_ptr,  # [N, 2, Hkv, B, D]
+    scales_ptr,  # [N, 2, Hkv, B]
     slots_ptr,  # [T]
-    cos_ptr,  # [T, D]
-    sin_ptr,  # [T, D]
+    cos_ptr,  # [T, R]
+    sin_ptr,  # [T, R]
     q_norm_ptr,  # [D]
     k_norm_ptr,  # [D]
     eps,
@@ -27,77 +31,113 @@ def _rotate_and_store(
     stride_cache_kv,
     stride_cache_head,
     HEAD_DIM: tl.constexpr,
+    ROTATED_DIM: tl.constexpr,
     CACHE_BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    LIMIT: tl.constexpr,
+    MIN_MAGNITUDE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):
     # grid: (T, tiles of heads)
-    HALF: tl.constexpr = HEAD_DIM // 2
+    # A head is two halves of what is rotated, and a rest, which may be empty.
+    HALF: tl.constexpr = ROTATED_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < HALF
+    is_head = offs_h < num_q_heads + 2 * num_kv_heads
     is_q = offs_h < num_q_heads
     is_v = offs_h >= num_q_heads + num_kv_heads
-    mask = (offs_h < num_q_heads + 2 * num_kv_heads)[:, None] & mask_d[None, :]
-    low_ptrs = heads_ptr + token * stride_heads + offs_h[:, None] * HEAD_DIM + offs_d[None, :]
-    low = tl.load(low_ptrs, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(low_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+    head_ptrs = heads_ptr + token * stride_heads + offs_h[:, None] * HEAD_DIM
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_rest = ROTATED_DIM + tl.arange(0, BLOCK_REST)
+    mask_d = offs_d < HALF
+    mask_rest = offs_rest < HEAD_DIM
+    mask = is_head[:, None] & mask_d[None, :]
+    low = tl.load(head_ptrs + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(head_ptrs + HALF + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+    rest = tl.load(head_ptrs + offs_rest[None, :], mask=is_head[:, None] & mask_rest[None, :], other=0.0)
+    rest = rest.to(tl.float32)
 
-    scaled_low, scaled_high = low, high
-    if HAS_NORM:
-        mean_square = tl.sum(low * low + high * high, 1) / HEAD_DIM
-        factor = 1.0 / tl.sqrt(mean_square + eps)
-        q_low = tl.load(q_norm_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-        q_high = tl.load(q_norm_ptr + HALF + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-        k_low = tl.load(k_norm_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-        k_high = tl.load(k_norm_ptr + HALF + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-        scaled_low = low * factor[:, None] * tl.where(is_q[:, None], q_low[None, :], k_low[None, :])
-        scaled_high = high * factor[:, None] * tl.where(is_q[:, None], q_high[None, :], k_high[None, :])
-    # The sines of the first half are negative, as kernels.rope wants them; those of the second are used.
-    cos = tl.load(cos_ptr + token * stride_cos + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + token * stride_sin + HALF + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    new_low = tl.where(is_v[:, None], low, scaled_low * cos[None, :] - scaled_high * sin[None, :])
-    new_high = tl.where(is_v[:, None], high, scaled_high * cos[None, :] + scaled_low * sin[None, :])
+    if q_norm_ptr is not None:
+        squares = tl.sum(low * low + high * high, 1) + tl.sum(rest * rest, 1)
+        factor = tl.where(is_v, 1.0, 1.0 / tl.sqrt(squares / HEAD_DIM + eps))[:, None]
+        low *= factor * _norm_weights(q_norm_ptr, k_norm_ptr, offs_d, mask_d, is_q, is_v)
+        high *= factor * _norm_weights(q_norm_ptr, k_norm_ptr, HALF + offs_d, mask_d, is_q, is_v)
+        rest *= factor * _norm_weights(q_norm_ptr, k_norm_ptr, offs_rest, mask_rest, is_q, is_v)
+    if cos_ptr is not None:
+        # The sines of the first half are negative, as kernels.rope wants them; those of the second are used.
+        cos = tl.load(cos_ptr + token * stride_cos + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+        sin = tl.load(sin_ptr + token * stride_sin + HALF + offs_d, mask=mask_d, other=0.0)
+        sin = sin.to(tl.float32)[None, :]
+        new_low = low * cos - high * sin
+        new_high = high * cos + low * sin
+        low = tl.where(is_v[:, None], low, new_low)
+        high = tl.where(is_v[:, None], high, new_high)
 
-    mask_q = mask & is_q[:, None]
-    tl.store(low_ptrs, new_low, mask=mask_q)
-    tl.store(low_ptrs + HALF, new_high, mask=mask_q)
+    tl.store(head_ptrs + offs_d[None, :], low, mask=is_q[:, None] & mask_d[None, :])
+    tl.store(head_ptrs + HALF + offs_d[None, :], high, mask=is_q[:, None] & mask_d[None, :])
+    tl.store(head_ptrs + offs_rest[None, :], rest, mask=is_q[:, None] & mask_rest[None, :])
     slot = tl.load(slots_ptr + token)
     if slot < 0:
         return
+    is_kv = is_head & (offs_h >= num_q_heads)
     kv_heads = tl.where(is_v, offs_h - num_kv_heads, offs_h) - num_q_heads
     rows = kv_heads * stride_cache_head + tl.where(is_v, stride_cache_kv, 0)
-    slot_ptr = cache_ptr + slot // CACHE_BLOCK * stride_cache_block + slot % CACHE_BLOCK * HEAD_DIM
-    cache_ptrs = slot_ptr + rows[:, None] + offs_d[None, :]
-    mask_kv = mask & (offs_h >= num_q_heads)[:, None]
-    tl.store(cache_ptrs, new_low, mask=mask_kv)
-    tl.store(cache_ptrs + HALF, new_high, mask=mask_kv)
+    rows += slot // CACHE_BLOCK * stride_cache_block + slot % CACHE_BLOCK * HEAD_DIM
+    DTYPE: tl.constexpr = cache_ptr.dtype.element_ty
+    if scales_ptr is not None:
+        magnitude = tl.maximum(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), tl.max(tl.abs(rest), 1))
+        scales = tl.maximum(magnitude, MIN_MAGNITUDE) / LIMIT
+        tl.store(scales_ptr + rows // HEAD_DIM, scales, mask=is_kv)
+        low = narrow(low / scales[:, None], LIMIT, DTYPE)
+        high = narrow(high / scales[:, None], LIMIT, DTYPE)
+        rest = narrow(rest / scales[:, None], LIMIT, DTYPE)
+    cache_ptrs = cache_ptr + rows[:, None]
+    tl.store(cache_ptrs + offs_d[None, :], low, mask=is_kv[:, None] & mask_d[None, :])
+    tl.store(cache_ptrs + HALF + offs_d[None, :], high, mask=is_kv[:, None] & mask_d[None, :])
+    tl.store(cache_ptrs + offs_rest[None, :], rest, mask=is_kv[:, None] & mask_rest[None, :])
+
+
+@triton.jit
+def _norm_weights(q_norm_ptr, k_norm_ptr, offs_d, mask_d, is_q, is_v):
+    """[BLOCK_H, D]: queries have those of one norm, keys of another, values none."""
+    q_weights = tl.load(q_norm_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    k_weights = tl.load(k_norm_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    weights = tl.where(is_q[:, None], q_weights[None, :], k_weights[None, :])
+    return tl.where(is_v[:, None], 1.0, weights)
 
 
 def rotate_and_store(
     heads: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """See kernels.rotate_and_store; tokens with slots below 0 are stored nowhere."""
     num_tokens, num_heads, head_dim = heads.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     num_q_heads = num_heads - 2 * num_kv_heads
+    rotated_dim, stride_cos, stride_sin = head_dim, 0, 0
+    if cos is not None and sin is not None:
+        assert cos.stride(1) == sin.stride(1) == 1
+        rotated_dim, stride_cos, stride_sin = cos.shape[1], cos.stride(0), sin.stride(0)
+    assert rotated_dim % 2 == 0
     assert heads.stride()[1:] == (head_dim, 1)
     assert kv_cache.stride()[3:] == (head_dim, 1)
-    assert cos.stride(1) == sin.stride(1) == 1
+    assert kv_scales is None or (kv_scales.is_contiguous() and kv_cache.is_contiguous())
     assert (q_norm is None) == (k_norm is None)
+    assert (cos is None) == (sin is None)
     _rotate_and_store[(num_tokens, triton.cdiv(num_heads, BLOCK_HEADS))](
-        heads, kv_cache, slot_mapping, cos, sin, q_norm, k_norm, eps, num_q_heads, num_kv_heads,
-        heads.stride(0), cos.stride(0), sin.stride(0), *kv_cache.stride()[:3],
-        HEAD_DIM=head_dim, CACHE_BLOCK=block_size, HAS_NORM=q_norm is not None,
-        BLOCK_H=BLOCK_HEADS, BLOCK_D=triton.next_power_of_2(head_dim // 2), num_warps=4,
+        heads, as_stored(kv_cache), kv_scales, slot_mapping, cos, sin, q_norm, k_norm, eps, num_q_heads,
+        num_kv_heads, heads.stride(0), stride_cos, stride_sin, *kv_cache.stride()[:3],
+        HEAD_DIM=head_dim, ROTATED_DIM=rotated_dim, CACHE_BLOCK=block_size,
+        LIMIT=quantized_kv.LIMITS.get(kv_cache.dtype), MIN_MAGNITUDE=quantized_kv.MIN_MAGNITUDE,
+        BLOCK_H=BLOCK_HEADS, BLOCK_D=triton.next_power_of_2(rotated_dim // 2),
+        BLOCK_REST=triton.next_power_of_2(max(1, head_dim - rotated_dim)), num_warps=4,
     )  # fmt: skip
     return heads[:, :num_q_heads]

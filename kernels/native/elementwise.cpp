@@ -1,10 +1,27 @@
 // The small ops between matmuls. At one token a step each of them costs less than calling it, so each is one call.
-#include "vector.h"
+#include "team.h"
 
 namespace {
 
 // Below so many numbers the threads' meeting costs more than they save.
 constexpr int64_t MIN_PARALLEL = 16384;
+
+// Calls body(row) for rows of `length` numbers, of which a token has `rows_per_token`.
+template <typename Body>
+void for_rows(int64_t rows, int64_t length, int64_t rows_per_token, int threads, const Body& body) {
+  if (rows * length < MIN_PARALLEL) threads = 1;
+  if (rows > MAX_TEAM_TOKENS * rows_per_token) {
+    // The same thread has the same rows in one op after the other.
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) body(row);
+    return;
+  }
+  const int64_t run = std::max<int64_t>(1, rows / (4 * threads));
+  share_tasks((rows + run - 1) / run, rows / rows_per_token, threads, [&](auto& next) {
+    for (int64_t row; (row = next() * run) < rows;)
+      for (const int64_t end = std::min(row + run, rows); row < end; row++) body(row);
+  });
+}
 
 template <typename T>
 void normalise(const T* x, const T* weight, T* out, int64_t length, float eps) {
@@ -21,42 +38,47 @@ void normalise(const T* x, const T* weight, T* out, int64_t length, float eps) {
 template <typename T>
 void rms_norm(const T* x, const T* weight, T* out, int64_t num_outer, int64_t num_inner, int64_t outer_stride,
               int64_t inner_stride, int64_t length, float eps, int threads) {
-  const int64_t rows = num_outer * num_inner;
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * length >= MIN_PARALLEL)
-  for (int64_t row = 0; row < rows; row++)
+  const int64_t rows_per_token = num_outer == 1 ? 1 : num_inner;
+  for_rows(num_outer * num_inner, length, rows_per_token, threads, [&](int64_t row) {
     normalise(x + row / num_inner * outer_stride + row % num_inner * inner_stride, weight, out + row * length, length,
               eps);
+  });
 }
 
 template <typename T>
 void add_rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t rows, int64_t length, float eps,
                   int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * length >= MIN_PARALLEL)
-  for (int64_t row = 0; row < rows; row++) {
+  for_rows(rows, length, 1, threads, [&](int64_t row) {
     const int64_t begin = row * length;
     for (int64_t i = begin; i < begin + length; i += LANES) store(residual + i, load(residual + i) + load(x + i));
     normalise(residual + begin, weight, out + begin, length, eps);
-  }
+  });
 }
 
-template <typename T>
-void silu_and_mul(const T* gate_up, T* out, int64_t rows, int64_t length, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * length >= MIN_PARALLEL)
-  for (int64_t row = 0; row < rows; row++) {
+enum Gate { SILU = 0, GELU_TANH = 1 };
+
+// The part of `g` that a gate lets through.
+template <Gate GATE>
+inline Vec gated(Vec g) {
+  // (1 + tanh(u)) / 2 is sigmoid(2 u), and 2 sqrt(2 / pi) the number here.
+  const Vec steepness = GATE == SILU ? g : 1.5957691216f * (g + 0.044715f * g * g * g);
+  return g / (1.f + exp_of(-steepness));
+}
+
+template <Gate GATE, typename T>
+void gate_and_mul(const T* gate_up, T* out, int64_t rows, int64_t length, int threads) {
+  for_rows(rows, length, 1, threads, [&](int64_t row) {
     const T *gate = gate_up + row * 2 * length, *up = gate + length;
-    for (int64_t i = 0; i < length; i += LANES) {
-      const Vec g = load(gate + i);
-      store(out + row * length + i, g / (1.f + exp_of(-g)) * load(up + i));
-    }
-  }
+    for (int64_t i = 0; i < length; i += LANES)
+      store(out + row * length + i, gated<GATE>(load(gate + i)) * load(up + i));
+  });
 }
 
 template <typename T>
 void apply_rope(T* x, const T* cos, const T* sin, int64_t tokens, int64_t heads, int64_t head_dim,
-                int64_t token_stride, int64_t table_stride, int threads) {
-  const int64_t half = head_dim / 2;
-#pragma omp parallel for schedule(static) num_threads(threads) if (tokens * heads * head_dim >= MIN_PARALLEL)
-  for (int64_t t = 0; t < tokens; t++) {
+                int64_t rotated_dim, int64_t token_stride, int64_t table_stride, int threads) {
+  const int64_t half = rotated_dim / 2;
+  for_rows(tokens, heads * head_dim, 1, threads, [&](int64_t t) {
     const T *c = cos + t * table_stride, *s = sin + t * table_stride;
     for (int64_t h = 0; h < heads; h++) {
       T* head = x + t * token_stride + h * head_dim;
@@ -66,7 +88,7 @@ void apply_rope(T* x, const T* cos, const T* sin, int64_t tokens, int64_t heads,
         store(head + half + i, b * load(c + half + i) + a * load(s + half + i));
       }
     }
-  }
+  });
 }
 
 }  // namespace
@@ -98,14 +120,18 @@ void quire_add_rms_norm(int is_bf16, const void* x, void* residual, const void* 
   FOR_TYPE(add_rms_norm((const T*)x, (T*)residual, (const T*)weight, (T*)out, rows, length, eps, threads));
 }
 
-void quire_silu_and_mul(int is_bf16, const void* gate_up, void* out, int64_t rows, int64_t length, int threads) {
-  FOR_TYPE(silu_and_mul((const T*)gate_up, (T*)out, rows, length, threads));
+void quire_gate_and_mul(int is_bf16, int gate, const void* gate_up, void* out, int64_t rows, int64_t length,
+                        int threads) {
+  if (gate == GELU_TANH)
+    FOR_TYPE((gate_and_mul<GELU_TANH>((const T*)gate_up, (T*)out, rows, length, threads)));
+  else
+    FOR_TYPE((gate_and_mul<SILU>((const T*)gate_up, (T*)out, rows, length, threads)));
 }
 
 void quire_apply_rope(int is_bf16, void* x, const void* cos, const void* sin, int64_t tokens, int64_t heads,
-                      int64_t head_dim, int64_t token_stride, int64_t table_stride, int threads) {
-  FOR_TYPE(apply_rope((T*)x, (const T*)cos, (const T*)sin, tokens, heads, head_dim, token_stride, table_stride,
-                      threads));
+                      int64_t head_dim, int64_t rotated_dim, int64_t token_stride, int64_t table_stride, int threads) {
+  FOR_TYPE(apply_rope((T*)x, (const T*)cos, (const T*)sin, tokens, heads, head_dim, rotated_dim, token_stride,
+                      table_stride, threads));
 }
 
 // kv [T, 2, Hkv, D] goes to its slots of a cache [N, 2, Hkv, B, D]; elements are of `width` bytes.

@@ -1,15 +1,7 @@
 // Collectives of ranks on one host over a segment of shared memory. Each round has a slot a rank, in two sets that
 // alternate: who writes a set again has seen every rank in the round between, so nobody reads the old one any more.
-#include <atomic>
-#include <chrono>
-
+#include "futex.h"
 #include "vector.h"
-
-#if defined(__linux__)
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace {
 
@@ -23,18 +15,6 @@ struct alignas(LINE) Header {
   std::atomic<uint32_t> round;  // the last one whose slot is written
   std::atomic<uint32_t> has_left;
 };
-
-#if defined(__linux__)
-void sleep_until_changed(std::atomic<uint32_t>& word, uint32_t value, std::chrono::nanoseconds at_most) {
-  timespec time{at_most.count() / 1000000000, at_most.count() % 1000000000};
-  syscall(SYS_futex, &word, FUTEX_WAIT, value, &time, nullptr, 0);
-}
-
-void wake(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0); }
-#else
-void sleep_until_changed(std::atomic<uint32_t>&, uint32_t, std::chrono::nanoseconds) {}
-void wake(std::atomic<uint32_t>&) {}
-#endif
 
 bool has_written(const Header& header, uint32_t round) {
   return int32_t(header.round.load(std::memory_order_acquire) - round) >= 0;

@@ -18,9 +18,17 @@ typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t BitVec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * LANES)));
+typedef int16_t ShortVec __attribute__((vector_size(2 * LANES)));
+typedef int8_t ByteVec __attribute__((vector_size(LANES)));
+typedef uint8_t UnsignedByteVec __attribute__((vector_size(LANES)));
 
 struct bf16 {
   uint16_t bits;
+};
+
+// float8_e4m3: 4 bits of exponent, 3 of mantissa.
+struct fp8 {
+  uint8_t bits;
 };
 
 inline Vec load(const float* p) {
@@ -38,6 +46,26 @@ inline Vec load(const bf16* p) {
   return v;
 }
 
+// Bytes become 32 bits by way of 16: what GCC 12 makes of one step goes number by number and takes 5 times as long.
+inline Vec load(const int8_t* p) {
+  ByteVec bytes;
+  memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, ShortVec), IntVec), Vec);
+}
+
+// 2^120 is what float's exponent, counted from 127, makes too little of one that is counted from 7.
+constexpr float FP8_BIAS = 0x1p120f;
+
+inline Vec load(const fp8* p) {
+  UnsignedByteVec bytes;
+  memcpy(&bytes, p, sizeof bytes);
+  const BitVec wide = __builtin_convertvector(__builtin_convertvector(bytes, HalfVec), BitVec);
+  const BitVec bits = (wide & 0x80) << 24 | (wide & 0x7F) << 20;
+  Vec v;
+  memcpy(&v, &bits, sizeof v);
+  return v * FP8_BIAS;
+}
+
 inline void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
 
 // Rounds to nearest, ties to even; NaN stays NaN.
@@ -49,7 +77,34 @@ inline void store(bf16* p, Vec v) {
   memcpy(p, &half, sizeof half);
 }
 
+// Rounds to nearest, halves up. For numbers from -127 to 127.
+inline void store(int8_t* p, Vec v) {
+  // Shifted above 0, where conversion, which cuts off, rounds down.
+  const ByteVec bytes = __builtin_convertvector(__builtin_convertvector(v + 128.5f, IntVec) - 128, ByteVec);
+  memcpy(p, &bytes, sizeof bytes);
+}
+
+// Rounds to nearest, ties to even. For numbers from -448 to 448.
+inline void store(fp8* p, Vec v) {
+  const Vec scaled = v / FP8_BIAS;
+  BitVec bits;
+  memcpy(&bits, &scaled, sizeof bits);
+  const BitVec magnitude = bits & 0x7FFFFFFF;
+  const BitVec rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20 | (bits >> 31) << 7;
+  const UnsignedByteVec bytes = __builtin_convertvector(rounded, UnsignedByteVec);
+  memcpy(p, &bytes, sizeof bytes);
+}
+
 inline float to_float(float x) { return x; }
+
+inline float to_float(int8_t x) { return x; }
+
+inline float to_float(fp8 x) {
+  const uint32_t bits = uint32_t(x.bits & 0x80) << 24 | uint32_t(x.bits & 0x7F) << 20;
+  float f;
+  memcpy(&f, &bits, sizeof f);
+  return f * FP8_BIAS;
+}
 
 inline float to_float(bf16 x) {
   uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
@@ -135,3 +190,5 @@ inline Vec exp_of(Vec x) {
   memcpy(&power, &exponent, sizeof power);
   return x < -87.f ? Vec{} : p * power;
 }
+
+inline Vec tanh_of(Vec x) { return 1.f - 2.f / (exp_of(2.f * x) + 1.f); }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ import pytest
 
 from quire.cluster import cli
 from quire.cluster.cli import FAILED, INTERRUPTED, WRONG_USE
-from quire.cluster.cli.serve import parse_num_bytes
+from quire.cluster.units import parse_num_bytes
 from quire.proto.errors import ConfigError
 
 ServerFactory = Callable[..., Any]
@@ -34,7 +35,7 @@ def quire(
     return int(ended.value.code or 0), output, errors
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "status"])
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "status"])
 def test_help_has_an_example(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -51,15 +52,23 @@ def test_help_has_an_example(
         (["generate"], WRONG_USE, "Missing argument"),
         (["generate", "x", "--max-tokens", "many"], WRONG_USE, "'--max-tokens'"),
         (["generate", "x", "--temperature", "-1"], WRONG_USE, "sampling.temperature: is -1.0"),
+        (["generate", "x", "--logit-bias", "5"], WRONG_USE, "logit-bias: is '5', must be TOKEN_ID=VALUE"),
+        (["generate", "x", "--n", "4", "--beam-width", "2"], WRONG_USE, "sampling.beam_width: is 2"),
+        (["chat", "--top-p", "0"], WRONG_USE, "sampling.top_p: is 0.0"),
         (["serve", "/nowhere"], FAILED, "/nowhere: not a directory"),
         (["serve", "demo", "--listen", "here"], FAILED, "listening address is 'here'"),
         (["serve", "demo", "--listen", "0.0.0.0:0"], FAILED, "can be reached from other machines"),
         (["serve", "demo", "--kv-cache-memory", "lots"], FAILED, "amount of memory is 'lots'"),
         (["serve", "demo", "--device", "cpu", "--tensor-parallel-size", "3"], FAILED, "does not divide"),
         (["serve", "demo", "--policy", "lottery"], FAILED, "policy is 'lottery', must be fcfs,"),
-        (["serve", "demo", "--tenant-weight", "gold"], FAILED, "tenant weight is 'gold', must be NAME=SHARE"),
+        (
+            ["serve", "demo", "--tenant-weight", "gold"],
+            FAILED,
+            "tenant weight is 'gold', must be like gold=3",
+        ),
         (["serve", "demo", "--tenant-weight", "gold=3"], FAILED, "shares of the policy fair"),
         (["serve", "demo", "--num-host-kv-blocks", "-1"], FAILED, "num_host_kv_blocks is -1"),
+        (["serve", "demo", "--kv-cache-dtype", "int4"], FAILED, "kv_cache_dtype is 'int4'"),
         (["status", "--token-file", "/nowhere"], FAILED, "token file /nowhere cannot be read"),
     ],
 )
@@ -130,6 +139,34 @@ def test_generate_and_status_against_a_server(serve: ServerFactory) -> None:
             output, errors = await asyncio.wait_for(process.communicate(), 60)
             assert process.returncode == FAILED
             assert errors.decode() == "quire: model 'other' is not served here; 'tiny' is\n"
+
+    asyncio.run(scenario())
+
+
+def test_generate_gives_all_that_can_be_asked_for(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server:
+            arguments = ["generate", "The quick", "--target", server.target, "--max-tokens", "4"]
+            arguments += ["--seed", "1", "--ignore-eos", "--logprobs", "2"]
+
+            async def ask(*more: str) -> str:
+                process = await run_quire(*arguments, *more, COLUMNS="200")
+                output, errors = await asyncio.wait_for(process.communicate(), 60)
+                assert (process.returncode, errors) == (0, b"")
+                return output.decode()
+
+            plain, told = await asyncio.gather(
+                ask("--n", "2", "--best-of", "3", "--prompt-logprobs", "1", "--priority", "2"),
+                ask("--json", "--frequency-penalty", "1", "--logit-bias", "70=100", "--bad-word", "zz"),
+            )
+            assert re.search(r"^\[0\] ", plain, re.MULTILINE)
+            assert re.search(r"^\[1\] ", plain, re.MULTILINE)
+            for title in ("Prompt, from its second token on", "Answer 0", "Answer 1"):
+                assert title in plain
+            (output,) = json.loads(told)["outputs"]
+            assert output["token_ids"] == [70] * 4
+            assert [len(entry["top_token_ids"]) for entry in output["logprobs"]] == [2] * 4
+            assert output["finished"]["reason"] == "length"
 
     asyncio.run(scenario())
 

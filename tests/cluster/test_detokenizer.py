@@ -42,11 +42,12 @@ def first_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
 
 
 @steady
-@given(token_lists)
-def test_pieces_joined_are_the_whole(token_ids: list[int]) -> None:
-    decoder = IncrementalDecoder(demo_tokenizer())
+@given(token_lists, st.booleans())
+def test_pieces_joined_are_the_whole(token_ids: list[int], skip_special_tokens: bool) -> None:
+    decoder = IncrementalDecoder(demo_tokenizer(), skip_special_tokens=skip_special_tokens)
     pieces = [decoder.push([token_id]) for token_id in token_ids]
-    assert "".join(pieces) + decoder.flush() == demo_tokenizer().decode(token_ids)
+    whole = demo_tokenizer().decode(token_ids, skip_special_tokens=skip_special_tokens)
+    assert "".join(pieces) + decoder.flush() == whole
 
 
 @steady
@@ -127,6 +128,19 @@ def test_only_what_may_become_a_stop_string_is_held(text: str, stop: list[str]) 
 )
 def test_which_stop_string_is_first(stop: tuple[str, ...], text: str, shown: str, found: str | None) -> None:
     assert StopFinder(stop).push(text) == (shown, found)
+    assert StopFinder(stop, keep=True).push(text) == (shown + (found or ""), found)
+
+
+@pytest.mark.parametrize("word", ["the", " captain", "😀", "whale-ship"])
+def test_spellings_of_a_word_are_those_inside_texts(word: str) -> None:
+    tokenizer, bare = demo_tokenizer(), word.strip()
+    spellings = tokenizer.spellings(word)
+    assert {tokenizer.decode(spelling).lstrip() for spelling in spellings} == {bare}
+    for text in (bare, f" {bare}"):
+        token_ids = tuple(tokenizer.encode(text))
+        assert any(token_ids[-len(spelling) :] == spelling for spelling in spellings)
+    # Neither is there for nothing.
+    assert not any(a != b and a[-len(b) :] == b for a in spellings for b in spellings)
 
 
 def test_encode_and_decode_are_inverse() -> None:

@@ -406,7 +406,7 @@ def test_tls_to_the_end(serve: ServerFactory, tmp_path: Path) -> None:
                 with pytest.raises(ReplicaUnavailable):
                     await client.generate(PROMPT, GREEDY)
             broken = Security(certificate=(b"no certificate", b"no key"))
-            gateway = Gateway(server.config, server.tokenizer, server.replica, security=broken)
+            gateway = Gateway(server.models, security=broken)
             with pytest.raises(ConfigError, match="or the TLS certificate or key is not valid"):
                 await gateway.start()
 
@@ -431,7 +431,7 @@ def test_reflection_lists_the_services(serve: ServerFactory) -> None:
 def test_a_port_in_use_is_one_clear_error(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve(ready=False) as server:
-            second = Gateway(server.config, server.tokenizer, server.replica, server.target)
+            second = Gateway(server.models, server.target)
             with pytest.raises(ConfigError, match=f"cannot listen on {server.target}"):
                 await second.start()
 

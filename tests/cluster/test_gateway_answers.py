@@ -12,8 +12,8 @@ import pytest
 from quire.cluster.answer import Answers
 from quire.cluster.client import AsyncClient
 from quire.cluster.events import Delta, Event, Finished, Started, collect
-from quire.cluster.replica_client import follow
 from quire.cluster.requests import RequestChecker
+from quire.cluster.running import follow
 from quire.cluster.security import Security, Token
 from quire.proto.errors import DeadlineExpired, InvalidRequest, Overloaded, RequestAborted
 from quire.proto.sampling import SamplingParams

@@ -10,7 +10,7 @@ import pytest
 
 from quire.cluster.requests import MAX_NAME_CHARS, RequestChecker
 from quire.proto.config import CacheConfig, EngineConfig, ModelConfig
-from quire.proto.errors import InvalidRequest, ModelNotFound
+from quire.proto.errors import InvalidRequest
 from quire.proto.sampling import SamplingParams
 
 CONFIG = EngineConfig(
@@ -23,10 +23,14 @@ CONFIG = EngineConfig(
 
 
 class LetterTokenizer:
-    """One token a letter."""
+    """One token a letter; 49 before a text, unless it is told not to."""
 
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) - ord("a") for letter in text]
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        letters = [ord(letter) - ord("a") for letter in text]
+        return [49, *letters] if add_special_tokens and text.startswith("z") else letters
+
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
+        return [tuple(self.encode(word)), (40, *self.encode(word))]
 
 
 def checker(config: EngineConfig = CONFIG) -> RequestChecker:
@@ -34,7 +38,7 @@ def checker(config: EngineConfig = CONFIG) -> RequestChecker:
 
 
 def test_text_becomes_tokens() -> None:
-    request = checker().check("abc", SamplingParams(seed=5), request_id="mine", model="tiny")
+    request = checker().check("abc", SamplingParams(seed=5), request_id="mine")
     assert (request.request_id, request.sampling.seed) == ("mine", 5)
     assert request.prompt_token_ids.tolist() == [0, 1, 2]
     assert request.prompt_token_ids.dtype == np.int32
@@ -69,11 +73,6 @@ def test_a_prompt_larger_than_the_pool_names_the_pool() -> None:
     assert checker(small).check([1] * 47, SamplingParams()).sampling.max_tokens == 1
     with pytest.raises(InvalidRequest, match=r"has 48 tokens.*whole KV memory of 48 tokens"):
         checker(small).check([1] * 48, SamplingParams())
-
-
-def test_another_model() -> None:
-    with pytest.raises(ModelNotFound, match="model 'other' is not served here; 'tiny' is"):
-        checker().check("abc", SamplingParams(), model="other")
 
 
 def test_stop_tokens_must_exist() -> None:

@@ -11,24 +11,31 @@ import torch
 
 from quire.kernels import (
     activation,
+    all_reduce_norm,
     block_tables,
     dispatch,
+    logits,
     norm,
     paged_attention,
     paged_cache,
+    quantized_linear,
     rotate_and_store,
     sampling,
 )
 
 OPS = {
-    "activation": [activation.silu_and_mul],
+    "activation": [activation.silu_and_mul, activation.gelu_tanh_and_mul],
+    "all_reduce_norm": [all_reduce_norm.all_reduce_add_rms_norm],
     "block_tables": [block_tables.put_entries, block_tables.map_slots],
     "draw_from_all": [sampling.draw_from_all],
     "draw_from_kept": [sampling.draw_from_kept],
-    "norm": [norm.rms_norm, norm.add_rms_norm],
+    "logits": [logits.apply_penalties, logits.apply_bias, logits.apply_bitmask],
+    "norm": [norm.rms_norm, norm.add_rms_norm, norm.add_rms_norm_float8],
     "paged_cache": [paged_cache.copy_blocks],
     "paged_decode": [paged_attention.paged_decode_attention],
     "paged_prefill": [paged_attention.paged_prefill_attention],
+    "quantize_tokens": [quantized_linear.quantize_tokens],
+    "quantized_linear": [quantized_linear.quantized_linear],
     "rotate_and_store": [rotate_and_store.rotate_and_store],
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels.activation import silu_and_mul
+from quire.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from quire.kernels.gumbel import gumbel_noise, random_keys
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.paged_cache import copy_blocks, write_kv
@@ -30,12 +30,13 @@ def test_add_rms_norm_updates_the_residual() -> None:
     assert torch.equal(normed, rms_norm(total, weight, 1e-5))
 
 
-def test_silu_and_mul() -> None:
-    gate_up = torch.randn(3, 10)
+@pytest.mark.parametrize("length", [5, 64])
+def test_gates(length: int) -> None:
+    gate_up = 2 * torch.randn(3, 2 * length)
     gate, up = gate_up.double().chunk(2, dim=-1)
-    torch.testing.assert_close(
-        silu_and_mul(gate_up).double(), gate * gate.sigmoid() * up, atol=1e-6, rtol=1e-6
-    )
+    gelu = gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) / 2
+    for op, exact in ((silu_and_mul, gate * gate.sigmoid() * up), (gelu_tanh_and_mul, gelu * up)):
+        torch.testing.assert_close(op(gate_up).double(), exact, atol=1e-6, rtol=1e-6)
 
 
 def test_rope_rotates_pairs_by_their_angle() -> None:

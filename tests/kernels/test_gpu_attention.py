@@ -9,8 +9,10 @@ import pytest
 import torch
 from paged import Paged
 from torch import Tensor
+from variants import VARIANTS
 
 from quire.kernels import decode_splits
+from quire.kernels.attention_variant import PLAIN, AttentionVariant
 from quire.kernels.decode_splits import split_decodes
 
 SCALE = 0.3
@@ -19,6 +21,7 @@ SCALE = 0.3
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 # (query heads, KV heads, head_dim, block size)
+STORED = {"as computed": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 SHAPES = [(8, 2, 64, 16), (2, 2, 80, 32), (7, 1, 96, 64), (20, 1, 128, 16), (2, 1, 256, 32)]
 
 
@@ -62,6 +65,28 @@ def test_decode(
     expect_decoded(paged, q, out)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "stored", "variant"),
+    [
+        *((torch.float16, "as computed", variant) for variant in VARIANTS),
+        *((torch.float16, stored, "plain") for stored in ("int8", "fp8")),
+        *((dtype, stored, "all") for dtype in TOLERANCE for stored in STORED),
+    ],
+    ids=str,
+)
+def test_decode_of_variants(
+    device: str, decode: Callable[..., Tensor], dtype: torch.dtype, stored: str, variant: str
+) -> None:
+    lens = [1, 16, 19, 20, 21, 65, 130]
+    paged = Paged(lens, 16, 2, 32, dtype, device, STORED[stored])
+    q = random_queries(len(lens), 6, 32, torch.empty(0, dtype=dtype, device=device))
+    made = VARIANTS[variant](6, device)
+    if made.window:
+        paged.poison_before([max(0, length - made.window) for length in lens])
+    out = decode(q, paged.cache, paged.tables, paged.lens, SCALE, None, made, paged.scales)
+    expect_decoded(paged, q, out, made)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_decode_of_a_long_sequence(device: str, decode: Callable[..., Tensor], dtype: torch.dtype) -> None:
@@ -80,16 +105,22 @@ def test_padding_rows_decode_to_zeros(device: str, decode: Callable[..., Tensor]
     assert torch.equal(out[2:], torch.zeros_like(out[2:]))
 
 
+@pytest.mark.parametrize("window", [0, 33, 64, 100])
 @pytest.mark.parametrize("item_len", [32, 64, 128])
-def test_decode_does_not_depend_on_the_cut(device: str, decode: Callable[..., Tensor], item_len: int) -> None:
+def test_decode_does_not_depend_on_the_cut(
+    device: str, decode: Callable[..., Tensor], item_len: int, window: int
+) -> None:
     paged = Paged([129, 127, 64, 1], 16, 1, 64, torch.float32, device)
     q = random_queries(4, 4, 64, paged.cache)
     splits = split_decodes(paged.lens, paged.tables.shape[1] * 16, fixed_item_len=item_len)
-    expect_decoded(paged, q, decode(q, paged.cache, paged.tables, paged.lens, SCALE, splits))
+    variant = AttentionVariant(window)
+    out = decode(q, paged.cache, paged.tables, paged.lens, SCALE, splits, variant)
+    expect_decoded(paged, q, out, variant)
 
 
+@pytest.mark.parametrize("variant", [PLAIN, AttentionVariant(window=100, soft_cap=3.0)])
 def test_items_of_fixed_length_make_the_same_bits_in_every_batch(
-    device: str, decode: Callable[..., Tensor]
+    device: str, decode: Callable[..., Tensor], variant: AttentionVariant
 ) -> None:
     paged = Paged([129, 300, 64], 16, 1, 64, torch.float32, device)
     q = random_queries(3, 4, 64, paged.cache)
@@ -97,7 +128,7 @@ def test_items_of_fixed_length_make_the_same_bits_in_every_batch(
     def outputs(rows: list[int]) -> Tensor:
         lens, tables = paged.lens[rows], paged.tables[rows]
         splits = split_decodes(lens, tables.shape[1] * 16, fixed_item_len=64)
-        return decode(q[rows], paged.cache, tables, lens, SCALE, splits)
+        return decode(q[rows], paged.cache, tables, lens, SCALE, splits, variant)
 
     together = outputs([0, 1, 2])
     for row in range(3):
@@ -138,6 +169,23 @@ def test_prefill_in_small_tiles(
     expect_prefilled(prefill, shape, dtype, device, [(1, 0), (2, 30), (1, 64), (0, 5), (1, 31)])
 
 
+@pytest.mark.parametrize(
+    ("tile", "stored", "variant"),
+    [
+        *(("large", "as computed", variant) for variant in VARIANTS),
+        *(("large", stored, "plain") for stored in ("int8", "fp8")),
+        *((tile, stored, "all") for tile in ("large", "small") for stored in ("int8", "fp8")),
+        ("small", "as computed", "window of one"),
+    ],
+)
+def test_prefill_of_variants(
+    device: str, prefill: Callable[..., Tensor], tile: str, stored: str, variant: str
+) -> None:
+    chunks = {"large": [(23, 0), (50, 70)], "small": [(1, 0), (2, 30), (4, 64)]}[tile]
+    made = VARIANTS[variant](4, device)
+    expect_prefilled(prefill, (4, 1, 32, 16), torch.float16, device, chunks, made, STORED[stored])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_prefill_after_a_long_prefix(device: str, prefill: Callable[..., Tensor], dtype: torch.dtype) -> None:
@@ -160,49 +208,9 @@ def test_padding_after_the_chunks_is_left_alone(device: str, prefill: Callable[.
     close(out[:10], paged.expected(0, q[:10], SCALE))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_captured_decode_replays_with_other_lengths(decode: Callable[..., Tensor]) -> None:
-    paged = Paged([300, 17, 1, 64], 16, 2, 64, torch.bfloat16, "cuda")
-    q = random_queries(4, 8, 64, paged.cache)
-    lens = torch.ones_like(paged.lens)
-
-    def step() -> Tensor:
-        splits = split_decodes(lens, paged.tables.shape[1] * 16)
-        return decode(q, paged.cache, paged.tables, lens, SCALE, splits)
-
-    graph, out = capture(step)
-    lens.copy_(paged.lens)
-    graph.replay()
-    assert torch.equal(out, step())
-    expect_decoded(paged, q, out)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_captured_prefill_replays_with_other_chunks(prefill: Callable[..., Tensor]) -> None:
-    paged = Paged([100, 70], 16, 2, 64, torch.bfloat16, "cuda")
-    q = random_queries(64, 8, 64, paged.cache)
-    starts = torch.tensor([0, 32, 64], dtype=torch.int32, device="cuda")
-    graph, out = capture(lambda: prefill(q, paged.cache, paged.tables, starts, paged.lens, SCALE))
-    starts.copy_(torch.tensor([0, 63, 64]))
-    graph.replay()
-    assert torch.equal(out, prefill(q, paged.cache, paged.tables, starts, paged.lens, SCALE))
-    close(out[:63], paged.expected(0, q[:63], SCALE))
-
-
-def capture(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of the step, and the tensor that its replays fill."""
-    step()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    return graph, out
-
-
-def expect_decoded(paged: Paged, q: Tensor, out: Tensor) -> None:
+def expect_decoded(paged: Paged, q: Tensor, out: Tensor, variant: AttentionVariant = PLAIN) -> None:
     for row in range(len(paged.sequences)):
-        close(out[row : row + 1], paged.expected(row, q[row : row + 1], SCALE))
+        close(out[row : row + 1], paged.expected(row, q[row : row + 1], SCALE, variant))
 
 
 def expect_prefilled(
@@ -211,18 +219,22 @@ def expect_prefilled(
     dtype: torch.dtype,
     device: str,
     chunks: list[tuple[int, int]],
+    variant: AttentionVariant = PLAIN,
+    stored: torch.dtype | None = None,
 ) -> None:
     """Chunks are (length, cached prefix)."""
     num_heads, num_kv_heads, head_dim, block_size = shape
-    paged = Paged([sum(chunk) for chunk in chunks], block_size, num_kv_heads, head_dim, dtype, device)
+    paged = Paged([sum(chunk) for chunk in chunks], block_size, num_kv_heads, head_dim, dtype, device, stored)
+    if variant.window:
+        paged.poison_before([max(0, cached + 1 - variant.window) for _, cached in chunks])
     starts = [0]
     for chunk_len, _ in chunks:
         starts.append(starts[-1] + chunk_len)
-    q = random_queries(starts[-1], num_heads, head_dim, paged.cache)
+    q = random_queries(starts[-1], num_heads, head_dim, torch.empty(0, dtype=dtype, device=device))
     query_start = torch.tensor(starts, dtype=torch.int32, device=device)
-    out = prefill(q, paged.cache, paged.tables, query_start, paged.lens, SCALE)
+    out = prefill(q, paged.cache, paged.tables, query_start, paged.lens, SCALE, variant, paged.scales)
     for row, (start, end) in enumerate(pairwise(starts)):
-        close(out[start:end], paged.expected(row, q[start:end], SCALE))
+        close(out[start:end], paged.expected(row, q[start:end], SCALE, variant))
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

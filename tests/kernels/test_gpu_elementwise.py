@@ -41,12 +41,37 @@ def test_add_rms_norm(device: str, shape: tuple[int, int], dtype: torch.dtype) -
 
 
 @DTYPES
+def test_add_rms_norm_in_float8(device: str, dtype: torch.dtype) -> None:
+    """A row of zeros among them."""
+    from quire.kernels.gpu.norm import add_rms_norm_float8
+
+    x, residual, weight = (torch.randn(shape).to(device, dtype) for shape in ((4, 80), (4, 80), (80,)))
+    x[2], residual[2] = 0, 0
+    exact_residual = exact(residual)
+    expected = norm.add_rms_norm(exact(x), exact_residual, exact(weight), 1e-5)
+    codes, scales = add_rms_norm_float8(x, residual, weight, 1e-5)
+    assert codes.dtype == torch.float8_e4m3fn
+    largest = expected.abs().amax(dim=1)
+    torch.testing.assert_close(
+        exact(scales)[:, 0], torch.where(largest > 0, largest / 448, 1.0), atol=1e-6, rtol=1e-5
+    )
+    # Three bits of fraction, and steps of 2^-9 below the smallest normal number.
+    error = (codes.float().cpu().double() * exact(scales) - expected).abs()
+    is_right = error <= expected.abs() / 16 * 1.001 + exact(scales) / 512
+    if device == "cpu":  # The interpreter halves numbers that should be rounded up to a power of two.
+        is_right |= torch.frexp(expected / exact(scales)).mantissa.abs() > 0.96875
+    assert is_right.all()
+    close(residual, exact_residual)
+
+
+@DTYPES
 @pytest.mark.parametrize("shape", [(1, 2), (3, 74), (2, 2050)], ids=str)
-def test_silu_and_mul(device: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from quire.kernels.gpu.activation import silu_and_mul
+@pytest.mark.parametrize("gate", ["silu_and_mul", "gelu_tanh_and_mul"])
+def test_gates(device: str, gate: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from quire.kernels.gpu import activation as kernels
 
     gate_up = (3 * torch.randn(shape)).to(device, dtype)
-    close(silu_and_mul(gate_up), activation.silu_and_mul(exact(gate_up)))
+    close(getattr(kernels, gate)(gate_up), getattr(activation, gate)(exact(gate_up)))
 
 
 @DTYPES
@@ -102,15 +127,16 @@ def test_slots_of_tokens(device: str) -> None:
     ]
 
 
-def test_copy_blocks(device: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_copy_blocks(device: str, dtype: torch.dtype) -> None:
     from quire.kernels.gpu.paged_cache import copy_blocks
 
-    caches = torch.randn(3, 6, 2, 2, 16, 48).to(device, torch.bfloat16)
+    caches = torch.randn(3, 6, 2, 2, 16, 48).to(device, dtype)
     expected = caches.clone()
     sources, destinations = torch.tensor([1, 4, 1], device=device), torch.tensor([5, 2, 3], device=device)
     expected[:, destinations] = caches[:, sources]
     copy_blocks(caches, sources, destinations)
-    assert torch.equal(caches.view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(caches.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_blocks_swapped_out_and_in_are_the_same_bytes(device: str) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels import cpu
 from quire.kernels import linear as module
-from quire.kernels.linear import linear, pack
+from quire.kernels.linear import Layout, PackedWeight, embed, linear, pack, pack_int8
+from quire.kernels.panels import panel_linear
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 NUM_TOKENS = [0, 1, 2, 3, 5, 7, 8, 9, 33, 257]
 
 
-@pytest.fixture(params=["panels", "oneDNN"])
+@pytest.fixture(params=["panels", "oneDNN", "panels alone"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """On what a weight is multiplied: our product and oneDNN's, one of them alone."""
     if request.param == "oneDNN":
-        monkeypatch.setattr(module, "_panels_of", lambda packed, weight: (None, 0))
+        monkeypatch.setattr(module, "_panels_of", lambda packed, weight: None)
+    if request.param == "panels alone":
+        monkeypatch.setattr(module, "_can_pack", lambda weight: False)
     return str(request.param)
 
 
@@ -44,20 +47,48 @@ def test_inputs_may_be_a_view_of_a_wider_tensor(implementation: str) -> None:
     torch.testing.assert_close(y, wide[:, 10:74] @ weight.t(), atol=1e-4, rtol=1e-4)
 
 
-def test_a_token_does_not_depend_on_how_many_others_there_are() -> None:
-    packed = pack(torch.randn(320, 96))
-    if packed.panels is None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_token_does_not_depend_on_how_many_others_there_are(dtype: torch.dtype) -> None:
+    packed = pack(torch.randn(320, 96).to(dtype))
+    panels = packed.panels
+    if panels is None:
         pytest.skip("the packed numbers do not lie in known panels here")
-    x = torch.randn(min(20, cpu.max_linear_tokens()), 96)
-    alone = torch.cat([linear(row, packed) for row in x.split(1)])
+    x = torch.randn(20, 96).to(dtype)
+    alone = torch.cat([panel_linear(row, panels, None) for row in x.split(1)])
     for count in range(1, len(x) + 1):
-        assert torch.equal(linear(x[:count], packed), alone[:count])
+        assert torch.equal(panel_linear(x[:count], panels, None), alone[:count])
 
 
 def test_a_layout_other_than_expected_is_left_to_one_dnn() -> None:
     weight = torch.randn(128, 64)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, module.LAYOUT_TOKENS)
-    assert module._panels_of(packed, weight + 1) == (None, 0)
+    assert module._panels_of(packed, weight + 1) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 4, 33, 300])
+def test_int8(num_tokens: int, dtype: torch.dtype) -> None:
+    codes = torch.randint(-128, 128, (150, 96), dtype=torch.int8)
+    scales, bias = torch.rand(150) / 100, torch.randn(150).to(dtype)
+    packed = pack_int8(codes, scales)
+    if packed is None:
+        pytest.skip("there is no C++ compiler")
+    x = torch.randn(num_tokens, 96).to(dtype)
+    exact = x.double() @ (codes.double() * scales.double().unsqueeze(1)).t() + bias.double()
+    y = linear(x, packed, bias)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_a_packed_weight_are_embeddings(dtype: torch.dtype, implementation: str) -> None:
+    weight, ids = torch.randn(200, 96).to(dtype), torch.tensor([0, 199, 64, 63, 64] * 50, dtype=torch.int32)
+    packed = pack(weight.clone())
+    if packed.has_rows:
+        assert torch.equal(embed(ids, packed, dtype), weight[ids.long()])
+    else:
+        assert packed.layout is Layout.ONE_DNN
+    assert torch.equal(embed(ids, PackedWeight(weight), dtype), weight[ids.long()])
 
 
 def test_numbers_that_are_not_finite_stay_where_they_are(implementation: str) -> None:

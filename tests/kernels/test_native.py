@@ -7,13 +7,13 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from quire.kernels import native
-from quire.kernels.activation import silu_and_mul
+from quire.kernels import activation, native
 from quire.kernels.norm import rms_norm
 
 FAKE_COMPILER = """#!/bin/sh
@@ -23,6 +23,11 @@ while [ "$1" != -o ]; do shift; done
 sleep 0.3
 cp "{library}" "$2"
 """
+
+GATES = {
+    "silu_and_mul": torch.nn.functional.silu,
+    "gelu_tanh_and_mul": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
 
 LOAD = "from quire.kernels.native import library; assert library() is not None"
 
@@ -107,12 +112,13 @@ def test_a_cache_that_cannot_be_written_is_no_error(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [16, 32, 80, 512])
-def test_the_gate_of_extreme_numbers(dtype: torch.dtype, length: int) -> None:
-    gate = torch.linspace(-120, 120, 3 * length).view(3, length)
-    gate[2, -1] = torch.nan
-    gate_up = torch.cat((gate, torch.ones_like(gate)), dim=1).to(dtype)
-    exact = torch.nn.functional.silu(gate_up[:, :length].double())
-    out = silu_and_mul(gate_up).double()
+@pytest.mark.parametrize("gate", ["silu_and_mul", "gelu_tanh_and_mul"])
+def test_gates_of_extreme_numbers(gate: str, dtype: torch.dtype, length: int) -> None:
+    numbers = torch.linspace(-120, 120, 3 * length).view(3, length)
+    numbers[2, -1] = torch.nan
+    gate_up = torch.cat((numbers, torch.ones_like(numbers)), dim=1).to(dtype)
+    exact = GATES[gate](gate_up[:, :length].double())
+    out = getattr(activation, gate)(gate_up).double()
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out, exact, atol=tolerance, rtol=tolerance, equal_nan=True)
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from paged import Paged
 from torch import Tensor
+from variants import VARIANTS
 
-from quire.kernels import paged_attention
+from quire.kernels import cpu, paged_attention
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LENGTHS = [1, 15, 16, 17, 31, 33, 100, 257]
+STORED = {"as computed": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+@pytest.fixture(params=["native", "twin"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both of a CPU's: the C++ op, where there is one for the shape, and PyTorch."""
+    if request.param == "twin":
+        monkeypatch.setattr(cpu, "takes_attention", lambda q, kv_cache: False)
+    elif cpu.lanes() == 0:
+        pytest.skip("there is no C++ compiler")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -41,6 +54,75 @@ def test_prefill(
     for row in range(len(LENGTHS)):
         own = slice(bounds[row], bounds[row + 1])
         close(out[own], paged.expected(row, q[own], 0.3))
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_decode_of_variants(dtype: torch.dtype, stored: str, variant: str) -> None:
+    paged = Paged(LENGTHS, 16, 2, 32, dtype, stored=STORED[stored])
+    made = VARIANTS[variant](6, "cpu")
+    q = torch.randn(len(LENGTHS), 6, 32).to(dtype)
+    if made.window:
+        paged.poison_before([max(0, length - made.window) for length in LENGTHS])
+    out = paged_decode_attention(
+        q, paged.cache, paged.tables, paged.lens, 0.3, variant=made, kv_scales=paged.scales
+    )
+    for row in range(len(LENGTHS)):
+        close(out[row : row + 1], paged.expected(row, q[row : row + 1], 0.3, made))
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_prefill_of_variants(
+    dtype: torch.dtype, stored: str, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "QUERY_TILE_LEN", 64)
+    paged = Paged(LENGTHS, 16, 2, 32, dtype, stored=STORED[stored])
+    made = VARIANTS[variant](6, "cpu")
+    chunk_lens = [1, 15, 3, 0, 31, 1, 64, 129]
+    q = torch.randn(sum(chunk_lens), 6, 32).to(dtype)
+    if made.window:
+        firsts = [length - n + 1 - made.window for length, n in zip(LENGTHS, chunk_lens, strict=True)]
+        paged.poison_before([max(0, first) for first in firsts])
+    bounds = torch.tensor([0, *torch.tensor(chunk_lens).cumsum(0)], dtype=torch.int32)
+    out = paged_prefill_attention(q, paged.cache, paged.tables, bounds, paged.lens, 0.3, made, paged.scales)
+    for row in range(len(LENGTHS)):
+        own = slice(bounds[row], bounds[row + 1])
+        close(out[own], paged.expected(row, q[own], 0.3, made))
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize(
+    ("stored", "variant"),
+    [*(("as computed", variant) for variant in VARIANTS), ("int8", "all"), ("fp8", "all")],
+)
+def test_long_sequences(stored: str, variant: str) -> None:
+    """Of several parts, which are cut where other sequences in the batch do not matter: the same bits alone."""
+    lens = [4097, 1, 255, 256, 257, 1000]
+    paged = Paged(lens, 16, 1, 64, torch.float32, stored=STORED[stored])
+    made = VARIANTS[variant](4, "cpu")
+    made = replace(made, window=700) if made.window > 1 else made
+    q = torch.randn(len(lens), 4, 64)
+    options = {"variant": made, "kv_scales": paged.scales}
+    out = paged_decode_attention(q, paged.cache, paged.tables, paged.lens, 0.3, **options)
+    for row in range(len(lens)):
+        own = slice(row, row + 1)
+        close(out[own], paged.expected(row, q[own], 0.3, made))
+        alone = paged_decode_attention(
+            q[own], paged.cache, paged.tables[own], paged.lens[own], 0.3, **options
+        )
+        torch.testing.assert_close(alone, out[own], atol=1e-6, rtol=1e-6)
+        if cpu.takes_attention(q, paged.cache):
+            assert torch.equal(alone, out[own])
+    start, end = 4097 - 70, 4097
+    q = torch.randn(end - start, 4, 64)
+    bounds = torch.tensor([0, len(q)], dtype=torch.int32)
+    cache = paged.cache, paged.tables[:1], bounds, paged.lens[:1]
+    close(paged_prefill_attention(q, *cache, 0.3, **options), paged.expected(0, q, 0.3, made))
 
 
 def test_padding_rows_harm_nobody() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.proto.errors import InvalidRequest
-from quire.proto.sampling import SamplingParams
+from quire.proto.sampling import SamplingDefaults, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,22 @@ from quire.proto.sampling import SamplingParams
         ("beam_width", 17),
         ("length_penalty", math.inf),
         ("early_stopping", "never"),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.nan),
+        ("frequency_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+        ("logit_bias", {1: "much"}),
+        ("bad_words", ("",)),
+        ("bad_words", ("  ",)),
+        ("bad_words", ((),)),
+        ("bad_words", ("x",) * 257),
+        ("allowed_token_ids", ()),
+        ("allowed_token_ids", (1.5,)),
+        ("stop_token_ids", "end"),
+        ("bad_words", (7,)),
+        ("prompt_logprobs", 21),
+        ("truncate_prompt_tokens", 0),
     ],
 )
 def test_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
@@ -44,13 +62,27 @@ def test_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
     assert caught.value.field == f"sampling.{field}"
 
 
+@pytest.mark.parametrize("bias", [100.5, -101, math.nan])
+def test_a_bias_out_of_range_names_its_token(bias: float) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(logit_bias={3: 1.0, 7: bias})
+    assert caught.value.field == "sampling.logit_bias[7]"
+
+
 def test_min_tokens_beyond_max_tokens_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="at most max_tokens, 3"):
         SamplingParams(max_tokens=3, min_tokens=4)
     assert SamplingParams(max_tokens=None, min_tokens=4).min_tokens == 4
 
 
-@pytest.mark.parametrize(("field", "value"), [("best_of", 4), ("stop", "end"), ("logprobs", 0), ("n", 5)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("best_of", 4), ("stop", "end"), ("logprobs", 0), ("n", 5), ("repetition_penalty", 1.1),
+        ("frequency_penalty", 1.0), ("presence_penalty", 1.0), ("logit_bias", {1: 1.0}), ("bad_words", "no"),
+        ("allowed_token_ids", [1]),
+    ],
+)  # fmt: skip
 def test_what_does_not_go_with_beam_search_is_refused(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match="beam_width"):
         SamplingParams(**({"beam_width": 4} | {field: value}))
@@ -66,3 +98,27 @@ def test_answers_are_ranked_where_more_are_made_than_one() -> None:
 def test_one_stop_string_may_be_given_alone() -> None:
     assert SamplingParams(stop="end").stop == ("end",)  # type: ignore[arg-type]
     assert SamplingParams(stop=["a", "b"], stop_token_ids=[1]).stop_token_ids == (1,)  # type: ignore[arg-type]
+
+
+def test_constraints_may_be_given_in_any_form_and_are_the_same() -> None:
+    given = SamplingParams(logit_bias={9: 2, 3: -1.5}, bad_words=["a", [1, 2]], allowed_token_ids=[4, 4, 2])  # type: ignore[arg-type]
+    assert given.logit_bias == ((3, -1.5), (9, 2.0))
+    assert given.bad_words == ("a", (1, 2))
+    assert given.allowed_token_ids == (4, 2)
+    assert replace(given, n=2) == replace(given, logit_bias=((3, -1.5), (9, 2.0)), n=2)
+    assert SamplingParams(bad_words="a b").bad_words == ("a b",)  # type: ignore[arg-type]
+    numpy_ids = SamplingParams(allowed_token_ids=np.arange(3), logit_bias={np.int32(4): np.float32(1)})  # type: ignore[arg-type]
+    assert numpy_ids == SamplingParams(allowed_token_ids=(0, 1, 2), logit_bias={4: 1.0})
+    assert type((numpy_ids.allowed_token_ids or ())[0]) is int
+
+
+def test_the_model_s_defaults_hold_where_nothing_is_said() -> None:
+    of_model = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05)
+    silent = SamplingParams().with_defaults(of_model)
+    assert (silent.temperature, silent.top_k, silent.top_p, silent.min_p, silent.repetition_penalty) == (
+        0.6, 20, 0.95, 0.0, 1.05,
+    )  # fmt: skip
+    # What is said holds, also where it is what would have held in a model without defaults.
+    said = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0)
+    assert said.with_defaults(of_model) == replace(said, min_p=0.0)
+    assert SamplingParams().with_defaults(SamplingDefaults()).temperature == 1.0

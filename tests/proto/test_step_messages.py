@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 
 from quire.proto.errors import ProtocolError
 from quire.proto.step import (
+    VERSION,
     Logprobs,
     NewSequence,
+    PromptLogprobs,
+    PromptScoring,
+    RowConstraints,
     RowSampling,
     StepFailure,
     StepPlan,
@@ -26,6 +30,20 @@ int_arrays = st.lists(int32, max_size=20).map(lambda values: np.array(values, dt
 pairs = st.lists(st.tuples(int32, int32), max_size=8).map(
     lambda v: np.array(v, dtype=np.int32).reshape(-1, 2)
 )
+sizes = st.integers(0, 2**31 - 1)
+id_tuples = st.lists(sizes, max_size=4).map(tuple)
+constraints = st.builds(
+    RowConstraints,
+    num_prompt_tokens=sizes,
+    repetition_penalty=st.floats(0.5, 2),
+    frequency_penalty=st.floats(-2, 2),
+    presence_penalty=st.floats(-2, 2),
+    logit_bias=st.lists(st.tuples(sizes, st.floats(-100, 100)), max_size=4).map(tuple),
+    bad_words=st.lists(id_tuples, max_size=3).map(tuple),
+    allowed_token_ids=st.none() | id_tuples,
+    stop_free_len=sizes,
+    stop_token_ids=id_tuples,
+)
 samplings = st.builds(
     RowSampling,
     temperature=st.floats(0, 100),
@@ -34,8 +52,8 @@ samplings = st.builds(
     min_p=st.floats(0, 1),
     seed=st.integers(-(2**63), 2**63 - 1),
     logprobs=st.none() | st.integers(0, 20),
-    stop_free_len=st.integers(0, 2**31 - 1),
-    stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple),
+    constraints=st.none() | constraints,
+    scoring=st.none() | st.builds(PromptScoring, num_top=sizes, start=sizes, end=sizes),
 )
 sequences = st.builds(
     NewSequence,
@@ -74,7 +92,7 @@ def assert_same(actual: Any, expected: Any) -> None:
             assert len(one) == len(other)
             for member, expected_member in zip(one, other, strict=True):
                 assert_same(member, expected_member)
-        elif isinstance(other, Logprobs):
+        elif isinstance(other, Logprobs | PromptLogprobs):
             assert_same(one, other)
         else:
             assert one == other
@@ -93,7 +111,8 @@ def test_result_round_trip(width: int) -> None:
     chosen = random.standard_normal(3).astype(np.float32)
     logprobs = Logprobs(np.array([0, 2, 3], np.int32), chosen, top_ids, top)
     token_ids = np.array([5, 6, 7, 8], np.int32)
-    result = StepResult(9, 2, 0, token_ids, logprobs, {"forward": 0.5})
+    scores = PromptLogprobs(np.array([1, 1, 6], np.int32), logprobs)
+    result = StepResult(9, 2, 0, token_ids, logprobs, {"forward": 0.5}, scores)
     assert_same(decode_reply(result.encode()), result)
 
 
@@ -117,7 +136,7 @@ def test_logprobs_select_renumbers() -> None:
 
 
 @pytest.mark.parametrize(
-    "frame", [b"", b"\x00", b"\x02\x90", b"\x01", b"\x01\x90", b"\x01\xc1", b"\x01\x93\x01\x02\x03"]
+    "frame", [b"", b"\x00", b"\x01\x90", b"\x02", b"\x02\x90", b"\x02\xc1", b"\x02\x93\x01\x02\x03"]
 )
 def test_unreadable_frames_are_refused(frame: bytes) -> None:
     with pytest.raises(ProtocolError):
@@ -130,7 +149,7 @@ def test_unreadable_frames_are_refused(frame: bytes) -> None:
 def test_garbage_never_raises_anything_else(garbage: bytes) -> None:
     for decode in (StepPlan.decode, decode_reply):
         try:
-            decode(b"\x01" + garbage)
+            decode(bytes((VERSION,)) + garbage)
         except ProtocolError:
             continue
 

@@ -11,12 +11,18 @@ from hypothesis import strategies as st
 
 from quire.proto.errors import ProtocolError
 from quire.proto.sampling import SamplingParams
-from quire.proto.step import Logprobs
+from quire.proto.step import Logprobs, PromptLogprobs
 from quire.proto.stream import (
+    VERSION,
     Abort,
+    CacheQuery,
+    CacheReport,
+    Drain,
     Finish,
     FinishReason,
+    GatewayMessage,
     RankStatus,
+    ReplicaMessage,
     ReplicaStatus,
     StatusQuery,
     Submit,
@@ -51,11 +57,20 @@ STATUS = ReplicaStatus(
     num_preemptions=4,
     num_steps=5,
     uptime_s=6.5,
+    draining=True,
+    queued_tokens=321,
+    kv_use=0.07,
+    oldest_wait_s=0.5,
+    tokens_per_s=1234.5,
+    cache_version=77,
 )
+REPORT = CacheReport(12, 5, b"12345678abcdefgh", b"ABCDEFGH")
 
 
-@pytest.mark.parametrize("message", [Abort(7), StatusQuery(2**40), STATUS])
-def test_plain_messages_round_trip(message: Abort | StatusQuery | ReplicaStatus) -> None:
+@pytest.mark.parametrize(
+    "message", [Abort(7), StatusQuery(2**40), STATUS, CacheQuery(5), REPORT, Drain(2.5)], ids=type
+)
+def test_plain_messages_round_trip(message: GatewayMessage | ReplicaMessage) -> None:
     assert decode(encode(message)) == message
 
 
@@ -68,10 +83,16 @@ def test_plain_messages_round_trip(message: Abort | StatusQuery | ReplicaStatus)
             max_tokens=9, min_tokens=3, temperature=0.0, top_k=4, top_p=0.5, min_p=0.1, seed=1, stop=("é\n", "."),
             stop_token_ids=(1, 2), ignore_eos=True, logprobs=20,
         ),
+        SamplingParams(
+            repetition_penalty=1.5, frequency_penalty=-2.0, presence_penalty=0.5, logit_bias={7: 1.5, 3: -100},
+            bad_words=("é", (1, 2), (3,)), allowed_token_ids=(5, 4), prompt_logprobs=0, skip_special_tokens=False,
+            include_stop_str_in_output=True, truncate_prompt_tokens=9,
+        ),
     ],
 )  # fmt: skip
 def test_submit_round_trip(sampling: SamplingParams) -> None:
-    sent = Submit(2**31 - 1, "naïve id", np.array([0, 5, 3071], np.int32), sampling)
+    prompt, generated = np.array([0, 5, 3071], np.int32), np.array([7, 8], np.int32)
+    sent = Submit(2**31 - 1, "naïve id", prompt, sampling, "tenant", 2, 1.5, b"salt", generated)
     received = decode(encode(sent))
     assert isinstance(received, Submit)
     assert (received.handle, received.request_id, received.sampling) == (
@@ -79,13 +100,21 @@ def test_submit_round_trip(sampling: SamplingParams) -> None:
         sent.request_id,
         sampling,
     )
+    assert (received.tenant, received.priority, received.timeout_s, received.salt) == (
+        "tenant",
+        2,
+        1.5,
+        b"salt",
+    )
     np.testing.assert_array_equal(received.prompt_token_ids, sent.prompt_token_ids)
+    np.testing.assert_array_equal(received.generated_token_ids, generated)
 
 
 def test_token_batch_round_trip() -> None:
     finished = (
         Finish(3, FinishReason.STOP, 17, 5, 6, 4, Timings(0.1, 0.2, 0.3, 0.4, 5)),
         Finish(4, FinishReason.ERROR, grpc_status="UNAVAILABLE", error="rank 1 failed"),
+        Finish(5, FinishReason.MOVED, num_prompt_tokens=5, num_completion_tokens=2),
     )
     logprobs = Logprobs(
         np.array([1], np.int32),
@@ -93,7 +122,9 @@ def test_token_batch_round_trip() -> None:
         np.array([[9, 8]], np.int32),
         np.ones((1, 2), np.float32),
     )
-    sent = TokenBatch(8, np.array([3, 3, 4], np.int32), np.array([10, 11, 12], np.int32), logprobs, finished)
+    scores = PromptLogprobs(np.array([4], np.int32), logprobs)
+    handles, token_ids = np.array([3, 3, 4], np.int32), np.array([10, 11, 12], np.int32)
+    sent = TokenBatch(8, handles, token_ids, logprobs, finished, scores)
     received = decode(encode(sent))
     assert isinstance(received, TokenBatch)
     assert (received.step_id, received.finished) == (8, finished)
@@ -101,21 +132,30 @@ def test_token_batch_round_trip() -> None:
     np.testing.assert_array_equal(received.token_ids, sent.token_ids)
     assert received.logprobs is not None
     np.testing.assert_array_equal(received.logprobs.top_ids, logprobs.top_ids)
+    assert received.prompt_logprobs is not None
+    np.testing.assert_array_equal(received.prompt_logprobs.owners, scores.owners)
+    np.testing.assert_array_equal(received.prompt_logprobs.logprobs.top, logprobs.top)
 
 
-@pytest.mark.parametrize("frame", [b"", b"\x00\x91", b"\x01\x91\xa4what", b"\x01\x90", b"\x01\x92\xa5abort"])
-def test_unreadable_frames_are_refused(frame: bytes) -> None:
-    with pytest.raises(ProtocolError):
+@pytest.mark.parametrize("body", [b"\x91", b"\x91\xa4what", b"\x90", b"\x92\xa5abort"])
+def test_unreadable_messages_are_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        decode(bytes((VERSION,)) + body)
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x00\x91", bytes((VERSION - 1,)) + encode(Abort(7))[1:]])
+def test_other_versions_are_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolError, match="version"):
         decode(frame)
 
 
 @given(st.binary(max_size=64))
 def test_garbage_never_raises_anything_else(garbage: bytes) -> None:
     with suppress(ProtocolError):
-        decode(b"\x01" + garbage)
+        decode(bytes((VERSION,)) + garbage)
 
 
 def test_sampling_that_no_gateway_lets_through_is_refused() -> None:
     frame = encode(Submit(1, "id", np.array([1], np.int32), SamplingParams(max_tokens=5)))
     with pytest.raises(ProtocolError, match="max_tokens"):
-        decode(frame.replace(b"\x05\x00\xcb", b"\x00\x00\xcb"))
+        decode(frame.replace(b"\x05\x00\xc0", b"\x00\x00\xc0"))

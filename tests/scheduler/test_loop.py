@@ -1,4 +1,5 @@
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,9 +8,23 @@ from fakes import FakeWorkerGroup, oracle, small_config, submit
 
 from quire.proto import stream
 from quire.proto.errors import RankFailed
-from quire.proto.stream import Abort, GatewayMessage, ReplicaMessage, ReplicaStatus, StatusQuery, TokenBatch
+from quire.proto.network import CurveKeys, connect, tcp_endpoint
+from quire.proto.step import StepResult
+from quire.proto.stream import (
+    Abort,
+    CacheQuery,
+    CacheReport,
+    Drain,
+    FinishReason,
+    GatewayMessage,
+    ReplicaMessage,
+    ReplicaStatus,
+    StatusQuery,
+    TokenBatch,
+)
 from quire.scheduler.loop import StepLoop
 from quire.scheduler.mailbox import ZmqMailbox
+from quire.scheduler.prefix_cache import prefix_hashes
 from quire.scheduler.scheduler import Scheduler
 
 
@@ -59,6 +74,23 @@ def test_requests_of_two_gateways_are_answered():
     assert {gateway for gateway, message in mailbox.sent} == {b"a", b"b"}
 
 
+def test_the_gap_between_steps_leaves_idle_times_out():
+    mailbox = FakeMailbox([[(b"a", submit(1, [5, 6], max_tokens=5))], [], [], [], [], [], [], []])
+    loop, scheduler, group = make_loop(mailbox, max_steps_in_flight=1)
+    gather, waits = group.gather, iter([7.0, 0.5, 0.25, 0.25, 1.0, 9.0, 3.0])
+
+    def gather_late(timeout_s: float) -> StepResult:
+        return replace(gather(timeout_s), stage_times={"wait": next(waits)})
+
+    group.gather = gather_late
+    run_until_idle(loop, mailbox)
+    assert (scheduler.stats.num_gaps, scheduler.stats.gap_sum_s) == (4, 2.0)
+    mailbox.script = [[(b"a", submit(2, [5, 7], max_tokens=2))]]
+    run_until_idle(loop, mailbox)
+    assert scheduler.stats.mean_gap_s == (2.0 + 3.0) / 5
+    assert loop.status().mean_gap_s == scheduler.stats.mean_gap_s
+
+
 def test_a_status_query_is_answered_in_numbers():
     mailbox = FakeMailbox(
         [[(b"a", submit(1, [5] * 9, max_tokens=30, ignore_eos=True))], [(b"a", StatusQuery(7))]]
@@ -106,6 +138,58 @@ def test_a_failed_rank_ends_the_loop_and_everyone_is_told():
     assert "rank 1" in batch.finished[0].error
 
 
+def test_a_draining_replica_says_so_and_gives_its_requests_back():
+    mailbox = FakeMailbox(
+        [
+            [(b"a", submit(1, [5] * 9, max_tokens=30, ignore_eos=True))],
+            [(b"a", Drain(0.0)), (b"b", submit(2, [7], max_tokens=4)), (b"b", StatusQuery(1))],
+        ]
+    )
+    loop, scheduler, _ = make_loop(mailbox)
+    run_until_idle(loop, mailbox)
+    ends = {
+        finish.handle: finish.reason
+        for _, message in mailbox.sent if isinstance(message, TokenBatch) for finish in message.finished
+    }  # fmt: skip
+    assert ends == {1: FinishReason.MOVED, 2: FinishReason.MOVED}
+    (status,) = [message for _, message in mailbox.sent if isinstance(message, ReplicaStatus)]
+    assert status.draining
+    assert not scheduler.has_work
+
+
+def test_a_status_tells_of_load():
+    now = [100.0]
+    mailbox = FakeMailbox([])
+    config = small_config(max_num_seqs=1, max_num_batched_tokens=8)
+    scheduler = Scheduler(config)
+    loop = StepLoop(scheduler, FakeWorkerGroup(config), mailbox, "replica-0", clock=lambda: now[0])
+    assert (loop.status().tokens_per_s, loop.status().kv_use, loop.status().oldest_wait_s) == (0.0, 0.0, 0.0)
+    for handle in range(2):
+        scheduler.add(b"a", submit(handle, [5 + handle] * 12, max_tokens=4, ignore_eos=True), now[0])
+    assert loop.status().queued_tokens == 24
+    plan = scheduler.schedule(now[0])
+    loop._group.broadcast(plan)
+    assert loop.status().queued_tokens == 16  # 4 of the one that runs, 12 of the one that waits
+    now[0] += 0.5
+    scheduler.apply(loop._group.gather(1.0), now[0])
+    status = loop.status()
+    assert status.tokens_per_s == pytest.approx(16.0)
+    assert status.oldest_wait_s == pytest.approx(0.5)
+    assert status.kv_use == pytest.approx(2 / 31)
+    assert status.cache_version == 2
+
+
+def test_a_cache_query_is_answered_with_what_changed():
+    mailbox = FakeMailbox([[(b"a", submit(1, [5] * 9, max_tokens=1))]])
+    loop, _, _ = make_loop(mailbox)
+    run_until_idle(loop, mailbox)
+    mailbox.script = [[(b"b", CacheQuery(0))]]
+    run_until_idle(loop, mailbox)
+    ((gateway, report),) = [sent for sent in mailbox.sent if isinstance(sent[1], CacheReport)]
+    assert gateway == b"b"
+    assert report.added == b"".join(reversed(prefix_hashes([5] * 9, 4, model="fake")))
+
+
 @pytest.fixture
 def endpoint(tmp_path):
     return f"ipc://{tmp_path}/mailbox"
@@ -150,4 +234,22 @@ def test_a_mailbox_notices_a_gateway_that_left(endpoint):
         assert mailbox.send(gateway, TokenBatch(1, np.array([1], np.int32), np.array([2], np.int32)))
         assert stream.decode(socket.recv()).token_ids.tolist() == [2]
     assert not mailbox.send(b"nobody", TokenBatch(1))
+    mailbox.close()
+
+
+def test_a_mailbox_over_tcp_is_for_holders_of_the_keys():
+    keys = CurveKeys.generate()
+    mailbox = ZmqMailbox(tcp_endpoint("127.0.0.1"), keys)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as friend,
+        context.socket(zmq.DEALER) as stranger,
+    ):
+        for socket, own in ((friend, keys), (stranger, CurveKeys.generate())):
+            socket.setsockopt(zmq.LINGER, 0)
+            connect(socket, mailbox.endpoint, own)
+        stranger.send(stream.encode(Abort(1)))
+        friend.send(stream.encode(Abort(2)))
+        assert [message for _, message in mailbox.receive(10.0)] == [Abort(2)]
+        assert mailbox.receive(0.3) == []
     mailbox.close()

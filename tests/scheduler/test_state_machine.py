@@ -1,16 +1,17 @@
 """The scheduler against every order of events that hypothesis can think of.
 
 Arrivals (single, forked, beam searches; of several tenants, salts, priorities and deadlines), aborts, planning,
-results, the passing of time and failures of the whole group interleave freely, up to three steps in flight, in
-pools too small for all. The fake ranks check each read of the KV cache, `check_integrity` recounts every block
-after each event, and every answer must be what its prompt gets when it runs alone.
+results, the passing of time, failures of the whole group and drains, after which another replica goes on with what
+was given back, interleave freely, up to three steps in flight, in pools too small for all. The fake ranks check each
+read of the KV cache, `check_integrity` recounts every block after each event, and every answer must be what its
+prompt gets when it runs alone.
 """
 
 from __future__ import annotations
 
 import pytest
 from driver import Driver
-from fakes import EOS, VOCAB_SIZE, beam_oracle, oracle, small_config
+from fakes import EOS, VOCAB_SIZE, beam_oracle, oracle, score_oracle, small_config
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -35,7 +36,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver = Driver(small_config(max_model_len=40, max_num_batched_tokens=budget, **config))
         self.expected: dict[int, list[int]] = {}
         self.group_of: dict[int, range] = {}  # handles that end together
+        self.scored: dict[int, list[int]] = {}  # first handle |-> the prompt whose scores it asks for
         self.excused: set[int] = set()  # aborted, late or failed: need not be complete
+        self.requests: dict[
+            int, tuple[list[int], dict[str, object]]
+        ] = {}  # handle |-> its prompt and settings
 
     @rule(
         head=st.sampled_from(HEADS),
@@ -48,6 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(["a", "b"]),
         salt=st.sampled_from([b"", b"", b"salt"]),
         timeout_s=st.sampled_from([None, None, None, 5.0]),
+        prompt_logprobs=st.sampled_from([None, None, None, 0]),
     )
     def arrive(
         self,
@@ -64,15 +70,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         width = None if beams is None or beams > config.scheduler.max_num_seqs else max(n, beams)
         if width is not None and width > config.scheduler.max_num_seqs:
             width = None
-        refusal = self.driver.add(handle, prompt, max_tokens=max_tokens, n=n, beam_width=width, **rest)
-        assert (refusal is not None) == (room < 1)
+        settings = {"max_tokens": max_tokens, "n": n, "beam_width": width, **rest}
+        self.requests |= dict.fromkeys(range(handle, handle + n), (prompt, settings))
+        if rest["prompt_logprobs"] is not None:
+            self.scored[handle] = prompt
+        refusal = self.driver.add(handle, prompt, **settings)
+        assert (refusal is not None) == (room < 1 and not self.driver.scheduler.is_draining)
         most = min(max_tokens, room)
-        answers = [[]] * n if refusal else self._answers(prompt, most, n, width)
+        answers = [[]] * n if room < 1 else self._answers(prompt, most, n, width)
         for index, answer in enumerate(answers):
             self.expected[handle + index] = answer
             alone = range(handle + index, handle + index + 1)
             self.group_of[handle + index] = range(handle, handle + n) if width else alone
-        if refusal or rest["timeout_s"] is not None:
+        if room < 1 or rest["timeout_s"] is not None:
             self.excused |= set(range(handle, handle + n))
 
     def _answers(self, prompt: list[int], most: int, n: int, width: int | None) -> list[list[int]]:
@@ -86,6 +96,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         handle = data.draw(st.sampled_from(self.unfinished()))
         self.driver.abort(handle)
         self.excused |= set(self.group_of[handle])
+        for ended in self.group_of[handle]:
+            self.driver.moved.pop(ended, None)
 
     @precondition(lambda self: self.driver.scheduler.num_in_flight < 3)
     @rule()
@@ -109,8 +121,44 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def group_fails(self) -> None:
         """Every request is ended, and the plans under way are never executed."""
-        self.excused |= set(self.unfinished())
+        self.excused |= set(self.unfinished()) - self.driver.moved.keys()
         self.driver.fail(ReplicaUnavailable("rank 1 died"))
+
+    @rule(grace_s=st.sampled_from([0.0, 0.5, 2.0]))
+    def drain(self, grace_s: float) -> None:
+        self.driver.scheduler.drain(grace_s, self.driver.now)
+
+    @precondition(lambda self: self.driver.moved and self._is_free_to_replace())
+    @rule()
+    def go_on_elsewhere(self) -> None:
+        """What was given back goes on in another replica."""
+        if self.driver.scheduler.is_draining:
+            self.driver.replace()
+        for handle in list(self.driver.moved):
+            if handle in self.driver.moved:  # not submitted with another of its beam search just now
+                self._submit_again(handle)
+
+    def _is_free_to_replace(self) -> bool:
+        scheduler = self.driver.scheduler
+        return not scheduler.is_draining or not scheduler.has_work
+
+    def _submit_again(self, handle: int) -> None:
+        prompt, settings = self.requests[handle]
+        if settings["beam_width"] is not None:
+            first = self.group_of[handle].start
+            assert not self.driver.answers[first], "a beam search was told before its end"
+            self.driver.add(first, prompt, **settings)
+        else:
+            alone = {**settings, "n": 1}
+            self.driver.add(handle, prompt, generated=self.driver.answers[handle], **alone)
+
+    def _scores(self, handle: int) -> list[tuple[int, float]]:
+        """As a gateway takes them: what comes again after a move is passed over."""
+        taken: list[tuple[int, float]] = []
+        for place, score in self.driver.scores.get(handle, []):
+            if place == len(taken) + 1:
+                taken.append((place, score))
+        return taken
 
     def unfinished(self) -> list[int]:
         return [h for h in self.expected if h not in self.driver.finishes and h not in self.excused]
@@ -127,10 +175,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         while self.driver.scheduler.num_in_flight:
             self.driver.take_result()
         self.driver.run()
+        if self.driver.moved:
+            self.go_on_elsewhere()
+            self.driver.run()
         for handle, expected in self.expected.items():
             if handle not in self.excused:
                 assert self.driver.answers[handle] == expected
                 assert handle in self.driver.finishes
+                assert handle not in self.scored or self._scores(handle) == score_oracle(self.scored[handle])
         blocks = self.driver.scheduler.blocks
         assert blocks.num_held_blocks == 0
         assert blocks.host is None or blocks.host.num_held == 0

@@ -9,7 +9,7 @@ from fakes import FakeWorkerGroup, submit
 from quire.proto.config import EngineConfig
 from quire.proto.errors import QuireError
 from quire.proto.step import StepPlan
-from quire.proto.stream import Finish, TokenBatch
+from quire.proto.stream import Finish, FinishReason, TokenBatch
 from quire.scheduler.scheduler import Scheduler
 
 GATEWAY = b"gateway"
@@ -22,6 +22,8 @@ class Driver:
     Attributes:
         answers: handle |-> tokens told so far.
         finishes: handle |-> account of its end.
+        scores: handle |-> (place, log-probability) of its prompt's tokens, as they were told.
+        moved: handle |-> account of its being given back; it was not submitted again since.
         plans: every plan that was broadcast.
     """
 
@@ -29,6 +31,8 @@ class Driver:
     now: float = 0.0
     answers: dict[int, list[int]] = field(default_factory=dict)
     finishes: dict[int, Finish] = field(default_factory=dict)
+    moved: dict[int, Finish] = field(default_factory=dict)
+    scores: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -40,7 +44,8 @@ class Driver:
     ) -> Finish | None:
         request = submit(handle, prompt, **settings)
         for index in range(request.sampling.num_sequences):
-            self.answers[handle + index] = []
+            self.answers.setdefault(handle + index, [])
+            self.moved.pop(handle + index, None)
         refusal = self.scheduler.add(gateway, request, self.now)
         if refusal is not None:
             self.finishes[handle] = refusal
@@ -53,6 +58,13 @@ class Driver:
         """The worker group is lost, and another takes its place."""
         self._hear(self.scheduler.fail_all(error))
         self.scheduler.check_integrity()
+        self.replace()
+
+    def replace(self) -> None:
+        """Another replica takes the place of this one, which has nothing left to do."""
+        self._hear(self.scheduler.take_news())
+        assert not self.scheduler.has_work
+        assert self.scheduler.blocks.num_held_blocks == 0
         self.scheduler = Scheduler(self.config)
         self.group = FakeWorkerGroup(self.config)
 
@@ -73,12 +85,20 @@ class Driver:
 
     def _hear(self, news: list[tuple[bytes, TokenBatch]]) -> None:
         for _, batch in news:
+            if (told := batch.prompt_logprobs) is not None:
+                entries = zip(told.logprobs.index.tolist(), told.logprobs.chosen.tolist(), strict=True)
+                for handle, entry in zip(told.owners.tolist(), entries, strict=True):
+                    assert handle not in self.finishes, f"a score of {handle} came after its end"
+                    self.scores.setdefault(handle, []).append(entry)
             for handle, token_id in zip(batch.handles.tolist(), batch.token_ids.tolist(), strict=True):
-                assert handle not in self.finishes, f"a token of {handle} came after its end"
+                assert handle not in {**self.finishes, **self.moved}, (
+                    f"a token of {handle} came after its end"
+                )
                 self.answers[handle].append(token_id)
             for finish in batch.finished:
-                assert finish.handle not in self.finishes, f"{finish.handle} ended twice"
-                self.finishes[finish.handle] = finish
+                assert finish.handle not in {**self.finishes, **self.moved}, f"{finish.handle} ended twice"
+                ends = self.moved if finish.reason is FinishReason.MOVED else self.finishes
+                ends[finish.handle] = finish
 
     def step(self, depth: int = 1) -> bool:
         """As StepLoop.step does."""

@@ -11,7 +11,7 @@ from quire.proto.block_tables import BlockTables
 from quire.proto.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from quire.proto.errors import RankFailed
 from quire.proto.sampling import SamplingParams
-from quire.proto.step import Logprobs, StepPlan, StepResult
+from quire.proto.step import Logprobs, PromptLogprobs, PromptScoring, StepPlan, StepResult
 from quire.proto.stream import RankStatus, Submit
 from quire.scheduler.beam_search import BeamSearch
 
@@ -48,6 +48,7 @@ def submit(handle: int, prompt: list[int], **settings: object) -> Submit:
     standing = {
         name: settings.pop(name) for name in ("tenant", "priority", "timeout_s", "salt") if name in settings
     }
+    standing["generated_token_ids"] = np.array(settings.pop("generated", []), np.int32)
     params = SamplingParams(**({"temperature": 0.0} | settings))  # type: ignore[arg-type]
     return Submit(handle, f"request-{handle}", np.array(prompt, np.int32), params, **standing)  # type: ignore[arg-type]
 
@@ -66,6 +67,15 @@ def logprobs_of(state: bytes) -> np.ndarray:
     """The fake model's whole distribution, [VOCAB_SIZE] float32; for beam search."""
     logits = np.random.default_rng(int.from_bytes(state, "little")).normal(size=VOCAB_SIZE)
     return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+
+
+def score_oracle(prompt: list[int]) -> list[tuple[int, float]]:
+    """(place, log-probability) of the prompt's tokens by the fake model, from the second on."""
+    state, scores = b"", []
+    for place in range(1, len(prompt)):
+        state = chain(state, prompt[place - 1])
+        scores.append((place, float(logprobs_of(state)[prompt[place]])))
+    return scores
 
 
 def oracle(prompt: list[int], max_tokens: int, stops: tuple[int, ...] = (EOS,)) -> list[int]:
@@ -127,6 +137,7 @@ class FakeWorkerGroup:
         self.num_computed = [0] * rows
         self.decoding = [False] * rows
         self.num_logprobs: list[int | None] = [None] * rows
+        self.scoring: list[PromptScoring | None] = [None] * rows
         self.plans: deque[bytes] = deque()
         self.touched: deque[set[int]] = deque()  # by each plan in flight
         self.planned_tables = BlockTables(rows, config.max_blocks_per_seq)  # after the plans in flight
@@ -170,6 +181,7 @@ class FakeWorkerGroup:
         self._apply(plan)
         scheduled = {row: 1 for row, on in enumerate(self.decoding) if on and row not in plan.held_rows}
         scheduled |= dict(zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True))
+        scores = self._scores(plan)
         for row, count in scheduled.items():
             self._write(row, count)
         sampled, states = [], []
@@ -182,7 +194,29 @@ class FakeWorkerGroup:
                 states.append(state)
         self.num_executed_tokens += sum(scheduled.values())
         token_ids = np.array([self.tokens[row][-1] for row in sampled], np.int32)
-        return StepResult(plan.step_id, plan.epoch, 0, token_ids, self._logprobs(sampled, states))
+        logprobs = self._logprobs(sampled, states)
+        return StepResult(plan.step_id, plan.epoch, 0, token_ids, logprobs, prompt_logprobs=scores)
+
+    def _scores(self, plan: StepPlan) -> PromptLogprobs | None:
+        """The chosen log-probabilities of prompt tokens, from the places that the chunks compute."""
+        entries = []
+        for row, count in zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True):
+            scoring, start, state = self.scoring[row], self.num_computed[row], self._state_before(row)
+            for place in range(start + 1, start + count + 1):
+                state = chain(state, self.tokens[row][place - 1])
+                if scoring is not None and scoring.start <= place < scoring.end:
+                    entries.append((row, place, float(logprobs_of(state)[self.tokens[row][place]])))
+        if not entries:
+            return None
+        rows, places, chosen = zip(*entries, strict=True)
+        width = np.zeros((len(rows), 0))
+        chosen_only = Logprobs(
+            np.array(places, np.int32),
+            np.array(chosen, np.float32),
+            width.astype(np.int32),
+            width.astype(np.float32),
+        )
+        return PromptLogprobs(np.array(rows, np.int32), chosen_only)
 
     def _logprobs(self, rows: list[int], states: list[bytes]) -> Logprobs | None:
         asked = [(index, row) for index, row in enumerate(rows) if self.num_logprobs[row] is not None]
@@ -205,6 +239,7 @@ class FakeWorkerGroup:
             self.tokens[new.row] = new.token_ids.tolist()
             self.num_computed[new.row] = new.num_computed_tokens
             self.num_logprobs[new.row] = new.sampling.logprobs
+            self.scoring[new.row] = new.sampling.scoring
         assert self.tables.digest == plan.digest, f"block tables differ at step {plan.step_id}"
         for source, destination in plan.swap_out.tolist():
             self.host_kv[destination] = list(self.kv[source])

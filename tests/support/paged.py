@@ -5,9 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_variant import PLAIN, AttentionVariant
+from quire.kernels.quantized_kv import dequantize, quantize
+
 
 class Paged:
-    """Random sequences whose keys and values lie in shuffled blocks of a pool that holds NaN elsewhere."""
+    """Random sequences whose keys and values lie in shuffled blocks of a pool that holds NaN elsewhere.
+
+    Args:
+        dtype: of keys and values.
+        stored: what the cache holds them in, if it is another type; then there are `scales`, and the sequences are
+            what can be read back.
+    """
 
     def __init__(
         self,
@@ -17,12 +26,16 @@ class Paged:
         head_dim: int,
         dtype: torch.dtype,
         device: str = "cpu",
+        stored: torch.dtype | None = None,
     ) -> None:
         torch.manual_seed(0)
         counts = [-(-length // block_size) for length in lens]
         ids = (torch.randperm(sum(counts)) + 1).tolist()
         shape = sum(counts) + 1, 2, num_kv_heads, block_size, head_dim
-        self.cache = torch.full(shape, torch.nan, dtype=dtype)
+        self.scales = None if stored is None else torch.full(shape[:-1], torch.nan)
+        # int8 has no NaN: there the scales alone are poisonous.
+        poison = 127 if stored == torch.int8 else torch.nan
+        self.cache = torch.full(shape, poison, dtype=stored or dtype)
         self.tables = torch.zeros(len(lens), max(counts) + 1, dtype=torch.int32)
         self.lens = torch.tensor(lens, dtype=torch.int32)
         self.sequences: list[Tensor] = []  # [2, L, Hkv, D] each
@@ -30,17 +43,48 @@ class Paged:
             own, ids = ids[:count], ids[count:]
             self.tables[row, :count] = torch.tensor(own, dtype=torch.int32)
             kv = torch.randn(2, length, num_kv_heads, head_dim).to(dtype)
-            for place in range(length):
-                self.cache[own[place // block_size], :, :, place % block_size] = kv[:, place]
-            self.sequences.append(kv)
+            self.sequences.append(self._put(kv, own))
         self.cache, self.tables, self.lens = (x.to(device) for x in (self.cache, self.tables, self.lens))
+        self.scales = None if self.scales is None else self.scales.to(device)
 
-    def expected(self, row: int, q: Tensor, scale: float) -> Tensor:
+    def _put(self, kv: Tensor, block_ids: list[int]) -> Tensor:
+        """Stores keys and values; returns what can be read back."""
+        blocks, offsets = self._slots(block_ids, kv.shape[1])
+        if self.scales is None:
+            self.cache[blocks, :, :, offsets] = kv.transpose(0, 1)
+            return kv
+        numbers, scales = quantize(kv, self.cache.dtype)
+        self.cache[blocks, :, :, offsets] = numbers.transpose(0, 1)
+        self.scales[blocks, :, :, offsets] = scales.transpose(0, 1)
+        return dequantize(numbers, scales, torch.float64)
+
+    def poison_before(self, firsts: list[int]) -> None:
+        """Makes the tokens before each sequence's `first` what nobody may read."""
+        for table, first in zip(self.tables.tolist(), firsts, strict=True):
+            blocks, offsets = self._slots(table, first)
+            poisoned = self.cache if self.scales is None else self.scales
+            poisoned[blocks, :, :, offsets] = torch.nan
+
+    def _slots(self, block_ids: list[int], count: int) -> tuple[Tensor, Tensor]:
+        """Blocks and places in them of a sequence's first tokens."""
+        block_size = self.cache.shape[3]
+        places = torch.arange(count)
+        return torch.tensor(block_ids, dtype=torch.int64)[places // block_size], places % block_size
+
+    def expected(self, row: int, q: Tensor, scale: float, variant: AttentionVariant = PLAIN) -> Tensor:
         """Attention of the row's last tokens, [n, Hq, D], in float64 on the CPU."""
         q = q.cpu()
         keys, values = (
             self.sequences[row].double().repeat_interleave(q.shape[1] // self.cache.shape[2], dim=2)
         )
         scores = torch.einsum("nhd,lhd->hnl", q.double(), keys) * scale
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(scores.shape[2] - scores.shape[1] + 1)
+        if variant.soft_cap:
+            scores = variant.soft_cap * (scores / variant.soft_cap).tanh()
+        num_queries, num_keys = scores.shape[1:]
+        distances = torch.arange(num_keys) - torch.arange(num_keys - num_queries, num_keys)[:, None]
+        if variant.alibi_slopes is not None:
+            scores += variant.alibi_slopes.cpu().double()[:, None, None] * distances
+        hidden = distances > 0
+        if variant.window:
+            hidden |= distances <= -variant.window
         return torch.einsum("hnl,lhd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)

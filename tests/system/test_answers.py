@@ -19,7 +19,12 @@ PARAMS = (
     SamplingParams(max_tokens=20, beam_width=4, n=3, length_penalty=0.8),
     # More candidates a beam than a request may ask log-probabilities for.
     SamplingParams(max_tokens=20, min_tokens=4, beam_width=4, n=4, stop_token_ids=tuple(range(5, 60, 5))),
-)
+    SamplingParams(
+        max_tokens=24, temperature=0.8, seed=5, n=2, ignore_eos=True, repetition_penalty=1.3, frequency_penalty=0.5,
+        presence_penalty=0.5, logit_bias={20: 2.0, 2000: -5.0}, bad_words=("the", "night air"), prompt_logprobs=3,
+        allowed_token_ids=range(10, 2900),
+    ),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -39,4 +44,9 @@ def test_answers_equal_those_of_one_rank(server: ServerProcess, alone: LLM) -> N
         assert tokens == [output.token_ids for output in result.outputs], case
         scores = [output.score for output in answer.outputs]
         assert scores == pytest.approx([output.score for output in result.outputs], abs=1e-4)
+        told = [entry and entry.chosen for entry in answer.prompt_logprobs or ()]
+        pairs = zip(result.prompt_token_ids, result.prompt_logprobs or (), strict=bool(told))
+        assert told == pytest.approx(
+            [entry and entry[token_id].logprob for token_id, entry in pairs], abs=1e-4
+        )
     assert replica.kv.num_used_blocks == 0

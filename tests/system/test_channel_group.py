@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ class ObedientRank:
         self.rank = rank
 
     def where(self) -> RankStatus:
-        return RankStatus(self.rank, os.getpid(), socket.gethostname(), "cpu", "forward")
+        return RankStatus(self.rank, os.getpid(), f"host-{self.rank}", "cpu", "forward")
 
     def run(self, address: ChannelAddress) -> None:
         receiver = StepReceiver(address, self.rank)
@@ -136,7 +135,7 @@ def test_dead_rank_is_named_while_a_step_waits_for_it(started: Started) -> None:
     started.group.broadcast(plan(1, rank=0, act=HANG))
     os.kill(started.pids[0], signal.SIGKILL)
     killed_at = time.monotonic()
-    with pytest.raises(RankFailed, match="rank 0 failed at step 1: its process died"):
+    with pytest.raises(RankFailed, match="rank 0 failed at step 1: its process died on host-0"):
         started.group.gather(GATHER_TIMEOUT_S)
     assert time.monotonic() - killed_at < 2.0
 
@@ -156,7 +155,9 @@ def test_hung_rank_is_named_with_its_stage_at_the_deadline(started: Started) -> 
 def test_stopped_process_is_named_rather_than_one_that_waits(started: Started) -> None:
     stop_process(started.pids[1])
     started.group.broadcast(plan(1, rank=0, act=HANG))
-    with pytest.raises(RankFailed, match=r"rank 1 failed at step 1: .*does not answer"):
+    with pytest.raises(
+        RankFailed, match=r"rank 1 failed at step 1: .* its process on host-1 does not answer"
+    ):
         started.group.gather(0.3)
 
 

@@ -1,9 +1,14 @@
-"""A private Ray instance, and another after it."""
+"""A private Ray instance, another after it, and one that does not start at once."""
+
+import logging
+from pathlib import Path
 
 import pytest
 import ray
 
-from quire.cluster.local_cluster import LocalCluster
+from quire.cluster import local_cluster
+from quire.cluster.local_cluster import LocalCluster, attach
+from quire.proto.errors import ReplicaUnavailable
 
 
 @pytest.mark.cluster
@@ -14,3 +19,59 @@ def test_a_cluster_can_follow_another_in_one_process():
             directory = cluster.directory
         assert not ray.is_initialized()
         assert not directory.exists()
+
+
+class FailingStart:
+    """Takes the place of ray.init: fails some times as Ray does, and leaves what a process of it wrote."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.directories: list[Path] = []
+        self._num_failures = num_failures
+
+    def __call__(self, *, _temp_dir: str, **options: object) -> None:
+        self.directories.append(Path(_temp_dir).parent)
+        if len(self.directories) > self._num_failures:
+            return
+        logs = Path(_temp_dir) / "session_1" / "logs"
+        logs.mkdir(parents=True)
+        (logs / "gcs_server.out").write_text("")
+        (logs / "raylet.err").write_text("first line\n\nthe disk is full\n")
+        raise TimeoutError("the node\ndid not start")
+
+
+@pytest.fixture
+def failing_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FailingStart:
+    start = FailingStart(request.param)
+    monkeypatch.setattr(local_cluster.ray, "init", start)
+    return start
+
+
+@pytest.mark.parametrize("failing_start", [1], indirect=True)
+def test_a_start_that_fails_once_is_tried_again(
+    failing_start: FailingStart, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), LocalCluster(num_cpus=1) as cluster:
+        first, second = failing_start.directories
+        assert first != second == cluster.directory
+        assert not first.exists()
+    assert "the node did not start; raylet.err: first line | the disk is full" in caplog.text
+
+
+@pytest.mark.parametrize("failing_start", [2], indirect=True)
+def test_a_start_that_fails_twice_says_why_and_leaves_nothing(failing_start: FailingStart) -> None:
+    with pytest.raises(
+        ReplicaUnavailable,
+        match=r"Ray did not start: the node did not start; raylet.err: .* \| the disk is full",
+    ):
+        LocalCluster(num_cpus=1)
+    assert len(failing_start.directories) == 2
+    assert not any(directory.exists() for directory in failing_start.directories)
+
+
+def test_a_cluster_that_is_not_there_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: str, **options: object) -> None:
+        raise ConnectionError(f"nobody at {address}")
+
+    monkeypatch.setattr(local_cluster.ray, "init", refuse)
+    with pytest.raises(ReplicaUnavailable, match=r"no Ray cluster at 127.0.0.1:1 can be joined: nobody at"):
+        attach("127.0.0.1:1")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.cluster.describe import describe_model
 from quire.proto.block_tables import BlockTables
-from quire.proto.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from quire.proto.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from quire.proto.step import NewSequence, RowSampling, StepPlan, StepResult
+from quire.worker.graphs import GraphBackend
 from quire.worker.parallel import Communicator, SingleRank
 from quire.worker.runner import ModelRunner
 
@@ -64,30 +65,25 @@ class ThreadCommunicator:
 def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
     """An EngineConfig as the resolver would make it, for float32 on a CPU.
 
-    Settings: block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, device.
+    Settings: block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype, device, quantization,
+    cuda_graphs.
     """
-    hf = json.loads((folder / "config.json").read_text())
-    num_heads = hf["num_attention_heads"]
-    model = ModelConfig(
-        path=str(folder),
-        name=folder.name,
-        architecture=hf["architectures"][0],
-        hf=hf,
+    model = replace(
+        describe_model(folder, folder.name),
         dtype="float32",
         max_model_len=settings.get("max_model_len", 256),
-        vocab_size=hf["vocab_size"],
-        num_layers=hf["num_hidden_layers"],
-        num_heads=num_heads,
-        num_kv_heads=hf["num_key_value_heads"],
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // num_heads,
+        quantization=settings.get("quantization"),
     )
     cache = CacheConfig(
         block_size=settings.get("block_size", 16),
         num_blocks=settings.get("num_blocks"),
         memory_bytes=settings.get("memory_bytes"),
+        kv_dtype=settings.get("kv_dtype", "auto"),
     )
     scheduler = SchedulerConfig(max_num_seqs=settings.get("max_num_seqs", 8))
-    return EngineConfig(model, cache, ParallelConfig(tp, settings.get("device", "cpu"), 1), scheduler)
+    cuda_graphs = settings.get("cuda_graphs", True)
+    parallel = ParallelConfig(tp, settings.get("device", "cpu"), 1, cuda_graphs=cuda_graphs)
+    return EngineConfig(model, cache, parallel, scheduler)
 
 
 @dataclass
@@ -184,9 +180,20 @@ class Planner:
 
 
 class Engine:
-    """ModelRunners of all ranks, as threads, with a Planner."""
+    """ModelRunners of all ranks, as threads, with a Planner.
 
-    def __init__(self, folder: Path, tp: int = 1, num_blocks: int = 64, **settings: Any) -> None:
+    Args:
+        graph_backend: of every runner.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tp: int = 1,
+        num_blocks: int = 64,
+        graph_backend: GraphBackend | None = None,
+        **settings: Any,
+    ) -> None:
         self.config = make_config(folder, tp, **settings)
         self.num_blocks = num_blocks
         self._group = ThreadGroup(tp)
@@ -194,9 +201,10 @@ class Engine:
         comms: list[Communicator] = (
             [SingleRank()] if tp == 1 else [self._group.communicator(r) for r in range(tp)]
         )
-        self.runners = self.on_all(lambda comm: ModelRunner(self.config, comm), comms)
-        for runner in self.runners:
-            runner.allocate_cache(num_blocks)
+        self.runners = self.on_all(
+            lambda comm: ModelRunner(self.config, comm, graph_backend=graph_backend), comms
+        )
+        self.on_all(lambda runner: runner.allocate_cache(num_blocks), self.runners)
 
     def on_all(self, function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:
         """The function for each rank's argument at the same time; an error on one ends the wait of the others."""
@@ -214,6 +222,7 @@ class Engine:
         """Executes the plan on every rank, through its encoded form; rank 0's result."""
         plan = StepPlan.decode(plan.encode())
         results = self.on_all(lambda runner: runner.execute(plan), self.runners)
+        self.on_all(lambda runner: runner.after_step(), self.runners)
         assert all(result.token_ids.size == 0 for result in results[1:])
         return results[0]
 

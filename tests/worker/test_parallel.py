@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from quire.proto.step import RowSampling, StepResult, decode_reply
-from quire.worker.parallel import Shard, SingleRank, TorchDistributed, open_store
+from quire.worker.parallel import Shard, SingleRank, TorchDistributed, interface_of, open_store
 
 HOST = "127.0.0.1"
 
@@ -127,3 +128,16 @@ def test_shards_cover_a_dimension_once(full_len: int, size: int) -> None:
     shards = [Shard(rank, size, full_len) for rank in range(size)]
     assert [place for shard in shards for place in range(shard.start, shard.end)] == list(range(full_len))
     assert all(len(shard) <= shard.padded_len for shard in shards)
+
+
+def test_a_store_listens_on_its_own_address_only() -> None:
+    store, port = open_store("127.0.0.2")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+    socket.create_connection(("127.0.0.2", port), timeout=5).close()
+    del store
+
+
+def test_an_interface_is_found_by_its_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") is None  # of a network that is kept for documentation

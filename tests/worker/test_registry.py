@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
+from quire.proto.config import EngineConfig, ParallelConfig
 from quire.proto.errors import ConfigError
 from quire.worker.models.registry import check_supported
 
@@ -31,40 +31,108 @@ def changed(model: Any, **settings: Any) -> Any:
     return replace(model, hf=model.hf | settings)
 
 
-def test_an_unknown_architecture_is_named_with_the_known_ones(model: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"'BloomForCausalLM' is not supported; supported: LlamaForCausalLM, "
-    ):
-        check_supported(replace(model, architecture="BloomForCausalLM"), 1)
+def as_transformers_would(architecture: str, model_type: str, model: Any, **settings: Any) -> Any:
+    """The model as one of an architecture that quire has no definition of its own for."""
+    return replace(changed(model, model_type=model_type, **settings), architecture=architecture)
 
 
 @pytest.mark.parametrize(
-    ("size", "words"), [(3, "attention heads, 8"), (8, "KV heads, 4"), (0, "at least 1")]
+    ("architecture", "model_type", "words"),
+    [
+        ("T5ForConditionalGeneration", "t5", "encoder and a decoder"),
+        ("MambaForCausalLM", "mamba", "recurrent state"),
+        ("Zamba2ForCausalLM", "zamba2", "recurrent state"),
+        ("CodeGenForCausalLM", "codegen", "does not go through transformers' attention interface"),
+        ("BertForMaskedLM", "bert", "has no causal language model of that name"),
+        ("NeverForCausalLM", "never", "has no causal language model of that name"),
+        ("DeepseekV3ForCausalLM", "deepseek_v3", "multi-head latent attention"),
+    ],
 )
-def test_sizes_that_do_not_divide_are_refused_with_the_numbers(model: Any, size: int, words: str) -> None:
+def test_architectures_that_cannot_be_served_are_named_with_the_reason(
+    model: Any, architecture: str, model_type: str, words: str
+) -> None:
+    settings: dict[str, Any] = {}
+    if model_type == "t5":
+        settings["is_encoder_decoder"] = True
+    if model_type == "deepseek_v3":
+        settings["kv_lora_rank"] = 512
+    with pytest.raises(ConfigError, match=rf"architecture '{architecture}' is not supported: .*{words}"):
+        check_supported(as_transformers_would(architecture, model_type, model, **settings), 1)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "words"),
+    [
+        ("GPT2LMHeadModel", "gpt2", "has no tensor-parallel plan"),
+        ("BloomForCausalLM", "bloom", "has no tensor-parallel plan"),
+        ("GlmForCausalLM", "glm", "needs 'colwise_gather_output' in its tensor-parallel plan"),
+    ],
+)
+def test_architectures_without_a_plan_are_for_one_rank(
+    model: Any, architecture: str, model_type: str, words: str
+) -> None:
+    named = as_transformers_would(architecture, model_type, model)
+    check_supported(named, 1)
+    with pytest.raises(ConfigError, match=f"{words}: tensor_parallel_size must be 1, not 2"):
+        check_supported(named, 2)
+
+
+def test_a_plan_wants_sizes_that_divide(model: Any) -> None:
+    named = as_transformers_would("OlmoForCausalLM", "olmo", model)
+    check_supported(named, 4)
+    with pytest.raises(ConfigError, match="8 does not divide its KV heads, 4"):
+        check_supported(named, 8)
+
+
+def test_a_rope_that_depends_on_the_batch_is_refused(model: Any) -> None:
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 128}
+    named = as_transformers_would("OlmoForCausalLM", "olmo", model, rope_parameters=rope)
+    check_supported(replace(named, max_model_len=128), 1)
+    with pytest.raises(ConfigError, match="longest sequence; give a max_model_len of at most 128"):
+        check_supported(named, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "size", "words"),
+    [
+        ({}, 3, "3 does not divide its attention heads, 8"),
+        ({}, 0, "must be at least 1"),
+        ({"num_kv_heads": 3}, 1, "8 attention heads cannot share 3 KV heads"),
+        ({"num_heads": 12, "num_kv_heads": 4}, 6, "neither divides its KV heads, 4, nor is a multiple"),
+        ({"vocab_size": 9}, 8, "vocab_size, 9, is too small for a tensor_parallel_size of 8"),
+    ],
+)
+def test_sizes_that_ranks_cannot_share(model: Any, fields: dict[str, int], size: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_supported(model, size)
+        check_supported(replace(model, **fields), size)
+
+
+def test_more_ranks_than_kv_heads(model: Any) -> None:
+    config = replace(EngineConfig(model), parallel=ParallelConfig(8))
+    assert check_supported(model, 8).num_kv_heads == 4
+    assert config.num_kv_heads_per_rank == 1
 
 
 def test_an_intermediate_size_that_does_not_divide(model: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"tensor_parallel_size 4 does not divide its intermediate_size, 130"
-    ):
-        check_supported(changed(model, intermediate_size=130), 4)
+    check_supported(changed(model, intermediate_size=130), 4)
+    with pytest.raises(ConfigError, match=r"intermediate_size, 9, is too small"):
+        check_supported(changed(model, intermediate_size=9), 4)
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "'spiral' is not supported"),
         ({"rope_parameters": {"rope_type": "linear"}}, "'linear' lacks 'factor'"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per kind of layer"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"sliding_window": 100}, "sliding window of 100 tokens .* at most 100"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "default"}}},
+            "lack layers of type 'full_att",
+        ),
         ({"rms_norm_eps": None}, "lacks 'rms_norm_eps'"),
-        ({"hidden_act": "gelu"}, "'gelu' is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantized weights \(awq\)"),
+        ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported, only 'silu'"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layers of type 'chunked_attention'"),
+        ({"layer_types": ["full_attention"]}, "describes 1 layers and has 3"),
+        ({"use_bidirectional_attention": True}, "looks ahead"),
     ],
 )
 def test_features_that_are_not_computed_are_refused_by_name(
@@ -74,26 +142,37 @@ def test_features_that_are_not_computed_are_refused_by_name(
         check_supported(changed(model, **settings), 1)
 
 
-def test_a_window_that_never_matters_is_no_obstacle(model: Any) -> None:
-    check_supported(changed(model, sliding_window=256), 1)
-    check_supported(changed(model, sliding_window=100, use_sliding_window=False), 1)
+def windows(model: Any, **settings: Any) -> list[int]:
+    return [layer.window for layer in check_supported(changed(model, **settings), 1).layers]
+
+
+def test_windows_are_of_the_layers_that_have_them(make_model: Any, engine_config: Any) -> None:
+    mistral = engine_config(make_model("mistral")).model
+    assert windows(mistral, sliding_window=100) == [100, 100, 100]
+    assert windows(mistral, sliding_window=256) == [0, 0, 0], "no sequence outgrows it"
+    qwen2 = engine_config(make_model("qwen2")).model
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    assert windows(qwen2, sliding_window=64, use_sliding_window=True, layer_types=kinds) == [0, 64, 0]
+    assert windows(qwen2, sliding_window=64, use_sliding_window=False, layer_types=kinds) == [0, 0, 0]
+
+
+def test_layers_with_experts(make_model: Any, engine_config: Any) -> None:
+    model = engine_config(make_model("qwen3_moe")).model
+
+    def sparse(**settings: Any) -> list[bool]:
+        return [layer.has_experts for layer in check_supported(changed(model, **settings), 1).layers]
+
+    assert sparse() == [True, True, True]
+    assert sparse(mlp_only_layers=[0]) == [False, True, True]
+    assert sparse(decoder_sparse_step=2) == [False, True, False]
+    with pytest.raises(ConfigError, match="num_experts_per_tok is 7, but it has 6 experts"):
+        sparse(num_experts_per_tok=7)
 
 
 def test_old_and_new_spellings_of_rope_mean_the_same(model: Any) -> None:
     new = changed(model, rope_parameters=LLAMA3_ROPE | {"rope_theta": 5e5})
     old = changed(model, rope_parameters=None, rope_theta=5e5, rope_scaling=LLAMA3_ROPE)
-    assert check_supported(new, 1).rope == check_supported(old, 1).rope
-
-
-def test_llama3_frequencies_equal_transformers(model: Any) -> None:
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    settings = LLAMA3_ROPE | {"rope_theta": 5e5}
-    config = LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=settings)
-    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    rope = check_supported(changed(model, rope_parameters=settings), 1).rope
-    torch.testing.assert_close(torch.tensor(rope.inverse_frequencies(128)), expected)
+    assert check_supported(new, 1).ropes == check_supported(old, 1).ropes
 
 
 def test_the_registry_imports_no_torch() -> None:

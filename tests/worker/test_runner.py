@@ -158,7 +158,7 @@ def test_missing_blocks_are_refused(script: Script) -> None:
 
 def test_garbage_in_unused_slots_does_not_matter(script: Script, alone: list[int]) -> None:
     for layer in script.runner._kv.layers:
-        layer.fill_(torch.nan)
+        layer.blocks.fill_(torch.nan)
     other = sequence(1, PROMPT[:2], (20,))
     tokens = script.step((sequence(0, PROMPT, (5, 6, 7)), other), **chunks((0, 11), (1, 2)))
     assert tokens[0] == alone[0]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chi_square import assert_chi_square
 from torch import Tensor
 
 from quire.proto.step import RowSampling
@@ -119,24 +120,6 @@ def test_noise_of_neighbouring_tokens_is_independent() -> None:
     assert_chi_square(counts, torch.full((64,), num_draws / 2 / 64, dtype=torch.float64))
 
 
-def assert_chi_square(counts: Tensor, expected: Tensor) -> None:
-    """Rejects at about 1 in 10,000; rare outcomes are put together."""
-    common = expected >= 5
-    observed = torch.cat((counts[common], counts[~common].sum(0, keepdim=True)))
-    wanted = torch.cat((expected[common], expected[~common].sum(0, keepdim=True)))
-    if wanted[-1] < 1e-9:
-        observed, wanted = observed[:-1], wanted[:-1]
-    degrees = len(wanted) - 1
-    if degrees == 0:
-        return
-    statistic = float(((observed - wanted) ** 2 / wanted).sum())
-    # Wilson and Hilferty's normal approximation of the chi-square distribution.
-    limit = degrees * (1 - 2 / (9 * degrees) + 3.72 * math.sqrt(2 / (9 * degrees))) ** 3
-    assert statistic < limit, (
-        f"chi-square {statistic:.1f} with {degrees} degrees of freedom; limit {limit:.1f}"
-    )
-
-
 def with_seed(sampling: RowSampling, seed: int) -> RowSampling:
     return RowSampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed)
 
@@ -197,18 +180,6 @@ def test_ties_go_to_the_lowest_id_on_any_number_of_ranks(thread_group: Any) -> N
         for tokens, _ in sample_on_ranks(thread_group, size, logits, settings, [1, 1]):
             assert tokens[0] == 13
             assert tokens[1] in (0, 1, 2)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_stop_tokens_cannot_come_too_early(size: int, thread_group: Any) -> None:
-    logits = torch.zeros(3, 40)
-    logits[:, 30], logits[:, 7], logits[:, 21] = 9.0, 5.0, 3.0
-    early = RowSampling(temperature=0.0, stop_free_len=10, stop_token_ids=(30, 7), logprobs=1)
-    for tokens, logprobs in sample_on_ranks(thread_group, size, logits, [early] * 3, [9, 10, 11]):
-        assert tokens.tolist() == [21, 30, 30]
-        assert logprobs is not None
-        # The model's own distribution: the forbidden token is still its likeliest.
-        assert logprobs.top_ids[0].tolist() == [30]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -115,6 +115,28 @@ def test_a_rank_that_leaves_is_named_at_once() -> None:
     on_ranks(2, meet)
 
 
+def test_ranks_of_several_hosts_use_gloo_and_look_into_no_other_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hosts = iter(range(2))
+    monkeypatch.setattr(shared_memory, "_host", lambda: next(hosts))
+    monkeypatch.setattr(
+        shared_memory, "_open_segment", lambda *_: pytest.fail("a foreign process was opened")
+    )
+
+    def add(comm: Communicator) -> list[float]:
+        assert isinstance(comm, TorchDistributed)
+        return comm.all_reduce(torch.full((3,), 1.0 + comm.rank)).tolist()  # type: ignore[no-any-return]
+
+    assert on_ranks(2, add) == [[3.0] * 3] * 2
+
+
+def test_a_host_is_the_same_for_all_its_processes() -> None:
+    script = "from quire.worker.shared_memory import _host; print(_host())"
+    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(other.stdout) == shared_memory._host()
+
+
 def test_a_rank_without_the_library_makes_all_use_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_open_segment", lambda process, number: None)
     assert on_ranks(2, lambda comm: type(comm)) == [TorchDistributed, TorchDistributed]

@@ -8,14 +8,21 @@ import pytest
 from triton_device import DEVICE
 
 from quire.kernels import decode_splits, dispatch
-from quire.proto.step import RowSampling
+from quire.proto.step import RowConstraints, RowSampling
 
 SAMPLING = [
     RowSampling(temperature=0.0),
     RowSampling(temperature=0.8, seed=1),
     RowSampling(temperature=1.1, seed=2, top_k=20, top_p=0.9),
+    RowSampling(seed=3, constraints=RowConstraints(2, 1.5, 0.5, 0.25, ((7, 2.0),), ((9,), (8, 9, 10)))),
+    RowSampling(
+        seed=4,
+        constraints=RowConstraints(
+            3, 0.8, 0.0, -1.0, allowed_token_ids=(3, 7, 200, 350), stop_token_ids=(7,)
+        ),
+    ),
 ]
-PROMPTS = [[5, 17, 99, 3, 42, 7, 11], [8], list(range(30, 50))]
+PROMPTS = [[5, 17, 99, 3, 42, 7, 11], [8], list(range(30, 50)), [8, 9], [3, 200, 9]]
 
 
 @pytest.mark.parametrize("device", [DEVICE])

@@ -160,13 +160,24 @@ def test_each_rank_reads_only_its_slices(
             assert count == (whole[name] if "norm" in name else whole[name] // 4), name
 
 
-def test_progress_ends_at_all_bytes(make_model: Any, engine_config: Any) -> None:
+@pytest.mark.parametrize("size", [1, 4])
+def test_progress_counts_the_bytes_of_a_ranks_own_parts(
+    make_model: Any, engine_config: Any, thread_group: Any, size: int
+) -> None:
     seen: list[tuple[int, int]] = []
     folder = make_model("qwen2")
-    ModelRunner(engine_config(folder), SingleRank(), lambda done, total: seen.append((done, total)))
-    size = (folder / "model.safetensors").stat().st_size
-    assert seen == sorted(seen)
-    assert seen[-1] == (size, size)
+    ModelRunner(
+        engine_config(folder, size),
+        thread_group(size).communicator(size - 1),
+        lambda done, total: seen.append((done, total)),
+    )
+    # Matrices and the biases of q, k and v are shared out; norms are held by all.
+    tensors = load_file(folder / "model.safetensors")
+    own = sum(x.nbytes if "norm" in name else x.nbytes // size for name, x in tensors.items())
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (own, own)
+    assert {total for _, total in seen[:-1]} == {seen[0][1]}
+    assert abs(seen[0][1] - own) < 0.02 * own
 
 
 def test_weights_are_converted_to_the_models_dtype(folder: Path, make_model: Any, engine_config: Any) -> None:

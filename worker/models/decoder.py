@@ -1,89 +1,160 @@
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3: one definition, their differences are in the DecoderSpec."""
+"""The decoder of Llama and its relatives: one definition, their differences are in the DecoderSpec."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from torch import Tensor
 
-from ...kernels.activation import silu_and_mul
-from ...kernels.norm import add_rms_norm, rms_norm
+from ...kernels.activation import gelu_tanh_and_mul, silu_and_mul
+from ...kernels.all_reduce_norm import Peers, all_reduce_add_rms_norm
+from ...kernels.attention_variant import AttentionVariant
+from ...kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
+from ...kernels.quantized_linear import Float8Tokens
 from ...kernels.rotate_and_store import rotate_and_store
-from ..attention import AttentionInputs, paged_attention
+from ..attention import AttentionInputs, LayerCache, paged_attention
 from ..layers import (
     ColumnParallelLinear,
     LoadContext,
+    Projection,
     RotaryTable,
     RowParallelLinear,
+    Unsummed,
     VocabParallelEmbedding,
     VocabParallelHead,
+    WholeProjectionNorm,
 )
-from .spec import DecoderSpec
+from ..peer_memory import share_memory
+from .mixture import MixtureOfExperts
+from .spec import DecoderSpec, LayerSpec
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+
+# Cosines and sines of a step's tokens by the rope that they are of; None for layers without positions.
+Rotations = Mapping[str | None, tuple[Tensor | None, Tensor | None]]
 
 
 class Attention:
     """Self-attention over the paged cache; a rank computes its own heads."""
 
-    def __init__(self, load: LoadContext, spec: DecoderSpec, name: str) -> None:
+    def __init__(
+        self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
+    ) -> None:
         self.head_dim = spec.head_dim
-        self.scale = spec.head_dim**-0.5
+        self.scale = spec.attention_scale
         self.norm_eps = spec.norm_eps
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        names = [f"{name}.{projection}_proj" for projection in "qkv"]
+        self.rope = layer.rope
+        self.variant = AttentionVariant(window=layer.window, soft_cap=spec.attention_soft_cap)
         self.qkv = ColumnParallelLinear(
-            load, names, spec.hidden_size, [q_size, kv_size, kv_size], bias=spec.qkv_bias
+            load, _qkv_projections(load, spec, name), spec.hidden_size, bias=spec.qkv_bias
         )
+        q_size = spec.num_heads * spec.head_dim
         self.output = RowParallelLinear(
-            load, f"{name}.o_proj", q_size, spec.hidden_size, bias=spec.output_bias
+            load, f"{name}.o_proj", q_size, spec.hidden_size, bias=spec.output_bias, peers=peers
         )
         self.q_norm = self.k_norm = None
-        if spec.qk_norm:
-            self.q_norm = load.whole(f"{name}.q_norm.weight", spec.head_dim)
-            self.k_norm = load.whole(f"{name}.k_norm.weight", spec.head_dim)
-
-    def forward(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor, inputs: AttentionInputs
-    ) -> Tensor:
-        """[T, E] -> [T, E]; writes the tokens' keys and values before anything reads them."""
-        num_tokens = x.shape[0]
-        heads = self.qkv.forward(x).view(num_tokens, -1, self.head_dim)
-        q = rotate_and_store(
-            heads, kv_cache, inputs.slot_mapping, *rotation, self.q_norm, self.k_norm, self.norm_eps
-        )
-        attended = paged_attention(q, kv_cache, inputs, self.scale)
-        return self.output.forward(attended.view(num_tokens, -1))
-
-
-class Mlp:
-    """SwiGLU feed-forward."""
-
-    def __init__(self, load: LoadContext, spec: DecoderSpec, name: str) -> None:
-        inner = spec.intermediate_size
-        names = [f"{name}.gate_proj", f"{name}.up_proj"]
-        self.gate_up = ColumnParallelLinear(load, names, spec.hidden_size, [inner, inner], bias=spec.mlp_bias)
-        self.down = RowParallelLinear(load, f"{name}.down_proj", inner, spec.hidden_size, bias=spec.mlp_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, E] -> [T, E]."""
-        return self.down.forward(silu_and_mul(self.gate_up.forward(x)))
-
-
-class DecoderLayer:
-    """Attention and feed-forward, each normalised before and added after."""
-
-    def __init__(self, load: LoadContext, spec: DecoderSpec, name: str) -> None:
-        self.norm_eps = spec.norm_eps
-        self.input_norm = load.whole(f"{name}.input_layernorm.weight", spec.hidden_size)
-        self.attention = Attention(load, spec, f"{name}.self_attn")
-        self.post_attention_norm = load.whole(f"{name}.post_attention_layernorm.weight", spec.hidden_size)
-        self.mlp = Mlp(load, spec, f"{name}.mlp")
+        self.projection_norms: list[WholeProjectionNorm] = []
+        if spec.qk_norm == "head":
+            self.q_norm = load.norm(f"{name}.q_norm", spec.head_dim, spec.norm_offset)
+            self.k_norm = load.norm(f"{name}.k_norm", spec.head_dim, spec.norm_offset)
+        elif spec.qk_norm == "projection":
+            for own, count in (("q", spec.num_heads), ("k", spec.num_kv_heads)):
+                shard = load.head_shard(count, spec.head_dim)
+                self.projection_norms.append(
+                    WholeProjectionNorm(load, f"{name}.{own}_norm", shard, spec.norm_eps)
+                )
 
     def forward(
         self,
-        x: Tensor | None,
-        residual: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        kv_cache: Tensor,
+        x: Tensor | Float8Tokens,
+        rotations: Rotations,
+        kv_cache: LayerCache,
         inputs: AttentionInputs,
-    ) -> Tensor:
+    ) -> Tensor | Unsummed:
+        """[T, E] -> [T, E]; writes the tokens' keys and values before anything reads them."""
+        projected = self.qkv.forward(x)
+        num_tokens = projected.shape[0]
+        start = 0
+        for norm in self.projection_norms:
+            norm.apply(projected[:, start : start + norm.length])
+            start += norm.length
+        q = rotate_and_store(
+            projected.view(num_tokens, -1, self.head_dim),
+            kv_cache.blocks,
+            inputs.slot_mapping,
+            *rotations[self.rope],
+            self.q_norm,
+            self.k_norm,
+            self.norm_eps,
+            kv_cache.scales,
+        )
+        attended = paged_attention(q, kv_cache, inputs, self.scale, self.variant)
+        return self.output.forward_unsummed(attended.view(num_tokens, -1))
+
+
+class Mlp:
+    """Gated feed-forward."""
+
+    def __init__(self, load: LoadContext, spec: DecoderSpec, name: str, peers: Peers | None) -> None:
+        inner, shard = spec.intermediate_size, load.shard(spec.intermediate_size)
+        if spec.fused_projections:
+            fused = f"{name}.gate_up_proj"
+            projections = [Projection(fused, shard, start, 2 * inner) for start in (0, inner)]
+        else:
+            projections = [Projection(f"{name}.{part}_proj", shard) for part in ("gate", "up")]
+        self.gate_up = ColumnParallelLinear(load, projections, spec.hidden_size, bias=spec.mlp_bias)
+        self.down = RowParallelLinear(
+            load, f"{name}.down_proj", inner, spec.hidden_size, bias=spec.mlp_bias, peers=peers
+        )
+        self.activate = ACTIVATIONS[spec.activation]
+
+    def forward(self, x: Tensor | Float8Tokens) -> Tensor | Unsummed:
+        """[T, E] -> [T, E]."""
+        return self.down.forward_unsummed(self.activate(self.gate_up.forward(x)))
+
+
+class DecoderLayer:
+    """Attention and feed-forward, each added to the residual; normalised before, after, or both.
+
+    Args:
+        peers: what sums over the ranks are left to where nothing comes between a sum and its addition.
+    """
+
+    def __init__(
+        self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
+    ) -> None:
+        def norm(own_name: str | None) -> Tensor | None:
+            if own_name is None:
+                return None
+            return load.norm(f"{name}.{own_name}", spec.hidden_size, spec.norm_offset)
+
+        if spec.residual_scale != 1.0 or spec.norms.after_attention or spec.norms.after_mlp:
+            peers = None
+        self.comm, self.peers = load.comm, peers
+        self.norm_eps = spec.norm_eps
+        self.residual_scale = spec.residual_scale
+        self.before_attention = norm(spec.norms.before_attention)
+        self.attention = Attention(load, spec, layer, f"{name}.self_attn", peers)
+        self.after_attention = norm(spec.norms.after_attention)
+        self.before_mlp = norm(spec.norms.before_mlp)
+        self.mlp: Mlp | MixtureOfExperts
+        if layer.has_experts:
+            assert spec.experts is not None
+            self.mlp = MixtureOfExperts(
+                load, spec.experts, spec.hidden_size, ACTIVATIONS[spec.activation], name
+            )
+        else:
+            self.mlp = Mlp(load, spec, f"{name}.mlp", peers)
+        self.after_mlp = norm(spec.norms.after_mlp)
+
+    def forward(
+        self,
+        x: Tensor | Unsummed | None,
+        residual: Tensor,
+        rotations: Rotations,
+        kv_cache: LayerCache,
+        inputs: AttentionInputs,
+    ) -> Tensor | Unsummed:
         """Additions to the residual are made with the norm that follows them, which reads it anyway.
 
         Args:
@@ -93,53 +164,112 @@ class DecoderLayer:
         Returns:
             What is to be added to `residual`, [T, E].
         """
-        if x is None:
-            x = rms_norm(residual, self.input_norm, self.norm_eps)
+        normed = self._add_for(self.attention.qkv, x, residual, self.before_attention)
+        x = self._finish(self.attention.forward(normed, rotations, kv_cache, inputs), self.after_attention)
+        if isinstance(self.mlp, Mlp):
+            x = self.mlp.forward(self._add_for(self.mlp.gate_up, x, residual, self.before_mlp))
         else:
-            x = add_rms_norm(x, residual, self.input_norm, self.norm_eps)
-        x = self.attention.forward(x, rotation, kv_cache, inputs)
-        x = add_rms_norm(x, residual, self.post_attention_norm, self.norm_eps)
-        return self.mlp.forward(x)
+            x = self.mlp.forward(self._add(x, residual, self.before_mlp))
+        return self._finish(x, self.after_mlp)
+
+    def _add_for(
+        self,
+        reader: ColumnParallelLinear,
+        x: Tensor | Unsummed | None,
+        residual: Tensor,
+        norm: Tensor | None,
+    ) -> Tensor | Float8Tokens:
+        """As `_add`, in float8 where `reader` rounds to it anyway: nothing else is read or written for that."""
+        if reader.takes_float8 and isinstance(x, Tensor) and norm is not None:
+            return Float8Tokens(*add_rms_norm_float8(x, residual, norm, self.norm_eps), x.dtype)
+        return self._add(x, residual, norm)
+
+    def _add(self, x: Tensor | Unsummed | None, residual: Tensor, norm: Tensor | None) -> Tensor:
+        """Adds x to the residual, and returns that normalised where there is a norm."""
+        if isinstance(x, Unsummed):
+            if norm is not None and self.peers is not None:
+                return all_reduce_add_rms_norm(x.part, residual, norm, self.norm_eps, self.peers)
+            x = self.comm.all_reduce(x.part)
+        if norm is None:
+            return residual if x is None else residual.add_(x)
+        if x is None:
+            return rms_norm(residual, norm, self.norm_eps)
+        return add_rms_norm(x, residual, norm, self.norm_eps)
+
+    def _finish(self, x: Tensor | Unsummed, norm: Tensor | None) -> Tensor | Unsummed:
+        """What is to be added to the residual of what was computed."""
+        if isinstance(x, Unsummed):
+            return x
+        if norm is not None:
+            x = rms_norm(x, norm, self.norm_eps)
+        return x if self.residual_scale == 1.0 else x.mul_(self.residual_scale)
 
 
 class Decoder:
-    """Token ids to hidden states to logits.
+    """Token ids to hidden states to logits; see `build.Model`.
 
     Args:
-        num_positions: positions that the rotary table covers.
+        num_positions: positions that the rotary tables cover.
     """
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, num_positions: int) -> None:
+        self.comm = load.comm
         self.norm_eps = spec.norm_eps
-        self.rotary = RotaryTable(load, spec.rope, spec.head_dim, num_positions)
-        self.embedding = VocabParallelEmbedding(load, "model.embed_tokens", spec.vocab_size, spec.hidden_size)
-        self.layers = [DecoderLayer(load, spec, f"model.layers.{index}") for index in range(spec.num_layers)]
-        self.norm = load.whole("model.norm.weight", spec.hidden_size)
-        tied = self.embedding if spec.tied_embeddings else None
-        self.head = VocabParallelHead(load, "lm_head", spec.hidden_size, spec.vocab_size, tied)
+        self.can_be_recorded = spec.experts is None
+        self.rotary = {key: RotaryTable(load, rope, num_positions) for key, rope in spec.ropes.items()}
+        self.embedding = VocabParallelEmbedding(
+            load, "model.embed_tokens", spec.vocab_size, spec.hidden_size, spec.embedding_scale
+        )
+        peers = None
+        if load.fused_all_reduce:
+            peers = share_memory(load.comm, spec.hidden_size, load.dtype, load.device)
+        self.layers = [
+            DecoderLayer(load, spec, layer, f"model.layers.{index}", peers)
+            for index, layer in enumerate(spec.layers)
+        ]
+        self.norm = load.norm("model.norm", spec.hidden_size, spec.norm_offset)
+        self.head = VocabParallelHead(
+            load,
+            "lm_head",
+            spec.hidden_size,
+            spec.vocab_size,
+            tied=self.embedding if spec.tied_embeddings else None,
+            scale=spec.logits_scale,
+            soft_cap=spec.logits_soft_cap,
+        )
         # Some checkpoints store the head although it is tied.
         load.checkpoint.expect_all_read(ignoring=["lm_head.weight"] if spec.tied_embeddings else [])
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], inputs: AttentionInputs
+        self, token_ids: Tensor, positions: Tensor, kv_caches: list[LayerCache], inputs: AttentionInputs
     ) -> Tensor:
-        """Hidden states after the last layer, before the last norm.
-
-        Args:
-            token_ids: [T] int32.
-            positions: [T] int64.
-            kv_caches: a layer each, [N, 2, Hkv, B, D].
-
-        Returns:
-            [T, E].
-        """
+        """Hidden states after the last layer, before the last norm."""
         hidden = self.embedding.forward(token_ids)
-        rotation = self.rotary.at(positions)
-        x = None
+        rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {None: (None, None)}
+        rotations |= {key: table.at(positions) for key, table in self.rotary.items()}
+        x: Tensor | Unsummed | None = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x = layer.forward(x, hidden, rotation, kv_cache, inputs)
+            x = layer.forward(x, hidden, rotations, kv_cache, inputs)
+        if isinstance(x, Unsummed):
+            x = self.comm.all_reduce(x.part)
         return hidden if x is None else hidden.add_(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """This rank's logits of [N, E] hidden states, [N, padded part of the vocabulary] float32."""
         return self.head.forward(rms_norm(hidden, self.norm, self.norm_eps))
+
+    def check(self) -> None:
+        """Nothing is in doubt."""
+
+
+def _qkv_projections(load: LoadContext, spec: DecoderSpec, name: str) -> list[Projection]:
+    counts = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
+    shards = [load.head_shard(count, spec.head_dim) for count in counts]
+    if not spec.fused_projections:
+        return [Projection(f"{name}.{part}_proj", shard) for part, shard in zip("qkv", shards, strict=True)]
+    stored_len = sum(counts) * spec.head_dim
+    starts = [sum(counts[:index]) * spec.head_dim for index in range(3)]
+    return [
+        Projection(f"{name}.qkv_proj", shard, start, stored_len)
+        for shard, start in zip(shards, starts, strict=True)
+    ]

@@ -2,39 +2,101 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
-from .spec import DecoderSpec, Family, read_spec
+from ..quantization import read_quantization
+from . import transformers_spec
+from .spec import DecoderSpec, Family, Norms, read_spec
+from .transformers_spec import TransformersSpec, read_transformers_spec
 
+# Around attention and feed-forward, and after them only.
+_SANDWICH = Norms(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+_AFTER_ONLY = Norms(
+    before_attention=None,
+    after_attention="post_attention_layernorm",
+    before_mlp=None,
+    after_mlp="post_feedforward_layernorm",
+)
+_GEMMA = Family(norms=_SANDWICH, activation_field="hidden_activation", is_gemma=True)
+
+# What quire defines itself; all else is transformers', if it will do.
 FAMILIES = {
     "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(qkv_bias=False),
+    "MistralForCausalLM": Family(qkv_bias=False, window_of_all=True),
+    "MinistralForCausalLM": Family(qkv_bias=False),
+    "MixtralForCausalLM": Family(
+        qkv_bias=False,
+        window_of_all=True,
+        expert_fields=("num_local_experts", "intermediate_size"),
+        experts_normalised=True,
+    ),
     "Qwen2ForCausalLM": Family(qkv_bias=True),
-    "Qwen3ForCausalLM": Family(qk_norm=True),
+    "Qwen3ForCausalLM": Family(qk_norm="head"),
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm="head", window_of_all=True, expert_fields=("num_experts", "moe_intermediate_size")
+    ),
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": replace(_GEMMA, qk_norm="head"),
+    "Phi3ForCausalLM": Family(qkv_bias=False, fused_projections=True, window_of_all=True),
+    "Olmo2ForCausalLM": Family(qk_norm="projection", norms=_AFTER_ONLY),
+    "Olmo3ForCausalLM": Family(qk_norm="projection", norms=_AFTER_ONLY),
+    "GraniteForCausalLM": Family(),
+    "SmolLM3ForCausalLM": Family(),
 }
 
 
-def check_supported(model: ModelConfig, tensor_parallel_size: int) -> DecoderSpec:
-    """The model as its DecoderSpec, when it can be served by that many ranks.
+def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> None:
+    """Raises ConfigError if no model of that architecture can be served, whatever its sizes."""
+    if architecture not in FAMILIES:
+        transformers_spec.check_architecture(name, architecture, hf)
+
+
+def check_supported(model: ModelConfig, tensor_parallel_size: int) -> DecoderSpec | TransformersSpec:
+    """How the model is computed, when it can be served by that many ranks.
 
     Raises:
-        ConfigError: unknown architecture, unsupported feature, or a size that the ranks cannot share evenly.
+        ConfigError: an architecture, a feature or a size that is not supported; names it and says why.
     """
-    family = FAMILIES.get(model.architecture)
-    if family is None:
-        raise ConfigError(
-            f"{model.name}: architecture {model.architecture!r} is not supported; supported: {', '.join(FAMILIES)}"
-        )
-    spec = read_spec(model, family)
     if tensor_parallel_size < 1:
         raise ConfigError(f"tensor_parallel_size is {tensor_parallel_size}, must be at least 1")
-    for what, count in (
-        ("attention heads", spec.num_heads),
-        ("KV heads", spec.num_kv_heads),
-        ("intermediate_size", spec.intermediate_size),
-    ):
-        if count % tensor_parallel_size:
-            raise ConfigError(
-                f"{model.name}: tensor_parallel_size {tensor_parallel_size} does not divide its {what}, {count}"
-            )
+    read_quantization(model)
+    family = FAMILIES.get(model.architecture)
+    if family is None:
+        return read_transformers_spec(model, tensor_parallel_size)
+    spec = read_spec(model, family)
+    _check_sizes(model, spec, tensor_parallel_size)
     return spec
+
+
+def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int) -> None:
+    """Every rank must have something to compute, the same number of heads, and KV heads for its query heads."""
+    if spec.num_heads % spec.num_kv_heads:
+        raise ConfigError(
+            f"{model.name}: its {spec.num_heads} attention heads cannot share {spec.num_kv_heads} KV heads evenly"
+        )
+    if spec.num_heads % size:
+        raise ConfigError(
+            f"{model.name}: tensor_parallel_size {size} does not divide its attention heads, {spec.num_heads}"
+        )
+    if spec.num_kv_heads % size and size % spec.num_kv_heads:
+        raise ConfigError(
+            f"{model.name}: tensor_parallel_size {size} neither divides its KV heads, {spec.num_kv_heads}, nor is "
+            "a multiple of them"
+        )
+    lengths = {"intermediate_size": spec.intermediate_size, "vocab_size": spec.vocab_size}
+    if spec.experts is not None:
+        lengths["intermediate size of experts"] = spec.experts.intermediate_size
+    for what, length in lengths.items():
+        # Parts are equal but for the last, which may come out empty.
+        if -(-length // size) * (size - 1) >= length:
+            raise ConfigError(
+                f"{model.name}: its {what}, {length}, is too small for a tensor_parallel_size of {size}"
+            )

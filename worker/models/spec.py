@@ -1,70 +1,102 @@
-"""DecoderSpec: all in which the models of the Llama family differ, read from a Hugging Face configuration."""
+"""DecoderSpec: all in which the decoders of our own differ, read from a Hugging Face configuration."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
+from .rope import DEFAULT_THETA, Rope, RopeContext, make_rope
 
-DEFAULT_ROPE_THETA = 10000.0
+FULL, SLIDING = "full_attention", "sliding_attention"
+# Names that Hugging Face configurations have for the activations that are computed.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary position embedding.
+class Norms:
+    """The RMSNorms of a layer by their names in checkpoints; None where there is no such norm."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of a feed-forward network (Shazeer et al., 2017; Jiang et al., 2024).
 
     Attributes:
-        kind: ``default``, ``linear`` or ``llama3``.
-        theta: the base of the frequencies.
-        factor: by how much positions are stretched, linear and llama3.
-        low_freq_factor, high_freq_factor, original_len: llama3's: wavelengths above original_len /
-            low_freq_factor are stretched, below original_len / high_freq_factor left, and blended in between.
+        count: experts.
+        per_token: how many of them each token goes through.
+        intermediate_size: of one expert.
+        normalised: the weights of a token's experts are scaled to sum to 1.
     """
 
-    kind: str = "default"
-    theta: float = DEFAULT_ROPE_THETA
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_len: int = 8192
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalised: bool
 
-    def inverse_frequencies(self, head_dim: int) -> list[float]:
-        """Radians a position of each of the D/2 pairs."""
-        frequencies = [self.theta ** (-2 * pair / head_dim) for pair in range(head_dim // 2)]
-        if self.kind == "linear":
-            return [frequency / self.factor for frequency in frequencies]
-        if self.kind == "llama3":
-            return [self._blend(frequency) for frequency in frequencies]
-        return frequencies
 
-    def _blend(self, frequency: float) -> float:
-        turns = self.original_len * frequency / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = min(max(kept, 0.0), 1.0)
-        return kept * frequency + (1 - kept) * frequency / self.factor
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """In which one layer differs from another of the same model.
+
+    Attributes:
+        window: a token sees the last `window` tokens, itself included; 0: all.
+        rope: key of the layer's rotary embedding in DecoderSpec.ropes; None: it has no positions.
+        has_experts: its feed-forward network is a mixture of experts.
+    """
+
+    window: int = 0
+    rope: str | None = FULL
+    has_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """A decoder in numbers; the sizes are those of the whole model, not of a rank's shard."""
+    """A decoder in numbers; the sizes are those of the whole model, not of a rank's shard.
+
+    Attributes:
+        ropes: key |-> rotary embedding.
+        attention_scale: multiplies the products of queries and keys.
+        attention_soft_cap, logits_soft_cap: ``cap * tanh(x / cap)`` bounds scores and logits; 0: unbounded.
+        qk_norm: ``head`` or ``projection``: over what queries and keys are normalised before the rotation; None:
+            they are not.
+        fused_projections: checkpoints store q, k and v as one ``qkv_proj``, gate and up as one ``gate_up_proj``.
+        norm_offset: added to the weights of all norms.
+        embedding_scale, residual_scale, logits_scale: multiply the embeddings, what a layer adds to the residual,
+            and the logits.
+    """
 
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    rope: RopeSpec
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    tied_embeddings: bool
+    layers: tuple[LayerSpec, ...]
+    ropes: dict[str, Rope]
+    attention_scale: float
+    activation: str = "silu"
+    attention_soft_cap: float = 0.0
+    logits_soft_cap: float = 0.0
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: str | None = None
+    fused_projections: bool = False
+    norms: Norms = field(default_factory=Norms)
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    experts: Experts | None = None
+    tied_embeddings: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +105,26 @@ class Family:
 
     Attributes:
         qkv_bias: biases of the q, k and v projections; None: ``attention_bias`` says, for the output too.
-        qk_norm: queries and keys are normalised per head before the rotation.
+        activation_field: where the configuration names the activation.
+        is_gemma: embeddings are multiplied by the square root of their size, weights of norms are stored less 1,
+            and ``query_pre_attn_scalar`` takes the place of head_dim.
+        expert_fields: where the configuration has the number of experts and their intermediate size; None: there
+            are none.
+        experts_normalised: the weights of a token's experts sum to 1; None: ``norm_topk_prob`` says.
+        window_of_all: ``sliding_window`` applies to every layer, not to those that ``layer_types`` names.
+
+    The other fields are those of DecoderSpec.
     """
 
     qkv_bias: bool | None = None
-    qk_norm: bool = False
+    qk_norm: str | None = None
+    norms: Norms = field(default_factory=Norms)
+    activation_field: str = "hidden_act"
+    fused_projections: bool = False
+    is_gemma: bool = False
+    expert_fields: tuple[str, str] | None = None
+    experts_normalised: bool | None = None
+    window_of_all: bool = False
 
 
 def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
@@ -87,22 +134,42 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         ConfigError: the configuration asks for something that the decoder does not compute; names it.
     """
     hf = model.hf
-    _refuse_unknown_features(model)
     attention_bias = bool(hf.get("attention_bias", False)) if family.qkv_bias is None else False
+    activation = hf.get(family.activation_field) or "silu"
+    if activation not in ACTIVATIONS:
+        known = ", ".join(repr(name) for name in ACTIVATIONS)
+        raise ConfigError(
+            f"{model.name}: {family.activation_field} {activation!r} is not supported, only {known}"
+        )
+    layers = _read_layers(model, family)
+    ropes = _read_ropes(model, {layer.rope for layer in layers if layer.rope is not None})
     return DecoderSpec(
         vocab_size=model.vocab_size,
         hidden_size=_required(model, "hidden_size"),
         intermediate_size=_required(model, "intermediate_size"),
-        num_layers=model.num_layers,
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         norm_eps=_required(model, "rms_norm_eps"),
-        rope=_read_rope(model),
+        layers=layers,
+        ropes=ropes,
+        attention_scale=_attention_scale(model),
+        activation=ACTIVATIONS[activation],
+        attention_soft_cap=hf.get("attn_logit_softcapping") or 0.0,
+        logits_soft_cap=hf.get("final_logit_softcapping") or 0.0,
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=attention_bias,
         mlp_bias=bool(hf.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
+        fused_projections=family.fused_projections,
+        norms=family.norms,
+        norm_offset=1.0 if family.is_gemma else 0.0,
+        embedding_scale=model.hf["hidden_size"] ** 0.5
+        if family.is_gemma
+        else hf.get("embedding_multiplier", 1.0),
+        residual_scale=hf.get("residual_multiplier", 1.0),
+        logits_scale=1.0 / hf.get("logits_scaling", 1.0),
+        experts=_read_experts(model, family),
         tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
     )
 
@@ -113,53 +180,88 @@ def _required(model: ModelConfig, field: str) -> Any:
     return model.hf[field]
 
 
-def _refuse_unknown_features(model: ModelConfig) -> None:
+def _attention_scale(model: ModelConfig) -> float:
+    if (scale := model.hf.get("attention_multiplier")) is not None:
+        return float(scale)
+    return float((model.hf.get("query_pre_attn_scalar") or model.head_dim) ** -0.5)
+
+
+def _read_layers(model: ModelConfig, family: Family) -> tuple[LayerSpec, ...]:
+    """Whether a layer has a window, positions and experts is told in as many ways as there are families."""
     hf = model.hf
-    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ConfigError(f"{model.name}: hidden_act {hf['hidden_act']!r} is not supported, only 'silu'")
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method", "unknown")
-        raise ConfigError(f"{model.name}: quantized weights ({method}) are not supported")
-    if model.head_dim % 2:
-        raise ConfigError(f"{model.name}: head_dim {model.head_dim} is odd; rotary embedding needs pairs")
-    window = hf.get("sliding_window") if hf.get("use_sliding_window", True) else None
-    if window is not None and window < model.max_model_len:
+    kinds = hf.get("layer_types") or [FULL] * model.num_layers
+    window = (hf.get("sliding_window") or 0) if hf.get("use_sliding_window", True) else 0
+    if family.window_of_all:
+        kinds = [SLIDING if window else FULL] * model.num_layers
+    unknown = sorted(set(kinds) - {FULL, SLIDING})
+    if unknown:
+        raise ConfigError(f"{model.name}: layers of type {unknown[0]!r} are not supported")
+    if hf.get("use_bidirectional_attention"):
         raise ConfigError(
-            f"{model.name}: attention with a sliding window of {window} tokens is not supported; "
-            f"give a max_model_len of at most {window} (it is {model.max_model_len})"
+            f"{model.name}: attention that looks ahead (use_bidirectional_attention) is not supported"
         )
+    has_positions = hf.get("no_rope_layers") or [True] * model.num_layers
+    if not len(kinds) == len(has_positions) == model.num_layers:
+        raise ConfigError(
+            f"{model.name}: config.json describes {len(kinds)} layers and has {model.num_layers}"
+        )
+    ropes_by_kind = _has_ropes_by_kind(hf)
+    return tuple(
+        LayerSpec(
+            # A window that no sequence outgrows is none.
+            window=window if kind == SLIDING and window < model.max_model_len else 0,
+            rope=(kind if ropes_by_kind else FULL) if has_position else None,
+            has_experts=family.expert_fields is not None and _has_experts(hf, index),
+        )
+        for index, (kind, has_position) in enumerate(zip(kinds, has_positions, strict=True))
+    )
 
 
-def _read_rope(model: ModelConfig) -> RopeSpec:
-    """Transformers 5 writes ``rope_parameters``; older files have ``rope_scaling`` and ``rope_theta``."""
+def _has_experts(hf: dict[str, Any], index: int) -> bool:
+    step = hf.get("decoder_sparse_step") or 1
+    return index not in (hf.get("mlp_only_layers") or []) and (index + 1) % step == 0
+
+
+def _read_experts(model: ModelConfig, family: Family) -> Experts | None:
+    if family.expert_fields is None:
+        return None
+    count_field, size_field = family.expert_fields
+    # Newer configurations call experts local, as attribute maps make of either name.
+    count = model.hf.get(count_field) or _required(model, "num_local_experts")
+    per_token = _required(model, "num_experts_per_tok")
+    if not 0 < per_token <= count:
+        raise ConfigError(f"{model.name}: num_experts_per_tok is {per_token}, but it has {count} experts")
+    normalised = family.experts_normalised
+    return Experts(
+        count,
+        per_token,
+        _required(model, size_field),
+        bool(model.hf.get("norm_topk_prob")) if normalised is None else normalised,
+    )
+
+
+def _has_ropes_by_kind(hf: dict[str, Any]) -> bool:
+    settings = hf.get("rope_parameters") or {}
+    return any(isinstance(settings.get(kind), dict) for kind in (FULL, SLIDING))
+
+
+def _read_ropes(model: ModelConfig, keys: set[str]) -> dict[str, Rope]:
+    """Transformers 5 writes ``rope_parameters``, of each kind of layer or of all; older files have
+    ``rope_scaling`` and ``rope_theta``."""
     hf = model.hf
     settings: dict[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    kind = settings.get("rope_type", settings.get("type", "default"))
-    if any(isinstance(value, dict) for value in settings.values()):
-        raise ConfigError(f"{model.name}: rope settings per kind of layer are not supported")
-    if settings.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError(f"{model.name}: partial_rotary_factor other than 1 is not supported")
-    theta = settings.get("rope_theta", hf.get("rope_theta", DEFAULT_ROPE_THETA))
+    context = RopeContext(
+        head_dim=model.head_dim,
+        max_model_len=model.max_model_len,
+        context_len=hf.get("max_position_embeddings") or model.max_model_len,
+        original_len=hf.get("original_max_position_embeddings"),
+        theta=hf.get("rope_theta") or DEFAULT_THETA,
+        partial_rotary_factor=hf.get("partial_rotary_factor") or 1.0,
+    )
+    by_kind = _has_ropes_by_kind(hf)
     try:
-        return _ROPE_KINDS[kind](float(theta), settings)
+        return {key: make_rope(settings[key] if by_kind else settings, context) for key in sorted(keys)}
     except KeyError as error:
-        if kind in _ROPE_KINDS:
-            raise ConfigError(f"{model.name}: rope scaling {kind!r} lacks {error}") from error
-        known = ", ".join(_ROPE_KINDS)
-        raise ConfigError(
-            f"{model.name}: rope scaling {kind!r} is not supported; supported: {known}"
-        ) from error
-
-
-_ROPE_KINDS = {
-    "default": lambda theta, settings: RopeSpec("default", theta),
-    "linear": lambda theta, settings: RopeSpec("linear", theta, settings["factor"]),
-    "llama3": lambda theta, settings: RopeSpec(
-        "llama3",
-        theta,
-        settings["factor"],
-        settings["low_freq_factor"],
-        settings["high_freq_factor"],
-        settings["original_max_position_embeddings"],
-    ),
-}
+        raise ConfigError(f"{model.name}: its rope settings lack layers of type {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{model.name}: {error}") from error

@@ -1,0 +1,175 @@
+"""Back-tests the autoscaler: `decide` on recorded traffic, beside fixed fleets and a plain rule.
+
+    python -m benchmarks.autoscale [--traces DIR] [--plot FILE.png] --json FILE
+
+What a replica does is a model (`fleet_model.ReplicaModel`), and so is its cold start; what arrives is recorded:
+azure_code_2023, which comes in bursts that are shorter than a cold start, and azure_conv_2023, an even load. Each is
+less than half an hour of one afternoon, in which there is little to save. So there is a made-up shift of each, too:
+the recording again and again for eight hours, thinned so that the load rises from a tenth to the whole and falls.
+
+A request is within the target when the computation of its prompt begins no later than TARGET_WAIT_S after it came.
+GPU-hours count from when a replica is asked for until it is gone. The policies:
+
+- ``fixed``: the smallest fleet that has 99 % within the target, known by trying (nobody could know it in advance);
+- ``quire``: `decide`, with limits that were chosen on the first half of each recording;
+- ``ongoing_requests``: Ray Serve's rule with its defaults, as many replicas as two requests each ask for.
+
+Each begins with as many replicas as the fixed fleet has: a recording begins in the middle of things.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.common import Figure, parser, report
+from benchmarks.fleet_model import DECISION_INTERVAL_S, FleetRun, Policy, ReplicaModel, SimulatedFleet
+from benchmarks.trace import Trace, read_trace
+from quire.cluster.fleet.autoscaler import FleetSnapshot, ScalingLimits, ScalingState, decide
+from quire.cluster.fleet.reconcile import ReplicaState
+
+TRACES = Path(__file__).parent / "traces" / "arrivals"
+NAMES = ("azure_code_2023", "azure_conv_2023")
+TARGET_WAIT_S = 10.0
+TARGET_SHARE = 0.99
+MAX_REPLICAS = 24
+SHIFT_S = 8 * 3600.0
+LEAST_LOAD = 0.1
+
+
+def quire_policy(limits: ScalingLimits) -> Policy:
+    """What the fleet's controller does."""
+    state = ScalingState()
+
+    def policy(snapshot: FleetSnapshot) -> int:
+        nonlocal state
+        decision = decide(snapshot, limits, state)
+        state = decision.state
+        return decision.target
+
+    return policy
+
+
+@dataclass(slots=True)
+class OngoingRequests:
+    """Ray Serve's default rule: requests under way, averaged over `look_back_s`, are to be `target` a replica.
+
+    More, or fewer, replicas must have been asked for throughout a delay; then there are at once as many as asked for.
+    """
+
+    max_replicas: int
+    target: float = 2.0
+    look_back_s: float = 30.0
+    up_delay_s: float = 30.0
+    down_delay_s: float = 600.0
+
+    def policy(self) -> Policy:
+        seen: deque[int] = deque(maxlen=round(self.look_back_s / DECISION_INTERVAL_S))
+        pending: tuple[int, float] = (0, 0.0)  # direction, since
+
+        def policy(snapshot: FleetSnapshot) -> int:
+            nonlocal pending
+            live = [
+                each
+                for each in snapshot.replicas
+                if each.state in (ReplicaState.READY, ReplicaState.STARTING)
+            ]
+            seen.append(snapshot.buffered_requests + sum(each.num_requests for each in live))
+            wanted = math.ceil(sum(seen) / len(seen) / self.target)
+            wanted = min(max(1, wanted), self.max_replicas)
+            direction = (wanted > len(live)) - (wanted < len(live))
+            if direction != pending[0]:
+                pending = direction, snapshot.time_s
+            delay_s = self.up_delay_s if direction > 0 else self.down_delay_s
+            return wanted if snapshot.time_s - pending[1] >= delay_s else len(live)
+
+        return policy
+
+
+def shift_of(trace: Trace, seed: int = 0) -> Trace:
+    """Eight hours made of the trace: repeated, and thinned by a cosine from LEAST_LOAD to 1 and back."""
+    rng, length = random.Random(seed), trace.requests[-1].arrival_s
+    requests = []
+    for repeat in range(math.ceil(SHIFT_S / length)):
+        for request in trace.requests:
+            at = repeat * length + request.arrival_s
+            share = LEAST_LOAD + (1 - LEAST_LOAD) * (1 - math.cos(2 * math.pi * at / SHIFT_S)) / 2
+            if at < SHIFT_S and rng.random() < share:
+                requests.append(replace(request, number=len(requests), arrival_s=at))
+    return Trace(f"{trace.name}_shift", tuple(requests))
+
+
+def half_of(trace: Trace, half: int) -> Trace:
+    """The first (0) or the second (1) half of the time, beginning at 0."""
+    begin, length = half * trace.requests[-1].arrival_s / 2, trace.requests[-1].arrival_s / 2
+    requests = [each for each in trace.requests if begin <= each.arrival_s < begin + length]
+    moved = (replace(each, arrival_s=each.arrival_s - begin) for each in requests)
+    return Trace(f"{trace.name}_half{half + 1}", tuple(moved))
+
+
+def smallest_fixed(trace: Trace, model: ReplicaModel) -> tuple[int, FleetRun]:
+    """The fewest replicas that have TARGET_SHARE within the target, and how they do."""
+    mean = sum(each.num_prompt_tokens for each in trace.requests) / trace.requests[-1].arrival_s
+    least = max(1, math.floor(mean * model.roofline.flops_per_token / model.roofline.flops_per_s))
+    for size in range(least, 10 * MAX_REPLICAS):
+        run = SimulatedFleet(trace, lambda _, size=size: size, model, size).run()
+        if run.within(TARGET_WAIT_S) >= TARGET_SHARE:
+            return size, run
+    raise ValueError(f"no fleet of {10 * MAX_REPLICAS} is enough for {trace.name}")
+
+
+def compare(trace: Trace, model: ReplicaModel, limits: ScalingLimits) -> dict[str, tuple[FleetRun, str]]:
+    """policy |-> what came of it, and a remark."""
+    size, fixed = smallest_fixed(trace, model)
+    policies: dict[str, Callable[[], Policy]] = {
+        "quire": lambda: quire_policy(limits),
+        "ongoing_requests": OngoingRequests(limits.max_replicas).policy,
+    }
+    runs = {name: SimulatedFleet(trace, make(), model, size).run() for name, make in policies.items()}
+    peaks = {name: max(asked for _, asked, _ in run.history) for name, run in runs.items()}
+    return {
+        "fixed": (fixed, f"{size} replicas"),
+        **{name: (run, f"at most {peaks[name]} replicas") for name, run in runs.items()},
+    }
+
+
+def figures_of(trace: Trace, runs: dict[str, tuple[FleetRun, str]]) -> dict[str, Figure]:
+    fixed_s = runs["fixed"][0].replica_seconds
+    figures = {}
+    for policy, (run, remark) in runs.items():
+        name = f"{trace.name}.{policy}"
+        figures[f"fleet.within_target.{name}"] = Figure(run.within(TARGET_WAIT_S), "share", remark)
+        share = f"{run.replica_seconds / fixed_s:.0%} of the fixed fleet's"
+        figures[f"fleet.gpu_hours.{name}"] = Figure(run.replica_seconds / 3600, "GPU-hours", share)
+    return figures
+
+
+def main() -> None:
+    line = parser(__doc__)
+    line.add_argument("--traces", type=Path, default=TRACES, metavar="DIR", help=f"with {', '.join(NAMES)}")
+    line.add_argument("--plot", type=Path, metavar="FILE", help="draw load, replicas and waits (needs matplotlib)")
+    line.add_argument("--cold-start-s", type=float, default=ReplicaModel().cold_start_s)
+    arguments = line.parse_args()
+    model = ReplicaModel(cold_start_s=arguments.cold_start_s)
+    limits = ScalingLimits(min_replicas=1, max_replicas=MAX_REPLICAS, target_wait_s=TARGET_WAIT_S)
+    figures, drawn = {}, []
+    for name in NAMES:
+        (path,) = [*arguments.traces.glob(f"{name}.csv"), *arguments.traces.glob(f"{name}.csv.gz")]
+        recorded = read_trace(path)
+        for trace in (recorded, half_of(recorded, 0), half_of(recorded, 1), shift_of(recorded)):
+            runs = compare(trace, model, limits)
+            figures.update(figures_of(trace, runs))
+            drawn.append((trace, runs))
+    if arguments.plot is not None:
+        from benchmarks.plots import draw_scaling  # matplotlib is an extra
+
+        draw_scaling(arguments.plot, drawn, TARGET_WAIT_S)
+    report(figures, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

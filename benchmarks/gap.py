@@ -1,0 +1,86 @@
+"""How long a rank waits for its scheduler between two steps, with one step in flight and with two.
+
+    python -m benchmarks.gap --json benchmarks/results/gap.json
+
+A rank that has answered a step can go on at once if the next plan is there already. Rank 0 measures the time from its
+answer to the arrival of the next plan, in the cluster that serves: a scheduler and its ranks as processes, plans over
+the step channel. Idle times, when there is nothing to plan, do not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from benchmarks.common import Figure, parser, report
+from quire import SamplingParams
+from quire.cluster.answer import Answers
+from quire.cluster.local_cluster import LocalCluster
+from quire.cluster.replica import Replica, new_replica_id
+from quire.cluster.replica_client import ReplicaClient
+from quire.cluster.replica_launch import launch_replica
+from quire.cluster.requests import RequestChecker
+from quire.cluster.resolve import resolve
+from quire.cluster.running import follow
+from quire.cluster.tokenizer import Tokenizer
+from quire.proto.stream import ReplicaStatus
+
+STATUS_TIMEOUT_S = 10.0
+PROMPT_LEN = 32
+
+
+async def answer_all(
+    replica: Replica, tokenizer: Tokenizer, num_requests: int, num_tokens: int
+) -> ReplicaStatus:
+    """Has all requests answered at once; the replica's status afterwards."""
+    checker = RequestChecker(replica.config, tokenizer)
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    client = ReplicaClient(replica.address, replica.replica_id)
+
+    async def answer(index: int) -> None:
+        request = checker.check([100 + index] * PROMPT_LEN, sampling)
+        async for _ in follow(client.submit(request), Answers(request, tokenizer)):
+            pass
+
+    client.start()
+    client.watch(replica.failure)
+    try:
+        await asyncio.gather(*map(answer, range(num_requests)))
+        return await client.status(STATUS_TIMEOUT_S)
+    finally:
+        await client.close()
+
+
+def measure(
+    model: str, num_ranks: int, steps_in_flight: int, num_requests: int, num_tokens: int
+) -> dict[str, Figure]:
+    config = resolve(
+        model, tensor_parallel_size=num_ranks, max_steps_in_flight=steps_in_flight, num_kv_blocks=2048
+    )
+    tokenizer = Tokenizer(config.model.path)
+    with LocalCluster(1 + num_ranks) as cluster, launch_replica(config, new_replica_id(), cluster) as replica:
+        status = asyncio.run(answer_all(replica, tokenizer, num_requests, num_tokens))
+    note = f"{num_ranks} ranks, {num_requests} requests of {num_tokens} tokens, {status.num_steps} steps"
+    return {f"gap.in_flight_{steps_in_flight}.wait_ms": Figure(1e3 * status.mean_gap_s, "ms", note)}
+
+
+def main() -> None:
+    line = parser(__doc__)
+    line.add_argument("--model", default="demo")
+    line.add_argument("--tensor-parallel-size", type=int, default=2)
+    line.add_argument("--requests", type=int, default=16)
+    line.add_argument("--tokens", type=int, default=200)
+    arguments = line.parse_args()
+    figures: dict[str, Figure] = {}
+    for steps_in_flight in (1, 2):
+        figures |= measure(
+            arguments.model,
+            arguments.tensor_parallel_size,
+            steps_in_flight,
+            arguments.requests,
+            arguments.tokens,
+        )
+    report(figures, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

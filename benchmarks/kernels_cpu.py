@@ -1,0 +1,311 @@
+"""The CPU's part of `benchmarks.kernels`."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.activation import gelu_tanh_and_mul, silu_and_mul
+from quire.kernels.gumbel import gumbel_noise
+from quire.kernels.linear import PackedWeight, linear, pack, pack_int8
+from quire.kernels.norm import add_rms_norm
+from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
+from quire.kernels.sampling import draw_from_all, take_likeliest
+from quire.worker.parallel import open_store
+from quire.worker.shared_memory import SharedMemory, join
+
+from .common import Figure, median
+from .kernel_peers import geglu_by_torch, norm_by_torch, swiglu_by_torch
+from .roofline import QUIRE, Case, Roof
+
+Op = Callable[[], object]
+
+ROTATED_BYTES = 96 << 20
+LINEARS = [(3072, 512), (512, 1536), (32000, 512)]
+NUM_TOKENS = [1, 4, 8, 16, 32, 64, 512]
+# Where weights of 16 and 8 bits are read faster than those of 32.
+FEW_TOKENS = [1, 4]
+DECODES = [(1, 256), (1, 2048), (8, 512), (64, 256)]
+PREFILLS = [(0, 160), (0, 1024), (512, 32)]
+BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 4, 64
+HIDDEN_SIZE, INTERMEDIATE_SIZE, VOCAB_SIZE = 512, 1536, 32000
+SCALE = HEAD_DIM**-0.5
+ALL_REDUCE_BYTES = [4096, 16384, 65536, 1 << 20]
+HOST = "127.0.0.1"
+# Threads of OpenMP spin for a few milliseconds after their last op; whose turn is next shall not pay for it.
+PAUSE_S = 0.01
+TURN_CALLS = 5
+
+
+def measure(repetitions: int) -> tuple[str, Roof, list[Case]]:
+    """What was measured on, its roof, and every case but the collectives."""
+    roof = measure_roof(repetitions)
+    cases = [*linears(repetitions), *decodes(repetitions), *prefills(repetitions), *small_ops(repetitions)]
+    return f"CPU, {torch.get_num_threads()} threads; no GPU figures", roof, cases
+
+
+def time_in_turns(ops: dict[str, Op], repetitions: int) -> dict[str, float]:
+    """Median seconds of a call of each op."""
+    seconds: dict[str, list[float]] = {name: [] for name in ops}
+    for _ in range(-(-repetitions // TURN_CALLS)):
+        for name, op in ops.items():
+            time.sleep(PAUSE_S)
+            op()
+            for _ in range(TURN_CALLS):
+                started = time.perf_counter()
+                op()
+                seconds[name].append(time.perf_counter() - started)
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def measure_roof(repetitions: int) -> Roof:
+    source = torch.randn(ROTATED_BYTES // 4)
+    target, square = torch.empty_like(source), torch.randn(2048, 2048)
+    ops = {"copy": lambda: target.copy_(source), "matmul": lambda: square @ square}
+    seconds = time_in_turns(ops, repetitions)
+    return Roof(2 * source.nbytes / seconds["copy"], 2 * len(square) ** 3 / seconds["matmul"])
+
+
+def in_turn(op: Callable[..., object], items: Sequence[object], *arguments: object) -> Op:
+    """Calls the op with the next item each time."""
+    turn = itertools.cycle(items)
+    return lambda: op(next(turn), *arguments)
+
+
+def multiply(weight: PackedWeight, x: Tensor) -> Tensor:
+    return linear(x, weight)
+
+
+def multiply_plain(weight: Tensor, x: Tensor) -> Tensor:
+    return F.linear(x, weight)
+
+
+def linears(repetitions: int) -> list[Case]:
+    cases = []
+    for out_features, in_features in LINEARS:
+        numbers = out_features * in_features
+        plain = [
+            torch.randn(out_features, in_features) for _ in range(max(2, ROTATED_BYTES // (4 * numbers)))
+        ]
+        packed = [pack(weight) for weight in plain]
+        shape = f"{out_features}x{in_features}"
+        for num_tokens in NUM_TOKENS:
+            x = torch.randn(num_tokens, in_features)
+            ops = {QUIRE: in_turn(multiply, packed, x), "f_linear": in_turn(multiply_plain, plain, x)}
+            seconds = time_in_turns(ops, repetitions)
+            name = f"kernels.linear.{shape}_t{num_tokens}"
+            cases.append(Case(name, 4 * numbers, 2 * numbers * num_tokens, seconds))
+        rounded = [weight.bfloat16() for weight in plain]
+        cases += narrow_linears(
+            "bf16", 2 * numbers, [pack(weight) for weight in rounded], rounded, repetitions
+        )
+        codes = [torch.randint(-128, 128, weight.shape, dtype=torch.int8) for weight in plain]
+        coded = [pack_int8(code, torch.ones(out_features)) for code in codes]
+        in_panels = [weight for weight in coded if weight is not None]
+        if in_panels:
+            cases += narrow_linears("int8", numbers, in_panels, plain, repetitions)
+    return cases
+
+
+def narrow_linears(
+    kind: str, num_bytes: int, packed: list[PackedWeight], plain: list[Tensor], repetitions: int
+) -> list[Case]:
+    """Weights of fewer bits, beside F.linear on the same weights in `plain`'s dtype."""
+    cases = []
+    out_features, in_features = plain[0].shape
+    for num_tokens in FEW_TOKENS:
+        x = torch.randn(num_tokens, in_features).to(plain[0].dtype)
+        ops = {QUIRE: in_turn(multiply, packed, x), "f_linear": in_turn(multiply_plain, plain, x)}
+        name = f"kernels.linear_{kind}.{out_features}x{in_features}_t{num_tokens}"
+        flops = 2 * out_features * in_features * num_tokens
+        cases.append(Case(name, num_bytes, flops, time_in_turns(ops, repetitions)))
+    return cases
+
+
+def make_cache(num_seqs: int, seq_len: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Caches to take in turn, block tables in no order, and lengths."""
+    width = -(-seq_len // BLOCK_SIZE)
+    shape = num_seqs * width + 1, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM
+    num_bytes = 4 * torch.Size(shape).numel()
+    caches = [torch.randn(shape) for _ in range(max(2, min(16, ROTATED_BYTES // num_bytes)))]
+    tables = (torch.randperm(num_seqs * width) + 1).view(num_seqs, width).int()
+    return caches, tables, torch.full((num_seqs,), seq_len, dtype=torch.int32)
+
+
+def gathered(kv_cache: Tensor, tables: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Keys and values as PyTorch's attention wants them, each [S, Hkv, L, D]."""
+    blocks = kv_cache[tables.long()].permute(2, 0, 3, 1, 4, 5)
+    keys, values = blocks.reshape(2, len(tables), NUM_KV_HEADS, -1, HEAD_DIM)[..., :seq_len, :]
+    return keys, values
+
+
+def decode(kv_cache: Tensor, q: Tensor, tables: Tensor, lens: Tensor) -> Tensor:
+    return paged_decode_attention(q, kv_cache, tables, lens, SCALE)
+
+
+def decode_by_sdpa(kv_cache: Tensor, q: Tensor, tables: Tensor, seq_len: int) -> Tensor:
+    grouped = q.view(len(q), NUM_KV_HEADS, -1, HEAD_DIM)
+    return F.scaled_dot_product_attention(grouped, *gathered(kv_cache, tables, seq_len), scale=SCALE)
+
+
+def decodes(repetitions: int) -> list[Case]:
+    cases = []
+    for num_seqs, seq_len in DECODES:
+        caches, tables, lens = make_cache(num_seqs, seq_len)
+        q = torch.randn(num_seqs, NUM_HEADS, HEAD_DIM)
+        ops = {
+            QUIRE: in_turn(decode, caches, q, tables, lens),
+            "gather_sdpa": in_turn(decode_by_sdpa, caches, q, tables, seq_len),
+        }
+        keys = num_seqs * seq_len * HEAD_DIM
+        name = f"kernels.paged_decode.s{num_seqs}_l{seq_len}"
+        seconds = time_in_turns(ops, repetitions)
+        cases.append(Case(name, 8 * keys * NUM_KV_HEADS, 4 * keys * NUM_HEADS, seconds))
+    return cases
+
+
+def prefill(kv_cache: Tensor, q: Tensor, tables: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
+    return paged_prefill_attention(q, kv_cache, tables, starts, lens, SCALE)
+
+
+def prefill_by_sdpa(kv_cache: Tensor, q: Tensor, tables: Tensor, mask: Tensor) -> Tensor:
+    keys_values = gathered(kv_cache, tables, mask.shape[1])
+    wide = (x.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=1) for x in keys_values)
+    return F.scaled_dot_product_attention(q.transpose(0, 1)[None], *wide, attn_mask=mask, scale=SCALE)
+
+
+def prefills(repetitions: int) -> list[Case]:
+    cases = []
+    for cached_len, chunk_len in PREFILLS:
+        caches, tables, lens = make_cache(1, cached_len + chunk_len)
+        q = torch.randn(chunk_len, NUM_HEADS, HEAD_DIM)
+        starts = torch.tensor([0, chunk_len], dtype=torch.int32)
+        mask = torch.ones(chunk_len, cached_len + chunk_len, dtype=torch.bool).tril(cached_len)
+        ops = {
+            QUIRE: in_turn(prefill, caches, q, tables, starts, lens),
+            "gather_sdpa": in_turn(prefill_by_sdpa, caches, q, tables, mask),
+        }
+        name = f"kernels.paged_prefill.p{cached_len}_c{chunk_len}"
+        num_bytes = 8 * (q.numel() + (cached_len + chunk_len) * NUM_KV_HEADS * HEAD_DIM)
+        flops = 4 * int(mask.sum()) * NUM_HEADS * HEAD_DIM
+        cases.append(Case(name, num_bytes, flops, time_in_turns(ops, repetitions)))
+    return cases
+
+
+def draw_by_torch(logits: Tensor, temperature: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
+    return (logits / temperature.unsqueeze(1) + gumbel_noise(keys, ids)).argmax(dim=1)
+
+
+def small_ops(repetitions: int) -> list[Case]:
+    cases = []
+    weight = torch.ones(HIDDEN_SIZE)
+    norm, swiglu, geglu = (torch.compile(op) for op in (norm_by_torch, swiglu_by_torch, geglu_by_torch))
+    for num_tokens in (1, 64, 1024):
+        x, residual = torch.randn(num_tokens, HIDDEN_SIZE), torch.zeros(num_tokens, HIDDEN_SIZE)
+        gate_up = torch.randn(num_tokens, 2 * INTERMEDIATE_SIZE)
+        rows: list[tuple[str, int, dict[str, Op]]] = [
+            (
+                "add_rms_norm",
+                4 * x.nbytes,
+                {
+                    QUIRE: partial(add_rms_norm, x, residual, weight, 1e-5),
+                    "torch": partial(norm_by_torch, x, residual, weight),
+                    "torch_compile": partial(norm, x, residual, weight),
+                },
+            ),
+            (
+                "silu_and_mul",
+                3 * gate_up.nbytes // 2,
+                {
+                    QUIRE: partial(silu_and_mul, gate_up),
+                    "torch": partial(swiglu_by_torch, gate_up),
+                    "torch_compile": partial(swiglu, gate_up),
+                },
+            ),
+            (
+                "gelu_tanh_and_mul",
+                3 * gate_up.nbytes // 2,
+                {
+                    QUIRE: partial(gelu_tanh_and_mul, gate_up),
+                    "torch": partial(geglu_by_torch, gate_up),
+                    "torch_compile": partial(geglu, gate_up),
+                },
+            ),
+        ]
+        for op, num_bytes, ops in rows:
+            seconds = time_in_turns(ops, 10 * repetitions)
+            cases.append(Case(f"kernels.{op}.t{num_tokens}", num_bytes, 0, seconds))
+    return cases + samplers(repetitions)
+
+
+def samplers(repetitions: int) -> list[Case]:
+    cases = []
+    ids = torch.arange(VOCAB_SIZE, dtype=torch.int32).unsqueeze(0)
+    for num_rows in (1, 64):
+        logits, ones = torch.randn(num_rows, VOCAB_SIZE), torch.ones(num_rows)
+        keys = torch.randint(-(2**31), 2**31, (num_rows, 2), dtype=torch.int32)
+        likeliest: dict[str, Op] = {
+            QUIRE: partial(take_likeliest, logits),
+            "torch": partial(logits.max, dim=1),
+        }
+        draw: dict[str, Op] = {
+            QUIRE: partial(draw_from_all, logits, ones, keys),
+            "torch": partial(draw_by_torch, logits, ones, keys, ids),
+        }
+        for op, ops in (("take_likeliest", likeliest), ("draw_from_all", draw)):
+            name = f"kernels.{op}.n{num_rows}"
+            cases.append(Case(name, logits.nbytes, 0, time_in_turns(ops, repetitions)))
+    return cases
+
+
+def all_reduces(repetitions: int) -> dict[str, Figure]:
+    """Two ranks, this process and a child, on one thread each."""
+    store, port = open_store(HOST)
+    join_in = f"from benchmarks.kernels_cpu import be_peer; be_peer({port}, {repetitions})"
+    child = subprocess.Popen([sys.executable, "-c", join_in])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = reduce_in_turns(0, port, repetitions)
+    finally:
+        torch.set_num_threads(threads)
+        child.wait(60)
+    del store
+    return {
+        f"kernels.all_reduce.{num_bytes}b.{'us' if name == QUIRE else f'{name}_us'}": Figure(
+            1e6 * value, "us"
+        )
+        for num_bytes, values in seconds.items()
+        for name, value in values.items()
+    }
+
+
+def be_peer(port: int, repetitions: int) -> None:
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        reduce_in_turns(1, port, repetitions)
+
+
+def reduce_in_turns(rank: int, port: int, repetitions: int) -> dict[int, dict[str, float]]:
+    """By bytes: median seconds over shared memory and over gloo."""
+    comm = join(rank, 2, HOST, port, "gloo", 60)
+    if not isinstance(comm, SharedMemory):
+        return {}
+    seconds = {}
+    for num_bytes in ALL_REDUCE_BYTES:
+        data = torch.zeros(num_bytes // 4)
+        ops: dict[str, Op] = {
+            QUIRE: partial(comm.all_reduce, data),
+            "gloo": partial(comm.group.all_reduce, data),
+        }
+        seconds[num_bytes] = time_in_turns(ops, 10 * repetitions)
+    comm.close()
+    return seconds

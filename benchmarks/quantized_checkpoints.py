@@ -1,0 +1,271 @@
+"""Write a quantised checkpoint of a full-precision model, rounding to the nearest.
+
+    python -m benchmarks.quantized_checkpoints MODEL_DIR OUT_DIR --layout gptq --group-len 128
+
+No calibration: what GPTQ and AWQ choose by looking at activations is chosen here by the weights alone. The files are
+laid out as those tools lay them out, so that they show what a checkpoint of that layout costs at the least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+# The projections of a decoder layer, which all of these tools quantise.
+LINEAR = re.compile(r"\.(?:[a-z]+_proj|w[123])\.weight$")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How to quantise.
+
+    Attributes:
+        layout: key of WRITERS.
+        bits: of an integer.
+        group_len: inputs that share a scale; None: all of an output.
+        symmetric: zero is in the middle.
+        act_order: groups are of inputs of similar weight, wherever they are (gptq and packed).
+        is_float: float8 in place of integers.
+        block: outputs and inputs that share a scale, of float8.
+        ignored: a regular expression of layers that stay as they are.
+    """
+
+    layout: str
+    bits: int = 4
+    group_len: int | None = 32
+    symmetric: bool = False
+    act_order: bool = False
+    is_float: bool = False
+    block: tuple[int, int] | None = None
+    ignored: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """A weight [N, K] as (codes - zeros) * scales.
+
+    Attributes:
+        codes: [N, K] int64 from 0, or float8.
+        scales: [N, G] in the dtype that is stored.
+        zeros: [N, G] int64, counted as the codes are.
+        groups: [K] int64, the group of each input.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    groups: Tensor
+
+    def dequantized(self) -> Tensor:
+        """[N, K] float64."""
+        return (self.codes.double() - self.zeros[:, self.groups]) * self.scales.double()[:, self.groups]
+
+
+def write_checkpoint(source: Path, out: Path, scheme: Scheme) -> dict[str, Tensor]:
+    """Writes the quantised model; returns the dequantised weights by the names that the source has for them."""
+    out.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.suffix in (".json", ".jinja", ".txt") and not file.name.endswith(".index.json"):
+            shutil.copy(file, out)
+    written: dict[str, Tensor] = {}
+    dequantized: dict[str, Tensor] = {}
+    for file in source.glob("*.safetensors"):
+        for name, weight in load_file(file).items():
+            ignored = scheme.ignored is not None and re.search(scheme.ignored, name)
+            if not LINEAR.search(name) or ignored:
+                written[name] = weight
+                continue
+            layer = name.removesuffix(".weight")
+            rounded = _round(weight.double(), scheme)
+            dequantized[name] = rounded.dequantized()
+            tensors = WRITERS[scheme.layout].tensors(rounded, scheme)
+            written |= {f"{layer}.{key}": tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(written, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"] = WRITERS[scheme.layout].config(scheme)
+    (out / "config.json").write_text(json.dumps(config, indent=1))
+    return dequantized
+
+
+def _round(weight: Tensor, scheme: Scheme) -> Rounded:
+    if scheme.is_float:
+        return _round_to_float8(weight, scheme)
+    num_outputs, num_inputs = weight.shape
+    groups = torch.arange(num_inputs) // (scheme.group_len or num_inputs)
+    if scheme.act_order:
+        by_weight = weight.norm(dim=0).argsort(descending=True)
+        groups = torch.empty_like(groups).index_copy_(0, by_weight, groups)
+    num_groups, most = int(groups.max()) + 1, (1 << scheme.bits) - 1
+    index = groups.expand(num_outputs, -1)
+    zero = weight.new_zeros(num_outputs, num_groups)
+    high = zero.scatter_reduce(1, index, weight, "amax")
+    low = zero.scatter_reduce(1, index, weight, "amin")
+    if scheme.symmetric:
+        scales = torch.maximum(high, -low) / (most // 2)
+        zeros = torch.full(scales.shape, most // 2 + 1)
+    else:
+        scales = (high - low) / most
+        zeros = (-low / scales).round().long().clamp(1, most)
+    scales = scales.half()
+    codes = (weight / scales.double()[:, groups]).round().long() + zeros[:, groups]
+    return Rounded(codes.clamp(0, most), scales, zeros, groups)
+
+
+def _round_to_float8(weight: Tensor, scheme: Scheme) -> Rounded:
+    num_outputs, num_inputs = weight.shape
+    rows, columns = scheme.block or (1, num_inputs)
+    blocks = torch.nn.functional.pad(weight, (0, -num_inputs % columns, 0, -num_outputs % rows))
+    largest = blocks.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).abs().amax(dim=(1, 3))
+    scales = (largest / 448).float().repeat_interleave(rows, 0)[:num_outputs]
+    groups = torch.arange(num_inputs) // columns
+    codes = (weight / scales.double()[:, groups]).float().clamp(-448, 448).to(FLOAT8)
+    return Rounded(codes, scales, torch.zeros(scales.shape, dtype=torch.int64), groups)
+
+
+def pack_words(numbers: Tensor, bits: int) -> Tensor:
+    """[A, B] numbers from 0 -> [A, B * bits / 32] int32, the first in the lowest bits."""
+    per_word = 32 // bits
+    shifts = torch.arange(per_word) * bits
+    words = (numbers.long().unflatten(1, (-1, per_word)) << shifts).sum(dim=2)
+    return words.where(words < 1 << 31, words - (1 << 32)).int()
+
+
+def _gptq(rounded: Rounded, scheme: Scheme) -> dict[str, Tensor]:
+    return {
+        "qweight": pack_words(rounded.codes, scheme.bits).t(),
+        "qzeros": pack_words(rounded.zeros.t() - 1, scheme.bits),  # as its first version does
+        "scales": rounded.scales.t(),
+        "g_idx": rounded.groups.int(),
+    }
+
+
+def _gptq_config(scheme: Scheme) -> dict[str, Any]:
+    return {
+        "quant_method": "gptq",
+        "bits": scheme.bits,
+        "group_size": scheme.group_len or -1,
+        "desc_act": scheme.act_order,
+        "sym": scheme.symmetric,
+        "checkpoint_format": "gptq",
+    }
+
+
+def _awq(rounded: Rounded, scheme: Scheme) -> dict[str, Tensor]:
+    def pack(numbers: Tensor) -> Tensor:
+        return pack_words(numbers.unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1), scheme.bits)
+
+    return {
+        "qweight": pack(rounded.codes.t()),
+        "qzeros": pack(rounded.zeros.t()),
+        "scales": rounded.scales.t(),
+    }
+
+
+def _awq_config(scheme: Scheme) -> dict[str, Any]:
+    return {
+        "quant_method": "awq",
+        "bits": scheme.bits,
+        "group_size": scheme.group_len or -1,
+        "zero_point": True,
+        "version": "gemm",
+    }
+
+
+def _packed(rounded: Rounded, scheme: Scheme) -> dict[str, Tensor]:
+    tensors = {
+        "weight_packed": pack_words(rounded.codes, scheme.bits),
+        "weight_scale": rounded.scales,
+        "weight_shape": torch.tensor(rounded.codes.shape),
+    }
+    if not scheme.symmetric:
+        tensors["weight_zero_point"] = pack_words(rounded.zeros.t(), scheme.bits).t()
+    if scheme.act_order:
+        tensors["weight_g_idx"] = rounded.groups.int()
+    return tensors
+
+
+def _codes(rounded: Rounded, scheme: Scheme) -> dict[str, Tensor]:
+    """One by one: int8, or float8."""
+    if scheme.is_float:
+        return {"weight": rounded.codes, "weight_scale": rounded.scales}
+    tensors = {"weight": (rounded.codes - 128).to(torch.int8), "weight_scale": rounded.scales}
+    if not scheme.symmetric:
+        tensors["weight_zero_point"] = (rounded.zeros - 128).to(torch.int8)
+    return tensors
+
+
+def _compressed_config(layout: str) -> Callable[[Scheme], dict[str, Any]]:
+    def config(scheme: Scheme) -> dict[str, Any]:
+        weights = {
+            "num_bits": 8 if scheme.is_float else scheme.bits,
+            "type": "float" if scheme.is_float else "int",
+            "strategy": "group" if scheme.group_len else "channel",
+            "group_size": scheme.group_len,
+            "symmetric": scheme.symmetric,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized" if scheme.is_float else layout,
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        }
+
+    return config
+
+
+def _float8(rounded: Rounded, scheme: Scheme) -> dict[str, Tensor]:
+    rows = 1 if scheme.block is None else scheme.block[0]
+    return {"weight": rounded.codes, "weight_scale_inv": rounded.scales[::rows]}
+
+
+def _float8_config(scheme: Scheme) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": None if scheme.block is None else list(scheme.block),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """A layout: a layer's tensors, and what config.json says."""
+
+    tensors: Callable[[Rounded, Scheme], dict[str, Tensor]]
+    config: Callable[[Scheme], dict[str, Any]]
+
+
+WRITERS = {
+    "gptq": Writer(_gptq, _gptq_config),
+    "awq": Writer(_awq, _awq_config),
+    "packed": Writer(_packed, _compressed_config("pack-quantized")),
+    "codes": Writer(_codes, _compressed_config("int-quantized")),
+    "float8": Writer(_float8, _float8_config),
+}
+
+
+def main() -> None:
+    line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    line.add_argument("source", type=Path)
+    line.add_argument("out", type=Path)
+    line.add_argument("--layout", choices=("gptq", "awq", "packed"), default="gptq")
+    line.add_argument("--group-len", type=int, default=128)
+    arguments = line.parse_args()
+    write_checkpoint(arguments.source, arguments.out, Scheme(arguments.layout, group_len=arguments.group_len))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""`quire chat`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...proto.errors import QuireError
+from .connection import Target, TlsCa, TokenFile, connect
+from .sampling_options import (
+    FrequencyPenalty,
+    MaxTokens,
+    MinP,
+    Model,
+    PresencePenalty,
+    Priority,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Temperature,
+    TimeoutS,
+    TopK,
+    TopP,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from rich.console import Console
+
+    from ..chat import Message
+    from ..events import Event
+
+# Answers the conversation so far.
+Ask = Callable[[list["Message"]], "Generator[Event, None, None]"]
+
+
+def chat(
+    target: Target = "127.0.0.1:50051",
+    model: Model = "",
+    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
+    max_tokens: MaxTokens = 1024,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    repetition_penalty: RepetitionPenalty = None,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    presence_penalty: PresencePenalty = 0.0,
+    stop: Stop = None,
+    priority: Priority = 0,
+    timeout_s: TimeoutS = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+) -> None:
+    """Talk with a model. Ctrl-C ends an answer, Ctrl-D the conversation.
+
+    Where stdin is no terminal each line of it is a turn, and only the answers are printed.
+
+    Example: `quire chat --target 127.0.0.1:50051 --system "You are brief."`
+    """
+    from ...proto.sampling import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        stop=tuple(stop or ()),
+    )
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    with connect(target, token_file, tls_ca) as client:
+
+        def ask(conversation: list[Message]) -> Generator[Event, None, None]:
+            return client.chat_stream(
+                conversation, params, model=model, priority=priority, timeout_s=timeout_s
+            )
+
+        if sys.stdin.isatty():
+            _converse(messages, ask)
+        else:
+            _answer_lines(messages, ask)
+
+
+def _converse(messages: list[Message], ask: Ask) -> None:
+    """Turns at a terminal, until its user says Ctrl-D. A failed turn is told, and forgotten."""
+    from rich.console import Console
+
+    with suppress(ImportError):
+        import readline  # noqa: F401  input() edits lines with it
+    console = Console(highlight=False)
+    console.print("Ctrl-C ends an answer, Ctrl-D the conversation.", style="dim")
+    for line in _typed(console):
+        messages.append({"role": "user", "content": line})
+        answer = ""
+        try:
+            with closing(ask(messages)) as events:
+                for text in _texts(events):
+                    answer += text
+                    console.print(text, end="", markup=False, soft_wrap=True)
+        except KeyboardInterrupt:
+            console.print(" (ended)", style="dim", end="")
+        except QuireError as error:
+            console.print(f"quire: {error}", style="red", markup=False)
+            if not answer:
+                messages.pop()
+                continue
+        console.print()
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _typed(console: Console) -> Iterator[str]:
+    """What the user says, line by line; Ctrl-C drops a line."""
+    while True:
+        try:
+            line = console.input("[bold cyan]> [/]")
+        except KeyboardInterrupt:
+            console.print()
+            continue
+        except EOFError:
+            console.print()
+            return
+        if line.strip():
+            yield line
+
+
+def _answer_lines(messages: list[Message], ask: Ask) -> None:
+    """A turn a line of stdin. The first that fails ends the command."""
+    for line in sys.stdin:
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line.rstrip("\n")})
+        answer = ""
+        with closing(ask(messages)) as events:
+            for text in _texts(events):
+                answer += text
+                sys.stdout.write(text)
+                sys.stdout.flush()
+        sys.stdout.write("\n")
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _texts(events: Iterator[Event]) -> Iterator[str]:
+    from ..events import Delta
+
+    return (event.text for event in events if isinstance(event, Delta))

@@ -1,0 +1,175 @@
+"""FleetController: the fleet's one Ray actor, and the line by which other processes reach it.
+
+It is detached and restarted when it dies. Its memory is Ray's key-value store; the replicas and the gateways go on
+without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import ray
+from ray.exceptions import RayError
+
+from ...proto.errors import QuireError, ReplicaUnavailable
+from ...proto.network import CurveKeys
+from ..ray_errors import unwrap
+from .demand import Demand
+from .deployment import Deployment
+from .fleet import Fleet
+from .ray_launcher import KeyValueStore, RayLauncher
+from .table import FleetTable
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+ACTOR_NAME = "quire/controller"
+# The head node lives as long as the cluster; Ray gives it this resource.
+_HEAD_RESOURCE = {"node:__internal_head__": 0.001}
+# Every gateway has one call waiting in it.
+_MAX_CALLS = 1000
+_CALL_TIMEOUT_S = 30.0
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class FleetController:
+    """The Fleet as a Ray actor. The fleet's event loop has a thread of its own, which begins with the actor.
+
+    Args:
+        keys: with which everybody speaks to replicas; Ray hands them to a restarted controller again.
+        autoscaling_config: see `placement.ClusterView.read`.
+    """
+
+    def __init__(self, keys: CurveKeys, namespace: str, autoscaling_config: str | None = None) -> None:
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("quire").setLevel(logging.INFO)
+        self._keys = keys
+        self._fleet: Future[Fleet] = Future()
+        launcher = RayLauncher(keys, namespace, autoscaling_config)
+        store = KeyValueStore(namespace)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, args=(launcher, store), name="fleet", daemon=True).start()
+
+    async def keys(self) -> CurveKeys:
+        return self._keys
+
+    async def watch(self, since: str, timeout_s: float) -> FleetTable | None:
+        """See `Fleet.watch`."""
+        return await self._call(lambda fleet: fleet.watch(since, timeout_s))
+
+    async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
+        """See `Fleet.report`."""
+        fleet = await asyncio.wrap_future(self._fleet)
+        self._loop.call_soon_threadsafe(fleet.report, gateway_id, demand)
+
+    async def deploy(self, deployment_json: str) -> None:
+        """See `Fleet.deploy`."""
+        deployment = Deployment.from_json(deployment_json)
+        # A model that cannot be served is refused here, before anything is started for it.
+        await asyncio.to_thread(deployment.resolve, has_gpus=True)
+        await self._call(lambda fleet: fleet.deploy(deployment))
+
+    async def delete(self, model: str) -> None:
+        """See `Fleet.delete`."""
+        await self._call(lambda fleet: fleet.delete(model))
+
+    async def drain(self, target: str) -> tuple[str, ...]:
+        """See `Fleet.drain`."""
+        return await self._call(lambda fleet: fleet.drain(target))
+
+    async def pid(self) -> int:
+        """Of its process."""
+        return os.getpid()
+
+    async def _call(self, begin: Callable[[Fleet], Coroutine[Any, Any, T]]) -> T:
+        """Runs a coroutine of the fleet's in its own loop."""
+        fleet = await asyncio.wrap_future(self._fleet)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(begin(fleet), self._loop))
+
+    def _run(self, launcher: RayLauncher, store: KeyValueStore) -> None:
+        try:
+            self._loop.run_until_complete(self._keep(launcher, store))
+        except BaseException:
+            # Without its loop the actor would answer and do nothing. Ray starts it anew.
+            _log.exception("the fleet's loop ended")
+            os._exit(1)
+
+    async def _keep(self, launcher: RayLauncher, store: KeyValueStore) -> None:
+        fleet = Fleet(launcher, store)
+        await fleet.recover()
+        self._fleet.set_result(fleet)
+        await fleet.run()
+
+
+class ControllerLine:
+    """The controller, called from another process."""
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self._actor = actor
+
+    async def keys(self) -> CurveKeys:
+        """See `link.Controller`."""
+        return await self._answer("keys", self._actor.keys.remote())
+
+    async def watch(self, since: str, timeout_s: float) -> FleetTable | None:
+        """See `link.Controller`."""
+        return await self._answer(
+            "watch", self._actor.watch.remote(since, timeout_s), timeout_s + _CALL_TIMEOUT_S
+        )
+
+    async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
+        """See `link.Controller`."""
+        await self._answer("report", self._actor.report.remote(gateway_id, dict(demand)))
+
+    async def deploy(self, deployment: Deployment) -> None:
+        """See `link.Controller`."""
+        await self._answer("deploy", self._actor.deploy.remote(deployment.to_json()))
+
+    async def delete(self, model: str) -> None:
+        """See `link.Controller`."""
+        await self._answer("delete", self._actor.delete.remote(model))
+
+    async def drain(self, target: str) -> Sequence[str]:
+        """See `link.Controller`."""
+        return await self._answer("drain", self._actor.drain.remote(target))
+
+    async def _answer(self, what: str, call: ObjectRef[T], timeout_s: float = _CALL_TIMEOUT_S) -> T:
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer: T = await call
+                return answer
+        except TimeoutError:
+            raise ReplicaUnavailable(
+                f"the fleet's controller did not answer {what!r} in {timeout_s:g} s"
+            ) from None
+        except (RayError, QuireError) as error:
+            raise unwrap(error, "the fleet's controller") from None
+
+
+def find_or_start_controller(namespace: str, autoscaling_config: str | None = None) -> ControllerLine:
+    """The controller of the cluster that this process is attached to; started where there is none."""
+    actor = (
+        ray.remote(FleetController)
+        .options(
+            name=ACTOR_NAME,
+            namespace=namespace,
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=-1,
+            max_concurrency=_MAX_CALLS,
+            num_cpus=0,
+            resources=_HEAD_RESOURCE,
+        )
+        .remote(CurveKeys.generate(), namespace, autoscaling_config)
+    )
+    return ControllerLine(actor)

@@ -1,0 +1,578 @@
+"""Fleet: the controller without Ray. It starts, watches, drains and ends replicas until all is as it is wanted.
+
+Everything here runs in one event loop; what blocks (launching, adopting, ending) is handed to threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeVar
+
+from ...proto.errors import InvalidRequest, ModelNotFound, QuireError, ReplicaUnavailable
+from ...proto.stream import Drain, ReplicaStatus
+from ..replica import ReplicaRecord
+from ..replica_client import ReplicaClient
+from .autoscaler import Decision, ScalingState, decide
+from .canary import run_canary
+from .demand import Demand
+from .deployment import Deployment
+from .reconcile import Backoff, ReplicaState, Standing, plan
+from .snapshot import DemandBook, observe
+from .table import DeploymentEntry, FleetTable, NodeEntry, ReplicaEntry
+
+TICK_S = 1.0
+# How often the cluster's nodes are looked at.
+NODES_S = 3.0
+CANARY_TIMEOUT_S = 120.0
+# Starts and ends that run at once.
+MAX_THREADS = 32
+# Beyond its grace, before a draining replica is ended with what it still has.
+DRAIN_SLACK_S = 10.0
+# A replica that must leave waits so long for another to take over, where its deadline allows.
+LEAVE_PATIENCE_S = 120.0
+# Ended replicas that are still told of: an operator reads why they failed.
+MAX_ENDED_TOLD = 20
+# After so long without a failure, a replica is proof that its version can run.
+PROVEN_AFTER_S = 60.0
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class LiveReplica(Protocol):
+    """A replica whose processes run; `cluster.replica.Replica` is one.
+
+    Attributes:
+        failure: ends when the replica does: with why, or None when it was closed.
+    """
+
+    @property
+    def record(self) -> ReplicaRecord: ...
+    @property
+    def failure(self) -> Future[QuireError | None]: ...
+    def close(self) -> None:
+        """Ends its processes; blocks."""
+        ...
+
+
+class Launcher(Protocol):
+    """Where replicas come from. All but `connect` block, and are called in threads."""
+
+    def launch(self, deployment: Deployment, replica_id: str, tell: Callable[[str], None]) -> LiveReplica:
+        """Raises QuireError. `tell` is told what the launch is at, from that thread."""
+        ...
+
+    def adopt(self, record: ReplicaRecord) -> LiveReplica:
+        """A replica that an earlier controller launched. Raises ReplicaUnavailable."""
+        ...
+
+    def remove(self, replica_id: str) -> None:
+        """Ends whatever there is of it."""
+        ...
+
+    def known(self) -> set[str]:
+        """Every replica of which there is anything."""
+        ...
+
+    def nodes(self) -> tuple[NodeEntry, ...]:
+        """The live nodes."""
+        ...
+
+    def cordon(self, node_id: str) -> None:
+        """Has nothing placed on the node any more, and lets it go once nothing runs there."""
+        ...
+
+    def connect(self, record: ReplicaRecord) -> ReplicaClient:
+        """A line to the replica, not started."""
+        ...
+
+
+class Store(Protocol):
+    """Where the controller's memory outlives it: names and JSON. Blocks, and is called in threads."""
+
+    def read(self) -> Mapping[str, str]: ...
+    def write(self, name: str, text: str) -> None: ...
+    def delete(self, name: str) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    """A replica on its way from STARTING to STOPPED or FAILED."""
+
+    replica_id: str
+    deployment: Deployment
+    since: float
+    state: ReplicaState = ReplicaState.STARTING
+    reason: str = ""
+    no_room_since: float | None = None
+    leave_by: float | None = None
+    ready_at: float | None = None
+    live: LiveReplica | None = None
+    client: ReplicaClient | None = None
+    task: asyncio.Task[None] | None = None
+    must_drain: asyncio.Event = field(default_factory=asyncio.Event)
+    drain_reason: str = ""
+
+    @property
+    def status(self) -> ReplicaStatus | None:
+        return None if self.client is None else self.client.latest
+
+    @property
+    def node_ids(self) -> tuple[str, ...]:
+        return () if self.live is None else self.live.record.node_ids
+
+    def is_proven(self, now: float) -> bool:
+        """It has served for a while: its version can run here."""
+        return self.ready_at is not None and now - self.ready_at >= PROVEN_AFTER_S
+
+    def standing(self) -> Standing:
+        status = self.status
+        return Standing(
+            self.replica_id,
+            self.deployment.version,
+            self.state,
+            self.since,
+            0 if status is None else status.num_running + status.num_waiting,
+            self.leave_by,
+            self.no_room_since,
+        )
+
+    def entry(self) -> ReplicaEntry:
+        return ReplicaEntry(
+            self.replica_id,
+            self.deployment.name,
+            self.deployment.version,
+            self.state,
+            self.reason,
+            None if self.live is None else self.live.record,
+        )
+
+
+@dataclass(slots=True)
+class _Model:
+    """A deployment and how it goes."""
+
+    deployment: Deployment
+    scaling: ScalingState
+    decision: Decision
+    backoff: Backoff = field(default_factory=Backoff)
+    demand: DemandBook = field(default_factory=DemandBook)
+    problem: str = ""
+
+
+class Fleet:
+    """All replicas of a cluster.
+
+    Args:
+        clock: seconds that only grow.
+        wall_clock: Unix time, in which deadlines of nodes are told.
+        tick_s: between two rounds in which nothing happens.
+        canary_timeout_s: how long the first token of a replica may take.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        store: Store,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        tick_s: float = TICK_S,
+        canary_timeout_s: float = CANARY_TIMEOUT_S,
+    ) -> None:
+        self._launcher = launcher
+        self._store = store
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._tick_s = tick_s
+        self._canary_timeout_s = canary_timeout_s
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "fleet")
+        self._models: dict[str, _Model] = {}
+        self._replicas: dict[str, _Replica] = {}
+        self._nodes: tuple[NodeEntry, ...] = ()
+        self._nodes_seen_at = -math.inf
+        self._left_nodes: dict[str, float] = {}  # node_id |-> when it must be left at the latest
+        self._epoch, self._version = secrets.token_hex(4), 0
+        self._changed = asyncio.Event()
+        self._due = asyncio.Event()
+
+    async def recover(self) -> None:
+        """Takes over what an earlier controller left: its deployments, its replicas that live, and nothing else."""
+        memory = await self._in_thread(self._store.read)
+        records = []
+        for name, text in memory.items():
+            kind, _, _ = name.partition("/")
+            try:
+                if kind == "deployment":
+                    self._add_model(Deployment.from_json(text))
+                elif kind == "replica":
+                    made_for, _, record = text.partition("\n")
+                    records.append((Deployment.from_json(made_for), ReplicaRecord.from_json(record)))
+            except QuireError as error:
+                _log.error("%s cannot be read, and is left out: %s", name, error)
+        for deployment, found in records:
+            replica = _Replica(found.replica_id, deployment, self._clock(), reason="is adopted")
+            self._begin(replica, partial(self._launcher.adopt, found))
+        for replica_id in await self._in_thread(self._launcher.known) - set(self._replicas):
+            _log.warning("%s was left half started, and is ended", replica_id)
+            await self._in_thread(self._launcher.remove, replica_id)
+        self._note_change()
+
+    async def run(self) -> None:
+        """Keeps the fleet as it is wanted, until cancelled."""
+        while True:
+            self._due.clear()
+            try:
+                await self.step()
+            except Exception:
+                _log.exception("a round of the fleet's upkeep failed; the next one begins anew")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._tick_s):
+                    await self._due.wait()
+
+    async def step(self) -> None:
+        """One round: looks at nodes and loads, decides, and begins what is to be done."""
+        if self._clock() - self._nodes_seen_at >= NODES_S:
+            await self._look_at_nodes()
+        for model in list(self._models.values()):
+            self._scale(model)
+            self._reconcile(model)
+        for replica in list(self._replicas.values()):
+            if replica.deployment.name not in self._models and replica.state is not ReplicaState.DRAINING:
+                self._drain(replica, "its model is served no longer")
+
+    async def deploy(self, deployment: Deployment) -> None:
+        """Serves a model, or serves it otherwise from now on."""
+        await self._in_thread(self._store.write, f"deployment/{deployment.name}", deployment.to_json())
+        model = self._models.get(deployment.name)
+        if model is None:
+            self._add_model(deployment)
+        else:
+            if model.deployment.version != deployment.version:
+                model.backoff, model.problem = Backoff(), ""
+            model.deployment = deployment
+        self._note_change()
+        self._due.set()
+
+    async def delete(self, name: str) -> None:
+        """Serves a model no longer; its replicas drain, with nowhere to move their requests to.
+
+        Raises:
+            ModelNotFound: it is not deployed.
+        """
+        if name not in self._models:
+            raise ModelNotFound(f"model {name!r} is not deployed")
+        await self._in_thread(self._store.delete, f"deployment/{name}")
+        del self._models[name]
+        self._note_change()
+        self._due.set()
+
+    async def drain(self, target: str) -> tuple[str, ...]:
+        """Empties a replica, or all of a node; returns the replicas.
+
+        Raises:
+            InvalidRequest: there is none of that name, or more than one.
+        """
+        await self._look_at_nodes()
+        nodes = [node.node_id for node in self._nodes]
+        found = [name for name in (*self._running_ids(), *nodes) if target and name.startswith(target)]
+        if len(found) != 1:
+            what = f"fits {len(found)} of" if found else "is none of"
+            raise InvalidRequest("target", f"is {target!r}, which {what} the replicas and nodes that run")
+        (name,) = found
+        leave_by = self._clock() + LEAVE_PATIENCE_S
+        if name in self._replicas:
+            leaving = [self._replicas[name]]
+        else:
+            await self._in_thread(self._launcher.cordon, name)
+            self._left_nodes[name] = leave_by
+            leaving = [each for each in self._replicas.values() if name in each.node_ids]
+        for replica in leaving:
+            replica.leave_by, replica.drain_reason = leave_by, f"an operator drains {name}"
+        self._due.set()
+        return tuple(replica.replica_id for replica in leaving)
+
+    def leave_node(self, node_id: str, within_s: float, reason: str) -> None:
+        """A node will be gone in so many seconds."""
+        grace_s = max((each.deployment.drain_grace_s for each in self._replicas.values()), default=0.0)
+        # What runs is moved while the node is still there.
+        leave_by = self._clock() + min(LEAVE_PATIENCE_S, max(0.0, within_s - grace_s))
+        self._left_nodes[node_id] = min(leave_by, self._left_nodes.get(node_id, leave_by))
+        for replica in self._replicas.values():
+            if node_id in replica.node_ids and replica.leave_by is None:
+                replica.leave_by, replica.drain_reason = self._left_nodes[node_id], reason
+                self._due.set()
+
+    def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
+        """What came to a gateway since its last report, by model."""
+        for name, count in demand.items():
+            model = self._models.get(name)
+            if model is not None:
+                model.demand.add(gateway_id, count, self._clock())
+                if count.num_waiting:
+                    self._due.set()
+
+    def table(self) -> FleetTable:
+        """What there is to tell now."""
+        return FleetTable(
+            f"{self._epoch}-{self._version}",
+            tuple(
+                DeploymentEntry(model.deployment, model.decision.target, model.decision.reason, model.problem)
+                for model in self._models.values()
+            ),
+            tuple(replica.entry() for replica in self._replicas.values()),
+            self._nodes,
+        )
+
+    async def watch(self, since: str, timeout_s: float) -> FleetTable | None:
+        """The table, once it differs from the version that the caller has; None: it has not in that time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while since == f"{self._epoch}-{self._version}":
+                    await self._changed.wait()
+                return self.table()
+        return None
+
+    async def close(self) -> None:
+        """Forgets everything, and leaves the replicas as they are."""
+        replicas, self._replicas = list(self._replicas.values()), {}
+        tasks = [replica.task for replica in replicas if replica.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _add_model(self, deployment: Deployment) -> None:
+        scaling = ScalingState()
+        first = Decision(deployment.limits.min_replicas, "the least that is asked for", scaling)
+        self._models[deployment.name] = _Model(deployment, scaling, first)
+
+    def _running_ids(self) -> list[str]:
+        ended = ReplicaState.STOPPED, ReplicaState.FAILED
+        return [each.replica_id for each in self._replicas.values() if each.state not in ended]
+
+    def _replicas_of(self, name: str) -> list[_Replica]:
+        return [each for each in self._replicas.values() if each.deployment.name == name]
+
+    async def _look_at_nodes(self) -> None:
+        self._nodes_seen_at = self._clock()
+        nodes = await self._in_thread(self._launcher.nodes)
+        if nodes != self._nodes:
+            self._nodes = nodes
+            self._note_change()
+        for node in nodes:
+            if node.is_draining and node.node_id not in self._left_nodes:
+                within_s = node.gone_at - self._wall_clock() if node.gone_at else LEAVE_PATIENCE_S
+                self.leave_node(node.node_id, within_s, f"node {node.node_id[:12]} drains")
+        for replica in self._replicas.values():
+            left = [self._left_nodes[node_id] for node_id in replica.node_ids if node_id in self._left_nodes]
+            if left and replica.leave_by is None:
+                replica.leave_by, replica.drain_reason = min(left), "its node is left"
+
+    def _scale(self, model: _Model) -> None:
+        now = self._clock()
+        replicas = [(each.state, each.status) for each in self._replicas_of(model.deployment.name)]
+        snapshot = observe(now, replicas, model.demand, model.deployment.engine.max_num_seqs)
+        decision = decide(snapshot, model.deployment.limits, model.scaling)
+        model.scaling = decision.state
+        if (decision.target, decision.reason) != (model.decision.target, model.decision.reason):
+            if decision.target != model.decision.target:
+                _log.info("%s: %d replicas: %s", model.deployment.name, decision.target, decision.reason)
+            self._note_change()
+        model.decision = decision
+
+    def _reconcile(self, model: _Model) -> None:
+        now, name = self._clock(), model.deployment.name
+        replicas = self._replicas_of(name)
+        todo = plan(model.decision.target, model.deployment.version, [r.standing() for r in replicas], now)
+        for replica_id in todo.stop:
+            self._stop(self._replicas[replica_id], "it is not needed any more")
+        for replica_id in todo.drain:
+            replica = self._replicas[replica_id]
+            self._drain(replica, replica.drain_reason or self._why_drained(model, replica))
+        if any(r.is_proven(now) and r.deployment.version == model.deployment.version for r in replicas):
+            model.backoff.succeed()
+        # After a failure, one tries whether it goes now.
+        num_starts = todo.num_starts if model.backoff.num_failures == 0 else min(todo.num_starts, 1)
+        if model.backoff.num_failures and any(r.state is ReplicaState.STARTING for r in replicas):
+            num_starts = 0
+        if num_starts and model.backoff.may_start(now):
+            for _ in range(num_starts):
+                self._start(model.deployment)
+
+    def _why_drained(self, model: _Model, replica: _Replica) -> str:
+        if replica.deployment.version != model.deployment.version:
+            return f"version {model.deployment.version} takes over"
+        return f"{model.decision.target} replicas are enough: {model.decision.reason}"
+
+    def _start(self, deployment: Deployment) -> None:
+        replica = _Replica(f"replica-{secrets.token_hex(4)}", deployment, self._clock())
+
+        def tell(line: str) -> None:
+            loop.call_soon_threadsafe(self._take_word, replica, line)
+
+        loop = asyncio.get_running_loop()
+        self._begin(replica, lambda: self._launcher.launch(deployment, replica.replica_id, tell))
+
+    def _begin(self, replica: _Replica, make: Callable[[], LiveReplica]) -> None:
+        self._replicas[replica.replica_id] = replica
+        replica.task = asyncio.create_task(self._live(replica, make))
+        self._note_change()
+
+    def _take_word(self, replica: _Replica, line: str) -> None:
+        """What a launch says of itself."""
+        if replica.state is not ReplicaState.STARTING:
+            return
+        _log.info("%s", line)
+        waits = "waits for room" in line
+        if not waits:
+            replica.no_room_since = None
+        elif replica.no_room_since is None:
+            replica.no_room_since = self._clock()
+        replica.reason = line.removeprefix(replica.replica_id).strip()
+        self._note_change()
+
+    async def _live(self, replica: _Replica, make: Callable[[], LiveReplica]) -> None:
+        """A replica's whole life."""
+        try:
+            replica.live = await self._in_thread(make)
+            record = replica.live.record
+            memory = f"{replica.deployment.to_json()}\n{record.to_json()}"
+            await self._in_thread(self._store.write, f"replica/{replica.replica_id}", memory)
+            replica.client = self._launcher.connect(record)
+            replica.client.start()
+            replica.client.watch(replica.live.failure)
+            if not await self._is_draining_already(replica):
+                await self._prove(replica)
+                self._set_state(replica, ReplicaState.READY, "")
+                self._note_success(replica)
+                await self._until_drained_or_failed(replica)
+            await self._empty(replica)
+        except QuireError as error:
+            self._fail(replica, error)
+        except Exception as error:
+            _log.exception("%s failed", replica.replica_id)
+            self._fail(replica, ReplicaUnavailable(f"its upkeep failed: {error!r}"))
+        except asyncio.CancelledError:
+            if replica.replica_id not in self._replicas:  # the controller itself ends; the replica lives on
+                raise
+        finally:
+            if replica.client is not None:
+                await replica.client.close()
+        await self._end(replica)
+
+    async def _is_draining_already(self, replica: _Replica) -> bool:
+        """An adopted replica may have been draining when its controller died."""
+        assert replica.client is not None
+        status = await replica.client.status(self._canary_timeout_s)
+        if status.draining:
+            self._set_state(replica, ReplicaState.DRAINING, "it drained already when it was adopted")
+        return status.draining
+
+    async def _prove(self, replica: _Replica) -> None:
+        """The canary, unless the replica fails first."""
+        assert replica.client is not None
+        self._take_word(replica, f"{replica.replica_id} waits for its first token")
+        await run_canary(replica.client, self._canary_timeout_s)
+
+    def _note_success(self, replica: _Replica) -> None:
+        replica.ready_at = self._clock()
+        model = self._models.get(replica.deployment.name)
+        if model is not None and model.deployment.version == replica.deployment.version:
+            model.problem = ""
+            model.demand.cold_start_s = self._clock() - replica.since
+            self._note_change()
+
+    async def _until_drained_or_failed(self, replica: _Replica) -> None:
+        """Returns once it is to drain. Raises ReplicaUnavailable once it has failed."""
+        assert replica.client is not None
+        failed = asyncio.ensure_future(replica.client.wait_until_failed())
+        drained = asyncio.ensure_future(replica.must_drain.wait())
+        try:
+            await asyncio.wait((failed, drained), return_when=asyncio.FIRST_COMPLETED)
+            if not drained.done():
+                raise ReplicaUnavailable(replica.client.problem)
+        finally:
+            failed.cancel()
+            drained.cancel()
+
+    async def _empty(self, replica: _Replica) -> None:
+        """Drains the replica: returns once it has no requests, or kept them too long."""
+        assert replica.client is not None
+        client, grace_s = replica.client, replica.deployment.drain_grace_s
+        client.send(Drain(grace_s))
+        deadline = self._clock() + grace_s + DRAIN_SLACK_S
+        with suppress(ReplicaUnavailable):  # it is gone: then it has no requests either
+            while self._clock() < deadline:
+                status = await client.status(DRAIN_SLACK_S)
+                if status.num_running + status.num_waiting == 0:
+                    return
+                await client.next_status(DRAIN_SLACK_S)
+
+    def _drain(self, replica: _Replica, reason: str) -> None:
+        if replica.state is ReplicaState.READY:
+            self._set_state(replica, ReplicaState.DRAINING, reason)
+            replica.must_drain.set()
+        else:
+            self._stop(replica, reason)
+
+    def _stop(self, replica: _Replica, reason: str) -> None:
+        """Ends a replica that has not come to serve."""
+        if replica.task is not None and replica.state is ReplicaState.STARTING:
+            self._set_state(replica, ReplicaState.DRAINING, reason)
+            replica.task.cancel()
+
+    def _fail(self, replica: _Replica, error: QuireError) -> None:
+        now = self._clock()
+        self._set_state(replica, ReplicaState.FAILED, str(error))
+        model = self._models.get(replica.deployment.name)
+        if model is None or model.deployment.version != replica.deployment.version:
+            return
+        # One that served for a while and then died is replaced at once.
+        if not replica.is_proven(now):
+            wait_s = model.backoff.fail(now)
+            _log.warning("%s: the next start is in %g s", model.deployment.name, wait_s)
+        model.problem = f"{replica.replica_id}: {error}"
+
+    async def _end(self, replica: _Replica) -> None:
+        """Ends what is left of its processes."""
+        try:
+            if replica.live is not None:
+                await self._in_thread(replica.live.close)
+            await self._in_thread(self._launcher.remove, replica.replica_id)
+            await self._in_thread(self._store.delete, f"replica/{replica.replica_id}")
+        except Exception:
+            _log.exception("%s could not be ended; the next controller tries again", replica.replica_id)
+        if replica.state is not ReplicaState.FAILED:
+            self._set_state(replica, ReplicaState.STOPPED, replica.reason)
+        ended = [each for each in self._replicas.values() if each.replica_id not in self._running_ids()]
+        for old in ended[: -MAX_ENDED_TOLD or None]:
+            del self._replicas[old.replica_id]
+        self._note_change()
+        self._due.set()
+
+    def _set_state(self, replica: _Replica, state: ReplicaState, reason: str) -> None:
+        if state is not replica.state:
+            level = logging.WARNING if state is ReplicaState.FAILED else logging.INFO
+            _log.log(level, "%s is %s%s", replica.replica_id, state, f": {reason}" if reason else "")
+        replica.state, replica.reason = state, reason
+        self._note_change()
+        self._due.set()
+
+    def _note_change(self) -> None:
+        self._version += 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)

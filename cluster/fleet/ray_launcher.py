@@ -1,0 +1,104 @@
+"""RayLauncher and KeyValueStore: the fleet's seams to Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import ray
+from ray._private.state import state as cluster_state
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+from ray.experimental import internal_kv
+
+from ...proto.errors import ReplicaUnavailable
+from ...proto.network import CurveKeys
+from ..replica import Replica, ReplicaRecord, adopt_replica, known_replicas, remove_replica
+from ..replica_client import ReplicaClient
+from ..replica_launch import launch_replica
+from ..site import FleetSite
+from .deployment import Deployment
+from .placement import ClusterView
+from .table import NodeEntry
+
+# What an operator wants to see of a node.
+_TOLD_RESOURCES = ("CPU", "GPU", "memory")
+
+
+class RayLauncher:
+    """See `fleet.Launcher`; for a process that is connected to the cluster."""
+
+    def __init__(self, keys: CurveKeys, namespace: str, autoscaling_config: str | None) -> None:
+        self._keys = keys
+        self._namespace = namespace
+        self._autoscaling_config = autoscaling_config
+
+    def launch(self, deployment: Deployment, replica_id: str, tell: Callable[[str], None]) -> Replica:
+        view = ClusterView.read(self._autoscaling_config)
+        hosts = [node.total for node in view.nodes] + [kind.resources for kind in view.node_types]
+        has_gpus = any(resources.get("GPU", 0) for resources in hosts)
+        # GPUs that the operator counts by hand are not for computing on: so fakes can be asked for.
+        config = deployment.resolve(has_gpus and "GPU" not in deployment.rank_resources)
+        site = FleetSite(
+            self._keys,
+            self._namespace,
+            resources_per_rank=deployment.rank_resources,
+            autoscaling_config=self._autoscaling_config,
+        )
+        return launch_replica(config, replica_id, site, version=deployment.version, tell=tell)
+
+    def adopt(self, record: ReplicaRecord) -> Replica:
+        return adopt_replica(record)
+
+    def remove(self, replica_id: str) -> None:
+        remove_replica(replica_id, self._namespace)
+
+    def known(self) -> set[str]:
+        return known_replicas(self._namespace)
+
+    def nodes(self) -> tuple[NodeEntry, ...]:
+        draining = cluster_state.get_draining_nodes()
+        return tuple(
+            NodeEntry(
+                node["NodeID"],
+                node["NodeManagerAddress"],
+                tuple(
+                    (name, node["Resources"][name]) for name in _TOLD_RESOURCES if name in node["Resources"]
+                ),
+                is_draining=node["NodeID"] in draining,
+                gone_at=draining.get(node["NodeID"], 0) / 1000,
+            )
+            for node in ray.nodes()
+            if node["Alive"]
+        )
+
+    def cordon(self, node_id: str) -> None:
+        gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        accepted, problem = gcs.drain_node(node_id, reason, "quire drain", 0)
+        if not accepted:
+            raise ReplicaUnavailable(f"Ray does not drain node {node_id}: {problem}")
+
+    def connect(self, record: ReplicaRecord) -> ReplicaClient:
+        return ReplicaClient(record.endpoint, record.replica_id, keys=self._keys)
+
+
+class KeyValueStore:
+    """Ray's key-value store, which lives in its head; see `fleet.Store`."""
+
+    def __init__(self, namespace: str) -> None:
+        # Ray cuts its names at colons, and then finds none of those that it lists.
+        self._namespace = f"quire-fleet-{namespace}".replace(":", "-").encode()
+
+    def read(self) -> Mapping[str, str]:
+        found = {}
+        for name in internal_kv._internal_kv_list(b"", namespace=self._namespace):
+            text = internal_kv._internal_kv_get(name, namespace=self._namespace)
+            if text is not None:  # it was deleted just now
+                found[name.decode()] = text.decode()
+        return found
+
+    def write(self, name: str, text: str) -> None:
+        internal_kv._internal_kv_put(name.encode(), text.encode(), namespace=self._namespace)
+
+    def delete(self, name: str) -> None:
+        internal_kv._internal_kv_del(name.encode(), namespace=self._namespace)

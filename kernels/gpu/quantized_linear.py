@@ -1,0 +1,153 @@
+"""Linear layers with weights in 8 or 4 bits, widened in registers on their way into the tensor cores."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..quantized_linear import QuantizedWeight
+from .tiles import INTERPRETED, MIN_ROWS
+
+
+class Tile(NamedTuple):
+    """One program's piece of the product.
+
+    Attributes:
+        num_inputs: weights of an output a turn of the loop, at most.
+    """
+
+    num_tokens: int
+    num_outputs: int
+    num_inputs: int
+    num_warps: int
+    num_stages: int
+
+
+# Up to how many tokens |-> tile. Few tokens wait for the weight, which many small programs read fastest.
+# Chosen by what the compiler reports for compute capabilities 8.0 and 9.0, not yet by measurement.
+TILES: dict[int, Tile] = {
+    16: Tile(MIN_ROWS, 32, 128, 4, 4),
+    64: Tile(64, 64, 64, 4, 4),
+    1 << 31: Tile(128, 64, 64, 8, 3),
+}
+FLOAT32_TILE = Tile(MIN_ROWS, 32, 64, 4, 2)
+# What tl.dot sums over at least, twice: a byte of two weights takes part in two products.
+MIN_INPUTS = 32
+
+
+@triton.jit
+def _to_weights(
+    codes, scales_ptr, zeros_ptr, group_index_ptr, offs_k, offs_n, mask_k, mask_n, first_group, out_features,
+    HAS_ZEROS: tl.constexpr, HAS_INDEX: tl.constexpr, IS_PER_OUTPUT: tl.constexpr,
+):  # fmt: skip
+    """Codes [K, N] as float32 weights, not scaled yet if there is one scale an output."""
+    weights = codes.to(tl.float32)
+    if not IS_PER_OUTPUT:
+        if HAS_INDEX:
+            groups = tl.load(group_index_ptr + offs_k, mask=mask_k, other=0)
+            places = groups[:, None] * out_features + offs_n[None, :]
+            mask = mask_k[:, None] & mask_n[None, :]
+        else:
+            places = first_group * out_features + offs_n[None, :]
+            mask = mask_n[None, :]
+        if HAS_ZEROS:
+            weights -= tl.load(zeros_ptr + places, mask=mask, other=0).to(tl.float32)
+        weights *= tl.load(scales_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    return weights
+
+
+@triton.jit
+def _quantized_linear(
+    x_ptr,  # [T, K]
+    codes_ptr,  # [N, K] int8 or float8; [N, K / 2] uint8
+    scales_ptr,  # [G, N]
+    zeros_ptr,  # [G, N] int16
+    group_index_ptr,  # [K] int32
+    bias_ptr,  # [N]
+    out_ptr,  # [T, N]
+    num_tokens,
+    out_features,
+    in_features,
+    group_len,
+    stride_x,
+    NUMBERS_A_BYTE: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_PER_OUTPUT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    # grid: (tiles of N, tiles of T)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    mask_n, mask_t = offs_n < out_features, offs_t < num_tokens
+    bytes_a_row = in_features // NUMBERS_A_BYTE
+    row_ptrs = codes_ptr + offs_n[None, :].to(tl.int64) * bytes_a_row
+    token_ptrs = x_ptr + offs_t[:, None].to(tl.int64) * stride_x
+    offs_byte = tl.arange(0, BLOCK_K // NUMBERS_A_BYTE)
+    sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+    for start in range(0, in_features, BLOCK_K):
+        places = start // NUMBERS_A_BYTE + offs_byte
+        live = places < bytes_a_row
+        packed = tl.load(row_ptrs + places[:, None], mask=live[:, None] & mask_n[None, :], other=0.0)
+        for part in tl.static_range(NUMBERS_A_BYTE):
+            offs_k = places * NUMBERS_A_BYTE + part
+            codes = packed
+            if NUMBERS_A_BYTE == 2:
+                codes = (packed >> (4 * part)) & 15
+            weights = _to_weights(
+                codes, scales_ptr, zeros_ptr, group_index_ptr, offs_k, offs_n, live, mask_n, start // group_len,
+                out_features, HAS_ZEROS, HAS_INDEX, IS_PER_OUTPUT,
+            )  # fmt: skip
+            x = tl.load(token_ptrs + offs_k[None, :], mask=mask_t[:, None] & live[None, :], other=0.0)
+            if UPCAST:
+                x = x.to(tl.float32)
+            sums = tl.dot(x, weights.to(x.dtype), sums, input_precision="tf32x3")
+    if IS_PER_OUTPUT:
+        sums *= tl.load(scales_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        sums += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    out_ptrs = out_ptr + offs_t[:, None].to(tl.int64) * out_features + offs_n[None, :]
+    tl.store(out_ptrs, sums, mask=mask_t[:, None] & mask_n[None, :])
+
+
+def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """See kernels.quantized_linear."""
+    (num_tokens, in_features), out_features = x.shape, weight.out_features
+    assert in_features == weight.in_features
+    assert x.stride(1) == 1
+    assert weight.codes.is_contiguous()
+    assert weight.scales.is_contiguous()
+    out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    group_len = in_features // weight.scales.shape[0]
+    tile = _find_tile(num_tokens, x.dtype)
+    group_index = weight.group_index
+    if group_index is None and weight.scales.shape[0] > 1:
+        # A turn of the loop has one group.
+        tile = tile._replace(num_inputs=min(tile.num_inputs, group_len & -group_len))
+        if tile.num_inputs < MIN_INPUTS:
+            tile = tile._replace(num_inputs=MIN_INPUTS)
+            group_index = torch.arange(in_features, dtype=torch.int32, device=x.device) // group_len
+    grid = triton.cdiv(out_features, tile.num_outputs), triton.cdiv(num_tokens, tile.num_tokens)
+    _quantized_linear[grid](
+        x, weight.codes, weight.scales, weight.zeros, group_index, bias, out, num_tokens, out_features,
+        in_features, group_len, x.stride(0),
+        NUMBERS_A_BYTE=2 if weight.is_packed else 1, HAS_ZEROS=weight.zeros is not None,
+        HAS_INDEX=group_index is not None, HAS_BIAS=bias is not None, IS_PER_OUTPUT=weight.is_per_output,
+        BLOCK_T=tile.num_tokens, BLOCK_N=tile.num_outputs, BLOCK_K=tile.num_inputs, UPCAST=INTERPRETED,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def _find_tile(num_tokens: int, dtype: torch.dtype) -> Tile:
+    if dtype == torch.float32:
+        return FLOAT32_TILE
+    return next(tile for most, tile in TILES.items() if num_tokens <= most)

@@ -1,0 +1,26 @@
+// Waiting for a word in memory to change, across threads or processes, without a lock.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+inline void sleep_until_changed(std::atomic<uint32_t>& word, uint32_t value, std::chrono::nanoseconds at_most) {
+  timespec time{at_most.count() / 1000000000, at_most.count() % 1000000000};
+  syscall(SYS_futex, &word, FUTEX_WAIT, value, &time, nullptr, 0);
+}
+
+inline void wake(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0); }
+#else
+#include <thread>
+
+inline void sleep_until_changed(std::atomic<uint32_t>&, uint32_t, std::chrono::nanoseconds) {
+  std::this_thread::yield();
+}
+inline void wake(std::atomic<uint32_t>&) {}
+#endif

@@ -1,0 +1,45 @@
+// Writing to a quantised cache: numbers of one byte, and a scale for each token, key or value, and head.
+#include "vector.h"
+
+namespace {
+
+// Limits and least magnitude are those of kernels/quantized_kv.py.
+template <typename T, typename Stored>
+void write(const T* kv, Stored* cache, float* scales, const int64_t* slots, int64_t tokens, int64_t token_stride,
+           int64_t num_pieces, int64_t block_size, int64_t head_dim, float limit, float min_magnitude) {
+  for (int64_t t = 0; t < tokens; t++) {
+    const int64_t slot = slots[t] < 0 ? 0 : slots[t];
+    for (int64_t p = 0; p < num_pieces; p++) {
+      const T* from = kv + t * token_stride + p * head_dim;
+      const int64_t row = (slot / block_size * num_pieces + p) * block_size + slot % block_size;
+      Vec top = broadcast(min_magnitude);
+      for (int64_t d = 0; d < head_dim; d += LANES) {
+        const Vec v = load(from + d);
+        top = larger(top, larger(v, -v));
+      }
+      const float scale = max_of(top) / limit;
+      scales[row] = scale;
+      for (int64_t d = 0; d < head_dim; d += LANES) {
+        const Vec ratio = load(from + d) / scale;
+        const Vec below = ratio < limit ? ratio : broadcast(limit);
+        store(cache + row * head_dim + d, larger(below, broadcast(-limit)));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+// kv [T, 2, Hkv, D] goes to its slots of a cache [N, 2, Hkv, B, D] and of its scales [N, 2, Hkv, B].
+extern "C" void quire_write_kv_quantized(int is_bf16, int is_fp8, const void* kv, void* cache, float* scales,
+                                         const int64_t* slots, int64_t tokens, int64_t token_stride,
+                                         int64_t num_pieces, int64_t block_size, int64_t head_dim, float limit,
+                                         float min_magnitude) {
+#define WRITE(T, Stored)                                                                                         \
+  write((const T*)kv, (Stored*)cache, scales, slots, tokens, token_stride, num_pieces, block_size, head_dim, limit, \
+        min_magnitude)
+  if (is_fp8)
+    is_bf16 ? WRITE(bf16, fp8) : WRITE(float, fp8);
+  else
+    is_bf16 ? WRITE(bf16, int8_t) : WRITE(float, int8_t);
+}

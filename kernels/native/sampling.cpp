@@ -1,0 +1,117 @@
+// Choosing a token of each row of logits: the likeliest, or one drawn from all (kernels/sampling.py).
+#include "team.h"
+
+namespace {
+
+constexpr int64_t MIN_PARALLEL = 65536;
+
+// log of positive numbers, to 2 units in the last place (coefficients: Cephes' logf).
+Vec log_of(Vec x) {
+  BitVec bits;
+  memcpy(&bits, &x, sizeof bits);
+  IntVec exponent = __builtin_convertvector(bits >> 23, IntVec) - 126;
+  bits = (bits & 0x7FFFFF) | 0x3F000000;
+  Vec m;  // from 0.5 to 1
+  memcpy(&m, &bits, sizeof m);
+  const IntVec is_low = m < 0.70710678f;
+  exponent += is_low;
+  m = (is_low ? m + m : m) - 1.f;
+  const Vec square = m * m;
+  Vec p = m * 7.0376836292e-2f - 1.1514610310e-1f;
+  p = p * m + 1.1676998740e-1f;
+  p = p * m - 1.2420140846e-1f;
+  p = p * m + 1.4249322787e-1f;
+  p = p * m - 1.6668057665e-1f;
+  p = p * m + 2.0000714765e-1f;
+  p = p * m - 2.4999993993e-1f;
+  p = p * m + 3.3333331174e-1f;
+  const Vec e = __builtin_convertvector(exponent, Vec);
+  return m + (p * m * square + e * -2.12194440e-4f - square * 0.5f) + e * 0.693359375f;
+}
+
+// Standard Gumbel numbers of tokens; see kernels/gumbel.py.
+Vec gumbel_noise(BitVec token_ids, uint32_t key_low, uint32_t key_high) {
+  BitVec x = token_ids * 0x9E3779B9u + key_low;
+  x ^= x >> 16;
+  x *= 0x21F0AAADu;
+  x ^= key_high;
+  x ^= x >> 15;
+  x *= 0xD35A2D97u;
+  x ^= x >> 15;
+  Vec v = (__builtin_convertvector(__builtin_convertvector(x & 0x7FFFFFFF, IntVec), Vec) + 0.5f) * 0x1p-31f;
+  v = v > 1 - 0x1p-24f ? broadcast(1 - 0x1p-24f) : v;
+  // 1 - v rounds away what counts of a small v, so -log(1 - v) is its series there.
+  const Vec series =
+      v * (1.f + v * (1.f / 2 + v * (1.f / 3 + v * (1.f / 4 + v * (1.f / 5 + v * (1.f / 6))))));
+  const Vec exponential = v < 1.f / 32 ? series : -log_of(1.f - v);
+  return -log_of(exponential);
+}
+
+struct Best {
+  float value;
+  int32_t index;
+};
+
+// The largest of score(logits, index of the first) over a row, the first of equals.
+template <typename Score>
+Best best_of(const float* row, int64_t length, const Score& score) {
+  Vec top = broadcast(-INFINITY);
+  IntVec place = IntVec{}, index = lane_numbers();
+  int64_t i = 0;
+  auto add = [&](Vec logits) {
+    const Vec value = score(logits, index);
+    const IntVec is_better = value > top;
+    top = is_better ? value : top;
+    place = is_better ? index : place;
+    index += LANES;
+  };
+  for (; i + LANES <= length; i += LANES) add(load(row + i));
+  if (i < length) {
+    float rest[LANES];
+    for (int lane = 0; lane < LANES; lane++) rest[lane] = i + lane < length ? row[i + lane] : -INFINITY;
+    add(load(rest));
+  }
+  Best best{max_of(top), INT32_MAX};
+  for (int lane = 0; lane < LANES; lane++)
+    if (top[lane] == best.value) best.index = std::min(best.index, place[lane]);
+  return best.index == INT32_MAX ? Best{best.value, 0} : best;
+}
+
+template <typename Choose>
+void for_rows(int64_t rows, int64_t length, int threads, const Choose& choose) {
+  if (rows * length < MIN_PARALLEL) threads = 1;
+  share_tasks(rows, rows, threads, [&](auto& next) {
+    for (int64_t row; (row = next()) < rows;) choose(row);
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+// values [N] and token ids [N] of the largest of logits [N, V], whose first column is token `first_id`.
+void quire_take_likeliest(const float* logits, float* values, int32_t* token_ids, int64_t rows, int64_t length,
+                          int64_t stride, int32_t first_id, int threads) {
+  for_rows(rows, length, threads, [&](int64_t row) {
+    const Best best = best_of(logits + row * stride, length, [](Vec logit, IntVec) { return logit; });
+    values[row] = best.value;
+    token_ids[row] = first_id + best.index;
+  });
+}
+
+// Likewise of logits / temperature + Gumbel noise; keys [N, 2].
+void quire_draw_from_all(const float* logits, const float* temperature, const uint32_t* keys, float* scores,
+                         int32_t* token_ids, int64_t rows, int64_t length, int64_t stride, int32_t first_id,
+                         int threads) {
+  for_rows(rows, length, threads, [&](int64_t row) {
+    const float divisor = temperature[row];
+    const uint32_t key_low = keys[2 * row], key_high = keys[2 * row + 1];
+    const Best best = best_of(logits + row * stride, length, [&](Vec logit, IntVec index) {
+      const BitVec token_ids = __builtin_convertvector(index + first_id, BitVec);
+      return logit / divisor + gumbel_noise(token_ids, key_low, key_high);
+    });
+    scores[row] = best.value;
+    token_ids[row] = first_id + best.index;
+  });
+}
+}

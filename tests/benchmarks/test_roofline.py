@@ -1,0 +1,30 @@
+"""Figures of an op beside its roof, and their picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.roofline import QUIRE, Case, Roof, plot
+
+ROOF = Roof(copy=100.0, matmul=800.0)
+MOVING = Case("kernels.copying.small", num_bytes=1000, flops=2000, seconds={QUIRE: 20.0, "torch": 40.0})
+COMPUTING = Case("kernels.computing.large", num_bytes=1000, flops=16000, seconds={QUIRE: 40.0})
+
+
+def test_the_lower_roof_counts() -> None:
+    figures = MOVING.figures(ROOF)
+    assert {name: figure.value for name, figure in figures.items()} == {
+        "kernels.copying.small.us": 20e6,
+        "kernels.copying.small.share_of_copy": 0.5,
+        "kernels.copying.small.torch_us": 40e6,
+    }
+    assert COMPUTING.figures(ROOF)["kernels.computing.large.share_of_matmul"].value == 0.5
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "roofline.png"
+    plot(path, "a machine", ROOF, [MOVING, COMPUTING])
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,56 @@
+"""LLM with a quantised KV cache: more blocks in the same memory, and answers that preemption does not change."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.proto.errors import ConfigError
+
+PROMPTS = [
+    "It was a bright cold morning",
+    "The old man and his dog",
+    "A letter had come",
+    "What could it mean?",
+]
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+KV_CACHE_DTYPES = ["int8", "fp8_e4m3"]
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, GREEDY)]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", KV_CACHE_DTYPES)
+def test_swapped_blocks_come_back_with_their_scales(kv_cache_dtype: str) -> None:
+    with LLM("demo", device="cpu", kv_cache_dtype=kv_cache_dtype, block_size=4, num_kv_blocks=200) as roomy:
+        expected = answers(roomy)
+    assert all(len(set(tokens)) > 8 for tokens in expected)
+    with LLM(
+        "demo",
+        device="cpu",
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=4,
+        num_kv_blocks=20,
+        num_host_kv_blocks=64,
+        prefix_caching=False,
+    ) as tight:
+        scheduler = tight._engine._engine.scheduler  # type: ignore[attr-defined]
+        scheduler._state.costs.swap_blocks_per_s = 1e9  # nothing is computed again instead
+        assert answers(tight) == expected
+        assert scheduler.blocks.num_swapped_blocks > 0
+
+
+def test_the_same_memory_holds_more_blocks() -> None:
+    counts = []
+    for kv_cache_dtype in ("auto", *KV_CACHE_DTYPES):
+        with LLM("demo", device="cpu", kv_cache_dtype=kv_cache_dtype, kv_cache_memory=8 << 20) as llm:
+            counts.append(llm.config.cache.num_blocks or 0)
+    full, *quantised = counts
+    # Of float32: a quarter, and a scale a vector.
+    assert all(3 * full < count < 4 * full for count in quantised)
+
+
+def test_another_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'int4', must be auto, fp8_e4m3 or int8"):
+        LLM("demo", kv_cache_dtype="int4")

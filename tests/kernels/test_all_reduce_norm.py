@@ -1,0 +1,68 @@
+"""The fused all-reduce: one rank of a group at a time on made-up parts of the others, and real ranks on GPUs."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import all_reduce_norm as twin
+from quire.kernels.all_reduce_norm import MAX_PROGRAMS, NUM_SIGNALS, Peers
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
+EPS = 1e-5
+
+
+@pytest.fixture(params=["twin", "kernel"])
+def op(request: pytest.FixtureRequest) -> ModuleType:
+    if request.param == "twin":
+        return twin
+    pytest.importorskip("triton")
+    from quire.kernels.gpu import all_reduce_norm
+
+    return all_reduce_norm
+
+
+def expected_of(parts: list[Tensor], residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The new residual and its norm, in float64."""
+    total = residual.double() + sum(part.double() for part in parts)
+    scale = (total.square().mean(dim=1, keepdim=True) + EPS).rsqrt()
+    return total, total * scale * weight.double()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 3, MAX_PROGRAMS + 2])
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (2, 3)])
+def test_a_rank_sums_what_the_others_wrote(
+    op: ModuleType, device: str, rank: int, size: int, num_tokens: int, dtype: torch.dtype
+) -> None:
+    """The others have come to every signal already, and wait there."""
+    on = "cpu" if op is twin else device
+    torch.manual_seed(0)
+    inputs = [torch.randn(num_tokens, 40).to(on, dtype) for _ in range(size)]
+    parts = [torch.full((40, 40), torch.nan).to(on, dtype) for _ in range(size)]
+    signals = [torch.zeros(NUM_SIGNALS * size, dtype=torch.int32, device=on) for _ in range(size)]
+    for other in range(size):
+        if other != rank:
+            parts[other][:num_tokens] = inputs[other]
+            signals[rank][other::size] = 1
+    residual = torch.randn(num_tokens, 44).to(on, dtype)[:, :40]
+    weight = torch.randn(40).to(on, dtype)
+    expected_residual, expected = expected_of(inputs, residual, weight)
+    out = op.all_reduce_add_rms_norm(inputs[rank], residual, weight, EPS, Peers(rank, parts, signals))
+    close(residual, expected_residual)
+    close(out, expected)
+    assert torch.equal(parts[rank][:num_tokens], inputs[rank])
+    if op is not twin:
+        num_met = 2 * min(num_tokens, MAX_PROGRAMS)
+        for other in range(size):
+            met = signals[other].view(-1, size)[:num_met]
+            assert (met[:, rank] == (other != rank)).all(), "this rank tells every other"
+        assert not signals[rank].view(-1, size)[:num_met].any(), "and takes the others' signals down"
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)

@@ -1,0 +1,149 @@
+"""Linear layers with quantised weights: the twins against float64, the kernels against the twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import quantized_linear as twins
+from quire.kernels.quantized_linear import FLOAT8, QuantizedWeight, dequantize
+
+# One rounding of the result; the interpreter cuts bfloat16 off, which is at most twice as far. Weights are rounded
+# to the dtype of the tokens before they are multiplied.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def random_weight(kind: str, out_features: int, in_features: int) -> QuantizedWeight:
+    """int8 and fp8: a scale an output; the others: groups of 32, zeros, or groups in any order."""
+    if kind in ("int8", "fp8"):
+        dtype = torch.int8 if kind == "int8" else FLOAT8
+        return twins.quantize(torch.randn(out_features, in_features) / in_features**0.5, dtype)
+    group_len = 24 if kind == "int4-groups-of-24" else 32
+    num_groups = in_features // group_len
+    scales = (torch.rand(num_groups, out_features) + 0.5) / (8 * in_features**0.5)
+    if kind == "int8-groups":
+        codes = torch.randint(-128, 128, (out_features, in_features)).to(torch.int8)
+        return QuantizedWeight(codes, scales / 16)
+    codes = twins.pack_nibbles(torch.randint(0, 16, (out_features, in_features)))
+    zeros = torch.randint(0, 17, (num_groups, out_features)).to(torch.int16)
+    index = None
+    if kind == "int4-any-order":
+        index = torch.randint(0, num_groups, (in_features,), dtype=torch.int32)
+    return QuantizedWeight(codes, scales.half(), zeros, index)
+
+
+KINDS = ["int8", "fp8", "int8-groups", "int4", "int4-any-order", "int4-groups-of-24"]
+
+
+def by_definition(weight: QuantizedWeight) -> Tensor:
+    """(codes - zeros) * scales, number by number, in float64."""
+    expected = torch.empty(weight.out_features, weight.in_features, dtype=torch.float64)
+    num_groups = weight.scales.shape[0]
+    for n in range(weight.out_features):
+        for k in range(weight.in_features):
+            group = k * num_groups // weight.in_features
+            if weight.group_index is not None:
+                group = int(weight.group_index[k])
+            code = float(weight.codes[n, k // 2 if weight.is_packed else k])
+            if weight.is_packed:
+                code = int(code) >> 4 if k % 2 else int(code) & 15
+            zero = 0 if weight.zeros is None else int(weight.zeros[group, n])
+            expected[n, k] = (code - zero) * float(weight.scales[group, n])
+    return expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dequantized_numbers(kind: str) -> None:
+    weight = random_weight(kind, 5, 96)
+    torch.testing.assert_close(dequantize(weight).double(), by_definition(weight), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "step"), [(torch.int8, 1 / 254), (FLOAT8, 2**-4)], ids=["int8", "fp8"])
+def test_rounding_is_to_the_nearest(dtype: torch.dtype, step: float) -> None:
+    weight = torch.randn(7, 40)
+    weight[3] = 0
+    error = (dequantize(twins.quantize(weight, dtype)) - weight).abs()
+    largest = weight.abs().amax(dim=1, keepdim=True)
+    # float8 is as exact as its numbers are small, down to its smallest.
+    bound = largest * step if dtype == torch.int8 else (weight.abs() * step).maximum(largest * 2**-18)
+    assert (error <= bound * 1.0001).all()
+    assert not dequantize(twins.quantize(weight, dtype))[3].any()
+
+
+def test_parts_of_the_inputs_share_the_scales_of_the_whole() -> None:
+    weight = torch.randn(6, 32)
+    whole = twins.quantize(weight, torch.int8)
+    parts = [twins.quantize(part, torch.int8, weight.abs().amax(dim=1)) for part in weight.split(8, dim=1)]
+    assert torch.equal(torch.cat([part.codes for part in parts], dim=1), whole.codes)
+    assert all(torch.equal(part.scales, whole.scales) for part in parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@DTYPES
+@pytest.mark.parametrize(("num_tokens", "out_features", "in_features"), [(1, 70, 96), (17, 33, 192)], ids=str)
+def test_kernel(
+    device: str, num_tokens: int, out_features: int, in_features: int, dtype: torch.dtype, kind: str
+) -> None:
+    from quire.kernels.gpu.quantized_linear import quantized_linear
+
+    weight = random_weight(kind, out_features, in_features)
+    x = torch.randn(num_tokens, in_features + 3).to(dtype)[:, :in_features]
+    bias = torch.randn(out_features).to(dtype) if num_tokens > 1 else None
+    y = quantized_linear(x.to(device), weight.to(device), None if bias is None else bias.to(device))
+    expected = x.double() @ dequantize(weight).double().t() + (0 if bias is None else bias.double())
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_no_tokens(device: str) -> None:
+    from quire.kernels.gpu.quantized_linear import quantized_linear
+
+    weight = random_weight("int4", 64, 64).to(device)
+    assert quantized_linear(torch.zeros(0, 64, device=device), weight).shape == (0, 64)
+
+
+@DTYPES
+def test_tokens_in_float8(device: str, dtype: torch.dtype) -> None:
+    from quire.kernels.gpu.quantize_tokens import quantize_tokens
+
+    x = (100 * torch.randn(5, 77)).to(dtype)
+    x[2] = 0
+    codes, scales = quantize_tokens(x.to(device))
+    expected_codes, expected_scales = twins.quantize_tokens(x)
+    assert torch.equal(scales.cpu(), expected_scales)
+    actual, expected = codes.cpu().float(), expected_codes.float()
+    if device == "cpu":
+        # The interpreter loses the carry of a number that is rounded up to a power of two.
+        carried = (expected.frexp().mantissa.abs() == 0.5) & (actual != expected)
+        actual = actual.where(~carried, expected)
+        assert carried.float().mean() < 0.05
+    # Numbers half-way between two of float8 may go either way.
+    assert (actual == expected).float().mean() > 0.95
+    torch.testing.assert_close(actual, expected, rtol=2**-3, atol=2**-9)
+
+
+@DTYPES
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_float8_by_float8(device: str, dtype: torch.dtype, has_bias: bool) -> None:
+    weight = random_weight("fp8", 64, 96).to(device)
+    if device == "cuda" and not twins.multiplies_float8(weight):
+        pytest.skip("this GPU does not multiply float8")
+    x, bias = torch.randn(9, 96).to(device, dtype), torch.randn(64).to(device, dtype)
+    y = twins.float8_linear(x, weight, bias if has_bias else None)
+    expected = x.cpu().double() @ dequantize(weight.to("cpu")).double().t()
+    expected += bias.cpu().double() if has_bias else 0
+    assert y.dtype == dtype
+    # A token's numbers are off by 2^-4 at most, and so is the sum of products of ordinary tokens, which cancel.
+    torch.testing.assert_close(y.cpu().double(), expected, atol=0.15, rtol=2**-4)
+    assert (y.cpu().double() - expected).abs().mean() < 0.04
+
+
+def test_a_cpu_does_not_multiply_float8() -> None:
+    assert not twins.multiplies_float8(random_weight("fp8", 64, 64))

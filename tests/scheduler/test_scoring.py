@@ -1,0 +1,77 @@
+"""Each token of a prompt is scored once and in order, whatever happens to its sequence meanwhile."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from driver import Driver
+from fakes import oracle, score_oracle, small_config
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(2, 64, length).tolist()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_chunk_tells_its_part(depth: int) -> None:
+    driver = Driver(small_config(max_num_batched_tokens=7))
+    for handle, length in enumerate((1, 2, 30, 19)):
+        driver.add(handle, prompt(length, handle), max_tokens=4, prompt_logprobs=0, ignore_eos=True)
+    driver.run(depth)
+    assert driver.scores == {
+        handle: score_oracle(prompt(n, handle)) for handle, n in ((1, 2), (2, 30), (3, 19))
+    }
+
+
+def test_a_cached_prefix_is_computed_again_where_it_is_to_be_scored() -> None:
+    driver = Driver(small_config())
+    tokens = prompt(30)
+    driver.add(0, tokens, max_tokens=3)
+    driver.run()
+    driver.add(1, tokens, max_tokens=3)
+    driver.add(2, tokens, max_tokens=3, prompt_logprobs=0)
+    driver.run()
+    assert driver.finishes[1].num_cached_tokens >= 28
+    assert driver.finishes[2].num_cached_tokens == 0
+    assert driver.scores == {2: score_oracle(tokens)}
+    assert driver.answers[1] == driver.answers[2] == oracle(tokens, 3)
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 40])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_preempted_prompt_goes_on_where_it_was(depth: int, num_host_blocks: int) -> None:
+    """The scores of a step in flight are dropped with the row, so what was told says where to go on."""
+    config = small_config(
+        num_blocks=17, num_host_blocks=num_host_blocks, swap_blocks_per_s=1e9, policy="priority",
+        max_num_batched_tokens=5,
+    )  # fmt: skip
+    driver = Driver(config)
+    low = prompt(48, 1)
+    driver.add(0, low, max_tokens=3, prompt_logprobs=0, ignore_eos=True)
+    for _ in range(4):
+        driver.plan()
+        if depth == 1 or driver.scheduler.num_in_flight == 2:
+            driver.take_result()
+    driver.add(1, prompt(40, 2), max_tokens=3, priority=1, prompt_logprobs=0, ignore_eos=True)
+    driver.run(depth)
+    assert driver.scheduler.stats.num_preemptions > 0
+    assert driver.scores == {0: score_oracle(low), 1: score_oracle(prompt(40, 2))}
+    assert driver.answers[0] == oracle(low, 3, stops=())
+    assert driver.finishes[0].timings.recomputed_tokens < 48
+
+
+def test_several_answers_score_their_prompt_once() -> None:
+    driver = Driver(small_config())
+    driver.add(5, prompt(20), max_tokens=4, n=3, prompt_logprobs=0, ignore_eos=True)
+    driver.run()
+    assert driver.scores == {5: score_oracle(prompt(20))}
+
+
+def test_scores_of_what_was_aborted_are_dropped() -> None:
+    driver = Driver(small_config(max_num_batched_tokens=8))
+    driver.add(0, prompt(30), max_tokens=4, prompt_logprobs=0)
+    driver.plan()
+    driver.abort(0)
+    driver.add(1, prompt(6, 3), max_tokens=2, prompt_logprobs=0)
+    driver.run()
+    assert driver.scores == {1: score_oracle(prompt(6, 3))}

@@ -1,0 +1,53 @@
+"""Caller: the barest gateway there is, for tests of what a replica says on its socket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import zmq
+
+from quire.cluster.closing import Closing
+from quire.proto.network import CurveKeys, connect
+from quire.proto.stream import Finish, GatewayMessage, ReplicaMessage, TokenBatch, decode, encode
+
+
+@dataclass
+class Answer:
+    token_ids: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+class Caller(Closing):
+    """Speaks to one scheduler; for one thread."""
+
+    def __init__(self, endpoint: str, keys: CurveKeys | None = None) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        connect(self._socket, endpoint, keys)
+
+    def send(self, message: GatewayMessage) -> None:
+        self._socket.send(encode(message))
+
+    def receive(self, timeout_s: float) -> ReplicaMessage | None:
+        """The next message, or None when there is none in time."""
+        if not self._socket.poll(round(1000 * timeout_s)):
+            return None
+        message = decode(self._socket.recv())
+        assert not isinstance(message, GatewayMessage)
+        return message
+
+    def follow(self, *handles: int, timeout_s: float = 60.0) -> dict[int, Answer]:
+        """handle |-> what came for it, until all have ended. Each message may take `timeout_s`."""
+        answers = {handle: Answer() for handle in handles}
+        while not all(answer.finish for answer in answers.values()):
+            batch = self.receive(timeout_s)
+            assert batch is not None, f"nothing came in {timeout_s:g} s"
+            if isinstance(batch, TokenBatch):
+                for handle, token_id in zip(batch.handles.tolist(), batch.token_ids.tolist(), strict=True):
+                    answers.get(handle, Answer()).token_ids.append(token_id)
+                for finish in batch.finished:
+                    answers.get(finish.handle, Answer()).finish = finish
+        return answers
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)

@@ -1,0 +1,224 @@
+"""A fleet without Ray and without a model: replicas are step loops on threads, whose answers `fakes.oracle` knows."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+
+from fakes import FakeWorkerGroup, small_config
+
+from quire.cluster.fleet.deployment import Deployment
+from quire.cluster.fleet.table import NodeEntry
+from quire.cluster.replica import ReplicaRecord
+from quire.cluster.replica_client import ReplicaClient
+from quire.proto.errors import QuireError, ReplicaUnavailable
+from quire.proto.step import StepResult
+from quire.scheduler.loop import StepLoop
+from quire.scheduler.mailbox import ZmqMailbox
+from quire.scheduler.scheduler import Scheduler
+
+DEADLINE_S = 30.0
+
+
+class SlowWorkers(FakeWorkerGroup):
+    """Fake ranks whose steps take a while, so that something can happen meanwhile; `kill` ends them."""
+
+    step_s = 0.004
+    death: QuireError | None = None
+
+    def gather(self, timeout_s: float) -> StepResult:
+        time.sleep(self.step_s)
+        self.check()
+        return super().gather(timeout_s)
+
+    def check(self) -> None:
+        if self.death is not None:
+            raise self.death
+
+
+class FakeReplica:
+    """See `fleet.LiveReplica`."""
+
+    def __init__(self, record: ReplicaRecord, num_blocks: int) -> None:
+        config = small_config(
+            num_blocks=num_blocks, block_size=16, max_model_len=512, max_num_batched_tokens=64
+        )
+        self.record = record
+        self.failure: Future[QuireError | None] = Future()
+        self._is_closed = False
+        self.group = SlowWorkers(config)
+        self._mailbox = ZmqMailbox(record.endpoint)
+        self._loop = StepLoop(Scheduler(config), self.group, self._mailbox, record.replica_id)
+        self._thread = threading.Thread(target=self._run, name=record.replica_id, daemon=True)
+        self._thread.start()
+
+    def kill(self, reason: str) -> None:
+        """A rank fails."""
+        self.group.death = ReplicaUnavailable(reason)
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._loop.stop()
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "the step loop does not end"
+        self._mailbox.close()
+
+    def _run(self) -> None:
+        error = None
+        try:
+            self._loop.run()
+        except QuireError as raised:
+            error = raised
+        self.failure.set_result(error)
+
+
+class FakeLauncher:
+    """See `fleet.Launcher`: as many replicas as there is room for.
+
+    Attributes:
+        room: replicas that fit; those that do not wait for it, and say so.
+        problem: what launches fail of; None: they do not.
+        all_nodes: by number, for each replica one, `node-0` for the first.
+        launched: every replica that was, by id.
+    """
+
+    def __init__(self, room: int = 8, num_blocks: int = 64) -> None:
+        self.room = room
+        self.problem: QuireError | None = None
+        self.launched: dict[str, FakeReplica] = {}
+        self.draining: dict[str, float] = {}
+        self.cordoned: list[str] = []
+        self.removed: list[str] = []
+        self._num_blocks = num_blocks
+        self._nodes = itertools.count()
+        self._directory = tempfile.TemporaryDirectory(prefix="quire-")
+        self._changed = threading.Condition()
+        self._live: dict[str, FakeReplica] = {}
+
+    def launch(self, deployment: Deployment, replica_id: str, tell: Callable[[str], None]) -> FakeReplica:
+        with self._changed:
+            while len(self._live) >= self.room and replica_id not in self.removed:
+                tell(f"{replica_id} waits for room: {self.room} fit")
+                self._changed.wait(0.05)
+            if replica_id in self.removed:
+                raise ReplicaUnavailable("it was given up")
+            if self.problem is not None:
+                raise self.problem
+            tell(f"{replica_id} loads")
+            record = ReplicaRecord(
+                replica_id=replica_id,
+                model=deployment.name,
+                version=deployment.version,
+                endpoint=f"ipc://{self._directory.name}/{replica_id}",
+                num_kv_blocks=self._num_blocks,
+                namespace="fake",
+                node_ids=(f"node-{next(self._nodes)}",),
+                pids=(1,),
+            )
+            replica = self._live[replica_id] = self.launched[replica_id] = FakeReplica(
+                record, self._num_blocks
+            )
+            return replica
+
+    def adopt(self, record: ReplicaRecord) -> FakeReplica:
+        replica = self._live.get(record.replica_id)
+        if replica is None:
+            raise ReplicaUnavailable(f"{record.replica_id} is not running any more")
+        return replica
+
+    def remove(self, replica_id: str) -> None:
+        with self._changed:
+            self.removed.append(replica_id)
+            replica = self._live.pop(replica_id, None)
+            self._changed.notify_all()
+        if replica is not None:
+            replica.close()
+
+    def known(self) -> set[str]:
+        return set(self._live)
+
+    def nodes(self) -> tuple[NodeEntry, ...]:
+        return tuple(
+            NodeEntry(
+                node_id,
+                "127.0.0.1",
+                is_draining=node_id in self.draining,
+                gone_at=self.draining.get(node_id, 0.0),
+            )
+            for replica in self._live.values()
+            for node_id in replica.record.node_ids
+        )
+
+    def cordon(self, node_id: str) -> None:
+        self.cordoned.append(node_id)
+
+    def connect(self, record: ReplicaRecord) -> ReplicaClient:
+        return ReplicaClient(record.endpoint, record.replica_id, heartbeat_s=0.05)
+
+    def close(self) -> None:
+        for replica_id in list(self._live):
+            self.remove(replica_id)
+        self._directory.cleanup()
+
+
+class MemoryStore:
+    """See `fleet.Store`."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+
+    def read(self) -> Mapping[str, str]:
+        return dict(self.texts)
+
+    def write(self, name: str, text: str) -> None:
+        self.texts[name] = text
+
+    def delete(self, name: str) -> None:
+        self.texts.pop(name, None)
+
+
+class DirectLine:
+    """See `link.Controller`: a Fleet in the same event loop.
+
+    Attributes:
+        fleet: None: the controller is away.
+    """
+
+    def __init__(self, fleet: object) -> None:
+        self.fleet = fleet
+
+    async def keys(self) -> None:
+        return None
+
+    async def watch(self, since: str, timeout_s: float) -> object:
+        return await self._present().watch(since, min(timeout_s, 1.0))
+
+    async def report(self, gateway_id: str, demand: Mapping[str, object]) -> None:
+        self._present().report(gateway_id, demand)
+
+    async def deploy(self, deployment: Deployment) -> None:
+        await self._present().deploy(deployment)
+
+    async def delete(self, model: str) -> None:
+        await self._present().delete(model)
+
+    async def drain(self, target: str) -> object:
+        return await self._present().drain(target)
+
+    def _present(self) -> object:
+        if self.fleet is None:
+            raise ReplicaUnavailable("the fleet's controller is away")
+        return self.fleet
+
+
+def model_directory(folder: Path) -> Path:
+    """A directory that can be named in a Deployment whose replicas are fakes."""
+    folder.mkdir(exist_ok=True)
+    return folder

@@ -1,0 +1,69 @@
+"""Load on a fleet, and looks at it, for tests of whole clusters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
+from quire import Client, SamplingParams
+from quire.proto.admin_pb2 import GetStatusResponse, Replica
+
+ANSWER_TIMEOUT_S = 300.0
+
+
+def wait_for(
+    client: Client, holds: Callable[[GetStatusResponse], bool], timeout_s: float
+) -> GetStatusResponse:
+    """The first status of which that holds."""
+    deadline = time.monotonic() + timeout_s
+    while not holds(status := client.fleet()):
+        assert time.monotonic() < deadline, status
+        time.sleep(0.2)
+    return status
+
+
+def ready(status: GetStatusResponse) -> list[Replica]:
+    """The replicas that the gateway gives requests."""
+    return [replica for replica in status.replicas if replica.ready]
+
+
+class Load:
+    """Requests, one after the other in each of several threads, while the block runs.
+
+    Attributes:
+        answers: (prompt, tokens) of every request that was sent, once the block has been left; leaving it raises
+            what any of them failed with.
+    """
+
+    def __init__(self, client: Client, prompts: list[str], params: SamplingParams, num_threads: int) -> None:
+        self.answers: list[tuple[str, tuple[int, ...]]] = []
+        self._client = client
+        self._prompts = prompts
+        self._params = params
+        self._num_threads = num_threads
+        self._is_over = False
+
+    def __enter__(self) -> Load:
+        self._threads = ThreadPoolExecutor(self._num_threads)
+        self._running = [self._threads.submit(self._ask, first) for first in range(self._num_threads)]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over = True
+        if error is None:
+            for each in self._running:
+                self.answers += each.result(ANSWER_TIMEOUT_S)
+        self._threads.shutdown(wait=error is None, cancel_futures=True)
+
+    def _ask(self, first: int) -> list[tuple[str, tuple[int, ...]]]:
+        answers, number = [], first
+        while True:
+            prompt = self._prompts[number % len(self._prompts)]
+            answers.append((prompt, self._client.generate(prompt, self._params).token_ids))
+            if self._is_over:
+                return answers
+            number += 1

@@ -1,0 +1,42 @@
+"""Quantised checkpoints for tests, written by the benchmark that writes them, beside their full-precision twins."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+_PATH = Path(__file__).parents[2] / "benchmarks" / "quantized_checkpoints.py"
+
+
+def _load() -> Any:
+    """The module by its path: with the root on sys.path its folders would be packages of their own."""
+    spec = importlib.util.spec_from_file_location("quantized_checkpoints", _PATH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+checkpoints = _load()
+Scheme = checkpoints.Scheme
+
+
+def write_quantized(source: Path, folder: Path, scheme: Any) -> tuple[Path, Path]:
+    """The model quantised by the scheme, and the same with its dequantised weights in float32."""
+    quantized, twin = folder / "quantized", folder / "twin"
+    dequantized = checkpoints.write_checkpoint(source, quantized, scheme)
+    assert dequantized, "nothing was quantised"
+    shutil.copytree(source, twin)
+    tensors = load_file(source / "model.safetensors")
+    assert dequantized.keys() <= tensors.keys()
+    replaced = {name: weight.to(torch.float32) for name, weight in dequantized.items()}
+    save_file(tensors | replaced, twin / "model.safetensors", metadata={"format": "pt"})
+    return quantized, twin

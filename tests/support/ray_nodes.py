@@ -1,0 +1,115 @@
+"""Ray nodes on this machine, as processes of the test's own: `ray start --block`, ended by their ids."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from quire.cluster.closing import Closing
+from quire.cluster.local_cluster import _TOKEN
+from quire.cluster.processes import ProcessTree
+
+LOOPBACK = "127.0.0.1"
+_START_TIMEOUT_S = 90.0
+_END_TIMEOUT_S = 20.0
+
+
+class RayNodes(Closing):
+    """A head node, and others that join it. Each is a raylet of its own, though the machine is the same.
+
+    They have the token of this process's private clusters, because Ray's library keeps the first one that it reads.
+
+    Args:
+        resources: of the head node: ``CPU`` and any other.
+        ip: of the head node.
+
+    Attributes:
+        address: of the head, for `attach` and RAY_ADDRESS.
+    """
+
+    def __init__(self, resources: Mapping[str, float], ip: str = LOOPBACK) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="qrn-", dir="/tmp"))  # short: Unix sockets live in it
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._wrapped: list[subprocess.Popen[bytes]] = []  # by commands that do not hand on a signal
+        port = _free_port(ip)
+        self.address = f"{ip}:{port}"
+        try:
+            self._start(["--head", *self._head_options(ip, port)], resources, ip)
+            self._wait_for_head(ip, port)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For processes that join the cluster."""
+        own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
+        return os.environ | own
+
+    def add(
+        self, resources: Mapping[str, float], ip: str = LOOPBACK, prefix: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Starts another node; `prefix` goes before its command. Returns before it has joined."""
+        process = self._start([f"--address={self.address}"], resources, ip, prefix)
+        if prefix:
+            self._wrapped.append(process)
+        return process
+
+    def close(self) -> None:
+        """Ends all nodes, the last first. Safe to call twice."""
+        for process in reversed(self._processes):
+            tree = ProcessTree([process.pid])
+            (tree.kill if process in self._wrapped else process.terminate)()
+            if tree.wait(_END_TIMEOUT_S):
+                tree.kill()
+                tree.wait(_END_TIMEOUT_S)
+            tree.close()
+            process.wait()
+        self._processes = []
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _head_options(self, ip: str, port: int) -> list[str]:
+        return [
+            f"--port={port}", "--include-dashboard=false", f"--temp-dir={self._directory}/r",
+            f"--ray-client-server-port={_free_port(ip)}",
+        ]  # fmt: skip
+
+    def _start(
+        self, how: Sequence[str], resources: Mapping[str, float], ip: str, prefix: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+        command = [
+            *prefix, str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats", *how,
+            f"--node-ip-address={ip}", f"--num-cpus={resources['CPU']:g}", f"--num-gpus={resources.get('GPU', 0):g}",
+            "--resources=" + str(others).replace("'", '"'), "--object-store-memory=80000000",
+            "--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0",
+        ]  # fmt: skip
+        with (self._directory / f"node-{len(self._processes)}.log").open("wb") as log:
+            process = subprocess.Popen(
+                command, env=self.environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self._processes.append(process)
+        return process
+
+    def _wait_for_head(self, ip: str, port: int) -> None:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < deadline and self._processes[0].poll() is None:
+            try:
+                socket.create_connection((ip, port), timeout=1).close()
+                return
+            except OSError:
+                time.sleep(0.1)
+        raise AssertionError("the head did not start: " + (self._directory / "node-0.log").read_text())
+
+
+def _free_port(ip: str) -> int:
+    with socket.create_server((ip, 0)) as server:
+        port: int = server.getsockname()[1]
+    return port

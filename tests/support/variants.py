@@ -1,0 +1,24 @@
+"""The attention variants that every implementation is tested with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from quire.kernels.attention_variant import PLAIN, AttentionVariant
+
+
+def _slopes(num_heads: int, device: str) -> torch.Tensor:
+    return torch.linspace(0.5, 0.01, num_heads, device=device)
+
+
+# name |-> (query heads, device) -> variant
+VARIANTS: dict[str, Callable[[int, str], AttentionVariant]] = {
+    "plain": lambda num_heads, device: PLAIN,
+    "window": lambda num_heads, device: AttentionVariant(window=20),
+    "window of one": lambda num_heads, device: AttentionVariant(window=1),
+    "soft cap": lambda num_heads, device: AttentionVariant(soft_cap=3.0),
+    "alibi": lambda num_heads, device: AttentionVariant(alibi_slopes=_slopes(num_heads, device)),
+    "all": lambda num_heads, device: AttentionVariant(33, 3.0, _slopes(num_heads, device)),
+}

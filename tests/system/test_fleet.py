@@ -1,0 +1,109 @@
+"""A fleet on a real Ray cluster: served, drained, updated, left by its controller, and found again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from fleet_load import Load, ready, wait_for
+from greedy import Greedy
+from ray_nodes import RayNodes
+
+from quire import Client, SamplingParams
+from quire.cluster.demo.server import ServerProcess
+from quire.proto import admin_pb2
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+READY_TIMEOUT_S = 240.0
+PROMPTS = [f"Chapter {number}. It was a dark evening, and" for number in range(1, 9)]
+PARAMS = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True)
+
+RunQuire = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    """Room for four replicas of one rank."""
+    with RayNodes({"CPU": 8}) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(nodes: RayNodes) -> Iterator[ServerProcess]:
+    """A gateway, and behind it two replicas."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in nodes.environment.items():
+            patch.setenv(name, value)
+        arguments = ("demo", "--address", nodes.address, *OPTIONS)
+        server = ServerProcess(*arguments)
+    try:
+        server.wait_ready(READY_TIMEOUT_S)
+        yield server
+        assert server.stop(60.0) == 0, server.log
+    finally:
+        server.close()
+
+
+OPTIONS = ("--min-replicas", "2", "--max-replicas", "2", "--num-kv-blocks", "256", "--drain-grace-s", "0.5")
+
+
+def test_a_fleet_serves_drains_updates_and_outlives_its_controller(
+    server: ServerProcess, run_quire: RunQuire, demo_model_dir: Path
+) -> None:
+    with Client(server.address) as client:
+        first = wait_for(client, lambda status: len(ready(status)) == 2, READY_TIMEOUT_S)
+        with Load(client, PROMPTS, PARAMS, num_threads=4) as load:
+            drained = ready(first)[0].replica_id
+            done = run_quire("drain", drained[:-2], "--target", server.address)
+            assert done.returncode == 0, done.stderr
+            assert drained in done.stdout
+            wait_for(
+                client,
+                lambda s: len(ready(s)) == 2 and drained not in [r.replica_id for r in ready(s)],
+                READY_TIMEOUT_S,
+            )
+
+            os.kill(controller_pid(), signal.SIGKILL)
+            kept = {replica.replica_id for replica in ready(client.fleet())}
+            assert len(kept) == 2  # the gateway serves on with what it knows
+            done = run_quire("deploy", "demo", *OPTIONS, "--revision", "2", "--target", server.address)
+            deadline = time.monotonic() + 60
+            while done.returncode and time.monotonic() < deadline:  # the controller is away for a moment
+                assert "controller" in done.stderr
+                done = run_quire("deploy", "demo", *OPTIONS, "--revision", "2", "--target", server.address)
+            assert done.returncode == 0, done.stderr
+            version = done.stdout.split()[-1]
+            status = wait_for(
+                client, lambda s: [r.version for r in ready(s)] == [version] * 2, READY_TIMEOUT_S
+            )
+            states = {replica.replica_id: replica.state for replica in status.replicas}
+            assert all(
+                states.get(name, admin_pb2.REPLICA_STATE_STOPPED)
+                in (admin_pb2.REPLICA_STATE_STOPPED, admin_pb2.REPLICA_STATE_DRAINING)
+                for name in kept
+            )
+        greedy = Greedy(demo_model_dir)
+        assert len(load.answers) >= len(PROMPTS)
+        for prompt, answer in set(load.answers):
+            assert len(answer) == PARAMS.max_tokens
+            greedy.check(prompt, answer)
+        shown = run_quire("status", "--target", server.address)
+        assert shown.returncode == 0, shown.stdout
+        assert "2 of 2" in shown.stdout
+        assert version in shown.stdout
+
+
+def controller_pid() -> int:
+    (pid,) = [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if "ray::FleetController" in " ".join(process.info["cmdline"] or [])
+    ]
+    return pid

@@ -1,0 +1,278 @@
+"""One replica over two Ray nodes: tensor parallel between them, tcp with keys, detached from who launched it.
+
+The nodes share this machine's network, or (slow) the second one has a network and process ids of its own, as another
+host has: then nothing but packets goes between the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from caller import Caller
+from fakes import submit
+from ray_nodes import LOOPBACK, RayNodes
+
+from quire.cluster.local_cluster import attach
+from quire.cluster.replica import Replica, ReplicaRecord, adopt_replica, known_replicas
+from quire.cluster.replica_launch import launch_replica
+from quire.cluster.resolve import resolve
+from quire.cluster.site import FleetSite
+from quire.proto.config import EngineConfig
+from quire.proto.errors import RankFailed, ReplicaUnavailable
+from quire.proto.network import CurveKeys
+from quire.proto.stream import Drain, FinishReason, ReplicaStatus, StatusQuery, TokenBatch
+
+pytestmark = pytest.mark.cluster
+
+JOIN_TIMEOUT_S = 120.0
+NAMESPACE = "multi-node"
+PROMPTS = [[5, 6, 7, 8, 9], [11] * 20, list(range(40, 75))]
+NEW_TOKENS = 12
+
+
+@dataclass
+class TwoNodes:
+    """A cluster for the tests of this module.
+
+    Attributes:
+        far: the second node.
+        link: this end of the network to it; None where it is on this machine's own.
+    """
+
+    nodes: RayNodes
+    far: subprocess.Popen[bytes]
+    link: str | None
+
+
+@pytest.fixture(scope="module", params=["one network", pytest.param("two networks", marks=pytest.mark.slow)])
+def two_nodes(request: pytest.FixtureRequest) -> Iterator[TwoNodes]:
+    """A head with room for a scheduler and a rank, and a node with room for a rank."""
+    with ExitStack() as stack:
+        far_network = open_network(stack) if request.param == "two networks" else None
+        near_ip, far_ip = (far_network.near_ip, far_network.far_ip) if far_network else (LOOPBACK, LOOPBACK)
+        nodes = stack.enter_context(RayNodes({"CPU": 2, "slot": 1}, near_ip))
+        far = nodes.add({"CPU": 1, "slot": 1}, far_ip, far_network.inside if far_network else ())
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+            os.environ[name] = nodes.environment[name]
+        with attach(nodes.address, NAMESPACE):
+            wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, "the second node to join")
+        yield TwoNodes(nodes, far, far_network.link if far_network else None)
+
+
+@dataclass
+class FarNetwork:
+    """A network namespace joined to this machine's.
+
+    Attributes:
+        link: this end of the way there.
+        inside: goes before a command that is to run there; its processes see no others.
+    """
+
+    link: str
+    near_ip: str
+    far_ip: str
+    inside: list[str]
+
+
+def open_network(stack: ExitStack) -> FarNetwork:
+    """Skips the test where this user may not."""
+    name = f"quire{secrets.token_hex(3)}"
+    subnet = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(256)}"
+    there = ["ip", "netns", "exec", name]
+    inside = [*there, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    try:
+        run("ip", "netns", "add", name)
+        stack.callback(run, "ip", "netns", "delete", name)
+        run("ip", "link", "add", name, "type", "veth", "peer", "name", "far", "netns", name)
+        run("ip", "address", "add", f"{subnet}.1/30", "dev", name)
+        run("ip", "link", "set", name, "up")
+        run(*there, "ip", "address", "add", f"{subnet}.2/30", "dev", "far")
+        for device in ("far", "lo"):
+            run(*there, "ip", "link", "set", device, "up")
+        run(*inside, "true")
+    except FileNotFoundError as error:
+        pytest.skip(f"a network namespace takes iproute2: {error}")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(
+            f"this user may not make a network namespace: {' '.join(error.cmd)}: {error.stderr.strip()}"
+        )
+    return FarNetwork(name, f"{subnet}.1", f"{subnet}.2", inside)
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} took too long"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def site() -> FleetSite:
+    """Each node has one slot, so that the ranks must part."""
+    return FleetSite(CurveKeys.generate(), NAMESPACE, {"slot": 1.0}, placement_timeout_s=60.0)
+
+
+@pytest.fixture(scope="module")
+def model_dir(make_model: Callable[..., Path]) -> Path:
+    return make_model("llama", max_position_embeddings=8192)
+
+
+@pytest.fixture(scope="module")
+def config(model_dir: Path) -> EngineConfig:
+    resolved = resolve(
+        str(model_dir), tensor_parallel_size=2, device="cpu", dtype="float32", num_kv_blocks=520
+    )
+    return replace(resolved, scheduler=replace(resolved.scheduler, step_timeout_s=30.0))
+
+
+@pytest.fixture(scope="module")
+def record(two_nodes: TwoNodes, site: FleetSite, config: EngineConfig) -> ReplicaRecord:
+    """Of a replica whose launcher has gone."""
+    with attach(two_nodes.nodes.address, NAMESPACE):
+        record = launch_replica(config, f"replica-{secrets.token_hex(3)}", site, version="v1").record
+    return ReplicaRecord.from_json(record.to_json())
+
+
+@pytest.fixture
+def replica(two_nodes: TwoNodes, record: ReplicaRecord) -> Iterator[Replica]:
+    """Adopted by this process. It is not closed here."""
+    with attach(two_nodes.nodes.address, NAMESPACE):
+        yield adopt_replica(record)
+
+
+def test_answers_over_two_nodes_are_those_of_transformers(
+    record: ReplicaRecord, site: FleetSite, model_dir: Path
+) -> None:
+    """Asked while nobody is connected to Ray: steps and tokens do not need who launched the replica."""
+    assert record.node_ids[1] != record.node_ids[2]
+    assert record.endpoint.startswith("tcp://")
+    with Caller(record.endpoint, site.keys) as caller:
+        for handle, prompt in enumerate(PROMPTS):
+            caller.send(submit(handle, prompt, max_tokens=NEW_TOKENS, ignore_eos=True))
+        answers = caller.follow(*range(len(PROMPTS)))
+    assert [answers[handle].token_ids for handle in range(len(PROMPTS))] == reference(model_dir)
+
+
+def reference(model_dir: Path) -> list[list[int]]:
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    answers = []
+    for prompt in PROMPTS:
+        token_ids = list(prompt)
+        for _ in range(NEW_TOKENS):
+            with torch.no_grad():
+                token_ids.append(int(model(torch.tensor([token_ids])).logits[0, -1].argmax()))
+        answers.append(token_ids[len(prompt) :])
+    return answers
+
+
+def test_who_has_not_the_keys_is_not_heard(record: ReplicaRecord, site: FleetSite) -> None:
+    """Not even one who knows the fleet's public key."""
+    stranger = CurveKeys.generate()
+    with Caller(record.endpoint, replace(stranger, public=site.keys.public)) as caller:
+        caller.send(StatusQuery(1))
+        assert caller.receive(2.0) is None
+    with Caller(record.endpoint, site.keys) as caller:
+        caller.send(StatusQuery(2))
+        status = caller.receive(30.0)
+    assert isinstance(status, ReplicaStatus)
+    assert (status.query_id, status.replica_id) == (2, record.replica_id)
+
+
+def test_a_launch_without_room_says_why(two_nodes: TwoNodes, site: FleetSite, config: EngineConfig) -> None:
+    four = replace(config, parallel=replace(config.parallel, tensor_parallel_size=4))
+    hasty = replace(site, placement_timeout_s=1.0)
+    with attach(two_nodes.nodes.address, NAMESPACE):
+        with pytest.raises(
+            ReplicaUnavailable, match=r"no room in 1 s: replica needs 5 CPU, 4 slot over"
+        ) as no:
+            launch_replica(four, "replica-big", hasty)
+        assert "the whole cluster, fully grown, has 3 CPU, 2 slot" in str(no.value)
+        assert "replica-big" not in known_replicas(NAMESPACE)
+
+
+def test_a_draining_replica_gives_back_and_its_killed_far_rank_is_named(
+    two_nodes: TwoNodes, replica: Replica, site: FleetSite
+) -> None:
+    """Nothing is left of it when it is closed."""
+    assert known_replicas(NAMESPACE) == {replica.replica_id}
+    far_rank = far_rank_of(replica.record, two_nodes)
+    with Caller(replica.address, site.keys) as caller:
+        caller.send(submit(1, [5, 6, 7], max_tokens=8000, ignore_eos=True))
+        assert isinstance(caller.receive(60.0), TokenBatch)
+        caller.send(Drain(grace_s=120.0))
+        assert status_of(caller).draining
+        caller.send(submit(2, [5, 6, 7]))
+        moved = caller.follow(2)[2].finish
+        assert moved is not None
+        assert moved.reason is FinishReason.MOVED
+        kill_worker(two_nodes.far)
+        answer = caller.follow(1)[1]
+    assert answer.finish is not None
+    assert answer.finish.reason is FinishReason.ERROR
+    assert f"rank {far_rank} failed" in answer.finish.error
+    failure = replica.failure.result(30)
+    assert isinstance(failure, RankFailed)
+    assert failure.rank == far_rank
+    replica.close()
+    assert known_replicas(NAMESPACE) == set()
+    with pytest.raises(ReplicaUnavailable, match=r"scheduler of .* is not running any more"):
+        adopt_replica(replica.record)
+
+
+def status_of(caller: Caller) -> ReplicaStatus:
+    caller.send(StatusQuery(1))
+    while not isinstance(message := caller.receive(60.0), ReplicaStatus):
+        assert message is not None
+    return message
+
+
+def far_rank_of(record: ReplicaRecord, two_nodes: TwoNodes) -> int:
+    here = ray.get_runtime_context().get_node_id()
+    (rank,) = [rank for rank, node_id in enumerate(record.node_ids[1:]) if node_id != here]
+    return rank
+
+
+def kill_worker(node: subprocess.Popen[bytes]) -> None:
+    """Kills the rank on a node; its own idea of its process id may be another."""
+    processes = psutil.Process(node.pid).children(recursive=True)
+    (worker,) = [each for each in processes if "WorkerActor" in " ".join(each.cmdline())]
+    worker.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("two_nodes", ["two networks"], indirect=True)
+def test_a_far_host_that_vanishes_is_named(
+    two_nodes: TwoNodes, site: FleetSite, config: EngineConfig
+) -> None:
+    """No packet says that it has gone: the deadline of the step does."""
+    hasty = replace(config, scheduler=replace(config.scheduler, step_timeout_s=5.0))
+    with attach(two_nodes.nodes.address, NAMESPACE):
+        replica = launch_replica(hasty, "replica-cut-off", site)
+        with Caller(replica.address, site.keys) as caller:
+            caller.send(submit(1, [5, 6, 7], max_tokens=8000, ignore_eos=True))
+            assert isinstance(caller.receive(60.0), TokenBatch)
+            assert two_nodes.link is not None
+            run("ip", "link", "set", two_nodes.link, "down")
+            answer = caller.follow(1, timeout_s=30.0)[1]
+        assert answer.finish is not None
+        assert f"rank {far_rank_of(replica.record, two_nodes)} failed" in answer.finish.error
+        assert isinstance(replica.failure.result(30), RankFailed)
+        replica.close()

@@ -1,0 +1,191 @@
+"""Recorded decode steps: the same tokens as computed ones, whatever batches come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tape import TapeBackend, on_one_launch
+from torch import Tensor
+
+from quire.kernels import cpu, linear, paged_attention
+from quire.proto.step import RowSampling
+from quire.worker import attention, graphs
+from quire.worker.graphs import CAPTURE_INTERVAL, DecodeGraphs, graph_sizes
+from quire.worker.kv_memory import left_for_kv
+
+GREEDY = RowSampling(temperature=0.0)
+
+
+def decode(q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
+    """As the kernel, for which rows of no length are padding."""
+    out, live = torch.zeros_like(q), seq_lens > 0
+    if live.any():
+        out[live] = paged_attention.paged_decode_attention(
+            q[live], kv_cache, block_tables[live], seq_lens[live], scale
+        )
+    return out
+
+
+_DECODE = on_one_launch("paged_decode_attention", decode)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[TapeBackend]:
+    """A tape that sees every operation: none of them hidden in C++."""
+    monkeypatch.setattr(cpu, "takes", lambda x, length: False)
+    monkeypatch.setattr(linear, "max_linear_tokens", lambda *panels: 0)
+    monkeypatch.setattr(
+        attention,
+        "paged_decode_attention",
+        lambda q, cache, tables, lens, scale, *rest: _DECODE(q, cache, tables, lens, scale),
+    )
+    return TapeBackend()
+
+
+@pytest.fixture
+def engine(make_model: Any, make_engine: Any, backend: TapeBackend, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(graphs, "CAPTURE_INTERVAL", 1)
+    return make_engine(make_model("qwen3", seed=5), 1, num_blocks=64, block_size=4, max_num_seqs=6,
+                       graph_backend=backend)  # fmt: skip
+
+
+def test_replayed_tokens_are_those_of_computed_steps(
+    engine: Any, backend: TapeBackend, make_model: Any, make_engine: Any, planned: Any
+) -> None:
+    """Batches that grow and shrink across sizes, on blocks that were others' before."""
+    lengths = [3, 9, 2, 17, 5, 8, 30, 4, 6]
+    prompts = [[(7 * place + 31 * index) % 380 + 1 for place in range(n)] for index, n in enumerate(lengths)]
+
+    def run(engine: Any) -> list[list[int]]:
+        sequences = [
+            planned(prompt, 12 + index, GREEDY, arrival=3 * index) for index, prompt in enumerate(prompts)
+        ]
+        engine.generate(sequences)
+        return [sequence.generated for sequence in sequences]
+
+    plain = run(make_engine(make_model("qwen3", seed=5), 1, num_blocks=64, block_size=4, max_num_seqs=6))
+    assert run(engine) == plain
+    first = backend.num_replays
+    assert backend.num_recorded >= 3
+    assert run(engine) == plain
+    assert backend.num_replays > first > 0
+
+
+def test_padding_is_written_nowhere(engine: Any, backend: TapeBackend, planned: Any) -> None:
+    """Three rows replay the graph of four; beside their own blocks only block 0, where padding goes, may change."""
+    sequences = [planned([5, 6, 7 + index], 10, GREEDY) for index in range(3)]
+    engine.generate(sequences)
+    assert backend.num_replays > 0
+    (runner,) = engine.runners
+    used = runner._kv.layers[0].blocks.flatten(1).any(dim=1).nonzero().flatten().tolist()
+    # 3 prompts of 3 tokens and 9 computed answers, in blocks of 4.
+    assert len([block for block in used if block]) == 3 * 3
+
+
+def test_a_row_that_left_is_padding(engine: Any, backend: TapeBackend, planned: Any) -> None:
+    """Its buffers would go on writing to blocks that are others' now."""
+    sequences = [planned([5, 6, 7 + index], 8 + 4 * (index > 0), GREEDY) for index in range(4)]
+    engine.generate(sequences)
+    (runner,) = engine.runners
+    assert runner._graphs.sizes == [4]
+    assert backend.num_replays > 8
+    assert (runner._graphs._slot_mapping < 0).tolist() == [False] * 3 + [True] * 3
+    assert (runner._graphs._seq_lens == 0).tolist() == [False] * 3 + [True] * 3
+
+
+def test_a_seeded_row_draws_the_same_tokens(engine: Any, backend: TapeBackend, planned: Any) -> None:
+    sampling = RowSampling(temperature=0.9, top_p=0.9, seed=11, logprobs=2)
+    tokens = []
+    for _ in range(2):
+        sequences = [planned([9, 10, 11], 12, sampling), planned([4], 9, GREEDY)]
+        engine.generate(sequences)
+        tokens.append([sequence.generated for sequence in sequences])
+    assert tokens[0] == tokens[1]
+    assert backend.num_replays > 0
+
+
+def test_graphs_are_recorded_after_the_answer_and_seldom(
+    make_model: Any, make_engine: Any, backend: TapeBackend, planned: Any
+) -> None:
+    engine = make_engine(make_model("llama"), 1, graph_backend=backend)
+    sequences = [planned([5, 6], CAPTURE_INTERVAL + 8, GREEDY), planned([7], 4, GREEDY)]
+    results = engine.generate(sequences)
+    (runner,) = engine.runners
+    assert runner._graphs.sizes == [1, 2]
+    # Two rows are recorded after step 2 and replayed in steps 3 and 4; one row is when the interval is over.
+    last_step = CAPTURE_INTERVAL + 8
+    assert backend.num_replays == 2 + last_step - (2 + CAPTURE_INTERVAL)
+    assert all("record" not in result.stage_times for result in results)
+
+
+def test_what_cannot_be_recorded_is_computed(
+    make_model: Any, make_engine: Any, planned: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(TapeBackend):
+        def record(self, compute: Any) -> Any:
+            self.num_recorded += 1
+            raise RuntimeError("the model waits\nfor its results")
+
+    backend = Broken()
+    folder = make_model("llama")
+    tokens = []
+    with caplog.at_level(logging.WARNING):
+        for settings in ({"graph_backend": backend}, {}):
+            sequence = planned([5, 6], 12, GREEDY)
+            make_engine(folder, 1, **settings).generate([sequence])
+            tokens.append(sequence.generated)
+    assert tokens[0] == tokens[1]
+    assert backend.num_recorded == 1
+    assert "decode steps are not recorded as graphs: the model waits" in caplog.text
+    assert "for its results" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (64, [1, 2, 4, 8, 16, 24, 32, 48, 64]),
+        (100, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100]),
+    ],
+)
+def test_graph_sizes(max_num_seqs: int, sizes: list[int]) -> None:
+    assert graph_sizes(max_num_seqs) == sizes
+
+
+def test_memory_left_for_kv() -> None:
+    gib = 1 << 30
+    assert left_for_kv(80 * gib, 60 * gib, 20 * gib, 20 * gib, 0.9) == 52 * gib
+    # A neighbour has 10 GiB; our peak is above what is reserved at the moment.
+    assert left_for_kv(80 * gib, 50 * gib, 20 * gib, 22 * gib, 0.9) == 40 * gib
+    # One left while it was measured: more is free than what the device had left.
+    assert left_for_kv(80 * gib, 79 * gib, 20 * gib, 20 * gib, 0.9) == 52 * gib
+    assert left_for_kv(80 * gib, 1 * gib, 20 * gib, 20 * gib, 0.9) == 0
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_replay_what_is_computed(make_model: Any, make_engine: Any, planned: Any) -> None:
+    folder: Path = make_model("llama", seed=5)
+    tokens = []
+    for cuda_graphs in (True, False):
+        engine = make_engine(folder, 1, device="cuda", cuda_graphs=cuda_graphs, max_num_seqs=6)
+        for _ in range(2):
+            sequences = [planned([3 + index] * (index + 1), CAPTURE_INTERVAL, GREEDY) for index in range(5)]
+            engine.generate(sequences)
+        (runner,) = engine.runners
+        assert (runner._graphs is not None and bool(runner._graphs.sizes)) == cuda_graphs
+        tokens.append([sequence.generated for sequence in sequences])
+    assert tokens[0] == tokens[1]
+
+
+def test_without_graphs_there_are_none(make_model: Any, make_engine: Any, backend: TapeBackend) -> None:
+    engine = make_engine(make_model("llama"), 1, graph_backend=backend, cuda_graphs=False)
+    assert engine.runners[0]._graphs is None
+    assert isinstance(
+        make_engine(make_model("llama"), 1, graph_backend=backend).runners[0]._graphs, DecodeGraphs
+    )

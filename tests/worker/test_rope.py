@@ -1,0 +1,98 @@
+"""Rotary frequencies equal transformers' for every kind, and settings that mean nothing are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from quire.worker.models.rope import Rope, RopeContext, make_rope
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + index / 100 for index in range(64)],
+    "long_factor": [1.0 + index / 10 for index in range(64)],
+    "original_max_position_embeddings": 4096,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+    "yarn-untruncated": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "yarn-scaled": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "attention_factor": 1.25,
+        "original_max_position_embeddings": 4096,
+    },
+    "longrope": LONGROPE,
+    "longrope-scaled": LONGROPE | {"attention_factor": 1.19},
+    "partial": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.25},
+}
+
+
+def context(max_model_len: int = 4096, **fields: Any) -> RopeContext:
+    return RopeContext(head_dim=128, max_model_len=max_model_len, context_len=32768, **fields)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("max_model_len", [4096, 32768])
+def test_frequencies_equal_transformers(name: str, max_model_len: int) -> None:
+    settings = KINDS[name] | {"rope_theta": 5e5}
+    config = LlamaConfig(
+        hidden_size=512, num_attention_heads=4, max_position_embeddings=32768, rope_parameters=dict(settings)
+    )
+    kind = settings["rope_type"]
+    expected, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=max_model_len)
+    rope = make_rope(settings, context(max_model_len))
+    torch.testing.assert_close(torch.tensor(rope.frequencies), expected)
+    assert rope.scale == pytest.approx(scale)
+
+
+def test_no_settings_are_the_plain_kind() -> None:
+    assert make_rope({}, RopeContext(8, 64, 64)) == Rope((1.0, 0.1, 0.01, 0.001))
+    assert make_rope({}, RopeContext(8, 64, 64, theta=16.0)) == Rope((1.0, 0.5, 0.25, 0.125))
+    assert make_rope({}, RopeContext(8, 64, 64, partial_rotary_factor=0.5)) == Rope((1.0, 0.01))
+
+
+def test_a_configurations_original_length_outdoes_the_settings() -> None:
+    """Phi-3's has it outside of them."""
+    assert make_rope(LONGROPE, context(8192, original_len=8192)).frequencies[1] == pytest.approx(
+        10000 ** (-1 / 64) / 1.01
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rope_type": "spiral"}, "'spiral' is not supported; supported: default, linear"),
+        ({"type": "linear"}, "'linear' lacks 'factor'"),
+        ({"rope_type": "linear", "factor": 0}, "'linear' has settings that mean nothing: .*zero"),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "short_factor has 1 numbers for 64 pairs"),
+        ({"rope_type": "yarn", "factor": "much"}, "'yarn' has settings that mean nothing"),
+        ({"partial_rotary_factor": 0.34}, "43 of 128 dimensions; it needs pairs"),
+        ({"partial_rotary_factor": 0.001}, "0 of 128 dimensions; it needs pairs"),
+    ],
+)
+def test_settings_that_mean_nothing(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_rope(settings, context())

@@ -1,0 +1,36 @@
+"""Part: the rows or columns of a stored matrix that a rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Range = tuple[int, int]  # start and length
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows or columns of one stored matrix. A linear layer's matrix is its parts below each other.
+
+    Attributes:
+        name: of the layer that stores it, without ``.weight``.
+        shape: [N, K] of the whole matrix, outputs and inputs.
+        dim: 0 for a part of its outputs, 1 for one of its inputs.
+        start, length: the part, along `dim`.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    dim: int
+    start: int
+    length: int
+
+    @property
+    def outputs(self) -> Range:
+        return self._range(0)
+
+    @property
+    def inputs(self) -> Range:
+        return self._range(1)
+
+    def _range(self, dim: int) -> Range:
+        return (self.start, self.length) if dim == self.dim else (0, self.shape[dim])
