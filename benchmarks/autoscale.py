@@ -151,7 +151,9 @@ def figures_of(trace: Trace, runs: dict[str, tuple[FleetRun, str]]) -> dict[str,
 def main() -> None:
     line = parser(__doc__)
     line.add_argument("--traces", type=Path, default=TRACES, metavar="DIR", help=f"with {', '.join(NAMES)}")
-    line.add_argument("--plot", type=Path, metavar="FILE", help="draw load, replicas and waits (needs matplotlib)")
+    line.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw load, replicas and waits (needs matplotlib)"
+    )
     line.add_argument("--cold-start-s", type=float, default=ReplicaModel().cold_start_s)
     arguments = line.parse_args()
     model = ReplicaModel(cold_start_s=arguments.cold_start_s)
@@ -160,10 +162,12 @@ def main() -> None:
     for name in NAMES:
         (path,) = [*arguments.traces.glob(f"{name}.csv"), *arguments.traces.glob(f"{name}.csv.gz")]
         recorded = read_trace(path)
-        for trace in (recorded, half_of(recorded, 0), half_of(recorded, 1), shift_of(recorded)):
+        shift = shift_of(recorded)
+        for trace in (recorded, half_of(recorded, 0), half_of(recorded, 1), shift):
             runs = compare(trace, model, limits)
             figures.update(figures_of(trace, runs))
-            drawn.append((trace, runs))
+            if trace in (recorded, shift):
+                drawn.append((trace, runs))
     if arguments.plot is not None:
         from benchmarks.plots import draw_scaling  # matplotlib is an extra
 

@@ -96,10 +96,6 @@ class SimulatedReplica:
         return len(self._decoding) + len(self._prefilling)
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
     def num_requests(self) -> int:
         return len(self._waiting) + self.num_running
 
@@ -132,11 +128,10 @@ class SimulatedReplica:
 
     def step(self, now: float) -> float:
         """Plans and executes a step that begins now; returns when it ends."""
-        self._admit(now)
         budget = self._model.max_num_batched_tokens - len(self._decoding)
         num_decoded, done = len(self._decoding), []
         num_prefilled = 0
-        while self._prefilling and num_prefilled < budget:
+        while num_prefilled < budget and (self._prefilling or self._admit(now)):
             request = self._prefilling[0]
             chunk = min(request.num_left_tokens, budget - num_prefilled)
             request.num_left_tokens -= chunk
@@ -145,7 +140,9 @@ class SimulatedReplica:
                 done.append(self._prefilling.popleft())
         self.queued_tokens -= num_prefilled
         self._num_read_tokens += num_decoded
-        seconds = self._model.roofline.step_s(num_decoded + num_prefilled, self._num_read_tokens + num_prefilled)
+        seconds = self._model.roofline.step_s(
+            num_decoded + num_prefilled, self._num_read_tokens + num_prefilled
+        )
         self._note_throughput((num_decoded + num_prefilled) / seconds, seconds)
         end = now + seconds
         self._num_steps += 1
@@ -160,15 +157,18 @@ class SimulatedReplica:
             self._num_read_tokens -= request.num_tokens - 1
         return end
 
-    def _admit(self, now: float) -> None:
-        while self._waiting and self.num_running < self._model.max_num_seqs:
-            request = self._waiting[0]
-            if self.num_running and self._num_held_tokens + request.num_tokens > self._model.num_kv_tokens:
-                return
-            self._waiting.popleft()
-            request.first_step_s = now
-            self._num_held_tokens += request.num_tokens
-            self._prefilling.append(request)
+    def _admit(self, now: float) -> bool:
+        """Begins the next one; False where there is none, or no room for it."""
+        if not self._waiting or self.num_running >= self._model.max_num_seqs:
+            return False
+        request = self._waiting[0]
+        if self.num_running and self._num_held_tokens + request.num_tokens > self._model.num_kv_tokens:
+            return False
+        self._waiting.popleft()
+        request.first_step_s = now
+        self._num_held_tokens += request.num_tokens
+        self._prefilling.append(request)
+        return True
 
     def _note_throughput(self, tokens_per_s: float, seconds: float) -> None:
         """An average over the seconds that were computed in."""
@@ -210,7 +210,9 @@ class SimulatedFleet:
         self._policy = policy
         self._model = model
         self._requests = [
-            SimulatedRequest(each.arrival_s, each.num_prompt_tokens, each.num_output_tokens, each.num_prompt_tokens)
+            SimulatedRequest(
+                each.arrival_s, each.num_prompt_tokens, each.num_output_tokens, each.num_prompt_tokens
+            )
             for each in trace.requests
         ]
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -224,12 +226,12 @@ class SimulatedFleet:
             self._start(0.0).state = ReplicaState.READY
 
     def run(self) -> FleetRun:
-        """Until the last request has come; what is left then is finished by the replicas that there are."""
+        """Until the last request has come and been answered."""
         for request in self._requests:
             self._at(request.arrival_s, partial(self._arrive, request))
         self._at(0.0, self._decide)
         end = self._requests[-1].arrival_s
-        while self._events and (self._events[0][0] <= end or self._num_unbegun):
+        while self._events and (self._events[0][0] <= end or self._num_unanswered):
             now, _, event = heapq.heappop(self._events)
             event(now)
         for replica in list(self._replicas.values()):
@@ -237,8 +239,8 @@ class SimulatedFleet:
         return self._run
 
     @property
-    def _num_unbegun(self) -> int:
-        return len(self._buffer) + sum(each.num_waiting for each in self._replicas.values())
+    def _num_unanswered(self) -> int:
+        return len(self._buffer) + sum(each.num_requests for each in self._replicas.values())
 
     def _at(self, time_s: float, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time_s, next(self._order), event))

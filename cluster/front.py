@@ -19,7 +19,8 @@ class FrontOptions:
         listen: ``HOST:PORT`` of the gateway; port 0: the system chooses.
         insecure: allow an address that others can reach without TLS and tokens.
         tls_cert, tls_key: PEM files.
-        token_file: bearer tokens that clients must have one of, one a line, as ``TOKEN`` or ``TENANT:TOKEN``.
+        token_file: bearer tokens that clients must have one of, one a line, as ``TOKEN`` or ``TENANT:TOKEN``. Those
+            of the tenant ``admin`` may change a fleet.
     """
 
     listen: str = "127.0.0.1:50051"

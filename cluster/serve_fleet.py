@@ -7,9 +7,8 @@ import logging
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
-from .fleet.controller import ControllerLine, find_or_start_controller
+from .fleet.controller import ClusterOptions, ControllerLine, find_or_start_controller
 from .fleet.deployment import Deployment
 from .fleet.link import FleetLink
 from .front import FrontOptions, check_listen, log_to_stderr
@@ -30,14 +29,14 @@ def serve_fleet(
     deployments: Sequence[Deployment],
     address: str,
     front: FrontOptions,
-    autoscaling_config: Path | None = None,
+    cluster: ClusterOptions,
 ) -> int:
     """Serves until SIGINT or SIGTERM; the fleet goes on without this gateway. For the main thread.
 
     Prints one line on stdout once a request would be answered.
 
     Args:
-        autoscaling_config: see `placement.ClusterView.read`; counts where the controller does not run yet.
+        cluster: counts where the fleet's controller does not run yet.
 
     Returns:
         The exit status: 0, or 128 and the signal's number when one came before the gateway was ready.
@@ -54,9 +53,7 @@ def serve_fleet(
             stack.enter_context(signals_raise())
             stack.enter_context(attach(address))
             raise_on_signals()  # Ray has put its own handler in the place of ours
-            controller = find_or_start_controller(
-                DEFAULT_NAMESPACE, None if autoscaling_config is None else str(autoscaling_config.resolve())
-            )
+            controller = find_or_start_controller(DEFAULT_NAMESPACE, cluster)
             stack.callback(ignore_signals)
             return asyncio.run(_serve(deployments, controller, front, security))
     except SystemExit:  # while it connects, Ray has its own handler of SIGTERM

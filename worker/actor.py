@@ -123,7 +123,9 @@ class WorkerActor:
                 receiver.reply(reply.encode())
                 if isinstance(reply, StepFailure):
                     return
-                self._runner.after_step()
+                if (failure := self._finish(reply, self._runner)) is not None:
+                    receiver.reply(failure.encode())
+                    return
                 answered_at = time.perf_counter()
         finally:
             receiver.close()
@@ -145,6 +147,14 @@ class WorkerActor:
             return StepFailure(step_id, epoch, self._rank, error.stage or runner.stage, error.reason)
         except Exception as error:
             return StepFailure(step_id, epoch, self._rank, runner.stage, _one_line(error))
+
+    def _finish(self, result: StepResult, runner: ModelRunner) -> StepFailure | None:
+        """What the runner does after the answer; its failure is that of the step to come."""
+        try:
+            runner.after_step()
+        except Exception as error:
+            return StepFailure(result.step_id + 1, result.epoch, self._rank, runner.stage, _one_line(error))
+        return None
 
     def _note_read(self, num_read: int, num_expected: int) -> None:
         self._bytes_read = num_read, num_expected

@@ -46,8 +46,8 @@ class ModelRunner:
         graph_backend: what records decode steps; None: CUDA graphs on a GPU, nothing on a CPU.
 
     Attributes:
-        stage: what it is doing: ``idle``, ``apply``, ``forward`` or ``sample``. Other threads may read it; after
-            a failure it stays where that happened.
+        stage: what it is doing: ``idle``, ``apply``, ``forward``, ``sample`` or ``record``. Other threads may read
+            it; after a failure it stays where that happened.
 
     Raises:
         ConfigError: the model or its parallel size is not supported.
@@ -145,7 +145,8 @@ class ModelRunner:
     def after_step(self) -> None:
         """Does what may wait until the answer to a step is out; every rank after every step."""
         if self._graphs is not None:
-            self._graphs.after_step()
+            with self._staged("record", {}):
+                self._graphs.after_step()
 
     def close(self) -> None:
         """Leaves the group. Safe to call twice."""

@@ -25,7 +25,10 @@ def front_options(
     tls_cert: Annotated[Path | None, typer.Option(help="PEM file of the server's certificate chain.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file of its key.")] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="Tokens that callers may use, one a line: TOKEN or TENANT:TOKEN.")
+        Path | None,
+        typer.Option(
+            help="Tokens of callers, a line each: TOKEN or TENANT:TOKEN; operators have admin:TOKEN."
+        ),
     ] = None,
 ) -> FrontOptions:
     from ..front import FrontOptions
@@ -58,17 +61,25 @@ def serve(
             rich_help_panel=FLEET_PANEL,
         ),
     ] = None,
+    spot_notices: Annotated[
+        str | None,
+        typer.Option(
+            help="aws, gcp or azure: the cloud whose notices the cluster's machines look for, to be left in time.",
+            rich_help_panel=FLEET_PANEL,
+        ),
+    ] = None,
 ) -> None:
     """Serve a model until stopped, on this machine alone or as a fleet on a Ray cluster.
 
     Example: `quire serve demo --tensor-parallel-size 2 --listen 127.0.0.1:0`
     """
     if address is not None:
+        from ..fleet.controller import ClusterOptions
         from ..serve_fleet import serve_fleet
 
-        raise typer.Exit(
-            serve_fleet(read_deployments(model, engine, fleet), address, front, autoscaling_config)
-        )
+        config = None if autoscaling_config is None else str(autoscaling_config.resolve())
+        cluster = ClusterOptions(config, spot_notices)
+        raise typer.Exit(serve_fleet(read_deployments(model, engine, fleet), address, front, cluster))
     if options := changed(fleet_options, fleet):
         raise typer.BadParameter(f"{', '.join(options)}: only a fleet has these; say where with --address")
     if model.endswith(".toml"):

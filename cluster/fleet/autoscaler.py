@@ -231,9 +231,7 @@ def _wish(
     return bounded, f"{bound} is {bounded}; {wanted} wanted: {reason}"
 
 
-def _throughput_wishes(
-    snapshot: FleetSnapshot, limits: ScalingLimits, state: ScalingState
-) -> dict[str, int]:
+def _throughput_wishes(snapshot: FleetSnapshot, limits: ScalingLimits, state: ScalingState) -> dict[str, int]:
     """reason |-> replicas, by prompt tokens that come and that wait."""
     capacity = state.tokens_per_s * limits.target_use
     if not capacity:

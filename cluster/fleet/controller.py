@@ -12,18 +12,20 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
-from ...proto.errors import QuireError, ReplicaUnavailable
+from ...proto.errors import ConfigError, QuireError, ReplicaUnavailable
 from ...proto.network import CurveKeys
 from ..ray_errors import unwrap
 from .demand import Demand
 from .deployment import Deployment
 from .fleet import Fleet
 from .ray_launcher import KeyValueStore, RayLauncher
+from .spot import NOTICES
 from .table import FleetTable
 
 if TYPE_CHECKING:
@@ -42,20 +44,37 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """What the controller is to know of the cluster that it runs on.
+
+    Attributes:
+        autoscaling_config: see `placement.ClusterView.read`.
+        spot_notices: the cloud (``aws``, ``gcp`` or ``azure``) whose notices its machines look for; None: none.
+    """
+
+    autoscaling_config: str | None = None
+    spot_notices: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.spot_notices is not None and self.spot_notices not in NOTICES:
+            raise ConfigError(f"spot notices are of {self.spot_notices!r}, must be of {', '.join(NOTICES)}")
+
+
 class FleetController:
     """The Fleet as a Ray actor. The fleet's event loop has a thread of its own, which begins with the actor.
 
     Args:
         keys: with which everybody speaks to replicas; Ray hands them to a restarted controller again.
-        autoscaling_config: see `placement.ClusterView.read`.
+        options: where the cluster runs.
     """
 
-    def __init__(self, keys: CurveKeys, namespace: str, autoscaling_config: str | None = None) -> None:
+    def __init__(self, keys: CurveKeys, namespace: str, options: ClusterOptions) -> None:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("quire").setLevel(logging.INFO)
         self._keys = keys
         self._fleet: Future[Fleet] = Future()
-        launcher = RayLauncher(keys, namespace, autoscaling_config)
+        launcher = RayLauncher(keys, namespace, options.autoscaling_config, options.spot_notices)
         store = KeyValueStore(namespace)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, args=(launcher, store), name="fleet", daemon=True).start()
@@ -156,8 +175,8 @@ class ControllerLine:
             raise unwrap(error, "the fleet's controller") from None
 
 
-def find_or_start_controller(namespace: str, autoscaling_config: str | None = None) -> ControllerLine:
-    """The controller of the cluster that this process is attached to; started where there is none."""
+def find_or_start_controller(namespace: str, options: ClusterOptions) -> ControllerLine:
+    """The controller of the cluster that this process is attached to; started with the options if need be."""
     actor = (
         ray.remote(FleetController)
         .options(
@@ -170,6 +189,6 @@ def find_or_start_controller(namespace: str, autoscaling_config: str | None = No
             num_cpus=0,
             resources=_HEAD_RESOURCE,
         )
-        .remote(CurveKeys.generate(), namespace, autoscaling_config)
+        .remote(CurveKeys.generate(), namespace, options)
     )
     return ControllerLine(actor)

@@ -66,7 +66,7 @@ class LiveReplica(Protocol):
 
 
 class Launcher(Protocol):
-    """Where replicas come from. All but `connect` block, and are called in threads."""
+    """Where replicas come from. All but `connect` and `notice` block, and are called in threads."""
 
     def launch(self, deployment: Deployment, replica_id: str, tell: Callable[[str], None]) -> LiveReplica:
         """Raises QuireError. `tell` is told what the launch is at, from that thread."""
@@ -94,6 +94,10 @@ class Launcher(Protocol):
 
     def connect(self, record: ReplicaRecord) -> ReplicaClient:
         """A line to the replica, not started."""
+        ...
+
+    def notice(self, node_id: str) -> Future[float] | None:
+        """Ends with the seconds that the node has left, once its cloud wants it back; None: nobody would know."""
         ...
 
 
@@ -201,6 +205,7 @@ class Fleet:
         self._replicas: dict[str, _Replica] = {}
         self._nodes: tuple[NodeEntry, ...] = ()
         self._nodes_seen_at = -math.inf
+        self._notices: dict[str, Future[float] | None] = {}
         self._left_nodes: dict[str, float] = {}  # node_id |-> when it must be left at the latest
         self._epoch, self._version = secrets.token_hex(4), 0
         self._changed = asyncio.Event()
@@ -374,10 +379,27 @@ class Fleet:
             if node.is_draining and node.node_id not in self._left_nodes:
                 within_s = node.gone_at - self._wall_clock() if node.gone_at else LEAVE_PATIENCE_S
                 self.leave_node(node.node_id, within_s, f"node {node.node_id[:12]} drains")
+        self._watch_for_notices({node_id for each in self._replicas.values() for node_id in each.node_ids})
         for replica in self._replicas.values():
             left = [self._left_nodes[node_id] for node_id in replica.node_ids if node_id in self._left_nodes]
             if left and replica.leave_by is None:
                 replica.leave_by, replica.drain_reason = min(left), "its node is left"
+
+    def _watch_for_notices(self, node_ids: set[str]) -> None:
+        """Has the clouds' notices for these nodes told; they end with their nodes."""
+        loop = asyncio.get_running_loop()
+        for node_id in node_ids - set(self._notices):
+            notice = self._notices[node_id] = self._launcher.notice(node_id)
+            if notice is not None:
+                notice.add_done_callback(partial(self._hear_notice, loop, node_id))
+
+    def _hear_notice(self, loop: asyncio.AbstractEventLoop, node_id: str, notice: Future[float]) -> None:
+        """In any thread."""
+        if notice.cancelled() or notice.exception() is not None:  # the node was gone before it could tell
+            return
+        reason = f"the cloud takes node {node_id[:12]} back"
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self.leave_node, node_id, notice.result(), reason)
 
     def _scale(self, model: _Model) -> None:
         now = self._clock()

@@ -150,20 +150,20 @@ class MovingRequest(Inbox):
 
     def take(self, part: _Part, index: int, news: News) -> None:
         """For its parts only: what came of an answer."""
-        answer = self._answers[index]
+        answer, finish = self._answers[index], news.finish
         answer.token_ids += news.token_ids
-        finish = news.finish
-        if finish is None:
-            self.add(index, news)
-        elif finish.reason is FinishReason.MOVED:
-            self._let_go(part, index, News(news.token_ids, news.logprobs), finish)
-        elif finish.reason is FinishReason.ERROR and finish.grpc_status == ReplicaUnavailable.grpc_status:
-            self._problem = from_status(finish.grpc_status, finish.error)
-            self.lose(part, self._problem)
+        is_moved = finish is not None and finish.reason is FinishReason.MOVED
+        is_lost = finish is not None and finish.grpc_status == ReplicaUnavailable.grpc_status
+        if finish is None or is_moved or is_lost:
+            # Whatever came before the end goes on to the reader: the next replica begins after it.
+            self.add(index, replace(news, finish=None))
         else:
-            news.finish = self._in_all(answer, finish)
             answer.part = None
-            self.add(index, news)
+            self.add(index, replace(news, finish=self._in_all(answer, finish)))
+        if finish is not None and is_moved:
+            self._let_go(part, index, finish)
+        elif finish is not None and is_lost:
+            self.lose(part, from_status(finish.grpc_status, finish.error))
 
     def lose(self, part: _Part, error: QuireError) -> None:
         """For its parts only: their replica has failed."""
@@ -188,14 +188,12 @@ class MovingRequest(Inbox):
         else:
             self._settle()
 
-    def _let_go(self, part: _Part, index: int, news: News, finish: Finish) -> None:
+    def _let_go(self, part: _Part, index: int, finish: Finish) -> None:
         """The replica gives the answer back."""
         answer = self._answers[index]
         if answer.num_cached_tokens is None:
             answer.num_cached_tokens = finish.num_cached_tokens
         answer.leave(self._clock(), finish.timings)
-        if news.token_ids:
-            self.add(index, news)
         self._places.drain(part.client.replica_id)
         self._problem = ReplicaUnavailable(f"replica {part.client.replica_id} drains")
         self._settle()

@@ -35,7 +35,7 @@ class _Member:
         is_ready: a canary has come through all its ranks to this gateway since it last had a problem.
         is_draining: its owner wants it empty.
         cache_version: of its prefix cache, as far as the router knows it.
-        sent_tokens: prompt tokens that were handed to it since its last status.
+        sent_tokens: prompt tokens to compute that were handed to it since its last status.
     """
 
     client: ReplicaClient
@@ -179,14 +179,16 @@ class ReplicaPool:
         candidates = {name: member for name, member in self._members.items() if member.is_open}
         if not candidates:
             return None
+        num_cached_tokens = 0
         if len(candidates) == 1:  # nothing to choose by
             (replica_id,) = candidates
         else:
             hashes = self._hashes(request)
             loads = {name: member.load for name, member in candidates.items()}
             replica_id = self._router.choose(hashes, request.salt, loads)
+            num_cached_tokens = self._block_size * self._router.match(replica_id, hashes)
             self._router.note_submit(replica_id, hashes)
-        candidates[replica_id].sent_tokens += len(request.prompt_token_ids)
+        candidates[replica_id].sent_tokens += len(request.prompt_token_ids) - num_cached_tokens
         return candidates[replica_id].client
 
     async def wait_for_replica(self, request: Request, timeout_s: float | None) -> ReplicaClient:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 
 import ray
 from ray._private.state import state as cluster_state
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.experimental import internal_kv
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...proto.errors import ReplicaUnavailable
 from ...proto.network import CurveKeys
@@ -18,6 +20,7 @@ from ..replica_launch import launch_replica
 from ..site import FleetSite
 from .deployment import Deployment
 from .placement import ClusterView
+from .spot import wait_for_notice
 from .table import NodeEntry
 
 # What an operator wants to see of a node.
@@ -27,7 +30,10 @@ _TOLD_RESOURCES = ("CPU", "GPU", "memory")
 class RayLauncher:
     """See `fleet.Launcher`; for a process that is connected to the cluster."""
 
-    def __init__(self, keys: CurveKeys, namespace: str, autoscaling_config: str | None) -> None:
+    def __init__(
+        self, keys: CurveKeys, namespace: str, autoscaling_config: str | None, spot_notices: str | None
+    ) -> None:
+        self._spot_notices = spot_notices
         self._keys = keys
         self._namespace = namespace
         self._autoscaling_config = autoscaling_config
@@ -80,6 +86,14 @@ class RayLauncher:
 
     def connect(self, record: ReplicaRecord) -> ReplicaClient:
         return ReplicaClient(record.endpoint, record.replica_id, keys=self._keys)
+
+    def notice(self, node_id: str) -> Future[float] | None:
+        if self._spot_notices is None:
+            return None
+        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        watch = ray.remote(wait_for_notice).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+        future: Future[float] = watch.remote(self._spot_notices).future()
+        return future
 
 
 class KeyValueStore:

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -21,8 +20,7 @@ _TIMEOUT_S = 1.0
 _MAX_BYTES = 1 << 16
 # What a notice without a time is taken to leave.
 NOTICE_S = 30.0
-
-_log = logging.getLogger(__name__)
+INTERVAL_S = 5.0
 
 
 class Fetch(Protocol):
@@ -78,43 +76,17 @@ def azure_notice(ask: Fetch, now: float) -> float | None:
         return None
 
 
-# Who answers tells which cloud it is.
-_PROBES: Mapping[str, tuple[Notice, str, Mapping[str, str], str]] = {
-    "aws": (aws_notice, "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT"),
-    "gcp": (gcp_notice, "/computeMetadata/v1/instance/id", {"Metadata-Flavor": "Google"}, "GET"),
-    "azure": (azure_notice, "/metadata/instance/compute/vmId?api-version=2021-02-01&format=text",
-              {"Metadata": "true"}, "GET"),
-}  # fmt: skip
+# cloud |-> how it gives notice.
+NOTICES: Mapping[str, Notice] = {"aws": aws_notice, "gcp": gcp_notice, "azure": azure_notice}
 
 
-def find_cloud(ask: Fetch = fetch) -> Notice | None:
-    """How the cloud that this machine runs in gives notice; None: it is in none of those that are known."""
-    for name, (notice, path, headers, method) in _PROBES.items():
-        if ask(path, headers, method) is not None:
-            _log.info("spot notices are those of %s", name)
-            return notice
-    return None
-
-
-class SpotWatcher:
-    """A machine's watcher, made an actor of that machine by the controller.
-
-    Args:
-        interval_s: between two looks.
-    """
-
-    def __init__(
-        self, interval_s: float = 5.0, ask: Fetch = fetch, clock: Callable[[], float] = time.time
-    ) -> None:
-        self._interval_s = interval_s
-        self._ask = ask
-        self._clock = clock
-
-    def wait_for_notice(self) -> float | None:
-        """Seconds that the machine has left, once there is a notice; None at once where none can come."""
-        notice = find_cloud(self._ask)
-        if notice is None:
-            return None
-        while (left_s := notice(self._ask, self._clock())) is None:
-            time.sleep(self._interval_s)
-        return left_s
+def wait_for_notice(
+    cloud: str,
+    ask: Fetch = fetch,
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+) -> float:
+    """Seconds that this machine has left, as soon as its cloud says so; looks at intervals."""
+    while (left_s := NOTICES[cloud](ask, clock())) is None:
+        sleep(INTERVAL_S)
+    return left_s

@@ -1,14 +1,17 @@
-"""What the scheduler does to sequences changes no token of any family: prefix hits, and preemption in both modes.
+"""Answers as users get them equal transformers' in every family, whatever the scheduler does to their sequences.
 
-The families differ in what a rank remembers of a sequence beside its keys: windows, positions, experts.
+That is prefix hits, and preemption in both modes: the families differ in what a rank remembers of a sequence beside
+its keys, in windows, positions and experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from reference import Reference, prompts_of
 
 from quire.cluster.llm import LLM, RequestOutput
@@ -32,6 +35,30 @@ def served(request: pytest.FixtureRequest, make_model: Any) -> Iterator[tuple[st
 def check(results: list[RequestOutput], reference: Reference) -> None:
     for result in results:
         reference.check_greedy(result.prompt_token_ids, result.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("gemma2", {"final_logit_softcapping": 2.0, "vocab_size": 387}),
+        ("granite", {}),
+        ("cohere2", {"logit_scale": 0.4}),  # by transformers' modules
+    ],
+)
+def test_logits_are_scaled_and_bounded(make_model: Any, kind: str, settings: dict[str, Any]) -> None:
+    """Which changes no greedy token, but its probability."""
+    folder = make_model(kind, seed=7, **settings)
+    (prompt,) = prompts_of([12], seed=1)
+    with LLM(str(folder), device="cpu", dtype="float32", num_kv_blocks=16) as llm:
+        ((answer,),) = (result.outputs for result in llm.generate([prompt], replace(GREEDY, logprobs=0)))
+    with torch.inference_mode():
+        logits = (
+            Reference(folder).model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
+        )
+    expected = logits.log_softmax(dim=-1)[range(len(answer.token_ids)), answer.token_ids]
+    assert answer.logprobs is not None
+    chosen = [entry[own].logprob for entry, own in zip(answer.logprobs, answer.token_ids, strict=True)]
+    torch.testing.assert_close(torch.tensor(chosen), expected, atol=1e-4, rtol=0)
 
 
 def test_prefix_hits(served: tuple[str, Reference]) -> None:

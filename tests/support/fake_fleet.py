@@ -95,6 +95,7 @@ class FakeLauncher:
         self.launched: dict[str, FakeReplica] = {}
         self.draining: dict[str, float] = {}
         self.cordoned: list[str] = []
+        self.notices: dict[str, Future[float]] = {}
         self.removed: list[str] = []
         self._num_blocks = num_blocks
         self._nodes = itertools.count()
@@ -161,6 +162,9 @@ class FakeLauncher:
 
     def connect(self, record: ReplicaRecord) -> ReplicaClient:
         return ReplicaClient(record.endpoint, record.replica_id, heartbeat_s=0.05)
+
+    def notice(self, node_id: str) -> Future[float]:
+        return self.notices.setdefault(node_id, Future())
 
     def close(self) -> None:
         for replica_id in list(self._live):

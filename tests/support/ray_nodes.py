@@ -53,6 +53,10 @@ class RayNodes(Closing):
         own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
         return os.environ | own
 
+    @property
+    def head_pid(self) -> int:
+        return self._processes[0].pid
+
     def add(
         self, resources: Mapping[str, float], ip: str = LOOPBACK, prefix: Sequence[str] = ()
     ) -> subprocess.Popen[bytes]:

@@ -17,7 +17,10 @@ class Reference:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        # Experts one by one: in one call they can neither be float64 nor of any size.
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, experts_implementation="eager"
+        ).eval()
         self._generated: dict[tuple[int, ...], list[int]] = {}
 
     def generate(self, prompt: list[int], max_tokens: int) -> list[int]:

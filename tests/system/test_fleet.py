@@ -55,7 +55,7 @@ OPTIONS = ("--min-replicas", "2", "--max-replicas", "2", "--num-kv-blocks", "256
 
 
 def test_a_fleet_serves_drains_updates_and_outlives_its_controller(
-    server: ServerProcess, run_quire: RunQuire, demo_model_dir: Path
+    nodes: RayNodes, server: ServerProcess, run_quire: RunQuire, demo_model_dir: Path
 ) -> None:
     with Client(server.address) as client:
         first = wait_for(client, lambda status: len(ready(status)) == 2, READY_TIMEOUT_S)
@@ -70,7 +70,7 @@ def test_a_fleet_serves_drains_updates_and_outlives_its_controller(
                 READY_TIMEOUT_S,
             )
 
-            os.kill(controller_pid(), signal.SIGKILL)
+            os.kill(controller_pid(nodes), signal.SIGKILL)
             kept = {replica.replica_id for replica in ready(client.fleet())}
             assert len(kept) == 2  # the gateway serves on with what it knows
             done = run_quire("deploy", "demo", *OPTIONS, "--revision", "2", "--target", server.address)
@@ -100,10 +100,11 @@ def test_a_fleet_serves_drains_updates_and_outlives_its_controller(
         assert version in shown.stdout
 
 
-def controller_pid() -> int:
+def controller_pid(nodes: RayNodes) -> int:
+    """Of this cluster: there may be others on the machine."""
     (pid,) = [
         process.pid
-        for process in psutil.process_iter(["cmdline"])
-        if "ray::FleetController" in " ".join(process.info["cmdline"] or [])
+        for process in psutil.Process(nodes.head_pid).children(recursive=True)
+        if "ray::FleetController" in " ".join(process.cmdline())
     ]
     return pid

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -145,7 +146,7 @@ def test_a_machine_that_ray_drains_is_left_under_load(cloud: FakeCloud, greedy: 
             status = wait_for(client, lambda status: len(ready(status)) == 2, READY_TIMEOUT_S)
             left = ready(status)[0].node_ids[0]
             command = [
-                "ray", "drain-node", "--address", cloud.address, "--node-id", left, "--reason",
+                str(Path(sys.executable).parent / "ray"), "drain-node", "--address", cloud.address, "--node-id", left, "--reason",
                 "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot notice",
                 "--deadline-remaining-seconds", "60",
             ]  # fmt: skip

@@ -43,8 +43,8 @@ def draw_model(rng: random.Random) -> tuple[str, int, dict[str, Any]]:
         fields |= {"num_key_value_heads": num_kv_heads, "intermediate_size": rng.choice((96, 128, 130))}
     if kind not in ("gpt2", "opt", "bloom", "falcon", "gpt_neox", "phi3", "olmo"):
         fields["head_dim"] = rng.choice((8, 16, 32))
-    if kind in (*WITH_A_PLAN, "mixtral"):
-        fields["intermediate_size"] = 128  # what transformers' own modules divide by
+    if kind in WITH_A_PLAN:
+        fields["intermediate_size"] = 128
     if kind in WINDOWED and rng.random() < 0.7:
         fields["sliding_window"] = rng.randint(1, 40)
     if kind in ("llama", "qwen2", "qwen3") and rng.random() < 0.4:

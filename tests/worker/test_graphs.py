@@ -145,6 +145,19 @@ def test_what_cannot_be_recorded_is_computed(
     assert "for its results" not in caplog.text
 
 
+def test_a_rank_that_is_lost_meanwhile_is_a_failure_of_that_stage(
+    make_model: Any, make_engine: Any, planned: Any
+) -> None:
+    class Lonely(TapeBackend):
+        def record(self, compute: Any) -> Any:
+            raise ConnectionError("rank 1 has left the group")
+
+    engine = make_engine(make_model("llama"), 1, graph_backend=Lonely())
+    with pytest.raises(ConnectionError):
+        engine.generate([planned([5, 6], 12, GREEDY)])
+    assert engine.runners[0].stage == "record"
+
+
 @pytest.mark.parametrize(
     ("max_num_seqs", "sizes"),
     [

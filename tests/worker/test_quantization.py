@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from quire.kernels.quantized_linear import dequantize
 from quire.proto.errors import ConfigError, ModelLoadError
 from quire.proto.step import RowSampling
+from quire.worker import linear_weight
 from quire.worker.linear_weight import read_linear
 from quire.worker.matrix_part import Part
 from quire.worker.models.registry import check_supported
@@ -100,6 +101,36 @@ def test_greedy_tokens_are_those_of_the_dequantised_weights(
         generated.append([sequence.generated for sequence in sequences])
     assert generated[0] == generated[1]
     assert len(set(generated[0][0])) > 4
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "int8", "some-layers-left"])
+def test_codes_that_stay_codes_give_the_same_tokens(
+    name: str, folders: Any, make_engine: Any, planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where a kernel reads them; here its twin does."""
+    monkeypatch.setattr(linear_weight, "has_quantized_kernel", lambda weight: True)
+    generated = []
+    for folder in folders[name]:
+        sequence = planned([7, 21, 300, 45, 12], 10, GREEDY)
+        make_engine(folder, 2, num_blocks=16).generate([sequence])
+        generated.append(sequence.generated)
+    assert generated[0] == generated[1]
+
+
+def test_a_device_that_multiplies_float8_is_given_it(
+    folders: Any, engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized, twin = folders["float8"]
+    part = Part("model.layers.1.mlp.up_proj", (128, 64), 0, 64, 64)
+    monkeypatch.setattr(linear_weight, "multiplies_float8", lambda weight: weight.is_per_output)
+    found = read_linear(
+        Checkpoint(quantized), [part], torch.float32, CPU, scheme_of(quantized, engine_config)
+    )
+    assert isinstance(found, linear_weight.Float8Weight)
+    x = torch.randn(3, 64)
+    expected = read_linear(Checkpoint(twin), [part], torch.float32, CPU).multiply(x)
+    error = (found.multiply(x) - expected).abs()
+    assert 0 < error.max() < 0.2  # the tokens have been rounded
 
 
 def test_groups_that_ranks_cut_are_right(

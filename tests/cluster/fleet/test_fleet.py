@@ -226,6 +226,23 @@ def test_a_node_that_ray_drains_is_left() -> None:
     run(scenario)
 
 
+def test_a_node_that_its_cloud_takes_back_is_left_in_time() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with running(launcher) as fleet:
+            await fleet.fleet.deploy(deployment())
+            await fleet.until_ready(1)
+            (first,) = fleet.ready()
+            assert first.record is not None
+            await fleet.until(lambda: bool(launcher.notices))
+            launcher.notices[first.record.node_ids[0]].set_result(0.3)
+            await fleet.until(lambda: first.replica_id not in launcher.known())
+            await fleet.until_ready(1)
+            entry = next(entry for entry in fleet.entries() if entry.replica_id == first.replica_id)
+            assert entry.reason == "the cloud takes node node-0 back"
+
+    run(scenario)
+
+
 def test_another_controller_takes_over_what_lives() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         store = MemoryStore()

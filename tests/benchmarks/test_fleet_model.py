@@ -1,0 +1,116 @@
+"""The simulated fleet does its arithmetic, and the back-test's policies do theirs."""
+
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks.autoscale import OngoingRequests, half_of, quire_policy, shift_of, smallest_fixed
+from benchmarks.fleet_model import FleetRun, ReplicaModel, SimulatedFleet
+from benchmarks.replay import Roofline
+from benchmarks.trace import Trace, TracedRequest
+from quire.cluster.fleet.autoscaler import FleetSnapshot, ReplicaSample, ScalingLimits
+from quire.cluster.fleet.reconcile import ReplicaState
+
+# 1000 prompt tokens a second, and no step takes longer for what it reads.
+MODEL = ReplicaModel(
+    roofline=Roofline(
+        flops_per_token=1.0, flops_per_s=1000.0, weight_bytes=0.0, kv_bytes_per_token=0.0, bytes_per_s=1.0
+    ),
+    max_num_batched_tokens=100,
+    num_kv_tokens=10_000,
+    cold_start_s=20.0,
+)
+
+
+def make_trace(*arrivals: float, num_prompt_tokens: int = 1000, num_output_tokens: int = 1) -> Trace:
+    return Trace(
+        "made",
+        tuple(
+            TracedRequest(number, at, num_prompt_tokens, num_output_tokens)
+            for number, at in enumerate(arrivals)
+        ),
+    )
+
+
+def run(trace: Trace, policy: Callable[[FleetSnapshot], int], num_replicas: int) -> FleetRun:
+    return SimulatedFleet(trace, policy, MODEL, num_replicas).run()
+
+
+class TestFleetModel:
+    def test_one_after_the_other_at_one_replica(self):
+        done = run(make_trace(0.0, 0.0, 0.0, 10.0), lambda _: 1, 1)
+        assert [request.first_token_s for request in done.requests] == pytest.approx([1.0, 2.0, 3.0, 11.0])
+        assert [request.wait_s for request in done.requests] == pytest.approx([0.0, 1.0, 2.0, 0.0], abs=0.11)
+        assert done.within(1.5) == 0.75
+
+    def test_two_replicas_share(self):
+        done = run(make_trace(0.0, 0.0, 20.0), lambda _: 2, 2)
+        assert max(request.first_token_s - request.arrival_s for request in done.requests) <= 1.1
+        assert done.replica_seconds == pytest.approx(40.0, abs=1.0)
+
+    def test_running_sequences_take_their_share_of_a_step(self):
+        """100 tokens a step of 0.1 s: the second prompt beside a decode has 99 of them."""
+        done = run(make_trace(0.0, 5.0, num_prompt_tokens=990, num_output_tokens=100), lambda _: 1, 1)
+        first, second = done.requests
+        assert first.first_token_s == pytest.approx(0.99)
+        assert second.first_token_s - second.arrival_s < 1.2
+
+    def test_what_does_not_fit_into_kv_memory_waits(self):
+        trace = make_trace(0.0, 0.0, num_prompt_tokens=6000, num_output_tokens=50)
+        first, second = run(trace, lambda _: 1, 1).requests
+        assert second.first_step_s > first.first_token_s
+
+    def test_a_replica_is_there_after_its_cold_start_and_gets_what_waited(self):
+        done = run(make_trace(0.0, 30.0), lambda snapshot: 1, 0)
+        assert done.requests[0].first_step_s == pytest.approx(20.0)
+        assert done.replica_seconds == pytest.approx(31.0, abs=1.0)
+
+    def test_a_drained_replica_ends_its_requests_and_loses_none(self):
+        trace = make_trace(*[0.0] * 10, 60.0)
+        done = run(trace, lambda snapshot: 1 if snapshot.time_s >= 1 else 2, 2)
+        assert all(request.first_token_s is not None for request in done.requests)
+        assert done.replica_seconds < 70
+
+
+class TestPolicies:
+    def test_quire_follows_a_step_of_load(self):
+        steady = [second / 2 for second in range(1200)]
+        trace = make_trace(*steady, *[200 + second / 2 for second in range(600)])
+        trace = Trace("step", tuple(sorted(trace.requests, key=lambda each: each.arrival_s)))
+        limits = ScalingLimits(max_replicas=10, target_wait_s=5.0, down_delay_s=60.0, cooldown_s=5.0)
+        done = run(trace, quire_policy(limits), 3)
+        asked = {round(at): replicas for at, replicas, _ in done.history}
+        assert asked[190] == 3
+        assert asked[480] in (5, 6)
+        assert asked[590] <= 4
+        assert done.within(5.0) > 0.9
+
+    def test_ongoing_requests_waits_its_delays(self):
+        policy = OngoingRequests(max_replicas=10).policy()
+        busy = (ReplicaSample(ReplicaState.READY, num_requests=6),)
+        targets = [policy(FleetSnapshot(float(second), busy)) for second in range(40)]
+        assert targets[:30] == [1] * 30
+        assert targets[30:] == [3] * 10
+
+    def test_smallest_fixed_fleet(self):
+        trace = make_trace(*[second / 3.5 for second in range(350)])
+        size, done = smallest_fixed(trace, MODEL)
+        assert size == 4
+        assert done.within(10.0) >= 0.99
+
+
+class TestTraces:
+    def test_halves_hold_everything_once(self):
+        trace = make_trace(*[float(second) for second in range(101)])
+        first, second = half_of(trace, 0), half_of(trace, 1)
+        assert len(first.requests) + len(second.requests) == 100
+        assert second.requests[0].arrival_s == 0.0
+
+    def test_a_shift_rises_and_falls(self):
+        shift = shift_of(make_trace(*[float(second) for second in range(600)]))
+        hours = [0] * 8
+        for request in shift.requests:
+            hours[int(request.arrival_s // 3600)] += 1
+        assert hours[0] < hours[1] < hours[2] < hours[3] <= 3600
+        assert hours[4] > hours[5] > hours[6] > hours[7]
+        assert shift == shift_of(make_trace(*[float(second) for second in range(600)]))

@@ -1,0 +1,32 @@
+"""The routing benchmark: its fleet serves everything, and its policies differ as they must."""
+
+import pytest
+
+from benchmarks.routing import POLICIES, route
+from benchmarks.trace import BLOCK_TOKENS, Trace, TracedRequest
+
+
+def make_conversations(num_conversations: int, num_turns: int) -> Trace:
+    """Each turn's prompt is the last one's and 8 blocks more."""
+    requests = []
+    for turn in range(1, num_turns + 1):
+        for conversation in range(num_conversations):
+            blocks = tuple(1000 * conversation + block for block in range(8 * turn))
+            number = len(requests)
+            requests.append(TracedRequest(number, 2.0 * number, BLOCK_TOKENS * len(blocks), 4, blocks))
+    return Trace("conversations", tuple(requests))
+
+
+def test_conversations_stay_where_their_prefix_is():
+    trace = make_conversations(num_conversations=12, num_turns=5)
+    alone, _ = route(trace, 1, "cache_aware")
+    rates = {policy: route(trace, 4, policy)[0] for policy in POLICIES}
+    assert rates["cache_aware"] > 0.9 * alone
+    assert rates["cache_aware"] > 1.5 * rates["random"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_imbalance_is_at_least_one(policy):
+    hit_rate, imbalance = route(make_conversations(4, 2), 2, policy)
+    assert 0.0 <= hit_rate < 1.0
+    assert imbalance >= 1.0
