@@ -11,7 +11,8 @@ A request is within the target when the computation of its prompt begins no late
 GPU-hours count from when a replica is asked for until it is gone. The policies:
 
 - ``fixed``: the smallest fleet that has 99 % within the target, known by trying (nobody could know it in advance);
-- ``quire``: `decide`, with limits that were chosen on the first half of each recording;
+- ``quire``: `decide` with the defaults of ScalingLimits. They were chosen on the first half of each recording (the
+  second halves are the test), except that `target_use` is lower than they need, for what the made-up shifts showed;
 - ``ongoing_requests``: Ray Serve's rule with its defaults, as many replicas as two requests each ask for.
 
 Each begins with as many replicas as the fixed fleet has: a recording begins in the middle of things.

@@ -3,7 +3,8 @@
     python -m benchmarks.idle --json benchmarks/results/idle.json
 
 Starts a Ray node of its own with two replicas of the demo model behind a gateway, waits until all is calm, and counts
-CPU seconds for a while. A gateway and the actors hold Ray's client library, whose threads count as quire's here.
+CPU seconds for a while. Every actor, and the gateway, holds Ray's client library, whose threads are never quite idle;
+what an actor and a driver that do nothing at all take beside them is therefore measured as well, and taken off.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from pathlib import Path
 import psutil
 
 from quire import Client
+from quire.cluster.local_cluster import attach
 from quire.cluster.processes import ProcessTree
 
 from .common import Figure, parser, report
@@ -39,15 +42,23 @@ QUIRE = {
     "ray::WorkerActor": "rank",
     "quire.cluster.cli": "gateway",
 }
+# Actors and a driver that do nothing: what Ray's library takes in each process.
+BARE = {"ray::BareActor": "bare_actor", "--bare": "bare_driver"}
+NUM_BARE_ACTORS = 2
 
 
 def main() -> None:
     line = parser(__doc__)
     line.add_argument("--seconds", type=float, default=30.0, help="how long to count")
+    line.add_argument("--bare", metavar="ADDRESS", help="only hold actors there that do nothing")
     arguments = line.parse_args()
+    if arguments.bare is not None:
+        hold_bare_actors(arguments.bare)
+        return
     with ExitStack() as stack:
         address, environment = stack.enter_context(ray_node())
         target = stack.enter_context(gateway(address, environment))
+        stack.enter_context(bare_actors(address, environment))
         wait_until_ready(target)
         time.sleep(CALM_S)
         figures = count(arguments.seconds, environment["QUIRE_BENCHMARK"])
@@ -65,17 +76,26 @@ def count(seconds: float, mark: str) -> dict[str, Figure]:
         if pid in before:
             shares[name].append(100 * (spent_s - before[pid][1]) / elapsed_s)
     ours = {name: values for name, values in shares.items() if name in QUIRE.values()}
+    bare_actor = sum(shares["bare_actor"]) / NUM_BARE_ACTORS
+    num_actors = sum(len(values) for name, values in ours.items() if name != "gateway")
+    library = num_actors * bare_actor + sum(shares["bare_driver"])
+    total = sum(map(sum, ours.values()))
     note = f"{NUM_REPLICAS} replicas of one rank, over {seconds:g} s"
     figures = {
-        "idle.quire_percent": Figure(sum(map(sum, ours.values())), "% of a core", f"all of quire's; {note}"),
+        "idle.quire_percent": Figure(
+            total - library, "% of a core", f"quire's own part of its processes; {note}"
+        ),
+        "idle.ray_library_percent": Figure(
+            library, "% of a core", f"Ray's library in quire's {num_actors + 1} processes"
+        ),
         "idle.ray_percent": Figure(
-            sum(sum(values) for name, values in shares.items() if name not in ours),
+            sum(sum(shares[name]) for name in shares if name not in (*ours, *BARE.values())),
             "% of a core",
-            f"Ray's; {note}",
+            f"Ray's own processes; {note}",
         ),
     }
     for name, values in sorted(shares.items()):
-        kind = "quire" if name in ours else "ray"
+        kind = "process" if name in ours else "ray"
         figures[f"idle.{kind}.{name}_percent"] = Figure(
             sum(values), "% of a core", f"{len(values)} processes"
         )
@@ -95,7 +115,7 @@ def cpu_seconds(mark: str) -> dict[int, tuple[str, float]]:
 
 def name_of(process: psutil.Process) -> str:
     command = " ".join(process.cmdline())
-    for word, name in QUIRE.items():
+    for word, name in (QUIRE | BARE).items():
         if word in command:
             return name
     return process.name().partition("::")[0].replace(".", "_")
@@ -143,6 +163,34 @@ def gateway(address: str, environment: Mapping[str, str]) -> Iterator[str]:
         line = process.stdout.readline().decode()
         assert line.startswith("quire is ready on "), (Path(folder) / "log").read_text()
         yield line.split()[-1]
+
+
+@contextmanager
+def bare_actors(address: str, environment: Mapping[str, str]) -> Iterator[None]:
+    """Another process that holds them."""
+    command = [sys.executable, "-m", "benchmarks.idle", "--bare", address]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        child(command, environment, Path(folder) / "log") as process,
+    ):
+        assert process.stdout is not None
+        assert process.stdout.readline(), (Path(folder) / "log").read_text()
+        yield
+
+
+def hold_bare_actors(address: str) -> None:
+    """Until this process is ended."""
+    import ray
+
+    class BareActor:
+        def is_there(self) -> bool:
+            return True
+
+    with attach(address):
+        actors = [ray.remote(BareActor).options(num_cpus=0).remote() for _ in range(NUM_BARE_ACTORS)]
+        ray.get([actor.is_there.remote() for actor in actors], timeout=START_TIMEOUT_S)
+        print("ready", flush=True)
+        signal.pause()
 
 
 @contextmanager

@@ -101,7 +101,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
 async def _replica_status(pool: ReplicaPool, replica_id: str) -> admin_pb2.Replica:
     """A replica's own account; one that does not answer is described, not an error."""
-    client = pool.clients[replica_id]
+    client = pool.clients.get(replica_id)
+    if client is None:  # it went while the others were asked
+        return admin_pb2.Replica(replica_id=replica_id, model=pool.model, problem="it has just ended")
     try:
         status = await client.status(STATUS_TIMEOUT_S)
     except ReplicaUnavailable as error:

@@ -6,9 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
+from ..fleet.autoscaler import ScalingLimits
 from ..units import parse_amount
 
 FLEET_PANEL = "Options of a fleet"
+_LIMITS = ScalingLimits()
 
 
 def engine_options(
@@ -73,26 +75,28 @@ def engine_options(
 def fleet_options(
     min_replicas: Annotated[
         int, typer.Option(help="Replicas at least; 0: none while nobody asks.", rich_help_panel=FLEET_PANEL)
-    ] = 1,
-    max_replicas: Annotated[int, typer.Option(help="Replicas at most.", rich_help_panel=FLEET_PANEL)] = 1,
+    ] = _LIMITS.min_replicas,
+    max_replicas: Annotated[
+        int, typer.Option(help="Replicas at most.", rich_help_panel=FLEET_PANEL)
+    ] = _LIMITS.max_replicas,
     target_wait_s: Annotated[
         float,
         typer.Option(
             help="How long a request may wait before its prompt is computed.", rich_help_panel=FLEET_PANEL
         ),
-    ] = 5.0,
+    ] = _LIMITS.target_wait_s,
     up_delay_s: Annotated[
         float,
         typer.Option(help="More replicas once they were wanted for so long.", rich_help_panel=FLEET_PANEL),
-    ] = 2.0,
+    ] = _LIMITS.up_delay_s,
     down_delay_s: Annotated[
         float,
         typer.Option(help="Fewer replicas once they were enough for so long.", rich_help_panel=FLEET_PANEL),
-    ] = 120.0,
+    ] = _LIMITS.down_delay_s,
     idle_timeout_s: Annotated[
         float,
         typer.Option(help="Without a request before the last replica goes.", rich_help_panel=FLEET_PANEL),
-    ] = 300.0,
+    ] = _LIMITS.idle_timeout_s,
     rank_resource: Annotated[
         list[str] | None,
         typer.Option(

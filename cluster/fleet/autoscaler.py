@@ -49,7 +49,8 @@ class ScalingLimits:
         min_replicas, max_replicas: bounds of the target; 0 at least: the model may be without a replica while nobody
             asks for it.
         target_wait_s: how long a request may wait before its prompt is computed.
-        target_use: share of a replica's throughput, KV memory and rows that is planned with; the rest is for bursts.
+        target_use: share of a replica's throughput that is planned with; the rest is for bursts.
+        target_memory_use: the same of its KV blocks and rows.
         up_delay_s, down_delay_s: how long more, or fewer, replicas must have been wanted.
         max_step_up, max_step_down: replicas that one decision may add or take away.
         cooldown_s: between a change and the next step down.
@@ -60,9 +61,10 @@ class ScalingLimits:
     min_replicas: int = 1
     max_replicas: int = 1
     target_wait_s: float = 10.0
-    target_use: float = 0.85
+    target_use: float = 0.65
+    target_memory_use: float = 0.9
     up_delay_s: float = 2.0
-    down_delay_s: float = 600.0
+    down_delay_s: float = 300.0
     max_step_up: int = 8
     max_step_down: int = 1
     cooldown_s: float = 15.0
@@ -76,7 +78,9 @@ class ScalingLimits:
             f"max_replicas is {self.max_replicas}, must be 1 or more and no less than min_replicas "
             f"({self.min_replicas})",
         )
-        _check(0 < self.target_use <= 1, f"target_use is {self.target_use:g}, must be above 0 and at most 1")
+        for name in ("target_use", "target_memory_use"):
+            value = getattr(self, name)
+            _check(0 < value <= 1, f"{name} is {value:g}, must be above 0 and at most 1")
         for name in ("max_step_up", "max_step_down"):
             _check(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}, must be 1 or more")
         for name in ("target_wait_s", "idle_timeout_s"):
@@ -140,7 +144,7 @@ class ScalingState:
         target: the last one; None: there was none.
         windows: (number of the window, prompt tokens that came in it), the latest last.
         wishes: (time, replicas wanted), the latest last; each differs from the one before it.
-        tokens_per_s: what a replica can reach; 0: not known.
+        tokens_per_s: what a replica can compute; below 1: not known.
         time_s: of the last snapshot.
         changed_at: when the target last changed.
         busy_at: when there was last something to do.
@@ -233,9 +237,9 @@ def _wish(
 
 def _throughput_wishes(snapshot: FleetSnapshot, limits: ScalingLimits, state: ScalingState) -> dict[str, int]:
     """reason |-> replicas, by prompt tokens that come and that wait."""
-    capacity = state.tokens_per_s * limits.target_use
-    if not capacity:
+    if state.tokens_per_s < 1.0:  # not known
         return {}
+    capacity = state.tokens_per_s * limits.target_use
     ready = _ready(snapshot)
     cold_start_s = limits.cold_start_s if snapshot.cold_start_s is None else snapshot.cold_start_s
     counts = _counts(state, snapshot.time_s)
@@ -271,7 +275,7 @@ def _envelope_rate(counts: list[float], target_wait_s: float) -> float:
 
 
 def _mean_rate(counts: list[float], seconds: float) -> float:
-    """Tokens a second over about so long; the last window is complete only in part."""
+    """Tokens a second over about so long; the latest window is complete only in part."""
     num_windows = min(max(1, round(seconds / WINDOW_S)), len(counts) - 1)
     return sum(counts[: num_windows + 1]) / (num_windows * WINDOW_S)
 
@@ -298,8 +302,8 @@ def _memory_wishes(snapshot: FleetSnapshot, limits: ScalingLimits) -> dict[str, 
     ready = _ready(snapshot)
     kv_use, row_use = sum(each.kv_use for each in ready), sum(each.row_use for each in ready)
     return {
-        f"KV memory of {kv_use:.2f} replicas is in use": math.ceil(kv_use / limits.target_use),
-        f"rows of {row_use:.2f} replicas are in use": math.ceil(row_use / limits.target_use),
+        f"KV memory of {kv_use:.2f} replicas is in use": math.ceil(kv_use / limits.target_memory_use),
+        f"rows of {row_use:.2f} replicas are in use": math.ceil(row_use / limits.target_memory_use),
     }
 
 

@@ -11,11 +11,11 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ...proto.errors import InvalidRequest, ModelNotFound, QuireError, ReplicaUnavailable
 from ...proto.stream import Drain, ReplicaStatus
@@ -25,9 +25,11 @@ from .autoscaler import Decision, ScalingState, decide
 from .canary import run_canary
 from .demand import Demand
 from .deployment import Deployment
+from .nodes import LEAVE_PATIENCE_S, NodeWatch
 from .reconcile import Backoff, ReplicaState, Standing, plan
+from .seams import Launcher, LiveReplica, Store
 from .snapshot import DemandBook, observe
-from .table import DeploymentEntry, FleetTable, NodeEntry, ReplicaEntry
+from .table import DeploymentEntry, FleetTable, ReplicaEntry
 
 TICK_S = 1.0
 # How often the cluster's nodes are looked at.
@@ -37,8 +39,8 @@ CANARY_TIMEOUT_S = 120.0
 MAX_THREADS = 32
 # Beyond its grace, before a draining replica is ended with what it still has.
 DRAIN_SLACK_S = 10.0
-# A replica that must leave waits so long for another to take over, where its deadline allows.
-LEAVE_PATIENCE_S = 120.0
+# Beyond a step's own deadline, before a silent scheduler is given up.
+PATIENCE_S = 5.0
 # Ended replicas that are still told of: an operator reads why they failed.
 MAX_ENDED_TOLD = 20
 # After so long without a failure, a replica is proof that its version can run.
@@ -47,66 +49,6 @@ PROVEN_AFTER_S = 60.0
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class LiveReplica(Protocol):
-    """A replica whose processes run; `cluster.replica.Replica` is one.
-
-    Attributes:
-        failure: ends when the replica does: with why, or None when it was closed.
-    """
-
-    @property
-    def record(self) -> ReplicaRecord: ...
-    @property
-    def failure(self) -> Future[QuireError | None]: ...
-    def close(self) -> None:
-        """Ends its processes; blocks."""
-        ...
-
-
-class Launcher(Protocol):
-    """Where replicas come from. All but `connect` and `notice` block, and are called in threads."""
-
-    def launch(self, deployment: Deployment, replica_id: str, tell: Callable[[str], None]) -> LiveReplica:
-        """Raises QuireError. `tell` is told what the launch is at, from that thread."""
-        ...
-
-    def adopt(self, record: ReplicaRecord) -> LiveReplica:
-        """A replica that an earlier controller launched. Raises ReplicaUnavailable."""
-        ...
-
-    def remove(self, replica_id: str) -> None:
-        """Ends whatever there is of it."""
-        ...
-
-    def known(self) -> set[str]:
-        """Every replica of which there is anything."""
-        ...
-
-    def nodes(self) -> tuple[NodeEntry, ...]:
-        """The live nodes."""
-        ...
-
-    def cordon(self, node_id: str) -> None:
-        """Has nothing placed on the node any more, and lets it go once nothing runs there."""
-        ...
-
-    def connect(self, record: ReplicaRecord) -> ReplicaClient:
-        """A line to the replica, not started."""
-        ...
-
-    def notice(self, node_id: str) -> Future[float] | None:
-        """Ends with the seconds that the node has left, once its cloud wants it back; None: nobody would know."""
-        ...
-
-
-class Store(Protocol):
-    """Where the controller's memory outlives it: names and JSON. Blocks, and is called in threads."""
-
-    def read(self) -> Mapping[str, str]: ...
-    def write(self, name: str, text: str) -> None: ...
-    def delete(self, name: str) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -197,19 +139,16 @@ class Fleet:
         self._launcher = launcher
         self._store = store
         self._clock = clock
-        self._wall_clock = wall_clock
         self._tick_s = tick_s
         self._canary_timeout_s = canary_timeout_s
         self._threads = ThreadPoolExecutor(MAX_THREADS, "fleet")
         self._models: dict[str, _Model] = {}
         self._replicas: dict[str, _Replica] = {}
-        self._nodes: tuple[NodeEntry, ...] = ()
         self._nodes_seen_at = -math.inf
-        self._notices: dict[str, Future[float] | None] = {}
-        self._left_nodes: dict[str, float] = {}  # node_id |-> when it must be left at the latest
         self._epoch, self._version = secrets.token_hex(4), 0
         self._changed = asyncio.Event()
         self._due = asyncio.Event()
+        self._nodes = NodeWatch(launcher, clock, wall_clock, on_leave=self._due.set)
 
     async def recover(self) -> None:
         """Takes over what an earlier controller left: its deployments, its replicas that live, and nothing else."""
@@ -249,6 +188,7 @@ class Fleet:
         """One round: looks at nodes and loads, decides, and begins what is to be done."""
         if self._clock() - self._nodes_seen_at >= NODES_S:
             await self._look_at_nodes()
+        self._leave_nodes()
         for model in list(self._models.values()):
             self._scale(model)
             self._reconcile(model)
@@ -289,34 +229,22 @@ class Fleet:
             InvalidRequest: there is none of that name, or more than one.
         """
         await self._look_at_nodes()
-        nodes = [node.node_id for node in self._nodes]
+        nodes = [node.node_id for node in self._nodes.nodes]
         found = [name for name in (*self._running_ids(), *nodes) if target and name.startswith(target)]
         if len(found) != 1:
             what = f"fits {len(found)} of" if found else "is none of"
             raise InvalidRequest("target", f"is {target!r}, which {what} the replicas and nodes that run")
         (name,) = found
-        leave_by = self._clock() + LEAVE_PATIENCE_S
         if name in self._replicas:
             leaving = [self._replicas[name]]
+            leaving[0].leave_by = self._clock() + LEAVE_PATIENCE_S
+            leaving[0].drain_reason = "an operator drains it"
         else:
             await self._in_thread(self._launcher.cordon, name)
-            self._left_nodes[name] = leave_by
+            self._nodes.leave(name, LEAVE_PATIENCE_S, f"an operator drains node {name[:12]}")
             leaving = [each for each in self._replicas.values() if name in each.node_ids]
-        for replica in leaving:
-            replica.leave_by, replica.drain_reason = leave_by, f"an operator drains {name}"
         self._due.set()
         return tuple(replica.replica_id for replica in leaving)
-
-    def leave_node(self, node_id: str, within_s: float, reason: str) -> None:
-        """A node will be gone in so many seconds."""
-        grace_s = max((each.deployment.drain_grace_s for each in self._replicas.values()), default=0.0)
-        # What runs is moved while the node is still there.
-        leave_by = self._clock() + min(LEAVE_PATIENCE_S, max(0.0, within_s - grace_s))
-        self._left_nodes[node_id] = min(leave_by, self._left_nodes.get(node_id, leave_by))
-        for replica in self._replicas.values():
-            if node_id in replica.node_ids and replica.leave_by is None:
-                replica.leave_by, replica.drain_reason = self._left_nodes[node_id], reason
-                self._due.set()
 
     def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
         """What came to a gateway since its last report, by model."""
@@ -336,7 +264,7 @@ class Fleet:
                 for model in self._models.values()
             ),
             tuple(replica.entry() for replica in self._replicas.values()),
-            self._nodes,
+            self._nodes.nodes,
         )
 
     async def watch(self, since: str, timeout_s: float) -> FleetTable | None:
@@ -370,36 +298,19 @@ class Fleet:
         return [each for each in self._replicas.values() if each.deployment.name == name]
 
     async def _look_at_nodes(self) -> None:
-        self._nodes_seen_at = self._clock()
+        self._nodes_seen_at, before = self._clock(), self._nodes.nodes
         nodes = await self._in_thread(self._launcher.nodes)
-        if nodes != self._nodes:
-            self._nodes = nodes
+        self._nodes.update(nodes, {name for each in self._replicas.values() for name in each.node_ids})
+        if nodes != before:
             self._note_change()
-        for node in nodes:
-            if node.is_draining and node.node_id not in self._left_nodes:
-                within_s = node.gone_at - self._wall_clock() if node.gone_at else LEAVE_PATIENCE_S
-                self.leave_node(node.node_id, within_s, f"node {node.node_id[:12]} drains")
-        self._watch_for_notices({node_id for each in self._replicas.values() for node_id in each.node_ids})
+
+    def _leave_nodes(self) -> None:
+        """What runs on a node that will be gone drains while the node is still there."""
         for replica in self._replicas.values():
-            left = [self._left_nodes[node_id] for node_id in replica.node_ids if node_id in self._left_nodes]
-            if left and replica.leave_by is None:
-                replica.leave_by, replica.drain_reason = min(left), "its node is left"
-
-    def _watch_for_notices(self, node_ids: set[str]) -> None:
-        """Has the clouds' notices for these nodes told; they end with their nodes."""
-        loop = asyncio.get_running_loop()
-        for node_id in node_ids - set(self._notices):
-            notice = self._notices[node_id] = self._launcher.notice(node_id)
-            if notice is not None:
-                notice.add_done_callback(partial(self._hear_notice, loop, node_id))
-
-    def _hear_notice(self, loop: asyncio.AbstractEventLoop, node_id: str, notice: Future[float]) -> None:
-        """In any thread."""
-        if notice.cancelled() or notice.exception() is not None:  # the node was gone before it could tell
-            return
-        reason = f"the cloud takes node {node_id[:12]} back"
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(self.leave_node, node_id, notice.result(), reason)
+            leave = self._nodes.leave_of(replica.node_ids)
+            if leave is not None and replica.leave_by is None:
+                replica.leave_by = leave.by - replica.deployment.drain_grace_s
+                replica.drain_reason = leave.reason
 
     def _scale(self, model: _Model) -> None:
         now = self._clock()
@@ -471,7 +382,8 @@ class Fleet:
             record = replica.live.record
             memory = f"{replica.deployment.to_json()}\n{record.to_json()}"
             await self._in_thread(self._store.write, f"replica/{replica.replica_id}", memory)
-            replica.client = self._launcher.connect(record)
+            patience_s = replica.deployment.engine.step_timeout_s + PATIENCE_S
+            replica.client = self._launcher.connect(record, patience_s)
             replica.client.start()
             replica.client.watch(replica.live.failure)
             if not await self._is_draining_already(replica):

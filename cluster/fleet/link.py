@@ -21,6 +21,7 @@ from ..served_models import ServedModel, ServedModels
 from ..tokenizer import Tokenizer
 from .demand import Demand
 from .deployment import Deployment
+from .fleet import PATIENCE_S
 from .pool import ReplicaPool
 from .reconcile import ReplicaState
 from .table import DeploymentEntry, FleetTable, ReplicaEntry
@@ -29,8 +30,6 @@ WATCH_S = 30.0
 REPORT_S = 1.0
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 5.0
-# Beyond a step's own deadline, before a silent scheduler is given up.
-PATIENCE_S = 5.0
 
 _log = logging.getLogger(__name__)
 

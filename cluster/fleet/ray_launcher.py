@@ -28,7 +28,7 @@ _TOLD_RESOURCES = ("CPU", "GPU", "memory")
 
 
 class RayLauncher:
-    """See `fleet.Launcher`; for a process that is connected to the cluster."""
+    """See `seams.Launcher`; for a process that is connected to the cluster."""
 
     def __init__(
         self, keys: CurveKeys, namespace: str, autoscaling_config: str | None, spot_notices: str | None
@@ -84,8 +84,8 @@ class RayLauncher:
         if not accepted:
             raise ReplicaUnavailable(f"Ray does not drain node {node_id}: {problem}")
 
-    def connect(self, record: ReplicaRecord) -> ReplicaClient:
-        return ReplicaClient(record.endpoint, record.replica_id, keys=self._keys)
+    def connect(self, record: ReplicaRecord, patience_s: float) -> ReplicaClient:
+        return ReplicaClient(record.endpoint, record.replica_id, patience_s=patience_s, keys=self._keys)
 
     def notice(self, node_id: str) -> Future[float] | None:
         if self._spot_notices is None:
@@ -97,7 +97,7 @@ class RayLauncher:
 
 
 class KeyValueStore:
-    """Ray's key-value store, which lives in its head; see `fleet.Store`."""
+    """Ray's key-value store, which lives in its head; see `seams.Store`."""
 
     def __init__(self, namespace: str) -> None:
         # Ray cuts its names at colons, and then finds none of those that it lists.

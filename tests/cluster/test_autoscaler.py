@@ -26,6 +26,7 @@ LIMITS = ScalingLimits(
     max_replicas=20,
     target_wait_s=5.0,
     target_use=1.0,
+    target_memory_use=1.0,
     up_delay_s=0.0,
     down_delay_s=60.0,
     max_step_up=20,
@@ -89,7 +90,7 @@ class TestUp:
 
     @pytest.mark.parametrize("use", ["kv_use", "row_use"])
     def test_full_memory_brings_replicas_without_a_queue(self, use):
-        fleet = Fleet(replace(LIMITS, target_use=0.8), 2)
+        fleet = Fleet(replace(LIMITS, target_memory_use=0.8), 2)
         assert fleet.run(1, replace(BUSY, **{use: 0.9})) == [3]
 
     def test_a_long_wait_brings_one_at_a_time(self):
@@ -258,6 +259,7 @@ limits = st.builds(
     st.integers(0, 20),
     target_wait_s=st.floats(0.1, 60),
     target_use=st.floats(0.1, 1),
+    target_memory_use=st.floats(0.1, 1),
     up_delay_s=st.floats(0, 20),
     down_delay_s=st.floats(0, 60),
     max_step_up=st.integers(1, 5),

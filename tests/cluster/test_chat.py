@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -243,7 +244,7 @@ def test_a_conversation_at_a_terminal(serve: ServerFactory, chat_dir: Path) -> N
                 await until(lambda: server.replica.num_running == 1)
                 server.brake.hold()
                 process.send_signal(signal.SIGINT)
-                await read_until(master, "(ended)")
+                await read_until(master, "(ended)", "> ")  # until it prompts, Ctrl-D means nothing
                 server.brake.release()
                 await until(lambda: server.replica.num_running == 0)
                 os.write(master, b"\x04")
@@ -262,11 +263,12 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def read_until(terminal: int, wanted: str) -> None:
+async def read_until(terminal: int, *wanted: str) -> None:
+    """Reads until all of these have come, one after the other."""
     loop = asyncio.get_running_loop()
     seen = ""
     async with asyncio.timeout(60):
-        while wanted not in seen:
+        while not re.search(".*".join(map(re.escape, wanted)), seen, re.DOTALL):
             seen += (await loop.run_in_executor(None, os.read, terminal, 4096)).decode(errors="replace")
 
 

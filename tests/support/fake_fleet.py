@@ -42,7 +42,7 @@ class SlowWorkers(FakeWorkerGroup):
 
 
 class FakeReplica:
-    """See `fleet.LiveReplica`."""
+    """See `seams.LiveReplica`."""
 
     def __init__(self, record: ReplicaRecord, num_blocks: int) -> None:
         config = small_config(
@@ -80,7 +80,7 @@ class FakeReplica:
 
 
 class FakeLauncher:
-    """See `fleet.Launcher`: as many replicas as there is room for.
+    """See `seams.Launcher`: as many replicas as there is room for.
 
     Attributes:
         room: replicas that fit; those that do not wait for it, and say so.
@@ -160,8 +160,8 @@ class FakeLauncher:
     def cordon(self, node_id: str) -> None:
         self.cordoned.append(node_id)
 
-    def connect(self, record: ReplicaRecord) -> ReplicaClient:
-        return ReplicaClient(record.endpoint, record.replica_id, heartbeat_s=0.05)
+    def connect(self, record: ReplicaRecord, patience_s: float = 60.0) -> ReplicaClient:
+        return ReplicaClient(record.endpoint, record.replica_id, patience_s=patience_s, heartbeat_s=0.05)
 
     def notice(self, node_id: str) -> Future[float]:
         return self.notices.setdefault(node_id, Future())
@@ -173,7 +173,7 @@ class FakeLauncher:
 
 
 class MemoryStore:
-    """See `fleet.Store`."""
+    """See `seams.Store`."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}

@@ -146,8 +146,8 @@ def test_a_machine_that_ray_drains_is_left_under_load(cloud: FakeCloud, greedy: 
             status = wait_for(client, lambda status: len(ready(status)) == 2, READY_TIMEOUT_S)
             left = ready(status)[0].node_ids[0]
             command = [
-                str(Path(sys.executable).parent / "ray"), "drain-node", "--address", cloud.address, "--node-id", left, "--reason",
-                "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot notice",
+                str(Path(sys.executable).parent / "ray"), "drain-node", "--address", cloud.address, "--node-id", left,
+                "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot notice",
                 "--deadline-remaining-seconds", "60",
             ]  # fmt: skip
             subprocess.run(command, env=cloud.environment, check=True, timeout=60, capture_output=True)
