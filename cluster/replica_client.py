@@ -120,7 +120,8 @@ class ReplicaClient:
         self._query_ids = itertools.count(1)
         self._queries: dict[int, asyncio.Future[ReplicaStatus]] = {}
         self._problem = f"replica {replica_id} has not answered yet"
-        self._failure = asyncio.Event()
+        self._failed, self._failure = asyncio.Event(), ""
+        self._is_gone = False
         self._is_well, self._is_unwell = asyncio.Event(), asyncio.Event()
         self._heard_at = time.monotonic()
         self.latest: ReplicaStatus | None = None
@@ -135,8 +136,8 @@ class ReplicaClient:
 
     @property
     def has_failed(self) -> bool:
-        """It takes no requests, until it says that it is well after all."""
-        return self._failure.is_set()
+        """It takes no requests, until it says that it is well after all; for ever once its owner knows it gone."""
+        return self._failed.is_set()
 
     @property
     def num_running(self) -> int:
@@ -182,7 +183,7 @@ class ReplicaClient:
         """
         if self._socket is None:
             raise ReplicaUnavailable(f"the client of replica {self.replica_id} is closed")
-        if self._failure.is_set():
+        if self._failed.is_set():
             raise ReplicaUnavailable(self._problem)
         handles = self._take_handles(request.sampling.num_sequences)
         receiver = make_receiver(handles)
@@ -225,10 +226,12 @@ class ReplicaClient:
             del self._queries[query_id]
 
     def fail(self, reason: str) -> None:
-        """The owner knows that the replica is gone: ends every request with ReplicaUnavailable."""
-        self._failure.set()
-        self._set_problem(f"replica {self.replica_id} failed: {reason}")
-        self._fail_all(reason)
+        """The owner knows that the replica is gone: ends every request with ReplicaUnavailable, and takes no others.
+
+        A status that it sent before may come only now; nothing takes the failure back.
+        """
+        self._is_gone = True
+        self._lose(reason)
 
     def watch(self, failure: Future[QuireError | None]) -> None:
         """Fails as soon as the future ends, in whichever thread: with an error, or None for a replica that closed."""
@@ -261,13 +264,23 @@ class ReplicaClient:
         finally:
             self._listeners.remove(take)
 
-    async def wait_until_failed(self) -> None:
-        """Returns once the replica is known to have failed."""
-        await self._failure.wait()
+    async def wait_until_failed(self) -> str:
+        """Returns why the replica failed, once it has; it may say meanwhile that it is well after all."""
+        await self._failed.wait()
+        return self._failure
 
     async def wait_until(self, *, well: bool) -> None:
         """Returns once the replica answers without a problem, or (`well` false) once it has one."""
         await (self._is_well if well else self._is_unwell).wait()
+
+    def _lose(self, reason: str) -> None:
+        self._note_failure(f"replica {self.replica_id} failed: {reason}")
+        self._fail_all(reason)
+
+    def _note_failure(self, problem: str) -> None:
+        self._failure = problem
+        self._failed.set()
+        self._set_problem(problem)
 
     def _fail_all(self, reason: str) -> None:
         receivers, self._running = set(self._running.values()), {}
@@ -320,15 +333,15 @@ class ReplicaClient:
     def _look_at(self, finish: Finish) -> None:
         """A sequence that a broken rank ended tells of it before the next heartbeat does."""
         if finish.reason is FinishReason.ERROR and finish.grpc_status == ReplicaUnavailable.grpc_status:
-            self._failure.set()
-            self._set_problem(finish.error)
+            self._note_failure(finish.error)
 
     def _take_status(self, status: ReplicaStatus) -> None:
         if self.latest is not None and status.uptime_s < self.latest.uptime_s:
             self._fail_all("it was restarted and knows nothing of earlier requests")
         self.latest = status
-        self._failure.clear()
-        self._set_problem(status.problem)
+        if not self._is_gone:
+            self._failed.clear()
+            self._set_problem(status.problem)
         query = self._queries.get(status.query_id)
         if query is not None and not query.done():
             query.set_result(status)
@@ -340,4 +353,4 @@ class ReplicaClient:
             await asyncio.sleep(self._heartbeat_s)
             silence_s = time.monotonic() - self._heard_at
             if silence_s > self._patience_s:
-                self.fail(f"it has been silent for {silence_s:.0f} s")
+                self._lose(f"it has been silent for {silence_s:.0f} s")

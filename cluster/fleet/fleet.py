@@ -435,7 +435,7 @@ class Fleet:
         try:
             await asyncio.wait((failed, drained), return_when=asyncio.FIRST_COMPLETED)
             if not drained.done():
-                raise ReplicaUnavailable(replica.client.problem)
+                raise ReplicaUnavailable(failed.result())
         finally:
             failed.cancel()
             drained.cancel()

@@ -275,7 +275,10 @@ def test_logprobs_and_seeds_travel(serve: ServerFactory) -> None:
 
 def test_health_follows_the_replica(serve: ServerFactory) -> None:
     async def scenario() -> None:
-        async with serve(ready=False) as server, grpc.aio.insecure_channel(server.target) as channel:
+        async with (
+            serve(ready=False, patience_s=3.0) as server,
+            grpc.aio.insecure_channel(server.target) as channel,
+        ):
             stub: Any = health_pb2_grpc.HealthStub(channel)
             for service in ("", "quire.v1.Inference"):
                 watch = stub.Watch(health_pb2.HealthCheckRequest(service=service))
@@ -286,14 +289,34 @@ def test_health_follows_the_replica(serve: ServerFactory) -> None:
             client = AsyncClient(server.target)
             running = client.generate_stream(PROMPT, ENDLESS)
             await first_delta(running)
-            server.replica.fail("rank 1 failed at step 7: killed")
+            server.brake.hold()
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            with pytest.raises(ReplicaUnavailable, match="replica-0 failed: rank 1 failed at step 7: killed"):
+            with pytest.raises(ReplicaUnavailable, match="replica-0 failed: it has been silent for"):
                 await drain(running)
-            # This replica in truth is well, and its next heartbeat says so.
+            server.brake.release()
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
             assert await client.is_ready()
             await client.close()
+
+    run(scenario())
+
+
+def test_nothing_that_a_replica_says_takes_back_that_it_is_gone(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            running = client.generate_stream(PROMPT, ENDLESS)
+            await first_delta(running)
+            # In truth the replica is well, so its statuses go on coming, like those sent just before a death.
+            server.replica.fail("rank 1 failed at step 7: killed")
+            with pytest.raises(ReplicaUnavailable, match="replica-0 failed: rank 1 failed at step 7: killed"):
+                await drain(running)
+            await server.replica.next_status(10.0)
+            assert server.replica.has_failed
+            assert "rank 1 failed" in server.replica.problem
+            assert "rank 1 failed" in await server.replica.wait_until_failed()
+            with pytest.raises(ReplicaUnavailable, match="rank 1 failed"):
+                await client.generate(PROMPT, GREEDY)
+            assert not await client.is_ready()
 
     run(scenario())
 
@@ -417,7 +440,10 @@ def test_reflection_lists_the_services(serve: ServerFactory) -> None:
     from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
     async def scenario() -> None:
-        async with serve(ready=False) as server, grpc.aio.insecure_channel(server.target) as channel:
+        async with (
+            serve(ready=False, patience_s=3.0) as server,
+            grpc.aio.insecure_channel(server.target) as channel,
+        ):
             stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
             call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
             answer = await call.read()
