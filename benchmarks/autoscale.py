@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.common import Figure, parser, report
+from benchmarks.common import Figure, parser, picture, report
 from benchmarks.fleet_model import DECISION_INTERVAL_S, FleetRun, Policy, ReplicaModel, SimulatedFleet
 from benchmarks.trace import Trace, read_trace
 from quire.cluster.fleet.autoscaler import FleetSnapshot, ScalingLimits, ScalingState, decide
@@ -152,9 +152,7 @@ def figures_of(trace: Trace, runs: dict[str, tuple[FleetRun, str]]) -> dict[str,
 def main() -> None:
     line = parser(__doc__)
     line.add_argument("--traces", type=Path, default=TRACES, metavar="DIR", help=f"with {', '.join(NAMES)}")
-    line.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw load, replicas and waits (needs matplotlib)"
-    )
+    line.add_argument("--plot", type=picture, metavar="FILE", help="draw load, replicas and waits")
     line.add_argument("--cold-start-s", type=float, default=ReplicaModel().cold_start_s)
     arguments = line.parse_args()
     model = ReplicaModel(cold_start_s=arguments.cold_start_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -10,6 +11,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,16 +44,30 @@ def machine() -> str:
 
 
 def write_figures(path: Path, figures: dict[str, Figure]) -> None:
-    """Writes {"command", "date", "machine", "figures": {name: {"value", "unit", "note"}}}."""
-    module = Path(sys.argv[0]).stem if __package__ is None else f"-m {__package__}.{Path(sys.argv[0]).stem}"
+    """Writes {"command", "date", "machine", "figures": {name: {"value", "unit", "note"}}}, all of it or nothing."""
     record = {
-        "command": shlex.join(["python", *module.split(), *sys.argv[1:]]),
+        "command": shlex.join(["python", *_program(), *map(_portable, sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
         "figures": {name: asdict(figure) for name, figure in figures.items()},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(record, indent=1) + "\n")
+    unfinished.replace(path)
+
+
+def _program() -> list[str]:
+    """What python was asked to run; of a package, `python -m` runs its __main__."""
+    spec = sys.modules["__main__"].__spec__
+    return [sys.argv[0]] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
+
+
+def _portable(argument: str) -> str:
+    """An absolute path says nothing on other machines."""
+    if not argument.startswith("/"):
+        return argument
+    return "DIR" if Path(argument).is_dir() else "FILE"
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -61,6 +77,27 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
     line.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
     return line
+
+
+def picture(path: str) -> Path:
+    """The type of arguments that name a picture to draw: refused at once, not after minutes, without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(
+            "needs matplotlib, which is in the extra 'bench': pip install -e '.[bench]'"
+        )
+    return Path(path)
+
+
+def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """The type of arguments that name some of those that are known, between commas."""
+
+    def names(text: str) -> list[str]:
+        found = text.split(",")
+        if unknown := set(found) - set(known):
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
+        return found
+
+    return names
 
 
 def report(figures: dict[str, Figure], json_path: Path | None) -> None:
@@ -73,5 +110,5 @@ def report(figures: dict[str, Figure], json_path: Path | None) -> None:
         write_figures(json_path, figures)
 
 
-def median(values: list[float]) -> float:
+def median(values: Sequence[float]) -> float:
     return statistics.median(values)

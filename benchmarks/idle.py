@@ -25,11 +25,10 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.common import Figure, parser, report
 from quire import Client
 from quire.cluster.local_cluster import attach
 from quire.cluster.processes import ProcessTree
-
-from .common import Figure, parser, report
 
 NUM_REPLICAS = 2
 # After the last change, until start-up work has died down.

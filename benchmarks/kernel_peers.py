@@ -1,14 +1,27 @@
-"""What PyTorch has for the work of the small ops, as it stands and for torch.compile."""
+"""What PyTorch has for the work of our ops, as it stands and for torch.compile."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+# Compiled for every shape anew: what is measured has its own code.
+flex_by_compiler = torch.compile(flex_attention, dynamic=False)
 
 
-def norm_by_torch(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    return torch.rms_norm(residual.add_(x), weight.shape, weight, 1e-5)
+def causal_after(cached_len: int, chunk_len: int) -> BlockMask:
+    """FlexAttention's mask of a chunk that follows `cached_len` tokens: each query sees itself and all before it."""
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query + cached_len >= key
+
+    return create_block_mask(sees, None, None, chunk_len, cached_len + chunk_len, device="cpu")
+
+
+def norm_by_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    return torch.rms_norm(residual.add_(x), weight.shape, weight, eps)
 
 
 def swiglu_by_torch(gate_up: Tensor) -> Tensor:
@@ -19,3 +32,16 @@ def swiglu_by_torch(gate_up: Tensor) -> Tensor:
 def geglu_by_torch(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+def rotate_by_torch(
+    heads: Tensor, kv_cache: Tensor, slot_mapping: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """See kernels.rotate_and_store."""
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    rotated = heads[:, :-num_kv_heads]
+    swapped = rotated.roll(cos.shape[1] // 2, dims=-1)
+    rotated.mul_(cos.unsqueeze(1)).addcmul_(swapped, sin.unsqueeze(1))
+    kv = heads[:, -2 * num_kv_heads :].unflatten(1, (2, num_kv_heads))
+    kv_cache[slot_mapping // block_size, :, :, slot_mapping % block_size] = kv
+    return heads[:, : -2 * num_kv_heads]

@@ -10,19 +10,15 @@ the op. Weights and caches are colder than the processor's caches.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-from .common import Figure, parser, report
-from .roofline import plot
+from benchmarks.common import Figure, parser, picture, report
+from benchmarks.roofline import plot
 
 
 def main() -> None:
     line = parser(__doc__)
-    line.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw a roofline (needs the extra 'bench')"
-    )
+    line.add_argument("--plot", type=picture, metavar="FILE", help="draw a roofline")
     line.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
     line.add_argument(
         "--repetitions", type=int, default=20, help="of each op on a CPU (default: %(default)s)"
@@ -34,14 +30,15 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.inference_mode():
         if device == "cuda":
-            from . import kernels_gpu
+            from benchmarks import kernels_gpu
 
             machine, roof, cases = kernels_gpu.measure()
             figures: dict[str, Figure] = {}
         else:
-            from . import kernels_cpu
+            from benchmarks import kernels_cpu, kernels_cpu_layers
 
             machine, roof, cases = kernels_cpu.measure(arguments.repetitions)
+            cases += kernels_cpu_layers.measure(arguments.repetitions)
             figures = kernels_cpu.all_reduces(arguments.repetitions)
     figures = roof.figures() | {k: v for case in cases for k, v in case.figures(roof).items()} | figures
     report({name: Figure(f.value, f.unit, machine) for name, f in figures.items()}, arguments.json)

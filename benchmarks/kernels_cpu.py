@@ -12,19 +12,27 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from benchmarks.common import Figure, median
+from benchmarks.kernel_peers import (
+    causal_after,
+    flex_by_compiler,
+    geglu_by_torch,
+    norm_by_torch,
+    rotate_by_torch,
+    swiglu_by_torch,
+)
+from benchmarks.roofline import QUIRE, Case, Roof
 from quire.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from quire.kernels.gumbel import gumbel_noise
 from quire.kernels.linear import PackedWeight, linear, pack, pack_int8
 from quire.kernels.norm import add_rms_norm
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
+from quire.kernels.rotate_and_store import rotate_and_store
 from quire.kernels.sampling import draw_from_all, take_likeliest
 from quire.worker.parallel import open_store
 from quire.worker.shared_memory import SharedMemory, join
-
-from .common import Figure, median
-from .kernel_peers import geglu_by_torch, norm_by_torch, swiglu_by_torch
-from .roofline import QUIRE, Case, Roof
 
 Op = Callable[[], object]
 
@@ -43,6 +51,7 @@ HOST = "127.0.0.1"
 # Threads of OpenMP spin for a few milliseconds after their last op; whose turn is next shall not pay for it.
 PAUSE_S = 0.01
 TURN_CALLS = 5
+COMPILED = {op: torch.compile(op) for op in (norm_by_torch, swiglu_by_torch, geglu_by_torch, rotate_by_torch)}
 
 
 def measure(repetitions: int) -> tuple[str, Roof, list[Case]]:
@@ -156,6 +165,11 @@ def decode_by_sdpa(kv_cache: Tensor, q: Tensor, tables: Tensor, seq_len: int) ->
     return F.scaled_dot_product_attention(grouped, *gathered(kv_cache, tables, seq_len), scale=SCALE)
 
 
+def decode_by_flex(kv_cache: Tensor, q: Tensor, tables: Tensor, seq_len: int) -> object:
+    keys, values = gathered(kv_cache, tables, seq_len)
+    return flex_by_compiler(q.unsqueeze(2), keys, values, scale=SCALE, enable_gqa=True)
+
+
 def decodes(repetitions: int) -> list[Case]:
     cases = []
     for num_seqs, seq_len in DECODES:
@@ -164,6 +178,7 @@ def decodes(repetitions: int) -> list[Case]:
         ops = {
             QUIRE: in_turn(decode, caches, q, tables, lens),
             "gather_sdpa": in_turn(decode_by_sdpa, caches, q, tables, seq_len),
+            "gather_flex": in_turn(decode_by_flex, caches, q, tables, seq_len),
         }
         keys = num_seqs * seq_len * HEAD_DIM
         name = f"kernels.paged_decode.s{num_seqs}_l{seq_len}"
@@ -182,6 +197,12 @@ def prefill_by_sdpa(kv_cache: Tensor, q: Tensor, tables: Tensor, mask: Tensor) -
     return F.scaled_dot_product_attention(q.transpose(0, 1)[None], *wide, attn_mask=mask, scale=SCALE)
 
 
+def prefill_by_flex(kv_cache: Tensor, q: Tensor, tables: Tensor, mask: BlockMask) -> object:
+    keys, values = gathered(kv_cache, tables, mask.seq_lengths[1])
+    queries = q.transpose(0, 1)[None]
+    return flex_by_compiler(queries, keys, values, block_mask=mask, scale=SCALE, enable_gqa=True)
+
+
 def prefills(repetitions: int) -> list[Case]:
     cases = []
     for cached_len, chunk_len in PREFILLS:
@@ -192,6 +213,7 @@ def prefills(repetitions: int) -> list[Case]:
         ops = {
             QUIRE: in_turn(prefill, caches, q, tables, starts, lens),
             "gather_sdpa": in_turn(prefill_by_sdpa, caches, q, tables, mask),
+            "gather_flex": in_turn(prefill_by_flex, caches, q, tables, causal_after(cached_len, chunk_len)),
         }
         name = f"kernels.paged_prefill.p{cached_len}_c{chunk_len}"
         num_bytes = 8 * (q.numel() + (cached_len + chunk_len) * NUM_KV_HEADS * HEAD_DIM)
@@ -206,44 +228,38 @@ def draw_by_torch(logits: Tensor, temperature: Tensor, keys: Tensor, ids: Tensor
 
 def small_ops(repetitions: int) -> list[Case]:
     cases = []
-    weight = torch.ones(HIDDEN_SIZE)
-    norm, swiglu, geglu = (torch.compile(op) for op in (norm_by_torch, swiglu_by_torch, geglu_by_torch))
     for num_tokens in (1, 64, 1024):
         x, residual = torch.randn(num_tokens, HIDDEN_SIZE), torch.zeros(num_tokens, HIDDEN_SIZE)
-        gate_up = torch.randn(num_tokens, 2 * INTERMEDIATE_SIZE)
-        rows: list[tuple[str, int, dict[str, Op]]] = [
-            (
-                "add_rms_norm",
-                4 * x.nbytes,
-                {
-                    QUIRE: partial(add_rms_norm, x, residual, weight, 1e-5),
-                    "torch": partial(norm_by_torch, x, residual, weight),
-                    "torch_compile": partial(norm, x, residual, weight),
-                },
-            ),
-            (
-                "silu_and_mul",
-                3 * gate_up.nbytes // 2,
-                {
-                    QUIRE: partial(silu_and_mul, gate_up),
-                    "torch": partial(swiglu_by_torch, gate_up),
-                    "torch_compile": partial(swiglu, gate_up),
-                },
-            ),
-            (
-                "gelu_tanh_and_mul",
-                3 * gate_up.nbytes // 2,
-                {
-                    QUIRE: partial(gelu_tanh_and_mul, gate_up),
-                    "torch": partial(geglu_by_torch, gate_up),
-                    "torch_compile": partial(geglu, gate_up),
-                },
-            ),
+        norm = x, residual, torch.ones(HIDDEN_SIZE), 1e-5
+        gate_up = (torch.randn(num_tokens, 2 * INTERMEDIATE_SIZE),)
+        gate_bytes = 3 * gate_up[0].nbytes // 2
+        heads = make_heads(num_tokens)
+        heads_bytes = 2 * heads[0].nbytes + 2 * heads[-1].nbytes
+        rows: list[tuple[str, int, Callable[..., Tensor], Callable[..., Tensor], tuple[object, ...]]] = [
+            ("add_rms_norm", 4 * x.nbytes, add_rms_norm, norm_by_torch, norm),
+            ("silu_and_mul", gate_bytes, silu_and_mul, swiglu_by_torch, gate_up),
+            ("gelu_tanh_and_mul", gate_bytes, gelu_tanh_and_mul, geglu_by_torch, gate_up),
+            ("rotate_and_store", heads_bytes, rotate_and_store, rotate_by_torch, heads),
         ]
-        for op, num_bytes, ops in rows:
+        for op, num_bytes, ours, peer, arguments in rows:
+            ops: dict[str, Op] = {
+                QUIRE: partial(ours, *arguments),
+                "torch": partial(peer, *arguments),
+                "torch_compile": partial(COMPILED[peer], *arguments),
+            }
             seconds = time_in_turns(ops, 10 * repetitions)
             cases.append(Case(f"kernels.{op}.t{num_tokens}", num_bytes, 0, seconds))
     return cases + samplers(repetitions)
+
+
+def make_heads(num_tokens: int) -> tuple[Tensor, ...]:
+    """What rotate_and_store takes: heads as projected, a cache, slots in no order, cosines and sines."""
+    heads = torch.randn(num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
+    (cache, *_), tables, _ = make_cache(1, num_tokens)
+    slots = (tables.long().view(-1, 1) * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).view(-1)[:num_tokens]
+    angles = torch.randn(num_tokens, HEAD_DIM // 2)
+    cos, sin = angles.cos(), angles.sin()
+    return heads, cache, slots, torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)
 
 
 def samplers(repetitions: int) -> list[Case]:

@@ -14,16 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from benchmarks.kernel_peers import norm_by_torch, swiglu_by_torch
+from benchmarks.roofline import QUIRE, Case, Roof
 from quire.kernels.activation import silu_and_mul
 from quire.kernels.decode_splits import split_decodes
-from quire.kernels.logits import apply_bitmask, apply_penalties
+from quire.kernels.logits import Adjustments, Biases, Masks, Penalties
 from quire.kernels.norm import add_rms_norm, add_rms_norm_float8
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
 from quire.kernels.rotate_and_store import rotate_and_store
-from quire.kernels.sampling import draw_from_all, draw_from_kept
-
-from .kernel_peers import norm_by_torch, swiglu_by_torch
-from .roofline import QUIRE, Case, Roof
+from quire.kernels.sampling import draw_from_all, draw_from_kept, take_likeliest, take_top
 
 Op = Callable[[], object]
 
@@ -126,40 +125,65 @@ def small_ops() -> list[Case]:
 
 
 def samplers() -> list[Case]:
-    """draw_from_kept cuts at top_k 50 and top_p 0.9."""
+    """Beside torch's own of the same outcome, where there is one; bytes are those of one pass over the logits.
+
+    draw_from_kept cuts at top_k 50 and top_p 0.9, or at top_p 0.9 alone; adjusted rows have all there is.
+    """
     cases = []
     for num_rows in NUM_SAMPLED:
-        logits = torch.randn(num_rows, VOCAB_SIZE, device="cuda")
+        logits = 3 * torch.randn(num_rows, VOCAB_SIZE, device="cuda")
         ones = torch.ones(num_rows, device="cuda")
-        keys = torch.zeros(num_rows, 2, dtype=torch.int32, device="cuda")
+        top_p, no_min_p = 0.9 * ones.double(), 0 * ones
         top_k = torch.full((num_rows,), 50, device="cuda")
-        counts = torch.randint(0, 2, logits.shape, dtype=torch.int16, device="cuda")
-        words = torch.randint(-(2**31), 2**31, (num_rows, VOCAB_SIZE // 32), dtype=torch.int32, device="cuda")
-        rows = torch.arange(num_rows, device="cuda")
-        penalised = 2 * logits.nbytes + counts.nbytes + words.nbytes
-        rows_of = f".{num_rows}"
+        keys = torch.arange(2 * num_rows, dtype=torch.int32, device="cuda").view(-1, 2)
+        adjustments = random_adjustments(num_rows)
+        draw = partial(draw_from_all, logits, ones, keys)
+        kept = partial(draw_from_kept, logits, ones, top_k, top_p, no_min_p, keys)
+        nucleus = partial(draw_from_kept, logits, ones, VOCAB_SIZE + 0 * top_k, top_p, no_min_p, keys)
+        num_bytes = logits.nbytes
+        num_more = adjustments.penalties.counts.nbytes + 2 * adjustments.masks.words.nbytes
+        likeliest, multinomial = partial(logits.max, dim=-1), partial(draw_by_torch, logits)
         cases += [
             case(
-                "apply_penalties" + rows_of,
-                penalised,
-                0,
-                partial(apply_penalties, logits, counts, words, rows, ones, ones, ones),
+                f"take_likeliest.{num_rows}", num_bytes, 0, partial(take_likeliest, logits), torch=likeliest
             ),
+            case(f"draw_from_all.{num_rows}", num_bytes, 0, draw, torch=multinomial),
             case(
-                "apply_bitmask" + rows_of,
-                words.nbytes + logits.nbytes // 2,
+                f"draw_from_all.adjusted.{num_rows}",
+                num_bytes + num_more,
                 0,
-                partial(apply_bitmask, logits, words, rows),
+                partial(draw, adjustments=adjustments),
             ),
-            case("draw_from_all" + rows_of, logits.nbytes, 0, partial(draw_from_all, logits, ones, keys)),
+            case(f"draw_from_kept.{num_rows}", num_bytes, 0, kept),
+            case(f"draw_from_kept.nucleus.{num_rows}", num_bytes, 0, nucleus),
             case(
-                "draw_from_kept" + rows_of,
-                logits.nbytes,
+                f"take_top.{num_rows}",
+                num_bytes,
                 0,
-                partial(draw_from_kept, logits, ones, top_k, 0.9 * ones.double(), 0 * ones, keys),
+                partial(take_top, logits, 20),
+                torch=partial(logits.topk, 20),
             ),
         ]
     return cases
+
+
+def draw_by_torch(logits: Tensor) -> Tensor:
+    return logits.softmax(dim=-1).multinomial(1)
+
+
+def random_adjustments(num_rows: int) -> Adjustments:
+    """For every row a mask of half the vocabulary, penalties, and ten biases."""
+    device, rows = "cuda", torch.arange(num_rows, device="cuda")
+    counts = torch.randint(0, 2, (num_rows, VOCAB_SIZE), dtype=torch.int16, device=device)
+    words = torch.randint(-(2**31), 2**31, (num_rows, VOCAB_SIZE // 32), dtype=torch.int32, device=device)
+    columns = torch.randint(VOCAB_SIZE, (num_rows, 10), dtype=torch.int32, device=device).sort(dim=1).values
+    starts = 10 * torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+    return Adjustments(
+        VOCAB_SIZE,
+        Biases(starts, columns.flatten(), torch.ones(10 * num_rows, device=device)),
+        Penalties(rows, counts, words, torch.full((num_rows, 3), 1.1, device=device)),
+        Masks(rows, words),
+    )
 
 
 def case(name: str, num_bytes: int, flops: int, own: Op, **peers: Op) -> Case:

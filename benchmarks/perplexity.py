@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.common import Figure, parser, report
+from benchmarks.common import Figure, names_of, parser, report
+from benchmarks.demo_model.works import read_works, split_held_out
 from benchmarks.quantized_checkpoints import Scheme, write_checkpoint
 from quire import LLM, SamplingParams
 from quire.cluster.resolve import DEMO_MODEL_PATH
@@ -74,8 +75,6 @@ VARIANTS = {
 def read_texts(folder: Path | None) -> list[str]:
     if folder is None:
         return [file.read_text() for file in sorted(BUNDLED.glob("*.txt"))]
-    from benchmarks.demo_model import read_works, split_held_out
-
     return [split_held_out(text)[1] for text in read_works(folder)]
 
 
@@ -120,13 +119,14 @@ def measure(variant: Variant, prompts: list[list[int]], workspace: Path) -> floa
 def main() -> None:
     line = parser(__doc__)
     line.add_argument("--text", type=Path, metavar="DIR", help="the works that the model was trained on")
-    line.add_argument("--variants", default=",".join(VARIANTS), help="of %(default)s")
+    line.add_argument("--variants", type=names_of(VARIANTS), default=",".join(VARIANTS), metavar="NAME,...",
+                      help="of %(default)s")  # fmt: skip
     arguments = line.parse_args()
     prompts = windows(read_texts(arguments.text), DEMO_MODEL_PATH)
     num_tokens = sum(len(prompt) - 1 for prompt in prompts)
     figures: dict[str, Figure] = {}
     exact: float | None = None
-    for name in arguments.variants.split(","):
+    for name in arguments.variants:
         with tempfile.TemporaryDirectory() as workspace:
             perplexity = measure(VARIANTS[name], prompts, Path(workspace))
         exact = perplexity if name == "float32" else exact

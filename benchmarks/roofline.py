@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .common import Figure
+from benchmarks.common import Figure
 
 QUIRE = "quire"
 

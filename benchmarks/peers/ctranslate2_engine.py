@@ -1,11 +1,18 @@
 """CTranslate2, in batches of 16: all of a batch have one length."""
 
+import json
 import tempfile
 from pathlib import Path
 
 from engine import Generate, Requests, parse_arguments, serve
 
 BATCH_LEN = 16
+
+
+def name_special_tokens(config: Path, name: str) -> None:
+    """Of a model that has none, which does not load. They stop nothing here: ends are ignored."""
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({key: name if value is None else value for key, value in fields.items()}))
 
 
 def main() -> None:
@@ -15,9 +22,12 @@ def main() -> None:
         import ctranslate2
         from transformers import AutoTokenizer
 
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model_dir)
+        names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
         with tempfile.TemporaryDirectory() as folder:
             converted = Path(folder) / "model"
             ctranslate2.converters.TransformersConverter(arguments.model_dir).convert(str(converted))
+            name_special_tokens(converted / "config.json", names[-1])
             generator = ctranslate2.Generator(
                 str(converted),
                 device="cpu",
@@ -25,8 +35,6 @@ def main() -> None:
                 inter_threads=1,
                 intra_threads=arguments.threads,
             )
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model_dir)
-        names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
 
         def generate(requests: Requests) -> list[int]:
             for start in range(0, len(requests), BATCH_LEN):

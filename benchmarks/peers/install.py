@@ -2,9 +2,10 @@
 
     python -m benchmarks.peers.install DIR [--only vllm,transformers,llama.cpp,ctranslate2]
 
-An engine that is there already is left as it is. llama.cpp is compiled for this machine, which needs a C++ compiler
-and takes some minutes; the others come as wheels. torch is pinned to one version; for its CPU build have pip look at
-https://download.pytorch.org/whl/cpu (PIP_EXTRA_INDEX_URL), which saves gigabytes.
+An engine that is there already is left as it is, and so is a link to an environment of your own. None is ever
+cleared: what an earlier run did not finish is finished. llama.cpp is compiled for this machine, which needs a C++
+compiler and takes ten minutes on two cores; the others come as wheels. torch is pinned to one version; for its CPU
+build have pip look at https://download.pytorch.org/whl/cpu (PIP_EXTRA_INDEX_URL), which saves gigabytes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 import venv
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from benchmarks.common import names_of
 
 TORCH = "torch==2.13.0"
 
@@ -62,9 +65,9 @@ def install(folder: Path, name: str) -> None:
     """Raises subprocess.CalledProcessError where pip fails; it has said why."""
     wanted, home = ENVIRONMENTS[name], folder / name
     ready = home / ".ready"
-    if ready.exists():
+    if ready.exists() or home.is_symlink():
         return
-    venv.create(home, with_pip=True, clear=True)
+    venv.create(home, with_pip=True)
     constraints = home / "constraints.txt"
     constraints.write_text(TORCH + "\n")
     pip = [str(python_of(folder, name)), "-m", "pip"]
@@ -79,10 +82,11 @@ def install(folder: Path, name: str) -> None:
 def main() -> None:
     line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     line.add_argument("folder", type=Path)
-    line.add_argument("--only", default=",".join(ENVIRONMENTS), help="of %(default)s")
+    line.add_argument("--only", type=names_of(ENVIRONMENTS), default=",".join(ENVIRONMENTS), metavar="NAME,...",
+                      help="of %(default)s")  # fmt: skip
     arguments = line.parse_args()
     failed = []
-    for name in arguments.only.split(","):
+    for name in arguments.only:
         try:
             install(arguments.folder, name)
         except subprocess.CalledProcessError:

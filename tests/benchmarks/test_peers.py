@@ -1,118 +1,270 @@
-"""Engines in processes of their own: they take turns, rest while others are measured, and may fail."""
+"""Engines in processes of their own: they rest while others are measured, may fail, and end with who started them."""
 
 from __future__ import annotations
 
-import argparse
 import os
+import select
 import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
-from benchmarks import offline
-from benchmarks.peers import process
-from benchmarks.peers.process import Engine, EngineFailed
+from benchmarks.common import Figure
+from benchmarks.peers import install, process
+from benchmarks.peers.comparison import Comparison, Limits
+from benchmarks.peers.engine import Requests
+from benchmarks.peers.process import Engine, EngineFailed, EngineTooSlow
+from benchmarks.workloads import Workload, throughput
 
-ENGINE = Path(process.__file__).parent / "engine.py"
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 200.0
+LIMITS = Limits(load_s=TIMEOUT_S, workload_s=TIMEOUT_S, total_s=600.0)
 
-SCRIPT = """
-import sys, time
-sys.path.insert(0, {folder!r})
+# Sleeps at a request of length 0 and fails at one that has no prompt.
+ENGINE = f"""
+import subprocess, sys, time
+sys.path.insert(0, {str(ROOT / "benchmarks/peers")!r})
 from engine import parse_arguments, serve
 
 arguments = parse_arguments(None)
 
 def load():
     print("an engine may say what it wants")
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
     def generate(requests):
-        if len(requests) == {fails_at}:
-            raise RuntimeError("out of order")
+        for prompt, length in requests:
+            if not prompt:
+                raise RuntimeError("out of order")
+            if length == 0:
+                time.sleep(600)
         return [length for _, length in requests]
     return generate
 
 serve(load)
 """
-OPTIONS = ["--model-dir", "nowhere", "--threads", "1"]
+# Starts an engine, stops it, tells the keeper's pid and the engine's, and waits.
+PARENT = """
+import sys, time
+from pathlib import Path
+from benchmarks.peers import install, process
+process.MODULES["quire"] = sys.argv[1]
+engine = process.Engine("quire", Path(), ["--model-dir", "nowhere", "--threads", "1"], Path(sys.argv[2]), 200.0)
+engine.pause()
+print(engine._keeper.pid, *(each.pid for each in engine._processes()), flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.fixture
-def make_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
-    def make(name: str = "quire", fails_at: int = 0) -> Engine:
-        script = tmp_path / f"{name}.py"
-        script.write_text(SCRIPT.format(folder=str(ENGINE.parent), fails_at=fails_at))
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "fake_engine.py"
+    path.write_text(ENGINE)
+    return path
+
+
+@pytest.fixture
+def start(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    started: list[Engine] = []
+
+    def start(name: str = "quire", timeout_s: float = TIMEOUT_S) -> Engine:
         monkeypatch.setitem(process.MODULES, name, str(script))
-        return Engine(name, Path(sys.executable), OPTIONS, tmp_path / f"{name}.log")
+        options = ["--model-dir", "nowhere", "--threads", "1"]
+        started.append(Engine(name, tmp_path, options, tmp_path / f"{name}.log", timeout_s))
+        return started[-1]
 
-    return make
+    # As an installed environment.
+    (tmp_path / "vllm" / "bin").mkdir(parents=True)
+    (tmp_path / "vllm" / "bin" / "python").symlink_to(sys.executable)
+    yield start
+    for engine in started:
+        engine.kill()
 
 
-def test_an_engine_answers_and_ends(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
-    engine = make_engine()
-    try:
-        assert engine.load_s >= 0
-        assert engine.seconds([([1, 2], 3), ([4], 5)]) > 0
-        engine.pause()
-        stopped = os.waitid(os.P_PID, engine._process.pid, os.WSTOPPED)
-        assert stopped is not None
-        assert stopped.si_status == signal.SIGSTOP
-        engine.resume()
-        assert engine.seconds([([1], 1)]) > 0
-    finally:
-        engine.close()
-    assert engine._process.poll() is not None
+def wait_until_ended(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            ended = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            assert select.select([ended], [], [], TIMEOUT_S)[0], f"{psutil.Process(pid)} lives still"
+        finally:
+            os.close(ended)
+
+
+def wait_until_stopped(processes: set[psutil.Process]) -> None:
+    """A signal takes a moment, and only a parent can wait for what it does."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while {each.status() for each in processes} != {psutil.STATUS_STOPPED}:
+        assert time.monotonic() < deadline, f"not all are stopped: {processes}"
+        time.sleep(0.01)
+
+
+def test_an_engine_answers_and_ends(start: Callable[..., Engine], tmp_path: Path) -> None:
+    engine = start()
+    assert engine.load_s >= 0
+    assert engine.seconds([([1, 2], 3), ([4], 5)], TIMEOUT_S) > 0
+    engine.pause()
+    processes = engine._processes()
+    assert len(processes) == 2, "the engine and what it has started"
+    wait_until_stopped(processes)
+    engine.resume()
+    assert engine.seconds([([1], 1)], TIMEOUT_S) > 0
+    engine.pause()
+    engine.close()
+    wait_until_ended([each.pid for each in processes])
     assert "an engine may say what it wants" in (tmp_path / "quire.log").read_text()
 
 
-def test_an_engine_that_fails_is_named(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
-    engine = make_engine("vllm", fails_at=2)
-    try:
-        assert engine.seconds([([1], 1)]) > 0
-        with pytest.raises(EngineFailed, match=r"vllm has ended; see .*vllm\.log"):
-            engine.seconds([([1], 1), ([2], 1)])
-    finally:
-        engine.close()
+def test_an_engine_that_fails_is_named(start: Callable[..., Engine], tmp_path: Path) -> None:
+    engine = start("vllm")
+    with pytest.raises(EngineFailed, match=r"has ended; see vllm\.log"):
+        engine.seconds([([1], 1), ([], 1)], TIMEOUT_S)
+    engine.close()
     assert "out of order" in (tmp_path / "vllm.log").read_text()
 
 
-def test_engines_take_turns() -> None:
-    turns: list[tuple[str, int]] = []
-
-    def clock(name: str) -> offline.Clock:
-        return lambda requests: turns.append((name, requests[0][1])) or float(len(turns))
-
-    walls = offline.time_all({"a": clock("a"), "b": clock("b")}, lambda n: [([1], n)], repetitions=2)
-    assert turns == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
-    assert walls == {"a": [1.0, 3.0], "b": [2.0, 4.0]}
+def test_an_engine_that_computes_for_ever_is_killed(start: Callable[..., Engine]) -> None:
+    engine = start()
+    processes = engine._processes()
+    with pytest.raises(EngineTooSlow):
+        engine.seconds([([1], 0)], 0.1)
+    engine.kill()
+    wait_until_ended([each.pid for each in processes])
 
 
-def test_a_run_goes_on_without_an_engine_that_fails(
-    make_engine: Callable[..., Engine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_stopped_engines_end_with_a_parent_that_is_killed(
+    script: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    for name, fails_at in (("quire", 0), ("vllm", 1)):
-        make_engine(name, fails_at).close()  # its script remains
-    environment = tmp_path / "vllm" / "bin"
-    environment.mkdir(parents=True)
-    (environment / "python").symlink_to(sys.executable)
-    arguments = argparse.Namespace(
-        engines="quire,vllm,llama.cpp", peers=tmp_path, dtype="float32", tensor_parallel_size=1,
-        workloads="w1,w3", repetitions=1,
-    )  # fmt: skip
-    figures = offline.measure_peers(arguments, tmp_path)
-    assert figures["peers.quire.w1.output_tokens_per_s"].value > 0
-    assert figures["peers.vllm.w1.output_tokens_per_s"].value > 0
-    # The single request is the one that it cannot answer.
-    assert "peers.quire.w3.first_token_ms" in figures
-    assert "peers.vllm.w3.first_token_ms" not in figures
-    said = capsys.readouterr().out
-    assert "vllm: vllm has ended; see" in said
-    assert f"llama.cpp: is not installed in {tmp_path}" in said
+    command = [sys.executable, "-c", PARENT, str(script), str(tmp_path / "log")]
+    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    assert len(pids) == 3, "the keeper, the engine and what it has started"
+    parent.send_signal(number)
+    parent.wait(TIMEOUT_S)
+    wait_until_ended(pids)
 
 
-def test_the_prompts_are_those_of_the_workloads() -> None:
-    w1, w5 = offline.mixed(64, 0), offline.shared_prefix(32, 1)
-    assert sum(len(prompt) for prompt, _ in w1) == 10198
-    assert sum(length for _, length in w1) == 6495
-    assert all(prompt[:512] == w5[0][0][:512] and len(prompt) == 544 for prompt, _ in w5)
-    assert offline.mixed(64, 1)[0][0] != w1[0][0]
+@pytest.mark.parametrize("is_link", [True, False])
+def test_an_environment_is_never_cleared(
+    is_link: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither behind a link to an environment of the user's own, nor what an earlier run has begun."""
+    home = tmp_path / ("own" if is_link else "vllm")
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "kept").touch()
+    if is_link:
+        (tmp_path / "vllm").symlink_to(home)
+    commands: list[list[str]] = []
+    real = install.venv.create
+    monkeypatch.setattr(install.venv, "create", lambda path, with_pip, **more: real(path, **more))
+    monkeypatch.setattr(install.subprocess, "run", lambda command, **_: commands.append(command))
+    install.install(tmp_path, "vllm")
+    assert (home / "bin" / "kept").exists()
+    assert bool(commands) is not is_link
+
+
+class FakeEngine:
+    """Answers in as many seconds as there were turns so far, and never the requests of length 0."""
+
+    load_s = 0.0
+
+    def __init__(self, name: str, turns: list[tuple[str, int]]) -> None:
+        self.name, self.turns = name, turns
+
+    def seconds(self, requests: Requests, timeout_s: float) -> float:
+        self.turns.append((self.name, len(requests)))
+        if requests[0][1] == 0:
+            raise EngineTooSlow("gave no answer")
+        return float(len(self.turns))
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def let_go(self) -> None: ...
+    def close(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+@pytest.fixture
+def compare() -> Callable[..., tuple[list[tuple[str, int]], dict[str, Figure]]]:
+    """`compare(names, workload, limits, repetitions) -> (turns, figures)` of fake engines that have loaded."""
+
+    def run(
+        names: list[str], workload: Workload, limits: Limits, repetitions: int
+    ) -> tuple[list[tuple[str, int]], dict[str, Figure]]:
+        turns: list[tuple[str, int]] = []
+
+        def start(name: str, timeout_s: float) -> Any:
+            return FakeEngine(name, turns)
+
+        with Comparison(names, start, limits) as comparison:
+            comparison.load()
+            turns.clear()
+            return turns, comparison.measure("w", workload, repetitions)
+
+    return run
+
+
+def growing() -> Workload:
+    """One request in the first repetition, two in the second."""
+    return throughput(lambda repetition: [([1, 2], 1)] * (1 + repetition))
+
+
+def test_a_comparison_goes_on_without_an_engine_that_fails(start: Callable[..., Engine]) -> None:
+    breaks = Workload(lambda _: [[([], 1)]], growing().figures)
+    with Comparison(["quire", "llama.cpp", "vllm"], start, LIMITS) as comparison:
+        figures = comparison.load()
+        assert set(figures) == {"quire.load_s", "llama_cpp.load.failed_after_s", "vllm.load_s"}
+        assert figures["llama_cpp.load.failed_after_s"].note == "llama.cpp is not installed"
+        failures = comparison.measure("broken", breaks, 2)
+        assert {name: figure.note for name, figure in failures.items()} == {
+            "quire.broken.failed_after_s": "has ended; see quire.log",
+            "vllm.broken.failed_after_s": "has ended; see vllm.log",
+        }
+        again = comparison.measure("w", growing(), 2)
+    assert {name for name in again if name.endswith("load_s")} == {"quire.load_s", "vllm.load_s"}
+    assert again["vllm.w.output_tokens_per_s"].value > 0
+    assert again["vllm.w.output_tokens_per_s"].note == ""
+
+
+def test_engines_take_turns(compare: Any) -> None:
+    turns, figures = compare(["a", "b"], growing(), LIMITS, repetitions=2)
+    assert turns == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    assert figures["b.w.output_tokens_per_s"].value == pytest.approx(1 / 3)
+    assert figures["b.w.output_tokens_per_s_best"].value == pytest.approx(1 / 2)
+
+
+def test_an_engine_that_is_too_slow_keeps_what_it_has(compare: Any) -> None:
+    hangs_later = Workload(lambda repetition: [[([1], 1 - repetition)]], growing().figures)
+    turns, figures = compare(["a"], hangs_later, LIMITS, repetitions=3)
+    assert len(turns) == 2
+    assert figures["a.w.output_tokens_per_s"].note == "1 of 3 repetitions: did not finish w in 0 s"
+
+
+def test_the_figures_say_that_an_engine_never_answered(compare: Any) -> None:
+    hangs = Workload(lambda _: [[([1], 0)]], growing().figures)
+    _, figures = compare(["a", "b"], hangs, LIMITS, repetitions=3)
+    assert {name: figure.note for name, figure in figures.items()} == {
+        "a.w.failed_after_s": "did not finish w in 0 s",
+        "b.w.failed_after_s": "did not finish w in 0 s",
+    }
+
+
+def test_nothing_is_begun_that_will_not_fit(compare: Any) -> None:
+    turns, figures = compare(["a"], growing(), Limits(TIMEOUT_S, 0.9, 600.0), repetitions=3)
+    assert len(turns) == 1, "the first took a second"
+    assert "1 of 3 repetitions" in figures["a.w.output_tokens_per_s"].note
+
+
+def test_nothing_begins_after_the_end(start: Callable[..., Engine]) -> None:
+    with Comparison(["quire"], start, Limits(TIMEOUT_S, TIMEOUT_S, 0.0)) as comparison:
+        figures = comparison.measure("w", growing(), 1)
+    assert [figure.note for figure in figures.values()] == ["quire had no turn more: 0 minutes were over"]

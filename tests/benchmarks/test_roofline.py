@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
+from benchmarks.common import picture
 from benchmarks.roofline import QUIRE, Case, Roof, plot
 
 ROOF = Roof(copy=100.0, matmul=800.0)
@@ -28,3 +30,11 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "roofline.png"
     plot(path, "a machine", ROOF, [MOVING, COMPUTING])
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_is_refused_at_once_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert picture("x.png") == Path("x.png")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(argparse.ArgumentTypeError, match="matplotlib"):
+        picture("x.png")

@@ -1,0 +1,78 @@
+"""Train the bundled demo model: a small Llama with grouped-query attention, on public-domain English.
+
+    python -m benchmarks.demo_model --text DIR --out cluster/demo/model [--minutes 30] [--json FILE]
+
+DIR is a directory with the files named in the table WORKS of benchmarks/demo_model/works.py; each is checked against
+its sha256 before use. The outcome is an ordinary Hugging Face directory: weights in bfloat16, byte-level BPE
+tokenizer, model card.
+
+The budget is time: the learning rate follows the clock, so that a slower machine trains less but still
+ends well. The state of training is saved every two minutes, and the same command resumes from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from benchmarks.common import parser, report
+from benchmarks.demo_model.card import measure, model_card, sample
+from benchmarks.demo_model.training import END, SEED, encode_passages, new_model, train, train_tokenizer
+from benchmarks.demo_model.works import read_works, split_held_out, split_passages
+
+
+def save_model(directory: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Weights in bfloat16, configuration and tokenizer, as transformers writes them."""
+    model.to(torch.bfloat16).save_pretrained(directory)
+    end_id = tokenizer.convert_tokens_to_ids(END)
+    GenerationConfig(bos_token_id=end_id, eos_token_id=end_id, pad_token_id=end_id).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def publish(staging: Path, out: Path) -> None:
+    """Move each file over its older version, so that a reader never sees half a file."""
+    out.mkdir(parents=True, exist_ok=True)
+    for path in sorted(staging.iterdir()):
+        path.chmod(0o644)  # safetensors writes files that only their owner may read
+        path.replace(out / path.name)
+
+
+def parse_arguments() -> argparse.Namespace:
+    line = parser(__doc__)
+    line.add_argument("--text", type=Path, metavar="DIR", required=True, help="with the files of WORKS")
+    line.add_argument("--out", type=Path, metavar="DIR", required=True, help="where the model goes")
+    line.add_argument("--minutes", type=float, default=30.0, help="of training (default: %(default)s)")
+    line.add_argument("--checkpoint", type=Path, default=Path(tempfile.gettempdir(), "quire_demo_model.pt"),
+                      metavar="FILE", help="state of training, resumed from where it exists")  # fmt: skip
+    return line.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.manual_seed(SEED)
+    rng = random.Random(SEED)
+    texts, held_out = zip(*map(split_held_out, read_works(arguments.text)), strict=True)
+    tokenizer = train_tokenizer(list(texts))
+    passages = [passage for text in texts for passage in split_passages(text, rng)]
+    model = new_model(tokenizer)
+    progress = train(model, encode_passages(tokenizer, passages), arguments.minutes, arguments.checkpoint)
+
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=arguments.out.parent) as name:
+        staging = Path(name)
+        save_model(staging, model, tokenizer)
+        measured = measure(staging, list(held_out), progress)
+        card = model_card(model.config, measured, sample(staging))
+        (staging / "README.md").write_text(card)
+        publish(staging, arguments.out)
+    arguments.checkpoint.unlink()
+    report(measured.figures(), arguments.json)
+
+
+if __name__ == "__main__":
+    main()

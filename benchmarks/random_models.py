@@ -1,0 +1,75 @@
+"""Models of random weights, in the shapes that engines are measured with, each with a tokenizer."""
+
+from __future__ import annotations
+
+import itertools
+import string
+from pathlib import Path
+from typing import Any
+
+TOKENIZER_LEN = 32000
+
+COMMON: dict[str, Any] = {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None}
+# A Llama of 60 million parameters, and the shape of Qwen2.5-0.5B.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "s": (
+        "Llama",
+        {
+            "vocab_size": TOKENIZER_LEN, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "m": (
+        "Qwen2",
+        {
+            "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+            "num_attention_heads": 14, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+        },
+    ),
+}  # fmt: skip
+
+
+def make_model(folder: Path, kind: str) -> None:
+    """Writes one of MODELS in float32 with a tokenizer.
+
+    Projections keep the variance of their inputs, and queries and keys are twice as large: with the usual small
+    weights a random model repeats one token.
+    """
+    import torch
+    import transformers
+
+    family, sizes = MODELS[kind]
+    config = getattr(transformers, f"{family}Config")(**sizes, **COMMON)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    gains = {"q_proj": 2.0, "k_proj": 2.0, "lm_head": 2.0}
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            layer = name.split(".")[-2]
+            if weight.ndim == 2:
+                std = 0.05 if layer == "embed_tokens" else gains.get(layer, 1.0) * weight.shape[1] ** -0.5
+                weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+    model.save_pretrained(folder)
+    _make_tokenizer().save_pretrained(folder)
+
+
+def _make_tokenizer() -> Any:
+    """Byte-level BPE whose tokens beyond the bytes are made-up words of two to four letters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = string.ascii_lowercase
+    pairs = list(itertools.product(letters, letters))
+    words = pairs + [("".join(pair), letter) for pair in pairs for letter in letters]
+    words += [("".join(left), "".join(right)) for left in pairs for right in pairs]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = words[: TOKENIZER_LEN - len(alphabet)]
+    vocab = {token: index for index, token in enumerate([*alphabet, *map("".join, words)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=words))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    # The last words, which no prompt has.
+    special = dict(zip(("bos_token", "eos_token", "pad_token"), map("".join, words[-3:]), strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

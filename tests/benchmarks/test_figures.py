@@ -1,0 +1,22 @@
+"""The form in which benchmarks write figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.common import Figure, write_figures
+
+
+def test_a_file_says_how_its_figures_came_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "new" / "figures.json"
+    monkeypatch.setattr("sys.argv", ["x", "--peers", str(tmp_path), "--json", str(out), "--model", "s"])
+    for value in (1.0, 2.0):
+        write_figures(out, {"offline.load_s": Figure(value, "s", "a note")})
+    record = json.loads(out.read_text())
+    assert set(record) == {"command", "date", "machine", "figures"}
+    assert record["command"].endswith("--peers DIR --json FILE --model s")
+    assert record["figures"] == {"offline.load_s": {"value": 2.0, "unit": "s", "note": "a note"}}
+    assert [path.name for path in out.parent.iterdir()] == [out.name], "nothing unfinished remains"
