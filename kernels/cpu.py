@@ -17,7 +17,7 @@ from .quantized_kv import LIMITS, MIN_MAGNITUDE
 HEAD_DIMS = frozenset({16, 32, 64, 80, 96, 128, 256})
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-_CACHE_DTYPES = {**DTYPES, torch.int8: 2, torch.float8_e4m3fn: 3}
+CACHE_DTYPES = {**DTYPES, torch.int8: 2, torch.float8_e4m3fn: 3}
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 # Sizes, scale, variant and threads.
@@ -26,8 +26,9 @@ _SIGNATURES = {
     "quire_max_linear_tokens": [],
     "quire_linear": [_INT] * 2 + [_POINTER] * 5 + [_LONG] * 4 + [_INT],
     "quire_panel_rows": [_INT] * 2 + [_POINTER] * 4 + [_LONG] * 3 + [_INT],
-    "quire_rms_norm": [_INT] + [_POINTER] * 3 + [_LONG] * 5 + [_FLOAT, _INT],
+    "quire_rms_norm": [_INT] + [_POINTER] * 3 + [_LONG] * 6 + [_FLOAT, _INT],
     "quire_add_rms_norm": [_INT] + [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT, _INT],
+    "quire_scale": [_INT, _POINTER, _FLOAT] + [_LONG] * 2 + [_INT],
     "quire_gate_and_mul": [_INT] * 2 + [_POINTER] * 2 + [_LONG] * 2 + [_INT],
     "quire_apply_rope": [_INT] + [_POINTER] * 3 + [_LONG] * 6 + [_INT],
     "quire_write_kv": [_LONG] + [_POINTER] * 3 + [_LONG] * 5,
@@ -36,6 +37,10 @@ _SIGNATURES = {
     "quire_paged_prefill": [_INT] * 2 + [_POINTER] * 7 + _ATTENTION,
     "quire_take_likeliest": [_POINTER] * 3 + [_LONG] * 3 + [_INT] * 2,
     "quire_draw_from_all": [_POINTER] * 5 + [_LONG] * 3 + [_INT] * 2,
+    "quire_decode_layer_bytes": [],
+    "quire_decode_layers": (
+        [_POINTER] + [_LONG] * 2 + [_INT, _LONG] + [_POINTER] * 3 + [_LONG] + [_POINTER] * 4 + [_INT]
+    ),
     "quire_exchange": [
         _POINTER,
         _INT,
@@ -63,6 +68,7 @@ def ops() -> Any:
             getattr(found, name).argtypes = arguments
         found.quire_max_linear_tokens.restype = _LONG
         found.quire_exchange_bytes.restype = _LONG
+        found.quire_decode_layer_bytes.restype = _LONG
     return found
 
 
@@ -84,8 +90,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     outer, inner = (1, x.shape[0]) if x.dim() == 2 else (x.shape[0], x.shape[1])
     strides = (0, x.stride(0)) if x.dim() == 2 else (x.stride(0), x.stride(1))
     ops().quire_rms_norm(
-        DTYPES[x.dtype], x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, *strides, length, eps,
-        torch.get_num_threads(),
+        DTYPES[x.dtype], x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, *strides, inner * length,
+        length, eps, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -152,7 +158,7 @@ def takes_attention(q: Tensor, kv_cache: Tensor) -> bool:
     return (
         takes(q, head_dim)
         and head_dim in HEAD_DIMS
-        and kv_cache.dtype in _CACHE_DTYPES
+        and kv_cache.dtype in CACHE_DTYPES
         and q.stride(1) == head_dim
     )
 
@@ -170,7 +176,7 @@ def paged_decode_attention(
     assert block_tables.dtype == seq_lens.dtype == torch.int32
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype)
     ops().quire_paged_decode(
-        DTYPES[q.dtype], _CACHE_DTYPES[kv_cache.dtype], q.data_ptr(), kv_cache.data_ptr(), address_of(kv_scales),
+        DTYPES[q.dtype], CACHE_DTYPES[kv_cache.dtype], q.data_ptr(), kv_cache.data_ptr(), address_of(kv_scales),
         block_tables.data_ptr(), seq_lens.data_ptr(), out.data_ptr(), num_seqs, num_heads, num_kv_heads, head_dim,
         block_size, block_tables.stride(0), q.stride(0), scale, *_variant_arguments(variant),
         torch.get_num_threads(),
@@ -192,7 +198,7 @@ def paged_prefill_attention(
     assert block_tables.dtype == query_start.dtype == seq_lens.dtype == torch.int32
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype)
     ops().quire_paged_prefill(
-        DTYPES[q.dtype], _CACHE_DTYPES[kv_cache.dtype], q.data_ptr(), kv_cache.data_ptr(), address_of(kv_scales),
+        DTYPES[q.dtype], CACHE_DTYPES[kv_cache.dtype], q.data_ptr(), kv_cache.data_ptr(), address_of(kv_scales),
         block_tables.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(), out.data_ptr(), len(seq_lens),
         num_heads, num_kv_heads, head_dim, block_size, block_tables.stride(0), q.stride(0), scale,
         *_variant_arguments(variant), torch.get_num_threads(),

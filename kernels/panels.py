@@ -13,7 +13,7 @@ from .cpu import DTYPES, address_of, ops
 # Outputs of a panel.
 PANEL_LEN = 64
 
-_STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def panel_linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
     assert bias is None or bias.dtype == x.dtype
     out = torch.empty((num_tokens, panels.out_features), dtype=x.dtype)
     ops().quire_linear(
-        _STORED[panels.dtype], DTYPES[x.dtype], x.data_ptr(), panels.address, address_of(panels.scales),
+        STORED[panels.dtype], DTYPES[x.dtype], x.data_ptr(), panels.address, address_of(panels.scales),
         address_of(bias), out.data_ptr(), num_tokens, in_features, panels.out_features, panels.stride,
         torch.get_num_threads(),
     )  # fmt: skip
@@ -75,7 +75,7 @@ def panel_rows(panels: Panels, ids: Tensor, dtype: torch.dtype) -> Tensor:
     assert ids.dtype == torch.int64
     out = torch.empty((len(ids), panels.in_features), dtype=dtype)
     ops().quire_panel_rows(
-        _STORED[panels.dtype], DTYPES[dtype], panels.address, address_of(panels.scales), ids.data_ptr(),
+        STORED[panels.dtype], DTYPES[dtype], panels.address, address_of(panels.scales), ids.data_ptr(),
         out.data_ptr(), len(ids), panels.in_features, panels.stride, torch.get_num_threads(),
     )  # fmt: skip
     return out

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from ..kernels.block_tables import map_slots
@@ -16,7 +15,7 @@ from ..proto.step import StepPlan
 from .attention import AttentionInputs
 from .prompt_scores import ScoredTokens, find_scored
 from .rows import Rows
-from .transfer import to_device
+from .transfer import to_device_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +76,17 @@ def gather_batch(
         starts = (seq_lens - query_lens)[num_decodes:]
         sources = (ends - query_lens)[num_decodes:]
         scored = find_scored(rows.sampling.scoring, plan.chunk_rows, starts, plan.chunk_lens, sources)
-    device_rows = to_device(token_rows, device, torch.int64)
-    device_positions = to_device(positions, device, torch.int64)
-    device_lens = to_device(seq_lens, device, torch.int32)
+    device_rows, device_positions, row_index, chunk_starts, device_lens, sampled_index = to_device_together(
+        [
+            token_rows.astype(np.int64),
+            positions,
+            row_ids,
+            chunk_start.astype(np.int32),
+            seq_lens,
+            ends[completes] - 1,
+        ],
+        device,
+    )
     splits = None
     if num_decodes and tables.is_cuda:
         splits = split_decodes(device_lens[:num_decodes], width * block_size, fixed_item_len)
@@ -91,13 +98,13 @@ def gather_batch(
         attention=AttentionInputs(
             num_decodes=num_decodes,
             slot_mapping=map_slots(tables, device_rows, device_positions, block_size),
-            block_tables=tables[:, :width].index_select(0, to_device(row_ids, device, torch.int32)),
-            query_start=to_device(chunk_start, device, torch.int32),
+            block_tables=tables[:, :width].index_select(0, row_index),
+            query_start=chunk_starts,
             seq_lens=device_lens,
             splits=splits,
         ),
         sampled_rows=row_ids[completes],
-        sampled_index=to_device(ends[completes] - 1, device, torch.int64),
+        sampled_index=sampled_index,
         scored=scored,
     )
 

@@ -1,4 +1,5 @@
 // Attention over a paged KV cache [N, 2, Hkv, B, D] with an online softmax (Milakov and Gimelshein, 2018).
+#include "ops.h"
 #include "team.h"
 
 namespace {

@@ -1,4 +1,5 @@
 // The small ops between matmuls. At one token a step each of them costs less than calling it, so each is one call.
+#include "ops.h"
 #include "team.h"
 
 namespace {
@@ -37,11 +38,12 @@ void normalise(const T* x, const T* weight, T* out, int64_t length, float eps) {
 
 template <typename T>
 void rms_norm(const T* x, const T* weight, T* out, int64_t num_outer, int64_t num_inner, int64_t outer_stride,
-              int64_t inner_stride, int64_t length, float eps, int threads) {
+              int64_t inner_stride, int64_t out_stride, int64_t length, float eps, int threads) {
   const int64_t rows_per_token = num_outer == 1 ? 1 : num_inner;
   for_rows(num_outer * num_inner, length, rows_per_token, threads, [&](int64_t row) {
-    normalise(x + row / num_inner * outer_stride + row % num_inner * inner_stride, weight, out + row * length, length,
-              eps);
+    const int64_t outer = row / num_inner, inner = row % num_inner;
+    normalise(x + outer * outer_stride + inner * inner_stride, weight, out + outer * out_stride + inner * length,
+              length, eps);
   });
 }
 
@@ -52,6 +54,13 @@ void add_rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t rows
     const int64_t begin = row * length;
     for (int64_t i = begin; i < begin + length; i += LANES) store(residual + i, load(residual + i) + load(x + i));
     normalise(residual + begin, weight, out + begin, length, eps);
+  });
+}
+
+template <typename T>
+void scale(T* x, float factor, int64_t rows, int64_t length, int threads) {
+  for_rows(rows, length, 1, threads, [&](int64_t row) {
+    for (int64_t i = row * length; i < (row + 1) * length; i += LANES) store(x + i, load(x + i) * factor);
   });
 }
 
@@ -82,10 +91,16 @@ void apply_rope(T* x, const T* cos, const T* sin, int64_t tokens, int64_t heads,
     const T *c = cos + t * table_stride, *s = sin + t * table_stride;
     for (int64_t h = 0; h < heads; h++) {
       T* head = x + t * token_stride + h * head_dim;
-      for (int64_t i = 0; i < half; i += LANES) {
+      int64_t i = 0;
+      for (; i + LANES <= half; i += LANES) {
         const Vec a = load(head + i), b = load(head + half + i);
         store(head + i, a * load(c + i) + b * load(s + i));
         store(head + half + i, b * load(c + half + i) + a * load(s + half + i));
+      }
+      for (; i < half; i++) {
+        const float a = to_float(head[i]), b = to_float(head[half + i]);
+        put(head + i, a * to_float(c[i]) + b * to_float(s[i]));
+        put(head + half + i, b * to_float(c[half + i]) + a * to_float(s[half + i]));
       }
     }
   });
@@ -104,20 +119,26 @@ void apply_rope(T* x, const T* cos, const T* sin, int64_t tokens, int64_t heads,
     }                                                         \
   } while (0)
 
-// Lengths and halves of heads are multiples of LANES everywhere.
+// Lengths are multiples of LANES everywhere.
 extern "C" {
 
 int quire_lanes() { return LANES; }
 
+// x [num_outer, num_inner, length] may be of any strides; out may be x, and its rows of one `outer` are neighbours.
 void quire_rms_norm(int is_bf16, const void* x, const void* weight, void* out, int64_t num_outer, int64_t num_inner,
-                    int64_t outer_stride, int64_t inner_stride, int64_t length, float eps, int threads) {
-  FOR_TYPE(rms_norm((const T*)x, (const T*)weight, (T*)out, num_outer, num_inner, outer_stride, inner_stride, length,
-                    eps, threads));
+                    int64_t outer_stride, int64_t inner_stride, int64_t out_stride, int64_t length, float eps,
+                    int threads) {
+  FOR_TYPE(rms_norm((const T*)x, (const T*)weight, (T*)out, num_outer, num_inner, outer_stride, inner_stride,
+                    out_stride, length, eps, threads));
 }
 
 void quire_add_rms_norm(int is_bf16, const void* x, void* residual, const void* weight, void* out, int64_t rows,
                         int64_t length, float eps, int threads) {
   FOR_TYPE(add_rms_norm((const T*)x, (T*)residual, (const T*)weight, (T*)out, rows, length, eps, threads));
+}
+
+void quire_scale(int is_bf16, void* x, float factor, int64_t rows, int64_t length, int threads) {
+  FOR_TYPE(scale((T*)x, factor, rows, length, threads));
 }
 
 void quire_gate_and_mul(int is_bf16, int gate, const void* gate_up, void* out, int64_t rows, int64_t length,
@@ -135,14 +156,14 @@ void quire_apply_rope(int is_bf16, void* x, const void* cos, const void* sin, in
 }
 
 // kv [T, 2, Hkv, D] goes to its slots of a cache [N, 2, Hkv, B, D]; elements are of `width` bytes.
-void quire_write_kv(int64_t width, const char* kv, char* cache, const int64_t* slots, int64_t tokens,
+void quire_write_kv(int64_t width, const void* kv, void* cache, const int64_t* slots, int64_t tokens,
                     int64_t token_stride, int64_t num_pieces, int64_t block_size, int64_t head_dim) {
   const int64_t piece = head_dim * width;
   for (int64_t t = 0; t < tokens; t++) {
     const int64_t slot = slots[t] < 0 ? 0 : slots[t];
-    char* block = cache + slot / block_size * num_pieces * block_size * piece + slot % block_size * piece;
-    for (int64_t p = 0; p < num_pieces; p++)
-      memcpy(block + p * block_size * piece, kv + t * token_stride * width + p * piece, piece);
+    const char* from = (const char*)kv + t * token_stride * width;
+    char* to = (char*)cache + slot / block_size * num_pieces * block_size * piece + slot % block_size * piece;
+    for (int64_t p = 0; p < num_pieces; p++) memcpy(to + p * block_size * piece, from + p * piece, piece);
   }
 }
 }

@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "ops.h"
 #include "team.h"
 
 #if defined(__AVX512BF16__)
@@ -156,15 +157,6 @@ template <typename Format, int... M>
 PanelProduct<Format> product_of(int64_t num_tokens, std::integer_sequence<int, M...>) {
   constexpr PanelProduct<Format> products[] = {panel_product<Format, M + 1>...};
   return products[num_tokens - 1];
-}
-
-inline void put(float* to, float value) { *to = value; }
-
-inline void put(bf16* to, float value) {
-  Vec v = broadcast(value);
-  bf16 rounded[LANES];
-  store(rounded, v);
-  *to = rounded[0];
 }
 
 // y [M, N] = x [M, K] times the transpose of the weight, plus a bias [N] or null.

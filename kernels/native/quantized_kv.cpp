@@ -1,4 +1,5 @@
 // Writing to a quantised cache: numbers of one byte, and a scale for each token, key or value, and head.
+#include "ops.h"
 #include "vector.h"
 
 namespace {

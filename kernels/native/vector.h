@@ -115,6 +115,15 @@ inline float to_float(bf16 x) {
 
 inline Vec broadcast(float x) { return Vec{} + x; }
 
+// One number, rounded as those of a vector are.
+inline void put(float* to, float value) { *to = value; }
+
+inline void put(bf16* to, float value) {
+  bf16 rounded[LANES];
+  store(rounded, broadcast(value));
+  *to = rounded[0];
+}
+
 inline IntVec lane_numbers() {
   IntVec lanes;
   for (int i = 0; i < LANES; i++) lanes[i] = i;

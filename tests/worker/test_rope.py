@@ -91,6 +91,9 @@ def test_a_configurations_original_length_outdoes_the_settings() -> None:
         ({"rope_type": "yarn", "factor": "much"}, "'yarn' has settings that mean nothing"),
         ({"partial_rotary_factor": 0.34}, "43 of 128 dimensions; it needs pairs"),
         ({"partial_rotary_factor": 0.001}, "0 of 128 dimensions; it needs pairs"),
+        ({"partial_rotary_factor": [1]}, "'default' has settings that mean nothing"),
+        ({"rope_theta": "wide"}, "'default' has settings that mean nothing"),
+        ({"rope_type": ["yarn"]}, "is not supported; supported: default, linear"),
     ],
 )
 def test_settings_that_mean_nothing(settings: dict[str, Any], words: str) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from ...kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from ...kernels.all_reduce_norm import Peers, all_reduce_add_rms_norm
 from ...kernels.attention_variant import AttentionVariant
+from ...kernels.decode_layers import DenseLayer
+from ...kernels.linear import PackedWeight
 from ...kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from ...kernels.quantized_linear import Float8Tokens
 from ...kernels.rotate_and_store import rotate_and_store
@@ -24,7 +26,9 @@ from ..layers import (
     VocabParallelHead,
     WholeProjectionNorm,
 )
+from ..linear_weight import PlainWeight
 from ..peer_memory import share_memory
+from .fused_decode import plan_fused_decode
 from .mixture import MixtureOfExperts
 from .spec import DecoderSpec, LayerSpec
 
@@ -106,11 +110,11 @@ class Mlp:
         self.down = RowParallelLinear(
             load, f"{name}.down_proj", inner, spec.hidden_size, bias=spec.mlp_bias, peers=peers
         )
-        self.activate = ACTIVATIONS[spec.activation]
+        self.activation = spec.activation
 
     def forward(self, x: Tensor | Float8Tokens) -> Tensor | Unsummed:
         """[T, E] -> [T, E]."""
-        return self.down.forward_unsummed(self.activate(self.gate_up.forward(x)))
+        return self.down.forward_unsummed(ACTIVATIONS[self.activation](self.gate_up.forward(x)))
 
 
 class DecoderLayer:
@@ -172,6 +176,47 @@ class DecoderLayer:
             x = self.mlp.forward(self._add(x, residual, self.before_mlp))
         return self._finish(x, self.after_mlp)
 
+    def as_dense(self, ropes: Sequence[str]) -> DenseLayer | None:
+        """All that it computes by, for kernels.decode_layers; None where it is more than a DenseLayer.
+
+        Args:
+            ropes: keys of the model's rotary embeddings, by number.
+        """
+        attention, mlp = self.attention, self.mlp
+        if isinstance(mlp, MixtureOfExperts) or self.before_attention is None or self.before_mlp is None:
+            return None
+        is_more = (
+            self.peers is not None
+            or bool(attention.projection_norms)
+            or attention.output.bias is not None
+            or mlp.down.bias is not None
+        )
+        qkv, output = _packed(attention.qkv), _packed(attention.output)
+        gate_up, down = _packed(mlp.gate_up), _packed(mlp.down)
+        if is_more or qkv is None or output is None or gate_up is None or down is None:
+            return None
+        return DenseLayer(
+            qkv=qkv,
+            output=output,
+            gate_up=gate_up,
+            down=down,
+            qkv_bias=attention.qkv.bias,
+            gate_up_bias=mlp.gate_up.bias,
+            before_attention=self.before_attention,
+            before_mlp=self.before_mlp,
+            after_attention=self.after_attention,
+            after_mlp=self.after_mlp,
+            q_norm=attention.q_norm,
+            k_norm=attention.k_norm,
+            eps=self.norm_eps,
+            residual_scale=self.residual_scale,
+            rope=None if attention.rope is None else ropes.index(attention.rope),
+            gate=mlp.activation,
+            head_dim=attention.head_dim,
+            scale=attention.scale,
+            variant=attention.variant,
+        )
+
     def _add_for(
         self,
         reader: ColumnParallelLinear,
@@ -197,9 +242,10 @@ class DecoderLayer:
         return add_rms_norm(x, residual, norm, self.norm_eps)
 
     def _finish(self, x: Tensor | Unsummed, norm: Tensor | None) -> Tensor | Unsummed:
+        return x if isinstance(x, Unsummed) else self.finish(x, norm)
+
+    def finish(self, x: Tensor, norm: Tensor | None) -> Tensor:
         """What is to be added to the residual of what was computed."""
-        if isinstance(x, Unsummed):
-            return x
         if norm is not None:
             x = rms_norm(x, norm, self.norm_eps)
         return x if self.residual_scale == 1.0 else x.mul_(self.residual_scale)
@@ -227,6 +273,8 @@ class Decoder:
             DecoderLayer(load, spec, layer, f"model.layers.{index}", peers)
             for index, layer in enumerate(spec.layers)
         ]
+        dense = [layer.as_dense(list(self.rotary)) for layer in self.layers]
+        self.fused_decode = plan_fused_decode(dense, load.comm)
         self.norm = load.norm("model.norm", spec.hidden_size, spec.norm_offset)
         self.head = VocabParallelHead(
             load,
@@ -245,8 +293,14 @@ class Decoder:
     ) -> Tensor:
         """Hidden states after the last layer, before the last norm."""
         hidden = self.embedding.forward(token_ids)
+        turned = {key: table.at(positions) for key, table in self.rotary.items()}
+        fused = self.fused_decode
+        if fused is not None and fused.takes(len(hidden), inputs):
+            last = self.layers[-1]
+            added = fused.forward(hidden, list(turned.values()), kv_caches, inputs)
+            return hidden.add_(last.finish(added, last.after_mlp))
         rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {None: (None, None)}
-        rotations |= {key: table.at(positions) for key, table in self.rotary.items()}
+        rotations.update(turned.items())
         x: Tensor | Unsummed | None = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer.forward(x, hidden, rotations, kv_cache, inputs)
@@ -273,3 +327,8 @@ def _qkv_projections(load: LoadContext, spec: DecoderSpec, name: str) -> list[Pr
         Projection(f"{name}.qkv_proj", shard, start, stored_len)
         for shard, start in zip(shards, starts, strict=True)
     ]
+
+
+def _packed(linear: ColumnParallelLinear | RowParallelLinear) -> PackedWeight | None:
+    """Its weight, if that is laid out as kernels.linear does it."""
+    return linear.weight.packed if isinstance(linear.weight, PlainWeight) else None

@@ -1,0 +1,61 @@
+"""The layers of a decoder over a step of decoding rows alone, on a CPU that does not wait for Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...kernels.decode_layers import DecodeLayers, DenseLayer, takes_tokens
+from ..attention import AttentionInputs, LayerCache
+from ..parallel import Communicator
+
+
+class FusedDecode:
+    """What DecoderLayer.forward computes, in one call; where ranks must sum, in two a layer.
+
+    Args:
+        layers: what `plan_fused_decode` has found fit for it.
+    """
+
+    def __init__(self, layers: Sequence[DenseLayer], comm: Communicator) -> None:
+        self._layers = DecodeLayers(layers)
+        self._comm = comm
+        self._caches: list[LayerCache] | None = None
+
+    def takes(self, num_tokens: int, inputs: AttentionInputs) -> bool:
+        """Whether it computes this step: one of decoding rows, and not too many of them."""
+        return inputs.num_decodes == num_tokens and takes_tokens(num_tokens)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotations: Sequence[tuple[Tensor, Tensor]],
+        kv_caches: list[LayerCache],
+        inputs: AttentionInputs,
+    ) -> Tensor:
+        """What is to be added to `hidden`, [T, E], after the last layer.
+
+        Args:
+            hidden: [T, E], the residual; updated in place.
+            rotations: cosines and sines of the tokens, as the layers number them.
+        """
+        if self._caches is not kv_caches:
+            self._layers.bind([(cache.blocks, cache.scales) for cache in kv_caches])
+            self._caches = kv_caches
+        x = torch.empty_like(hidden)
+        step = rotations, inputs.slot_mapping, inputs.block_tables, inputs.seq_lens
+        if self._comm.size == 1:
+            self._layers.run(range(self._layers.num_halves), x, hidden, *step)
+            return x
+        for half in range(self._layers.num_halves):
+            self._layers.run(range(half, half + 1), x, hidden, *step)
+            x = self._comm.all_reduce(x)
+        return x
+
+
+def plan_fused_decode(layers: Sequence[DenseLayer | None], comm: Communicator) -> FusedDecode | None:
+    """None where a layer is not dense, or lacks ops of our own."""
+    dense = [layer for layer in layers if layer is not None and layer.is_computed_here]
+    return FusedDecode(dense, comm) if len(dense) == len(layers) else None
