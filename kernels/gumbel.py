@@ -17,10 +17,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .dispatch import on_gpu
+
 _GOLDEN_64 = 0x9E3779B97F4A7C15
 _GOLDEN_32 = 0x9E3779B9
 
 
+@on_gpu("gumbel")
 def random_keys(seeds: Tensor, positions: Tensor) -> Tensor:
     """Keys of rows.
 

@@ -1,8 +1,11 @@
 """Tokens from logits: the likeliest, or drawn among all or among what top_k, top_p and min_p leave.
 
-A draw takes the largest sum of a logit, divided by the temperature, and its token's Gumbel noise (kernels.gumbel).
-The cuts apply in the order top_k, top_p, min_p, and each leaves a prefix of the tokens sorted by likelihood, equals
-by id; top_p counts within what top_k leaves.
+A draw takes the largest sum of a value, which is a logit over the temperature, and its token's Gumbel noise
+(kernels.gumbel). The cuts apply in the order top_k, top_p, min_p, and each leaves a prefix of the tokens sorted by
+likelihood, equals by id; top_p counts within what top_k leaves.
+
+Ops take logits as the model made them and what is to be done about them first, as kernels.logits describes it;
+`rows` says which of them are meant, and all other arguments and results have one entry for each of these.
 """
 
 from __future__ import annotations
@@ -13,18 +16,25 @@ from torch import Tensor
 from . import cpu
 from .dispatch import on_gpu
 from .gumbel import gumbel_noise
+from .logits import Adjustments, adjusted
 
 
-def take_likeliest(logits: Tensor, first_id: int = 0) -> tuple[Tensor, Tensor]:
+@on_gpu("draw_from_all")
+def take_likeliest(
+    logits: Tensor, first_id: int = 0, rows: Tensor | None = None, adjustments: Adjustments | None = None
+) -> tuple[Tensor, Tensor]:
     """The largest logit of each row, or of a rank's part of it.
 
     Args:
         logits: [N, V] float32.
         first_id: the token of the first column.
+        rows: [M] int64; None: all N.
+        adjustments: of all N rows; None: nothing.
 
     Returns:
-        Logits [N] float32 and token ids [N] int32, the first of equals.
+        Logits [M] float32 and token ids [M] int32, the first of equals.
     """
+    logits = _of_rows(logits, rows, adjustments)
     if cpu.takes_logits(logits):
         return cpu.take_likeliest(logits, first_id)
     best, index = logits.max(dim=-1)
@@ -33,48 +43,109 @@ def take_likeliest(logits: Tensor, first_id: int = 0) -> tuple[Tensor, Tensor]:
 
 @on_gpu("draw_from_all")
 def draw_from_all(
-    logits: Tensor, temperature: Tensor, keys: Tensor, first_id: int = 0
+    logits: Tensor,
+    temperature: Tensor,
+    keys: Tensor,
+    first_id: int = 0,
+    rows: Tensor | None = None,
+    adjustments: Adjustments | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draws from the softmax of each row, or from a rank's part of it: the largest of the ranks' scores wins.
 
     Args:
         logits: [N, V] float32.
-        temperature: [N] float32, above 0.
-        keys: [N, 2] int32, from random_keys.
+        temperature: [M] float32; 0 takes the likeliest, whose score is its logit.
+        keys: [M, 2] int32, from random_keys.
         first_id: the token of the first column.
+        rows: [M] int64; None: all N.
+        adjustments: of all N rows; None: nothing.
 
     Returns:
-        Scores [N] float32 and token ids [N] int32 of the winners, the first of equals.
+        Scores [M] float32 and token ids [M] int32 of the winners, the first of equals.
     """
+    logits = _of_rows(logits, rows, adjustments)
+    is_drawn = temperature > 0
     if cpu.takes_logits(logits):
-        return cpu.draw_from_all(logits, temperature, keys, first_id)
+        if is_drawn.all():
+            return cpu.draw_from_all(logits, temperature, keys, first_id)
+        best, token_ids = cpu.take_likeliest(logits, first_id)
+        drawn = is_drawn.nonzero().squeeze(1)
+        best[drawn], token_ids[drawn] = cpu.draw_from_all(
+            logits[drawn], temperature[drawn], keys[drawn], first_id
+        )
+        return best, token_ids
     token_ids = torch.arange(first_id, first_id + logits.shape[1], dtype=torch.int32, device=logits.device)
-    noise = gumbel_noise(keys, token_ids.unsqueeze(0))
-    best, index = noise.add_(logits / temperature.unsqueeze(1)).max(dim=-1)
+    noise = gumbel_noise(keys, token_ids.unsqueeze(0)).mul_(is_drawn.unsqueeze(1))
+    best, index = noise.add_(logits / temperature.where(is_drawn, 1).unsqueeze(1)).max(dim=-1)
     return best, index.int() + first_id
 
 
 @on_gpu("draw_from_kept")
 def draw_from_kept(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    keys: Tensor,
+    rows: Tensor | None = None,
+    adjustments: Adjustments | None = None,
 ) -> Tensor:
     """Draws from what the cuts leave of the softmax of each row.
 
     Args:
         logits: [N, V] float32, of the whole vocabulary.
-        temperature: [N] float32, above 0.
-        top_k: [N] int64, from 1; V or more for no cut.
-        top_p: [N] float64; 2 for no cut.
-        min_p: [N] float32; 0 for no cut.
-        keys: [N, 2] int32, from random_keys.
+        temperature: [M] float32, above 0.
+        top_k: [M] int32 or int64, from 1; V or more for no cut.
+        top_p: [M] float64; 2 for no cut.
+        min_p: [M] float32; 0 for no cut.
+        keys: [M, 2] int32, from random_keys.
+        rows: [M] int64; None: all N.
+        adjustments: of all N rows; None: nothing.
 
     Returns:
-        Token ids, [N] int32.
+        Token ids, [M] int32.
     """
-    values, token_ids = (logits / temperature.unsqueeze(1)).sort(dim=-1, descending=True, stable=True)
+    values = _of_rows(logits, rows, adjustments) / temperature.unsqueeze(1)
+    values, token_ids = values.sort(dim=-1, descending=True, stable=True)
     token_ids = token_ids.int()
     keep = kept_of_sorted(values, values.logsumexp(-1), logits.shape[1], top_k, top_p, min_p)
     return draw_among(values, token_ids, keep, keys)
+
+
+@on_gpu("take_top")
+def take_top(
+    logits: Tensor,
+    num_top: int,
+    temperature: Tensor | None = None,
+    rows: Tensor | None = None,
+    adjustments: Adjustments | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest values of each row, or of a rank's part of it, and the sum over all.
+
+    Args:
+        logits: [N, V] float32.
+        num_top: K, at most V; at most kernels.gpu.survey.MAX_CANDIDATES on a GPU.
+        temperature: [M] float32, above 0; None: 1.
+        rows: [M] int64; None: all N.
+        adjustments: of all N rows; None: nothing.
+
+    Returns:
+        Values [M, K] float32, largest first; their columns [M, K] int32, of equals any; and [M] float32, the log of
+        the sum of exp over the whole row.
+    """
+    values = _of_rows(logits, rows, adjustments)
+    if temperature is not None:
+        values = values / temperature.unsqueeze(1)
+    top, columns = values.topk(num_top, dim=-1)
+    return top, columns.int(), values.logsumexp(dim=-1)
+
+
+def _of_rows(logits: Tensor, rows: Tensor | None, adjustments: Adjustments | None) -> Tensor:
+    """What the model's logits of those rows, of all without `rows`, become."""
+    if adjustments is not None:
+        logits = adjusted(logits, adjustments)
+    return logits if rows is None else logits[rows]
 
 
 def kept_of_sorted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,9 +11,8 @@ from torch import Tensor
 from ..kernels.sampling import kept_of_sorted
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Settings of rows that draw, [N] each, and their keys, [N, 2] int32, as kernels.sampling takes them."""
+class Draw(NamedTuple):
+    """Settings of rows that draw, [N] each, and their keys, [N, 2] int32, in the order of draw_from_kept."""
 
     temperature: Tensor
     top_k: Tensor
@@ -21,9 +21,7 @@ class Draw:
     keys: Tensor
 
     def select(self, rows: Tensor) -> Draw:
-        return Draw(
-            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.keys[rows]
-        )
+        return Draw(*(setting[rows] for setting in self))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,12 @@
 """Constraints: what rows do to their logits before a token is drawn from them.
 
-The order is that of transformers' processors, which compute the same from the same logits: logit_bias,
-repetition_penalty, frequency_penalty and presence_penalty (not in transformers), bad_words, min_tokens,
-allowed_token_ids. Everything is of one rank's part of the vocabulary.
+The outcome is that of transformers' processors in their order, from the same logits: logit_bias, repetition_penalty,
+frequency_penalty and presence_penalty (not in transformers), bad_words, min_tokens, allowed_token_ids. What is
+forbidden is a bias of -inf, which no penalty changes. Everything is of one rank's part of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,38 +14,39 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..kernels.logits import apply_bias, apply_bitmask, apply_penalties
+from ..kernels.logits import Adjustments, Biases, Masks, Penalties
 from ..proto.block_tables import IntArray
 from ..proto.step import FloatArray, NewSequence, RowConstraints
 from .parallel import Shard
 from .token_counts import TokenCounts, num_words, packed
-from .transfer import to_device
+from .transfer import to_device, to_device_together
 
 _ANY_TOKEN = -1
+_NO_PENALTIES = (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class _RowState:
     """One row's constraints as arrays, those of tokens that this rank has; what is not asked for is empty.
 
+    A column is the place of a token's logit.
+
     Attributes:
-        biased_ids, biases: [n] token ids, and what is added to their logits.
-        forbidden_ids: [n] tokens that are bad words by themselves.
+        bias_columns, biases: [n], and what is added there; bad words by themselves among them.
         word_prefixes: [w, P] int32 beginnings of longer bad words, _ANY_TOKEN before those that are shorter.
         word_lens: [w] their lengths.
-        word_ends: [w] the tokens that must not follow them.
-        early_stops: [n] tokens forbidden while the sequence is too short.
+        word_columns: [w] of the tokens that must not follow them.
+        stop_columns: [n] of tokens forbidden while the sequence is too short.
         allowed: [ceil(V / 32)] int32 on the device, the mask of what may be sampled; None: everything.
         penalties: repetition, frequency and presence penalty; None: none.
     """
 
-    biased_ids: IntArray
+    bias_columns: IntArray
     biases: FloatArray
-    forbidden_ids: IntArray
     word_prefixes: IntArray
     word_lens: IntArray
-    word_ends: IntArray
-    early_stops: IntArray
+    word_columns: IntArray
+    stop_columns: IntArray
     allowed: Tensor | None
     penalties: tuple[float, float, float] | None
 
@@ -105,44 +105,45 @@ class Constraints:
         if self._num_constrained:
             self._counts.append(rows, token_ids)
 
-    def concern(self, rows: IntArray, lens: IntArray) -> bool:
-        """Whether any of these rows, of these lengths, changes its logits."""
-        if not self._num_constrained:
-            return False
-        return bool(self._always[rows].any() or (lens < self._stop_free_len[rows]).any())
-
-    def apply(self, logits: Tensor, rows: IntArray, lens: IntArray) -> None:
-        """Changes logits in place.
+    def adjustments(self, rows: IntArray, lens: IntArray) -> Adjustments | None:
+        """What these rows, of these lengths, ask of their logits; None: nothing.
 
         Args:
-            logits: [N, padded_len] float32.
             rows: [N] int32.
             lens: [N] int32, each sequence's length.
         """
-        if len(self._shard) == 0:
-            return
+        if not self._concern(rows, lens):
+            return None
         members = [(index, state) for index, row in enumerate(rows.tolist()) if (state := self._states[row])]
-        self._add_biases(logits, [(index, state.biased_ids, state.biases) for index, state in members])
-        self._penalise(logits, rows, members)
-        self._forbid(logits, lens, rows, members)
-        self._allow(logits, members)
+        return Adjustments(
+            len(self._shard),
+            self._biases_of(rows, lens, members),
+            self._penalties_of(rows, members),
+            self._masks_of(len(rows), members),
+        )
+
+    def _concern(self, rows: IntArray, lens: IntArray) -> bool:
+        """Whether any of these rows, of these lengths, changes its logits."""
+        if not self._num_constrained or len(self._shard) == 0:
+            return False
+        return bool(self._always[rows].any() or (lens < self._stop_free_len[rows]).any())
 
     def _state_of(self, constraints: RowConstraints) -> _RowState:
-        local = self._local
-        bias = {token_id: value for token_id, value in constraints.logit_bias if local(token_id)}
-        words = [word for word in constraints.bad_words if local(word[-1])]
+        words = [word for word in constraints.bad_words if self._local(word[-1])]
         longer = [word for word in words if len(word) > 1]
         width = max((len(word) - 1 for word in longer), default=0)
         prefixes = [(_ANY_TOKEN,) * (width + 1 - len(word)) + word[:-1] for word in longer]
+        biases = [(token_id, value) for token_id, value in constraints.logit_bias if self._local(token_id)]
+        biases += [(word[0], -np.inf) for word in words if len(word) == 1]
+        stops = [token_id for token_id in constraints.stop_token_ids if self._local(token_id)]
         allowed = constraints.allowed_token_ids
         return _RowState(
-            biased_ids=_ints(list(bias)),
-            biases=np.array(list(bias.values()), dtype=np.float32),
-            forbidden_ids=_ints([word[0] for word in words if len(word) == 1]),
+            bias_columns=self._columns([token_id for token_id, _ in biases]),
+            biases=np.array([value for _, value in biases], dtype=np.float32),
             word_prefixes=_ints(prefixes).reshape(len(longer), width),
             word_lens=_ints([len(word) - 1 for word in longer]),
-            word_ends=_ints([word[-1] for word in longer]),
-            early_stops=_ints([token_id for token_id in constraints.stop_token_ids if local(token_id)]),
+            word_columns=self._columns([word[-1] for word in longer]),
+            stop_columns=self._columns(stops),
             allowed=None if allowed is None else self._mask_of(allowed),
             penalties=(
                 constraints.repetition_penalty,
@@ -156,93 +157,73 @@ class Constraints:
     def _local(self, token_id: int) -> bool:
         return self._shard.start <= token_id < self._shard.end
 
+    def _columns(self, token_ids: list[int]) -> IntArray:
+        return _ints(token_ids) - np.int32(self._shard.start)
+
     def _mask_of(self, token_ids: tuple[int, ...]) -> Tensor:
-        local_ids = _ints([token_id - self._shard.start for token_id in token_ids if self._local(token_id)])
-        return to_device(packed(local_ids, self._shard), self._device, torch.int32)
+        columns = self._columns([token_id for token_id in token_ids if self._local(token_id)])
+        return to_device(packed(columns, self._shard), self._device, torch.int32)
 
-    def _add_biases(self, logits: Tensor, entries: Sequence[tuple[int, IntArray, FloatArray]]) -> None:
-        """Adds to the logits of tokens; entries are (row of `logits`, token ids, values)."""
-        entries = [entry for entry in entries if entry[1].size]
-        if not entries:
-            return
-        index, token_ids, values = zip(*entries, strict=True)
-        index_rows = np.repeat(index, [len(ids) for ids in token_ids])
-        apply_bias(
-            logits,
-            to_device(index_rows, self._device, torch.int64),
-            to_device(np.concatenate(token_ids), self._device, torch.int64),
-            to_device(np.concatenate(values), self._device, torch.float32),
-            self._shard.start,
-        )
-
-    def _penalise(self, logits: Tensor, rows: IntArray, members: list[tuple[int, _RowState]]) -> None:
-        penalised = [(index, state.penalties) for index, state in members if state.penalties is not None]
-        if not penalised:
-            return
-        index = np.array([index for index, _ in penalised])
-        slots = to_device(self._counts.slots[rows[index]], self._device, torch.int64)
-        repetition, frequency, presence = (
-            to_device(values, self._device, torch.float32)
-            for values in zip(*(penalties for _, penalties in penalised), strict=True)
-        )
-        is_all = len(penalised) == len(logits)
-        places = to_device(index, self._device, torch.int64)
-        part = logits if is_all else logits[places]
-        apply_penalties(
-            part, self._counts.counts, self._counts.prompt_mask, slots, repetition, frequency, presence
-        )
-        if not is_all:
-            logits[places] = part
-
-    def _forbid(
-        self, logits: Tensor, lens: IntArray, rows: IntArray, members: list[tuple[int, _RowState]]
-    ) -> None:
-        """Bad words, and the ends of sequences that must go on."""
-        forbidden = [(index, state.forbidden_ids) for index, state in members]
-        forbidden += [
-            (index, state.early_stops)
+    def _biases_of(self, rows: IntArray, lens: IntArray, members: list[tuple[int, _RowState]]) -> Biases:
+        """Biases, bad words, and the ends of sequences that must go on."""
+        entries = [(index, state.bias_columns, state.biases) for index, state in members]
+        entries += [
+            (index, state.stop_columns, np.full(len(state.stop_columns), -np.inf, np.float32))
             for index, state in members
             if lens[index] < self._stop_free_len[rows[index]]
         ]
-        self._add_biases(
-            logits, [(index, ids, np.full(len(ids), -np.inf, np.float32)) for index, ids in forbidden]
-        )
-        worded = [(index, state) for index, state in members if state.word_ends.size]
+        # Last, because the device determines their values.
+        worded = [(index, state) for index, state in members if state.word_columns.size]
+        entries += [
+            (index, state.word_columns, np.zeros(len(state.word_columns), np.float32))
+            for index, state in worded
+        ]
+        index = np.repeat([index for index, _, _ in entries], [len(entry[1]) for entry in entries])
+        columns = np.concatenate([columns for _, columns, _ in entries])
+        values = np.concatenate([values for _, _, values in entries])
+        order = np.lexsort((columns, index))
+        starts = np.searchsorted(index[order], np.arange(len(rows) + 1)).astype(np.int32)
+        on_device = to_device_together([starts, columns[order], values, order], self._device)
+        starts_there, columns_there, values_there, order_there = on_device
         if worded:
-            self._forbid_completions(logits, lens, rows, worded)
+            forbidden = self._find_completed(rows, lens, worded)
+            values_there[len(values_there) - len(forbidden) :].masked_fill_(forbidden, -torch.inf)
+        return Biases(starts_there, columns_there, values_there[order_there])
 
-    def _forbid_completions(
-        self, logits: Tensor, lens: IntArray, rows: IntArray, members: list[tuple[int, _RowState]]
-    ) -> None:
-        """Bad words of several tokens, in rows whose newest tokens begin one."""
-        device, counts = self._device, [len(state.word_ends) for _, state in members]
-        index = np.repeat([index for index, _ in members], counts)
+    def _find_completed(self, rows: IntArray, lens: IntArray, members: list[tuple[int, _RowState]]) -> Tensor:
+        """Which of the members' longer bad words the newest tokens have begun, [w] bool."""
+        device = self._device
+        index = np.repeat([index for index, _ in members], [len(state.word_columns) for _, state in members])
         prefixes = _stack_right([state.word_prefixes for _, state in members])
         word_lens = np.concatenate([state.word_lens for _, state in members])
         width = prefixes.shape[1]
-        starts = to_device(lens[index] - width, device, torch.int64)
-        places = (starts.unsqueeze(1) + torch.arange(width, device=device)).clamp_(min=0)
-        newest = self._token_ids[to_device(rows[index], device, torch.int64).unsqueeze(1), places]
-        wanted = to_device(prefixes, device, torch.int32)
-        completes = ((newest == wanted) | (wanted == _ANY_TOKEN)).all(dim=1)
-        completes &= to_device(lens[index] >= word_lens, device, torch.bool)
-        ends = np.concatenate([state.word_ends for _, state in members])
-        apply_bias(
-            logits,
-            to_device(index, device, torch.int64),
-            to_device(ends, device, torch.int64),
-            torch.where(completes, -torch.inf, 0.0),
-            self._shard.start,
+        starts, own_rows, wanted, is_long_enough = to_device_together(
+            [
+                (lens[index] - width).astype(np.int64),
+                rows[index].astype(np.int64),
+                prefixes,
+                lens[index] >= word_lens,
+            ],
+            device,
         )
+        places = (starts.unsqueeze(1) + torch.arange(width, device=device)).clamp_(min=0)
+        newest = self._token_ids[own_rows.unsqueeze(1), places]
+        return ((newest == wanted) | (wanted == _ANY_TOKEN)).all(dim=1) & is_long_enough
 
-    def _allow(self, logits: Tensor, members: list[tuple[int, _RowState]]) -> None:
+    def _penalties_of(self, rows: IntArray, members: list[tuple[int, _RowState]]) -> Penalties:
+        factors = np.full((len(rows), 3), _NO_PENALTIES, dtype=np.float32)
+        for index, state in members:
+            factors[index] = state.penalties or _NO_PENALTIES
+        slots, factors_there = to_device_together([self._counts.slots[rows], factors], self._device)
+        return Penalties(slots, self._counts.counts, self._counts.prompt_mask, factors_there)
+
+    def _masks_of(self, num_rows: int, members: list[tuple[int, _RowState]]) -> Masks:
         masks = [(index, state.allowed) for index, state in members if state.allowed is not None]
-        if not masks:
-            return
-        index = to_device([index for index, _ in masks], self._device, torch.int64)
-        bitmask = torch.zeros(len(logits), num_words(self._shard), dtype=torch.int32, device=self._device)
-        bitmask[index] = torch.stack([mask for _, mask in masks])
-        apply_bitmask(logits, bitmask, index)
+        slots = np.full(num_rows, -1, dtype=np.int64)
+        slots[[index for index, _ in masks]] = np.arange(len(masks))
+        words = [mask for _, mask in masks]
+        no_words = torch.empty(0, num_words(self._shard), dtype=torch.int32, device=self._device)
+        return Masks(to_device(slots, self._device, torch.int64), torch.stack(words) if words else no_words)
 
 
 def _stack_right(parts: list[IntArray]) -> IntArray:

@@ -7,6 +7,8 @@ whose nucleus is wider than the candidates. From the gathered numbers every rank
   largest sum of logit and Gumbel noise (kernels.gumbel).
 - Rows with top_k, top_p or min_p need the likeliest NUM_CANDIDATES of each rank and the sum over the vocabulary; a
   GPU that has the whole vocabulary cuts it as it is.
+
+Kernels read each row's logits once for the first, twice for the second, adjust them as they read and write none.
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels import dispatch
 from ..kernels.gumbel import random_keys
-from ..kernels.sampling import draw_among, draw_from_all, draw_from_kept, take_likeliest
+from ..kernels.logits import Adjustments, adjusted
+from ..kernels.sampling import draw_among, draw_from_all, draw_from_kept, take_likeliest, take_top
 from ..proto.block_tables import IntArray
 from .candidates import Candidates, Draw, kept_candidates, sort_candidates
 from .constraints import Constraints
 from .parallel import Communicator, Shard
 from .rows import SamplingTable
-from .transfer import to_device
+from .transfer import to_device, to_device_together
 
 NUM_CANDIDATES = 128
 
@@ -78,7 +82,7 @@ class Sampler:
         """One token a row.
 
         Args:
-            logits: [N, padded_len] float32; becomes scratch.
+            logits: [N, padded_len] float32.
             table: how rows sample.
             rows: [N] int32, the rows in `table`.
             lens: [N] int32, each sequence's length, which is the position of its new token.
@@ -87,72 +91,90 @@ class Sampler:
         Returns:
             token ids [N] int32, the same on every rank, and the log-probabilities that were asked for.
         """
-        wants_logprobs = np.flatnonzero(table.num_logprobs[rows] >= 0).astype(np.int32)
+        adjustments = None if constraints is None else constraints.adjustments(rows, lens)
         changed = logits
-        if constraints is not None and constraints.concern(rows, lens):
-            changed = logits.clone() if wants_logprobs.size else logits
-            constraints.apply(changed, rows, lens)
-        token_ids = self._choose(changed, table, rows, lens)
+        if adjustments is not None and not dispatch.has_kernels(logits):
+            # Once for all kinds of rows.
+            changed, adjustments = adjusted(logits, adjustments), None
+        token_ids = self._choose(changed, adjustments, table, rows, lens)
+        wants_logprobs = np.flatnonzero(table.num_logprobs[rows] >= 0).astype(np.int32)
         if wants_logprobs.size == 0:
             return token_ids, None
         index = to_device(wants_logprobs, self._device, torch.int64)
         num_top = int(table.num_logprobs[rows].max())
-        chosen, top_ids, top = self.logprobs(logits[index], token_ids[index], num_top)
+        chosen, top_ids, top = self.logprobs(logits, token_ids[index], num_top, index)
         return token_ids, SampledLogprobs(wants_logprobs, chosen, top_ids, top)
 
-    def _choose(self, logits: Tensor, table: SamplingTable, rows: IntArray, lens: IntArray) -> Tensor:
-        greedy = table.greedy[rows]
-        if greedy.all():
-            return self._take_likeliest(logits)
-        filtered = table.filtered[rows]
+    def _choose(
+        self,
+        logits: Tensor,
+        adjustments: Adjustments | None,
+        table: SamplingTable,
+        rows: IntArray,
+        lens: IntArray,
+    ) -> Tensor:
+        """Each kind of rows by its op; the ops take all logits, and which rows of them are meant."""
+        if table.greedy[rows].all():
+            return self._take_likeliest(logits, adjustments)
+        is_cut = table.filtered[rows] & ~table.greedy[rows]
         token_ids = torch.empty(len(rows), dtype=torch.int32, device=self._device)
-        for members, choose in (
-            (greedy, lambda logits, _: self._take_likeliest(logits)),
-            (~greedy & ~filtered, self._draw_from_all),
-            (~greedy & filtered, self._draw_from_kept),
-        ):
+        for members, choose in ((~is_cut, self._draw_from_all), (is_cut, self._draw_from_kept)):
             if members.all():
-                return choose(logits, self._settings_of(table, rows, lens))
+                return choose(logits, adjustments, self._settings_of(table, rows, lens), None)
             if members.any():
+                draw = self._settings_of(table, rows[members], lens[members])
                 index = to_device(np.flatnonzero(members), self._device, torch.int64)
-                token_ids[index] = choose(
-                    logits[index], self._settings_of(table, rows[members], lens[members])
-                )
+                token_ids[index] = choose(logits, adjustments, draw, index)
         return token_ids
 
     def _settings_of(self, table: SamplingTable, rows: IntArray, lens: IntArray) -> Draw:
-        device = self._device
-        return Draw(
-            temperature=to_device(table.temperature[rows], device, torch.float32),
-            top_k=to_device(table.top_k[rows], device, torch.int64),
-            top_p=to_device(table.top_p[rows], device, torch.float64),
-            min_p=to_device(table.min_p[rows], device, torch.float32),
-            keys=random_keys(
-                to_device(table.seed[rows], device, torch.int64), to_device(lens, device, torch.int64)
-            ),
+        temperature, top_k, top_p, min_p, seeds, positions = to_device_together(
+            [
+                np.where(table.greedy[rows], np.float32(0), table.temperature[rows]),
+                table.top_k[rows],
+                table.top_p[rows].astype(np.float64),
+                table.min_p[rows],
+                table.seed[rows],
+                lens.astype(np.int64),
+            ],
+            self._device,
         )
+        return Draw(temperature, top_k, top_p, min_p, random_keys(seeds, positions))
 
-    def _take_likeliest(self, logits: Tensor) -> Tensor:
-        return self._best_of_ranks(*take_likeliest(logits, first_id=self._shard.start))
+    def _take_likeliest(self, logits: Tensor, adjustments: Adjustments | None) -> Tensor:
+        return self._best_of_ranks(*take_likeliest(logits, self._shard.start, None, adjustments))
 
-    def _draw_from_all(self, logits: Tensor, draw: Draw) -> Tensor:
+    def _draw_from_all(
+        self, logits: Tensor, adjustments: Adjustments | None, draw: Draw, index: Tensor | None
+    ) -> Tensor:
+        first_id = self._shard.start
         return self._best_of_ranks(
-            *draw_from_all(logits, draw.temperature, draw.keys, first_id=self._shard.start)
+            *draw_from_all(logits, draw.temperature, draw.keys, first_id, index, adjustments)
         )
 
-    def _draw_from_kept(self, logits: Tensor, draw: Draw) -> Tensor:
-        if logits.is_cuda and self._comm.size == 1:
-            return _draw_from_kept_of_all(logits, draw)
-        candidates = self._gather_candidates(logits / draw.temperature.unsqueeze(1))
+    def _draw_from_kept(
+        self, logits: Tensor, adjustments: Adjustments | None, draw: Draw, index: Tensor | None
+    ) -> Tensor:
+        if self._comm.size == 1 and dispatch.has_kernels(logits):
+            return draw_from_kept(logits, *draw, index, adjustments)
+        candidates = self._gather_candidates(logits, adjustments, draw, index)
         keep, covered = kept_candidates(candidates, draw, self._shard.full_len)
         token_ids = draw_among(candidates.values, candidates.token_ids, keep, draw.keys)
         uncovered = (~covered).nonzero().squeeze(1)
         if uncovered.numel():
-            everything = _beside_each_other(self._comm.all_gather(logits[uncovered]))
             # Only the last ranks' parts are padded.
+            everything = self._gather_rows(
+                logits, adjustments, uncovered if index is None else index[uncovered]
+            )
             everything = everything[:, : self._shard.full_len]
-            token_ids[uncovered] = _draw_from_kept_of_all(everything, draw.select(uncovered))
+            token_ids[uncovered] = draw_from_kept(everything, *draw.select(uncovered))
         return token_ids
+
+    def _gather_rows(self, logits: Tensor, adjustments: Adjustments | None, rows: Tensor) -> Tensor:
+        """Adjusted logits of some rows, of all ranks: [len(rows), size * padded_len]."""
+        if adjustments is not None:
+            logits = adjusted(logits, adjustments)
+        return _beside_each_other(self._comm.all_gather(logits[rows]))
 
     def _best_of_ranks(self, best: Tensor, token_ids: Tensor) -> Tensor:
         """Token of the largest score, the first of equals; each rank gives its best, [N] and [N] int32."""
@@ -162,15 +184,16 @@ class Sampler:
         best, token_ids = self._comm.all_gather(local).unbind(-1)
         return token_ids.gather(0, best.argmax(dim=0, keepdim=True)).squeeze(0).int()
 
-    def _gather_candidates(self, scaled: Tensor) -> Candidates:
+    def _gather_candidates(
+        self, logits: Tensor, adjustments: Adjustments | None, draw: Draw, index: Tensor | None
+    ) -> Candidates:
         """The likeliest tokens of each rank, sorted together."""
-        num_local = min(NUM_CANDIDATES, scaled.shape[1])
-        values, index = scaled.topk(num_local, dim=-1)
-        sent_all = num_local == scaled.shape[1]
+        num_local = min(NUM_CANDIDATES, logits.shape[1])
+        values, columns, log_total = take_top(logits, num_local, draw.temperature, index, adjustments)
+        sent_all = num_local == logits.shape[1]
         floor = torch.full_like(values[:, :1], -torch.inf) if sent_all else values[:, -1:]
-        log_total = scaled.logsumexp(dim=-1, keepdim=True)
         gathered = self._comm.all_gather(
-            torch.cat((values, (index + self._shard.start).float(), floor, log_total), dim=-1)
+            torch.cat((values, (columns + self._shard.start).float(), floor, log_total.unsqueeze(1)), dim=-1)
         )
         values, token_ids, floor, log_total = gathered.split_with_sizes([num_local, num_local, 1, 1], dim=-1)
         return sort_candidates(
@@ -180,26 +203,28 @@ class Sampler:
             log_total.logsumexp(0).squeeze(1),
         )
 
-    def logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    def logprobs(
+        self, logits: Tensor, token_ids: Tensor, num_top: int, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of tokens, and of the likeliest beside each; every rank calls it.
 
         Args:
-            logits: [n, padded_len] float32.
+            logits: [N, padded_len] float32.
             token_ids: [n] int32.
+            rows: [n] int64, whose logits are each token's; None: those of all N rows.
 
         Returns:
             of the tokens [n] float32; the likeliest token ids [n, num_top] int64, and theirs [n, num_top] float32.
         """
-        token_ids = token_ids.long().unsqueeze(1)
         num_local = min(num_top, logits.shape[1])
-        top, top_index = logits.topk(num_local, dim=-1)
-        local_ids = token_ids - self._shard.start
-        owned = (local_ids >= 0) & (local_ids < len(self._shard))
-        chosen = logits.gather(1, local_ids.masked_fill(~owned, 0)).masked_fill(~owned, -torch.inf)
-        log_total = logits.logsumexp(dim=-1, keepdim=True)
-        gathered = self._comm.all_gather(
-            torch.cat((top, (top_index + self._shard.start).float(), chosen, log_total), dim=-1)
-        )
+        top, top_columns, log_total = take_top(logits, num_local, None, rows)
+        columns = token_ids.long() - self._shard.start
+        owned = (columns >= 0) & (columns < len(self._shard))
+        if rows is None:
+            rows = torch.arange(len(logits), device=logits.device)
+        chosen = logits[rows, columns.masked_fill(~owned, 0)].masked_fill(~owned, -torch.inf)
+        local = (top, (top_columns + self._shard.start).float(), chosen.unsqueeze(1), log_total.unsqueeze(1))
+        gathered = self._comm.all_gather(torch.cat(local, dim=-1))
         top, top_ids, chosen, log_total = gathered.split_with_sizes([num_local, num_local, 1, 1], dim=-1)
         log_total = log_total.logsumexp(dim=0)
         merged = _beside_each_other(top)
@@ -209,10 +234,6 @@ class Sampler:
             _beside_each_other(top_ids).gather(1, order).long(),
             top - log_total,
         )
-
-
-def _draw_from_kept_of_all(logits: Tensor, draw: Draw) -> Tensor:
-    return draw_from_kept(logits, draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.keys)
 
 
 def _beside_each_other(gathered: Tensor) -> Tensor:

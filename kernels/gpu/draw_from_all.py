@@ -1,54 +1,110 @@
-"""Gumbel-max over whole rows of logits in one pass, each row in pieces."""
+"""The likeliest token, or a Gumbel-max draw, in one pass over the logits: rows in pieces, then the best of them."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..logits import Adjustments
 from .gumbel import gumbel_noise
+from .logits import EXACT, find_row, load_logits, source_of
 
 # Logits a program.
 BLOCK_VOCAB = 4096
+NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _best_of_piece(
-    logits_ptr,  # [N, V]
-    temperature_ptr,  # [N]
-    keys_ptr,  # [N, 2]
-    scores_ptr,  # [N, pieces]
-    token_ids_ptr,  # [N, pieces]
+def _find_best(scores, token_ids):
+    """The largest score and the first token that has it."""
+    best = tl.max(scores, 0)
+    return best, tl.min(tl.where(scores == best, token_ids, NO_TOKEN), 0)
+
+
+@triton.jit
+def _score_pieces(
+    source,
+    keys_ptr,  # [M, 2]
+    scores_ptr,  # [M, pieces]
+    token_ids_ptr,  # [M, pieces]
     first_id,
-    vocab_len,
-    stride_logits,
     BLOCK_V: tl.constexpr,
 ):
-    # grid: (N, pieces)
-    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    offs_v = piece * BLOCK_V + tl.arange(0, BLOCK_V)
-    logits = tl.load(logits_ptr + row * stride_logits + offs_v, mask=offs_v < vocab_len, other=float("-inf"))
-    token_ids = first_id + offs_v
-    noise = gumbel_noise(tl.load(keys_ptr + 2 * row), tl.load(keys_ptr + 2 * row + 1), token_ids)
-    scores = logits / tl.load(temperature_ptr + row) + noise
-    best = tl.max(scores, 0)
-    place = row * tl.num_programs(1) + piece
+    # grid: (M, pieces)
+    member, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tile_start = piece * BLOCK_V
+    columns = tile_start + tl.arange(0, BLOCK_V)
+    scores = load_logits(source, find_row(source, member), tile_start, columns, BLOCK_V)
+    token_ids = first_id + columns
+    if keys_ptr is not None:
+        temperature = tl.load(source.temperature + member)
+        if temperature > 0:
+            key_low, key_high = tl.load(keys_ptr + 2 * member), tl.load(keys_ptr + 2 * member + 1)
+            scores = tl.div_rn(scores, temperature) + gumbel_noise(key_low, key_high, token_ids)
+    best, token_id = _find_best(scores, token_ids)
+    place = member * tl.num_programs(1) + piece
     tl.store(scores_ptr + place, best)
-    tl.store(token_ids_ptr + place, tl.min(tl.where(scores == best, token_ids, 0x7FFFFFFF), 0))
+    tl.store(token_ids_ptr + place, token_id)
+
+
+@triton.jit
+def _merge_pieces(
+    scores_ptr,  # [M, pieces]
+    token_ids_ptr,  # [M, pieces]
+    best_ptr,  # [M]
+    winners_ptr,  # [M]
+    num_pieces,
+    BLOCK_P: tl.constexpr,
+):
+    # grid: (M,)
+    member = tl.program_id(0).to(tl.int64)
+    offs_p = tl.arange(0, BLOCK_P)
+    places = member * num_pieces + offs_p
+    scores = tl.load(scores_ptr + places, mask=offs_p < num_pieces, other=float("-inf"))
+    token_ids = tl.load(token_ids_ptr + places, mask=offs_p < num_pieces, other=NO_TOKEN)
+    best, winner = _find_best(scores, token_ids)
+    tl.store(best_ptr + member, best)
+    tl.store(winners_ptr + member, winner)
+
+
+def take_likeliest(
+    logits: Tensor, first_id: int = 0, rows: Tensor | None = None, adjustments: Adjustments | None = None
+) -> tuple[Tensor, Tensor]:
+    """See kernels.sampling."""
+    return _launch(logits, None, None, first_id, rows, adjustments)
 
 
 def draw_from_all(
-    logits: Tensor, temperature: Tensor, keys: Tensor, first_id: int = 0
+    logits: Tensor,
+    temperature: Tensor,
+    keys: Tensor,
+    first_id: int = 0,
+    rows: Tensor | None = None,
+    adjustments: Adjustments | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See kernels.sampling."""
-    num_rows, vocab_len = logits.shape
-    assert logits.stride(1) == 1
     assert keys.is_contiguous()
-    num_pieces = triton.cdiv(vocab_len, BLOCK_VOCAB)
-    scores = torch.empty((num_rows, num_pieces), dtype=torch.float32, device=logits.device)
+    return _launch(logits, temperature, keys, first_id, rows, adjustments)
+
+
+def _launch(
+    logits: Tensor,
+    temperature: Tensor | None,
+    keys: Tensor | None,
+    first_id: int,
+    rows: Tensor | None,
+    adjustments: Adjustments | None,
+) -> tuple[Tensor, Tensor]:
+    source, num_rows = source_of(logits, temperature, rows, adjustments)
+    num_pieces = triton.cdiv(source.vocab_len, BLOCK_VOCAB)
+    scores = logits.new_empty((num_rows, num_pieces))
     token_ids = torch.empty((num_rows, num_pieces), dtype=torch.int32, device=logits.device)
-    _best_of_piece[(num_rows, num_pieces)](
-        logits, temperature, keys, scores, token_ids, first_id, vocab_len, logits.stride(0),
-        BLOCK_V=BLOCK_VOCAB, num_warps=8,
-    )  # fmt: skip
-    best, piece = scores.max(dim=-1, keepdim=True)
-    return best.squeeze(1), token_ids.gather(1, piece).squeeze(1)
+    best, winners = logits.new_empty(num_rows), token_ids.new_empty(num_rows)
+    if num_rows:
+        _score_pieces[(num_rows, num_pieces)](
+            source, keys, scores, token_ids, first_id, BLOCK_V=BLOCK_VOCAB, num_warps=8, **EXACT
+        )  # fmt: skip
+        _merge_pieces[(num_rows,)](
+            scores, token_ids, best, winners, num_pieces, BLOCK_P=triton.next_power_of_2(num_pieces)
+        )
+    return best, winners

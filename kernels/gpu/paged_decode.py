@@ -180,7 +180,7 @@ def paged_decode_attention(
     if splits is None:
         splits = split_decodes(seq_lens, block_tables.shape[1] * block_size)
     num_items = splits.item_seqs.shape[0]
-    tile = find_tile(DECODE_TILES, q, num_kv_heads)
+    tile = find_tile(DECODE_TILES, q, kv_cache)
     block_d = max(16, triton.next_power_of_2(head_dim))
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
     num_rows = num_items * num_heads

@@ -144,7 +144,7 @@ def paged_prefill_attention(
     assert block_tables.stride(1) == 1
     assert kv_scales is None or (kv_scales.is_contiguous() and kv_cache.is_contiguous())
     is_large = num_tokens * group >= LARGE_TILE_ROWS * num_seqs
-    tile = find_tile(LARGE_PREFILL_TILES if is_large else SMALL_PREFILL_TILES, q, num_kv_heads)
+    tile = find_tile(LARGE_PREFILL_TILES if is_large else SMALL_PREFILL_TILES, q, kv_cache)
     num_tiles = num_tokens // (tile.num_rows // group) + num_seqs
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     _attend_chunks[(num_tiles, num_kv_heads)](

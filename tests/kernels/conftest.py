@@ -1,9 +1,16 @@
-"""The device of the tests of Triton kernels."""
+"""The device of the tests of Triton kernels, and the same random numbers in every run."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from triton_device import DEVICE
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Numbers that tests draw do not depend on the tests before them."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(params=[DEVICE])

@@ -14,7 +14,7 @@ from quire.kernels import (
     all_reduce_norm,
     block_tables,
     dispatch,
-    logits,
+    gumbel,
     norm,
     paged_attention,
     paged_cache,
@@ -27,9 +27,9 @@ OPS = {
     "activation": [activation.silu_and_mul, activation.gelu_tanh_and_mul],
     "all_reduce_norm": [all_reduce_norm.all_reduce_add_rms_norm],
     "block_tables": [block_tables.put_entries, block_tables.map_slots],
-    "draw_from_all": [sampling.draw_from_all],
+    "draw_from_all": [sampling.draw_from_all, sampling.take_likeliest],
     "draw_from_kept": [sampling.draw_from_kept],
-    "logits": [logits.apply_penalties, logits.apply_bias, logits.apply_bitmask],
+    "gumbel": [gumbel.random_keys],
     "norm": [norm.rms_norm, norm.add_rms_norm, norm.add_rms_norm_float8],
     "paged_cache": [paged_cache.copy_blocks],
     "paged_decode": [paged_attention.paged_decode_attention],
@@ -37,6 +37,7 @@ OPS = {
     "quantize_tokens": [quantized_linear.quantize_tokens],
     "quantized_linear": [quantized_linear.quantized_linear],
     "rotate_and_store": [rotate_and_store.rotate_and_store],
+    "take_top": [sampling.take_top],
 }
 
 

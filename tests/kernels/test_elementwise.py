@@ -39,18 +39,23 @@ def test_gates(length: int) -> None:
         torch.testing.assert_close(op(gate_up).double(), exact, atol=1e-6, rtol=1e-6)
 
 
-def test_rope_rotates_pairs_by_their_angle() -> None:
-    x = torch.randn(4, 3, 8)
-    angles = torch.randn(4, 4)
-    pairs = torch.complex(x[..., :4].double(), x[..., 4:].double()) * torch.exp(
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 3e-2)], ids=str)
+@pytest.mark.parametrize("head_dim", [8, 16, 80])
+def test_rope_rotates_pairs_by_their_angle(head_dim: int, dtype: torch.dtype, tolerance: float) -> None:
+    """Halves of 4, 8 and 40 numbers: vectors, what is left of one, and both."""
+    torch.manual_seed(0)
+    half = head_dim // 2
+    x = torch.randn(4, 3, head_dim).to(dtype)
+    angles = torch.randn(4, half)
+    pairs = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.exp(
         1j * angles.double()
     ).unsqueeze(1)
     exact = torch.cat((pairs.real, pairs.imag), dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    wide = torch.cat((x, torch.ones(4, 2, 8)), dim=1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    wide = torch.cat((x, torch.ones(4, 2, head_dim, dtype=dtype)), dim=1)
     apply_rope(wide[:, :3], torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
-    torch.testing.assert_close(wide[:, :3].double(), exact, atol=1e-6, rtol=1e-6)
-    assert torch.equal(wide[:, 3:], torch.ones(4, 2, 8))
+    torch.testing.assert_close(wide[:, :3].double(), exact, atol=tolerance, rtol=tolerance)
+    assert torch.equal(wide[:, 3:], torch.ones(4, 2, head_dim, dtype=dtype))
 
 
 def test_write_kv_touches_its_slots_and_no_other() -> None:

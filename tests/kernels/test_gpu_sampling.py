@@ -1,4 +1,4 @@
-"""The kernels that draw tokens against their PyTorch twins, which sort."""
+"""The kernels that choose tokens against their PyTorch twins, which sort, and sums against float64."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.kernels import sampling
 from quire.kernels.gumbel import gumbel_noise, random_keys
+from quire.kernels.logits import Adjustments, Biases, Masks, Penalties
 
 OFF = {"top_k": 1 << 20, "top_p": 2.0, "min_p": 0.0}
 
@@ -63,40 +64,178 @@ def test_draw_from_all(device: str, vocab_len: int) -> None:
     torch.testing.assert_close(scores.cpu(), expected_scores, atol=1e-5, rtol=1e-5)
 
 
+def test_greedy_rows_and_others_in_one_batch(device: str) -> None:
+    """Of some rows, in another order; broken ones have an answer."""
+    from quire.kernels.gpu.draw_from_all import draw_from_all, take_likeliest
+
+    logits = random_logits(6, 5000, tied=True, device=device)
+    rows = torch.tensor([4, 1, 2], device=device)
+    temperature, keys = torch.tensor([0.0, 0.7, 0.0], device=device), keys_of(3, device)
+    found = draw_from_all(logits, temperature, keys, 100, rows)
+    expected = sampling.draw_from_all(logits.cpu(), temperature.cpu(), keys.cpu(), 100, rows.cpu())
+    assert found[1].tolist() == expected[1].tolist()
+    torch.testing.assert_close(found[0].cpu(), expected[0], atol=1e-5, rtol=1e-5)
+    assert take_likeliest(logits, 0, rows)[1].tolist() == logits[rows].argmax(dim=1).tolist()
+    broken = (
+        torch.tensor([[torch.nan], [torch.inf], [-torch.inf]], device=device).expand(-1, 5000).contiguous()
+    )
+    assert ((take_likeliest(broken)[1] >= 0) & (take_likeliest(broken)[1] < 5000)).all()
+
+
+def test_keys_are_those_of_the_twin(device: str) -> None:
+    from quire.kernels.gpu import gumbel
+
+    seeds = torch.tensor([0, 1, -1, (1 << 63) - 1, -(1 << 63), 123456789])
+    positions = torch.tensor([0, 131071, 5, 7, 1, 1 << 40])
+    found = gumbel.random_keys(seeds.to(device), positions.to(device))
+    assert torch.equal(found.cpu(), random_keys(seeds, positions))
+
+
+@pytest.fixture(params=["one tile", "tiles"])
+def tiled(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.kernels.gpu import draw_from_kept, survey, take_top
+
+    if request.param == "tiles":
+        for module, name, length in (
+            (survey, "GROUP_LEN", 4),
+            (survey, "NUM_GROUPS", 16),
+            (survey, "BLOCK_VOCAB", 32),
+            (draw_from_kept, "BLOCK_VOCAB", 64),
+            (take_top, "BLOCK_VOCAB", 64),
+        ):
+            monkeypatch.setattr(module, name, length)
+
+
+@pytest.mark.usefixtures("tiled")
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
-def test_draw_from_kept(device: str, cuts: dict[str, float], tied: bool) -> None:
-    logits = random_logits(4, 300, tied=tied, device=device)
-    expect_draws_of_the_twin(logits, [cuts] * 4, device)
+@pytest.mark.parametrize(
+    ("tiled", "room"), [("one tile", 1024), ("tiles", 1024), ("tiles", 16)], indirect=["tiled"]
+)
+def test_draw_from_kept(device: str, tied: bool, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for each cut; with little room most of them look through all tokens."""
+    from quire.kernels.gpu import survey
+
+    monkeypatch.setattr(survey, "MAX_CANDIDATES", room)
+    logits = random_logits(len(CUTS), 300, tied=tied, device=device)
+    expect_draws_of_the_twin(logits, list(CUTS.values()), device)
 
 
-def test_draw_from_kept_in_several_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.kernels.gpu import draw_from_kept
-
-    monkeypatch.setattr(draw_from_kept, "BLOCK_VOCAB", 64)
-    logits = random_logits(3, 300, tied=True, device=device)
-    expect_draws_of_the_twin(logits, [CUTS["top_k 299"], CUTS["top_p 0.95"], CUTS["all"]], device)
+def test_draw_from_kept_of_adjusted_rows(device: str) -> None:
+    """Some rows, in another order than the logits and what is asked of them."""
+    torch.manual_seed(0)
+    logits = random_logits(4, 200, tied=False, device=device)
+    words, counts = torch.randint(-(2**31), 2**31, (2, 7)).int(), torch.randint(0, 3, (2, 200)).short()
+    biases = Biases(
+        torch.tensor([0, 0, 2, 2, 3]).int(), torch.tensor([3, 199, 0]).int(), torch.tensor([5.0, -9.0, 2.0])
+    )
+    penalties = Penalties(torch.tensor([1, -1, 0, 0]), counts, words, torch.rand(4, 3) + 0.5)
+    adjustments = Adjustments(200, biases, penalties, Masks(torch.tensor([-1, 1, 0, -1]), words))
+    rows = torch.tensor([3, 1])
+    expect_draws_of_the_twin(logits, [CUTS["all"], CUTS["top_p 0.95"]], device, rows, adjustments)
 
 
 def test_fewer_tokens_are_allowed_than_top_k(device: str) -> None:
-    logits = random_logits(2, 100, tied=True, device=device)
-    logits[:, 3:] = -torch.inf
-    expect_draws_of_the_twin(logits, [{"top_k": 50}, {"top_k": 50, "top_p": 0.9}], device)
+    logits = random_logits(3, 100, tied=True, device=device)
+    logits[:2, 3:] = -torch.inf
+    logits[2] = -torch.inf
+    cuts = [{"top_k": 50}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.9, "min_p": 0.1}]
+    expect_draws_of_the_twin(logits, cuts, device)
 
 
-def expect_draws_of_the_twin(logits: Tensor, cuts: list[dict[str, float]], device: str) -> None:
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_broken_rows_draw_some_token(device: str, poison: float) -> None:
     from quire.kernels.gpu.draw_from_kept import draw_from_kept
 
+    logits = torch.full((len(CUTS), 300), poison, device=device)
+    token_ids = draw_from_kept(logits, *draw_arguments(list(CUTS.values()), device))
+    assert ((token_ids >= 0) & (token_ids < 300)).all()
+
+
+def test_candidates_are_few_and_all_that_is_needed(device: str) -> None:
+    """Of 20,000 tokens: one pass bounds them, and the next collects every token from the bound up."""
+    from quire.kernels.gpu.logits import source_of
+    from quire.kernels.gpu.survey import Cuts, find_candidates
+
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(3, 20_000, device=device)
+    top_k, top_p = torch.tensor([50, 1 << 20, 1 << 20]), torch.tensor([2.0, 0.5, 2.0], dtype=torch.float64)
+    cuts = Cuts(*(cut.to(device) for cut in (top_k, top_p, torch.tensor([0.0, 0.0, 0.05]).log())))
+    source, num_rows = source_of(logits, None, None, None)
+    found = find_candidates(source, num_rows, cuts, 0)
+    values = logits.double().cpu()
+    ordered, order = values.sort(dim=1, descending=True)
+    likelier = ordered.softmax(dim=1).cumsum(1)
+    shares = (ordered - ordered[:, :1]).exp()
+    needed = [50, int((likelier[1] < 0.5).sum()) + 1, int((shares[2] >= 0.05).sum())]
+    for row in range(3):
+        count = int(found.counts[row])
+        assert needed[row] <= count <= 2 * needed[row] + 10
+        columns = 0xFFFFFFFF - (found.keys[row, :count].cpu() & 0xFFFFFFFF)
+        assert sorted(columns.tolist()) == sorted(order[row, :count].tolist())
+    torch.testing.assert_close(found.log_totals.double().cpu(), values.logsumexp(1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.totals.double().cpu(), shares.sum(1) * 2**36, atol=0, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("tiled")
+@pytest.mark.parametrize("num_top", [0, 40, 128])
+@pytest.mark.parametrize("tied", [False, True, "all"])
+def test_take_top(device: str, num_top: int, tied: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equals come by id, also where there are more of them than candidates are held."""
+    from quire.kernels.gpu import survey
+    from quire.kernels.gpu.take_top import take_top
+
+    monkeypatch.setattr(survey, "MAX_CANDIDATES", 128)
+    logits = random_logits(3, 300, tied=bool(tied), device=device)
+    if tied == "all":
+        logits[:2] = 1.5
+    temperature = torch.tensor([0.7, 1.3], device=device)
+    rows = torch.tensor([2, 0], device=device)
+    values, columns, log_totals = take_top(logits, num_top, temperature, rows)
+    scaled = logits[rows].cpu() / temperature.cpu().unsqueeze(1)
+    expected, order = scaled.sort(dim=1, descending=True, stable=True)
+    assert torch.equal(values.cpu(), expected[:, :num_top])
+    assert torch.equal(columns.cpu(), order[:, :num_top].int())
+    exact = scaled.double().logsumexp(1)
+    torch.testing.assert_close(log_totals.double().cpu(), exact, atol=1e-5, rtol=1e-5)
+
+
+def test_no_rows_have_no_tokens(device: str) -> None:
+    from quire.kernels.gpu.draw_from_all import take_likeliest
+    from quire.kernels.gpu.draw_from_kept import draw_from_kept
+    from quire.kernels.gpu.take_top import take_top
+
+    logits = torch.zeros(0, 50, device=device)
+    assert take_likeliest(logits)[1].shape == (0,)
+    assert draw_from_kept(logits, *draw_arguments([], device)).shape == (0,)
+    assert take_top(logits, 3)[0].shape == (0, 3)
+
+
+def draw_arguments(cuts: list[dict[str, float]], device: str) -> list[Tensor]:
+    """What draw_from_kept wants besides logits."""
     settings = {name: torch.tensor([(OFF | row)[name] for row in cuts]) for name in OFF}
-    temperature = torch.linspace(0.6, 1.4, len(cuts))
-    arguments = (
-        logits,
-        temperature,
+    arguments = [
+        torch.linspace(0.6, 1.4, len(cuts)),
         settings["top_k"].long(),
         settings["top_p"].double(),
         settings["min_p"].float(),
-        keys_of(len(cuts), device),
-    )
-    token_ids = draw_from_kept(*(argument.to(device) for argument in arguments))
-    expected = sampling.draw_from_kept(*(argument.cpu() for argument in arguments))
+        keys_of(len(cuts), "cpu"),
+    ]
+    return [argument.to(device) for argument in arguments]
+
+
+def expect_draws_of_the_twin(
+    logits: Tensor,
+    cuts: list[dict[str, float]],
+    device: str,
+    rows: Tensor | None = None,
+    adjustments: Adjustments | None = None,
+) -> None:
+    from quire.kernels.gpu.draw_from_kept import draw_from_kept
+
+    expected = sampling.draw_from_kept(logits.cpu(), *draw_arguments(cuts, "cpu"), rows, adjustments)
+    if rows is not None and adjustments is not None:
+        num_tokens, *kinds = adjustments
+        moved = (type(kind)(*(tensor.to(device) for tensor in kind)) for kind in kinds)
+        rows, adjustments = rows.to(device), Adjustments(num_tokens, *moved)
+    token_ids = draw_from_kept(logits, *draw_arguments(cuts, device), rows, adjustments)
     assert token_ids.tolist() == expected.tolist()

@@ -1,41 +1,77 @@
-"""Penalties, biases and masks: twins and kernels against their definitions, token by token in float64."""
+"""Biases, penalties and masks: twin and kernels against their definitions, token by token in float64."""
 
 from __future__ import annotations
 
 import math
-from types import ModuleType
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from triton_device import DEVICE
 
-from quire.kernels import logits as twins
+from quire.kernels.logits import Adjustments, Biases, Masks, Penalties, adjusted
 
 NUM_TOKENS = 101
+# Of four rows: the penalties' slot, repetition, frequency and presence; the mask's slot.
+SLOTS, FACTORS = [3, -1, 4, 3], [(1.3, 0.2, 0.0), (9.0, 9.0, 9.0), (0.7, -0.5, 1.5), (1.0, 0.0, 0.4)]
+MASK_SLOTS = [1, 0, -1, -1]
+# (row, column, value), those of a token together or apart; in the middle and at the ends of tiles.
+ENTRIES = [(0, 0, -math.inf), (0, 40, 2.0), (0, 100, -1.5), (2, 31, 0.5), (2, 31, 0.25), (2, 32, 1.0)]
+ENTRIES += [(2, 40, 3.0), (2, 40, -math.inf), (3, 5, -2.0), (3, 63, 1.0), (3, 64, 7.0), (3, 99, -0.125)]
 
 
-@pytest.fixture(params=["twin", "kernel"])
-def ops(request: pytest.FixtureRequest) -> ModuleType:
+@pytest.fixture(params=["twin", pytest.param("kernel", marks=DEVICE.marks)])
+def adjust(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
+    """[N, C] logits and Adjustments |-> [N, C] adjusted."""
     if request.param == "twin":
-        return twins
+        return adjusted
     pytest.importorskip("triton")
-    from quire.kernels.gpu import logits
+    from quire.kernels.gpu import survey
+    from quire.kernels.gpu.take_top import take_top
 
-    return logits
+    monkeypatch.setattr(survey, "GROUP_LEN", 4)
+    monkeypatch.setattr(survey, "NUM_GROUPS", 8)
+    monkeypatch.setattr(survey, "BLOCK_VOCAB", 32)
+
+    def by_kernel(logits: Tensor, adjustments: Adjustments) -> Tensor:
+        device = DEVICE.values[0]
+        num_tokens, *kinds = adjustments
+        moved = (type(kind)(*(tensor.to(device) for tensor in kind)) for kind in kinds)
+        found = take_top(logits.to(device), logits.shape[1], adjustments=Adjustments(num_tokens, *moved))
+        values, columns, _ = (tensor.cpu() for tensor in found)
+        # What is -inf is not among them.
+        rows, places = values.isfinite().nonzero(as_tuple=True)
+        out = torch.full_like(logits, -torch.inf)
+        out[rows, columns[rows, places].long()] = values[rows, places]
+        return out
+
+    return by_kernel
 
 
-@pytest.fixture
-def on(ops: ModuleType, device: str) -> str:
-    """Where the op's tensors are."""
-    return "cpu" if ops is twins else device
-
-
-def pack_bits(allowed: Tensor) -> Tensor:
+def pack_bits(bits: Tensor) -> Tensor:
     """[N, V] bool -> [N, ceil(V / 32)] int32, bit by bit."""
-    words = torch.zeros(len(allowed), -(-allowed.shape[1] // 32), dtype=torch.int64)
-    for row, token_id in allowed.nonzero().tolist():
+    words = torch.zeros(len(bits), -(-bits.shape[1] // 32), dtype=torch.int64)
+    for row, token_id in bits.nonzero().tolist():
         words[row, token_id // 32] |= 1 << (token_id % 32)
-    return words.int() if not words.max() >> 31 else (words - ((words >> 31) << 32)).int()
+    return (words - ((words >> 31) << 32)).int()
+
+
+def biases_of(entries: list[tuple[int, int, float]], num_rows: int) -> Biases:
+    rows, columns, values = zip(*entries, strict=True) if entries else ((), (), ())
+    starts = [sum(row < n for row in rows) for n in range(num_rows + 1)]
+    return Biases(
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(columns, dtype=torch.int32),
+        torch.tensor(values, dtype=torch.float32),
+    )
+
+
+def none_of(num_rows: int) -> tuple[Biases, Penalties, Masks]:
+    slots = torch.full((num_rows,), -1)
+    counts, words = torch.zeros(0, NUM_TOKENS, dtype=torch.int16), torch.zeros(0, 4, dtype=torch.int32)
+    penalties = Penalties(slots, counts, words, torch.ones(num_rows, 3))
+    return biases_of([], num_rows), penalties, Masks(slots, words)
 
 
 def penalised(
@@ -47,35 +83,37 @@ def penalised(
 
 
 @pytest.mark.parametrize("counted_in", [torch.int16, torch.int32], ids=str)
-@pytest.mark.parametrize(("vocab_start", "num_columns"), [(0, NUM_TOKENS), (34, 34), (68, 34)])
-def test_penalties(
-    ops: ModuleType, on: str, vocab_start: int, num_columns: int, counted_in: torch.dtype
-) -> None:
-    """The last part of three has a column more than there are tokens."""
+def test_everything_together(adjust: Callable[..., Tensor], counted_in: torch.dtype) -> None:
+    """Rows with all of it, and with none; the logits have two columns more than there are tokens."""
     torch.manual_seed(0)
     counts = torch.randint(-3, 4, (5, NUM_TOKENS)).clamp_(min=0).to(counted_in)
-    in_prompt = torch.rand(5, NUM_TOKENS) < 0.3
-    row_index = torch.tensor([3, 0, 4, 3])
-    repetition = torch.tensor([1.3, 1.0, 0.7, 1.0])
-    frequency, presence = torch.tensor([0.2, 0.0, -0.5, 0.0]), torch.tensor([0.0, 0.0, 1.5, 0.4])
-    logits = 3 * torch.randn(4, num_columns)
+    in_prompt, allowed = torch.rand(5, NUM_TOKENS) < 0.3, torch.rand(2, NUM_TOKENS) < 0.5
+    logits = 3 * torch.randn(4, NUM_TOKENS + 2)
     logits[1:, 5] = -torch.inf
     expected = logits.double()
-    for n, row in enumerate(row_index.tolist()):
-        for column in range(min(num_columns, NUM_TOKENS - vocab_start)):
-            token_id = vocab_start + column
-            expected[n, column] = penalised(
-                expected[n, column].item(), int(counts[row, token_id]), bool(in_prompt[row, token_id]),
-                repetition[n].item(), frequency[n].item(), presence[n].item(),
-            )  # fmt: skip
-    tables = (counts, pack_bits(in_prompt), row_index, repetition, frequency, presence)
-    result = logits.to(on)
-    ops.apply_penalties(result, *(table.to(on) for table in tables), vocab_start)
-    torch.testing.assert_close(result.cpu().double(), expected, atol=1e-6, rtol=1e-6)
-    assert torch.equal(result[1].cpu(), logits[1])
+    for row, column, value in ENTRIES:
+        expected[row, column] += value
+    for n, (slot, factors, mask) in enumerate(zip(SLOTS, FACTORS, MASK_SLOTS, strict=True)):
+        for column in range(NUM_TOKENS):
+            if slot >= 0:
+                count, was_there = int(counts[slot, column]), bool(in_prompt[slot, column])
+                expected[n, column] = penalised(expected[n, column].item(), count, was_there, *factors)
+            if mask >= 0 and not allowed[mask, column]:
+                expected[n, column] = -math.inf
+    penalties = Penalties(torch.tensor(SLOTS), counts, pack_bits(in_prompt), torch.tensor(FACTORS))
+    masks = Masks(torch.tensor(MASK_SLOTS), pack_bits(allowed))
+    given = logits.clone()
+    result = adjust(logits, Adjustments(NUM_TOKENS, biases_of(ENTRIES, 4), penalties, masks))
+    torch.testing.assert_close(result.double(), expected, atol=1e-6, rtol=1e-6)
+    assert torch.equal(logits, given)
 
 
-def test_repetition_penalty_is_that_of_transformers(ops: ModuleType, on: str) -> None:
+def test_nothing_changes_nothing(adjust: Callable[..., Tensor]) -> None:
+    logits = torch.randn(2, NUM_TOKENS)
+    assert torch.equal(adjust(logits, Adjustments(NUM_TOKENS, *none_of(2))), logits)
+
+
+def test_repetition_penalty_is_that_of_transformers(adjust: Callable[..., Tensor]) -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
     torch.manual_seed(0)
@@ -86,47 +124,8 @@ def test_repetition_penalty_is_that_of_transformers(ops: ModuleType, on: str) ->
     counts = torch.zeros(2, NUM_TOKENS, dtype=torch.int32)
     counts.scatter_add_(1, output, torch.ones_like(output, dtype=torch.int32))
     in_prompt = torch.zeros(2, NUM_TOKENS, dtype=torch.bool).scatter_(1, prompt, True)
-    result, none = logits.to(on), torch.zeros(2, device=on)
-    ops.apply_penalties(
-        result, counts.to(on), pack_bits(in_prompt).to(on), torch.arange(2, device=on), none + 1.2, none, none
-    )
-    torch.testing.assert_close(result.cpu(), expected, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize(("vocab_start", "num_columns"), [(0, NUM_TOKENS), (34, 34)])
-def test_biases_add_up_and_padding_does_nothing(
-    ops: ModuleType, on: str, vocab_start: int, num_columns: int
-) -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(3, num_columns)
-    logits[0, 0] = -torch.inf
-    entries = [(0, 40, 2.0), (2, 40, -torch.inf), (2, 67, 1.0), (1, 34, 0.5), (1, 34, 0.25), (1, 100, 9.0)]
-    entries += [(0, -1, 5.0), (0, 34, 1.0), (2, 3, -1.5), (2, 40, 1.0), (0, 68, -2.0)]
-    expected = logits.double()
-    for row, token_id, value in entries:
-        if 0 <= token_id - vocab_start < num_columns:
-            expected[row, token_id - vocab_start] += value
-    rows, token_ids, values = zip(*entries, strict=True)
-    result = logits.to(on)
-    ops.apply_bias(
-        result,
-        torch.tensor(rows, device=on),
-        torch.tensor(token_ids, device=on),
-        torch.tensor(values, device=on),
-        vocab_start,
-    )
-    torch.testing.assert_close(result.cpu().double(), expected, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize(("vocab_start", "num_columns"), [(0, NUM_TOKENS), (34, 34), (68, 34)])
-def test_bitmask(ops: ModuleType, on: str, vocab_start: int, num_columns: int) -> None:
-    """Rows that are not named keep every token, whatever their bits."""
-    torch.manual_seed(0)
-    allowed = torch.rand(4, NUM_TOKENS) < 0.5
-    logits = torch.randn(4, num_columns)
-    result = logits.to(on)
-    ops.apply_bitmask(result, pack_bits(allowed).to(on), torch.tensor([3, -1, 1], device=on), vocab_start)
-    for row in range(4):
-        for column in range(min(num_columns, NUM_TOKENS - vocab_start)):
-            is_forbidden = row in (1, 3) and not allowed[row, vocab_start + column]
-            assert result[row, column] == (-math.inf if is_forbidden else logits[row, column])
+    factors = torch.tensor([[1.2, 0.0, 0.0]]).repeat(2, 1)
+    penalties = Penalties(torch.arange(2), counts, pack_bits(in_prompt), factors)
+    biases, _, masks = none_of(2)
+    result = adjust(logits, Adjustments(NUM_TOKENS, biases, penalties, masks))
+    torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-6)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from quire.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from quire.kernels.gumbel import random_keys
-from quire.kernels.logits import apply_bias, apply_bitmask, apply_penalties
+from quire.kernels.logits import Adjustments, Biases, Masks, Penalties
 from quire.kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
-from quire.kernels.sampling import draw_from_all, draw_from_kept
+from quire.kernels.sampling import draw_from_all, draw_from_kept, take_likeliest, take_top
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
@@ -65,42 +65,55 @@ def test_gates(op: Callable[..., object]) -> None:
 
 
 def test_the_sampler_from_penalties_to_draws() -> None:
-    """Captured on other rows, masks and settings than are replayed, padding among them."""
-    num_rows, vocab_len = 6, 5000
+    """Captured on other rows, masks and settings than are replayed, rows without any among them."""
+    num_rows, vocab_len, num_biases = 6, 5000, 12
 
     def make_inputs() -> Inputs:
-        rows = torch.randperm(num_rows)
+        between = torch.randint(0, num_biases, (num_rows - 1,)).sort().values
         return [
             2 * torch.randn(num_rows, vocab_len),
+            torch.randperm(num_rows),
+            torch.cat((torch.tensor([0]), between, torch.tensor([num_biases]))).int(),
+            torch.randint(0, vocab_len, (num_biases,)).sort().values.int(),
+            torch.randn(num_biases),
+            torch.randint(-1, num_rows, (num_rows,)),
             torch.randint(0, 3, (num_rows, vocab_len), dtype=torch.int16),
             torch.randint(-(2**31), 2**31, (num_rows, -(-vocab_len // 32)), dtype=torch.int32),
-            rows,
-            torch.rand(3, num_rows) + 0.5,
-            torch.stack((rows, torch.randint(-1, vocab_len, (num_rows,)))),
-            rows.where(torch.rand(num_rows) < 0.5, -1),
+            torch.rand(num_rows, 3) + 0.5,
             torch.rand(num_rows) + 0.3,
             torch.randint(1, vocab_len + 9, (num_rows,)),
             torch.rand(num_rows, dtype=torch.float64) + 0.3,
             0.1 * torch.rand(num_rows),
-            random_keys(torch.randint(0, 999, (num_rows,)), torch.arange(num_rows)),
+            torch.randint(0, 999, (num_rows,)),
         ]
 
     def sample(
         logits: Tensor,
+        rows: Tensor,
+        starts: Tensor,
+        columns: Tensor,
+        amounts: Tensor,
+        slots: Tensor,
         counts: Tensor,
         words: Tensor,
-        rows: Tensor,
-        penalties: Tensor,
-        biased: Tensor,
-        masked: Tensor,
+        factors: Tensor,
         temperature: Tensor,
-        *cuts_and_keys: Tensor,
+        *cuts_and_seeds: Tensor,
     ) -> list[Tensor]:
-        apply_penalties(logits, counts, words, rows, *penalties.unbind())
-        apply_bias(logits, *biased.unbind(), temperature)
-        apply_bitmask(logits, words, masked)
-        drawn = draw_from_kept(logits, temperature, *cuts_and_keys)
-        return [drawn, *draw_from_all(logits, temperature, cuts_and_keys[-1])]
+        *cuts, seeds = cuts_and_seeds
+        keys = random_keys(seeds, seeds)
+        adjustments = Adjustments(
+            vocab_len,
+            Biases(starts, columns, amounts),
+            Penalties(slots, counts, words, factors),
+            Masks(slots, words),
+        )
+        return [
+            draw_from_kept(logits, temperature, *cuts, keys, rows, adjustments),
+            *draw_from_all(logits, temperature, keys, 0, rows, adjustments),
+            *take_likeliest(logits, 0, rows, adjustments),
+            *take_top(logits, 20, temperature, rows, adjustments),
+        ]
 
     torch.manual_seed(0)
     expect_replays(sample, make_inputs)

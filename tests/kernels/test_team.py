@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -75,6 +77,19 @@ def test_another_number_of_threads() -> None:
 
 @pytest.mark.skipif(not TASKS.exists(), reason="needs /proc")
 def test_helpers_end_with_their_caller() -> None:
+    run_alone(helpers_end_with_their_caller)
+
+
+def test_idle_helpers_sleep() -> None:
+    run_alone(idle_helpers_sleep)
+
+
+def run_alone(function: Callable[[], None]) -> None:
+    """In a process of its own, where no other test's threads come, go and take time."""
+    subprocess.run([sys.executable, __file__, function.__name__], check=True, timeout=240)
+
+
+def helpers_end_with_their_caller() -> None:
     work = Work()
     assert work.is_right()
     before = len(list(TASKS.iterdir()))
@@ -95,7 +110,7 @@ def test_helpers_end_with_their_caller() -> None:
     assert len(list(TASKS.iterdir())) == before
 
 
-def test_idle_helpers_sleep() -> None:
+def idle_helpers_sleep() -> None:
     assert Work().is_right()
     time.sleep(0.05)
     before = time.process_time()
@@ -115,3 +130,8 @@ def test_a_forked_process_has_a_team_of_its_own() -> None:
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert work.is_right()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(3)
+    globals()[sys.argv[1]]()

@@ -2,12 +2,16 @@
 
 The wrappers are called on CPU tensors while launches are recorded instead of made; then each recorded kernel is
 compiled for the compute capability with the types, the tile and the options that it would have been launched with.
-Prints one line a kernel: name, bytes of shared memory. Fails where one needs more than the GPU has.
+Prints one line a kernel: name, bytes of shared memory, bytes of stack a thread. Fails where one needs more shared
+memory than the GPU has, and where attention in 16-bit types needs more registers, which spill to the stack.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import torch
@@ -25,7 +29,7 @@ from quire.kernels.gpu import (
     block_tables,
     draw_from_all,
     draw_from_kept,
-    logits,
+    gumbel,
     norm,
     paged_cache,
     paged_decode,
@@ -33,10 +37,14 @@ from quire.kernels.gpu import (
     quantize_tokens,
     quantized_linear,
     rotate_and_store,
+    take_top,
 )
+from quire.kernels.logits import Adjustments, Biases, Masks, Penalties
 from quire.kernels.quantized_linear import QuantizedWeight
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
+# What attention may spill: see kernels.gpu.tiles.
+MAX_STACK_BYTES = 16
 POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -83,14 +91,22 @@ def launch_everything() -> None:
     tables = torch.zeros(3, 64, dtype=torch.int32)
     block_tables.put_entries(tables, torch.zeros(5, 3, dtype=torch.int32))
     block_tables.map_slots(tables, ids, ids, 16)
-    scores, ones = torch.zeros(3, 32000), torch.ones(3)
+
+
+def launch_sampler() -> None:
+    """Of all rows as they are, and of some that are adjusted."""
+    logits, ones, ids = torch.zeros(3, 32000), torch.ones(3), torch.zeros(3, dtype=torch.int64)
     keys = torch.zeros(3, 2, dtype=torch.int32)
-    draw_from_all.draw_from_all(scores, ones, keys)
-    draw_from_kept.draw_from_kept(scores, ones, ids, ones.double(), ones, keys)
     counts, words = torch.zeros(3, 32000, dtype=torch.int16), torch.zeros(3, 1000, dtype=torch.int32)
-    logits.apply_penalties(scores, counts, words, ids, ones, ones, ones)
-    logits.apply_bias(scores, ids, ids, ones)
-    logits.apply_bitmask(scores, words, ids)
+    biases = Biases(torch.zeros(4, dtype=torch.int32), torch.zeros(5, dtype=torch.int32), torch.ones(5))
+    penalties = Penalties(ids, counts, words, torch.ones(3, 3))
+    gumbel.random_keys(ids, ids)
+    for rows, adjustments in ((None, None), (ids, Adjustments(32000, biases, penalties, Masks(ids, words)))):
+        draw_from_all.take_likeliest(logits, 0, rows, adjustments)
+        draw_from_all.draw_from_all(logits, ones, keys, 0, rows, adjustments)
+        draw_from_kept.draw_from_kept(logits, ones, ids, ones.double(), ones, keys, rows, adjustments)
+        take_top.take_top(logits, 128, ones, rows, adjustments)
+        take_top.take_top(logits, 20, None, rows, adjustments)
 
 
 def launch_quantized_linear(capability: int) -> None:
@@ -147,40 +163,62 @@ def launch_attention(
         paged_prefill.paged_prefill_attention(some, cache, tables, starts, lens, 0.1, variant, scales)
 
 
-def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> int:
-    """Bytes of shared memory."""
+def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> Any:
+    """The compiled kernel."""
     names = kernel.arg_names
     values = dict(zip(names, args, strict=False)) | {
         name: kwargs.pop(name) for name in names if name in kwargs
     }
-    signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
-    for place, (name, parameter) in enumerate(zip(names, kernel.params, strict=True)):
-        value = values[name]
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
-            signature[name], constants[(place,)] = "constexpr", value
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[name] = POINTERS[value.dtype]
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+
+    def type_of(value: Any, path: tuple[int, ...], is_constant: bool) -> Any:
+        """The type that Triton gives an argument; what else it assumes goes to `constants` and `attributes`."""
+        if isinstance(value, tuple):
+            parts = [type_of(part, (*path, place), False) for place, part in enumerate(value)]
+            return type(value)(*parts)
+        if is_constant or value is None or (type(value) is int and value == 1):
+            constants[path] = value
+            return "constexpr"
         if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
-            attributes[(place,)] = [["tt.divisibility", 16]]
+            attributes[path] = [["tt.divisibility", 16]]
+        if isinstance(value, torch.Tensor):
+            return POINTERS[value.dtype]
+        return "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+
+    signature = {
+        name: type_of(values[name], (place,), parameter.is_constexpr)
+        for place, (name, parameter) in enumerate(zip(names, kernel.params, strict=True))
+    }
     source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kwargs)
-    return int(compiled.metadata.shared)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kwargs)
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """What a thread of a compiled kernel keeps in memory because its registers do not suffice."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", usage)
+    assert found is not None, usage
+    return int(found[1])
 
 
 def main(capability: int) -> None:
     JITFunction.run = record
     torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)  # type: ignore[assignment]
     launch_everything()
+    launch_sampler()
     launch_quantized_linear(capability)
     for kernel, args, kwargs in launches:
-        num_bytes = compile_launch(kernel, args, kwargs, capability)
-        print(kernel.__name__, num_bytes)
-        assert num_bytes <= SHARED_BYTES[capability], f"{kernel.__name__} needs {num_bytes} bytes"
+        compiled = compile_launch(kernel, args, kwargs, capability)
+        shared, stack = int(compiled.metadata.shared), stack_bytes(compiled.asm["cubin"])
+        print(kernel.__name__, shared, stack)
+        assert shared <= SHARED_BYTES[capability], f"{kernel.__name__} needs {shared} bytes"
+        is_half = kernel.__name__.startswith("_attend") and args[0].dtype in (torch.bfloat16, torch.float16)
+        assert not is_half or stack <= MAX_STACK_BYTES, f"{kernel.__name__} spills {stack} bytes"
 
 
 if __name__ == "__main__":

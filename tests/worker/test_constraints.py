@@ -20,6 +20,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
+from quire.kernels.logits import adjusted
 from quire.proto.step import NO_INTS, NewSequence, RowConstraints, RowSampling
 from quire.worker.constraints import Constraints
 from quire.worker.parallel import Shard, SingleRank
@@ -107,9 +108,9 @@ class Rank:
         local = torch.full((len(rows), self.shard.padded_len), -torch.inf)
         local[:, : len(self.shard)] = logits[:, self.shard.start : self.shard.end]
         places = np.array(rows, np.int32)
-        if self.constraints.concern(places, self.lens[places]):
-            self.constraints.apply(local, places, self.lens[places])
-        return local[:, : len(self.shard)]
+        adjustments = self.constraints.adjustments(places, self.lens[places])
+        changed = local if adjustments is None else adjusted(local, adjustments)
+        return changed[:, : len(self.shard)]
 
 
 def ranks_of(size: int, num_rows: int = 1) -> list[Rank]:
@@ -186,7 +187,7 @@ def test_memory_is_taken_by_rows_that_penalise_and_given_back() -> None:
             rank.put(sequence_of(CASES["repetition"], row=(7 * turn + row) % 40))
         rank.constraints.release(np.arange(40, dtype=np.int32))
     assert len(counts.counts) == 8
-    assert not rank.constraints.concern(np.arange(40, dtype=np.int32), np.zeros(40, np.int32))
+    assert rank.constraints.adjustments(np.arange(40, dtype=np.int32), np.zeros(40, np.int32)) is None
     logits = random_logits(1)
     assert torch.equal(rank.apply(logits, [3]), logits)
 

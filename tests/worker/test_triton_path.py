@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from triton_device import DEVICE
 
 from quire.kernels import decode_splits, dispatch
-from quire.proto.step import RowConstraints, RowSampling
+from quire.proto.step import NO_INTS, NewSequence, RowConstraints, RowSampling
+from quire.worker.constraints import Constraints
+from quire.worker.parallel import Shard, SingleRank
+from quire.worker.rows import SamplingTable
+from quire.worker.sampler import SampledLogprobs, Sampler
 
 SAMPLING = [
     RowSampling(temperature=0.0),
@@ -44,3 +51,35 @@ def test_tokens_are_those_of_the_twins(
     monkeypatch.setattr(decode_splits, "NUM_EXTRA_ITEMS", 4)
     monkeypatch.setattr(dispatch, "has_kernels", lambda tensor: tensor.is_cuda or device == "cpu")
     assert generate(device) == expected
+
+
+def sample_all(logits: torch.Tensor, device: str) -> tuple[list[int], SampledLogprobs]:
+    """One step of the sampler, a row for each kind of sampling; all report log-probabilities, as many as row."""
+    num_rows, vocab_len = logits.shape
+    table, shard = SamplingTable(num_rows, vocab_len), Shard(0, 1, vocab_len)
+    constraints = Constraints(shard, torch.zeros(num_rows, 32, dtype=torch.int32, device=device))
+    for row, sampling in enumerate(SAMPLING):
+        sampling = replace(sampling, logprobs=row)
+        table.put(row, sampling)
+        constraints.put(NewSequence(row, row, np.array([8, 9, 7], np.int32), 0, NO_INTS, sampling))
+    rows, lens = np.arange(num_rows, dtype=np.int32), np.full(num_rows, 3, dtype=np.int32)
+    sampler = Sampler(shard, SingleRank(), torch.device(device))
+    token_ids, logprobs = sampler.sample(logits.to(device), table, rows, lens, constraints)
+    assert logprobs is not None
+    return token_ids.tolist(), logprobs
+
+
+@pytest.mark.parametrize("device", [DEVICE])
+def test_log_probabilities_are_of_what_the_model_said(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """A batch of every kind, sampled by kernels that adjust logits and by twins, and reported as they were."""
+    pytest.importorskip("triton")
+    logits = 2 * torch.randn(len(SAMPLING), 400, generator=torch.Generator().manual_seed(0))
+    expected_ids, expected = sample_all(logits, "cpu")
+    monkeypatch.setattr(dispatch, "has_kernels", lambda tensor: tensor.is_cuda or device == "cpu")
+    given = logits.clone()
+    token_ids, found = sample_all(logits, device)
+    assert token_ids == expected_ids
+    assert torch.equal(found.top_ids.cpu(), expected.top_ids)
+    torch.testing.assert_close(found.top.cpu(), expected.top, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.chosen.cpu(), expected.chosen, atol=1e-5, rtol=1e-5)
+    assert torch.equal(logits, given)

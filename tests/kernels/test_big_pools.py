@@ -1,0 +1,56 @@
+"""Pools of more than 2^31 numbers: a block's place does not fit into 32 bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+HEAD_DIM, BLOCK_SIZE, SEQ_LEN = 32, 16, 20
+# Numbers from block to block: block 2 begins beyond 2^31. Memory that nobody touches takes none.
+BLOCK_STRIDE = (1 << 30) + 64
+
+
+@pytest.fixture
+def pool(device: str) -> Tensor:
+    """[3, 2, 1, B, D] int8, of small whole numbers."""
+    torch.manual_seed(0)
+    block_len = 2 * BLOCK_SIZE * HEAD_DIM
+    memory = torch.empty(2 * BLOCK_STRIDE + block_len, dtype=torch.int8, device=device)
+    strides = BLOCK_STRIDE, block_len // 2, block_len // 2, HEAD_DIM, 1
+    blocks = memory.as_strided((3, 2, 1, BLOCK_SIZE, HEAD_DIM), strides)
+    blocks.copy_(torch.randint(-3, 4, blocks.shape))
+    return blocks
+
+
+def exact_attention(q: Tensor, pool: Tensor, block_ids: list[int]) -> Tensor:
+    """[Hq, D] queries of the last token over a sequence in those blocks, in float64."""
+    keys, values = pool[block_ids, :, 0].cpu().double().transpose(0, 1).flatten(1, 2)[:, :SEQ_LEN]
+    return (q.cpu().double() @ keys.T * 0.1).softmax(dim=-1) @ values
+
+
+def test_attention_reads_beyond_32_bits(pool: Tensor) -> None:
+    from quire.kernels.gpu.paged_decode import paged_decode_attention
+    from quire.kernels.gpu.paged_prefill import paged_prefill_attention
+
+    device = pool.device
+    q = torch.randn(1, 2, HEAD_DIM, device=device)
+    tables = torch.tensor([[2, 1]], dtype=torch.int32, device=device)
+    lens = torch.tensor([SEQ_LEN], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    expected = exact_attention(q[0], pool, [2, 1])
+    decoded = paged_decode_attention(q, pool, tables, lens, 0.1)
+    prefilled = paged_prefill_attention(q, pool, tables, starts, lens, 0.1)
+    for out in (decoded, prefilled):
+        torch.testing.assert_close(out[0].cpu().double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_stores_go_beyond_32_bits(pool: Tensor) -> None:
+    from quire.kernels.gpu.rotate_and_store import rotate_and_store
+
+    heads = torch.tensor([1.0, 5.0, 7.0], device=pool.device).view(1, 3, 1).repeat(1, 1, HEAD_DIM)
+    slot = torch.tensor([2 * BLOCK_SIZE + 3], device=pool.device)
+    expected = pool.clone()
+    expected[2, 0, 0, 3], expected[2, 1, 0, 3] = 5, 7
+    rotate_and_store(heads, pool, slot, None, None)
+    assert torch.equal(pool, expected)
