@@ -17,7 +17,7 @@ from .messages import replica_to_message
 from .security import ADMIN_TENANT, Security
 from .served_models import ServedModels
 
-STATUS_TIMEOUT_S = 5.0
+STATUS_TIMEOUT_S = 10.0
 
 
 class Fleet(Protocol):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # news comes first: Ray knows of a killed process 12 to 29 ms later.
 _EVIDENCE_S = 0.3
 # For a rank's process to say what it is doing.
-_STAGE_TIMEOUT_S = 1.0
+_STAGE_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from .security import bearer
 from .statuses import from_grpc_error
 
 DEFAULT_TIMEOUT_S = 600.0
-HEALTH_TIMEOUT_S = 5.0
+HEALTH_TIMEOUT_S = 10.0
 
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),

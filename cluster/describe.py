@@ -53,7 +53,7 @@ def _load_hf_config(path: Path) -> Any:
 
 def _architecture(hf: Any, path: Path) -> str:
     architectures = getattr(hf, "architectures", None)
-    if not architectures:
+    if not isinstance(architectures, list | tuple) or not architectures:
         raise ModelLoadError(f"{path / 'config.json'}: names no architectures")
     return str(architectures[0])
 
@@ -68,8 +68,13 @@ def _context_len(hf: Any, path: Path) -> int:
     if rope.get("rope_type") != "yarn":
         return context_len
     # YaRN stretches the original context, which many of these configurations still give as the whole.
-    stretched = (rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1)
-    return max(context_len, int(stretched))
+    original_len, factor = rope.get("original_max_position_embeddings") or 0, rope.get("factor") or 1
+    try:
+        return max(context_len, int(original_len * float(factor)))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ModelLoadError(
+            f"{path / 'config.json'}: its rope has settings that mean nothing: {first_line(error)}"
+        ) from error
 
 
 def _num_kv_heads(hf: Any, num_heads: int) -> int:

@@ -17,6 +17,7 @@ from ..proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from ..proto.errors import ConfigError, DuplicateRequest, QuireError, RequestAborted
 from .admin import AdminService, Fleet
 from .answer import Answers
+from .background import run_in_background
 from .chat import Chat
 from .events import Completion, Event, Started, collect, collect_prompt_logprobs
 from .fleet.moving import MovingRequest
@@ -115,7 +116,7 @@ class Gateway:
                 f"cannot listen on {self._address}: the address is in use or not this machine's{what}"
             )
         await self._server.start()
-        self._monitor = asyncio.create_task(self._keep_health())
+        self._monitor = run_in_background(self._keep_health(), "keeping the gateway's health")
         return str(self._address.with_port(port))
 
     async def wait_ready(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -26,7 +27,10 @@ class ProcessTree:
         deadline = time.monotonic() + timeout_s
         for pid, pidfd in list(self._pidfds.items()):
             remaining_s = max(0.0, deadline - time.monotonic())
-            if select.select([pidfd], [], [], remaining_s)[0]:
+            # Unlike select, it takes descriptors of any number.
+            poller = select.poll()
+            poller.register(pidfd, select.POLLIN)
+            if poller.poll(math.ceil(1000 * remaining_s)):
                 os.close(self._pidfds.pop(pid))
         return list(self._pidfds)
 

@@ -29,6 +29,7 @@ from ..proto.stream import (
     decode,
     encode,
 )
+from .background import run_in_background
 from .news import News, split
 from .requests import Request
 from .running import Inbox
@@ -36,6 +37,11 @@ from .running import Inbox
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+# A replica is given up when it is silent for so long beyond a step's own deadline: from then on its scheduler still
+# asks the ranks what they are at.
+PATIENCE_S = 10.0
+# For aborts to leave when a client is closed.
+_LINGER_MS = 200
 _MAX_HANDLE = (1 << 31) - 1  # handles travel as int32
 
 ReceiverT = TypeVar("ReceiverT", bound="Receiver")
@@ -119,6 +125,8 @@ class ReplicaClient:
         self._next_handle = 1
         self._query_ids = itertools.count(1)
         self._queries: dict[int, asyncio.Future[ReplicaStatus]] = {}
+        # Who waits for the next status, whoever asked for it.
+        self._listening: set[asyncio.Future[ReplicaStatus]] = set()
         self._problem = f"replica {replica_id} has not answered yet"
         self._failed, self._failure = asyncio.Event(), ""
         self._is_gone = False
@@ -154,7 +162,10 @@ class ReplicaClient:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         connect(self._socket, self._address, self._keys)
         self._heard_at = time.monotonic()
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._keep_asking())]
+        self._tasks = [
+            run_in_background(self._receive(), f"hearing {self.replica_id}", self._note_fault),
+            run_in_background(self._keep_asking(), f"asking {self.replica_id}", self._note_fault),
+        ]
 
     async def close(self, reason: str = "its client was closed") -> None:
         """Ends what still runs, with the reason, and closes the connection. Safe to call twice."""
@@ -165,11 +176,13 @@ class ReplicaClient:
         if self._socket is not None:
             for handle in self._running:
                 self.send(Abort(handle))
-            # The aborts, if any, are given a moment to leave.
-            linger_ms = 200 if self._running else 0
+            linger_ms = _LINGER_MS if self._running else 0
             self._fail_all(reason)
-            self._context.destroy(linger=linger_ms)
-            self._socket = None
+            socket, self._socket = self._socket, None
+            self._end_queries()
+            socket.close(linger=linger_ms)
+            # Blocks until they have left.
+            await asyncio.to_thread(self._context.term)
 
     def submit(self, request: Request) -> RunningRequest:
         """Hands the request to the replica. Raises ReplicaUnavailable where that is known to have failed."""
@@ -181,10 +194,9 @@ class ReplicaClient:
         Raises:
             ReplicaUnavailable: the replica is known to have failed.
         """
-        if self._socket is None:
-            raise ReplicaUnavailable(f"the client of replica {self.replica_id} is closed")
         if self._failed.is_set():
             raise ReplicaUnavailable(self._problem)
+        self._check_can_answer()
         handles = self._take_handles(request.sampling.num_sequences)
         receiver = make_receiver(handles)
         self._running |= dict.fromkeys(handles, receiver)
@@ -211,8 +223,9 @@ class ReplicaClient:
         """The replica's state now.
 
         Raises:
-            ReplicaUnavailable: no answer in time.
+            ReplicaUnavailable: no answer in time, or there will be none.
         """
+        self._check_can_answer()
         query_id = next(self._query_ids)
         self._queries[query_id] = asyncio.get_running_loop().create_future()
         try:
@@ -232,12 +245,18 @@ class ReplicaClient:
         """
         self._is_gone = True
         self._lose(reason)
+        self._end_queries()
 
     def watch(self, failure: Future[QuireError | None]) -> None:
-        """Fails as soon as the future ends, in whichever thread: with an error, or None for a replica that closed."""
+        """Fails as soon as the future ends, in whichever thread: with an error, or None for a replica that closed.
+
+        Where the future is cancelled, nobody knows of the replica's end any more but by its silence.
+        """
         loop = asyncio.get_running_loop()
 
         def tell(ended: Future[QuireError | None]) -> None:
+            if ended.cancelled():
+                return
             with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
                 loop.call_soon_threadsafe(self.fail, str(ended.result() or "it was closed"))
 
@@ -248,21 +267,17 @@ class ReplicaClient:
         self._listeners.append(listener)
 
     async def next_status(self, timeout_s: float) -> ReplicaStatus:
-        """The next status that comes by itself. Raises ReplicaUnavailable where none does in time."""
+        """The next status that comes by itself. Raises ReplicaUnavailable where none does in time, or none will."""
+        self._check_can_answer()
         heard: asyncio.Future[ReplicaStatus] = asyncio.get_running_loop().create_future()
-
-        def take(message: ReplicaStatus | CacheReport) -> None:
-            if isinstance(message, ReplicaStatus) and not heard.done():
-                heard.set_result(message)
-
-        self._listeners.append(take)
+        self._listening.add(heard)
         try:
             async with asyncio.timeout(timeout_s):
                 return await heard
         except TimeoutError:
             raise ReplicaUnavailable(f"replica {self.replica_id} said nothing for {timeout_s:g} s") from None
         finally:
-            self._listeners.remove(take)
+            self._listening.discard(heard)
 
     async def wait_until_failed(self) -> str:
         """Returns why the replica failed, once it has; it may say meanwhile that it is well after all."""
@@ -272,6 +287,27 @@ class ReplicaClient:
     async def wait_until(self, *, well: bool) -> None:
         """Returns once the replica answers without a problem, or (`well` false) once it has one."""
         await (self._is_well if well else self._is_unwell).wait()
+
+    @property
+    def _why_mute(self) -> str:
+        """Why nothing can come from the replica any more; empty where something can."""
+        if self._socket is None:
+            return f"the client of replica {self.replica_id} is closed"
+        return self._problem if self._is_gone else ""
+
+    def _check_can_answer(self) -> None:
+        if why := self._why_mute:
+            raise ReplicaUnavailable(why)
+
+    def _end_queries(self) -> None:
+        """Nobody waits for what cannot come."""
+        for waiting in (*self._queries.values(), *self._listening):
+            if not waiting.done():
+                waiting.set_exception(ReplicaUnavailable(self._why_mute))
+
+    def _note_fault(self, error: BaseException) -> None:
+        """This end of the line is broken: nothing would be heard any more."""
+        self.fail(f"the line to it broke: {error!r}")
 
     def _lose(self, reason: str) -> None:
         self._note_failure(f"replica {self.replica_id} failed: {reason}")
@@ -343,8 +379,9 @@ class ReplicaClient:
             self._failed.clear()
             self._set_problem(status.problem)
         query = self._queries.get(status.query_id)
-        if query is not None and not query.done():
-            query.set_result(status)
+        for waiting in (*self._listening, *([] if query is None else [query])):
+            if not waiting.done():
+                waiting.set_result(status)
 
     async def _keep_asking(self) -> None:
         """The heartbeat: asks for the status at intervals, and fails a replica that stays silent."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from ..scheduler.actor import WATCH_GROUP, SchedulerActor
 from ..worker.actor import LoadReport, WorkerActor
 from .channel_group import ChannelGroupMaker
 from .fleet.placement import ClusterView, bundles_for, choose_strategy, explain
+from .launch_progress import LaunchProgress, LaunchStage, Tell
 from .loading_bar import LoadingBar
 from .ray_errors import await_all
 from .replica import Replica, ReplicaRecord, actor_name, placement_name, remove_replica
@@ -45,12 +46,13 @@ def launch_replica(
     site: Site,
     *,
     version: str = "",
-    tell: Callable[[str], None] = _log.info,
+    tell: Tell = lambda progress: None,
 ) -> Replica:
-    """Starts a replica; returns when it takes requests.
+    """Starts a replica; returns when it takes requests. What it is at stands in the log, too.
 
     Args:
-        tell: is told, in a line each, what the launch is at and what it waits for.
+        tell: is told of every stage, and why there is no room as long as there is none. What it raises ends the
+            launch.
 
     Raises:
         ConfigError: the model cannot be loaded, or its KV cache does not fit.
@@ -70,21 +72,21 @@ def launch_replica(
         stopwatch.lap("allocate")
         endpoint = launch.connect(config, reports)
         stopwatch.lap("connect")
-        tell(f"{replica_id} started: {stopwatch}; slowest rank: {_slowest(reports)}")
+        launch.note(LaunchStage.STARTED, f"{stopwatch}; slowest rank: {_slowest(reports)}")
         record = launch.record(config, endpoint, version)
         return Replica(record, config, launch.scheduler)
     except BaseException:
-        with suppress(RayError):  # why it failed is what counts
+        try:
             remove_replica(replica_id, site.namespace)
+        except Exception:  # why the launch failed is what counts
+            _log.exception("what there is of %s could not be removed", replica_id)
         raise
 
 
 class _Launch:
     """The steps by which a replica's processes come to serve."""
 
-    def __init__(
-        self, config: EngineConfig, replica_id: str, site: Site, tell: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: EngineConfig, replica_id: str, site: Site, tell: Tell) -> None:
         self._config = config
         self._replica_id = replica_id
         self._site = site
@@ -105,6 +107,12 @@ class _Launch:
     def _workers(self) -> list[ActorHandle]:
         return self._actors[1:]
 
+    def note(self, stage: LaunchStage, detail: object = "") -> None:
+        """Tells the log, and whoever wants to know."""
+        progress = LaunchProgress(stage, str(detail))
+        _log.info("%s %s", self._replica_id, progress)
+        self._tell(progress)
+
     def place(self) -> None:
         """Gets room for all processes; while there is none, tells why at intervals."""
         site, view = self._site, ClusterView.read(self._site.autoscaling_config)
@@ -115,21 +123,23 @@ class _Launch:
             name=placement_name(self._replica_id, site.namespace),
             lifetime="detached" if site.outlives_us else None,
         )
+        # From here on, whoever ends the replica finds the placement; whoever did so before is heard now.
+        self.note(LaunchStage.PLACING)
         deadline = time.monotonic() + site.placement_timeout_s
-        while not self._placement.wait(min(_EXPLAIN_AFTER_S, deadline - time.monotonic())):
+        while not self._placement.wait(max(0.0, min(_EXPLAIN_AFTER_S, deadline - time.monotonic()))):
             reason = explain(self._bundles, strategy, ClusterView.read(site.autoscaling_config))
             if self._state_of_placement() == "REMOVED":
                 raise ReplicaUnavailable(f"{self._replica_id} was given up before it had a place: {reason}")
             if time.monotonic() >= deadline:
                 raise ReplicaUnavailable(f"no room in {site.placement_timeout_s:g} s: {reason}")
-            self._tell(f"{self._replica_id} waits for room: {reason}")
+            self.note(LaunchStage.WAITING_FOR_ROOM, reason)
         nodes = placement_group_table(self._placement)["bundles_to_node_id"]
         self._node_ids = tuple(nodes[bundle] for bundle in range(len(self._bundles)))
 
     def create(self) -> None:
         """Starts the processes."""
         size = self._config.parallel.tensor_parallel_size
-        self._tell(f"{self._replica_id} starts {1 + size} processes")
+        self.note(LaunchStage.STARTING, 1 + size)
         self._actors.append(self._start(SchedulerActor, "scheduler", 0, self._replica_id))
         for rank in range(size):
             self._actors.append(self._start(WorkerActor, f"rank-{rank}", 1 + rank, self._config, rank))
@@ -139,7 +149,7 @@ class _Launch:
 
     def load(self) -> list[LoadReport]:
         """Joins the ranks and loads the weights; the reports by rank."""
-        self._tell(f"{self._replica_id} loads {self._config.model.name}")
+        self.note(LaunchStage.LOADING, self._config.model.name)
         store = None
         if len(self._workers) > 1:
             one_host = len(set(self._node_ids[1:])) == 1

@@ -12,7 +12,8 @@ import numpy as np
 from ..proto.block_tables import IntArray
 from ..proto.config import EngineConfig
 from ..proto.errors import InvalidRequest
-from ..proto.sampling import BadWord, SamplingParams
+from ..proto.plain import BadWord
+from ..proto.sampling import SamplingParams
 from ..proto.step import NO_INTS
 from ..proto.stream import Submit
 from .chat import Chat, check_text

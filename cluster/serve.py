@@ -15,7 +15,7 @@ from .front import FrontOptions, check_listen, log_to_stderr
 from .gateway import Gateway
 from .local_cluster import LocalCluster
 from .replica import Replica, new_replica_id
-from .replica_client import ReplicaClient
+from .replica_client import PATIENCE_S, ReplicaClient
 from .replica_launch import launch_replica
 from .security import Security
 from .served_models import serve_alone
@@ -29,8 +29,6 @@ GRACE_S = 5.0
 FAILURE_GRACE_S = 1.0
 # A mistake in the options shows within this time; everything else is looked into while Ray starts.
 _HASTE_S = 0.2
-# Beyond a step's own deadline, before a silent scheduler is given up.
-_PATIENCE_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +83,7 @@ async def _serve_replica(
     failure = asyncio.wrap_future(replica.failure)
     signalled = next_signal()
     config = replica.config
-    patience_s = config.scheduler.step_timeout_s + _PATIENCE_S
+    patience_s = config.scheduler.step_timeout_s + PATIENCE_S
     client = ReplicaClient(replica.address, replica.replica_id, patience_s=patience_s)
     client.start()
     models = serve_alone(config, tokenizer, client)

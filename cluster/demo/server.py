@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from ...proto.errors import ReplicaUnavailable
@@ -17,10 +19,9 @@ from ..closing import Closing
 from ..processes import ProcessTree
 
 READY = "quire is ready on "
-_STOP_TIMEOUT_S = 30.0
-_EXIT_TIMEOUT_S = 10.0
-_SHARED_MEMORY = Path("/dev/shm")
-_SHARED_MEMORY_PREFIXES = "quire", "plasma", "ray", "psm_", "sem.mp"
+_STOP_TIMEOUT_S = 60.0
+_EXIT_TIMEOUT_S = 30.0
+_SHARED_MEMORY = "/dev/shm/"
 
 
 class ServerProcess(Closing):
@@ -39,7 +40,7 @@ class ServerProcess(Closing):
         self._folder = tempfile.TemporaryDirectory(prefix="q")
         self.temporary = Path(self._folder.name)
         self._log = self.temporary / "log"
-        self._shared_memory = _shared_memory()
+        self._shared_memory: set[Path] = set()  # that its processes were seen to use
         self._trees: list[ProcessTree] = []
         command = [sys.executable, "-c", "from quire.cluster.cli import main; main()", "serve", *arguments]
         with self._log.open("wb") as log:
@@ -93,7 +94,7 @@ class ServerProcess(Closing):
         pids = {pid for tree in self._trees for pid in tree.wait(max(0.0, deadline - time.monotonic()))}
         left = [f"process {pid}" for pid in sorted(pids)]
         left += [f"file {path}" for path in sorted(self.temporary.glob("quire-*"))]
-        left += [f"shared memory {name}" for name in sorted(_shared_memory() - self._shared_memory)]
+        left += [f"shared memory {path.name}" for path in sorted(self._shared_memory) if path.exists()]
         if self.address and _is_listening(self.address):
             left.append(f"socket {self.address}")
         return left
@@ -109,13 +110,21 @@ class ServerProcess(Closing):
         self._folder.cleanup()
 
     def _note_processes(self) -> None:
-        self._trees.append(ProcessTree([self.process.pid]))
+        tree = ProcessTree([self.process.pid])
+        self._trees.append(tree)
+        self._shared_memory |= shared_memory_of(tree.wait(0.0))
 
 
-def _shared_memory() -> set[str]:
-    if not _SHARED_MEMORY.is_dir():
-        return set()
-    return {path.name for path in _SHARED_MEMORY.iterdir() if path.name.startswith(_SHARED_MEMORY_PREFIXES)}
+def shared_memory_of(pids: Iterable[int]) -> set[Path]:
+    """Named shared memory that the processes have mapped; what others on the machine have is none of theirs."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):  # it has just ended
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                path = line[line.find("/") :]
+                if path.startswith(_SHARED_MEMORY) and not path.endswith(" (deleted)"):
+                    found.add(Path(path))
+    return found
 
 
 def _is_listening(address: str) -> bool:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -138,34 +139,36 @@ class ControllerLine:
 
     async def keys(self) -> CurveKeys:
         """See `link.Controller`."""
-        return await self._answer("keys", self._actor.keys.remote())
+        return await self._answer("keys", self._actor.keys.remote)
 
     async def watch(self, since: str, timeout_s: float) -> FleetTable | None:
         """See `link.Controller`."""
-        return await self._answer(
-            "watch", self._actor.watch.remote(since, timeout_s), timeout_s + _CALL_TIMEOUT_S
-        )
+        ask = partial(self._actor.watch.remote, since, timeout_s)
+        return await self._answer("watch", ask, timeout_s + _CALL_TIMEOUT_S)
 
     async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
         """See `link.Controller`."""
-        await self._answer("report", self._actor.report.remote(gateway_id, dict(demand)))
+        await self._answer("report", partial(self._actor.report.remote, gateway_id, dict(demand)))
 
     async def deploy(self, deployment: Deployment) -> None:
         """See `link.Controller`."""
-        await self._answer("deploy", self._actor.deploy.remote(deployment.to_json()))
+        await self._answer("deploy", partial(self._actor.deploy.remote, deployment.to_json()))
 
     async def delete(self, model: str) -> None:
         """See `link.Controller`."""
-        await self._answer("delete", self._actor.delete.remote(model))
+        await self._answer("delete", partial(self._actor.delete.remote, model))
 
     async def drain(self, target: str) -> Sequence[str]:
         """See `link.Controller`."""
-        return await self._answer("drain", self._actor.drain.remote(target))
+        return await self._answer("drain", partial(self._actor.drain.remote, target))
 
-    async def _answer(self, what: str, call: ObjectRef[T], timeout_s: float = _CALL_TIMEOUT_S) -> T:
+    async def _answer(
+        self, what: str, ask: Callable[[], ObjectRef[T]], timeout_s: float = _CALL_TIMEOUT_S
+    ) -> T:
+        """Raises QuireError: what the controller raised, or ReplicaUnavailable where it does not answer."""
         try:
             async with asyncio.timeout(timeout_s):
-                answer: T = await call
+                answer: T = await ask()
                 return answer
         except TimeoutError:
             raise ReplicaUnavailable(

@@ -12,16 +12,16 @@ from typing import Protocol
 
 from ...proto import admin_pb2
 from ...proto.config import EngineConfig
-from ...proto.errors import QuireError, ReplicaUnavailable
+from ...proto.errors import QuireError
 from ...proto.network import CurveKeys
+from ..background import run_in_background
 from ..replica import ReplicaRecord
-from ..replica_client import ReplicaClient
+from ..replica_client import PATIENCE_S, ReplicaClient
 from ..requests import RequestChecker
 from ..served_models import ServedModel, ServedModels
 from ..tokenizer import Tokenizer
 from .demand import Demand
 from .deployment import Deployment
-from .fleet import PATIENCE_S
 from .pool import ReplicaPool
 from .reconcile import ReplicaState
 from .table import DeploymentEntry, FleetTable, ReplicaEntry
@@ -92,7 +92,10 @@ class FleetLink:
 
     def start(self) -> None:
         """Begins to follow the controller. Call it in the gateway's event loop."""
-        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._report())]
+        self._tasks = [
+            run_in_background(self._follow(), "following the controller"),
+            run_in_background(self._report(), "reporting to the controller"),
+        ]
 
     async def close(self) -> None:
         """Ends what still runs."""
@@ -139,19 +142,25 @@ class FleetLink:
             try:
                 self._keys = self._keys or await self._controller.keys()
                 table = await self._controller.watch(self._table.version, WATCH_S)
-            except ReplicaUnavailable as error:
-                if not self._problem:
-                    _log.warning("the fleet is as it was last seen: %s", error)
-                self._problem = str(error)
+                if table is not None:
+                    await self._apply(table)
+                    self._table = table
+            except Exception as error:
+                # Whatever it is, the gateway serves on with what it knows, and has another try at the rest.
+                self._note_problem(error)
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, LONGEST_RETRY_S)
                 continue
             if self._problem and retry_s > FIRST_RETRY_S:
                 _log.info("the fleet's controller answers again")
             self._problem, retry_s = "", FIRST_RETRY_S
-            if table is not None:
-                await self._apply(table)
-                self._table = table
+
+    def _note_problem(self, error: Exception) -> None:
+        problem = str(error) if isinstance(error, QuireError) else f"the gateway cannot follow it: {error!r}"
+        if problem != self._problem:
+            fault = None if isinstance(error, QuireError) else error
+            _log.warning("the fleet is as it was last seen: %s", problem, exc_info=fault)
+        self._problem = problem
 
     async def _apply(self, table: FleetTable) -> None:
         _log_changes(self._table, table)
@@ -164,7 +173,9 @@ class FleetLink:
             self._retired.append(pool)
         pools = [*(model.served.pool for model in self._linked.values()), *self._retired]
         for pool in pools:
-            self._apply_replicas(pool, table)
+            self._take_away(pool, table)
+        for model in self._linked.values():
+            self._add_ready(model, table)
         for pool in [pool for pool in self._retired if not pool.clients]:
             self._retired.remove(pool)
             await pool.close()
@@ -213,21 +224,25 @@ class FleetLink:
             explain=lambda: self._why_none(name),
         )
 
-    def _apply_replicas(self, pool: ReplicaPool, table: FleetTable) -> None:
-        entries = {entry.replica_id: entry for entry in table.replicas if entry.model == pool.model}
-        for replica_id in list(pool.clients):
+    def _take_away(self, pool: ReplicaPool, table: FleetTable) -> None:
+        """The pool is left by what has ended, and gives nothing more to what drains."""
+        entries = _entries(table, pool.model)
+        for replica_id in pool.clients:
             entry = entries.get(replica_id)
             if entry is None or entry.state in (ReplicaState.STOPPED, ReplicaState.FAILED):
                 pool.remove(replica_id, "it was ended" if entry is None else entry.reason or "it was ended")
             elif entry.state is ReplicaState.DRAINING:
                 pool.drain(replica_id)
-        for entry in entries.values():
+
+    def _add_ready(self, model: _Model, table: FleetTable) -> None:
+        """Replicas whose canary has passed. Those of a model that is served no longer are of no use."""
+        pool = model.served.pool
+        for entry in _entries(table, pool.model).values():
             is_new = entry.replica_id not in pool.clients
             if is_new and entry.state is ReplicaState.READY and entry.record is not None:
-                pool.add(self._client(entry.record))
+                pool.add(self._client(entry.record, model.patience_s))
 
-    def _client(self, record: ReplicaRecord) -> ReplicaClient:
-        patience_s = self._linked[record.model].patience_s
+    def _client(self, record: ReplicaRecord, patience_s: float) -> ReplicaClient:
         client = ReplicaClient(record.endpoint, record.replica_id, patience_s=patience_s, keys=self._keys)
         client.start()
         return client
@@ -254,7 +269,7 @@ class FleetLink:
             demand = {name: count for name, count in counts.items() if count != Demand() or name in waited}
             told = counts
             if demand:
-                with suppress(ReplicaUnavailable):  # what is lost is made up for by what waits
+                with suppress(QuireError):  # what is lost is made up for by what waits
                     await self._controller.report(self._gateway_id, demand)
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
@@ -275,6 +290,10 @@ def _read(deployment: Deployment) -> tuple[EngineConfig, Tokenizer]:
     """What a gateway needs of a model, from its directory on this machine; its ranks run elsewhere."""
     config = deployment.resolve(has_gpus=deployment.engine.device == "cuda")
     return config, Tokenizer(config.model.path)
+
+
+def _entries(table: FleetTable, model: str) -> dict[str, ReplicaEntry]:
+    return {entry.replica_id: entry for entry in table.replicas if entry.model == model}
 
 
 def _reachable(table: FleetTable, model: str) -> list[ReplicaEntry]:

@@ -13,8 +13,9 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from ...proto.errors import DeadlineExpired, QuireError, ReplicaUnavailable, from_status
+from ...proto.errors import DeadlineExpired, ProtocolError, QuireError, ReplicaUnavailable, from_status
 from ...proto.stream import Finish, FinishReason, Timings
+from ..background import run_in_background
 from ..news import News
 from ..replica_client import ReplicaClient
 from ..requests import Request
@@ -115,7 +116,7 @@ class MovingRequest(Inbox):
         self._deadline = None if request.timeout_s is None else now + request.timeout_s
         self._answers = [_Answer(now) for _ in self.open]
         self._problem: QuireError | None = None  # why it lost its last replica
-        self._num_failed_replicas = 0
+        self._failed_replicas: set[str] = set()
         self._placing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -177,14 +178,14 @@ class MovingRequest(Inbox):
                 answer.leave(
                     now, Timings(decode_s=spent_s) if answer.token_ids else Timings(queued_s=spent_s)
                 )
-        self._num_failed_replicas += 1
+        # Each part of it that was there tells of the same failure.
+        self._failed_replicas.add(part.client.replica_id)
         self._problem = error
         if self._places.is_fixed:
             self.end(error)
-        elif self._num_failed_replicas >= MAX_FAILED_REPLICAS:
-            self.end(
-                ReplicaUnavailable(f"{self._num_failed_replicas} replicas failed under it; the last: {error}")
-            )
+        elif len(self._failed_replicas) >= MAX_FAILED_REPLICAS:
+            reason = f"{len(self._failed_replicas)} replicas failed under it; the last: {error}"
+            self.end(ReplicaUnavailable(reason))
         else:
             self._settle()
 
@@ -208,7 +209,7 @@ class MovingRequest(Inbox):
 
     def _place_soon(self) -> None:
         if self._placing is None or self._placing.done():
-            self._placing = asyncio.create_task(self._place_all())
+            self._placing = run_in_background(self._place_all(), "placing a request", self._note_fault)
 
     async def _place_all(self) -> None:
         """Waits for a replica until every answer has one."""
@@ -218,6 +219,9 @@ class MovingRequest(Inbox):
                 self._place(client)
         except QuireError as error:
             self.end(self._explained(error))
+
+    def _note_fault(self, error: BaseException) -> None:
+        self.end(ProtocolError("the gateway failed on this request; its log says why"))
 
     def _place(self, client: ReplicaClient) -> bool:
         """Hands what waits to the replica; False where that has just failed."""
@@ -263,7 +267,7 @@ class MovingRequest(Inbox):
         """A replica's failure says more than that there is no other."""
         if self._problem is None or not isinstance(error, ReplicaUnavailable):
             return error
-        return self._problem if self._num_failed_replicas else ReplicaUnavailable(f"{self._problem}; {error}")
+        return self._problem if self._failed_replicas else ReplicaUnavailable(f"{self._problem}; {error}")
 
     def _finish_stopped(self, index: int) -> None:
         """An answer that its reader stopped while no replica had it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -15,6 +16,10 @@ from .table import NodeEntry
 
 # A replica that must leave waits so long for another to take over, where its deadline allows.
 LEAVE_PATIENCE_S = 120.0
+# The same moment, told again by another clock, may seem to be earlier by so much.
+_CLOCK_SLACK_S = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +75,10 @@ class NodeWatch:
             self._listen(node_id)
 
     def leave(self, node_id: str, within_s: float, reason: str) -> None:
-        """The node will be gone, or is to be empty, in so many seconds. A node that is left already stays so."""
-        if node_id not in self._leaves:
-            by = self._clock() + min(LEAVE_PATIENCE_S, max(0.0, within_s))
+        """The node will be gone, or is to be empty, in so many seconds; the earliest that was ever said counts."""
+        by = self._clock() + min(LEAVE_PATIENCE_S, max(0.0, within_s))
+        known = self._leaves.get(node_id)
+        if known is None or by < known.by - _CLOCK_SLACK_S:
             self._leaves[node_id] = Leave(by, reason)
             self._on_leave()
 
@@ -89,8 +95,13 @@ class NodeWatch:
 
     def _hear(self, loop: asyncio.AbstractEventLoop, node_id: str, notice: Future[float]) -> None:
         """In any thread."""
-        if notice.cancelled() or notice.exception() is not None:  # the node was gone before it could tell
-            return
-        reason = f"the cloud takes node {node_id[:12]} back"
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(self.leave, node_id, notice.result(), reason)
+            loop.call_soon_threadsafe(self._take_notice, node_id, notice)
+
+    def _take_notice(self, node_id: str, notice: Future[float]) -> None:
+        if notice.cancelled() or notice.exception() is not None:
+            # The node is gone, or only who looked there is: then somebody looks again.
+            self._notices.pop(node_id, None)
+            _log.info("nobody looks for notices on node %s any more", node_id[:12])
+            return
+        self.leave(node_id, notice.result(), f"the cloud takes node {node_id[:12]} back")

@@ -19,6 +19,7 @@ from ray.experimental.internal_kv import _internal_kv_get
 
 from ...proto.config import EngineConfig
 from ...proto.errors import ConfigError
+from ..ray_errors import describe
 
 Resources = Mapping[str, float]
 
@@ -170,7 +171,15 @@ def _live_nodes() -> Iterable[Node]:
 
 
 def _launches() -> Iterable[str]:
-    """What the autoscaler says. The first one leaves a report in Ray's key-value store, the second one answers."""
+    """What the autoscaler says; where it cannot be understood, that. No launch fails of it."""
+    try:
+        return list(_told_launches())
+    except Exception as error:
+        return [f"what the autoscaler does cannot be read: {describe(error)}"]
+
+
+def _told_launches() -> Iterable[str]:
+    """The first autoscaler leaves a report in Ray's key-value store, the second one answers."""
     raw = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
     if raw:
         return _launches_in_report(json.loads(raw).get("autoscaler_report") or {})

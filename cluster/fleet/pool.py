@@ -12,6 +12,7 @@ import numpy as np
 from ...proto.errors import Overloaded, QuireError, ReplicaUnavailable
 from ...proto.stream import CacheQuery, CacheReport, ReplicaStatus
 from ...scheduler.prefix_cache import prefix_hashes
+from ..background import run_in_background
 from ..replica_client import ReplicaClient
 from ..requests import Request
 from .canary import run_canary
@@ -125,7 +126,10 @@ class ReplicaPool:
         member = _Member(client)
         self._members[client.replica_id] = member
         client.listen(lambda message: self._hear(member, message))
-        member.tasks = [asyncio.create_task(self._keep_ready(member))]
+        member.tasks = [
+            run_in_background(self._keep_ready(member), f"proving {client.replica_id}"),
+            run_in_background(self._tell_failures(client), f"watching {client.replica_id}"),
+        ]
 
     def drain(self, replica_id: str) -> None:
         """The replica gets no more requests; what runs there goes on until the replica gives it back."""
@@ -143,7 +147,7 @@ class ReplicaPool:
         """The replica is gone, or will be: what still runs there goes on elsewhere."""
         member = self._members.pop(replica_id)
         self._router.forget(replica_id)
-        closing = asyncio.create_task(self._close(member, reason))
+        closing = run_in_background(self._close(member, reason), f"closing the line to {replica_id}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
@@ -269,6 +273,13 @@ class ReplicaPool:
             await client.wait_until(well=False)
             member.is_ready = False
             self._note_change()
+
+    async def _tell_failures(self, client: ReplicaClient) -> None:
+        """Whoever waits for a replica looks anew when one fails, were it ready or not."""
+        while True:
+            await client.wait_until_failed()
+            self._note_change()
+            await client.wait_until(well=True)
 
     def _note_change(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 
 import ray
@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...proto.errors import ReplicaUnavailable
 from ...proto.network import CurveKeys
+from ..launch_progress import Tell
 from ..replica import Replica, ReplicaRecord, adopt_replica, known_replicas, remove_replica
 from ..replica_client import ReplicaClient
 from ..replica_launch import launch_replica
@@ -38,7 +39,7 @@ class RayLauncher:
         self._namespace = namespace
         self._autoscaling_config = autoscaling_config
 
-    def launch(self, deployment: Deployment, replica_id: str, tell: Callable[[str], None]) -> Replica:
+    def launch(self, deployment: Deployment, replica_id: str, tell: Tell) -> Replica:
         view = ClusterView.read(self._autoscaling_config)
         hosts = [node.total for node in view.nodes] + [kind.resources for kind in view.node_types]
         has_gpus = any(resources.get("GPU", 0) for resources in hosts)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Protocol
 
 from ...proto.errors import QuireError
+from ..launch_progress import Tell
 from ..replica import ReplicaRecord
 from ..replica_client import ReplicaClient
 from .deployment import Deployment
@@ -32,8 +33,12 @@ class LiveReplica(Protocol):
 class Launcher(Protocol):
     """Where replicas come from. All but `connect` and `notice` block, and are called in threads."""
 
-    def launch(self, deployment: Deployment, replica_id: str, tell: Callable[[str], None]) -> LiveReplica:
-        """Raises QuireError. `tell` is told what the launch is at, from that thread."""
+    def launch(self, deployment: Deployment, replica_id: str, tell: Tell) -> LiveReplica:
+        """Raises QuireError, and what `tell` does.
+
+        `tell` is told of every stage, from that thread, and first when `remove` can find what there is: so a launch
+        that nobody wants any more leaves nothing, whenever that becomes known.
+        """
         ...
 
     def adopt(self, record: ReplicaRecord) -> LiveReplica:

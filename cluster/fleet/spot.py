@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from http.client import HTTPException
 from typing import Protocol
 from urllib import request
 from urllib.error import URLError
@@ -41,7 +42,7 @@ def fetch(path: str, headers: Mapping[str, str], method: str = "GET") -> str | N
     try:
         with opener.open(asked, timeout=_TIMEOUT_S) as answer:
             return str(answer.read(_MAX_BYTES).decode(errors="replace"))
-    except (URLError, OSError, ValueError):
+    except (URLError, HTTPException, OSError, ValueError):
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,16 @@ def test_a_model_that_cannot_be_served_is_refused_before_its_sizes_are_read(
 def test_a_size_that_is_none(describe: Any) -> None:
     with pytest.raises(ModelLoadError, match="seq_length is -5, must be a positive number"):
         describe("bloom", "BloomForCausalLM", seq_length=-5)
+
+
+@pytest.mark.parametrize("architectures", [5, True, {"a": 1}])
+def test_architectures_that_are_no_list(tmp_path: Path, architectures: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": architectures}))
+    with pytest.raises(ModelLoadError, match=r"config\.json: "):
+        describe_model(tmp_path, "it")
+
+
+def test_a_yarn_factor_that_is_no_number(describe: Any) -> None:
+    rope = {"rope_type": "yarn", "factor": "x", "original_max_position_embeddings": 1000, "rope_theta": 1e4}
+    with pytest.raises(ModelLoadError, match="rope has settings that mean nothing"):
+        describe("qwen2", "Qwen2ForCausalLM", rope_parameters=rope)

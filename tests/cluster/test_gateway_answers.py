@@ -24,10 +24,11 @@ SAMPLED = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True)
 
 ServerFactory = Callable[..., Any]
+DEADLINE_S = 60.0
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
+    asyncio.run(asyncio.wait_for(scenario, 2 * DEADLINE_S))
 
 
 async def first_delta(events: AsyncIterator[Event]) -> None:
@@ -42,7 +43,7 @@ async def num_used_blocks(client: AsyncClient) -> int:
 
 
 async def until_free(client: AsyncClient) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(DEADLINE_S):
         while await num_used_blocks(client):
             await asyncio.sleep(0.01)
 
@@ -122,7 +123,7 @@ def test_a_cancelled_call_ends_all_its_answers(
         async with serve() as server, AsyncClient(server.target) as client:
             events = client.generate_stream(PROMPT, params, request_id="several")
             assert isinstance(await anext(events), Started)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE_S):
                 while await num_used_blocks(client) < 4:
                     await asyncio.sleep(0.01)
             assert server.replica.num_running == params.n
@@ -154,7 +155,7 @@ def test_priority_decides_who_goes_first(serve: ServerFactory) -> None:
             await first_delta(running)
             server.brake.hold()
             calls = [asyncio.create_task(ask(priority)) for priority in (1, 3, 2)]
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE_S):
                 while server.replica.num_running < 4:
                     await asyncio.sleep(0.01)
             await running.aclose()
@@ -170,7 +171,12 @@ def test_a_full_queue_counts_requests_and_not_answers(serve: ServerFactory) -> N
         async with serve(max_num_seqs=1, max_queue_len=2) as server, AsyncClient(server.target) as client:
             first = client.generate_stream(PROMPT, ENDLESS)
             await first_delta(first)
-            calls = [client.generate(PROMPT, replace(SAMPLED, n=3)) for _ in range(3)]
+            server.brake.hold()
+            calls = [asyncio.ensure_future(client.generate(PROMPT, replace(SAMPLED, n=3))) for _ in range(3)]
+            async with asyncio.timeout(DEADLINE_S):
+                while server.replica.num_running < 1 + 3 * 3:
+                    await asyncio.sleep(0.01)
+            server.brake.release()
             answers = await asyncio.gather(*calls, return_exceptions=True)
             await first.aclose()
             refused = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -188,11 +194,10 @@ def test_a_deadline_ends_a_request_and_frees_its_blocks(serve: ServerFactory) ->
         async with serve() as server, AsyncClient(server.target) as client:
             checker = RequestChecker(server.config, server.tokenizer)
             request = checker.check(PROMPT, replace(ENDLESS, n=2), timeout_s=0.3)
+            server.brake.hold()
             running = server.replica.submit(request)
             pieces = follow(running, Answers(request, server.tokenizer))
-            await anext(pieces)
-            server.brake.hold()
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.4)
             server.brake.release()
             with pytest.raises(DeadlineExpired, match="its deadline passed before it was complete"):
                 async for _ in pieces:

@@ -143,3 +143,9 @@ def test_what_the_second_autoscaler_answers_is_told() -> None:
         "2 of gpu-small being started",
         "gpu-big could not be started: no quota",
     ]
+
+
+def test_an_autoscaler_that_cannot_be_understood_fails_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_internal_kv_get", lambda name: b"{not JSON")
+    (line,) = placement._launches()
+    assert line.startswith("what the autoscaler does cannot be read: JSONDecodeError")

@@ -6,7 +6,7 @@ import itertools
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from fakes import FakeWorkerGroup, small_config
 
 from quire.cluster.fleet.deployment import Deployment
 from quire.cluster.fleet.table import NodeEntry
+from quire.cluster.launch_progress import LaunchProgress, LaunchStage, Tell
 from quire.cluster.replica import ReplicaRecord
 from quire.cluster.replica_client import ReplicaClient
 from quire.proto.errors import QuireError, ReplicaUnavailable
@@ -22,7 +23,7 @@ from quire.scheduler.loop import StepLoop
 from quire.scheduler.mailbox import ZmqMailbox
 from quire.scheduler.scheduler import Scheduler
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class SlowWorkers(FakeWorkerGroup):
@@ -85,6 +86,8 @@ class FakeLauncher:
     Attributes:
         room: replicas that fit; those that do not wait for it, and say so.
         problem: what launches fail of; None: they do not.
+        may_place: launches come to nothing that could be removed before it is set.
+        num_failing_removals: the next ones raise.
         all_nodes: by number, for each replica one, `node-0` for the first.
         launched: every replica that was, by id.
     """
@@ -92,6 +95,9 @@ class FakeLauncher:
     def __init__(self, room: int = 8, num_blocks: int = 64) -> None:
         self.room = room
         self.problem: QuireError | None = None
+        self.may_place = threading.Event()
+        self.may_place.set()
+        self.num_failing_removals = 0
         self.launched: dict[str, FakeReplica] = {}
         self.draining: dict[str, float] = {}
         self.cordoned: list[str] = []
@@ -103,16 +109,16 @@ class FakeLauncher:
         self._changed = threading.Condition()
         self._live: dict[str, FakeReplica] = {}
 
-    def launch(self, deployment: Deployment, replica_id: str, tell: Callable[[str], None]) -> FakeReplica:
+    def launch(self, deployment: Deployment, replica_id: str, tell: Tell) -> FakeReplica:
+        assert self.may_place.wait(DEADLINE_S), "the test never let it be placed"
         with self._changed:
-            while len(self._live) >= self.room and replica_id not in self.removed:
-                tell(f"{replica_id} waits for room: {self.room} fit")
+            tell(LaunchProgress(LaunchStage.PLACING))
+            while len(self._live) >= self.room:
+                tell(LaunchProgress(LaunchStage.WAITING_FOR_ROOM, f"{self.room} fit"))
                 self._changed.wait(0.05)
-            if replica_id in self.removed:
-                raise ReplicaUnavailable("it was given up")
             if self.problem is not None:
                 raise self.problem
-            tell(f"{replica_id} loads")
+            tell(LaunchProgress(LaunchStage.LOADING, deployment.name))
             record = ReplicaRecord(
                 replica_id=replica_id,
                 model=deployment.name,
@@ -136,6 +142,9 @@ class FakeLauncher:
 
     def remove(self, replica_id: str) -> None:
         with self._changed:
+            if self.num_failing_removals:
+                self.num_failing_removals -= 1
+                raise ConnectionError("Ray's head is away")
             self.removed.append(replica_id)
             replica = self._live.pop(replica_id, None)
             self._changed.notify_all()

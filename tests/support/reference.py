@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-# Two float32 evaluations of these models differ by about 1e-5 in a logit; two tokens nearer than this are a tie.
-NEAR_TIE = 5e-5
+# Logits of these models in float32 are off those in float64 by up to 4e-5 in quire and 5e-5 in transformers (measured
+# over all kinds of test_exactness). Two tokens change places where they are nearer than twice the sum.
+NEAR_TIE = 2e-4
 
 
 class Reference:

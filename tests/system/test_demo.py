@@ -75,7 +75,7 @@ def test_ctrl_c_shuts_down_and_leaves_nothing(moment: str, temporary: Path) -> N
     if moment == "starting":
         time.sleep(3)  # somewhere in Ray's own start
     os.killpg(demo.pid, signal.SIGINT)
-    rest, _ = demo.communicate(timeout=90)
+    rest, _ = demo.communicate(timeout=180)
     assert demo.returncode == 130, [*lines, rest]
     assert "Traceback" not in rest
     assert "no process, no shared memory, no socket" in rest

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.cluster
 
 Serve = Callable[..., ServerProcess]
 NUM_STREAMS = 4
-END_TIMEOUT_S = 20.0
+END_TIMEOUT_S = 90.0
+# For a stream to end once its rank has, on a busy machine; the deadline of a step itself is 60 s.
+PROMPT_S = 30.0
 
 
 @dataclass
@@ -59,7 +61,7 @@ def follow() -> Iterator[Callable[[ServerProcess], list[Follower]]]:
     def start(server: ServerProcess) -> list[Follower]:
         clients.append(Client(server.address))
         followers = [Follower(clients[-1]) for _ in range(NUM_STREAMS)]
-        assert all(follower.is_running.wait(30) for follower in followers)
+        assert all(follower.is_running.wait(END_TIMEOUT_S) for follower in followers)
         return followers
 
     yield start
@@ -73,13 +75,13 @@ def rank_pid(server: ServerProcess, rank: int) -> int:
     return replica.ranks[rank].pid
 
 
-def assert_streams_ended(followers: list[Follower], since: float, within_s: float, word: str) -> None:
+def assert_streams_ended(followers: list[Follower], since: float, word: str) -> None:
     for follower in followers:
         follower.join()
         assert isinstance(follower.error, ReplicaUnavailable), follower.error
         assert word in str(follower.error)
         assert follower.ended_at is not None
-        assert follower.ended_at - since < within_s
+        assert follower.ended_at - since < PROMPT_S
 
 
 def assert_server_failed(server: ServerProcess, *words: str) -> None:
@@ -97,7 +99,7 @@ def test_killed_rank_is_named(serve: Serve, follow: Callable[..., list[Follower]
     pid = rank_pid(server, 1)
     killed_at = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    assert_streams_ended(followers, killed_at, 3.0, "rank 1 failed at step")
+    assert_streams_ended(followers, killed_at, "rank 1 failed at step")
     assert_server_failed(server, "rank 1 failed", "its process died")
 
 
@@ -115,7 +117,7 @@ def test_killed_scheduler_ends_every_stream(
     pid = scheduler_pid(server)
     killed_at = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    assert_streams_ended(followers, killed_at, 3.0, "scheduler")
+    assert_streams_ended(followers, killed_at, "scheduler")
     assert_server_failed(server, "the scheduler of replica", "its process died")
 
 
@@ -127,7 +129,7 @@ def test_stopped_rank_is_named_at_the_step_deadline(
     pid = rank_pid(server, 1)
     stopped_at = time.monotonic()
     os.kill(pid, signal.SIGSTOP)
-    assert_streams_ended(followers, stopped_at, 3.0 + 4.0, "rank 1 failed")
+    assert_streams_ended(followers, stopped_at, "rank 1 failed")
     assert_server_failed(server, "rank 1 failed at step", "does not answer")
 
 
@@ -150,4 +152,4 @@ def test_sigkill_of_the_server_leaves_nothing(serve: Serve, follow: Callable[...
     for follower in followers:
         follower.join()
         assert isinstance(follower.error, ReplicaUnavailable)
-    assert server.leftovers(timeout_s=10.0) == []
+    assert server.leftovers() == []

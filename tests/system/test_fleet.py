@@ -74,7 +74,7 @@ def test_a_fleet_serves_drains_updates_and_outlives_its_controller(
             kept = {replica.replica_id for replica in ready(client.fleet())}
             assert len(kept) == 2  # the gateway serves on with what it knows
             done = run_quire("deploy", "demo", *OPTIONS, "--revision", "2", "--target", server.address)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + READY_TIMEOUT_S
             while done.returncode and time.monotonic() < deadline:  # the controller is away for a moment
                 assert "controller" in done.stderr
                 done = run_quire("deploy", "demo", *OPTIONS, "--revision", "2", "--target", server.address)

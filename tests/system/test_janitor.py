@@ -34,7 +34,7 @@ def test_killed_owner_leaves_neither_process_nor_directory() -> None:
     left = ProcessTree([int(pid), *children(owner.pid)])
     owner.kill()
     owner.communicate()
-    assert left.wait(20) == []
+    assert left.wait(60) == []
     assert not Path(path).exists()
 
 
@@ -61,5 +61,5 @@ def test_process_tree_holds_grandchildren_and_ends_them() -> None:
     tree = ProcessTree([parent.pid])
     assert sorted(tree.wait(0)) == sorted([parent.pid, grandchild])
     tree.kill()
-    assert tree.wait(10) == []
+    assert tree.wait(60) == []
     assert parent.wait() == -signal.SIGKILL

@@ -23,6 +23,7 @@ from caller import Caller
 from fakes import submit
 from ray_nodes import LOOPBACK, RayNodes
 
+from quire.cluster.launch_progress import LaunchProgress, LaunchStage
 from quire.cluster.local_cluster import attach
 from quire.cluster.replica import Replica, ReplicaRecord, adopt_replica, known_replicas
 from quire.cluster.replica_launch import launch_replica
@@ -191,7 +192,7 @@ def test_who_has_not_the_keys_is_not_heard(record: ReplicaRecord, site: FleetSit
         assert caller.receive(2.0) is None
     with Caller(record.endpoint, site.keys) as caller:
         caller.send(StatusQuery(2))
-        status = caller.receive(30.0)
+        status = caller.receive(60.0)
     assert isinstance(status, ReplicaStatus)
     assert (status.query_id, status.replica_id) == (2, record.replica_id)
 
@@ -206,6 +207,23 @@ def test_a_launch_without_room_says_why(two_nodes: TwoNodes, site: FleetSite, co
             launch_replica(four, "replica-big", hasty)
         assert "the whole cluster, fully grown, has 3 CPU, 2 slot" in str(no.value)
         assert "replica-big" not in known_replicas(NAMESPACE)
+
+
+def test_a_launch_that_nobody_wants_any_more_leaves_nothing(
+    two_nodes: TwoNodes, site: FleetSite, config: EngineConfig
+) -> None:
+    told: list[LaunchStage] = []
+
+    def refuse(progress: LaunchProgress) -> None:
+        told.append(progress.stage)
+        assert "replica-unwanted" in known_replicas(NAMESPACE)  # so whoever ends it finds it
+        raise ReplicaUnavailable("it is not wanted any more")
+
+    with attach(two_nodes.nodes.address, NAMESPACE):
+        with pytest.raises(ReplicaUnavailable, match="not wanted any more"):
+            launch_replica(config, "replica-unwanted", site, tell=refuse)
+        assert told == [LaunchStage.PLACING]
+        assert "replica-unwanted" not in known_replicas(NAMESPACE)
 
 
 def test_a_draining_replica_gives_back_and_its_killed_far_rank_is_named(
@@ -228,7 +246,7 @@ def test_a_draining_replica_gives_back_and_its_killed_far_rank_is_named(
     assert answer.finish is not None
     assert answer.finish.reason is FinishReason.ERROR
     assert f"rank {far_rank} failed" in answer.finish.error
-    failure = replica.failure.result(30)
+    failure = replica.failure.result(60)
     assert isinstance(failure, RankFailed)
     assert failure.rank == far_rank
     replica.close()
@@ -271,8 +289,8 @@ def test_a_far_host_that_vanishes_is_named(
             assert isinstance(caller.receive(60.0), TokenBatch)
             assert two_nodes.link is not None
             run("ip", "link", "set", two_nodes.link, "down")
-            answer = caller.follow(1, timeout_s=30.0)[1]
+            answer = caller.follow(1, timeout_s=60.0)[1]
         assert answer.finish is not None
         assert f"rank {far_rank_of(replica.record, two_nodes)} failed" in answer.finish.error
-        assert isinstance(replica.failure.result(30), RankFailed)
+        assert isinstance(replica.failure.result(60), RankFailed)
         replica.close()

@@ -44,7 +44,7 @@ def replica_of(client: Client) -> Replica:
     return replica
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def wait_until(holds: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > deadline:

@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 from fake_fleet import FakeLauncher, MemoryStore
 
+from quire.cluster.fleet.autoscaler import Decision, FleetSnapshot, ScalingLimits, ScalingState, decide
 from quire.cluster.fleet.demand import Demand
 from quire.cluster.fleet.deployment import Deployment
 from quire.cluster.fleet.fleet import Fleet
 from quire.cluster.fleet.reconcile import ReplicaState
 from quire.cluster.fleet.table import ReplicaEntry
+from quire.cluster.fleet.threads import MAX_CALLS
 from quire.proto.errors import InvalidRequest, ModelNotFound, ReplicaUnavailable
 
 TICK_S = 0.02
+DEADLINE_S = 60.0
 
 
 def deployment(**options: Any) -> Deployment:
@@ -30,7 +33,7 @@ class Running:
     def __init__(self, launcher: FakeLauncher, store: MemoryStore) -> None:
         self.launcher = launcher
         self.store = store
-        self.fleet = Fleet(launcher, store, tick_s=TICK_S, canary_timeout_s=10.0)
+        self.fleet = Fleet(launcher, store, tick_s=TICK_S, canary_timeout_s=DEADLINE_S)
 
     def entries(self, *states: ReplicaState) -> list[ReplicaEntry]:
         return [entry for entry in self.fleet.table().replicas if not states or entry.state in states]
@@ -39,7 +42,7 @@ class Running:
         return self.entries(ReplicaState.READY)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             while not holds():
                 await self.fleet.watch(self.fleet.table().version, 0.05)
 
@@ -69,7 +72,7 @@ async def running(launcher: FakeLauncher, store: MemoryStore | None = None) -> A
 def run(scenario: Callable[[FakeLauncher], Coroutine[Any, Any, None]], **room: int) -> None:
     launcher = FakeLauncher(**room)
     try:
-        asyncio.run(asyncio.wait_for(scenario(launcher), 60))
+        asyncio.run(asyncio.wait_for(scenario(launcher), 2 * DEADLINE_S))
     finally:
         launcher.close()
 
@@ -172,6 +175,63 @@ def test_a_replica_without_room_says_so() -> None:
     run(scenario, room=1)
 
 
+def test_launches_that_wait_for_room_hold_up_nothing_else() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with running(launcher) as fleet:
+            many = MAX_CALLS + 8
+            await fleet.fleet.deploy(deployment(min_replicas=many, max_replicas=many))
+            await fleet.until(
+                lambda: sum("waits for room" in each.reason for each in fleet.entries()) == many - 1
+            )
+            await fleet.fleet.delete("demo")
+            await fleet.until(lambda: len(launcher.removed) == many)
+            assert launcher.known() == set()
+
+    run(scenario, room=1)
+
+
+def test_a_launch_that_is_given_up_before_it_has_a_place_leaves_nothing() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with running(launcher) as fleet:
+            launcher.may_place.clear()
+            await fleet.fleet.deploy(deployment())
+            await fleet.until(lambda: bool(fleet.entries(ReplicaState.STARTING)))
+            await fleet.fleet.delete("demo")
+            await fleet.until(lambda: bool(launcher.removed))  # of which there was nothing yet
+            launcher.may_place.set()
+            await fleet.until(lambda: bool(fleet.entries(ReplicaState.STOPPED)))
+            assert launcher.launched == {}
+
+    run(scenario)
+
+
+def test_a_replica_that_cannot_be_ended_is_tried_again() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with running(launcher) as fleet:
+            await fleet.fleet.deploy(deployment())
+            await fleet.until_ready(1)
+            launcher.num_failing_removals = 1
+            await fleet.fleet.delete("demo")
+            await fleet.until(lambda: not launcher.known())
+            await fleet.until(lambda: bool(fleet.entries(ReplicaState.STOPPED)))
+            assert fleet.store.texts == {}
+
+    run(scenario)
+
+
+def test_a_model_is_deleted_once() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with running(launcher) as fleet:
+            await fleet.fleet.deploy(deployment())
+            first, second = await asyncio.gather(
+                fleet.fleet.delete("demo"), fleet.fleet.delete("demo"), return_exceptions=True
+            )
+            assert first is None
+            assert isinstance(second, ModelNotFound)
+
+    run(scenario)
+
+
 def test_waiting_requests_wake_a_model_that_sleeps() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
@@ -253,12 +313,39 @@ def test_another_controller_takes_over_what_lives() -> None:
         # Meanwhile one dies, and of one the memory is lost.
         launcher.remove(dead)
         store.delete(f"replica/{lost}")
-        launcher.launched[lost].record  # noqa: B018
         async with running(launcher, store) as second:
             await second.until_ready(3)
             assert kept in {entry.replica_id for entry in second.ready()}
             assert {dead, lost} & launcher.known() == set()
             assert second.fleet.table().version != first.fleet.table().version
+
+    run(scenario)
+
+
+def test_a_replica_that_is_found_again_tells_nothing_of_how_long_a_start_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[FleetSnapshot] = []
+
+    def watched(snapshot: FleetSnapshot, limits: ScalingLimits, state: ScalingState) -> Decision:
+        seen.append(snapshot)
+        return decide(snapshot, limits, state)
+
+    monkeypatch.setattr("quire.cluster.fleet.fleet.decide", watched)
+
+    async def scenario(launcher: FakeLauncher) -> None:
+        store = MemoryStore()
+        async with running(launcher, store) as first:
+            await first.fleet.deploy(deployment())
+            await first.until_ready(1)
+            await first.until(lambda: seen[-1].cold_start_s is not None)
+        seen.clear()
+        async with running(launcher, store) as second:
+            await second.until_ready(1)
+            await second.until(
+                lambda: any(replica.state is ReplicaState.READY for replica in seen[-1].replicas)
+            )
+            assert seen[-1].cold_start_s is None
 
     run(scenario)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,13 @@ from fakes import oracle
 
 from quire.cluster.client import AsyncClient
 from quire.cluster.events import Completion
+from quire.cluster.fleet.deployment import Deployment
 from quire.cluster.fleet.fleet import Fleet
 from quire.cluster.fleet.link import FleetLink
+from quire.cluster.fleet.reconcile import ReplicaState
+from quire.cluster.fleet.table import DeploymentEntry, FleetTable, ReplicaEntry
 from quire.cluster.gateway import Gateway
+from quire.cluster.replica import ReplicaRecord
 from quire.cluster.security import Security, Token
 from quire.cluster.served_models import ServedModels
 from quire.proto import admin_pb2
@@ -29,6 +33,7 @@ from quire.proto.errors import (
 )
 from quire.proto.sampling import SamplingParams
 
+DEADLINE_S = 60.0
 PROMPT = list(range(2, 30))
 PARAMS = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
 EXPECTED = tuple(oracle(PROMPT, 30, stops=()))
@@ -59,7 +64,7 @@ class Served:
     async def until(
         self, holds: Callable[[admin_pb2.GetStatusResponse], bool]
     ) -> admin_pb2.GetStatusResponse:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             while not holds(status := await self.client.fleet()):
                 await asyncio.sleep(0.05)
         return status
@@ -78,7 +83,7 @@ def serve(make_model: Callable[..., Path]) -> Callable[..., Any]:
     async def serving(
         launcher: FakeLauncher, security: Security | None = None, token: str | None = None
     ) -> AsyncIterator[Served]:
-        fleet = Fleet(launcher, MemoryStore(), tick_s=0.05, canary_timeout_s=10.0)
+        fleet = Fleet(launcher, MemoryStore(), tick_s=0.05, canary_timeout_s=DEADLINE_S)
         await fleet.recover()
         keeper = asyncio.create_task(fleet.run())
         line, models = DirectLine(fleet), ServedModels()
@@ -102,7 +107,7 @@ def serve(make_model: Callable[..., Path]) -> Callable[..., Any]:
 def run(scenario: Callable[[FakeLauncher], Coroutine[Any, Any, None]]) -> None:
     launcher = FakeLauncher()
     try:
-        asyncio.run(asyncio.wait_for(scenario(launcher), 60))
+        asyncio.run(asyncio.wait_for(scenario(launcher), 2 * DEADLINE_S))
     finally:
         launcher.close()
 
@@ -166,7 +171,9 @@ def test_no_request_is_dropped_while_everything_changes(serve: Callable[..., Any
             )
             (drained, *_) = [each for each in (await served.client.fleet()).replicas if each.ready]
             assert await served.client.drain(drained.replica_id) == (drained.replica_id,)
-            await served.until(lambda status: not any(r.ready for r in status.replicas if r == drained))
+            await served.until(
+                lambda status: not any(r.ready for r in status.replicas if r.replica_id == drained.replica_id)
+            )
             await served.until_ready(2)
             served.line.fleet = None
             dead = next(each for each in (await served.client.fleet()).replicas if each.ready)
@@ -222,3 +229,88 @@ def test_only_operators_change_the_fleet(serve: Callable[..., Any]) -> None:
                     await operator.drain("nobody")
 
     run(scenario)
+
+
+class Tables:
+    """A Controller that gives out the tables that a test puts into it, one after the other."""
+
+    def __init__(self) -> None:
+        self._tables: asyncio.Queue[FleetTable] = asyncio.Queue()
+        self.num_asked = 0
+
+    def put(self, version: str, *models: Deployment, replicas: Sequence[ReplicaEntry] = ()) -> None:
+        deployments = tuple(DeploymentEntry(model, 1) for model in models)
+        self._tables.put_nowait(FleetTable(version, deployments, tuple(replicas)))
+
+    async def keys(self) -> None:
+        return None
+
+    async def watch(self, since: str, timeout_s: float) -> FleetTable:
+        self.num_asked += 1
+        return await self._tables.get()
+
+    async def report(self, gateway_id: str, demand: Mapping[str, object]) -> None:
+        pass
+
+
+def ready_replica(replica_id: str, deployment: Deployment) -> ReplicaEntry:
+    name, version = deployment.name, deployment.version
+    record = ReplicaRecord(
+        replica_id, name, version, "ipc:///nowhere/at-all", 64, "fake", ("node-0",) * 2, (1, 2)
+    )
+    return ReplicaEntry(replica_id, name, version, ReplicaState.READY, record=record)
+
+
+def test_a_replica_of_a_model_that_is_served_no_longer_is_let_alone(make_model: Callable[..., Path]) -> None:
+    deployment = Deployment.from_table(
+        {"model": str(make_model("llama")), "served_model_name": "tiny", "device": "cpu"}
+    )
+
+    async def scenario() -> None:
+        tables, models = Tables(), ServedModels()
+        link = FleetLink(tables, models)  # type: ignore[arg-type]
+        link.start()
+        try:
+            tables.put("1", deployment, replicas=[ready_replica("a", deployment)])
+            while "tiny" not in models:
+                await models.wait_for_change()
+            # Deleted, while one of its replicas became ready and the other still serves.
+            tables.put("2", replicas=[ready_replica(name, deployment) for name in "ab"])
+            tables.put("3", deployment, replicas=[ready_replica("c", deployment)])
+            while "tiny" in models:
+                await models.wait_for_change()
+            while "tiny" not in models:
+                await models.wait_for_change()
+            while tables.num_asked < 4:
+                await asyncio.sleep(0.01)
+            assert list(models.find("tiny").pool.clients) == ["c"]
+            assert link.describe().problem == ""
+        finally:
+            await link.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 2 * DEADLINE_S))
+
+
+def test_a_table_that_cannot_be_followed_is_told_of_and_the_next_one_followed(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    deployment = Deployment.from_table({"model": str(make_model("llama")), "device": "cpu"})
+    monkeypatch.setattr("quire.cluster.fleet.link.Tokenizer", lambda path: {}["a fault"])
+
+    async def scenario() -> None:
+        tables, models = Tables(), ServedModels()
+        link = FleetLink(tables, models)  # type: ignore[arg-type]
+        link.start()
+        try:
+            tables.put("1", deployment)
+            while "cannot follow it: KeyError('a fault')" not in link.describe().problem:
+                await asyncio.sleep(0.01)
+            monkeypatch.undo()
+            tables.put("2", deployment)
+            while deployment.name not in models:
+                await models.wait_for_change()
+        finally:
+            await link.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 2 * DEADLINE_S))
+    assert "the fleet is as it was last seen" in caplog.text

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cluster.fleet.moving import MovingRequest
+from quire.cluster.fleet.moving import MAX_FAILED_REPLICAS, MovingRequest
 from quire.cluster.news import News
 from quire.cluster.requests import Request
-from quire.proto.errors import DeadlineExpired, ReplicaUnavailable
+from quire.proto.errors import DeadlineExpired, ProtocolError, ReplicaUnavailable
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Finish, FinishReason, Timings
 
@@ -78,7 +78,7 @@ class Clock:
 
 
 def run(scenario: Callable[[FakePlaces, Clock], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(FakePlaces(), Clock()), 20))
+    asyncio.run(asyncio.wait_for(scenario(FakePlaces(), Clock()), 60))
 
 
 def request(**params: Any) -> Request:
@@ -192,6 +192,39 @@ def test_the_deadline_counts_from_the_beginning() -> None:
         places.a.say(0, 0, 10, reason=FinishReason.MOVED)
         await asyncio.sleep(0.01)
         with pytest.raises(DeadlineExpired):
+            await take(moving, 2)
+
+    run(scenario)
+
+
+def test_a_replica_that_fails_under_several_answers_fails_once() -> None:
+    async def scenario(places: FakePlaces, clock: Clock) -> None:
+        moving = MovingRequest(request(n=3), places, clock)  # type: ignore[arg-type]
+        moving.start()
+        for index in range(3):
+            places.a.say(0, index, 10 + index, reason=FinishReason.MOVED)
+        await asyncio.sleep(0.01)
+        parts = [receiver for _, receiver in places.b.placed]
+        assert len(parts) == MAX_FAILED_REPLICAS
+        places.drained.clear()  # the first one takes requests again
+        for part in parts:
+            part.fail(ReplicaUnavailable("rank 0 was killed"))
+        await asyncio.sleep(0.01)
+        assert [each.generated_token_ids.tolist() for each, _ in places.a.placed[1:]] == [[10], [11], [12]]
+
+    run(scenario)
+
+
+def test_a_fault_of_ours_in_placing_a_request_ends_it() -> None:
+    async def scenario(places: FakePlaces, clock: Clock) -> None:
+        async def stumble(request: Request, timeout_s: float | None) -> None:
+            raise KeyError("a fault")
+
+        places.wait_for_replica = stumble  # type: ignore[method-assign]
+        moving = MovingRequest(request(), places, clock)  # type: ignore[arg-type]
+        moving.start()
+        places.a.say(0, 0, 10, reason=FinishReason.MOVED)
+        with pytest.raises(ProtocolError, match="its log says why"):
             await take(moving, 2)
 
     run(scenario)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,18 @@ from quire.cluster.fleet.demand import Demand
 from quire.cluster.fleet.deployment import Deployment
 from quire.cluster.fleet.moving import MAX_FAILED_REPLICAS, MovingRequest
 from quire.cluster.fleet.pool import ReplicaPool
+from quire.cluster.replica_client import ReplicaClient
 from quire.cluster.requests import Request
 from quire.proto.errors import DeadlineExpired, Overloaded, ReplicaUnavailable, RequestAborted
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Drain, Finish, FinishReason
 
+DEADLINE_S = 60.0
 PROMPT = list(range(2, 40))
-LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, seed=1)
-EXPECTED = oracle(PROMPT, 60, stops=())
+# Long enough that something can happen meanwhile, on a busy machine too.
+NUM_TOKENS = 200
+LONG = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, seed=1)
+EXPECTED = oracle(PROMPT, NUM_TOKENS, stops=())
 
 
 @pytest.fixture
@@ -42,7 +47,7 @@ class Fleet:
 
     def add(self, replica_id: str) -> None:
         deployment = Deployment.from_table({"model": "demo"})
-        replica = self._launcher.launch(deployment, replica_id, lambda line: None)
+        replica = self._launcher.launch(deployment, replica_id, lambda progress: None)
         self.replicas[replica_id] = replica
         client = self._launcher.connect(replica.record)
         client.start()
@@ -51,7 +56,7 @@ class Fleet:
     async def ready(self, *replica_ids: str) -> None:
         for replica_id in replica_ids:
             self.add(replica_id)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             while not all(self.pool.why_closed(replica_id) == "" for replica_id in replica_ids):
                 await asyncio.sleep(0.01)
 
@@ -70,7 +75,7 @@ def run(
     async def whole() -> None:
         fleet = Fleet(launcher, **options)
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(2 * DEADLINE_S):
                 await scenario(fleet)
         finally:
             await fleet.pool.close()
@@ -108,7 +113,7 @@ def test_a_request_goes_on_where_a_draining_replica_left_it(launcher: FakeLaunch
         (tokens,), (finish,) = await follow(running, after={10: lambda: fleet.drain(first)})
         assert tokens == EXPECTED
         assert finish.reason is FinishReason.LENGTH
-        assert finish.num_completion_tokens == 60
+        assert finish.num_completion_tokens == NUM_TOKENS
         assert finish.timings.num_moves == 1
         assert finish.timings.decode_s > 0
         # New requests do not go where it drains.
@@ -141,7 +146,7 @@ def test_answers_of_one_request_move_each_by_itself(
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a", "b")
         running = fleet.pool.submit(
-            request(SamplingParams(max_tokens=60, ignore_eos=True, seed=4, **answers))
+            request(SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=4, **answers))
         )
         first = fleet.busy()
         happens = {
@@ -173,7 +178,12 @@ def test_a_beam_search_begins_anew_elsewhere(launcher: FakeLauncher) -> None:
 def test_many_requests_survive_any_number_of_changes(launcher: FakeLauncher) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("r0", "r1")
-        asked = [asyncio.ensure_future(follow(fleet.pool.submit(request()))) for _ in range(40)]
+        brief, expected = replace(LONG, max_tokens=60), EXPECTED[:60]
+
+        def ask(count: int) -> list[asyncio.Future[Any]]:
+            return [asyncio.ensure_future(follow(fleet.pool.submit(request(brief)))) for _ in range(count)]
+
+        asked = ask(40)
         for number in range(2, 6):
             await asyncio.sleep(0.15)
             await fleet.ready(f"r{number}")
@@ -184,10 +194,10 @@ def test_many_requests_survive_any_number_of_changes(launcher: FakeLauncher) -> 
                 fleet.drain(leaving, grace_s=0.05)
             await asyncio.sleep(0.1)
             fleet.pool.remove(leaving, "it was ended")
-            asked += [asyncio.ensure_future(follow(fleet.pool.submit(request()))) for _ in range(10)]
+            asked += ask(10)
         answers = await asyncio.gather(*asked)
         assert len(answers) == 80
-        assert all(tokens == [EXPECTED] for tokens, _ in answers)
+        assert all(tokens == [expected] for tokens, _ in answers)
         assert any(ends[0].timings.num_moves for _, ends in answers)
 
     run(launcher, scenario)
@@ -239,15 +249,18 @@ def test_a_request_that_fails_replicas_is_given_up(launcher: FakeLauncher) -> No
     async def scenario(fleet: Fleet) -> None:
         names = [f"r{number}" for number in range(MAX_FAILED_REPLICAS + 1)]
         await fleet.ready(*names)
-
-        def kill_next(num_left: int) -> Callable[[], None]:
-            return lambda: fleet.replicas[fleet.busy()].kill("out of memory")
-
-        after = {10 * (1 + number): kill_next(number) for number in range(MAX_FAILED_REPLICAS)}
+        asked = asyncio.ensure_future(follow(fleet.pool.submit(request())))
+        killed = set()
+        while not asked.done():
+            for name in {name for name, client in fleet.pool.clients.items() if client.num_running} - killed:
+                fleet.replicas[name].kill("out of memory")
+                killed.add(name)
+            await asyncio.sleep(0)
         with pytest.raises(
             ReplicaUnavailable, match=f"{MAX_FAILED_REPLICAS} replicas failed under it.*out of memory"
         ):
-            await follow(fleet.pool.submit(request()), after=after)
+            await asked
+        assert len(killed) == MAX_FAILED_REPLICAS
 
     run(launcher, scenario)
 
@@ -282,6 +295,23 @@ def test_with_one_replica_for_good_a_request_fails_with_it(launcher: FakeLaunche
             await follow(running, after={5: lambda: fleet.replicas["a"].kill("rank 0 was killed")})
         with pytest.raises(ReplicaUnavailable, match="rank 0 was killed"):
             fleet.pool.submit(request())
+
+    run(launcher, scenario, is_fixed=True)
+
+
+def test_whoever_waits_for_the_only_replica_hears_that_it_failed_before_it_was_ready(
+    launcher: FakeLauncher,
+) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        client = ReplicaClient("ipc:///nowhere/at-all", "a")
+        client.start()
+        fleet.pool.add(client)
+        waiting = asyncio.ensure_future(follow(fleet.pool.submit(request())))
+        await asyncio.sleep(0)
+        assert fleet.pool.take_demand().num_waiting == 1
+        client.fail("its scheduler was killed")
+        with pytest.raises(ReplicaUnavailable, match="a failed: its scheduler was killed"):
+            await waiting
 
     run(launcher, scenario, is_fixed=True)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Mapping
 
 import pytest
 
+from quire.cluster.fleet import spot
 from quire.cluster.fleet.spot import INTERVAL_S, NOTICE_S, NOTICES, wait_for_notice
 
 NOW = 1_700_000_000.0
@@ -70,3 +73,20 @@ def test_the_watcher_looks_until_there_is_a_notice() -> None:
 
     assert wait_for_notice("gcp", metadata, lambda: NOW, sleep) == NOTICE_S
     assert slept == [INTERVAL_S] * 3
+
+
+def test_what_is_no_http_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            connection.recv(1 << 16)
+            connection.sendall(b"who is there?\r\n\r\n")
+            connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        monkeypatch.setattr(spot, "_METADATA", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(spot, "_TIMEOUT_S", 60.0)
+        assert spot.fetch("/", {}) is None
+        thread.join(60)

@@ -1,0 +1,74 @@
+"""Which machines are to be left, and by when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+from quire.cluster.fleet.nodes import LEAVE_PATIENCE_S, NodeWatch
+from quire.cluster.fleet.table import NodeEntry
+
+NODE = "node-0"
+NOW, UNIX_NOW = 1000.0, 1_700_000_000.0
+
+
+class Cloud:
+    """Of a Launcher, what the watch asks for: notices, the latest last."""
+
+    def __init__(self) -> None:
+        self.notices: list[Future[float]] = []
+
+    def notice(self, node_id: str) -> Future[float]:
+        self.notices.append(Future())
+        return self.notices[-1]
+
+
+def run(scenario: Callable[[NodeWatch, Cloud, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    async def whole() -> None:
+        cloud, told = Cloud(), asyncio.Event()
+        watch = NodeWatch(cloud, lambda: NOW, lambda: UNIX_NOW, told.set)  # type: ignore[arg-type]
+        await asyncio.wait_for(scenario(watch, cloud, told), 60)
+
+    asyncio.run(whole())
+
+
+def node(**more: Any) -> NodeEntry:
+    return NodeEntry(NODE, "127.0.0.1", **more)
+
+
+def test_the_earliest_moment_that_was_said_counts() -> None:
+    async def scenario(watch: NodeWatch, cloud: Cloud, told: asyncio.Event) -> None:
+        watch.update((node(),), [NODE])
+        assert watch.leave_of([NODE]) is None
+        watch.leave(NODE, LEAVE_PATIENCE_S, "an operator drains it")
+        cloud.notices[0].set_result(30.0)
+        told.clear()
+        await told.wait()
+        leave = watch.leave_of([NODE])
+        assert leave is not None
+        assert (leave.by, leave.reason) == (NOW + 30.0, f"the cloud takes node {NODE} back")
+        watch.update((node(is_draining=True, gone_at=UNIX_NOW + 60),), [NODE])
+        assert watch.leave_of([NODE]) == leave
+        watch.update((), [])
+        assert watch.leave_of([NODE]) is None
+
+    run(scenario)
+
+
+def test_somebody_looks_again_where_nobody_looks_any_more() -> None:
+    async def scenario(watch: NodeWatch, cloud: Cloud, told: asyncio.Event) -> None:
+        watch.update((node(),), [NODE])
+        watch.update((node(),), [NODE])
+        assert len(cloud.notices) == 1
+        cloud.notices[0].set_exception(ConnectionError("the watcher's process died"))
+        while len(cloud.notices) == 1:
+            await asyncio.sleep(0)
+            watch.update((node(),), [NODE])
+        assert watch.leave_of([NODE]) is None
+        cloud.notices[1].set_result(30.0)
+        await told.wait()
+        assert watch.leave_of([NODE]) is not None
+
+    run(scenario)
