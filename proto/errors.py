@@ -136,6 +136,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:MAX_REASON_CHARS]
 
 
+def in_one_line(error: BaseException) -> str:
+    """An error's kind and what it says, in one line of bounded length."""
+    kind, said = type(error).__name__, first_line(error)
+    return kind if said == kind else f"{kind}: {said}"
+
+
 def from_status(grpc_status: str, message: str) -> QuireError:
     """The error of that status, made again on the other side of a process border."""
     if grpc_status == InvalidRequest.grpc_status:

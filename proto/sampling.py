@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, cast
 
+from . import plain
 from .errors import InvalidRequest
+from .plain import BadWord
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_ANSWERS = 16
+# A logit that is divided by much less leaves float32. An exact number in float32, in which penalties travel.
+MIN_REPETITION_PENALTY = 1 / 128
 MAX_REPETITION_PENALTY = 100.0
 MAX_OUTPUT_PENALTY = 2.0
 MAX_LOGIT_BIASES = 1024
@@ -23,9 +26,8 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 128
 MAX_BAD_WORD_TOKENS = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 16
-
-# A forbidden word: text, or once it is tokenised the ids that spell it.
-BadWord = str | tuple[int, ...]
+# Of a value that is refused: an error must fit into a gRPC trailer, whatever was given.
+MAX_SHOWN_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,9 @@ class SamplingParams:
     Logits are changed in the order of transformers' processors: logit_bias, repetition_penalty, then
     frequency_penalty and presence_penalty (which transformers lacks), bad_words, min_tokens, allowed_token_ids;
     then temperature, top_k, top_p and min_p decide what is drawn from.
+
+    Numbers may be numpy's, and a sequence a list, one string alone or None for an empty one: all become plain values
+    of Python's.
 
     Args:
         max_tokens: most tokens to generate; None: as many as the context leaves room for.
@@ -123,24 +128,14 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        # Callers may write one string or a list of them, a dictionary or pairs; from here on they are tuples.
-        self._set("stop", _strings(self.stop))
-        self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
-        self._set("logit_bias", _bias_pairs(self.logit_bias))
-        words = (
-            word if isinstance(word, str) else _ids("bad_words", word) for word in _strings(self.bad_words)
-        )
-        self._set("bad_words", tuple(words))
-        if self.allowed_token_ids is not None:
-            allowed = _ids("allowed_token_ids", self.allowed_token_ids)
-            self._set("allowed_token_ids", tuple(dict.fromkeys(allowed)))
+        for field, read in _READERS.items():
+            value = getattr(self, field)
+            if value is not None or field in _NEVER_NONE:
+                object.__setattr__(self, field, read(f"sampling.{field}", value))
         self._check_numbers()
         self._check_stops()
         self._check_constraints()
         self._check_answers()
-
-    def _set(self, field: str, value: object) -> None:
-        object.__setattr__(self, field, value)
 
     def _check_numbers(self) -> None:
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
@@ -155,12 +150,6 @@ class SamplingParams:
             _require(count is None or 0 <= count <= MAX_LOGPROBS, field, count, f"from 0 to {MAX_LOGPROBS}")
         kept = self.truncate_prompt_tokens
         _require(kept is None or kept >= 1, "truncate_prompt_tokens", kept, "at least 1")
-        _require(
-            self.seed is None or -(1 << 63) <= self.seed < 1 << 63,
-            "seed",
-            self.seed,
-            "a signed 64-bit number",
-        )
 
     def _check_stops(self) -> None:
         _require(
@@ -221,12 +210,6 @@ class SamplingParams:
             self.best_of is None or self.beam_width is None, "best_of", self.best_of, "unset with beam_width"
         )
         _require(_in(self.length_penalty, -10, 10), "length_penalty", self.length_penalty, "from -10 to 10")
-        _require(
-            isinstance(self.early_stopping, bool),
-            "early_stopping",
-            repr(self.early_stopping),
-            "true or false",
-        )
         _require(self.beam_width is None or not self.stop, "stop", self.stop, "empty with beam_width")
         self._check_goes_with_beams()
 
@@ -273,30 +256,10 @@ def check_sampling_settings(settings: SamplingDefaults, owner: str) -> None:
     _require(_in(s.top_p, 0, 1) and s.top_p > 0, "top_p", s.top_p, "above 0 and at most 1", owner)
     _require(_in(s.min_p, 0, 1), "min_p", s.min_p, "from 0 to 1", owner)
     _require(
-        _in(s.repetition_penalty, 0, MAX_REPETITION_PENALTY) and s.repetition_penalty > 0,
-        "repetition_penalty", s.repetition_penalty, f"above 0 and at most {MAX_REPETITION_PENALTY:g}", owner,
+        _in(s.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        "repetition_penalty", s.repetition_penalty,
+        f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}", owner,
     )  # fmt: skip
-
-
-def _strings(given: Iterable[Any]) -> tuple[Any, ...]:
-    """One string is a tuple of one."""
-    return (given,) if isinstance(given, str) else tuple(given)
-
-
-def _ids(field: str, given: Iterable[Any]) -> tuple[int, ...]:
-    """Integers of any kind, numpy's too, as Python's own."""
-    try:
-        return tuple(map(operator.index, given))
-    except TypeError as error:
-        raise InvalidRequest(f"sampling.{field}", f"is not of token ids: {error}") from error
-
-
-def _bias_pairs(given: Mapping[int, float] | Iterable[Iterable[Any]]) -> tuple[tuple[int, float], ...]:
-    items = given.items() if isinstance(given, Mapping) else given
-    try:
-        return tuple(sorted({operator.index(token_id): float(value) for token_id, value in items}.items()))
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest("sampling.logit_bias", f"is not of token ids and numbers: {error}") from error
 
 
 def _in(value: float, low: float, high: float) -> bool:
@@ -305,4 +268,36 @@ def _in(value: float, low: float, high: float) -> bool:
 
 def _require(holds: bool, field: str, given: Any, allowed: str, owner: str = "sampling") -> None:
     if not holds:
-        raise InvalidRequest(f"{owner}.{field}", f"is {given}, must be {allowed}")
+        shown = str(given)
+        if len(shown) > MAX_SHOWN_CHARS:
+            shown = shown[:MAX_SHOWN_CHARS] + "..."
+        raise InvalidRequest(f"{owner}.{field}", f"is {shown}, must be {allowed}")
+
+
+# How each field becomes a plain value, whatever kind of number or sequence callers wrote.
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(
+        ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "n", "best_of", "beam_width",
+         "prompt_logprobs", "truncate_prompt_tokens"),
+        plain.whole_number,
+    ),
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "length_penalty", "repetition_penalty", "frequency_penalty",
+         "presence_penalty"),
+        plain.real_number,
+    ),
+    **dict.fromkeys(
+        ("ignore_eos", "early_stopping", "skip_special_tokens", "include_stop_str_in_output"), plain.flag
+    ),
+    "stop": plain.texts,
+    "stop_token_ids": plain.token_ids,
+    "logit_bias": plain.biases,
+    "bad_words": plain.bad_words,
+    "allowed_token_ids": plain.distinct_token_ids,
+}  # fmt: skip
+# Fields in which None does not stand for something that is left open.
+_NEVER_NONE = {
+    member.name
+    for member in fields(SamplingParams)
+    if member.default is not None and member.name != "max_tokens"
+}

@@ -58,11 +58,13 @@ class SchedulerActor:
         Raises:
             ReplicaUnavailable: a rank did not join.
         """
-        group = make_group()
-        self._open.callback(group.close)
-        mailbox = ZmqMailbox(endpoint, keys)
-        self._open.callback(mailbox.close)
-        self._loop = StepLoop(Scheduler(config), group, mailbox, self._replica_id)
+        with ExitStack() as opened:
+            group = make_group()
+            opened.callback(group.close)
+            mailbox = ZmqMailbox(endpoint, keys)
+            opened.callback(mailbox.close)
+            self._loop = StepLoop(Scheduler(config), group, mailbox, self._replica_id)
+            self._open = opened.pop_all()
         self._config = config
         threading.Thread(target=self._run, args=(self._loop,), name="step-loop", daemon=True).start()
         return mailbox.endpoint

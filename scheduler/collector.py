@@ -37,8 +37,7 @@ class Collector:
         step = self._take_step(result)
         state.blocks.lift_fences(step.step_id)
         state.throughput.count_step(step.num_tokens, step.planned_at, now)
-        if step.first_rows:
-            state.costs.observe(step.num_tokens, result.stage_times.get("forward", 0.0))
+        self._learn_costs(step, result)
         rows, token_ids, logprobs = step.rows, result.token_ids, result.logprobs
         alive = rows_state.entered_at_step[rows] <= step.step_id
         if not alive.all():  # stopped, aborted or preempted since: their tokens are dropped
@@ -53,6 +52,13 @@ class Collector:
         handles, gateways = rows_state.handle[rows], rows_state.gateway[rows]
         finished = self._end_finished(rows, token_ids, now)
         return scores + self._news(step.step_id, gateways, handles, token_ids, logprobs, finished)
+
+    def _learn_costs(self, step: InFlight, result: StepResult) -> None:
+        """A step of few tokens takes as long as one of many, and tells nothing of how fast prompts are computed."""
+        costs, budget = self._state.costs, self._state.config.scheduler.max_num_batched_tokens
+        if 2 * step.num_prompt_tokens >= budget or costs.has_launched:
+            seconds = sum(result.stage_times.get(stage, 0.0) for stage in ("forward", "sample"))
+            costs.observe(step.num_tokens, seconds, is_done=step.rows.size > 0)
 
     def _take_step(self, result: StepResult) -> InFlight:
         in_flight = self._state.in_flight

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ..proto.errors import QuireError, ReplicaUnavailable
 from ..proto.stream import (
@@ -13,6 +14,7 @@ from ..proto.stream import (
     CacheQuery,
     Drain,
     Finish,
+    FinishReason,
     GatewayMessage,
     ReplicaStatus,
     StatusQuery,
@@ -20,12 +22,15 @@ from ..proto.stream import (
     Submit,
     TokenBatch,
 )
+from .collector import News
 from .mailbox import Mailbox
 from .scheduler import Scheduler
 from .worker_group import WorkerGroup
 
 # An idle loop wakes this often to ask whether every rank is alive.
 IDLE_CHECK_S = 1.0
+# Most of them are gone for good.
+MAX_UNTOLD_GATEWAYS = 64
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +58,8 @@ class StepLoop:
         self._clock = clock
         self._started_at = clock()
         self._stopping = threading.Event()
+        # gateway |-> handles that were ended when it could not be told.
+        self._untold: dict[bytes, list[int]] = {}
         # Whether nothing is in flight for want of requests, and the latest step that came after such a time.
         self._is_idle = True
         self._step_after_idle = 0
@@ -110,6 +117,8 @@ class StepLoop:
             self._take(gateway, message)
 
     def _take(self, gateway: bytes, message: GatewayMessage) -> None:
+        if gateway in self._untold:
+            self._tell_late(gateway)
         match message:
             case Submit():
                 self._tell_end(gateway, self._scheduler.add(gateway, message, self._clock()))
@@ -129,16 +138,51 @@ class StepLoop:
         if finish is not None:
             self._tell([(gateway, TokenBatch(0, finished=(finish,)))])
 
-    def _tell(self, news: list[tuple[bytes, TokenBatch]]) -> None:
+    def _tell(self, news: News) -> None:
         for gateway, batch in news:
             if not self._mailbox.send(gateway, batch):
                 _log.warning("gateway %s is gone or does not read: its requests are ended", gateway.hex())
-                self._scheduler.drop_gateway(gateway)
+                self._drop(gateway, batch)
+
+    def _drop(self, gateway: bytes, unsent: TokenBatch) -> None:
+        """Ends the requests of a gateway that cannot be told of them; it is, should it speak again."""
+        handles = [finish.handle for finish in unsent.finished] + self._scheduler.drop_gateway(gateway)
+        self._untold[gateway] = self._untold.pop(gateway, []) + handles
+        if len(self._untold) > MAX_UNTOLD_GATEWAYS:
+            del self._untold[next(iter(self._untold))]
+
+    def _tell_late(self, gateway: bytes) -> None:
+        """Tells a gateway that was taken for dead what was ended meanwhile: it would wait for it for ever."""
+        reason = ReplicaUnavailable(f"{self._replica_id} ended it: its gateway did not take its answers")
+        ends = tuple(
+            Finish(handle, FinishReason.ERROR, grpc_status=reason.grpc_status, error=str(reason))
+            for handle in self._untold[gateway]
+        )
+        if self._mailbox.send(gateway, TokenBatch(0, finished=ends)):
+            del self._untold[gateway]
 
     def _give_up(self, error: QuireError) -> None:
-        self._take_messages(0.0)  # what came in the meantime is to be told as well
-        for gateway, batch in self._scheduler.fail_all(error):
+        """Ends every request and tells its gateway.
+
+        After a fault of our own nothing need be in order any more: whatever can still be told is.
+        """
+        with self._noting_faults():
+            self._take_messages(0.0)  # what came in the meantime is to be told as well
+        with self._noting_faults():
+            self._send(self._scheduler.fail_all(error))
+        with self._noting_faults():
+            self._send(self._scheduler.take_news())
+
+    def _send(self, news: News) -> None:
+        for gateway, batch in news:
             self._mailbox.send(gateway, batch)
+
+    @contextmanager
+    def _noting_faults(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            _log.exception("%s could not end in order", self._replica_id)
 
     def status(self, query_id: int = 0, problem: str = "") -> ReplicaStatus:
         """The replica's state in numbers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +17,8 @@ from ..proto.stream import GatewayMessage, ReplicaMessage
 # Batches that may wait for a gateway that does not read; past them it is taken for dead.
 MAX_UNREAD_MESSAGES = 10_000
 MAX_MESSAGE_BYTES = 64 << 20
+# Taken in between two steps: however fast messages come, the sequences that run get on.
+MAX_MESSAGES_AT_ONCE = 1000
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +27,7 @@ class Mailbox(Protocol):
     """The loop's end of the line to all gateways."""
 
     def receive(self, timeout_s: float) -> list[tuple[bytes, GatewayMessage]]:
-        """All that has come, as (gateway, message); waits for the first for up to `timeout_s`."""
+        """What has come, as (gateway, message); waits for the first for up to `timeout_s`."""
         ...
 
     def send(self, gateway: bytes, message: ReplicaMessage) -> bool:
@@ -32,7 +35,7 @@ class Mailbox(Protocol):
         ...
 
     def wake(self) -> None:
-        """Ends a `receive` that waits, from any thread."""
+        """Ends a `receive` that waits, from any thread; no-op when closed."""
         ...
 
 
@@ -49,13 +52,20 @@ class ZmqMailbox:
     """
 
     def __init__(self, endpoint: str, keys: CurveKeys | None = None) -> None:
+        self.endpoint = endpoint
+        # A bell that is rung while the sockets are closed would hold up their end.
+        self._closing = threading.Lock()
         self._context = zmq.Context()
         self._guard = None if keys is None else CurveGuard(self._context, keys)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.SNDHWM, MAX_UNREAD_MESSAGES)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self.endpoint = bind(self._router, endpoint, keys)
+        try:
+            self.endpoint = bind(self._router, endpoint, keys)
+        except zmq.ZMQError:
+            self.close()
+            raise
         # Sockets belong to the loop's thread; another thread rings this bell through a socket of its own.
         self._bell = self._context.socket(zmq.PULL)
         self._bell.bind("inproc://bell")
@@ -68,7 +78,9 @@ class ZmqMailbox:
         ready = dict(self._poller.poll(round(timeout_s * 1000)))
         if self._bell in ready:
             self._bell.recv()
-        while self._router.poll(0):
+        for _ in range(MAX_MESSAGES_AT_ONCE):
+            if not self._router.poll(0):
+                break
             gateway, *frames = self._router.recv_multipart()
             try:
                 message = stream.decode(frames[-1] if frames else b"")
@@ -91,14 +103,18 @@ class ZmqMailbox:
         return True
 
     def wake(self) -> None:
-        with self._context.socket(zmq.PUSH) as ringer:
-            ringer.connect("inproc://bell")
-            ringer.send(b"")
+        with self._closing:
+            if self._context.closed:
+                return
+            with self._context.socket(zmq.PUSH) as ringer:
+                ringer.connect("inproc://bell")
+                ringer.send(b"")
 
     def close(self) -> None:
-        """Sends what is left, for at most a second, and closes."""
-        if self._guard is not None:
-            self._guard.close()
-        self._context.destroy(linger=1000)
+        """Sends what is left, for at most a second, and closes. Safe to call twice."""
+        with self._closing:
+            if self._guard is not None:
+                self._guard.close()
+            self._context.destroy(linger=1000)
         if self.endpoint.startswith("ipc://"):
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)

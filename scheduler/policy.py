@@ -81,12 +81,27 @@ class CostModel:
 
     swap_blocks_per_s: float
     prefill_tokens_per_s: float = 0.0
+    _num_launched_tokens: int = 0
+    _launched_s: float = 0.0
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step with prompt tokens took `seconds`; later ones count more (weight 0.1)."""
-        if seconds <= 0:
+    @property
+    def has_launched(self) -> bool:
+        """A step was observed before it was done."""
+        return self._num_launched_tokens > 0
+
+    def observe(self, num_tokens: int, seconds: float, is_done: bool = True) -> None:
+        """A step that prompts fill took `seconds`; later ones count more (weight 0.1).
+
+        Args:
+            is_done: the rank has waited for it. On a GPU a step that samples nothing is only launched, and its
+                computation is part of the time of the next step that samples: they are counted together.
+        """
+        self._num_launched_tokens += num_tokens
+        self._launched_s += seconds
+        if not is_done or self._launched_s <= 0:
             return
-        rate = num_tokens / seconds
+        rate = self._num_launched_tokens / self._launched_s
+        self._num_launched_tokens, self._launched_s = 0, 0.0
         old = self.prefill_tokens_per_s
         self.prefill_tokens_per_s = rate if old == 0.0 else 0.9 * old + 0.1 * rate
 

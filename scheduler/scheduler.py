@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..proto.config import EngineConfig
-from ..proto.errors import DeadlineExpired, InvalidRequest, Overloaded, ProtocolError, QuireError
+from ..proto.errors import QuireError
 from ..proto.step import StepPlan, StepResult
-from ..proto.stream import Finish, FinishReason, Submit
+from ..proto.stream import Finish, FinishReason, Submit, TokenBatch
 from .beam_group import BeamGroup
 from .beam_search import BeamSearch
 from .block_manager import BlockManager
@@ -24,6 +24,7 @@ from .drain import Drainer
 from .metrics import SchedulerStats
 from .planner import Planner
 from .prefix_cache import make_root
+from .refusals import find_problem, length_limit
 from .sequence import Sequence
 from .state import SchedulerState, row_of
 
@@ -102,7 +103,7 @@ class Scheduler:
         if self._drainer.is_on:
             self._drainer.refuse(gateway, submit)
             return None
-        problem = self._refusal(gateway, submit)
+        problem = find_problem(self._state, gateway, submit)
         if problem is not None:
             return Finish(
                 submit.handle, FinishReason.ERROR, grpc_status=problem.grpc_status, error=str(problem)
@@ -138,11 +139,13 @@ class Scheduler:
         self.stats.num_finished += 1
         return sequence.finish(FinishReason.STOP, num_tokens, now)
 
-    def drop_gateway(self, gateway: bytes) -> None:
-        """Aborts all sequences of a gateway that is gone."""
-        for owner, handle in [key for key in self._state.requests if key[0] == gateway]:
-            self.abort(owner, handle)
+    def drop_gateway(self, gateway: bytes) -> list[int]:
+        """Aborts all sequences of a gateway that cannot be told of them; returns their handles."""
+        handles = [handle for owner, handle in self._state.requests if owner == gateway]
+        for handle in handles:
+            self.abort(gateway, handle)
         self._state.gateways.pop(gateway, None)
+        return handles
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing that could be computed now."""
@@ -167,9 +170,19 @@ class Scheduler:
         self._drainer.begin(now + grace_s)
 
     def fail_all(self, error: QuireError) -> News:
-        """Ends every request with an error."""
+        """Ends every request with an error.
+
+        What is to be told is among the news before anything is taken apart, which may fail after a fault of our own.
+        """
+        ends: dict[bytes, list[Finish]] = {}
+        for gateway, handle in self._state.requests:
+            finish = Finish(handle, FinishReason.ERROR, grpc_status=error.grpc_status, error=str(error))
+            ends.setdefault(gateway, []).append(finish)
+        self._state.news += [
+            (gateway, TokenBatch(0, finished=tuple(of_it))) for gateway, of_it in ends.items()
+        ]
         while self._state.requests:
-            self._state.fail_request(next(iter(self._state.requests)), error.grpc_status, str(error))
+            self._state.end_request(next(iter(self._state.requests)))
         while self._state.in_flight:
             self._state.blocks.lift_fences(self._state.in_flight.popleft().step_id)
         return self.take_news()
@@ -194,7 +207,7 @@ class Scheduler:
                 sampling=params,
                 seed=(params.seed or 0) + index,
                 num_prompt_tokens=num_prompt_tokens,
-                limit=self._limit(submit),
+                limit=length_limit(self.config, submit),
                 token_ids=array("i", known.astype("i4").tobytes()),
                 eos_token_ids=() if params.ignore_eos else self.config.model.eos_token_ids,
                 arrived_at=now,
@@ -221,43 +234,3 @@ class Scheduler:
         group = BeamGroup(search, num_answers=params.n)
         group.members = [first.seq_id]
         return group
-
-    def _refusal(self, gateway: bytes, submit: Submit) -> QuireError | None:
-        limits, num_prompt_tokens = self.config.scheduler, len(submit.prompt_token_ids)
-        most = self.config.max_servable_tokens
-        handles = range(submit.handle, submit.handle + submit.sampling.num_sequences)
-        taken = [handle for handle in handles if (gateway, handle) in self._state.requests]
-        if taken:
-            return ProtocolError(f"handle {taken[0]} is in use")
-        if not 1 <= num_prompt_tokens < most:
-            return InvalidRequest("prompt", f"has {num_prompt_tokens} tokens, must have 1 to {most - 1}")
-        problem = self._problem_with_generated(submit)
-        if problem is not None:
-            return problem
-        width = submit.sampling.beam_width
-        if width is not None and width > limits.max_num_seqs:
-            return InvalidRequest("sampling.beam_width", f"is {width}, must be at most {limits.max_num_seqs}")
-        if len(self._state.waiting) >= limits.max_queue_len:
-            return Overloaded(f"{len(self._state.waiting)} requests are waiting already; come back later")
-        if submit.timeout_s is not None and submit.timeout_s <= 0:
-            return DeadlineExpired(f"request {submit.request_id}: its deadline had passed when it came")
-        return None
-
-    def _problem_with_generated(self, submit: Submit) -> InvalidRequest | None:
-        num_generated, params = len(submit.generated_token_ids), submit.sampling
-        if num_generated == 0:
-            return None
-        if params.num_sequences > 1 or params.beam_width is not None:
-            return InvalidRequest(
-                "generated_token_ids", "are of one answer: neither n, best_of nor beam_width goes"
-            )
-        most = self._limit(submit) - len(submit.prompt_token_ids)
-        if num_generated >= most:
-            problem = f"are {num_generated} tokens, must be fewer than the {most} that the answer may have"
-            return InvalidRequest("generated_token_ids", problem)
-        return None
-
-    def _limit(self, submit: Submit) -> int:
-        """Tokens, prompt included, at which an answer ends by length."""
-        most, max_tokens = self.config.max_servable_tokens, submit.sampling.max_tokens
-        return most if max_tokens is None else min(most, len(submit.prompt_token_ids) + max_tokens)

@@ -44,6 +44,11 @@ class InFlight:
     num_tokens: int
     planned_at: float
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """All but one for each row that decodes."""
+        return self.num_tokens - (self.rows.size - len(self.first_rows))
+
 
 class SchedulerState:
     """Sequences, rows, blocks, the queue and the steps in flight of one replica.

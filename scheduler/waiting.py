@@ -12,6 +12,8 @@ from .sequence import Sequence
 
 # The longest-prefix policy compares this many sequences near the front of the queue: a look-up for each, each time.
 LONGEST_PREFIX_WINDOW = 64
+# Removed entries that a heap keeps, beside as many as are present.
+MAX_MARKED = 64
 # Virtual counters kept of tenants that wait for nothing; names come from callers, and must not pile up.
 MAX_IDLE_TENANTS = 4096
 
@@ -33,6 +35,10 @@ class _Heap:
 
     def remove(self, sequence: Sequence) -> None:
         self._present.discard(sequence.seq_id)
+        # Aborted ones that never come up, since others always go before them, must not pile up.
+        if len(self._entries) > 2 * len(self._present) + MAX_MARKED:
+            self._entries = [entry for entry in self._entries if entry[1] in self._present]
+            heapq.heapify(self._entries)
 
     def peek(self) -> Sequence | None:
         while self._entries and self._entries[0][1] not in self._present:

@@ -44,8 +44,19 @@ SENTENCES = [
 
 
 def pytest_configure() -> None:
-    """A shell starts what it puts in the background with Ctrl-C ignored, and child processes would inherit that."""
+    # A shell starts what it puts in the background with Ctrl-C ignored, and child processes would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _make_hypothesis_repeatable()
+
+
+def _make_hypothesis_repeatable() -> None:
+    """The same examples in each run, however slow the machine is: what fails was broken by what was changed."""
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

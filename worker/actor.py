@@ -18,7 +18,7 @@ import ray
 
 from ..proto.channel import ChannelAddress, StepReceiver
 from ..proto.config import EngineConfig
-from ..proto.errors import RankFailed
+from ..proto.errors import RankFailed, in_one_line
 from ..proto.step import StepFailure, StepPlan, StepResult
 from ..proto.stream import RankStatus
 
@@ -146,14 +146,14 @@ class WorkerActor:
         except RankFailed as error:
             return StepFailure(step_id, epoch, self._rank, error.stage or runner.stage, error.reason)
         except Exception as error:
-            return StepFailure(step_id, epoch, self._rank, runner.stage, _one_line(error))
+            return StepFailure(step_id, epoch, self._rank, runner.stage, in_one_line(error))
 
     def _finish(self, result: StepResult, runner: ModelRunner) -> StepFailure | None:
         """What the runner does after the answer; its failure is that of the step to come."""
         try:
             runner.after_step()
         except Exception as error:
-            return StepFailure(result.step_id + 1, result.epoch, self._rank, runner.stage, _one_line(error))
+            return StepFailure(result.step_id + 1, result.epoch, self._rank, runner.stage, in_one_line(error))
         return None
 
     def _note_read(self, num_read: int, num_expected: int) -> None:
@@ -183,8 +183,3 @@ def _assigned_gpu() -> int:
     (assigned,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",").index(assigned) if visible else int(assigned)
-
-
-def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

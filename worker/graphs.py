@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.decode_splits import split_decodes
+from ..proto.errors import first_line
 from .attention import AttentionInputs
 from .batch import Batch
 
@@ -162,7 +163,7 @@ class DecodeGraphs:
             self._recordings[size] = self._backend.record(lambda: self._step(size))
         except RuntimeError as error:
             self._is_off = True
-            _log.warning("decode steps are not recorded as graphs: %s", str(error).partition("\n")[0])
+            _log.warning("decode steps are not recorded as graphs: %s", first_line(error))
         else:
             _log.info("recorded a graph for %d rows in %.2f s", size, time.perf_counter() - started)
 

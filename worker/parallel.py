@@ -15,6 +15,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from ..proto.errors import first_line
+
 # The stubs of torch's process groups and stores lack what is used here.
 dist: Any = torch.distributed
 
@@ -92,11 +94,13 @@ class TorchDistributed:
         self.rank, self.size = rank, size
         self._device = device_of("cuda" if backend == "nccl" else "cpu")
         timeout = timedelta(seconds=timeout_s)
+        self._group: Any | None = None
         try:
             self.store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-            self._group: Any | None = _BACKENDS[backend](self.store, rank, size, host, port, timeout)
+            self._group = _BACKENDS[backend](self.store, rank, size, host, port, timeout)
             self.barrier()
-        except RuntimeError as error:
+        except (RuntimeError, ConnectionError) as error:
+            self.close()
             raise ConnectionError(self._describe(f"joining at {host}:{port}", error)) from error
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -129,9 +133,8 @@ class TorchDistributed:
         except RuntimeError as error:
             raise ConnectionError(self._describe(what, error)) from error
 
-    def _describe(self, what: str, error: RuntimeError) -> str:
-        reason = str(error).strip().partition("\n")[0]
-        return f"{what} of rank {self.rank} with the others of {self.size} failed: {reason}"
+    def _describe(self, what: str, error: Exception) -> str:
+        return f"{what} of rank {self.rank} with the others of {self.size} failed: {first_line(error)}"
 
 
 def open_store(host: str) -> tuple[Any, int]:

@@ -9,7 +9,7 @@ import torch
 
 from ..kernels.all_reduce_norm import NUM_SIGNALS, Peers
 from ..kernels.dispatch import has_kernels
-from ..proto.errors import ConfigError
+from ..proto.errors import ConfigError, first_line
 from .parallel import Communicator, TorchDistributed
 
 # Above it NCCL, which moves each byte once and not to every rank, is as fast.
@@ -44,7 +44,7 @@ def share_memory(comm: Communicator, hidden_size: int, dtype: torch.dtype, devic
             for rank in range(comm.size)
         ]
     except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise ConfigError(f"fused_all_reduce: the GPUs cannot read each other's memory: {reason}") from error
     comm.barrier()  # nobody signals before all are zeroed
     return Peers(comm.rank, parts, signals)

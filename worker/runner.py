@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..kernels.decode_splits import INVARIANT_ITEM_LEN
 from ..proto.block_tables import IntArray
 from ..proto.config import EngineConfig
-from ..proto.errors import ConfigError, RankFailed
+from ..proto.errors import ConfigError, RankFailed, in_one_line
 from ..proto.step import Logprobs, PromptLogprobs, StepPlan, StepResult
 from .attention import AttentionInputs
 from .batch import Batch, gather_batch
@@ -22,7 +22,7 @@ from .cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine, bytes_per_block
 from .graphs import CudaGraphs, DecodeGraphs, DecodeInputs, GraphBackend, graph_sizes
 from .kv_memory import measure_left_for_kv
 from .layers import LoadContext
-from .models.build import build_model
+from .models.build import Model, build_model
 from .parallel import Communicator, device_of
 from .prompt_scores import score
 from .quantization import read_quantization
@@ -34,6 +34,7 @@ from .weights import Checkpoint, ProgressCallback
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What recorded decode steps share besides their logits: the activations of the largest, with room to spare.
 GRAPH_POOL_BYTES = 256 << 20
+_OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
 
 
 class ModelRunner:
@@ -69,27 +70,26 @@ class ModelRunner:
         if self._device.type == "cpu":
             torch.set_num_threads(config.parallel.threads_per_rank)
         with torch.inference_mode():
-            checkpoint = Checkpoint(config.model.path, on_progress, comm.size)
-            quantization = read_quantization(config.model)
-            load = LoadContext(
-                checkpoint,
-                comm,
-                self._dtype,
-                self._device,
-                quantization,
-                config.parallel.fused_all_reduce,
-            )
-            try:
-                self._model = build_model(load, config.model)
-            except (MemoryError, torch.OutOfMemoryError) as error:
-                raise ConfigError(
-                    f"{config.model.name} does not fit into the memory of rank {comm.rank}"
-                ) from error
+            self._model = self._load_model(on_progress)
             self._sampler = Sampler(self._model.head.shard, comm, self._device)
             self._rows = Rows(config, self._model.head.shard, self._device)
         self._cache: CacheEngine | None = None
         self._graph_backend = graph_backend
         self._graphs: DecodeGraphs | None = None
+
+    def _load_model(self, on_progress: ProgressCallback | None) -> Model:
+        config, comm = self._config, self._comm
+        with closing(Checkpoint(config.model.path, on_progress, comm.size)) as checkpoint:
+            load = LoadContext(
+                checkpoint,
+                comm,
+                self._dtype,
+                self._device,
+                read_quantization(config.model),
+                config.parallel.fused_all_reduce,
+            )
+            with _memory_for(f"{config.model.name} does not fit into the memory of rank {comm.rank}"):
+                return build_model(load, config.model)
 
     def num_blocks_that_fit(self) -> int:
         """Blocks that this rank's KV memory holds, the scratch block included."""
@@ -110,13 +110,15 @@ class ModelRunner:
         Raises:
             ConfigError: there is not so much memory, or the model proves not to be fit for it.
         """
-        try:
+        device_bytes, host_bytes = (
+            count * bytes_per_block(self._config, self._dtype)
+            for count in (num_blocks, self._config.cache.num_host_blocks)
+        )
+        on_host = f" and {host_bytes / 2**30:.2f} GiB for what is swapped" if host_bytes else ""
+        with _memory_for(
+            f"rank {self._comm.rank} cannot allocate {device_bytes / 2**30:.2f} GiB of KV memory{on_host}"
+        ):
             self._cache = CacheEngine(self._config, num_blocks, self._dtype, self._device)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            wanted = num_blocks * bytes_per_block(self._config, self._dtype) / 2**30
-            raise ConfigError(
-                f"rank {self._comm.rank} cannot allocate {wanted:.2f} GiB of KV memory"
-            ) from error
         with torch.inference_mode():
             self._model.check()
             self._graphs = self._make_graphs()
@@ -139,7 +141,7 @@ class ModelRunner:
         except RankFailed:
             raise
         except Exception as error:
-            raise self._failure(plan, f"{type(error).__name__}: {error}") from error
+            raise self._failure(plan, in_one_line(error)) from error
 
     @torch.inference_mode()
     def after_step(self) -> None:
@@ -271,6 +273,19 @@ class ModelRunner:
         logits = self._model.logits(hidden[to_device(rows % len(position), self._device, torch.int64)])
         # A row drawn from the whole vocabulary has the largest intermediate tensors.
         self._sampler.sample(logits, self._rows.sampling, rows, rows)
+
+
+@contextmanager
+def _memory_for(failure: str) -> Iterator[None]:
+    """Raises ConfigError with these words where there is not enough memory, whoever says so."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        # Torch's words on a CPU, CUDA's for pinned memory, and the system's for pages.
+        if known or any(words in str(error).lower() for words in _OUT_OF_MEMORY):
+            raise ConfigError(failure) from error
+        raise
 
 
 def _to_host(logprobs: SampledLogprobs | None) -> Logprobs | None:

@@ -69,7 +69,15 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         # Held open, so that a model that is replaced on disk while it loads is still read as one.
         self._file = path.open("rb", buffering=0)
-        self.tensors = _read_header(self._file.fileno())
+        try:
+            self.tensors = _read_header(self._file.fileno())
+        except BaseException:
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._file.close()
 
     def read_into(self, out: Tensor, name: str, starts: Sequence[int]) -> int:
         """Copies a box of a tensor into `out`, converting to its dtype and device.

@@ -9,7 +9,7 @@ import os
 import secrets
 import struct
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -39,7 +39,11 @@ def join(rank: int, size: int, host: str, port: int, backend: str, timeout_s: fl
     group = TorchDistributed(rank, size, host, port, backend, timeout_s)
     if backend != "gloo":
         return group
-    segment = _share_segment(group)
+    try:
+        segment = _share_segment(group)
+    except ConnectionError:
+        group.close()
+        raise
     return group if segment is None else SharedMemory(group, *segment, timeout_s)
 
 
@@ -120,29 +124,26 @@ class SharedMemory:
 
 def _share_segment(group: TorchDistributed) -> tuple[int, mmap.mmap] | None:
     """This rank's file and map of the memory that rank 0 makes; None on all ranks if one of them cannot have it."""
-    file = _create_segment(group.size) if group.rank == 0 else None
-    announced = torch.tensor([_host(), os.getpid(), -1 if file is None else file, secrets.randbits(62)])
-    everyone = group.all_gather(announced)
-    _, process, number, token = everyone[0].tolist()
-    if (
-        everyone[:, 0] != everyone[0, 0]
-    ).any():  # several hosts: the same process id is another process there
-        if file is not None:
-            os.close(file)
-        return None
-    if group.rank == 0:
-        memory = None if file is None else _map_segment(file, group)
-        if memory is not None:
-            memory[: _TOKEN.size] = _TOKEN.pack(token)
-    group.barrier()
-    if group.rank != 0:
-        file = _open_segment(process, number)
-        memory = None if file is None else _map_segment(file, group)
-    is_same = memory is not None and _TOKEN.unpack_from(memory)[0] == token
-    if group.all_gather(torch.tensor([is_same])).all() and file is not None and memory is not None:
-        return file, memory
-    if file is not None:
-        os.close(file)
+    with ExitStack() as opened:
+        file = _create_segment(group.size, opened) if group.rank == 0 else None
+        number = -1 if file is None else file
+        announced = torch.tensor([_host(), os.getpid(), number, secrets.randbits(62)])
+        everyone = group.all_gather(announced)
+        _, process, number, token = everyone[0].tolist()
+        if (everyone[:, 0] != everyone[0, 0]).any():
+            return None  # several hosts: the same process id is another process there
+        if group.rank == 0:
+            memory = None if file is None else _map_segment(file, group)
+            if memory is not None:
+                memory[: _TOKEN.size] = _TOKEN.pack(token)
+        group.barrier()
+        if group.rank != 0:
+            file = _open_segment(process, number, opened)
+            memory = None if file is None else _map_segment(file, group)
+        is_same = memory is not None and _TOKEN.unpack_from(memory)[0] == token
+        if group.all_gather(torch.tensor([is_same])).all() and file is not None and memory is not None:
+            opened.pop_all()
+            return file, memory
     _log.warning("rank %d cannot share memory with all the others; gloo carries the collectives", group.rank)
     return None
 
@@ -157,25 +158,29 @@ def _host() -> int:
     return secrets.randbits(56)
 
 
-def _create_segment(size: int) -> int | None:
+def _create_segment(size: int, opened: ExitStack) -> int | None:
+    """The file of a new segment, which is closed with `opened`; None where there can be none."""
     if ops() is None:
         return None
     try:
         file = os.memfd_create("quire-collectives")
+        opened.callback(os.close, file)
         os.ftruncate(file, mmap.PAGESIZE + segment_bytes(size))
     except (AttributeError, OSError):  # not Linux, or no memory
         return None
     return file
 
 
-def _open_segment(process: int, number: int) -> int | None:
-    """Rank 0's file, opened anew: a lock belongs to who opened the file."""
+def _open_segment(process: int, number: int, opened: ExitStack) -> int | None:
+    """Rank 0's file, opened anew: a lock belongs to who opened the file. It is closed with `opened`."""
     if number < 0 or ops() is None:
         return None
     try:
-        return os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
+        file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
     except OSError:  # another host, or another view of the processes
         return None
+    opened.callback(os.close, file)
+    return file
 
 
 def _map_segment(file: int, group: TorchDistributed) -> mmap.mmap | None:

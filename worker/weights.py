@@ -63,7 +63,11 @@ class Checkpoint:
     ) -> None:
         self._folder = Path(folder)
         self._files: dict[str, SafetensorsFile] = {}
-        self._file_of = self._locate_tensors()
+        try:
+            self._file_of = self._locate_tensors()
+        except BaseException:
+            self.close()
+            raise
         self._aliases: dict[str, _Alias] = {}
         self._unread = set(self._file_of)
         self._on_progress = on_progress
@@ -71,6 +75,11 @@ class Checkpoint:
             _share(tensor, num_ranks) for file in self._files.values() for tensor in file.tensors.values()
         )
         self.num_bytes_read = 0
+
+    def close(self) -> None:
+        """Closes the files; nothing can be read afterwards. Safe to call twice."""
+        for file in self._files.values():
+            file.close()
 
     def has(self, name: str) -> bool:
         """Whether there is such a tensor, or one was given that name."""

@@ -54,12 +54,79 @@ from quire.proto.sampling import SamplingDefaults, SamplingParams
         ("bad_words", (7,)),
         ("prompt_logprobs", 21),
         ("truncate_prompt_tokens", 0),
+        ("repetition_penalty", 1e-300),
     ],
 )
 def test_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**{field: value})
-    assert caught.value.field == f"sampling.{field}"
+    assert caught.value.field.partition("[")[0] == f"sampling.{field}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", "5"),
+        ("max_tokens", 1.5),
+        pytest.param("max_tokens", 10**5000, id="max_tokens-beyond what Python prints"),
+        ("n", 2.0),
+        ("n", None),
+        ("seed", 1.5),
+        ("top_k", [4]),
+        ("logprobs", "all"),
+        ("temperature", "1"),
+        ("temperature", 10**400),
+        ("top_p", [0.5]),
+        ("length_penalty", None),
+        ("frequency_penalty", "0"),
+        ("ignore_eos", "no"),
+        ("skip_special_tokens", None),
+        ("stop", 5),
+        ("stop", ["a", 5]),
+        ("stop_token_ids", [2**70]),
+        ("stop_token_ids", 7),
+        ("logit_bias", 5),
+        ("logit_bias", [1]),
+        ("logit_bias", {1: 10**400}),
+        ("logit_bias", {1.5: 1.0}),
+        ("bad_words", [[1.5]]),
+        ("bad_words", [None]),
+        ("allowed_token_ids", "ab"),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(field: str, value: Any) -> None:
+    """They would else come as far as a rank's step, and end it for everybody."""
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field.partition("[")[0] == f"sampling.{field}"
+
+
+def test_what_is_shown_of_a_long_value_is_short() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(beam_width=2, allowed_token_ids=tuple(range(50_000)))
+    assert len(str(caught.value)) < 400
+
+
+def test_the_wrong_entry_of_a_list_is_named() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(bad_words=("a", (3, 2.5)))  # type: ignore[arg-type]
+    assert caught.value.field == "sampling.bad_words[1][1]"
+
+
+def test_none_stands_for_an_empty_list() -> None:
+    given = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None, bad_words=None)  # type: ignore[arg-type]
+    assert given == SamplingParams()
+
+
+def test_any_kind_of_number_becomes_a_plain_one() -> None:
+    given = SamplingParams(n=np.int8(2), temperature=np.float32(0.5), top_p=1, ignore_eos=np.True_)  # type: ignore[arg-type]
+    assert [type(value) for value in (given.n, given.temperature, given.top_p, given.ignore_eos)] == [
+        int, float, float, bool,
+    ]  # fmt: skip
+
+
+def test_the_least_repetition_penalty_travels_as_float32() -> None:
+    assert SamplingParams(repetition_penalty=float(np.float32(0.01))).repetition_penalty is not None
 
 
 @pytest.mark.parametrize("bias", [100.5, -101, math.nan])

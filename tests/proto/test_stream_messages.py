@@ -155,6 +155,20 @@ def test_garbage_never_raises_anything_else(garbage: bytes) -> None:
         decode(bytes((VERSION,)) + garbage)
 
 
+@given(st.integers(0, 2), st.integers(0, 10**6), st.binary(min_size=1, max_size=3))
+def test_damaged_messages_never_raise_anything_else(kind: int, place: int, damage: bytes) -> None:
+    prompt, sampling = (
+        np.array([1, 2], np.int32),
+        SamplingParams(logit_bias={1: 2.0}, bad_words=((1, 2), "a")),
+    )
+    batch = TokenBatch(1, prompt, prompt, finished=(Finish(3, FinishReason.STOP),))
+    frame = bytearray(encode((Submit(1, "id", prompt, sampling), batch, REPORT)[kind]))
+    start = 1 + place % (len(frame) - 1)
+    frame[start : start + len(damage)] = damage
+    with suppress(ProtocolError):
+        decode(bytes(frame))
+
+
 def test_sampling_that_no_gateway_lets_through_is_refused() -> None:
     frame = encode(Submit(1, "id", np.array([1], np.int32), SamplingParams(max_tokens=5)))
     with pytest.raises(ProtocolError, match="max_tokens"):

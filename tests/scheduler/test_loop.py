@@ -23,7 +23,7 @@ from quire.proto.stream import (
     TokenBatch,
 )
 from quire.scheduler.loop import StepLoop
-from quire.scheduler.mailbox import ZmqMailbox
+from quire.scheduler.mailbox import MAX_MESSAGES_AT_ONCE, ZmqMailbox
 from quire.scheduler.prefix_cache import prefix_hashes
 from quire.scheduler.scheduler import Scheduler
 
@@ -118,6 +118,21 @@ def test_a_gateway_that_is_gone_loses_its_requests_and_no_other():
     assert scheduler.blocks.num_held_blocks == 0
 
 
+def test_a_gateway_that_reads_again_is_told_what_was_ended_meanwhile():
+    mailbox = FakeMailbox([[(b"a", submit(n, [5, n], max_tokens=20, ignore_eos=True)) for n in (6, 7)]])
+    loop, _, _ = make_loop(mailbox)
+    mailbox.gone.add(b"a")
+    run_until_idle(loop, mailbox)
+    mailbox.gone.clear()
+    mailbox.script = [[(b"a", StatusQuery(1))], [(b"a", StatusQuery(2))]]
+    run_until_idle(loop, mailbox)
+    (ends, *statuses) = [message for _, message in mailbox.sent]
+    assert {(finish.handle, finish.grpc_status) for finish in ends.finished} == {
+        (6, "UNAVAILABLE"), (7, "UNAVAILABLE"),
+    }  # fmt: skip
+    assert [status.query_id for status in statuses] == [1, 2]
+
+
 def test_an_abort_ends_a_request():
     mailbox = FakeMailbox([[(b"a", submit(1, [5], max_tokens=30, ignore_eos=True))], [(b"a", Abort(1))]])
     loop, scheduler, _ = make_loop(mailbox)
@@ -136,6 +151,23 @@ def test_a_failed_rank_ends_the_loop_and_everyone_is_told():
     assert gateway == b"a"
     assert batch.finished[0].grpc_status == "UNAVAILABLE"
     assert "rank 1" in batch.finished[0].error
+
+
+def test_everyone_is_told_even_when_the_state_cannot_be_put_in_order(caplog):
+    mailbox = FakeMailbox([[(b"a", submit(1, [5], max_tokens=30)), (b"b", submit(1, [6], max_tokens=30))]])
+    loop, scheduler, group = make_loop(mailbox)
+
+    def fail(timeout_s: float) -> StepResult:
+        raise RankFailed(1, "killed by signal 9", step_id=1)
+
+    def fault(*arguments: object) -> None:
+        raise KeyError("a fault of our own")
+
+    group.gather, scheduler.blocks.close = fail, fault
+    with pytest.raises(RankFailed, match="killed by signal 9"):
+        loop.run()
+    assert {gateway for gateway, batch in mailbox.sent if batch.finished} == {b"a", b"b"}
+    assert "replica-0 could not end in order" in caplog.text
 
 
 def test_a_draining_replica_says_so_and_gives_its_requests_back():
@@ -197,7 +229,7 @@ def endpoint(tmp_path):
 
 def dealer(context: zmq.Context, endpoint: str) -> zmq.Socket:
     socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.RCVTIMEO, 5000)
+    socket.setsockopt(zmq.RCVTIMEO, 60_000)
     socket.setsockopt(zmq.LINGER, 0)
     socket.connect(endpoint)
     return socket
@@ -220,21 +252,46 @@ def test_the_loop_serves_over_a_socket_and_stops_when_asked(endpoint):
         assert told == oracle([5, 6], 6)
         socket.send(stream.encode(submit(4, [5, 6], max_tokens=10**6)))
         loop.stop()
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
     mailbox.close()
+    mailbox.close()
+    loop.stop()  # does nothing any more
 
 
 def test_a_mailbox_notices_a_gateway_that_left(endpoint):
     mailbox = ZmqMailbox(endpoint)
     with zmq.Context() as context, dealer(context, endpoint) as socket:
         socket.send(stream.encode(Abort(1)))
-        ((gateway, message),) = mailbox.receive(5.0)
+        ((gateway, message),) = mailbox.receive(60.0)
         assert message == Abort(1)
         assert mailbox.send(gateway, TokenBatch(1, np.array([1], np.int32), np.array([2], np.int32)))
         assert stream.decode(socket.recv()).token_ids.tolist() == [2]
     assert not mailbox.send(b"nobody", TokenBatch(1))
     mailbox.close()
+
+
+def test_a_flood_of_messages_is_taken_in_parts(endpoint):
+    mailbox = ZmqMailbox(endpoint)
+    with zmq.Context() as context, dealer(context, endpoint) as socket:
+        for handle in range(MAX_MESSAGES_AT_ONCE + 5):
+            socket.send(b"no such message" if handle % 2 else stream.encode(Abort(handle)))
+        taken: list[int] = []
+        most = 0
+        while len(taken) < MAX_MESSAGES_AT_ONCE // 2 + 3:
+            part = [message.handle for _, message in mailbox.receive(60.0)]
+            taken += part
+            most = max(most, len(part))
+    assert taken == list(range(0, MAX_MESSAGES_AT_ONCE + 5, 2))
+    assert most <= MAX_MESSAGES_AT_ONCE // 2 + 1
+    mailbox.close()
+
+
+def test_a_mailbox_that_cannot_be_opened_leaves_nothing():
+    threads = threading.active_count()
+    with pytest.raises(zmq.ZMQError, match="Cannot assign"):
+        ZmqMailbox(tcp_endpoint("203.0.113.9"), CurveKeys.generate())  # of a network kept for documentation
+    assert threading.active_count() == threads
 
 
 def test_a_mailbox_over_tcp_is_for_holders_of_the_keys():
@@ -250,6 +307,6 @@ def test_a_mailbox_over_tcp_is_for_holders_of_the_keys():
             connect(socket, mailbox.endpoint, own)
         stranger.send(stream.encode(Abort(1)))
         friend.send(stream.encode(Abort(2)))
-        assert [message for _, message in mailbox.receive(10.0)] == [Abort(2)]
+        assert [message for _, message in mailbox.receive(60.0)] == [Abort(2)]
         assert mailbox.receive(0.3) == []
     mailbox.close()

@@ -1,11 +1,19 @@
 """The order of admission, deadlines, and who gives way."""
 
+import weakref
+from array import array
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from driver import Driver
 from fakes import VOCAB_SIZE, oracle, small_config
 
+from quire.proto.sampling import SamplingParams
+from quire.proto.step import StepResult
 from quire.scheduler.policy import CostModel, counter_on_arrival, service
+from quire.scheduler.sequence import Sequence
+from quire.scheduler.waiting import WaitingQueue
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -147,3 +155,62 @@ def test_the_cost_model_weighs_what_was_measured():
     assert not costs.swap_is_cheaper(10, 160)  # 0.2 s against 0.16 s
     assert costs.swap_is_cheaper(10, 250)
     assert not CostModel(swap_blocks_per_s=0.0).swap_is_cheaper(1, 10**6)
+
+
+def test_a_step_that_was_only_launched_counts_with_the_next_that_was_waited_for():
+    costs = CostModel(swap_blocks_per_s=100.0)
+    costs.observe(1000, 0.001, is_done=False)
+    assert costs.prefill_tokens_per_s == 0.0
+    assert costs.has_launched
+    costs.observe(500, 1.499)
+    assert costs.prefill_tokens_per_s == pytest.approx(1000.0)
+    assert not costs.has_launched
+
+
+def test_the_speed_of_prompts_is_learned_from_steps_that_are_full_of_them():
+    driver = Driver(small_config(max_num_batched_tokens=8))
+    gather, stages = (
+        driver.group.gather,
+        [{"forward": 0.1}, {"forward": 0.1, "sample": 1.8}, {"forward": 50.0}],
+    )
+
+    def gather_late(timeout_s: float) -> StepResult:
+        return replace(gather(timeout_s), stage_times=stages.pop(0) if stages else {})
+
+    driver.group.gather = gather_late  # type: ignore[method-assign]
+    driver.add(
+        0, prompt(16), max_tokens=3, ignore_eos=True
+    )  # two chunks, of which the second samples; then it decodes
+    driver.run()
+    assert driver.scheduler._state.costs.prefill_tokens_per_s == pytest.approx(16 / 2.0)
+    stages += [{"forward": 9.0}]
+    driver.add(1, prompt(3, 1), max_tokens=1)  # takes as long as a full step
+    driver.run()
+    assert not stages
+    assert driver.scheduler._state.costs.prefill_tokens_per_s == pytest.approx(16 / 2.0)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest-prefill", "fair", "longest-prefix"])
+def test_aborted_requests_that_never_come_up_are_forgotten(policy: str):
+    """Others always go before them, and callers send and abort as they like."""
+    queue = WaitingQueue(policy, lambda sequence: 0)
+    queue.push(make_sequence(0, num_prompt_tokens=1, priority=9))
+    for number in range(1, 2000):
+        aborted = make_sequence(number, num_prompt_tokens=5, priority=0)
+        queue.push(aborted)
+        reference = weakref.ref(aborted.token_ids)
+        queue.remove(aborted)
+        del aborted
+        if number == 1:
+            first = reference
+    assert len(queue) == 1
+    assert first() is None
+    assert queue.peek().seq_id == 0
+
+
+def make_sequence(number: int, num_prompt_tokens: int, priority: int) -> Sequence:
+    return Sequence(
+        seq_id=number, arrival=number, gateway=b"", handle=number, request_id="", sampling=SamplingParams(),
+        seed=0, num_prompt_tokens=num_prompt_tokens, limit=9, token_ids=array("i"), eos_token_ids=(),
+        arrived_at=0.0, priority=priority,
+    )  # fmt: skip

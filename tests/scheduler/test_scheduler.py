@@ -214,6 +214,25 @@ def test_a_foreign_result_is_refused():
         driver.scheduler.apply(StepResult(1, 1, 0), 0.0)
 
 
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"prompt": [5, VOCAB_SIZE]}, "prompt: has token ids from 5 to 64, must be from 0 to 63"),
+        ({"prompt": [-1]}, "prompt: has token ids from -1 to -1"),
+        ({"prompt": [5], "generated": [VOCAB_SIZE]}, "generated_token_ids: has token ids"),
+        ({"prompt": [5], "timeout_s": float("nan")}, "its deadline had passed"),
+        ({"prompt": [5], "beam_width": 9}, "sampling.beam_width: is 9, must be at most 8"),
+        ({"prompt": [5], "beam_width": 3, "stop_token_ids": range(2, 63)}, "must be at most 2"),
+    ],
+)
+def test_what_would_end_a_step_for_everybody_is_refused(settings: dict[str, object], field: str):
+    driver = Driver(small_config())
+    refusal = driver.add(0, **settings)  # type: ignore[arg-type]
+    assert refusal is not None
+    assert field in refusal.error
+    assert not driver.scheduler.has_work
+
+
 def test_a_failure_ends_every_sequence_with_its_reason():
     driver = Driver(small_config(max_num_seqs=2))
     for handle in range(5):

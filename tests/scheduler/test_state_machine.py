@@ -9,14 +9,26 @@ prompt gets when it runs alone.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import pytest
 from driver import Driver
 from fakes import EOS, VOCAB_SIZE, beam_oracle, oracle, score_oracle, small_config
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from quire.proto.errors import ReplicaUnavailable
+from quire.scheduler.block_manager import BlockManager
+from quire.scheduler.block_pool import BlockPool
 
 HEADS = [[(7 * head + index) % (VOCAB_SIZE - 2) + 2 for index in range(24)] for head in range(3)]
 POLICIES = ["fcfs", "priority", "fair", "shortest-prefill", "longest-prefix"]
@@ -170,8 +182,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert answer == expected[: len(answer)]
 
     def teardown(self) -> None:
-        if not hasattr(self, "driver"):
-            return
+        if not hasattr(self, "driver") or sys.exc_info()[1] is not None:
+            return  # what failed speaks for itself
         while self.driver.scheduler.num_in_flight:
             self.driver.take_result()
         self.driver.run()
@@ -188,20 +200,59 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert blocks.host is None or blocks.host.num_held == 0
 
 
-def machine_settings(max_examples: int) -> settings:
+def machine_settings(max_examples: int, *, derandomize: bool) -> settings:
     return settings(
         max_examples=max_examples,
+        derandomize=derandomize,
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
 
 
+def leak_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of several blocks keeps one of them when it is closed."""
+    release = BlockPool.release
+
+    def release_too_few(pool: BlockPool, block_ids: list[int], fence_step: int | None) -> None:
+        release(pool, block_ids[1:] if len(block_ids) > 2 else block_ids, fence_step)
+
+    monkeypatch.setattr(BlockPool, "release", release_too_few)
+
+
+def write_a_shared_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork writes the block that it should have copied."""
+
+    def share(blocks: BlockManager, source: int) -> int:
+        blocks._pool.share([source])
+        return source
+
+    monkeypatch.setattr(BlockManager, "_copy", share)
+
+
+def free_without_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are handed out again while a step in flight may touch them."""
+    release = BlockPool.release
+    monkeypatch.setattr(
+        BlockPool, "release", lambda pool, block_ids, fence_step: release(pool, block_ids, None)
+    )
+
+
+@pytest.mark.parametrize("plant", [leak_a_reference, write_a_shared_block, free_without_a_fence])
+def test_a_planted_fault_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    quick = settings(machine_settings(300, derandomize=True), phases=[Phase.generate], database=None)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(SchedulerMachine, settings=quick)
+
+
 class TestSchedulerMachine(SchedulerMachine.TestCase):
-    settings = machine_settings(150)
+    settings = machine_settings(150, derandomize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 class TestSchedulerMachineLong(SchedulerMachine.TestCase):
-    settings = machine_settings(10_000)
+    settings = machine_settings(10_000, derandomize=False)

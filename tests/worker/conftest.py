@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from quire.worker.runner import ModelRunner
 class ThreadGroup:
     """Ranks as threads of one process; sums are made in rank order, on every rank for itself."""
 
-    def __init__(self, size: int, timeout_s: float = 60) -> None:
+    def __init__(self, size: int, timeout_s: float = 120) -> None:
         self.size = size
         self._barrier = threading.Barrier(size, timeout=timeout_s)
         self._slots: list[Tensor | None] = [None] * size
@@ -207,16 +207,23 @@ class Engine:
         self.on_all(lambda runner: runner.allocate_cache(num_blocks), self.runners)
 
     def on_all(self, function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:
-        """The function for each rank's argument at the same time; an error on one ends the wait of the others."""
+        """The function for each rank's argument at the same time; an error on one ends the wait of the others, and
+        is the one that is raised."""
+        errors: list[BaseException] = []
 
         def call(argument: Any) -> Any:
             try:
                 return function(argument)
-            except BaseException:
+            except BaseException as error:
+                errors.append(error)
                 self._group.abort()
                 raise
 
-        return [future.result(timeout=120) for future in [self._threads.submit(call, a) for a in arguments]]
+        calls = [self._threads.submit(call, argument) for argument in arguments]
+        wait(calls, timeout=240)
+        if errors:
+            raise errors[0]
+        return [call.result(timeout=0) for call in calls]
 
     def step(self, plan: StepPlan) -> StepResult:
         """Executes the plan on every rank, through its encoded form; rank 0's result."""
@@ -251,6 +258,12 @@ class Engine:
         for runner in self.runners:
             runner.close()
         self._threads.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Numbers that tests draw do not depend on the tests before them."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import quire.worker.runner as runner_module
 from quire.proto.block_tables import BlockTables
 from quire.proto.errors import ConfigError, RankFailed
 from quire.proto.step import NewSequence, RowSampling, StepPlan
@@ -138,6 +141,18 @@ def test_another_digest_stops_the_step_before_anything_is_computed(script: Scrip
     assert script.runner.stage == "apply"
 
 
+def test_a_failure_is_told_in_one_line(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's errors go on with the stack of its C++ code, and what is told goes into a gRPC trailer."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no kernel " + 9000 * "x" + "\nException raised from at::empty\nframe #0")
+
+    monkeypatch.setattr(script.runner._model, "forward", fail)
+    with pytest.raises(RankFailed, match=r"in stage forward: RuntimeError: no kernel x+$") as caught:
+        script.step((sequence(0, PROMPT, (1, 2, 3)),), **chunks((0, 11)))
+    assert len(caught.value.reason) < 600
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -183,6 +198,33 @@ def test_memory_that_is_not_there_is_refused_in_words(make_model: Any, engine_co
     runner = ModelRunner(engine_config(make_model("llama")), SingleRank())
     with pytest.raises(ConfigError, match=r"rank 0 cannot allocate \d+\.\d+ GiB of KV memory"):
         runner.allocate_cache(1 << 40)
+
+
+def test_host_memory_that_is_not_there_is_refused_in_words(make_model: Any, engine_config: Any) -> None:
+    config = engine_config(make_model("llama"))
+    config = replace(config, cache=replace(config.cache, num_host_blocks=1 << 40))
+    with pytest.raises(ConfigError, match=r"KV memory and \d+\.\d+ GiB for what is swapped"):
+        ModelRunner(config, SingleRank()).allocate_cache(2)
+
+
+def test_a_model_larger_than_the_memory_is_refused_in_words(
+    make_model: Any, engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask_for_too_much(*_: object) -> None:
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr(runner_module, "build_model", ask_for_too_much)
+    with pytest.raises(ConfigError, match="does not fit into the memory of rank 0"):
+        ModelRunner(engine_config(make_model("llama")), SingleRank())
+
+
+def test_a_model_that_is_loaded_holds_no_files(make_model: Any, engine_config: Any) -> None:
+    for kind in ("llama", "gpt2"):
+        folder = make_model(kind)
+        runner = ModelRunner(engine_config(folder), SingleRank())
+        open_files = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+        assert not [name for name in open_files if name.startswith(str(folder))]
+        runner.close()
 
 
 def test_bfloat16_runs_on_a_cpu(make_model: Any, engine_config: Any) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +27,12 @@ HOST = "127.0.0.1"
 pytestmark = pytest.mark.skipif(ops() is None, reason="there is no C++ compiler")
 
 
-def on_ranks(size: int, function: Callable[[Communicator], Any], timeout_s: float = 30) -> list[Any]:
+def on_ranks(size: int, function: Callable[[Communicator], Any]) -> list[Any]:
     """The function on each of `size` ranks of one group, as threads; closes the ranks."""
     store, port = open_store(HOST)
 
     def run(rank: int) -> Any:
-        comm = join(rank, size, HOST, port, "gloo", timeout_s)
+        comm = join(rank, size, HOST, port, "gloo", timeout_s=60)
         try:
             return function(comm)
         finally:
@@ -96,13 +98,15 @@ def test_a_rank_that_does_not_come_is_named_after_the_deadline() -> None:
 
     def meet(comm: Communicator) -> None:
         if comm.rank == 1:
-            assert given_up.wait(20)
+            assert given_up.wait(60)
             return
+        assert isinstance(comm, SharedMemory)
+        comm._timeout_s = 0.3  # to join took what time it needed
         with pytest.raises(ConnectionError, match=r"all-gather of rank 0 .* rank 1 did not come in 0\.3 s"):
             comm.barrier()
         given_up.set()
 
-    on_ranks(2, meet, timeout_s=0.3)
+    on_ranks(2, meet)
 
 
 def test_a_rank_that_leaves_is_named_at_once() -> None:
@@ -138,14 +142,33 @@ def test_a_host_is_the_same_for_all_its_processes() -> None:
 
 
 def test_a_rank_without_the_library_makes_all_use_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_open_segment", lambda process, number: None)
+    monkeypatch.setattr(shared_memory, "_open_segment", lambda *_: None)
+    files = num_segments()
     assert on_ranks(2, lambda comm: type(comm)) == [TorchDistributed, TorchDistributed]
+    assert num_segments() == files
+
+
+def test_a_group_that_fails_while_it_joins_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_open_segment", fail)
+    files = num_segments()
+    with pytest.raises(ConnectionError):
+        on_ranks(2, lambda comm: None)
+    assert num_segments() == files
+
+
+def fail(*_: object) -> None:
+    raise ConnectionError("rank 0 is gone")
+
+
+def num_segments() -> int:
+    """Files of shared memory that this process has open."""
+    return sum("quire-collectives" in os.path.realpath(link) for link in Path("/proc/self/fd").iterdir())
 
 
 VICTIM = """
 import os, sys, torch
 from quire.worker.shared_memory import join
-comm = join(1, 2, "127.0.0.1", int(sys.argv[1]), "gloo", 30)
+comm = join(1, 2, "127.0.0.1", int(sys.argv[1]), "gloo", 120)
 comm.all_reduce(torch.ones(4))
 print("ready", flush=True)
 sys.stdin.read()
@@ -157,13 +180,13 @@ def test_a_killed_rank_is_noticed_long_before_the_deadline() -> None:
     victim = subprocess.Popen(
         [sys.executable, "-c", VICTIM, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    comm = join(0, 2, HOST, port, "gloo", 30)
+    comm = join(0, 2, HOST, port, "gloo", 120)
     assert isinstance(comm, SharedMemory)
     comm.all_reduce(torch.ones(4))
     assert victim.stdout is not None
     assert victim.stdout.readline() == b"ready\n"
     victim.send_signal(signal.SIGKILL)
-    victim.wait(10)
+    victim.wait(60)
     with pytest.raises(
         ConnectionError, match="all-reduce of rank 0 with the others of 2 failed: rank 1 is gone"
     ):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...proto.errors import ConfigError, QuireError
+from ...proto.errors import ConfigError, QuireError, first_line
 from ..attention import AttentionInputs, LayerCache
 
 Forward = Callable[[Tensor, Tensor, list[LayerCache], AttentionInputs], Tensor]
@@ -67,8 +67,7 @@ def prove_paged(
     except (QuireError, ConnectionError):
         raise
     except Exception as error:  # whatever a model's modules raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"it does not run on paged caches: {reason}") from error
+        raise ConfigError(f"it does not run on paged caches: {first_line(error)}") from error
     if not (mixed - alone).norm() <= TOLERANCES[dtype] * alone.norm():
         raise ConfigError("its tokens depend on others by more than attention")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...proto.config import ModelConfig
-from ...proto.errors import ConfigError
+from ...proto.errors import ConfigError, first_line
 from ..quantization import read_quantization
 from . import transformers_spec
 from .spec import DecoderSpec, Family, Norms, read_spec
@@ -71,14 +71,20 @@ def check_supported(model: ModelConfig, tensor_parallel_size: int) -> DecoderSpe
     family = FAMILIES.get(model.architecture)
     if family is None:
         return read_transformers_spec(model, tensor_parallel_size)
-    spec = read_spec(model, family)
+    try:
+        spec = read_spec(model, family)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = first_line(error)
+        raise ConfigError(
+            f"{model.name}: its config.json has settings that mean nothing: {reason}"
+        ) from error
     _check_sizes(model, spec, tensor_parallel_size)
     return spec
 
 
 def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int) -> None:
     """Every rank must have something to compute, the same number of heads, and KV heads for its query heads."""
-    if spec.num_heads % spec.num_kv_heads:
+    if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
         raise ConfigError(
             f"{model.name}: its {spec.num_heads} attention heads cannot share {spec.num_kv_heads} KV heads evenly"
         )

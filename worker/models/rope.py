@@ -55,15 +55,15 @@ def make_rope(settings: dict[str, Any], context: RopeContext) -> Rope:
         ValueError: an unknown kind, or a setting that the kind needs and that is missing or malformed.
     """
     kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"rope scaling {kind!r} is not supported; supported: {', '.join(_KINDS)}")
-    theta = float(settings.get("rope_theta") or context.theta)
-    share = settings.get("partial_rotary_factor", context.partial_rotary_factor)
-    rotary_dim = int(context.head_dim * (1.0 if share is None else share))
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise ValueError(f"rotary embedding of {rotary_dim} of {context.head_dim} dimensions; it needs pairs")
-    frequencies = [theta ** (-2 * pair / rotary_dim) for pair in range(rotary_dim // 2)]
     try:
+        theta = float(settings.get("rope_theta") or context.theta)
+        share = settings.get("partial_rotary_factor", context.partial_rotary_factor)
+        rotary_dim = int(context.head_dim * (1.0 if share is None else float(share)))
+        if rotary_dim < 2 or rotary_dim % 2:
+            raise ValueError(f"{rotary_dim} of {context.head_dim} dimensions; it needs pairs")
+        frequencies = [theta ** (-2 * pair / rotary_dim) for pair in range(rotary_dim // 2)]
         return _KINDS[kind](frequencies, theta, settings, context)
     except KeyError as error:
         raise ValueError(f"rope scaling {kind!r} lacks {error}") from error

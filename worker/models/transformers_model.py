@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
 from ...proto.config import ModelConfig
-from ...proto.errors import ConfigError
+from ...proto.errors import ConfigError, first_line
 from ..attention import AttentionInputs, LayerCache
 from ..layers import (
     ColumnParallelLinear,
@@ -259,9 +259,9 @@ def _build(model: ModelConfig, dtype: torch.dtype) -> Any:
                 config, dtype=dtype, attn_implementation=implementation, trust_remote_code=False
             )
     except Exception as error:  # whatever a model's constructor raises
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"{model.name}: architecture {model.architecture!r} cannot be built from its config.json: {reason}"
+            f"{model.name}: architecture {model.architecture!r} cannot be built from its config.json: "
+            f"{first_line(error)}"
         ) from error
     # Masks are made for implementations that transformers knows masks for; this one has none.
     causal.config._attn_implementation = IMPLEMENTATION
