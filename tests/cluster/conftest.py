@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import gc
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,17 @@ from quire.cluster.served_models import ServedModels, serve_alone
 from quire.cluster.tokenizer import Tokenizer
 from quire.proto.config import EngineConfig
 from quire.scheduler.scheduler import Scheduler
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tell_of_lost_failures() -> Iterator[None]:
+    """asyncio logs failures that nobody asked for once they are collected: here, not in the midst of another module.
+
+    There it would be taken for that one's; and on Python 3.11 the traceback that it logs breaks an `ast.parse` during
+    which it is collected.
+    """
+    yield
+    gc.collect()
 
 
 @dataclass

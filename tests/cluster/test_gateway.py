@@ -392,7 +392,7 @@ def test_a_full_queue_refuses(serve: ServerFactory) -> None:
         async with serve(max_num_seqs=1, max_queue_len=2) as server, AsyncClient(server.target) as client:
             first = client.generate_stream(PROMPT, ENDLESS)
             await first_delta(first)
-            server.brake.hold()
+            server.brake.catch()
             calls = [asyncio.ensure_future(client.generate(PROMPT, GREEDY)) for _ in range(8)]
 
             async def have_all_come() -> bool:

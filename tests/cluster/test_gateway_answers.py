@@ -171,7 +171,7 @@ def test_a_full_queue_counts_requests_and_not_answers(serve: ServerFactory) -> N
         async with serve(max_num_seqs=1, max_queue_len=2) as server, AsyncClient(server.target) as client:
             first = client.generate_stream(PROMPT, ENDLESS)
             await first_delta(first)
-            server.brake.hold()
+            server.brake.catch()
             calls = [asyncio.ensure_future(client.generate(PROMPT, replace(SAMPLED, n=3))) for _ in range(3)]
             async with asyncio.timeout(DEADLINE_S):
                 while server.replica.num_running < 1 + 3 * 3:

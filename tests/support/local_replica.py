@@ -24,10 +24,17 @@ class Brake:
     def __init__(self) -> None:
         self._may_go = threading.Event()
         self._may_go.set()
+        self._stands = threading.Event()
         self.steps: list[StepPlan] = []
 
     def hold(self) -> None:
         self._may_go.clear()
+
+    def catch(self) -> None:
+        """Holds them, and returns once they stand and nothing more is taken in. Something must be running."""
+        self._stands.clear()
+        self.hold()
+        assert self._stands.wait(DEADLINE_S), "no step came to the brake"
 
     def release(self) -> None:
         self._may_go.set()
@@ -36,6 +43,8 @@ class Brake:
         broadcast = group.broadcast
 
         def held_broadcast(plan: StepPlan) -> None:
+            if not self._may_go.is_set():
+                self._stands.set()
             assert self._may_go.wait(DEADLINE_S), "the test never released the brake"
             self.steps.append(plan)
             broadcast(plan)
