@@ -27,7 +27,7 @@ PROMPT_S = 30.0
 
 @dataclass
 class Follower:
-    """A long stream, followed in a thread; `error` is what ended it."""
+    """Long streams, one after the other, followed in a thread until one fails; `error` is of what."""
 
     client: Client
     is_running: threading.Event = field(default_factory=threading.Event)
@@ -41,9 +41,10 @@ class Follower:
     def _follow(self) -> None:
         params = SamplingParams(max_tokens=1000, ignore_eos=True, seed=1)
         try:
-            for event in self.client.generate_stream("It was", params):
-                if isinstance(event, Delta):
-                    self.is_running.set()
+            while True:  # a stream that ends just in time is none that was cut off
+                for event in self.client.generate_stream("It was", params):
+                    if isinstance(event, Delta):
+                        self.is_running.set()
         except QuireError as error:
             self.error = error
         self.ended_at = time.monotonic()
