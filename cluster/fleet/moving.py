@@ -116,6 +116,8 @@ class MovingRequest(Inbox):
         self._deadline = None if request.timeout_s is None else now + request.timeout_s
         self._answers = [_Answer(now) for _ in self.open]
         self._problem: QuireError | None = None  # why it lost its last replica
+        self._num_failures = 0
+        # That have failed since something was placed there: each part that was there tells of the same failure.
         self._failed_replicas: set[str] = set()
         self._placing: asyncio.Task[None] | None = None
 
@@ -178,13 +180,13 @@ class MovingRequest(Inbox):
                 answer.leave(
                     now, Timings(decode_s=spent_s) if answer.token_ids else Timings(queued_s=spent_s)
                 )
-        # Each part of it that was there tells of the same failure.
+        self._num_failures += part.client.replica_id not in self._failed_replicas
         self._failed_replicas.add(part.client.replica_id)
         self._problem = error
         if self._places.is_fixed:
             self.end(error)
-        elif len(self._failed_replicas) >= MAX_FAILED_REPLICAS:
-            reason = f"{len(self._failed_replicas)} replicas failed under it; the last: {error}"
+        elif self._num_failures >= MAX_FAILED_REPLICAS:
+            reason = f"{self._num_failures} replicas failed under it; the last: {error}"
             self.end(ReplicaUnavailable(reason))
         else:
             self._settle()
@@ -231,6 +233,7 @@ class MovingRequest(Inbox):
             except ReplicaUnavailable as error:
                 self._problem = error
                 return False
+            self._failed_replicas.discard(client.replica_id)
             now = self._clock()
             for index in indices:
                 answer = self._answers[index]
@@ -267,7 +270,7 @@ class MovingRequest(Inbox):
         """A replica's failure says more than that there is no other."""
         if self._problem is None or not isinstance(error, ReplicaUnavailable):
             return error
-        return self._problem if self._failed_replicas else ReplicaUnavailable(f"{self._problem}; {error}")
+        return self._problem if self._num_failures else ReplicaUnavailable(f"{self._problem}; {error}")
 
     def _finish_stopped(self, index: int) -> None:
         """An answer that its reader stopped while no replica had it."""

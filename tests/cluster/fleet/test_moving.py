@@ -221,6 +221,21 @@ def test_a_replica_that_fails_under_several_answers_fails_once() -> None:
     run(scenario)
 
 
+def test_a_replica_that_fails_again_and_again_is_given_up() -> None:
+    """It may have come back meanwhile, under the same name."""
+
+    async def scenario(places: FakePlaces, clock: Clock) -> None:
+        moving = MovingRequest(request(), places, clock)  # type: ignore[arg-type]
+        moving.start()
+        for number in range(MAX_FAILED_REPLICAS):
+            await settle()
+            places.a.placed[number][1].fail(ReplicaUnavailable("it was silent"))
+        with pytest.raises(ReplicaUnavailable, match="3 replicas failed under it; the last: it was silent"):
+            await take(moving, 1)
+
+    run(scenario)
+
+
 def test_a_fault_of_ours_in_placing_a_request_ends_it() -> None:
     async def scenario(places: FakePlaces, clock: Clock) -> None:
         async def stumble(request: Request, timeout_s: float | None) -> None:
