@@ -39,7 +39,13 @@ _SIGNATURES = {
     "quire_draw_from_all": [_POINTER] * 5 + [_LONG] * 3 + [_INT] * 2,
     "quire_decode_layer_bytes": [],
     "quire_decode_layers": (
-        [_POINTER] + [_LONG] * 2 + [_INT, _LONG] + [_POINTER] * 3 + [_LONG] + [_POINTER] * 4 + [_INT]
+        [_POINTER, _LONG, _POINTER]
+        + [_LONG] * 2
+        + [_INT, _LONG]
+        + [_POINTER] * 3
+        + [_LONG]
+        + [_POINTER] * 4
+        + [_INT]
     ),
     "quire_exchange": [
         _POINTER,
@@ -56,6 +62,7 @@ _SIGNATURES = {
     ],
     "quire_exchange_leave": [_POINTER, _INT],
     "quire_exchange_bytes": [_INT, _LONG],
+    "quire_use_huge_pages": [_POINTER, _LONG],
 }
 
 
@@ -215,6 +222,12 @@ def _variant_arguments(variant: AttentionVariant) -> tuple[int, float, int | Non
 def address_of(tensor: Tensor | None) -> int | None:
     """For a pointer that may be null."""
     return None if tensor is None else tensor.data_ptr()
+
+
+def use_huge_pages(address: int, num_bytes: int) -> None:
+    """Asks the system for huge pages under memory that is written already and will be read as a whole, often."""
+    if ops() is not None:
+        ops().quire_use_huge_pages(address, num_bytes)
 
 
 def takes_logits(logits: Tensor) -> bool:

@@ -82,12 +82,13 @@ class DecodeLayers:
 
     Args:
         layers: all is_computed_here, of one dtype and the same sizes.
+        last_norm: [E], of RMSNorm over what comes of them.
     """
 
-    def __init__(self, layers: Sequence[DenseLayer]) -> None:
+    def __init__(self, layers: Sequence[DenseLayer], last_norm: Tensor) -> None:
         assert all(layer.is_computed_here for layer in layers)
         assert ctypes.sizeof(_Layer) == cpu.ops().quire_decode_layer_bytes()
-        self._layers = layers  # keeps the memory
+        self._layers, self._last_norm = layers, last_norm  # keeps the memory
         self._native = (_Layer * len(layers))(*map(_native, layers))
         self._caches: Sequence[tuple[Tensor, Tensor | None]] = ()
         self._dtype = layers[0].before_attention.dtype
@@ -95,7 +96,8 @@ class DecodeLayers:
 
     @property
     def num_halves(self) -> int:
-        return 2 * len(self._layers)
+        """Those of the layers, and the last norm."""
+        return 2 * len(self._layers) + 1
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor | None]]) -> None:
         """Gives each layer its cache and its scales, as for kernels.paged_attention; for the steps from now on."""
@@ -125,7 +127,8 @@ class DecodeLayers:
         """Computes consecutive halves of layers: half 2 i is the attention of layer i, 2 i + 1 its feed-forward part.
 
         Each takes `x`, which the half before has left, normalises and scales it if that is to be done after that
-        half, and adds it to the residual; half 0 takes none. It leaves in `x` what it computes itself.
+        half, and adds it to the residual; half 0 takes none. It leaves in `x` what it computes itself, and the half
+        after those of the layers the residual, normalised.
 
         Args:
             x, residual: [T, E], written.
@@ -144,9 +147,10 @@ class DecodeLayers:
         turned = (_Rotation * len(rotations))(*[_native_rotation(cos, sin) for cos, sin in rotations])
         scratch = torch.empty(num_tokens * self._scratch_len, dtype=self._dtype)
         cpu.ops().quire_decode_layers(
-            ctypes.addressof(self._native), halves.start, halves.stop, cpu.DTYPES[self._dtype], num_tokens,
-            ctypes.addressof(turned), slot_mapping.data_ptr(), block_tables.data_ptr(), block_tables.stride(0),
-            seq_lens.data_ptr(), x.data_ptr(), residual.data_ptr(), scratch.data_ptr(), torch.get_num_threads(),
+            ctypes.addressof(self._native), len(self._layers), self._last_norm.data_ptr(), halves.start, halves.stop,
+            cpu.DTYPES[self._dtype], num_tokens, ctypes.addressof(turned), slot_mapping.data_ptr(),
+            block_tables.data_ptr(), block_tables.stride(0), seq_lens.data_ptr(), x.data_ptr(), residual.data_ptr(),
+            scratch.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
 
 

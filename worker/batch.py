@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ..kernels.block_tables import map_slots
 from ..kernels.decode_splits import split_decodes
 from ..proto.block_tables import IntArray
 from ..proto.step import StepPlan
@@ -16,6 +15,8 @@ from .attention import AttentionInputs
 from .prompt_scores import ScoredTokens, find_scored
 from .rows import Rows
 from .transfer import to_device_together
+
+LongArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Batch:
         token_ids: [T] int32.
         positions: [T] int64.
         sampled_rows: [N] int32 ascending, rows whose last known token is in the step.
-        sampled_index: [N] int64, where their last tokens are among the T.
+        sampled_index: [N] int64, where their last tokens are among the T; None: they are all of those, in order.
         scored: tokens of prompts whose log-probabilities are asked for.
     """
 
@@ -38,7 +39,7 @@ class Batch:
     positions: Tensor
     attention: AttentionInputs
     sampled_rows: IntArray
-    sampled_index: Tensor
+    sampled_index: Tensor | None
     scored: ScoredTokens | None
 
 
@@ -64,29 +65,22 @@ def gather_batch(
     ends = np.cumsum(query_lens)
     positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, query_lens)
     token_rows = np.repeat(row_ids, query_lens)
-    width = -(-int(seq_lens.max()) // block_size)
-    chunk_start = np.concatenate(([0], np.cumsum(plan.chunk_lens)))
     completes = np.flatnonzero(seq_lens == rows.lens[row_ids])
     completes = completes[np.argsort(row_ids[completes])]
-
-    tables = rows.device_tables.ids
-    device, num_decodes = tables.device, decode_rows.size
-    scored = None
-    if rows.sampling.scores[plan.chunk_rows].any():
-        starts = (seq_lens - query_lens)[num_decodes:]
-        sources = (ends - query_lens)[num_decodes:]
-        scored = find_scored(rows.sampling.scoring, plan.chunk_rows, starts, plan.chunk_lens, sources)
-    device_rows, device_positions, row_index, chunk_starts, device_lens, sampled_index = to_device_together(
-        [
-            token_rows.astype(np.int64),
-            positions,
-            row_ids,
-            chunk_start.astype(np.int32),
-            seq_lens,
-            ends[completes] - 1,
-        ],
-        device,
-    )
+    arrays = [
+        token_rows.astype(np.int64),
+        positions,
+        _slots_of(rows, token_rows, positions, block_size),
+        row_ids,
+        np.concatenate(([0], np.cumsum(plan.chunk_lens))).astype(np.int32),
+        seq_lens,
+    ]
+    if plan.chunk_rows.size or completes.size < decode_rows.size:
+        arrays.append(ends[completes] - 1)
+    tables, num_decodes = rows.device_tables.ids, decode_rows.size
+    sent = to_device_together(arrays, tables.device)
+    device_rows, device_positions, slots, row_index, chunk_starts, device_lens = sent[:6]
+    width = -(-int(seq_lens.max()) // block_size)
     splits = None
     if num_decodes and tables.is_cuda:
         splits = split_decodes(device_lens[:num_decodes], width * block_size, fixed_item_len)
@@ -97,16 +91,34 @@ def gather_batch(
         positions=device_positions,
         attention=AttentionInputs(
             num_decodes=num_decodes,
-            slot_mapping=map_slots(tables, device_rows, device_positions, block_size),
+            slot_mapping=slots,
             block_tables=tables[:, :width].index_select(0, row_index),
             query_start=chunk_starts,
             seq_lens=device_lens,
             splits=splits,
         ),
         sampled_rows=row_ids[completes],
-        sampled_index=sampled_index,
-        scored=scored,
+        sampled_index=sent[6] if len(sent) > 6 else None,
+        scored=_scored(rows, plan, (seq_lens - query_lens)[num_decodes:], (ends - query_lens)[num_decodes:]),
     )
+
+
+def _slots_of(rows: Rows, token_rows: IntArray, positions: LongArray, block_size: int) -> LongArray:
+    """The slot of each token, ``block_id * B + offset``, [T] int64."""
+    index, offsets = np.divmod(positions, block_size)
+    return rows.tables.ids[token_rows, index] * np.int64(block_size) + offsets
+
+
+def _scored(rows: Rows, plan: StepPlan, starts: IntArray, sources: IntArray) -> ScoredTokens | None:
+    """Tokens of prompts whose log-probabilities are asked for.
+
+    Args:
+        starts: [C] where each chunk begins in its prompt.
+        sources: [C] where it begins among the step's tokens.
+    """
+    if not rows.sampling.scores[plan.chunk_rows].any():
+        return None
+    return find_scored(rows.sampling.scoring, plan.chunk_rows, starts, plan.chunk_lens, sources)
 
 
 def _decoding_rows(rows: Rows, plan: StepPlan) -> IntArray:

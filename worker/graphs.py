@@ -25,7 +25,7 @@ from .batch import Batch
 
 # At 10 ms a step and 0.2 s a graph it takes a quarter of the time until all graphs are there.
 CAPTURE_INTERVAL = 64
-# What map_slots gives to tokens that are stored nowhere.
+# Of tokens that are stored nowhere.
 NO_SLOT = -1
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from ..proto.config import EngineConfig
 from ..proto.step import NewSequence, PromptScoring, RowSampling, StepPlan
 from .constraints import Constraints
 from .parallel import Shard
-from .transfer import to_device
+from .transfer import to_device, to_device_together
 
 # Below this a temperature is taken for 0: dividing by it would leave float32.
 GREEDY_TEMPERATURE = 1e-5
@@ -74,17 +74,17 @@ class Rows:
         Args:
             token_ids: [N] int32 on the device, by row.
         """
-        device = self.token_ids.device
-        places = to_device(rows, device, torch.int64), to_device(self.lens[rows], device, torch.int64)
-        self.token_ids[places] = token_ids
+        self._write(rows, self.lens[rows], token_ids)
         self.constraints.append(rows, token_ids)
         self.lens[rows] += 1
         self.decoding[rows] = True
 
     def _replace_newest(self, rows: IntArray, token_ids: IntArray) -> None:
-        device = self.token_ids.device
-        places = to_device(rows, device, torch.int64), to_device(self.lens[rows] - 1, device, torch.int64)
-        self.token_ids[places] = to_device(token_ids, device, torch.int32)
+        self._write(rows, self.lens[rows] - 1, to_device(token_ids, self.token_ids.device, torch.int32))
+
+    def _write(self, rows: IntArray, positions: IntArray, token_ids: Tensor) -> None:
+        places = [rows.astype(np.int64), positions.astype(np.int64)]
+        self.token_ids[tuple(to_device_together(places, self.token_ids.device))] = token_ids
 
     def _put(self, sequence: NewSequence) -> None:
         row, length = sequence.row, len(sequence.token_ids)

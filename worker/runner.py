@@ -199,7 +199,9 @@ class ModelRunner:
             scores = found if self._comm.rank == 0 else None
         if batch.sampled_rows.size == 0:
             return None, scores
-        return self._model.logits(hidden[batch.sampled_index]), scores
+        if batch.sampled_index is not None:
+            hidden = hidden.index_select(0, batch.sampled_index)
+        return self._model.logits(hidden), scores
 
     def _sample(self, rows: IntArray, logits: Tensor, result: StepResult) -> StepResult:
         token_ids, logprobs = self._sampler.sample(

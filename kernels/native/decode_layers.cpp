@@ -94,6 +94,17 @@ void finish(void* x, const void* norm, const Layer& layer, const Step& step) {
     quire_scale(step.is_bf16, x, layer.residual_scale, step.num_tokens, length, step.threads);
 }
 
+// x, or nothing if that is null, to the residual, and that normalised to `out`, which may be x.
+void add_and_normalise(const void* x, void* residual, const void* norm, void* out, const Layer& layer,
+                       const Step& step) {
+  const int64_t length = layer.qkv.in_features;
+  if (x)
+    quire_add_rms_norm(step.is_bf16, x, residual, norm, out, step.num_tokens, length, layer.eps, step.threads);
+  else
+    quire_rms_norm(step.is_bf16, residual, norm, out, 1, step.num_tokens, 0, length, 0, length, layer.eps,
+                   step.threads);
+}
+
 // [T, E] to [T, E].
 void attend(const Layer& layer, const Step& step, const void* normed, void* out, Scratch scratch) {
   const int64_t stride = layer.qkv.out_features, head_width = layer.head_dim * step.width();
@@ -137,25 +148,26 @@ int64_t quire_decode_layer_bytes() { return sizeof(Layer); }
 
 // Halves begin to end of the layers, where half 2 i is the attention of layer i and half 2 i + 1 its feed-forward
 // network. Each takes x [T, E], which the half before has left, finishes it and adds it to the residual [T, E], and
-// leaves in x what it computes itself. Half 0 takes none.
-void quire_decode_layers(const Layer* layers, int64_t begin, int64_t end, int is_bf16, int64_t num_tokens,
-                         const Rotation* rotations, const int64_t* slots, const int32_t* tables, int64_t table_stride,
-                         const int32_t* lens, void* x, void* residual, void* scratch, int threads) {
+// leaves in x what it computes itself. Half 0 takes none. What would be the half after the last leaves the residual
+// normalised.
+void quire_decode_layers(const Layer* layers, int64_t num_layers, const void* last_norm, int64_t begin, int64_t end,
+                         int is_bf16, int64_t num_tokens, const Rotation* rotations, const int64_t* slots,
+                         const int32_t* tables, int64_t table_stride, const int32_t* lens, void* x, void* residual,
+                         void* scratch, int threads) {
   const Step step{is_bf16, num_tokens, rotations, slots, tables, table_stride, lens, threads};
   for (int64_t half = begin; half < end; half++) {
     const bool attends = half % 2 == 0;
+    const Layer& finished = layers[(half - 1) / 2];  // of the half before
+    if (half > 0) finish(x, attends ? finished.after_mlp : finished.after_attention, finished, step);
+    if (half == 2 * num_layers) {
+      add_and_normalise(x, residual, last_norm, x, finished, step);
+      continue;
+    }
     const Layer& layer = layers[half / 2];
-    const int64_t hidden_size = layer.qkv.in_features;
     const void* norm = attends ? layer.before_attention : layer.before_mlp;
     Scratch free{(char*)scratch};
-    char* normed = free.take(num_tokens * hidden_size, step);
-    if (half == 0) {
-      quire_rms_norm(is_bf16, residual, norm, normed, 1, num_tokens, 0, hidden_size, 0, hidden_size, layer.eps,
-                     threads);
-    } else {
-      finish(x, attends ? layers[half / 2 - 1].after_mlp : layer.after_attention, layer, step);
-      quire_add_rms_norm(is_bf16, x, residual, norm, normed, num_tokens, hidden_size, layer.eps, threads);
-    }
+    char* normed = free.take(num_tokens * layer.qkv.in_features, step);
+    add_and_normalise(half > 0 ? x : nullptr, residual, norm, normed, layer, step);
     (attends ? attend : feed_forward)(layer, step, normed, x, free);
   }
 }

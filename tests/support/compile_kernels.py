@@ -90,7 +90,6 @@ def launch_everything() -> None:
     paged_cache.copy_blocks(torch.zeros(2, 4, 2, 2, 16, 64), ids, ids)
     tables = torch.zeros(3, 64, dtype=torch.int32)
     block_tables.put_entries(tables, torch.zeros(5, 3, dtype=torch.int32))
-    block_tables.map_slots(tables, ids, ids, 16)
 
 
 def launch_sampler() -> None:

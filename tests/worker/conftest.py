@@ -1,4 +1,7 @@
-"""A minimal scheduler for tests of the ModelRunner: it plans greedily, in order, and knows no preemption."""
+"""A minimal scheduler for tests of the ModelRunner: it plans greedily, in order, and knows no preemption.
+
+Some of the tests run Triton kernels: triton_device comes first, for the first import of Triton decides where.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton_device  # noqa: F401
 from torch import Tensor
 
 from quire.cluster.describe import describe_model

@@ -23,7 +23,7 @@ PROMPT = [7, 21, 300, 45, 11]
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_fused"), [("llama", 5), ("gemma2", 0), ("qwen3_moe", 3)], ids=["llama", "gemma2", "moe"]
+    ("kind", "num_fused"), [("llama", 6), ("gemma2", 0), ("qwen3_moe", 3)], ids=["llama", "gemma2", "moe"]
 )
 def test_tokens_are_those_of_the_communicators_sums(
     kind: str,
@@ -33,7 +33,8 @@ def test_tokens_are_those_of_the_communicators_sums(
     planned: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One rank, whose part is the sum. Five norms of three layers follow a sum, and the prompt is too long for it.
+    """One rank, whose part is the sum. Five norms of three layers and the last one follow a sum; the prompt is too
+    long for it.
 
     A norm between a sum and its addition, and a mixture's sum, are left as they are.
     """

@@ -28,7 +28,7 @@ class Model(Protocol):
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: list[LayerCache], inputs: AttentionInputs
     ) -> Tensor:
-        """Hidden states, [T, E], of a step's tokens.
+        """Hidden states of a step's tokens after the last norm, [T, E].
 
         Args:
             token_ids: [T] int32.

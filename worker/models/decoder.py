@@ -173,7 +173,7 @@ class DecoderLayer:
         if isinstance(self.mlp, Mlp):
             x = self.mlp.forward(self._add_for(self.mlp.gate_up, x, residual, self.before_mlp))
         else:
-            x = self.mlp.forward(self._add(x, residual, self.before_mlp))
+            x = self.mlp.forward(self.add(x, residual, self.before_mlp))
         return self._finish(x, self.after_mlp)
 
     def as_dense(self, ropes: Sequence[str]) -> DenseLayer | None:
@@ -224,13 +224,13 @@ class DecoderLayer:
         residual: Tensor,
         norm: Tensor | None,
     ) -> Tensor | Float8Tokens:
-        """As `_add`, in float8 where `reader` rounds to it anyway: nothing else is read or written for that."""
+        """As `add`, in float8 where `reader` rounds to it anyway: nothing else is read or written for that."""
         if reader.takes_float8 and isinstance(x, Tensor) and norm is not None:
             return Float8Tokens(*add_rms_norm_float8(x, residual, norm, self.norm_eps), x.dtype)
-        return self._add(x, residual, norm)
+        return self.add(x, residual, norm)
 
-    def _add(self, x: Tensor | Unsummed | None, residual: Tensor, norm: Tensor | None) -> Tensor:
-        """Adds x to the residual, and returns that normalised where there is a norm."""
+    def add(self, x: Tensor | Unsummed | None, residual: Tensor, norm: Tensor | None) -> Tensor:
+        """Adds x, if there is one, to the residual, and returns that normalised where there is a norm."""
         if isinstance(x, Unsummed):
             if norm is not None and self.peers is not None:
                 return all_reduce_add_rms_norm(x.part, residual, norm, self.norm_eps, self.peers)
@@ -242,10 +242,9 @@ class DecoderLayer:
         return add_rms_norm(x, residual, norm, self.norm_eps)
 
     def _finish(self, x: Tensor | Unsummed, norm: Tensor | None) -> Tensor | Unsummed:
-        return x if isinstance(x, Unsummed) else self.finish(x, norm)
-
-    def finish(self, x: Tensor, norm: Tensor | None) -> Tensor:
         """What is to be added to the residual of what was computed."""
+        if isinstance(x, Unsummed):
+            return x
         if norm is not None:
             x = rms_norm(x, norm, self.norm_eps)
         return x if self.residual_scale == 1.0 else x.mul_(self.residual_scale)
@@ -273,9 +272,9 @@ class Decoder:
             DecoderLayer(load, spec, layer, f"model.layers.{index}", peers)
             for index, layer in enumerate(spec.layers)
         ]
-        dense = [layer.as_dense(list(self.rotary)) for layer in self.layers]
-        self.fused_decode = plan_fused_decode(dense, load.comm)
         self.norm = load.norm("model.norm", spec.hidden_size, spec.norm_offset)
+        dense = [layer.as_dense(list(self.rotary)) for layer in self.layers]
+        self.fused_decode = plan_fused_decode(dense, self.norm, load.comm)
         self.head = VocabParallelHead(
             load,
             "lm_head",
@@ -291,26 +290,22 @@ class Decoder:
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: list[LayerCache], inputs: AttentionInputs
     ) -> Tensor:
-        """Hidden states after the last layer, before the last norm."""
+        """Hidden states after the last norm."""
         hidden = self.embedding.forward(token_ids)
         turned = {key: table.at(positions) for key, table in self.rotary.items()}
         fused = self.fused_decode
         if fused is not None and fused.takes(len(hidden), inputs):
-            last = self.layers[-1]
-            added = fused.forward(hidden, list(turned.values()), kv_caches, inputs)
-            return hidden.add_(last.finish(added, last.after_mlp))
+            return fused.forward(hidden, list(turned.values()), kv_caches, inputs)
         rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {None: (None, None)}
         rotations.update(turned.items())
         x: Tensor | Unsummed | None = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer.forward(x, hidden, rotations, kv_cache, inputs)
-        if isinstance(x, Unsummed):
-            x = self.comm.all_reduce(x.part)
-        return hidden if x is None else hidden.add_(x)
+        return self.layers[-1].add(x, hidden, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """This rank's logits of [N, E] hidden states, [N, padded part of the vocabulary] float32."""
-        return self.head.forward(rms_norm(hidden, self.norm, self.norm_eps))
+        return self.head.forward(hidden)
 
     def check(self) -> None:
         """Nothing is in doubt."""

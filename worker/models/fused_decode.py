@@ -13,14 +13,15 @@ from ..parallel import Communicator
 
 
 class FusedDecode:
-    """What DecoderLayer.forward computes, in one call; where ranks must sum, in two a layer.
+    """What a Decoder's layers and its last norm compute, in one call; where ranks must sum, in two a layer.
 
     Args:
         layers: what `plan_fused_decode` has found fit for it.
+        last_norm: [E].
     """
 
-    def __init__(self, layers: Sequence[DenseLayer], comm: Communicator) -> None:
-        self._layers = DecodeLayers(layers)
+    def __init__(self, layers: Sequence[DenseLayer], last_norm: Tensor, comm: Communicator) -> None:
+        self._layers = DecodeLayers(layers, last_norm)
         self._comm = comm
         self._caches: list[LayerCache] | None = None
 
@@ -35,10 +36,10 @@ class FusedDecode:
         kv_caches: list[LayerCache],
         inputs: AttentionInputs,
     ) -> Tensor:
-        """What is to be added to `hidden`, [T, E], after the last layer.
+        """Hidden states after the last norm, [T, E].
 
         Args:
-            hidden: [T, E], the residual; updated in place.
+            hidden: [T, E], the embedded tokens; of no use afterwards.
             rotations: cosines and sines of the tokens, as the layers number them.
         """
         if self._caches is not kv_caches:
@@ -46,16 +47,19 @@ class FusedDecode:
             self._caches = kv_caches
         x = torch.empty_like(hidden)
         step = rotations, inputs.slot_mapping, inputs.block_tables, inputs.seq_lens
-        if self._comm.size == 1:
-            self._layers.run(range(self._layers.num_halves), x, hidden, *step)
-            return x
-        for half in range(self._layers.num_halves):
-            self._layers.run(range(half, half + 1), x, hidden, *step)
-            x = self._comm.all_reduce(x)
+        halves = range(self._layers.num_halves)
+        if self._comm.size > 1:
+            for half in halves[:-1]:
+                self._layers.run(halves[half : half + 1], x, hidden, *step)
+                x = self._comm.all_reduce(x)
+            halves = halves[-1:]
+        self._layers.run(halves, x, hidden, *step)
         return x
 
 
-def plan_fused_decode(layers: Sequence[DenseLayer | None], comm: Communicator) -> FusedDecode | None:
+def plan_fused_decode(
+    layers: Sequence[DenseLayer | None], last_norm: Tensor, comm: Communicator
+) -> FusedDecode | None:
     """None where a layer is not dense, or lacks ops of our own."""
     dense = [layer for layer in layers if layer is not None and layer.is_computed_here]
-    return FusedDecode(dense, comm) if len(dense) == len(layers) else None
+    return FusedDecode(dense, last_norm, comm) if len(dense) == len(layers) else None
