@@ -327,19 +327,27 @@ class _OneProcess:
         from .in_process import InProcessEngine  # torch, which a larger LLM leaves to its ranks
 
         self._engine = InProcessEngine(config)
+        self._stepping = threading.Lock()
         self.config = self._engine.config
 
     def run(self, writers: list[_Writer], advance: Callable[[], None]) -> None:
         interrupted = threading.Event()
         # On a thread of their own, because a Ctrl-C in the middle of a step would leave half of it done.
         with ThreadPoolExecutor(1, "steps") as pool:
-            steps = pool.submit(self._run, writers, advance, interrupted)
             try:
-                steps.result()
+                pool.submit(self._run, writers, advance, interrupted).result()
             finally:
                 interrupted.set()
+                with self._stepping:
+                    pass  # a pool that was interrupted as it started its thread would not wait for it
 
     def _run(self, writers: list[_Writer], advance: Callable[[], None], interrupted: threading.Event) -> None:
+        with self._stepping:
+            self._run_to_end(writers, advance, interrupted)
+
+    def _run_to_end(
+        self, writers: list[_Writer], advance: Callable[[], None], interrupted: threading.Event
+    ) -> None:
         running: dict[int, tuple[_Writer, int]] = {}  # handle |-> whose answer it is, and which
         try:
             for writer in writers:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,28 @@ def test_an_interrupted_batch_leaves_nothing_behind(llm: LLM) -> None:
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_in_flight) == (0, 0, 0)
     again = llm.generate(PROMPTS, GREEDY)
     assert [result.outputs for result in again] == [result.outputs for result in expected]
+
+
+def test_an_interrupt_as_the_steps_begin_ends_them(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When their thread runs and whoever started it does not know yet."""
+    scheduler, has_begun, start = llm._engine._engine.scheduler, threading.Event(), threading.Thread.start  # type: ignore[attr-defined]
+    schedule = scheduler.schedule
+
+    def begin(now: float) -> Any:
+        has_begun.set()
+        return schedule(now)
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        assert has_begun.wait(30)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "schedule", begin)
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, GREEDY)
+        assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_in_flight) == (0, 0, 0)
 
 
 def test_more_prompts_than_the_pool_holds_at_once(model_dir: Path) -> None:
