@@ -20,6 +20,7 @@ from .attention import AttentionInputs
 from .batch import Batch, gather_batch
 from .cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine, bytes_per_block
 from .graphs import CudaGraphs, DecodeGraphs, DecodeInputs, GraphBackend, graph_sizes
+from .host_memory import available_bytes
 from .kv_memory import measure_left_for_kv
 from .layers import LoadContext
 from .models.build import Model, build_model
@@ -115,9 +116,11 @@ class ModelRunner:
             for count in (num_blocks, self._config.cache.num_host_blocks)
         )
         on_host = f" and {host_bytes / 2**30:.2f} GiB for what is swapped" if host_bytes else ""
-        with _memory_for(
+        failure = (
             f"rank {self._comm.rank} cannot allocate {device_bytes / 2**30:.2f} GiB of KV memory{on_host}"
-        ):
+        )
+        _check_host_memory(host_bytes + (device_bytes if self._device.type == "cpu" else 0), failure)
+        with _memory_for(failure):
             self._cache = CacheEngine(self._config, num_blocks, self._dtype, self._device)
         with torch.inference_mode():
             self._model.check()
@@ -275,6 +278,16 @@ class ModelRunner:
         logits = self._model.logits(hidden[to_device(rows % len(position), self._device, torch.int64)])
         # A row drawn from the whole vocabulary has the largest intermediate tensors.
         self._sampler.sample(logits, self._rows.sampling, rows, rows)
+
+
+def _check_host_memory(num_bytes: int, failure: str) -> None:
+    """A system that promises more than it has would end some process later, without a word."""
+    left = available_bytes()
+    if left is not None and num_bytes > left:
+        raise ConfigError(
+            f"{failure}: this host has {left / 2**30:.2f} GiB left; lower kv_cache_memory, num_kv_blocks or "
+            "num_host_kv_blocks"
+        )
 
 
 @contextmanager

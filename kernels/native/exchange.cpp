@@ -7,6 +7,8 @@ namespace {
 
 constexpr int64_t LINE = 64;
 constexpr int DONE = -1;
+// Ranks come to most rounds of a step nearly together, and to be woken takes longer than that.
+constexpr auto OPEN_EYES = std::chrono::microseconds(50);
 
 enum Kind { GATHER = 0, SUM_F32 = 1, SUM_BF16 = 2 };
 
@@ -14,6 +16,7 @@ enum Kind { GATHER = 0, SUM_F32 = 1, SUM_BF16 = 2 };
 struct alignas(LINE) Header {
   std::atomic<uint32_t> round;  // the last one whose slot is written
   std::atomic<uint32_t> has_left;
+  std::atomic<uint32_t> sleepers;  // ranks that sleep until the next
 };
 
 bool has_written(const Header& header, uint32_t round) {
@@ -26,7 +29,11 @@ bool await(Header& header, uint32_t round, std::chrono::steady_clock::time_point
     const auto left = deadline - std::chrono::steady_clock::now();
     if (header.has_left.load() || left <= left.zero()) return has_written(header, round);
     const uint32_t seen = header.round.load(std::memory_order_acquire);
-    if (int32_t(seen - round) < 0) sleep_until_changed(header.round, seen, left);
+    if (int32_t(seen - round) >= 0 || watch(header.round, seen, std::min<std::chrono::nanoseconds>(left, OPEN_EYES)))
+      continue;
+    header.sleepers.fetch_add(1);
+    sleep_until_changed(header.round, seen, left);
+    header.sleepers.fetch_sub(1);
   }
   return true;
 }
@@ -69,8 +76,8 @@ int quire_exchange(char* segment, int rank, int size, int64_t capacity, uint32_t
   char* slots = segment + size * LINE + (round & 1) * size * capacity;
   if (!written) {
     memcpy(slots + rank * capacity, in, num_bytes);
-    headers[rank].round.store(round, std::memory_order_release);
-    wake(headers[rank].round);
+    headers[rank].round.store(round);
+    if (headers[rank].sleepers.load()) wake(headers[rank].round);
   }
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::microseconds(wait_us);
   for (int other = 0; other < size; other++)

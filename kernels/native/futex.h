@@ -5,6 +5,26 @@
 #include <chrono>
 #include <cstdint>
 
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Looks at a word for so long; whether it has become another than `seen`.
+inline bool watch(const std::atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds open_eyes) {
+  const auto bedtime = std::chrono::steady_clock::now() + open_eyes;
+  do {
+    for (int i = 0; i < 32; i++) {
+      if (word.load(std::memory_order_acquire) != seen) return true;
+      relax();
+    }
+  } while (std::chrono::steady_clock::now() < bedtime);
+  return false;
+}
+
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>

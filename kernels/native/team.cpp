@@ -8,29 +8,13 @@
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // Longer than what is between two ops of a step.
 constexpr auto OPEN_EYES = std::chrono::microseconds(100);
 constexpr auto A_WHILE = std::chrono::seconds(10);
 
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 // Waits until the word is another than `seen`.
 void await_change(std::atomic<uint32_t>& word, uint32_t seen, std::atomic<int>& sleepers) {
-  const auto bedtime = Clock::now() + OPEN_EYES;
-  do {
-    for (int i = 0; i < 32; i++) {
-      if (word.load(std::memory_order_acquire) != seen) return;
-      relax();
-    }
-  } while (Clock::now() < bedtime);
+  if (watch(word, seen, OPEN_EYES)) return;
   sleepers.fetch_add(1);
   while (word.load() == seen) sleep_until_changed(word, seen, A_WHILE);
   sleepers.fetch_sub(1);
