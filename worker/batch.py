@@ -67,6 +67,7 @@ def gather_batch(
     token_rows = np.repeat(row_ids, query_lens)
     completes = np.flatnonzero(seq_lens == rows.lens[row_ids])
     completes = completes[np.argsort(row_ids[completes])]
+    are_all_sampled = plan.chunk_rows.size == 0 and completes.size == decode_rows.size
     arrays = [
         token_rows.astype(np.int64),
         positions,
@@ -74,12 +75,12 @@ def gather_batch(
         row_ids,
         np.concatenate(([0], np.cumsum(plan.chunk_lens))).astype(np.int32),
         seq_lens,
+        *([] if are_all_sampled else [ends[completes] - 1]),
     ]
-    if plan.chunk_rows.size or completes.size < decode_rows.size:
-        arrays.append(ends[completes] - 1)
     tables, num_decodes = rows.device_tables.ids, decode_rows.size
-    sent = to_device_together(arrays, tables.device)
-    device_rows, device_positions, slots, row_index, chunk_starts, device_lens = sent[:6]
+    device_rows, device_positions, slots, row_index, chunk_starts, device_lens, *sampled_index = (
+        to_device_together(arrays, tables.device)
+    )
     width = -(-int(seq_lens.max()) // block_size)
     splits = None
     if num_decodes and tables.is_cuda:
@@ -98,7 +99,7 @@ def gather_batch(
             splits=splits,
         ),
         sampled_rows=row_ids[completes],
-        sampled_index=sent[6] if len(sent) > 6 else None,
+        sampled_index=sampled_index[0] if sampled_index else None,
         scored=_scored(rows, plan, (seq_lens - query_lens)[num_decodes:], (ends - query_lens)[num_decodes:]),
     )
 
@@ -106,7 +107,7 @@ def gather_batch(
 def _slots_of(rows: Rows, token_rows: IntArray, positions: LongArray, block_size: int) -> LongArray:
     """The slot of each token, ``block_id * B + offset``, [T] int64."""
     index, offsets = np.divmod(positions, block_size)
-    return rows.tables.ids[token_rows, index] * np.int64(block_size) + offsets
+    return rows.tables.ids[token_rows, index].astype(np.int64) * block_size + offsets
 
 
 def _scored(rows: Rows, plan: StepPlan, starts: IntArray, sources: IntArray) -> ScoredTokens | None:

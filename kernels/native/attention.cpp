@@ -11,7 +11,7 @@ constexpr int64_t MIN_PARALLEL = 1 << 16;
 constexpr int KEY_TILE = 64;
 constexpr int TILE_ROWS = 6;     // rows and vectors of a product that stay in registers
 constexpr int TILE_VECTORS = LANES == 8 ? 2 : 4;  // AVX2 has 16 registers, the others 32
-constexpr int QUERY_ROWS = 60;   // queries times heads of a group that share each tile of keys
+constexpr int QUERY_ROWS = 96;   // queries times heads of a group that share each tile of keys
 
 enum Number { FLOAT = 0, BF16 = 1, INT8 = 2, FP8 = 3 };
 
@@ -291,13 +291,25 @@ struct Tile {
     std::fill(states.begin(), states.end(), Softmax{});
   }
 
+  // n rows of D numbers, to columns KEY_TILE apart.
+  static void put_columns(const float* rows, int64_t n, float* columns) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+      for (int64_t d = 0; d < D; d += LANES) {
+        Vec square[LANES];
+        for (int r = 0; r < LANES; r++) square[r] = load(rows + (i + r) * D + d);
+        transpose(square);
+        for (int c = 0; c < LANES; c++) store(columns + (d + c) * KEY_TILE + i, square[c]);
+      }
+    for (; i < n; i++)
+      for (int64_t d = 0; d < D; d++) columns[d * KEY_TILE + i] = rows[i * D + d];
+  }
+
   // Keys as columns, values as rows.
   void gather(const Cache& cache, int64_t begin, int64_t count) {
     for (int64_t t = 0; t < count;) {
       const int64_t n = std::min(cache.block_size - (begin + t) % cache.block_size, count - t);
-      const float* rows = cache.floats(begin + t, 0, n, scratch.data());
-      for (int64_t i = 0; i < n; i++)
-        for (int64_t d = 0; d < D; d++) keys[d * KEY_TILE + t + i] = rows[i * D + d];
+      put_columns(cache.floats(begin + t, 0, n, scratch.data()), n, &keys[t]);
       cache.read(begin + t, 1, n, &values[t * D]);
       t += n;
     }

@@ -2,6 +2,8 @@
 //
 // A step of one token through a small model is 80 ops of 2 to 150 us, and from Python each takes 15 more. Here one
 // follows the other. They are the ops that Python would call, so the numbers are the same bit for bit.
+#include <algorithm>
+
 #include "ops.h"
 
 namespace {
@@ -157,7 +159,7 @@ void quire_decode_layers(const Layer* layers, int64_t num_layers, const void* la
   const Step step{is_bf16, num_tokens, rotations, slots, tables, table_stride, lens, threads};
   for (int64_t half = begin; half < end; half++) {
     const bool attends = half % 2 == 0;
-    const Layer& finished = layers[(half - 1) / 2];  // of the half before
+    const Layer& finished = layers[std::max<int64_t>(half - 1, 0) / 2];  // of the half before
     if (half > 0) finish(x, attends ? finished.after_mlp : finished.after_attention, finished, step);
     if (half == 2 * num_layers) {
       add_and_normalise(x, residual, last_norm, x, finished, step);

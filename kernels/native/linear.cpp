@@ -22,8 +22,8 @@ constexpr int SUMS = LANES == 16 ? 32 : LANES == 8 ? 12 : 24;
 constexpr int MAX_GROUP = LANES == 16 ? 8 : 6;
 // Where a panel takes several passes they follow each other in pieces that stay in the first cache.
 constexpr int64_t PIECE = 64;
-// Of a single token the memory is all that is waited for: its reads are asked for so many bytes ahead, into the second
-// cache. That is 6 % faster than what the processor guesses; from two tokens on it wins nothing.
+// A single token waits for memory alone: what it reads is asked for so many bytes ahead, and not to be kept. That is 2
+// to 4 % faster than what the processor guesses; from two tokens on it wins nothing.
 constexpr int64_t AHEAD = 4096;
 
 // How weights are stored. `Input` is what tokens are given as, `Columns` a row's numbers for LANES outputs, and a row

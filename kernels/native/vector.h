@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
@@ -179,6 +180,24 @@ inline Vec sums_of(Vec* v) {
   for (int count = LANES; count > 1; count /= 2)
     for (int i = 0; i < count / 2; i++) v[i] = add_neighbours(v[2 * i], v[2 * i + 1]);
   return v[0];
+}
+
+// In every square of twice HALF rows and lanes, the upper right quarter and the lower left one change places; and so in
+// the quarters.
+template <int HALF, int... LANE>
+inline void exchange_quarters(Vec* rows, std::integer_sequence<int, LANE...> lanes) {
+  for (int i = 0; i < LANES; i++) {
+    if (i & HALF) continue;
+    const Vec upper = rows[i], lower = rows[i + HALF];
+    rows[i] = __builtin_shufflevector(upper, lower, (LANE & HALF ? LANES + LANE - HALF : LANE)...);
+    rows[i + HALF] = __builtin_shufflevector(upper, lower, (LANE & HALF ? LANES + LANE : LANE + HALF)...);
+  }
+  if constexpr (HALF > 1) exchange_quarters<HALF / 2>(rows, lanes);
+}
+
+// LANES rows become as many columns.
+inline void transpose(Vec* rows) {
+  exchange_quarters<LANES / 2>(rows, std::make_integer_sequence<int, LANES>());
 }
 
 // exp, to 2 units in the last place: 2^n times a polynomial of the rest (coefficients: Cephes' expf). 0 below -87.
