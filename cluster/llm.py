@@ -327,19 +327,20 @@ class _OneProcess:
         from .in_process import InProcessEngine  # torch, which a larger LLM leaves to its ranks
 
         self._engine = InProcessEngine(config)
+        # Steps have a thread of their own, because a Ctrl-C in the middle of one would leave half of it done. They
+        # keep it: others that share their work, and memory that is used again, belong to the thread.
+        self._pool = ThreadPoolExecutor(1, "steps")
         self._stepping = threading.Lock()
         self.config = self._engine.config
 
     def run(self, writers: list[_Writer], advance: Callable[[], None]) -> None:
         interrupted = threading.Event()
-        # On a thread of their own, because a Ctrl-C in the middle of a step would leave half of it done.
-        with ThreadPoolExecutor(1, "steps") as pool:
-            try:
-                pool.submit(self._run, writers, advance, interrupted).result()
-            finally:
-                interrupted.set()
-                with self._stepping:
-                    pass  # a pool that was interrupted as it started its thread would not wait for it
+        try:
+            self._pool.submit(self._run, writers, advance, interrupted).result()
+        finally:
+            interrupted.set()
+            with self._stepping:
+                pass  # until the steps have noticed
 
     def _run(self, writers: list[_Writer], advance: Callable[[], None], interrupted: threading.Event) -> None:
         with self._stepping:
@@ -375,6 +376,7 @@ class _OneProcess:
         return news.finish is not None
 
     def close(self) -> None:
+        self._pool.shutdown()
         self._engine.close()
 
 

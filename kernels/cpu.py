@@ -63,6 +63,7 @@ _SIGNATURES = {
     "quire_exchange_leave": [_POINTER, _INT],
     "quire_exchange_bytes": [_INT, _LONG],
     "quire_use_huge_pages": [_POINTER, _LONG],
+    "quire_keep_freed_memory": [_LONG],
 }
 
 
@@ -222,12 +223,6 @@ def _variant_arguments(variant: AttentionVariant) -> tuple[int, float, int | Non
 def address_of(tensor: Tensor | None) -> int | None:
     """For a pointer that may be null."""
     return None if tensor is None else tensor.data_ptr()
-
-
-def use_huge_pages(address: int, num_bytes: int) -> None:
-    """Asks the system for huge pages under memory that is written already and will be read as a whole, often."""
-    if ops() is not None:
-        ops().quire_use_huge_pages(address, num_bytes)
 
 
 def takes_logits(logits: Tensor) -> bool:

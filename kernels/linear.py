@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cpu import ops, use_huge_pages
+from .cpu import ops
+from .memory import use_huge_pages
 from .panels import PANEL_LEN, Panels, max_linear_tokens, panel_linear, panel_rows, row_inputs
 
 # oneDNN lays a weight out for a number of tokens. Laid out for 32 it was as fast at 1 to 1,024 tokens as laid out

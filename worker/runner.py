@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.decode_splits import INVARIANT_ITEM_LEN
+from ..kernels.memory import keep_freed_memory
 from ..proto.block_tables import IntArray
 from ..proto.config import EngineConfig
 from ..proto.errors import ConfigError, RankFailed, in_one_line
@@ -35,6 +36,8 @@ from .weights import Checkpoint, ProgressCallback
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What recorded decode steps share besides their logits: the activations of the largest, with room to spare.
 GRAPH_POOL_BYTES = 256 << 20
+# What a step on a CPU has freed and the next may have: the activations of thousands of tokens.
+KEPT_BYTES = 512 << 20
 _OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
 
 
@@ -74,6 +77,8 @@ class ModelRunner:
             self._model = self._load_model(on_progress)
             self._sampler = Sampler(self._model.head.shard, comm, self._device)
             self._rows = Rows(config, self._model.head.shard, self._device)
+        if self._device.type == "cpu":
+            keep_freed_memory(KEPT_BYTES)
         self._cache: CacheEngine | None = None
         self._graph_backend = graph_backend
         self._graphs: DecodeGraphs | None = None
