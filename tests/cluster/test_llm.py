@@ -192,26 +192,30 @@ def test_an_interrupted_batch_leaves_nothing_behind(llm: LLM) -> None:
     assert [result.outputs for result in again] == [result.outputs for result in expected]
 
 
-def test_an_interrupt_as_the_steps_begin_ends_them(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_as_the_steps_begin_ends_them(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When their thread runs and whoever started it does not know yet."""
-    scheduler, has_begun, start = llm._engine._engine.scheduler, threading.Event(), threading.Thread.start  # type: ignore[attr-defined]
-    schedule = scheduler.schedule
-
-    def begin(now: float) -> Any:
-        has_begun.set()
-        return schedule(now)
+    has_begun, start = threading.Event(), threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:
         start(thread)
         assert has_begun.wait(30)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(scheduler, "schedule", begin)
-        patch.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPTS, GREEDY)
+    with LLM(str(model_dir), device="cpu", num_kv_blocks=32) as fresh:
+        scheduler = fresh._engine._engine.scheduler  # type: ignore[attr-defined]
+        schedule = scheduler.schedule
+
+        def begin(now: float) -> Any:
+            has_begun.set()
+            return schedule(now)
+
+        scheduler.schedule = begin
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                fresh.generate(PROMPTS, GREEDY)
         assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_in_flight) == (0, 0, 0)
+        assert len(fresh.generate(PROMPTS, GREEDY)) == len(PROMPTS)
 
 
 def test_more_prompts_than_the_pool_holds_at_once(model_dir: Path) -> None:
