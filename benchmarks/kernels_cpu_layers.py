@@ -82,7 +82,8 @@ class Step:
 
     def __init__(self, layers: Sequence[DenseLayer], num_seqs: int) -> None:
         caches, self.tables, self.lens = make_cache(num_seqs, SEQ_LEN)
-        self.layers, self.native = layers, DecodeLayers(layers)
+        self.last_norm = torch.ones(HIDDEN_SIZE)
+        self.layers, self.native = layers, DecodeLayers(layers, self.last_norm)
         self.caches = [caches[index % len(caches)] for index in range(len(layers))]
         self.native.bind([(cache, None) for cache in self.caches])
         self.slots = self.tables[:, -1].long() * BLOCK_SIZE + (SEQ_LEN - 1) % BLOCK_SIZE
@@ -94,7 +95,7 @@ class Step:
         residual, x = self.hidden.clone(), torch.empty_like(self.hidden)
         halves = range(self.native.num_halves)
         self.native.run(halves, x, residual, [self.rotation], self.slots, self.tables, self.lens)
-        return residual.add_(x)
+        return x
 
     def one_by_one(self) -> Tensor:
         residual, x = self.hidden.clone(), None
@@ -108,4 +109,4 @@ class Step:
             gate_up = linear(add_rms_norm(x, residual, layer.before_mlp, layer.eps), layer.gate_up)
             x = linear(silu_and_mul(gate_up), layer.down)
         assert x is not None
-        return residual.add_(x)
+        return add_rms_norm(x, residual, self.last_norm, self.layers[-1].eps)
