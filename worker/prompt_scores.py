@@ -75,7 +75,7 @@ def score(
     """Their log-probabilities; every rank calls it.
 
     Args:
-        hidden: [T, E], the step's tokens after the last layer.
+        hidden: [T, E], the step's tokens after the last norm.
         token_ids: [R, L] int32, the tokens of all rows.
         head: [n, E] |-> this rank's logits, [n, padded part of the vocabulary] float32.
     """

@@ -258,8 +258,6 @@ class Decoder:
     """
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, num_positions: int) -> None:
-        self.comm = load.comm
-        self.norm_eps = spec.norm_eps
         self.can_be_recorded = spec.experts is None
         self.rotary = {key: RotaryTable(load, rope, num_positions) for key, rope in spec.ropes.items()}
         self.embedding = VocabParallelEmbedding(
