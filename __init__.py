@@ -21,8 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cluster.client import AsyncClient, Client
-    from .cluster.llm import LLM
+    from .cluster.client.client import AsyncClient, Client
+    from .cluster.offline.llm import LLM
     from .proto import errors
     from .proto.sampling import SamplingParams
 
@@ -34,9 +34,9 @@ except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
 
 _HOMES = {
-    "AsyncClient": ".cluster.client",
-    "Client": ".cluster.client",
-    "LLM": ".cluster.llm",
+    "AsyncClient": ".cluster.client.client",
+    "Client": ".cluster.client.client",
+    "LLM": ".cluster.offline.llm",
     "SamplingParams": ".proto.sampling",
 }
 

@@ -30,8 +30,9 @@ from pathlib import Path
 from benchmarks.common import Figure, parser, picture, report
 from benchmarks.fleet_model import DECISION_INTERVAL_S, FleetRun, Policy, ReplicaModel, SimulatedFleet
 from benchmarks.trace import Trace, read_trace
-from quire.cluster.fleet.autoscaler import FleetSnapshot, ScalingLimits, ScalingState, decide
-from quire.cluster.fleet.reconcile import ReplicaState
+from quire.cluster.config.scaling_limits import ScalingLimits
+from quire.cluster.controller_api.fleet_state import ReplicaState
+from quire.cluster.fleet.autoscaler import FleetSnapshot, ScalingState, decide
 
 TRACES = Path(__file__).parent / "traces" / "arrivals"
 NAMES = ("azure_code_2023", "azure_conv_2023")

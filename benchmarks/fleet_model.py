@@ -17,9 +17,9 @@ from itertools import count
 
 from benchmarks.replay import Roofline
 from benchmarks.trace import Trace
+from quire.cluster.controller_api.fleet_state import ReplicaState
 from quire.cluster.fleet.autoscaler import FleetSnapshot, ReplicaSample
-from quire.cluster.fleet.reconcile import ReplicaState
-from quire.cluster.fleet.router import ReplicaLoad, Router
+from quire.cluster.gateway.router import ReplicaLoad, Router
 
 # The policy is asked this often.
 DECISION_INTERVAL_S = 1.0

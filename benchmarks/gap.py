@@ -13,15 +13,15 @@ import asyncio
 
 from benchmarks.common import Figure, parser, report
 from quire import SamplingParams
-from quire.cluster.answer import Answers
-from quire.cluster.local_cluster import LocalCluster
-from quire.cluster.replica import Replica, new_replica_id
-from quire.cluster.replica_client import ReplicaClient
-from quire.cluster.replica_launch import launch_replica
-from quire.cluster.requests import RequestChecker
-from quire.cluster.resolve import resolve
-from quire.cluster.running import follow
-from quire.cluster.tokenizer import Tokenizer
+from quire.cluster.config.resolve import resolve
+from quire.cluster.ray_runtime.local_cluster import LocalCluster
+from quire.cluster.replica.client import ReplicaClient
+from quire.cluster.replica.launch import launch_replica
+from quire.cluster.replica.replica import Replica, new_replica_id
+from quire.cluster.requests.output_processor import Answers
+from quire.cluster.requests.request import RequestChecker
+from quire.cluster.requests.request_stream import follow
+from quire.cluster.requests.tokenizer import Tokenizer
 from quire.proto.stream import ReplicaStatus
 
 STATUS_TIMEOUT_S = 10.0

@@ -27,8 +27,8 @@ import psutil
 
 from benchmarks.common import Figure, parser, report
 from quire import Client
-from quire.cluster.local_cluster import attach
-from quire.cluster.processes import ProcessTree
+from quire.cluster.host.processes import ProcessTree
+from quire.cluster.ray_runtime.local_cluster import attach
 
 NUM_REPLICAS = 2
 # After the last change, until start-up work has died down.

@@ -25,14 +25,14 @@ from benchmarks.kernel_peers import (
 )
 from benchmarks.roofline import QUIRE, Case, Roof
 from quire.kernels.activation import gelu_tanh_and_mul, silu_and_mul
+from quire.kernels.fused_qk_norm_rope_kv_write import rotate_and_store
 from quire.kernels.gumbel import gumbel_noise
 from quire.kernels.linear import PackedWeight, linear, pack, pack_int8
 from quire.kernels.norm import add_rms_norm
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
-from quire.kernels.rotate_and_store import rotate_and_store
 from quire.kernels.sampling import draw_from_all, take_likeliest
-from quire.worker.parallel import open_store
-from quire.worker.shared_memory import SharedMemory, join
+from quire.worker.comm.communicator import open_store
+from quire.worker.comm.shared_memory import SharedMemory, join
 
 Op = Callable[[], object]
 

@@ -24,10 +24,10 @@ from benchmarks.roofline import QUIRE, Case
 from quire.kernels.activation import silu_and_mul
 from quire.kernels.attention_variant import PLAIN
 from quire.kernels.decode_layers import DecodeLayers, DenseLayer
+from quire.kernels.fused_qk_norm_rope_kv_write import rotate_and_store
 from quire.kernels.linear import linear, pack
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.paged_attention import paged_decode_attention
-from quire.kernels.rotate_and_store import rotate_and_store
 
 NUM_LAYERS, SEQ_LEN = 8, 192
 NUM_SEQS = [1, 2, 8]

@@ -18,10 +18,10 @@ from benchmarks.kernel_peers import norm_by_torch, swiglu_by_torch
 from benchmarks.roofline import QUIRE, Case, Roof
 from quire.kernels.activation import silu_and_mul
 from quire.kernels.decode_splits import split_decodes
+from quire.kernels.fused_qk_norm_rope_kv_write import rotate_and_store
 from quire.kernels.logits import Adjustments, Biases, Masks, Penalties
 from quire.kernels.norm import add_rms_norm, add_rms_norm_float8
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
-from quire.kernels.rotate_and_store import rotate_and_store
 from quire.kernels.sampling import draw_from_all, draw_from_kept, take_likeliest, take_top
 
 Op = Callable[[], object]

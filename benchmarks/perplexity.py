@@ -22,8 +22,8 @@ from benchmarks.common import Figure, names_of, parser, report
 from benchmarks.demo_model.works import read_works, split_held_out
 from benchmarks.quantized_checkpoints import Scheme, write_checkpoint
 from quire import LLM, SamplingParams
-from quire.cluster.resolve import DEMO_MODEL_PATH
-from quire.worker import linear_weight
+from quire.cluster.config.resolve import DEMO_MODEL_PATH
+from quire.worker.weights import linear_weight
 
 BUNDLED = Path(__file__).parent / "held_out"
 # Tokens that are scored with what is before them in the same window.

@@ -27,8 +27,8 @@ from quire.proto.stream import (
     Submit,
     TokenBatch,
 )
-from quire.scheduler.loop import StepLoop
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.core.scheduler import Scheduler
+from quire.scheduler.service.loop import StepLoop
 
 GATEWAY = b"trace"
 

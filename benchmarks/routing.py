@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.common import Figure, median, parser, report
 from benchmarks.replay import GATEWAY, Roofline, SimulatedClock, SimulatedGroup, make_config
 from benchmarks.trace import Trace, TracedRequest, read_traces
-from quire.cluster.fleet.router import ReplicaLoad, Router
+from quire.cluster.gateway.router import ReplicaLoad, Router
 from quire.proto.config import EngineConfig
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import (
@@ -38,9 +38,9 @@ from quire.proto.stream import (
     Submit,
     TokenBatch,
 )
-from quire.scheduler.loop import StepLoop
-from quire.scheduler.prefix_cache import prefix_hashes
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.core.scheduler import Scheduler
+from quire.scheduler.kv.prefix_cache import prefix_hashes
+from quire.scheduler.service.loop import StepLoop
 
 TRACES = Path(__file__).parent / "traces"
 NUMS_REPLICAS = (2, 4, 8)

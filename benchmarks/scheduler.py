@@ -23,8 +23,8 @@ from quire.proto.config import CacheConfig, EngineConfig, ModelConfig, Scheduler
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import StepPlan, StepResult
 from quire.proto.stream import GatewayMessage, RankStatus, ReplicaMessage, Submit
-from quire.scheduler.loop import StepLoop
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.core.scheduler import Scheduler
+from quire.scheduler.service.loop import StepLoop
 
 BLOCK_SIZE = 16
 CONTEXT = 1000

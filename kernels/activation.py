@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cpu
 from .dispatch import on_gpu
+from .native import ops as cpu
 
 
 @on_gpu("activation")

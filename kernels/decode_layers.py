@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import cpu
 from .attention_variant import AttentionVariant
 from .linear import PackedWeight
-from .panels import STORED, Panels, max_linear_tokens
+from .native import ops as cpu
+from .native.panels import STORED, Panels, max_linear_tokens
 from .quantized_kv import LIMITS, MIN_MAGNITUDE
 
 GATES = {"silu": 0, "gelu_tanh": 1}

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cpu import ops
-from .memory import use_huge_pages
-from .panels import PANEL_LEN, Panels, max_linear_tokens, panel_linear, panel_rows, row_inputs
+from .native.memory import use_huge_pages
+from .native.ops import ops
+from .native.panels import PANEL_LEN, Panels, max_linear_tokens, panel_linear, panel_rows, row_inputs
 
 # oneDNN lays a weight out for a number of tokens. Laid out for 32 it was as fast at 1 to 1,024 tokens as laid out
 # for any of them, except that for 1 it does nothing, so one layout serves decoding and prompts.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import cpu
 from .dispatch import on_gpu
+from .native import ops as cpu
 from .quantized_linear import quantize_tokens
 
 

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cpu
 from .attention_variant import PLAIN, AttentionVariant
 from .decode_splits import DecodeSplits
 from .dispatch import on_gpu
+from .native import ops as cpu
 from .quantized_kv import dequantize
 
 # A chunk's queries are cut into tiles, so that its mask stays small and keys after a tile are not computed.

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from . import cpu
 from .dispatch import on_gpu
+from .native import ops as cpu
 from .quantized_kv import quantize
 
 

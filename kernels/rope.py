@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import cpu
+from .native import ops as cpu
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:

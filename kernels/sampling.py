@@ -13,10 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import cpu
 from .dispatch import on_gpu
 from .gumbel import gumbel_noise
 from .logits import Adjustments, adjusted
+from .native import ops as cpu
 
 
 @on_gpu("draw_from_all")

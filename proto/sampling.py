@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, cast
 
-from . import plain
+from . import coerce as plain
+from .coerce import BadWord
 from .errors import InvalidRequest
-from .plain import BadWord
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from ..proto.channel import ChannelAddress, StepReceiver
 from ..proto.config import EngineConfig
 from ..proto.errors import RankFailed, in_one_line
 from ..proto.step import StepFailure, StepPlan, StepResult
 from ..proto.stream import RankStatus
+from ..proto.transport.channel import ChannelAddress, StepReceiver
 
 if TYPE_CHECKING:
-    from .parallel import Communicator
+    from .comm.communicator import Communicator
     from .runner import ModelRunner
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -59,7 +59,9 @@ class WorkerActor:
         with self._timed("import"):
             import torch
 
-            from . import parallel, runner, shared_memory
+            from . import runner
+            from .comm import communicator as parallel
+            from .comm import shared_memory
         self._parallel, self._runner_module, self._join_group = parallel, runner, shared_memory.join
         if self._device == "cuda":
             ordinal = _assigned_gpu()

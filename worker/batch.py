@@ -12,9 +12,9 @@ from ..kernels.decode_splits import split_decodes
 from ..proto.block_tables import IntArray
 from ..proto.step import StepPlan
 from .attention import AttentionInputs
-from .prompt_scores import ScoredTokens, find_scored
-from .rows import Rows
-from .transfer import to_device_together
+from .device_rows import Rows
+from .memory.host_to_device import to_device_together
+from .sampling.prompt_logprobs import ScoredTokens, find_scored
 
 LongArray = npt.NDArray[np.int64]
 

@@ -12,26 +12,26 @@ import torch
 from torch import Tensor
 
 from ..kernels.decode_splits import INVARIANT_ITEM_LEN
-from ..kernels.memory import keep_freed_memory
+from ..kernels.native.memory import keep_freed_memory
 from ..proto.block_tables import IntArray
 from ..proto.config import EngineConfig
 from ..proto.errors import ConfigError, RankFailed, in_one_line
 from ..proto.step import Logprobs, PromptLogprobs, StepPlan, StepResult
 from .attention import AttentionInputs
 from .batch import Batch, gather_batch
-from .cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine, bytes_per_block
+from .comm.communicator import Communicator, device_of
+from .device_rows import Rows
 from .graphs import CudaGraphs, DecodeGraphs, DecodeInputs, GraphBackend, graph_sizes
-from .host_memory import available_bytes
-from .kv_memory import measure_left_for_kv
-from .layers import LoadContext
+from .memory.cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine, bytes_per_block
+from .memory.host_memory import available_bytes
+from .memory.host_to_device import to_device
+from .memory.kv_budget import measure_left_for_kv
 from .models.build import Model, build_model
-from .parallel import Communicator, device_of
-from .prompt_scores import score
-from .quantization import read_quantization
-from .rows import Rows
-from .sampler import SampledLogprobs, Sampler
-from .transfer import to_device
-from .weights import Checkpoint, ProgressCallback
+from .models.layers import LoadContext
+from .sampling.prompt_logprobs import score
+from .sampling.sampler import SampledLogprobs, Sampler
+from .weights.checkpoint import Checkpoint, ProgressCallback
+from .weights.quantization import read_quantization
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What recorded decode steps share besides their logits: the activations of the largest, with room to spare.

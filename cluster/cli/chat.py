@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from ..chat import Message
-    from ..events import Event
+    from ..requests.chat import Message
+    from ..requests.outputs import Event
 
 # Answers the conversation so far.
 Ask = Callable[[list["Message"]], "Generator[Event, None, None]"]
@@ -151,6 +151,6 @@ def _answer_lines(messages: list[Message], ask: Ask) -> None:
 
 
 def _texts(events: Iterator[Event]) -> Iterator[str]:
-    from ..events import Delta
+    from ..requests.outputs import Delta
 
     return (event.text for event in events if isinstance(event, Delta))

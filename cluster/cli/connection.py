@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ..client import Client
+    from ..client.client import Client
 
 Target = Annotated[str, typer.Option(help="The server, HOST:PORT.")]
 TokenFile = Annotated[Path | None, typer.Option(help="File whose first token is sent with each call.")]
@@ -18,8 +18,8 @@ TlsCa = Annotated[
 
 
 def connect(target: str, token_file: Path | None, tls_ca: Path | None) -> Client:
-    from ..client import Client
-    from ..security import load_tokens
+    from ..api.security import load_tokens
+    from ..client.client import Client
 
     token = None if token_file is None else load_tokens(token_file)[0].secret.decode()
     return Client(target, token=token, tls_ca=tls_ca)

@@ -11,12 +11,12 @@ from .engine_options import engine_options, fleet_options
 from .groups import changed
 
 if TYPE_CHECKING:
-    from ..fleet.deployment import Deployment
+    from ..config.deployment import Deployment
 
 
 def read_deployments(model: str, engine: dict[str, Any], fleet: dict[str, Any]) -> tuple[Deployment, ...]:
     """Raises ConfigError on a file that cannot be used, BadParameter on options beside it."""
-    from ..fleet.deployment import Deployment, read_fleet_file
+    from ..config.deployment import Deployment, read_fleet_file
 
     if not model.endswith(".toml"):
         return (Deployment.from_table({"model": model, **engine, **fleet}),)

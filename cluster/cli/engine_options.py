@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..fleet.autoscaler import ScalingLimits
-from ..units import parse_amount
+from ..config.scaling_limits import ScalingLimits
+from ..config.units import parse_amount
 
 FLEET_PANEL = "Options of a fleet"
 _LIMITS = ScalingLimits()

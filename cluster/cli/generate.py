@@ -34,7 +34,7 @@ from .sampling_options import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..events import Completion, Event, TokenLogprobs
+    from ..requests.outputs import Completion, Event, TokenLogprobs
 
 
 def generate(
@@ -143,7 +143,7 @@ def generate(
 
 def _shown(events: Iterable[Event]) -> Iterable[Event]:
     """The same events, their text written out as it comes."""
-    from ..events import Delta
+    from ..requests.outputs import Delta
 
     for event in events:
         if isinstance(event, Delta):
@@ -154,7 +154,7 @@ def _shown(events: Iterable[Event]) -> Iterable[Event]:
 
 
 def _completion(events: Iterable[Event]) -> Completion:
-    from ..events import Completion, PromptLogprobs, Started, collect, collect_prompt_logprobs
+    from ..requests.outputs import Completion, PromptLogprobs, Started, collect, collect_prompt_logprobs
 
     told = list(events)
     started = next(event for event in told if isinstance(event, Started))

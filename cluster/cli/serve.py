@@ -12,7 +12,7 @@ from .engine_options import FLEET_PANEL, engine_options, fleet_options
 from .groups import changed, with_options
 
 if TYPE_CHECKING:
-    from ..front import FrontOptions
+    from ..serve.server_options import FrontOptions
 
 
 def front_options(
@@ -31,7 +31,7 @@ def front_options(
         ),
     ] = None,
 ) -> FrontOptions:
-    from ..front import FrontOptions
+    from ..serve.server_options import FrontOptions
 
     return FrontOptions(listen, insecure, tls_cert, tls_key, token_file)
 
@@ -75,7 +75,7 @@ def serve(
     """
     if address is not None:
         from ..fleet.controller import ClusterOptions
-        from ..serve_fleet import serve_fleet
+        from ..serve.fleet import serve_fleet
 
         config = None if autoscaling_config is None else str(autoscaling_config.resolve())
         cluster = ClusterOptions(config, spot_notices)
@@ -84,7 +84,7 @@ def serve(
         raise typer.BadParameter(f"{', '.join(options)}: only a fleet has these; say where with --address")
     if model.endswith(".toml"):
         raise typer.BadParameter("a fleet file needs a Ray cluster; say where with --address")
-    from ..fleet.deployment import engine_from_table
-    from ..serve import serve as run_server
+    from ..config.deployment import engine_from_table
+    from ..serve.single_host import serve as run_server
 
     raise typer.Exit(run_server(engine_from_table({"model": model, **engine}), front))

@@ -13,7 +13,7 @@ from .exit_status import FAILED
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ..launch.cluster_file import ClusterFile, NodeType
+    from ..provision.cluster_file import ClusterFile, NodeType
 
 File = Annotated[Path | None, typer.Argument(help="A cluster file, as for `ray up`.", show_default=False)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -35,7 +35,7 @@ def up(
     """
     from rich.console import Console
 
-    from ..launch import cluster_file, ray_launcher
+    from ..provision import cluster_file, ray_launcher
 
     if example is not None:
         print(cluster_file.example(example), end="")
@@ -62,8 +62,8 @@ def down(file: File = None, yes: Yes = False) -> None:
 
     Example: `quire down cluster.yaml`
     """
-    from ..launch import ray_launcher
-    from ..launch.cluster_file import ClusterFile
+    from ..provision import ray_launcher
+    from ..provision.cluster_file import ClusterFile
 
     cluster = ClusterFile.read(_required(file))
     ray_launcher.check_sdk(cluster.provider)

@@ -18,7 +18,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from ...proto.errors import QuireError
-from ..client import Client
+from ..client.client import Client
 from .figures import measure, table, write
 from .prompts import REQUESTS
 from .screen import follow

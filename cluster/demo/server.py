@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...proto.errors import ReplicaUnavailable
-from ..closing import Closing
-from ..processes import ProcessTree
+from ..host.closing import Closing
+from ..host.processes import ProcessTree
 
 READY = "quire is ready on "
 _STOP_TIMEOUT_S = 60.0

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, field
 
 from ...proto.errors import QuireError
-from ..client import Client
-from ..events import Delta, Finished
+from ..client.client import Client
+from ..requests.outputs import Delta, Finished
 from .prompts import DemoRequest
 
 

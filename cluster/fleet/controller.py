@@ -10,28 +10,25 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
 
-from ...proto.errors import ConfigError, QuireError, ReplicaUnavailable
-from ...proto.network import CurveKeys
-from ..ray_errors import unwrap
-from .demand import Demand
-from .deployment import Deployment
+from ...proto.errors import ConfigError
+from ...proto.transport.network import CurveKeys
+from ..config.deployment import Deployment
+from ..controller_api.controller_client import ControllerClient
+from ..controller_api.demand import Demand
+from ..controller_api.fleet_state import FleetTable
 from .fleet import Fleet
 from .ray_launcher import KeyValueStore, RayLauncher
 from .spot import NOTICES
-from .table import FleetTable
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
-    from ray.actor import ActorHandle
+    pass
 
 ACTOR_NAME = "quire/controller"
 # The head node lives as long as the cluster; Ray gives it this resource.
@@ -131,54 +128,7 @@ class FleetController:
         await fleet.run()
 
 
-class ControllerLine:
-    """The controller, called from another process."""
-
-    def __init__(self, actor: ActorHandle) -> None:
-        self._actor = actor
-
-    async def keys(self) -> CurveKeys:
-        """See `link.Controller`."""
-        return await self._answer("keys", self._actor.keys.remote)
-
-    async def watch(self, since: str, timeout_s: float) -> FleetTable | None:
-        """See `link.Controller`."""
-        ask = partial(self._actor.watch.remote, since, timeout_s)
-        return await self._answer("watch", ask, timeout_s + _CALL_TIMEOUT_S)
-
-    async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
-        """See `link.Controller`."""
-        await self._answer("report", partial(self._actor.report.remote, gateway_id, dict(demand)))
-
-    async def deploy(self, deployment: Deployment) -> None:
-        """See `link.Controller`."""
-        await self._answer("deploy", partial(self._actor.deploy.remote, deployment.to_json()))
-
-    async def delete(self, model: str) -> None:
-        """See `link.Controller`."""
-        await self._answer("delete", partial(self._actor.delete.remote, model))
-
-    async def drain(self, target: str) -> Sequence[str]:
-        """See `link.Controller`."""
-        return await self._answer("drain", partial(self._actor.drain.remote, target))
-
-    async def _answer(
-        self, what: str, ask: Callable[[], ObjectRef[T]], timeout_s: float = _CALL_TIMEOUT_S
-    ) -> T:
-        """Raises QuireError: what the controller raised, or ReplicaUnavailable where it does not answer."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer: T = await ask()
-                return answer
-        except TimeoutError:
-            raise ReplicaUnavailable(
-                f"the fleet's controller did not answer {what!r} in {timeout_s:g} s"
-            ) from None
-        except (RayError, QuireError) as error:
-            raise unwrap(error, "the fleet's controller") from None
-
-
-def find_or_start_controller(namespace: str, options: ClusterOptions) -> ControllerLine:
+def find_or_start_controller(namespace: str, options: ClusterOptions) -> ControllerClient:
     """The controller of the cluster that this process is attached to; started with the options if need be."""
     actor = (
         ray.remote(FleetController)
@@ -194,4 +144,4 @@ def find_or_start_controller(namespace: str, options: ClusterOptions) -> Control
         )
         .remote(CurveKeys.generate(), namespace, options)
     )
-    return ControllerLine(actor)
+    return ControllerClient(actor)

@@ -15,16 +15,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ...proto.errors import InvalidRequest, ModelNotFound
+from ..config.deployment import Deployment
+from ..controller_api.demand import Demand
+from ..controller_api.fleet_state import DeploymentEntry, FleetTable, ReplicaState
 from .autoscaler import Decision, ScalingState, decide
-from .demand import Demand
-from .deployment import Deployment
-from .life import ReplicaLife, Surroundings
-from .memory import FleetMemory
+from .fleet_store import FleetMemory
+from .interfaces import Launcher, Store
 from .nodes import LEAVE_PATIENCE_S, NodeWatch
-from .reconcile import Backoff, ReplicaState, plan
-from .seams import Launcher, Store
+from .reconcile import Backoff, plan
+from .replica_lifecycle import ReplicaLife, Surroundings
 from .snapshot import DemandBook, observe
-from .table import DeploymentEntry, FleetTable
 from .threads import FleetThreads
 
 TICK_S = 1.0

@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from .seams import Launcher
-from .table import NodeEntry
+from ..controller_api.fleet_state import NodeEntry
+from .interfaces import Launcher
 
 # A replica that must leave waits so long for another to take over, where its deadline allows.
 LEAVE_PATIENCE_S = 120.0

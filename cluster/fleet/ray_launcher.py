@@ -13,16 +13,16 @@ from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...proto.errors import ReplicaUnavailable
-from ...proto.network import CurveKeys
-from ..launch_progress import Tell
-from ..replica import Replica, ReplicaRecord, adopt_replica, known_replicas, remove_replica
-from ..replica_client import ReplicaClient
-from ..replica_launch import launch_replica
-from ..site import FleetSite
-from .deployment import Deployment
-from .placement import ClusterView
+from ...proto.transport.network import CurveKeys
+from ..config.deployment import Deployment
+from ..controller_api.fleet_state import NodeEntry
+from ..ray_runtime.launch_target import FleetSite
+from ..replica.client import ReplicaClient
+from ..replica.launch import launch_replica
+from ..replica.launch_progress import Tell
+from ..replica.placement import ClusterView
+from ..replica.replica import Replica, ReplicaRecord, adopt_replica, known_replicas, remove_replica
 from .spot import wait_for_notice
-from .table import NodeEntry
 
 # What an operator wants to see of a node.
 _TOLD_RESOURCES = ("CPU", "GPU", "memory")

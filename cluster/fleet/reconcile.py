@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+
+from ..controller_api.fleet_state import ReplicaState
 
 # Replicas above the target that a rolling update may have.
 SURGE = 1
 # A replica that has found no room for so long gets that of one which it is to take over from.
 ROOM_PATIENCE_S = 60.0
-
-
-class ReplicaState(StrEnum):
-    """Where a replica stands. FAILED and STOPPED ones have no process any more."""
-
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
-    STOPPED = "stopped"
-    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...proto.stream import ReplicaStatus
+from ..controller_api.demand import Demand
+from ..controller_api.fleet_state import ReplicaState
 from .autoscaler import FleetSnapshot, ReplicaSample
-from .demand import Demand
-from .reconcile import ReplicaState
 
 # Gateways with waiting requests report every second; one that has been silent for so long is gone.
 REPORT_LIFETIME_S = 10.0

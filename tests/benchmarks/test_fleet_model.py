@@ -8,8 +8,9 @@ from benchmarks.autoscale import OngoingRequests, half_of, quire_policy, shift_o
 from benchmarks.fleet_model import FleetRun, ReplicaModel, SimulatedFleet
 from benchmarks.replay import Roofline
 from benchmarks.trace import Trace, TracedRequest
-from quire.cluster.fleet.autoscaler import FleetSnapshot, ReplicaSample, ScalingLimits
-from quire.cluster.fleet.reconcile import ReplicaState
+from quire.cluster.config.scaling_limits import ScalingLimits
+from quire.cluster.controller_api.fleet_state import ReplicaState
+from quire.cluster.fleet.autoscaler import FleetSnapshot, ReplicaSample
 
 # 1000 prompt tokens a second, and no step takes longer for what it reads.
 MODEL = ReplicaModel(

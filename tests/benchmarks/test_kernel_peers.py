@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from benchmarks import kernels_cpu
 from benchmarks.kernel_peers import causal_after, rotate_by_torch
 from benchmarks.kernels_cpu import HEAD_DIM, NUM_HEADS, make_cache, make_heads
-from quire.kernels.rotate_and_store import rotate_and_store
+from quire.kernels.fused_qk_norm_rope_kv_write import rotate_and_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from local_replica import DEADLINE_S, Brake, local_replica
 
-from quire.cluster.gateway import Gateway
-from quire.cluster.replica_client import ReplicaClient
-from quire.cluster.resolve import resolve
-from quire.cluster.security import Security
-from quire.cluster.served_models import ServedModels, serve_alone
-from quire.cluster.tokenizer import Tokenizer
+from quire.cluster.api.security import Security
+from quire.cluster.config.resolve import resolve
+from quire.cluster.gateway.gateway import Gateway
+from quire.cluster.gateway.served_models import ServedModels, serve_alone
+from quire.cluster.replica.client import ReplicaClient
+from quire.cluster.requests.tokenizer import Tokenizer
 from quire.proto.config import EngineConfig
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.core.scheduler import Scheduler
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,8 +19,10 @@ from quire.kernels import (
     paged_attention,
     paged_cache,
     quantized_linear,
-    rotate_and_store,
     sampling,
+)
+from quire.kernels import (
+    fused_qk_norm_rope_kv_write as rotate_and_store,
 )
 
 OPS = {

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import activation, block_tables, norm, paged_cache, rotate_and_store
+from quire.kernels import (
+    activation,
+    block_tables,
+    norm,
+    paged_cache,
+)
+from quire.kernels import (
+    fused_qk_norm_rope_kv_write as rotate_and_store,
+)
 
 # One rounding of the result; the interpreter cuts bfloat16 off, which is at most twice as far.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -78,7 +86,7 @@ def test_gates(device: str, gate: str, shape: tuple[int, int], dtype: torch.dtyp
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
 def test_rotate_and_store(device: str, head_dim: int, has_norm: bool, dtype: torch.dtype) -> None:
-    from quire.kernels.gpu.rotate_and_store import rotate_and_store as fused
+    from quire.kernels.gpu.fused_qk_norm_rope_kv_write import rotate_and_store as fused
 
     num_q_heads, num_kv_heads, block_size = 5, 2, 16
     slots = torch.tensor([3 * 16 + 5, -1, 16, -1, 2 * 16 + 15], device=device)

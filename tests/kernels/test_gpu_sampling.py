@@ -39,7 +39,7 @@ def keys_of(num_rows: int, device: str) -> Tensor:
 
 def test_noise_is_that_of_the_twin(device: str) -> None:
     """One token a row: its score is its noise."""
-    from quire.kernels.gpu.draw_from_all import draw_from_all
+    from quire.kernels.gpu.sample_full import draw_from_all
 
     num_rows = 60
     zeros, ones = torch.zeros(num_rows, 1, device=device), torch.ones(num_rows, device=device)
@@ -53,7 +53,7 @@ def test_noise_is_that_of_the_twin(device: str) -> None:
 
 @pytest.mark.parametrize("vocab_len", [1, 1000, 9001])
 def test_draw_from_all(device: str, vocab_len: int) -> None:
-    from quire.kernels.gpu.draw_from_all import draw_from_all
+    from quire.kernels.gpu.sample_full import draw_from_all
 
     logits = random_logits(6, vocab_len, tied=False, device=device)
     logits[:, vocab_len // 2 + 1 :] = -torch.inf
@@ -66,7 +66,7 @@ def test_draw_from_all(device: str, vocab_len: int) -> None:
 
 def test_greedy_rows_and_others_in_one_batch(device: str) -> None:
     """Of some rows, in another order; broken ones have an answer."""
-    from quire.kernels.gpu.draw_from_all import draw_from_all, take_likeliest
+    from quire.kernels.gpu.sample_full import draw_from_all, take_likeliest
 
     logits = random_logits(6, 5000, tied=True, device=device)
     rows = torch.tensor([4, 1, 2], device=device)
@@ -93,7 +93,15 @@ def test_keys_are_those_of_the_twin(device: str) -> None:
 
 @pytest.fixture(params=["one tile", "tiles"])
 def tiled(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.kernels.gpu import draw_from_kept, survey, take_top
+    from quire.kernels.gpu import (
+        sample_top_k_top_p as draw_from_kept,
+    )
+    from quire.kernels.gpu import (
+        topk as take_top,
+    )
+    from quire.kernels.gpu import (
+        topk_candidates as survey,
+    )
 
     if request.param == "tiles":
         for module, name, length in (
@@ -113,7 +121,7 @@ def tiled(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.Monke
 )
 def test_draw_from_kept(device: str, tied: bool, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row for each cut; with little room most of them look through all tokens."""
-    from quire.kernels.gpu import survey
+    from quire.kernels.gpu import topk_candidates as survey
 
     monkeypatch.setattr(survey, "MAX_CANDIDATES", room)
     logits = random_logits(len(CUTS), 300, tied=tied, device=device)
@@ -144,7 +152,7 @@ def test_fewer_tokens_are_allowed_than_top_k(device: str) -> None:
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_broken_rows_draw_some_token(device: str, poison: float) -> None:
-    from quire.kernels.gpu.draw_from_kept import draw_from_kept
+    from quire.kernels.gpu.sample_top_k_top_p import draw_from_kept
 
     logits = torch.full((len(CUTS), 300), poison, device=device)
     token_ids = draw_from_kept(logits, *draw_arguments(list(CUTS.values()), device))
@@ -154,7 +162,7 @@ def test_broken_rows_draw_some_token(device: str, poison: float) -> None:
 def test_candidates_are_few_and_all_that_is_needed(device: str) -> None:
     """Of 20,000 tokens: one pass bounds them, and the next collects every token from the bound up."""
     from quire.kernels.gpu.logits import source_of
-    from quire.kernels.gpu.survey import Cuts, find_candidates
+    from quire.kernels.gpu.topk_candidates import Cuts, find_candidates
 
     torch.manual_seed(0)
     logits = 3 * torch.randn(3, 20_000, device=device)
@@ -181,8 +189,8 @@ def test_candidates_are_few_and_all_that_is_needed(device: str) -> None:
 @pytest.mark.parametrize("tied", [False, True, "all"])
 def test_take_top(device: str, num_top: int, tied: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equals come by id, also where there are more of them than candidates are held."""
-    from quire.kernels.gpu import survey
-    from quire.kernels.gpu.take_top import take_top
+    from quire.kernels.gpu import topk_candidates as survey
+    from quire.kernels.gpu.topk import take_top
 
     monkeypatch.setattr(survey, "MAX_CANDIDATES", 128)
     logits = random_logits(3, 300, tied=bool(tied), device=device)
@@ -200,9 +208,9 @@ def test_take_top(device: str, num_top: int, tied: bool | str, monkeypatch: pyte
 
 
 def test_no_rows_have_no_tokens(device: str) -> None:
-    from quire.kernels.gpu.draw_from_all import take_likeliest
-    from quire.kernels.gpu.draw_from_kept import draw_from_kept
-    from quire.kernels.gpu.take_top import take_top
+    from quire.kernels.gpu.sample_full import take_likeliest
+    from quire.kernels.gpu.sample_top_k_top_p import draw_from_kept
+    from quire.kernels.gpu.topk import take_top
 
     logits = torch.zeros(0, 50, device=device)
     assert take_likeliest(logits)[1].shape == (0,)
@@ -230,7 +238,7 @@ def expect_draws_of_the_twin(
     rows: Tensor | None = None,
     adjustments: Adjustments | None = None,
 ) -> None:
-    from quire.kernels.gpu.draw_from_kept import draw_from_kept
+    from quire.kernels.gpu.sample_top_k_top_p import draw_from_kept
 
     expected = sampling.draw_from_kept(logits.cpu(), *draw_arguments(cuts, "cpu"), rows, adjustments)
     if rows is not None and adjustments is not None:

@@ -12,9 +12,9 @@ from variants import VARIANTS
 
 from quire.kernels.block_tables import put_entries
 from quire.kernels.decode_splits import split_decodes
+from quire.kernels.fused_qk_norm_rope_kv_write import rotate_and_store
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
 from quire.kernels.paged_cache import copy_blocks
-from quire.kernels.rotate_and_store import rotate_and_store
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.kernels import cpu
 from quire.kernels import linear as module
 from quire.kernels.linear import Layout, PackedWeight, embed, linear, pack, pack_int8
-from quire.kernels.panels import panel_linear
+from quire.kernels.native import ops as cpu
+from quire.kernels.native.panels import panel_linear
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 NUM_TOKENS = [0, 1, 2, 3, 5, 7, 8, 9, 33, 257]

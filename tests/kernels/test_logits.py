@@ -27,8 +27,8 @@ def adjust(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     if request.param == "twin":
         return adjusted
     pytest.importorskip("triton")
-    from quire.kernels.gpu import survey
-    from quire.kernels.gpu.take_top import take_top
+    from quire.kernels.gpu import topk_candidates as survey
+    from quire.kernels.gpu.topk import take_top
 
     monkeypatch.setattr(survey, "GROUP_LEN", 4)
     monkeypatch.setattr(survey, "NUM_GROUPS", 8)

@@ -10,7 +10,8 @@ from paged import Paged
 from torch import Tensor
 from variants import VARIANTS
 
-from quire.kernels import cpu, paged_attention
+from quire.kernels import paged_attention
+from quire.kernels.native import ops as cpu
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

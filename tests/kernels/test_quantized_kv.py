@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels import cpu
+from quire.kernels.native import ops as cpu
 from quire.kernels.paged_cache import write_kv
 from quire.kernels.quantized_kv import LIMITS, dequantize, quantize
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from quire.cluster.closing import Closing
-from quire.proto.network import CurveKeys, connect
+from quire.cluster.host.closing import Closing
 from quire.proto.stream import Finish, GatewayMessage, ReplicaMessage, TokenBatch, decode, encode
+from quire.proto.transport.network import CurveKeys, connect
 
 
 @dataclass

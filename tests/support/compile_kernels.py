@@ -27,8 +27,6 @@ from quire.kernels.gpu import (
     activation,
     all_reduce_norm,
     block_tables,
-    draw_from_all,
-    draw_from_kept,
     gumbel,
     norm,
     paged_cache,
@@ -36,8 +34,18 @@ from quire.kernels.gpu import (
     paged_prefill,
     quantize_tokens,
     quantized_linear,
-    rotate_and_store,
-    take_top,
+)
+from quire.kernels.gpu import (
+    fused_qk_norm_rope_kv_write as rotate_and_store,
+)
+from quire.kernels.gpu import (
+    sample_full as draw_from_all,
+)
+from quire.kernels.gpu import (
+    sample_top_k_top_p as draw_from_kept,
+)
+from quire.kernels.gpu import (
+    topk as take_top,
 )
 from quire.kernels.logits import Adjustments, Biases, Masks, Penalties
 from quire.kernels.quantized_linear import QuantizedWeight

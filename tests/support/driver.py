@@ -10,7 +10,7 @@ from quire.proto.config import EngineConfig
 from quire.proto.errors import QuireError
 from quire.proto.step import StepPlan
 from quire.proto.stream import Finish, FinishReason, TokenBatch
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.core.scheduler import Scheduler
 
 GATEWAY = b"gateway"
 

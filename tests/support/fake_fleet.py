@@ -12,16 +12,16 @@ from pathlib import Path
 
 from fakes import FakeWorkerGroup, small_config
 
-from quire.cluster.fleet.deployment import Deployment
-from quire.cluster.fleet.table import NodeEntry
-from quire.cluster.launch_progress import LaunchProgress, LaunchStage, Tell
-from quire.cluster.replica import ReplicaRecord
-from quire.cluster.replica_client import ReplicaClient
+from quire.cluster.config.deployment import Deployment
+from quire.cluster.controller_api.fleet_state import NodeEntry
+from quire.cluster.replica.client import ReplicaClient
+from quire.cluster.replica.launch_progress import LaunchProgress, LaunchStage, Tell
+from quire.cluster.replica.replica import ReplicaRecord
 from quire.proto.errors import QuireError, ReplicaUnavailable
 from quire.proto.step import StepResult
-from quire.scheduler.loop import StepLoop
-from quire.scheduler.mailbox import ZmqMailbox
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.core.scheduler import Scheduler
+from quire.scheduler.service.loop import StepLoop
+from quire.scheduler.service.mailbox import ZmqMailbox
 
 DEADLINE_S = 60.0
 

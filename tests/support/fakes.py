@@ -13,7 +13,7 @@ from quire.proto.errors import RankFailed
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import Logprobs, PromptLogprobs, PromptScoring, StepPlan, StepResult
 from quire.proto.stream import RankStatus, Submit
-from quire.scheduler.beam_search import BeamSearch
+from quire.scheduler.sequences.beam_search import BeamSearch
 
 VOCAB_SIZE = 64
 EOS = 1

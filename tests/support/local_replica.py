@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from quire.cluster.in_process import InProcessGroup, load_in_process
+from quire.cluster.offline.in_process import InProcessGroup, load_in_process
 from quire.proto.config import EngineConfig
 from quire.proto.step import StepPlan
-from quire.scheduler.loop import StepLoop
-from quire.scheduler.mailbox import ZmqMailbox
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.core.scheduler import Scheduler
+from quire.scheduler.service.loop import StepLoop
+from quire.scheduler.service.mailbox import ZmqMailbox
 
 DEADLINE_S = 60.0
 

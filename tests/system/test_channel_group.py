@@ -13,13 +13,13 @@ import psutil
 import pytest
 import ray
 
-from quire.cluster import channel_group
-from quire.cluster.channel_group import ChannelGroupMaker, ChannelWorkerGroup
-from quire.cluster.local_cluster import LocalCluster
-from quire.proto.channel import ChannelAddress, StepReceiver
+from quire.cluster.ray_runtime.local_cluster import LocalCluster
+from quire.cluster.replica import channel_group
+from quire.cluster.replica.channel_group import ChannelGroupMaker, ChannelWorkerGroup
 from quire.proto.errors import ConfigError, RankFailed
 from quire.proto.step import StepFailure, StepPlan, StepResult
 from quire.proto.stream import RankStatus
+from quire.proto.transport.channel import ChannelAddress, StepReceiver
 
 pytestmark = pytest.mark.cluster
 

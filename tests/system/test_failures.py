@@ -13,7 +13,7 @@ import pytest
 
 from quire import Client, SamplingParams
 from quire.cluster.demo.server import ServerProcess
-from quire.cluster.events import Delta
+from quire.cluster.requests.outputs import Delta
 from quire.proto.errors import QuireError, ReplicaUnavailable
 
 pytestmark = pytest.mark.cluster

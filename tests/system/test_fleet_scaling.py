@@ -19,7 +19,7 @@ from greedy import Greedy
 
 from quire import Client, SamplingParams
 from quire.cluster.demo.server import ServerProcess
-from quire.cluster.local_cluster import attach
+from quire.cluster.ray_runtime.local_cluster import attach
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
 

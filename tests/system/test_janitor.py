@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from quire.cluster.janitor import PrivateDirectory
-from quire.cluster.processes import ProcessTree, children
+from quire.cluster.host.janitor import PrivateDirectory
+from quire.cluster.host.processes import ProcessTree, children
 
 OWNER = """
 import subprocess, sys, time
-from quire.cluster.janitor import PrivateDirectory
+from quire.cluster.host.janitor import PrivateDirectory
 directory = PrivateDirectory()
 (directory.path / "socket").write_text("")
 stubborn = subprocess.Popen(["sleep", "300"], start_new_session=True)

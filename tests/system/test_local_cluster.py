@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from quire.cluster import local_cluster
-from quire.cluster.local_cluster import LocalCluster, attach
+from quire.cluster.ray_runtime import local_cluster
+from quire.cluster.ray_runtime.local_cluster import LocalCluster, attach
 from quire.proto.errors import ReplicaUnavailable
 
 

@@ -23,16 +23,16 @@ from caller import Caller
 from fakes import submit
 from ray_nodes import LOOPBACK, RayNodes
 
-from quire.cluster.launch_progress import LaunchProgress, LaunchStage
-from quire.cluster.local_cluster import attach
-from quire.cluster.replica import Replica, ReplicaRecord, adopt_replica, known_replicas
-from quire.cluster.replica_launch import launch_replica
-from quire.cluster.resolve import resolve
-from quire.cluster.site import FleetSite
+from quire.cluster.config.resolve import resolve
+from quire.cluster.ray_runtime.launch_target import FleetSite
+from quire.cluster.ray_runtime.local_cluster import attach
+from quire.cluster.replica.launch import launch_replica
+from quire.cluster.replica.launch_progress import LaunchProgress, LaunchStage
+from quire.cluster.replica.replica import Replica, ReplicaRecord, adopt_replica, known_replicas
 from quire.proto.config import EngineConfig
 from quire.proto.errors import RankFailed, ReplicaUnavailable
-from quire.proto.network import CurveKeys
 from quire.proto.stream import Drain, FinishReason, ReplicaStatus, StatusQuery, TokenBatch
+from quire.proto.transport.network import CurveKeys
 
 pytestmark = pytest.mark.cluster
 

@@ -14,7 +14,7 @@ import pytest
 
 from quire import AsyncClient, Client, SamplingParams, errors
 from quire.cluster.demo.server import ServerProcess
-from quire.cluster.events import Delta, Finished, Started
+from quire.cluster.requests.outputs import Delta, Finished, Started
 from quire.proto.admin_pb2 import Replica
 
 pytestmark = pytest.mark.cluster

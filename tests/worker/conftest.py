@@ -18,12 +18,12 @@ import torch
 import triton_device  # noqa: F401
 from torch import Tensor
 
-from quire.cluster.describe import describe_model
+from quire.cluster.config.model_config import describe_model
 from quire.proto.block_tables import BlockTables
 from quire.proto.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from quire.proto.step import NewSequence, RowSampling, StepPlan, StepResult
+from quire.worker.comm.communicator import Communicator, SingleRank
 from quire.worker.graphs import GraphBackend
-from quire.worker.parallel import Communicator, SingleRank
 from quire.worker.runner import ModelRunner
 
 

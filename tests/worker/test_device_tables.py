@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.proto.block_tables import BlockTables, IntArray
-from quire.worker.rows import DeviceTables
+from quire.worker.device_rows import DeviceTables
 
 NUM_ROWS, MAX_BLOCKS = 4, 6
 
@@ -65,7 +65,9 @@ def test_only_what_is_new_is_sent(
     tables, device_tables = followed
     tables.append(ints(0, 0, 1), ints(4, 5, 6))
     device_tables.update()
-    monkeypatch.setattr("quire.worker.rows.put_entries", lambda ids, entries: sent.extend(entries.tolist()))
+    monkeypatch.setattr(
+        "quire.worker.device_rows.put_entries", lambda ids, entries: sent.extend(entries.tolist())
+    )
     sent: list[list[int]] = []
     tables.append(ints(0), ints(7))
     device_tables.update()

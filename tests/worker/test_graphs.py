@@ -12,11 +12,12 @@ import torch
 from tape import TapeBackend, on_one_launch
 from torch import Tensor
 
-from quire.kernels import cpu, linear, paged_attention
+from quire.kernels import linear, paged_attention
+from quire.kernels.native import ops as cpu
 from quire.proto.step import RowSampling
 from quire.worker import attention, graphs
 from quire.worker.graphs import CAPTURE_INTERVAL, DecodeGraphs, graph_sizes
-from quire.worker.kv_memory import left_for_kv
+from quire.worker.memory.kv_budget import left_for_kv
 
 GREEDY = RowSampling(temperature=0.0)
 

@@ -15,8 +15,8 @@ import quire.worker.runner as runner_module
 from quire.proto.block_tables import BlockTables
 from quire.proto.errors import ConfigError, RankFailed
 from quire.proto.step import NewSequence, RowSampling, StepPlan
-from quire.worker.cache_engine import DEFAULT_CPU_KV_BYTES
-from quire.worker.parallel import SingleRank
+from quire.worker.comm.communicator import SingleRank
+from quire.worker.memory.cache_engine import DEFAULT_CPU_KV_BYTES
 from quire.worker.runner import ModelRunner
 
 GREEDY = RowSampling(temperature=0.0)

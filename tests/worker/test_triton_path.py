@@ -12,10 +12,10 @@ from triton_device import DEVICE
 
 from quire.kernels import decode_splits, dispatch
 from quire.proto.step import NO_INTS, NewSequence, RowConstraints, RowSampling
-from quire.worker.constraints import Constraints
-from quire.worker.parallel import Shard, SingleRank
-from quire.worker.rows import SamplingTable
-from quire.worker.sampler import SampledLogprobs, Sampler
+from quire.worker.comm.communicator import Shard, SingleRank
+from quire.worker.sampling.logits_processors import Constraints
+from quire.worker.sampling.sampler import SampledLogprobs, Sampler
+from quire.worker.sampling.sampling_table import SamplingTable
 
 SAMPLING = [
     RowSampling(temperature=0.0),

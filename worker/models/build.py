@@ -9,8 +9,8 @@ from torch import Tensor
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
 from ..attention import AttentionInputs, LayerCache
-from ..layers import LoadContext, VocabParallelHead
 from .decoder import Decoder
+from .layers import LoadContext, VocabParallelHead
 from .registry import check_supported
 from .spec import DecoderSpec
 

@@ -10,12 +10,15 @@ from ...kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from ...kernels.all_reduce_norm import Peers, all_reduce_add_rms_norm
 from ...kernels.attention_variant import AttentionVariant
 from ...kernels.decode_layers import DenseLayer
+from ...kernels.fused_qk_norm_rope_kv_write import rotate_and_store
 from ...kernels.linear import PackedWeight
 from ...kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from ...kernels.quantized_linear import Float8Tokens
-from ...kernels.rotate_and_store import rotate_and_store
 from ..attention import AttentionInputs, LayerCache, paged_attention
-from ..layers import (
+from ..comm.symmetric_memory import share_memory
+from ..weights.linear_weight import PlainWeight
+from .fused_decode import plan_fused_decode
+from .layers import (
     ColumnParallelLinear,
     LoadContext,
     Projection,
@@ -26,10 +29,7 @@ from ..layers import (
     VocabParallelHead,
     WholeProjectionNorm,
 )
-from ..linear_weight import PlainWeight
-from ..peer_memory import share_memory
-from .fused_decode import plan_fused_decode
-from .mixture import MixtureOfExperts
+from .moe import MixtureOfExperts
 from .spec import DecoderSpec, LayerSpec
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...kernels.decode_layers import DecodeLayers, DenseLayer, takes_tokens
 from ..attention import AttentionInputs, LayerCache
-from ..parallel import Communicator
+from ..comm.communicator import Communicator
 
 
 class FusedDecode:

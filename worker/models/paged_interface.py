@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from ...kernels.attention_variant import AttentionVariant
-from ...kernels.rotate_and_store import rotate_and_store
+from ...kernels.fused_qk_norm_rope_kv_write import rotate_and_store
 from ...proto.errors import ConfigError
 from ..attention import AttentionInputs, LayerCache, paged_attention
 

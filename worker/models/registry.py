@@ -8,7 +8,7 @@ from typing import Any
 
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, first_line
-from ..quantization import read_quantization
+from ..weights.quantization import read_quantization
 from . import transformers_spec
 from .spec import DecoderSpec, Family, Norms, read_spec
 from .transformers_spec import TransformersSpec, read_transformers_spec

@@ -22,7 +22,10 @@ from transformers.pytorch_utils import Conv1D
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, first_line
 from ..attention import AttentionInputs, LayerCache
-from ..layers import (
+from ..comm.communicator import Shard
+from ..weights.checkpoint import Checkpoint
+from .attention_adapters import ADAPTERS
+from .layers import (
     ColumnParallelLinear,
     LoadContext,
     Projection,
@@ -30,11 +33,8 @@ from ..layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from ..parallel import Shard
-from ..weights import Checkpoint
-from .attention_adapters import ADAPTERS
 from .paged_interface import IMPLEMENTATION, PagedStep
-from .proof import prove_paged
+from .paged_selfcheck import prove_paged
 from .transformers_spec import ADAPTED, COLUMN, ROW, TransformersSpec, refusal
 
 # Masks and tables that older checkpoints carry and that models compute.

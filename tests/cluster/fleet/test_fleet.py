@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from fake_fleet import FakeLauncher, MemoryStore
 
-from quire.cluster.fleet.autoscaler import Decision, FleetSnapshot, ScalingLimits, ScalingState, decide
-from quire.cluster.fleet.demand import Demand
-from quire.cluster.fleet.deployment import Deployment
+from quire.cluster.config.deployment import Deployment
+from quire.cluster.config.scaling_limits import ScalingLimits
+from quire.cluster.controller_api.demand import Demand
+from quire.cluster.controller_api.fleet_state import ReplicaEntry, ReplicaState
+from quire.cluster.fleet.autoscaler import Decision, FleetSnapshot, ScalingState, decide
 from quire.cluster.fleet.fleet import Fleet
-from quire.cluster.fleet.reconcile import ReplicaState
-from quire.cluster.fleet.table import ReplicaEntry
 from quire.cluster.fleet.threads import MAX_CALLS
 from quire.proto.errors import InvalidRequest, ModelNotFound, ReplicaUnavailable
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
+from quire.cluster.controller_api.fleet_state import NodeEntry
 from quire.cluster.fleet.nodes import LEAVE_PATIENCE_S, NodeWatch
-from quire.cluster.fleet.table import NodeEntry
 
 NODE = "node-0"
 NOW, UNIX_NOW = 1000.0, 1_700_000_000.0

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cluster.fleet.reconcile import ROOM_PATIENCE_S, Backoff, Plan, ReplicaState, Standing, plan
+from quire.cluster.controller_api.fleet_state import ReplicaState
+from quire.cluster.fleet.reconcile import ROOM_PATIENCE_S, Backoff, Plan, Standing, plan
 
 NEW, OLD = "new", "old"
 NOW = 1000.0

@@ -1,0 +1,101 @@
+"""What a request asks, as quire.v1 has it and as Python does, both ways; shared by the gateway and the clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from google.protobuf.json_format import MessageToDict
+
+from ...proto import inference_pb2
+from ...proto.errors import InvalidRequest
+from ...proto.sampling import SamplingParams
+from ..requests.chat import Chat
+from ..requests.request import Prompt
+
+_SAMPLING_SCALARS = (
+    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "logprobs",
+    "n", "best_of", "beam_width", "length_penalty", "early_stopping", "repetition_penalty", "frequency_penalty",
+    "presence_penalty", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output",
+    "truncate_prompt_tokens",
+)  # fmt: skip
+# What max_tokens=None travels as: the server cuts it to the room that the prompt leaves.
+_ALL_THE_ROOM = (1 << 31) - 1
+
+
+@contextmanager
+def sendable(field: str) -> Iterator[None]:
+    """What no message can hold is an InvalidRequest that names the field."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(field, f"cannot be sent: {error}") from error
+
+
+def sampling_to_message(params: SamplingParams) -> inference_pb2.SamplingParams:
+    values = {name: value for name in _SAMPLING_SCALARS if (value := getattr(params, name)) is not None}
+    values.setdefault("max_tokens", _ALL_THE_ROOM)
+    words = params.bad_words
+    with sendable("sampling"):
+        message = inference_pb2.SamplingParams(
+            **values,
+            stop=params.stop,
+            stop_token_ids=params.stop_token_ids,
+            logit_bias=dict(params.bias_pairs),
+            bad_words=[word for word in words if isinstance(word, str)],
+            bad_token_ids=[inference_pb2.TokenIds(ids=word) for word in words if not isinstance(word, str)],
+        )
+        if params.allowed_token_ids is not None:
+            message.allowed_token_ids.CopyFrom(inference_pb2.TokenIds(ids=params.allowed_token_ids))
+    return message
+
+
+def sampling_from_message(message: inference_pb2.SamplingParams) -> SamplingParams:
+    """Raises InvalidRequest on a value out of its range."""
+    given = {name: getattr(message, name) for name in _SAMPLING_SCALARS if message.HasField(name)}
+    has_allowed = message.HasField("allowed_token_ids")
+    return SamplingParams(
+        **given,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=dict(message.logit_bias),
+        bad_words=(*message.bad_words, *(tuple(word.ids) for word in message.bad_token_ids)),
+        allowed_token_ids=tuple(message.allowed_token_ids.ids) if has_allowed else None,
+    )
+
+
+def put_prompt(message: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+    """Writes a prompt into the request. Raises InvalidRequest on what no message can hold."""
+    if isinstance(prompt, Chat):
+        prompt.check()
+        with sendable("chat"):
+            message.chat.MergeFrom(_chat_to_message(prompt))
+    elif isinstance(prompt, str):
+        with sendable("prompt"):
+            message.text = prompt
+    else:
+        with sendable("prompt"):
+            message.token_ids.CopyFrom(inference_pb2.TokenIds(ids=prompt))
+
+
+def prompt_from_message(message: inference_pb2.GenerateRequest) -> Prompt:
+    """Raises InvalidRequest where there is none."""
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("prompt", "is missing, must be text, token_ids or chat")
+    if kind == "chat":
+        return _chat_from_message(message.chat)
+    return message.text if kind == "text" else list(message.token_ids.ids)
+
+
+def _chat_to_message(chat: Chat) -> inference_pb2.Chat:
+    messages = (inference_pb2.ChatMessage(role=m["role"], content=m["content"]) for m in chat.messages)
+    message = inference_pb2.Chat(messages=messages, continue_final_message=chat.continue_final_message)
+    message.template_options.update(chat.template_options)
+    return message
+
+
+def _chat_from_message(message: inference_pb2.Chat) -> Chat:
+    messages = [{"role": part.role, "content": part.content} for part in message.messages]
+    # MessageToDict makes plain lists and dictionaries of a Struct's.
+    return Chat(messages, message.continue_final_message, MessageToDict(message.template_options))

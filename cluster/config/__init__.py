@@ -1,0 +1,1 @@
+"""Options, their sources, and the configuration they resolve to."""

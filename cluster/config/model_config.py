@@ -1,0 +1,93 @@
+"""A model directory becomes a ModelConfig: the model as it describes itself, before an operator's wishes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...proto.config import ModelConfig
+from ...proto.errors import ModelLoadError, first_line
+from ...worker.models.registry import check_architecture
+from .generation_config import end_token_ids, read_generation_config, sampling_defaults
+
+# Models with linear biases have no longest sequence; those that do not say either were trained on this.
+_UNSAID_CONTEXT_LEN = 2048
+
+
+def describe_model(path: Path, name: str) -> ModelConfig:
+    """The model of a directory, in its own dtype and with its whole context.
+
+    Raises:
+        ModelLoadError: a file of the directory cannot be read, or says what cannot be.
+        ConfigError: its architecture is not supported.
+    """
+    hf, recommended = _load_hf_config(path), read_generation_config(path)
+    architecture, fields = _architecture(hf, path), hf.to_dict()
+    check_architecture(name, architecture, fields)
+    num_heads = _positive_int(hf, "num_attention_heads", path)
+    return ModelConfig(
+        path=str(path.resolve()),
+        name=name,
+        architecture=architecture,
+        hf=fields,
+        dtype=str(getattr(hf, "dtype", None) or "float32").removeprefix("torch."),
+        max_model_len=_context_len(hf, path),
+        vocab_size=_positive_int(hf, "vocab_size", path),
+        num_layers=_positive_int(hf, "num_hidden_layers", path),
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(hf, num_heads),
+        head_dim=getattr(hf, "head_dim", None) or _positive_int(hf, "hidden_size", path) // num_heads,
+        eos_token_ids=end_token_ids(recommended, getattr(hf, "eos_token_id", None), path),
+        sampling_defaults=sampling_defaults(recommended, path),
+    )
+
+
+def _load_hf_config(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # transformers raises whatever its parsers and validators do
+        raise ModelLoadError(f"{path / 'config.json'}: {first_line(error)}") from error
+
+
+def _architecture(hf: Any, path: Path) -> str:
+    architectures = getattr(hf, "architectures", None)
+    if not isinstance(architectures, list | tuple) or not architectures:
+        raise ModelLoadError(f"{path / 'config.json'}: names no architectures")
+    return str(architectures[0])
+
+
+def _context_len(hf: Any, path: Path) -> int:
+    """Most tokens that the model is made for."""
+    if getattr(hf, "max_position_embeddings", None) is None:
+        has_field = getattr(hf, "seq_length", None) is not None
+        return _positive_int(hf, "seq_length", path) if has_field else _UNSAID_CONTEXT_LEN
+    context_len = _positive_int(hf, "max_position_embeddings", path)
+    rope = getattr(hf, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "yarn":
+        return context_len
+    # YaRN stretches the original context, which many of these configurations still give as the whole.
+    original_len, factor = rope.get("original_max_position_embeddings") or 0, rope.get("factor") or 1
+    try:
+        return max(context_len, int(original_len * float(factor)))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ModelLoadError(
+            f"{path / 'config.json'}: its rope has settings that mean nothing: {first_line(error)}"
+        ) from error
+
+
+def _num_kv_heads(hf: Any, num_heads: int) -> int:
+    if (count := getattr(hf, "num_key_value_heads", None)) is not None:
+        return int(count)
+    # Falcon's words.
+    if getattr(hf, "new_decoder_architecture", False):
+        return int(hf.num_kv_heads)
+    return 1 if getattr(hf, "multi_query", False) else num_heads
+
+
+def _positive_int(hf: Any, key: str, path: Path) -> int:
+    value = getattr(hf, key, None)
+    if not isinstance(value, int) or value < 1:
+        raise ModelLoadError(f"{path / 'config.json'}: {key} is {value}, must be a positive number")
+    return value

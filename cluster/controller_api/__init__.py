@@ -1,0 +1,1 @@
+"""Messages between the fleet controller and gateways: fleet state and demand."""

@@ -1,0 +1,100 @@
+"""ControllerClient: the fleet controller, called from another process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from ray.exceptions import RayError
+
+from ...proto.errors import QuireError, ReplicaUnavailable
+from ...proto.transport.network import CurveKeys
+from ..config.deployment import Deployment
+from ..ray_runtime.errors import unwrap
+from .demand import Demand
+from .fleet_state import FleetTable
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+_CALL_TIMEOUT_S = 30.0
+
+T = TypeVar("T")
+
+
+class Controller(Protocol):
+    """The fleet's controller, from another process. Every call raises ReplicaUnavailable while it is away."""
+
+    async def keys(self) -> CurveKeys | None:
+        """What it takes to speak to replicas."""
+        ...
+
+    async def watch(self, since: str, timeout_s: float) -> FleetTable | None:
+        """See `Fleet.watch`."""
+        ...
+
+    async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
+        """See `Fleet.report`."""
+        ...
+
+    async def deploy(self, deployment: Deployment) -> None:
+        """See `Fleet.deploy`."""
+        ...
+
+    async def delete(self, model: str) -> None:
+        """See `Fleet.delete`."""
+        ...
+
+    async def drain(self, target: str) -> Sequence[str]:
+        """See `Fleet.drain`."""
+        ...
+
+
+class ControllerClient:
+    """The controller, called from another process."""
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self._actor = actor
+
+    async def keys(self) -> CurveKeys:
+        """See `Controller`."""
+        return await self._answer("keys", self._actor.keys.remote)
+
+    async def watch(self, since: str, timeout_s: float) -> FleetTable | None:
+        """See `Controller`."""
+        ask = partial(self._actor.watch.remote, since, timeout_s)
+        return await self._answer("watch", ask, timeout_s + _CALL_TIMEOUT_S)
+
+    async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
+        """See `Controller`."""
+        await self._answer("report", partial(self._actor.report.remote, gateway_id, dict(demand)))
+
+    async def deploy(self, deployment: Deployment) -> None:
+        """See `Controller`."""
+        await self._answer("deploy", partial(self._actor.deploy.remote, deployment.to_json()))
+
+    async def delete(self, model: str) -> None:
+        """See `Controller`."""
+        await self._answer("delete", partial(self._actor.delete.remote, model))
+
+    async def drain(self, target: str) -> Sequence[str]:
+        """See `Controller`."""
+        return await self._answer("drain", partial(self._actor.drain.remote, target))
+
+    async def _answer(
+        self, what: str, ask: Callable[[], ObjectRef[T]], timeout_s: float = _CALL_TIMEOUT_S
+    ) -> T:
+        """Raises QuireError: what the controller raised, or ReplicaUnavailable where it does not answer."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer: T = await ask()
+                return answer
+        except TimeoutError:
+            raise ReplicaUnavailable(
+                f"the fleet's controller did not answer {what!r} in {timeout_s:g} s"
+            ) from None
+        except (RayError, QuireError) as error:
+            raise unwrap(error, "the fleet's controller") from None

@@ -1,0 +1,1 @@
+"""The gateway process: gRPC services, routing and migration of requests between replicas."""

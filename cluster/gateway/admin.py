@@ -1,0 +1,111 @@
+"""quire.v1.Admin of one gateway: what operators see of the replicas, and change of the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import grpc.aio
+
+from ...proto import admin_pb2, admin_pb2_grpc
+from ...proto.errors import ConfigError, PermissionDenied, ReplicaUnavailable
+from ..api.response_messages import replica_to_message
+from ..api.security import ADMIN_TENANT, Security
+from ..config.deployment import Deployment
+from .handlers import answering_errors, authorization
+from .replica_pool import ReplicaPool
+from .served_models import ServedModels
+
+STATUS_TIMEOUT_S = 10.0
+
+
+class Fleet(Protocol):
+    """The fleet behind a gateway."""
+
+    def describe(self) -> admin_pb2.GetStatusResponse:
+        """All but the figures that replicas tell themselves."""
+        ...
+
+    async def deploy(self, deployment: Deployment) -> None:
+        """Raises ConfigError where it cannot be, ReplicaUnavailable where the fleet does not answer."""
+        ...
+
+    async def delete(self, model: str) -> None:
+        """Raises ModelNotFound, or ReplicaUnavailable where the fleet does not answer."""
+        ...
+
+    async def drain(self, target: str) -> Sequence[str]:
+        """The replicas that drain. Raises InvalidRequest, or ReplicaUnavailable where the fleet does not answer."""
+        ...
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    """quire.v1.Admin.
+
+    Args:
+        fleet: None: there is one replica, which cannot be changed.
+    """
+
+    def __init__(self, models: ServedModels, security: Security, fleet: Fleet | None) -> None:
+        self._models = models
+        self._security = security
+        self._fleet = fleet
+
+    @answering_errors
+    async def GetStatus(
+        self, message: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.GetStatusResponse:
+        response = admin_pb2.GetStatusResponse() if self._fleet is None else self._fleet.describe()
+        described = {replica.replica_id: replica for replica in response.replicas}
+        asked = [(model.pool, name) for model in self._models for name in model.pool.clients]
+        for seen in await asyncio.gather(*(_replica_status(pool, name) for pool, name in asked)):
+            known = described.get(seen.replica_id)
+            if known is None:
+                response.replicas.append(seen)
+            else:
+                known.MergeFrom(seen)
+        return response
+
+    @answering_errors
+    async def Deploy(
+        self, message: admin_pb2.DeployRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.DeployResponse:
+        fleet = self._changeable(context)
+        deployment = Deployment.from_json(message.deployment_json)
+        await fleet.deploy(deployment)
+        return admin_pb2.DeployResponse(version=deployment.version)
+
+    @answering_errors
+    async def Delete(
+        self, message: admin_pb2.DeleteRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.DeleteResponse:
+        await self._changeable(context).delete(message.model)
+        return admin_pb2.DeleteResponse()
+
+    @answering_errors
+    async def Drain(
+        self, message: admin_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.DrainResponse:
+        return admin_pb2.DrainResponse(replica_ids=await self._changeable(context).drain(message.target))
+
+    def _changeable(self, context: grpc.aio.ServicerContext[Any, Any]) -> Fleet:
+        """The fleet, for a caller who may change it."""
+        token = self._security.check_call(authorization(context.invocation_metadata()))
+        if token is not None and token.tenant != ADMIN_TENANT:
+            raise PermissionDenied(f"this needs a token of the tenant {ADMIN_TENANT!r}")
+        if self._fleet is None:
+            raise ConfigError("this server has one replica of its own; only a fleet can be changed")
+        return self._fleet
+
+
+async def _replica_status(pool: ReplicaPool, replica_id: str) -> admin_pb2.Replica:
+    """A replica's own account; one that does not answer is described, not an error."""
+    client = pool.clients.get(replica_id)
+    if client is None:  # it went while the others were asked
+        return admin_pb2.Replica(replica_id=replica_id, model=pool.model, problem="it has just ended")
+    try:
+        status = await client.status(STATUS_TIMEOUT_S)
+    except ReplicaUnavailable as error:
+        return admin_pb2.Replica(replica_id=replica_id, model=pool.model, problem=str(error))
+    return replica_to_message(status, client.problem or status.problem or pool.why_closed(replica_id))

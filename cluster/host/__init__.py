@@ -1,0 +1,1 @@
+"""This process and its machine: signals, child processes, cleanup."""

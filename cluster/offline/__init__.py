@@ -1,0 +1,1 @@
+"""Offline inference: the LLM class."""

@@ -1,0 +1,1 @@
+"""Ray as quire uses it: a private local cluster, launch targets and error translation."""

@@ -1,0 +1,1 @@
+"""A replica: its launch, record, actors, channel group and client."""

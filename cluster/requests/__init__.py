@@ -1,0 +1,1 @@
+"""Requests and their outputs as text: chat templates, tokenizer, detokenizer, output types."""

@@ -1,0 +1,1 @@
+"""`quire serve`, on one host or as a fleet."""

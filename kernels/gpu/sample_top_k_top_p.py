@@ -1,0 +1,166 @@
+"""Exact top_k, top_p and min_p in two passes over the logits, without a sort.
+
+Rows draw from their candidates (kernels.gpu.survey). Those that keep more than there are candidates, as with a wide
+nucleus, look for their thresholds in all tokens (kernels.gpu.pivots).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..logits import Adjustments
+from . import topk_candidates as survey
+from .gumbel import gumbel_noise
+from .logits import EXACT, find_row, load_values, source_of
+from .radix_threshold import BLOCK_VOCAB, find_threshold, keep_tile, sum_above
+from .topk_candidates import (
+    BLOCK_OTHERS,
+    NO_VALUE,
+    Cuts,
+    find_candidates,
+    load_keys,
+    ordered_of,
+    rank_candidates,
+    value_of,
+    weights_of,
+)
+
+ALL_TIES = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def _draw_from_candidates(
+    candidates,
+    cuts,
+    keys_ptr,  # [M, 2]
+    token_ids_ptr,  # [M]
+    suffices_ptr,  # [M]
+    vocab_len,
+    MAX_CANDIDATES: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+):
+    # grid: (M,)
+    member = tl.program_id(0).to(tl.int64)
+    count, top = tl.load(candidates.counts + member), tl.load(candidates.tops + member)
+    top_k, top_p = tl.load(cuts.top_k + member), tl.load(cuts.top_p + member)
+    lowest = ordered_of(top + tl.load(cuts.log_min_p + member))
+    if count > MAX_CANDIDATES:
+        tl.store(suffices_ptr + member, 0)
+        return
+    row_keys_ptr = candidates.keys + member * MAX_CANDIDATES
+    offs_c = tl.arange(0, MAX_CANDIDATES)
+    keys, ordered, token_ids = load_keys(row_keys_ptr, offs_c, count)
+    values = value_of(ordered)
+    weights = weights_of(values, top)
+    ranks, likelier = rank_candidates(keys, row_keys_ptr, count, top, True, BLOCK_O)
+
+    is_live = offs_c < count
+    has_top_k, has_top_p = top_k < vocab_len, top_p < 1
+    in_top_k = is_live & (ranks < top_k)
+    total = tl.sum(tl.where(in_top_k, weights, 0), 0)
+    needed = tl.where(has_top_k, total, tl.load(candidates.totals + member))
+    needed = tl.ceil(tl.minimum(top_p, 1.0) * needed.to(tl.float64)).to(tl.int64)
+    # A nucleus may end below the bound, where nobody knows who is in it, unless min_p ends before.
+    ends_here = (total >= needed) | (tl.load(candidates.bounds + member) <= lowest)
+    tl.store(suffices_ptr + member, (has_top_k | (has_top_p == 0) | ends_here).to(tl.int32))
+
+    keep = in_top_k & ((likelier < needed) | (has_top_p == 0)) & (ordered >= lowest)
+    keep |= is_live & (ranks == 0)
+    key_low, key_high = tl.load(keys_ptr + 2 * member), tl.load(keys_ptr + 2 * member + 1)
+    scores = tl.where(keep, values + gumbel_noise(key_low, key_high, token_ids), float("-inf"))
+    winners = tl.where(keep & (scores == tl.max(scores, 0)), token_ids, vocab_len)
+    winner = tl.min(winners, 0)
+    # Nothing may be allowed, or all be broken.
+    tl.store(token_ids_ptr + member, tl.where(winner < vocab_len, winner, 0))
+
+
+@triton.jit
+def _find_kept(source, member, row, top, cuts, BLOCK_V: tl.constexpr):
+    """The threshold above which all is kept, and how many of the tokens at it are."""
+    top_k, top_p = tl.load(cuts.top_k + member).to(tl.int64), tl.load(cuts.top_p + member)
+    threshold = tl.full([], NO_VALUE, tl.int32)
+    num_ties = tl.full([], ALL_TIES, tl.int64)
+    if top_k < source.vocab_len:
+        threshold = find_threshold(source, member, row, top, top_k, True, BLOCK_V)
+        num_ties = top_k - sum_above(source, member, row, top, threshold, True, BLOCK_V)
+    if top_p < 1:
+        kept = sum_above(source, member, row, top, threshold, False, BLOCK_V)
+        if top_k < source.vocab_len:
+            kept += num_ties * weights_of(value_of(threshold), top)
+        needed = tl.ceil(top_p * kept.to(tl.float64)).to(tl.int64)
+        nucleus = find_threshold(source, member, row, top, needed, False, BLOCK_V)
+        missing = needed - sum_above(source, member, row, top, nucleus, False, BLOCK_V)
+        weight = tl.maximum(weights_of(value_of(nucleus), top), 1)
+        ties_of_nucleus = (missing + weight - 1) // weight
+        if nucleus == threshold:
+            num_ties = tl.minimum(num_ties, ties_of_nucleus)
+        elif nucleus > threshold:
+            threshold = nucleus
+            num_ties = ties_of_nucleus
+    lowest = ordered_of(top + tl.load(cuts.log_min_p + member))
+    if lowest > threshold:
+        threshold = lowest
+        num_ties = tl.full([], ALL_TIES, tl.int64)
+    return threshold, num_ties
+
+
+@triton.jit
+def _draw_from_rows(
+    source,
+    tops_ptr,  # [M]
+    cuts,
+    keys_ptr,  # [M, 2]
+    token_ids_ptr,  # [M]
+    suffices_ptr,  # [M]
+    BLOCK_V: tl.constexpr,
+):
+    # grid: (M,)
+    member = tl.program_id(0).to(tl.int64)
+    if tl.load(suffices_ptr + member) != 0:
+        return
+    row = find_row(source, member)
+    threshold, num_ties = _find_kept(source, member, row, tl.load(tops_ptr + member), cuts, BLOCK_V)
+    key_low, key_high = tl.load(keys_ptr + 2 * member), tl.load(keys_ptr + 2 * member + 1)
+    best = tl.full([], float("-inf"), tl.float32)
+    winner = tl.full([], 0, tl.int32)
+    ties_before = tl.zeros([], tl.int64)
+    for tile_start in range(0, source.vocab_len, BLOCK_V):
+        token_ids = tile_start + tl.arange(0, BLOCK_V)
+        values = load_values(source, member, row, tile_start, token_ids, BLOCK_V)
+        keep, ties_before = keep_tile(ordered_of(values), threshold, num_ties, ties_before)
+        scores = tl.where(keep, values + gumbel_noise(key_low, key_high, token_ids), float("-inf"))
+        best_here = tl.max(scores, 0)
+        winner_here = tl.min(tl.where(scores == best_here, token_ids, 0x7FFFFFFF), 0)
+        winner = tl.where(best_here > best, winner_here, winner)
+        best = tl.maximum(best, best_here)
+    tl.store(token_ids_ptr + member, winner)
+
+
+def draw_from_kept(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    keys: Tensor,
+    rows: Tensor | None = None,
+    adjustments: Adjustments | None = None,
+) -> Tensor:
+    """See kernels.sampling."""
+    source, num_rows = source_of(logits, temperature, rows, adjustments)
+    assert keys.is_contiguous()
+    token_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    if num_rows == 0:
+        return token_ids
+    suffices = torch.empty_like(token_ids)
+    cuts = Cuts(top_k, top_p, min_p.log())
+    candidates = find_candidates(source, num_rows, cuts, 0)
+    _draw_from_candidates[(num_rows,)](
+        candidates, cuts, keys, token_ids, suffices, source.vocab_len, MAX_CANDIDATES=survey.MAX_CANDIDATES,
+        BLOCK_O=BLOCK_OTHERS, num_warps=8, **EXACT,
+    )  # fmt: skip
+    _draw_from_rows[(num_rows,)](
+        source, candidates.tops, cuts, keys, token_ids, suffices, BLOCK_V=BLOCK_VOCAB, num_warps=8, **EXACT
+    )
+    return token_ids

@@ -1,0 +1,96 @@
+"""The likeliest tokens of each row in order, and the sum over the row, in two passes over the logits."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..logits import Adjustments
+from . import topk_candidates as survey
+from .logits import EXACT, find_row, load_values, source_of
+from .radix_threshold import BLOCK_VOCAB, find_threshold, keep_tile, sum_above
+from .topk_candidates import (
+    BLOCK_OTHERS,
+    find_candidates,
+    keys_of,
+    load_keys,
+    ordered_of,
+    rank_candidates,
+    value_of,
+)
+
+
+# Requests ask for any number, and a number that divides well is no faster.
+@triton.jit(do_not_specialize=["num_top"])
+def _collect_from_rows(source, candidates, num_top, MAX_CANDIDATES: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Exactly the likeliest `num_top`, where there were too many candidates, as many equals make them."""
+    # grid: (M,)
+    member = tl.program_id(0).to(tl.int64)
+    if tl.load(candidates.counts + member) <= MAX_CANDIDATES:
+        return
+    row, top = find_row(source, member), tl.load(candidates.tops + member)
+    threshold = find_threshold(source, member, row, top, num_top, True, BLOCK_V)
+    num_ties = num_top - sum_above(source, member, row, top, threshold, True, BLOCK_V)
+    ties_before = tl.zeros([], tl.int64)
+    first = tl.zeros([], tl.int32)
+    for tile_start in range(0, source.vocab_len, BLOCK_V):
+        columns = tile_start + tl.arange(0, BLOCK_V)
+        values = load_values(source, member, row, tile_start, columns, BLOCK_V)
+        ordered = ordered_of(values)
+        keep, ties_before = keep_tile(ordered, threshold, num_ties, ties_before)
+        ones = keep.to(tl.int32)
+        key_ptrs = candidates.keys + member * MAX_CANDIDATES + first + tl.cumsum(ones, 0) - ones
+        tl.store(key_ptrs, keys_of(ordered, columns), mask=keep)
+        first += tl.sum(ones, 0)
+    tl.store(candidates.counts + member, num_top)
+
+
+@triton.jit(do_not_specialize=["num_top"])
+def _store_in_order(
+    candidates,
+    values_ptr,  # [M, K]
+    columns_ptr,  # [M, K]
+    num_top,
+    MAX_CANDIDATES: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+):
+    # grid: (M,)
+    member = tl.program_id(0).to(tl.int64)
+    count = tl.load(candidates.counts + member)
+    row_keys_ptr = candidates.keys + member * MAX_CANDIDATES
+    offs_c = tl.arange(0, MAX_CANDIDATES)
+    keys, ordered, columns = load_keys(row_keys_ptr, offs_c, count)
+    ranks, _ = rank_candidates(keys, row_keys_ptr, count, 0.0, False, BLOCK_O)
+    # What is missing comes after what there is.
+    is_live = offs_c < count
+    places = tl.where(is_live, ranks, offs_c)
+    mask = places < num_top
+    tl.store(values_ptr + member * num_top + places, value_of(ordered), mask=mask)
+    tl.store(columns_ptr + member * num_top + places, tl.where(is_live, columns, 0), mask=mask)
+
+
+def take_top(
+    logits: Tensor,
+    num_top: int,
+    temperature: Tensor | None = None,
+    rows: Tensor | None = None,
+    adjustments: Adjustments | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See kernels.sampling; equals come by id, and what is -inf as -inf in column 0."""
+    source, num_rows = source_of(logits, temperature, rows, adjustments)
+    assert num_top <= min(survey.MAX_CANDIDATES, source.vocab_len)
+    values = torch.empty((num_rows, num_top), dtype=torch.float32, device=logits.device)
+    columns = torch.empty((num_rows, num_top), dtype=torch.int32, device=logits.device)
+    if num_rows == 0:
+        return values, columns, values.new_empty(0)
+    candidates = find_candidates(source, num_rows, None, max(1, num_top))
+    if num_top > 0:
+        _collect_from_rows[(num_rows,)](
+            source, candidates, num_top, MAX_CANDIDATES=survey.MAX_CANDIDATES, BLOCK_V=BLOCK_VOCAB,
+            num_warps=8, **EXACT,
+        )  # fmt: skip
+        _store_in_order[(num_rows,)](
+            candidates, values, columns, num_top, MAX_CANDIDATES=survey.MAX_CANDIDATES,
+            BLOCK_O=BLOCK_OTHERS, num_warps=8,
+        )  # fmt: skip
+    return values, columns, candidates.log_totals

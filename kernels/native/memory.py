@@ -1,0 +1,17 @@
+"""What the system and the allocator are asked for about a CPU's memory (native/memory.cpp). Nothing depends on it."""
+
+from __future__ import annotations
+
+from .ops import ops
+
+
+def use_huge_pages(address: int, num_bytes: int) -> None:
+    """Asks for huge pages under memory that is written already and will be read as a whole, often."""
+    if ops() is not None:
+        ops().quire_use_huge_pages(address, num_bytes)
+
+
+def keep_freed_memory(num_bytes: int) -> None:
+    """Has this process keep up to so much of the memory that it frees, below 2 GiB, for what it takes next."""
+    if ops() is not None:
+        ops().quire_keep_freed_memory(num_bytes)

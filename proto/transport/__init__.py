@@ -1,0 +1,1 @@
+"""Sockets that carry plans and messages: a step channel, ZeroMQ endpoints and their encryption."""

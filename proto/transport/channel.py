@@ -1,0 +1,209 @@
+"""StepChannel: one plan to every rank, one small reply from each. The only road of steps; Ray carries none.
+
+`StepSender` is the scheduler's end and `StepReceiver` a rank's. Here they are ZeroMQ sockets (PUB and SUB for
+plans, PUSH and PULL for replies), over ipc on one host and tcp between hosts (see `network`). 16 KB to two ranks and
+back takes 0.16 to 0.25 ms over ipc on two cores, where a Ray actor call takes 2.3 ms.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ..errors import ReplicaUnavailable
+from .network import CurveGuard, CurveKeys, bind, connect, tcp_endpoint
+
+_HELLO = b"hello"
+_END = b"end"
+_INTERRUPT = b""
+_INTERRUPTS = "inproc://interrupts"
+# A rank that has lost its scheduler's host for this long takes it for gone. Over ipc the two go together.
+_LOST_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelAddress:
+    """Where a channel's two sockets are bound, or are to be.
+
+    Attributes:
+        plans: endpoint that ranks subscribe to.
+        replies: endpoint that ranks push to.
+        keys: that it takes to speak there; None: the endpoints are ipc.
+    """
+
+    plans: str
+    replies: str
+    keys: CurveKeys | None = None
+
+    @staticmethod
+    def in_directory(directory: Path) -> ChannelAddress:
+        """An ipc address under a directory that only its owner may enter; its path must be short (80 bytes)."""
+        name = f"{os.getpid()}-{time.monotonic_ns():x}"
+        return ChannelAddress(f"ipc://{directory}/{name}.plans", f"ipc://{directory}/{name}.replies")
+
+    @staticmethod
+    def on_host(host: str, keys: CurveKeys) -> ChannelAddress:
+        """Tcp at ports that the system chooses when the sender binds."""
+        return ChannelAddress(tcp_endpoint(host), tcp_endpoint(host), keys)
+
+
+class StepSender:
+    """The scheduler's end: binds, waits for the ranks, broadcasts frames and receives replies.
+
+    Attributes:
+        address: where it is bound, for the ranks.
+    """
+
+    def __init__(self, address: ChannelAddress, num_ranks: int) -> None:
+        self._missing = set(range(num_ranks))
+        # An interrupt that comes while the sockets are closed would hold up their end.
+        self._closing = threading.Lock()
+        self._context = zmq.Context()
+        self._guard = None if address.keys is None else CurveGuard(self._context, address.keys)
+        self._plans = self._context.socket(zmq.PUB)
+        self._replies = self._context.socket(zmq.PULL)
+        # Bounded by max_steps_in_flight, not by a high-water mark: a dropped plan would hang the ranks.
+        self._plans.setsockopt(zmq.SNDHWM, 0)
+        self._replies.setsockopt(zmq.RCVHWM, 0)
+        self.address = address
+        try:
+            plans = bind(self._plans, address.plans, address.keys)
+            replies = bind(self._replies, address.replies, address.keys)
+            self._replies.bind(_INTERRUPTS)
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self.address = ChannelAddress(plans, replies, address.keys)
+
+    def wait_for_ranks(self, timeout_s: float) -> None:
+        """Returns when every rank hears this sender, or when interrupted.
+
+        Raises:
+            ReplicaUnavailable: not all did in time; names those that did not.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._missing:
+            if time.monotonic() > deadline:
+                raise ReplicaUnavailable(
+                    f"ranks {sorted(self._missing)} did not join the channel in {timeout_s:.0f} s"
+                )
+            # A subscription may arrive after a broadcast, so greet until each rank has answered.
+            self._plans.send(_HELLO)
+            if not self._replies.poll(20):
+                continue
+            reply = bytes(self._replies.recv())
+            if reply == _INTERRUPT:
+                return
+            self._missing.discard(int.from_bytes(reply[len(_HELLO) :], "little"))
+
+    def send(self, frame: bytes) -> None:
+        """Broadcasts one frame to every rank; never blocks."""
+        self._plans.send(frame)
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """The next reply of any rank, or None after `timeout_s` or when interrupted."""
+        if not self._replies.poll(max(0, round(timeout_s * 1000))):
+            return None
+        return bytes(self._replies.recv()) or None
+
+    def interrupt(self) -> None:
+        """Makes the `receive` that is waiting, or the next one, return None. From any thread; no-op when closed."""
+        with self._closing:
+            if self._context.closed:
+                return
+            with self._context.socket(zmq.PUSH) as socket:
+                socket.connect(_INTERRUPTS)
+                socket.send(_INTERRUPT)
+
+    def close(self, linger_s: float = 0.5) -> None:
+        """Tells the ranks to end and closes; waits at most `linger_s` for frames to leave."""
+        with self._closing:
+            if self._context.closed:
+                return
+            self._plans.send(_END)
+            if self._guard is not None:
+                self._guard.close()
+            self._context.destroy(linger=round(linger_s * 1000))
+        for endpoint in (self.address.plans, self.address.replies):
+            if endpoint.startswith("ipc://"):
+                Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+class StepReceiver:
+    """A rank's end: receives the frames in order and replies.
+
+    Args:
+        lost_s: over tcp, how long to be without a connection before the scheduler is taken for gone.
+    """
+
+    def __init__(self, address: ChannelAddress, rank: int, lost_s: float = _LOST_S) -> None:
+        self._rank = rank
+        self._lost_s = lost_s
+        self._endpoint = address.plans
+        self._context = zmq.Context()
+        self._plans = self._context.socket(zmq.SUB)
+        self._plans.setsockopt(zmq.RCVHWM, 0)
+        self._plans.setsockopt(zmq.SUBSCRIBE, b"")
+        self._connection_events = self._watch_connection() if address.keys is not None else None
+        self._lost_at: float | None = time.monotonic()  # since when there is no connection
+        connect(self._plans, address.plans, address.keys)
+        self._replies = self._context.socket(zmq.PUSH)
+        self._replies.setsockopt(zmq.SNDHWM, 0)
+        connect(self._replies, address.replies, address.keys)
+        self._greeted = False
+
+    def receive(self) -> bytes | None:
+        """The next frame, or None when the sender has ended. Answers greetings by itself.
+
+        Waits as long as there is no work: an idle rank uses no CPU. Whoever started the rank ends it.
+
+        Raises:
+            ReplicaUnavailable: the scheduler's host cannot be reached any more.
+        """
+        while True:
+            if self._connection_events is not None:
+                self._wait_while_connected(self._connection_events)
+            frame = bytes(self._plans.recv())
+            if frame == _END:
+                return None
+            if frame != _HELLO:
+                return frame
+            if not self._greeted:
+                self._replies.send(_HELLO + self._rank.to_bytes(2, "little"))
+                self._greeted = True
+
+    def _watch_connection(self) -> zmq.Socket[bytes]:
+        return self._plans.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+
+    def _wait_while_connected(self, connection_events: zmq.Socket[bytes]) -> None:
+        """Returns when there is a frame."""
+        poller = zmq.Poller()
+        poller.register(self._plans, zmq.POLLIN)
+        poller.register(connection_events, zmq.POLLIN)
+        while not self._plans.poll(0):
+            patience_s = None if self._lost_at is None else self._lost_at + self._lost_s - time.monotonic()
+            if patience_s is not None and patience_s <= 0:
+                raise ReplicaUnavailable(
+                    f"rank {self._rank} has not reached the scheduler at {self._endpoint} for {self._lost_s:g} s"
+                )
+            events = dict(poller.poll(None if patience_s is None else round(1000 * patience_s) + 1))
+            if connection_events in events:
+                is_connected = (
+                    recv_monitor_message(connection_events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                )
+                self._lost_at = None if is_connected else time.monotonic()
+
+    def reply(self, frame: bytes) -> None:
+        self._replies.send(frame)
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Closes after at most `linger_s` of sending what is left."""
+        if self._connection_events is not None:
+            self._plans.disable_monitor()
+        self._context.destroy(linger=round(linger_s * 1000))

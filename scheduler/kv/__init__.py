@@ -1,0 +1,1 @@
+"""KV cache blocks: the pool, the prefix cache, the host tier and their manager."""

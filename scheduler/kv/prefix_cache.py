@@ -1,0 +1,154 @@
+"""PrefixCache: finds the blocks that already hold the KV of a prompt's beginning.
+
+Each full block has a digest chained over all tokens before it, so equal digests mean equal prefixes; SHA-256
+keeps a tenant from constructing a collision with another's prompt. A chain begins at a root made of the model,
+the tenant's salt and the adapter: different roots share nothing.
+
+Blocks that agree with a prompt only in their first tokens are found too (`closest_child`): their content is worth
+a copy. That is how the last, part-filled block of a conversation serves its next turn.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import NamedTuple
+
+import numpy as np
+
+from ...proto.block_tables import IntArray
+from ...proto.stream import CACHE_HASH_BYTES
+from .cache_journal import CacheJournal
+
+# Blocks looked at for a partial match; a popular beginning must not make a look-up long.
+MAX_CHILDREN_COMPARED = 8
+
+
+def make_root(model: str, salt: bytes = b"", adapter: str = "") -> bytes:
+    """Where the chains of one model, salt and adapter begin."""
+    parts = (model.encode(), salt, adapter.encode())
+    return sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts)).digest()
+
+
+def prefix_hashes(
+    token_ids: Sequence[int] | IntArray, block_size: int, salt: bytes = b"", *, model: str, adapter: str = ""
+) -> list[bytes]:
+    """What a replica that holds the beginning of these tokens reports of it: a hash for each full block, in order.
+
+    The model's name and the adapter are those that the replica serves under; see CacheReport.
+    """
+    raw, width = np.asarray(token_ids, "<i4").tobytes(), 4 * block_size
+    digest, hashes = make_root(model, salt, adapter), []
+    for start in range(0, len(raw) - width + 1, width):
+        digest = child_digest(digest, raw[start : start + width])
+        hashes.append(digest[:CACHE_HASH_BYTES])
+    return hashes
+
+
+class CacheKey(NamedTuple):
+    """What a cached block holds: int32 tokens, a full block's or fewer, after everything that `parent` stands for."""
+
+    digest: bytes
+    parent: bytes
+    tokens: bytes
+
+
+class PrefixCache:
+    """digest |-> block. Holds no reference: a hit is a reference that the caller takes.
+
+    Args:
+        block_size: tokens a block.
+        journal: told of each full block that can be found, and of each that no longer can.
+    """
+
+    def __init__(self, block_size: int, journal: CacheJournal | None = None) -> None:
+        self.block_size = block_size
+        self._journal = CacheJournal() if journal is None else journal
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, CacheKey] = {}
+        self._children: dict[tuple[bytes, bytes], list[int]] = {}  # (parent digest, first token) |-> blocks
+
+    def __len__(self) -> int:
+        return len(self._key_of)
+
+    def extend(self, root: bytes, digests: list[bytes], token_ids: array[int], num_blocks: int) -> None:
+        """Appends to a chain the digests it lacks of the first `num_blocks` full blocks of `token_ids`."""
+        if len(digests) >= num_blocks:
+            return
+        raw, width = memoryview(token_ids).cast("B"), 4 * self.block_size
+        parent = digests[-1] if digests else root
+        for start in range(len(digests) * width, num_blocks * width, width):
+            parent = child_digest(parent, raw[start : start + width])
+            digests.append(parent)
+
+    def find(self, digest: bytes) -> int | None:
+        """The block with that chain digest."""
+        return self._block_of.get(digest)
+
+    def closest_child(self, parent: bytes, tokens: array[int]) -> tuple[int, int] | None:
+        """The block after `parent` that agrees with `tokens` in the most first tokens: (block, how many)."""
+        wanted = tokens.tobytes()
+        best: tuple[int, int] | None = None
+        for block_id in self._children.get((parent, wanted[:4]), ())[:MAX_CHILDREN_COMPARED]:
+            count = _common_tokens(wanted, self._key_of[block_id].tokens)
+            if best is None or count > best[1]:
+                best = block_id, count
+        return best
+
+    def insert(self, key: CacheKey, block_id: int) -> bool:
+        """Makes a block findable; False where one with the same content is there already."""
+        if key.digest in self._block_of or block_id in self._key_of:
+            return False
+        self._block_of[key.digest] = block_id
+        self._key_of[block_id] = key
+        self._children.setdefault((key.parent, key.tokens[:4]), []).append(block_id)
+        if self._is_full(key):
+            self._journal.add(key.digest)
+        return True
+
+    def key_of(self, block_id: int) -> CacheKey:
+        """What a findable block holds."""
+        return self._key_of[block_id]
+
+    def forget(self, block_id: int) -> None:
+        """The block's content is given up."""
+        key = self._key_of.pop(block_id)
+        del self._block_of[key.digest]
+        siblings = self._children[key.parent, key.tokens[:4]]
+        siblings.remove(block_id)
+        if not siblings:
+            del self._children[key.parent, key.tokens[:4]]
+        if self._is_full(key):
+            self._journal.remove(key.digest)
+
+    def full_digests(self) -> list[bytes]:
+        """Of every full block that can be found."""
+        return [key.digest for key in self._key_of.values() if self._is_full(key)]
+
+    def _is_full(self, key: CacheKey) -> bool:
+        return len(key.tokens) == 4 * self.block_size
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless all maps say the same."""
+        digests = {key.digest: block_id for block_id, key in self._key_of.items()}
+        for key in self._key_of.values():
+            assert key.digest == child_digest(key.parent, key.tokens), (
+                "a cached block has another block's digest"
+            )
+        assert digests == self._block_of, "the prefix cache's digests disagree with its blocks"
+        listed = sorted(block_id for blocks in self._children.values() for block_id in blocks)
+        assert listed == sorted(self._key_of), "the prefix cache's children disagree with its blocks"
+
+
+def child_digest(parent: bytes, tokens: bytes | memoryview) -> bytes:
+    """The digest of a block of int32 tokens after the chain `parent`."""
+    return sha256(b"".join((parent, tokens))).digest()
+
+
+def _common_tokens(left: bytes, right: bytes) -> int:
+    """How many first int32 tokens are equal."""
+    most = min(len(left), len(right)) // 4
+    if left[: 4 * most] == right[: 4 * most]:
+        return most
+    return next(i for i in range(most) if left[4 * i : 4 * i + 4] != right[4 * i : 4 * i + 4])

@@ -1,0 +1,1 @@
+"""Sequences and beam groups: the units that the scheduler schedules."""

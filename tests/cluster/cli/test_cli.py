@@ -1,0 +1,199 @@
+"""The command line: one clear line for each mistake, and the exit status that says whose it was."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cluster import cli
+from quire.cluster.cli import FAILED, INTERRUPTED, WRONG_USE
+from quire.cluster.config.units import parse_num_bytes
+from quire.proto.errors import ConfigError
+
+ServerFactory = Callable[..., Any]
+
+
+def quire(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of the command."""
+    monkeypatch.setattr(sys, "argv", ["quire", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    output, errors = capfd.readouterr()
+    return int(ended.value.code or 0), output, errors
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "status"])
+def test_help_has_an_example(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: str
+) -> None:
+    status, output, _ = quire(monkeypatch, capfd, command, "--help")
+    assert status == 0
+    assert f"quire {command}" in output.partition("Example:")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["fly"], WRONG_USE, "No such command 'fly'"),
+        (["status", "--fast"], WRONG_USE, "No such option"),
+        (["generate"], WRONG_USE, "Missing argument"),
+        (["generate", "x", "--max-tokens", "many"], WRONG_USE, "'--max-tokens'"),
+        (["generate", "x", "--temperature", "-1"], WRONG_USE, "sampling.temperature: is -1.0"),
+        (["generate", "x", "--logit-bias", "5"], WRONG_USE, "logit-bias: is '5', must be TOKEN_ID=VALUE"),
+        (["generate", "x", "--n", "4", "--beam-width", "2"], WRONG_USE, "sampling.beam_width: is 2"),
+        (["chat", "--top-p", "0"], WRONG_USE, "sampling.top_p: is 0.0"),
+        (["serve", "/nowhere"], FAILED, "/nowhere: not a directory"),
+        (["serve", "demo", "--listen", "here"], FAILED, "listening address is 'here'"),
+        (["serve", "demo", "--listen", "0.0.0.0:0"], FAILED, "can be reached from other machines"),
+        (["serve", "demo", "--kv-cache-memory", "lots"], FAILED, "amount of memory is 'lots'"),
+        (["serve", "demo", "--device", "cpu", "--tensor-parallel-size", "3"], FAILED, "does not divide"),
+        (["serve", "demo", "--policy", "lottery"], FAILED, "policy is 'lottery', must be fcfs,"),
+        (
+            ["serve", "demo", "--tenant-weight", "gold"],
+            FAILED,
+            "tenant weight is 'gold', must be like gold=3",
+        ),
+        (["serve", "demo", "--tenant-weight", "gold=3"], FAILED, "shares of the policy fair"),
+        (["serve", "demo", "--num-host-kv-blocks", "-1"], FAILED, "num_host_kv_blocks is -1"),
+        (["serve", "demo", "--kv-cache-dtype", "int4"], FAILED, "kv_cache_dtype is 'int4'"),
+        (["status", "--token-file", "/nowhere"], FAILED, "token file /nowhere cannot be read"),
+    ],
+)
+def test_mistakes_are_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    said: str,
+) -> None:
+    ended, output, errors = quire(monkeypatch, capfd, *arguments)
+    assert (ended, output) == (status, "")
+    assert errors.startswith("quire: ")
+    assert said in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_nobody_at_the_target(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    status, _, errors = quire(monkeypatch, capfd, "status", "--target", "127.0.0.1:1")
+    assert status == FAILED
+    assert "127.0.0.1:1" in errors
+    assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("1000000", 1_000_000), ("512MiB", 512 << 20), ("8GB", 8 * 10**9), ("1.5 gib", 3 << 29), ("2k", 2000)],
+)
+def test_amounts_of_memory(text: str, num_bytes: int) -> None:
+    assert parse_num_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1XB", "1 2"])
+def test_no_amounts_of_memory(text: str) -> None:
+    with pytest.raises(ConfigError, match="amount of memory"):
+        parse_num_bytes(text)
+
+
+async def run_quire(*arguments: str, **environment: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "from quire.cluster.cli import main; main()",
+        *arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | environment,
+    )
+
+
+def test_generate_and_status_against_a_server(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve(num_host_kv_blocks=24) as server:
+            process = await run_quire(
+                "generate", "The quick", "--target", server.target, "--max-tokens", "8", "--seed", "1"
+            )
+            output, errors = await asyncio.wait_for(process.communicate(), 60)
+            assert (process.returncode, errors) == (0, b"")
+            assert len(output.decode()) > 1
+            process = await run_quire("status", "--target", server.target, COLUMNS="200")
+            output, errors = await asyncio.wait_for(process.communicate(), 60)
+            assert (process.returncode, errors) == (0, b"")
+            for word in ("replica-0", "tiny", "ready", "rank", "KV blocks", "0 waiting"):
+                assert word in output.decode()
+            assert "0 of 24 used, 0 cached, 0 blocks swapped so far" in output.decode()
+            assert re.search(r"0 of 6\d used", output.decode())
+            process = await run_quire("generate", "x", "--target", server.target, "--model", "other")
+            output, errors = await asyncio.wait_for(process.communicate(), 60)
+            assert process.returncode == FAILED
+            assert errors.decode() == "quire: model 'other' is not served here; 'tiny' is\n"
+
+    asyncio.run(scenario())
+
+
+def test_generate_gives_all_that_can_be_asked_for(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server:
+            arguments = ["generate", "The quick", "--target", server.target, "--max-tokens", "4"]
+            arguments += ["--seed", "1", "--ignore-eos", "--logprobs", "2"]
+
+            async def ask(*more: str) -> str:
+                process = await run_quire(*arguments, *more, COLUMNS="200")
+                output, errors = await asyncio.wait_for(process.communicate(), 60)
+                assert (process.returncode, errors) == (0, b"")
+                return output.decode()
+
+            plain, told = await asyncio.gather(
+                ask("--n", "2", "--best-of", "3", "--prompt-logprobs", "1", "--priority", "2"),
+                ask("--json", "--frequency-penalty", "1", "--logit-bias", "70=100", "--bad-word", "zz"),
+            )
+            assert re.search(r"^\[0\] ", plain, re.MULTILINE)
+            assert re.search(r"^\[1\] ", plain, re.MULTILINE)
+            for title in ("Prompt, from its second token on", "Answer 0", "Answer 1"):
+                assert title in plain
+            (output,) = json.loads(told)["outputs"]
+            assert output["token_ids"] == [70] * 4
+            assert [len(entry["top_token_ids"]) for entry in output["logprobs"]] == [2] * 4
+            assert output["finished"]["reason"] == "length"
+
+    asyncio.run(scenario())
+
+
+def test_text_comes_as_it_is_made_and_ctrl_c_ends_the_request(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server:
+            process = await run_quire(
+                "generate", "The quick", "--target", server.target, "--max-tokens", "400"
+            )
+            assert process.stdout is not None
+            assert await asyncio.wait_for(process.stdout.read(1), 60)
+            server.brake.hold()  # it is half-way, and cannot end by itself
+            assert server.replica.num_running == 1
+            process.send_signal(signal.SIGINT)
+            _, errors = await asyncio.wait_for(process.communicate(), 60)
+            assert (process.returncode, errors) == (INTERRUPTED, b"")
+            async with asyncio.timeout(60):
+                while server.replica.num_running:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+
+
+def test_help_is_quick_because_it_imports_nothing_heavy(tmp_path: Path) -> None:
+    program = (
+        "import sys, quire.cluster.cli\n"
+        "heavy = {'torch', 'ray', 'transformers', 'grpc', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

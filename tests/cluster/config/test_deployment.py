@@ -1,0 +1,129 @@
+"""What an operator writes of a model, in a fleet file or as options, and what it becomes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.cluster.cli import app
+from quire.cluster.cli.deployments import read_deployments
+from quire.cluster.cli.engine_options import engine_options, fleet_options
+from quire.cluster.config.deployment import Deployment, read_fleet_file
+from quire.proto.errors import ConfigError
+
+FILE = """
+[[model]]
+model = "demo"
+tensor_parallel_size = 2
+kv_cache_memory = "512MiB"
+min_replicas = 0
+max_replicas = 4
+target_wait_s = 2
+policy = "fair"
+tenant_weights = { gold = 3, silver = 1.5 }
+
+[[model]]
+model = "demo"
+served_model_name = "small"
+rank_resources = { GPU = 1 }
+"""
+
+
+def test_a_fleet_file_names_several_models(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text(FILE)
+    first, second = read_fleet_file(path)
+    assert (first.name, second.name) == ("demo", "small")
+    assert first.engine.tensor_parallel_size == 2
+    assert first.engine.kv_cache_memory == 512 << 20
+    assert first.engine.tenant_weights == (("gold", 3.0), ("silver", 1.5))
+    assert (first.limits.min_replicas, first.limits.max_replicas, first.limits.target_wait_s) == (0, 4, 2.0)
+    assert second.rank_resources == {"GPU": 1.0}
+    assert read_deployments(str(path), engine_options(), fleet_options()) == (first, second)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model = 1", r"must hold \[\[model\]\] tables"),
+        ("[[model]]\n", "must be a table with `model`"),
+        ("[[models]]\nmodel='demo'", r"must hold \[\[model\]\] tables"),
+        ("[[model]]\nmodel='demo'\n[other]\n", r"must hold \[\[model\]\] tables"),
+        ("[[model]]\nmodel='demo'\ntensor_parallel=2", "did you mean 'tensor_parallel_size'"),
+        ("[[model]]\nmodel='demo'\nmax_num_seqs='many'", "max_num_seqs is 'many', must be a whole number"),
+        ("[[model]]\nmodel='demo'\nmax_num_seqs=true", "max_num_seqs is True, must be a whole number"),
+        ("[[model]]\nmodel='demo'\nmax_model_len=1.5", "max_model_len is 1.5, must be a whole number"),
+        ("[[model]]\nmodel='demo'\nprefix_caching=1", "prefix_caching is 1, must be true or false"),
+        ("[[model]]\nmodel='demo'\nmin_replicas=3", "max_replicas is 1"),
+        ("[[model]]\nmodel='demo'\nrank_resources={GPU='x'}", "must be a table of names and numbers"),
+        ("[[model]]\nmodel='demo'\nrank_resources={GPU=0}", "rank_resources has 0 of 'GPU'"),
+        ("[[model]]\nmodel='demo'\ndrain_grace_s=-1", "drain_grace_s is -1"),
+        ("[[model]]\nmodel='demo'\n[[model]]\nmodel='demo'", "has demo twice"),
+        ("[[model]", "fleet.toml: "),
+    ],
+)
+def test_a_fleet_file_that_cannot_be_used_says_what_is_wrong(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_fleet_file(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_fleet_file(tmp_path / "missing.toml")
+
+
+def test_a_deployment_survives_json() -> None:
+    table = {"model": "demo", "tenant_weights": {"gold": 3}, "policy": "fair", "rank_resources": {"GPU": 1}}
+    deployment = Deployment.from_table(table | {"max_replicas": 3, "revision": "x"})
+    assert Deployment.from_json(deployment.to_json()) == deployment
+    assert Deployment.from_json(json.dumps(deployment.to_table())).version == deployment.version
+    for text in ("", "[]", "{}", '{"model": 3}', "null"):
+        with pytest.raises(ConfigError):
+            Deployment.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_another"),
+    [
+        ({"max_num_seqs": 8}, True),
+        ({"rank_resources": {"GPU": 2}}, True),
+        ({"revision": "2"}, True),
+        ({"max_replicas": 9}, False),
+        ({"drain_grace_s": 5.0}, False),
+    ],
+)
+def test_what_makes_another_version(options: dict[str, Any], is_another: bool) -> None:
+    version = Deployment.from_table({"model": "demo"}).version
+    assert (Deployment.from_table({"model": "demo", **options}).version != version) == is_another
+
+
+def test_ranks_are_resolved_for_the_nodes_they_will_have(make_model: Callable[..., Path]) -> None:
+    model = str(make_model("llama"))
+    deployment = Deployment.from_table(
+        {"model": model, "tensor_parallel_size": 4, "rank_resources": {"CPU": 6}}
+    )
+    assert deployment.resolve(has_gpus=True).parallel.device == "cuda"
+    parallel = deployment.resolve(has_gpus=False).parallel
+    assert (parallel.device, parallel.threads_per_rank) == ("cpu", 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "demo", "--min-replicas", "2"], "min_replicas: only a fleet has these"),
+        (["serve", "fleet.toml"], "a fleet file needs a Ray cluster"),
+        (
+            ["deploy", "fleet.toml", "--tensor-parallel-size", "2"],
+            "options of models stand in the fleet file",
+        ),
+    ],
+)
+def test_options_in_the_wrong_place(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code != 0
+    assert said in " ".join(result.output.replace("│", " ").split())

@@ -1,0 +1,50 @@
+"""generation_config.json is honoured where requests say nothing, and never taken for what it is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cluster.config.generation_config import end_token_ids, read_generation_config, sampling_defaults
+from quire.proto.errors import ModelLoadError
+from quire.proto.sampling import SamplingDefaults
+
+
+def write(model: Path, content: Any) -> dict[str, Any]:
+    (model / "generation_config.json").write_text(json.dumps(content))
+    return read_generation_config(model)
+
+
+def test_a_model_that_recommends_nothing(tmp_path: Path) -> None:
+    content = read_generation_config(tmp_path)
+    assert sampling_defaults(content, tmp_path) == SamplingDefaults()
+    assert end_token_ids(content, [5, 6, 5], tmp_path) == (5, 6)
+    assert end_token_ids(content, None, tmp_path) == ()
+
+
+def test_what_a_model_recommends(tmp_path: Path) -> None:
+    recommended = {
+        "do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05, "min_p": None,
+        "max_new_tokens": 7, "max_length": 9, "eos_token_id": [1, 2], "bos_token_id": 3,
+    }  # fmt: skip
+    content = write(tmp_path, recommended)
+    assert sampling_defaults(content, tmp_path) == SamplingDefaults(0.6, 20, 0.95, 0.0, 1.05)
+    assert end_token_ids(content, 9, tmp_path) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([], "holds no JSON object"),
+        ({"temperature": "hot"}, "temperature is 'hot', must be a number"),
+        ({"top_k": True}, "top_k is True, must be a number"),
+        ({"top_p": 1.5}, r"generation_config.json.top_p: is 1.5, must be above 0 and at most 1"),
+        ({"repetition_penalty": 0}, r"generation_config.json.repetition_penalty: is 0.0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(content: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=said):
+        sampling_defaults(write(tmp_path, content), tmp_path)

@@ -1,0 +1,109 @@
+"""Model directories of every kind as ModelConfigs: sizes that configurations say in their own words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from quire.cluster.config.model_config import describe_model
+from quire.proto.errors import ConfigError, ModelLoadError
+
+
+@pytest.fixture
+def describe(tmp_path: Path) -> Any:
+    def of(kind: str, architecture: str, **fields: Any) -> Any:
+        config = transformers.AutoConfig.for_model(kind, **fields)
+        config.architectures = [architecture]
+        config.save_pretrained(tmp_path)
+        return describe_model(tmp_path, "it")
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "fields", "num_kv_heads", "head_dim", "context_len"),
+    [
+        ("gpt2", "GPT2LMHeadModel", {"n_head": 6, "n_embd": 48, "n_positions": 99}, 6, 8, 99),
+        ("bloom", "BloomForCausalLM", {"n_head": 6, "hidden_size": 48}, 6, 8, 2048),
+        ("bloom", "BloomForCausalLM", {"n_head": 6, "hidden_size": 48, "seq_length": 512}, 6, 8, 512),
+        ("falcon", "FalconForCausalLM", {"num_attention_heads": 6, "hidden_size": 48}, 1, 8, 2048),
+        (
+            "falcon",
+            "FalconForCausalLM",
+            {"num_attention_heads": 6, "hidden_size": 48, "multi_query": False, "num_kv_heads": 2},
+            6,
+            8,
+            2048,
+        ),
+        (
+            "falcon",
+            "FalconForCausalLM",
+            {
+                "num_attention_heads": 6,
+                "hidden_size": 48,
+                "new_decoder_architecture": True,
+                "num_kv_heads": 2,
+            },
+            2,
+            8,
+            2048,
+        ),
+        ("gemma3_text", "Gemma3ForCausalLM", {"max_position_embeddings": 300}, 4, 256, 300),
+        ("mixtral", "MixtralForCausalLM", {"max_position_embeddings": 300}, 8, 128, 300),
+    ],
+)
+def test_sizes(
+    describe: Any,
+    kind: str,
+    architecture: str,
+    fields: dict[str, Any],
+    num_kv_heads: int,
+    head_dim: int,
+    context_len: int,
+) -> None:
+    model = describe(kind, architecture, **fields)
+    assert (model.num_kv_heads, model.head_dim, model.max_model_len) == (num_kv_heads, head_dim, context_len)
+
+
+def test_yarn_stretches_the_context(describe: Any) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000, "rope_theta": 1e4}
+    model = describe("qwen2", "Qwen2ForCausalLM", max_position_embeddings=1000, rope_parameters=rope)
+    assert model.max_model_len == 4000
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "words"),
+    [
+        ("t5", "T5ForConditionalGeneration", "encoder and a decoder"),
+        ("mamba", "MambaForCausalLM", "recurrent state"),
+        ("gptj", "GPTJForCausalLM", "does not go through transformers' attention interface"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", "multi-head latent attention"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused_before_its_sizes_are_read(
+    describe: Any, kind: str, architecture: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"'{architecture}' is not supported: .*{words}"):
+        describe(kind, architecture)
+
+
+def test_a_size_that_is_none(describe: Any) -> None:
+    with pytest.raises(ModelLoadError, match="seq_length is -5, must be a positive number"):
+        describe("bloom", "BloomForCausalLM", seq_length=-5)
+
+
+@pytest.mark.parametrize("architectures", [5, True, {"a": 1}])
+def test_architectures_that_are_no_list(tmp_path: Path, architectures: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": architectures}))
+    with pytest.raises(ModelLoadError, match=r"config\.json: "):
+        describe_model(tmp_path, "it")
+
+
+def test_a_yarn_factor_that_is_no_number(describe: Any) -> None:
+    rope = {"rope_type": "yarn", "factor": "x", "original_max_position_embeddings": 1000, "rope_theta": 1e4}
+    with pytest.raises(ModelLoadError, match="rope has settings that mean nothing"):
+        describe("qwen2", "Qwen2ForCausalLM", rope_parameters=rope)

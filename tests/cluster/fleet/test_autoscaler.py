@@ -1,0 +1,318 @@
+"""`decide`, call by call: named cases, and properties that hold for any load."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.cluster.config.scaling_limits import ScalingLimits
+from quire.cluster.controller_api.fleet_state import ReplicaState
+from quire.cluster.fleet.autoscaler import NUM_WINDOWS, FleetSnapshot, ReplicaSample, ScalingState, decide
+from quire.proto.errors import ConfigError
+
+READY, STARTING, DRAINING = ReplicaState.READY, ReplicaState.STARTING, ReplicaState.DRAINING
+TOKENS_PER_S = 1000.0
+LIMITS = ScalingLimits(
+    min_replicas=0,
+    max_replicas=20,
+    target_wait_s=5.0,
+    target_use=1.0,
+    target_memory_use=1.0,
+    up_delay_s=0.0,
+    down_delay_s=60.0,
+    max_step_up=20,
+    cooldown_s=0.0,
+    idle_timeout_s=120.0,
+)
+BUSY = ReplicaSample(READY, num_requests=1, tokens_per_s=TOKENS_PER_S)
+
+
+class Fleet:
+    """Calls `decide` second by second; replicas are there as soon as they are wanted."""
+
+    def __init__(self, limits: ScalingLimits, num_replicas: int, cold_start_s: float = 10.0) -> None:
+        self.limits, self.state, self.now = limits, ScalingState(), 0.0
+        self.num_replicas, self.cold_start_s = num_replicas, cold_start_s
+        self.targets: list[int] = []
+        self.reason = ""
+
+    def run(self, seconds: int, sample: ReplicaSample = BUSY, **seen: int) -> list[int]:
+        """The targets of those seconds, in which the same is seen."""
+        targets = []
+        for _ in range(seconds):
+            snapshot = FleetSnapshot(
+                self.now, (sample,) * self.num_replicas, cold_start_s=self.cold_start_s, **seen
+            )
+            decision = decide(snapshot, self.limits, self.state)
+            self.state, self.num_replicas, self.reason = decision.state, decision.target, decision.reason
+            self.now += 1.0
+            targets.append(decision.target)
+        self.targets += targets
+        return targets
+
+
+class TestUp:
+    def test_arrivals_are_divided_by_what_a_replica_can_do(self):
+        fleet = Fleet(LIMITS, 4)
+        assert fleet.run(300, arrived_requests=5, arrived_tokens=3500)[-1] == 4
+        assert "come at" in fleet.reason
+
+    def test_share_that_is_planned_with(self):
+        fleet = Fleet(replace(LIMITS, target_use=0.5), 4)
+        assert fleet.run(300, arrived_requests=5, arrived_tokens=3500)[-1] == 7
+
+    def test_a_burst_counts_by_what_may_wait(self):
+        fleet = Fleet(LIMITS, 1)
+        fleet.run(130, arrived_requests=0)
+        # 20,000 tokens at once may take the target and the window that they came in: 10 s.
+        assert fleet.run(1, arrived_requests=9, arrived_tokens=20_000) == [2]
+
+    def test_a_backlog_that_outlasts_a_cold_start_brings_replicas(self):
+        fleet = Fleet(LIMITS, 2)
+        waiting = ReplicaSample(READY, queued_tokens=40_000, num_requests=9, tokens_per_s=TOKENS_PER_S)
+        # In 10 s two replicas do 20,000 of the 80,000 tokens; the rest are to be done in 5 s.
+        assert fleet.run(1, waiting) == [12]
+        assert "wait" in fleet.reason
+
+    def test_a_backlog_that_will_be_gone_brings_none(self):
+        fleet = Fleet(LIMITS, 2, cold_start_s=60.0)
+        waiting = ReplicaSample(READY, queued_tokens=20_000, num_requests=9, tokens_per_s=TOKENS_PER_S)
+        assert fleet.run(1, waiting) == [2]
+
+    @pytest.mark.parametrize("use", ["kv_use", "row_use"])
+    def test_full_memory_brings_replicas_without_a_queue(self, use):
+        fleet = Fleet(replace(LIMITS, target_memory_use=0.8), 2)
+        assert fleet.run(1, replace(BUSY, **{use: 0.9})) == [3]
+
+    def test_a_long_wait_brings_one_at_a_time(self):
+        fleet, snapshot = Fleet(LIMITS, 2), FleetSnapshot(0.0, (replace(BUSY, oldest_wait_s=6.0),) * 2)
+        first = decide(snapshot, fleet.limits, fleet.state)
+        assert first.target == 3
+        starting = (*snapshot.replicas, ReplicaSample(STARTING))
+        second = decide(replace(snapshot, time_s=1.0, replicas=starting), LIMITS, first.state)
+        assert second.target == 3, "the one that was asked for has to come first"
+
+    def test_growth_is_continued_to_a_cold_start_from_now(self):
+        steady, growing = Fleet(LIMITS, 3, cold_start_s=60.0), Fleet(LIMITS, 3, cold_start_s=60.0)
+        for second in range(125):
+            steady.run(1, arrived_requests=1, arrived_tokens=2400)
+            growing.run(1, arrived_requests=1, arrived_tokens=20 * second)
+        assert steady.targets[-1] == 3
+        assert growing.targets[-1] > 3, "2400 a second now, 3600 in a minute"
+
+    def test_noise_is_no_growth(self):
+        fleet = Fleet(LIMITS, 5, cold_start_s=60.0)
+        for second in range(240):
+            fleet.run(1, arrived_requests=1, arrived_tokens=20_000 if second % 10 == 0 else 0)
+        assert fleet.targets[-1] <= 3
+
+    def test_up_delay(self):
+        fleet = Fleet(replace(LIMITS, up_delay_s=5.0), 1)
+        assert fleet.run(8, replace(BUSY, kv_use=1.5)) == [1] * 5 + [2] * 3
+
+    def test_a_short_spike_does_not_outlast_the_up_delay(self):
+        fleet = Fleet(replace(LIMITS, up_delay_s=5.0), 1)
+        for _ in range(10):
+            fleet.run(3, replace(BUSY, kv_use=1.5))
+            fleet.run(2)
+        assert set(fleet.targets) == {1}
+
+    def test_step_limit(self):
+        fleet = Fleet(replace(LIMITS, max_step_up=3), 1)
+        waiting = ReplicaSample(READY, queued_tokens=10**6, num_requests=9, tokens_per_s=TOKENS_PER_S)
+        assert fleet.run(3, waiting) == [4, 7, 10]
+
+
+class TestDown:
+    def test_down_delay_then_a_step_at_a_time(self):
+        fleet = Fleet(replace(LIMITS, cooldown_s=10.0), 4)
+        targets = fleet.run(100)
+        assert targets[:60] == [4] * 60
+        assert targets[60] == 3
+        assert [second for second in range(1, 100) if targets[second] < targets[second - 1]] == [60, 70, 80]
+        assert targets[-1] == 1, "not idle: a request runs"
+
+    def test_a_need_within_the_delay_keeps_them(self):
+        fleet = Fleet(LIMITS, 4)
+        for _ in range(5):
+            fleet.run(50)
+            fleet.run(2, replace(BUSY, kv_use=0.95))
+        assert set(fleet.targets) == {4}
+
+    def test_after_a_restart_the_delay_begins_anew(self):
+        fleet = Fleet(LIMITS, 4)
+        fleet.run(55)
+        fleet.state = ScalingState()
+        assert fleet.run(59) == [4] * 59
+
+    def test_draining_replicas_do_not_count(self):
+        snapshot = FleetSnapshot(0.0, (BUSY, BUSY, ReplicaSample(DRAINING), ReplicaSample(STARTING)))
+        assert decide(snapshot, LIMITS, ScalingState()).target == 3
+
+
+class TestZero:
+    IDLE = ReplicaSample(READY)
+
+    def test_goes_to_zero_when_idle_long_enough(self):
+        fleet = Fleet(replace(LIMITS, down_delay_s=0.0), 1)
+        assert fleet.run(120, self.IDLE) == [1] * 120
+        assert fleet.run(1, self.IDLE) == [0]
+        assert "no request for 120 s" in fleet.reason
+
+    def test_a_running_request_is_not_idle(self):
+        fleet = Fleet(replace(LIMITS, down_delay_s=0.0), 1)
+        assert set(fleet.run(500)) == {1}
+
+    def test_a_new_model_waits_for_its_first_request(self):
+        assert Fleet(LIMITS, 0).run(10) == [0] * 10
+
+    def test_the_first_request_wakes_it_without_delay(self):
+        fleet = Fleet(replace(LIMITS, up_delay_s=30.0), 0)
+        fleet.run(500)
+        assert fleet.run(
+            1, arrived_requests=1, arrived_tokens=10, buffered_requests=1, buffered_tokens=10
+        ) == [1]
+
+    def test_what_waits_for_the_first_replica_is_counted(self):
+        """Once the throughput of a replica is known, a crowd at the door wakes more than one."""
+        fleet = Fleet(replace(LIMITS, down_delay_s=0.0, idle_timeout_s=10.0), 1)
+        fleet.run(10)
+        fleet.run(20, self.IDLE)
+        assert fleet.num_replicas == 0
+        (target,) = fleet.run(1, arrived_requests=50, buffered_requests=50, buffered_tokens=50_000)
+        assert 10 <= target <= 11, "50,000 tokens in 5 s, at 1000 a second or a little less"
+
+    def test_min_replicas_are_kept(self):
+        fleet = Fleet(replace(LIMITS, min_replicas=2), 3)
+        assert fleet.run(1000, self.IDLE)[-1] == 2
+
+
+class TestBounds:
+    def test_new_bounds_hold_at_once(self):
+        fleet = Fleet(LIMITS, 6)
+        fleet.run(5)
+        fleet.limits = replace(LIMITS, max_replicas=3)
+        assert fleet.run(1) == [3]
+        fleet.limits = replace(LIMITS, min_replicas=5)
+        assert fleet.run(1) == [5]
+
+    def test_the_reason_names_the_bound(self):
+        fleet = Fleet(replace(LIMITS, max_replicas=2), 2)
+        fleet.run(1, replace(BUSY, kv_use=3.0))
+        assert "max_replicas is 2; 6 wanted" in fleet.reason
+
+    @pytest.mark.parametrize(
+        ("options", "word"),
+        [
+            ({"min_replicas": -1}, "min_replicas"),
+            ({"min_replicas": 3, "max_replicas": 2}, "max_replicas"),
+            ({"max_replicas": 0}, "max_replicas"),
+            ({"target_wait_s": 0.0}, "target_wait_s"),
+            ({"target_wait_s": math.nan}, "target_wait_s"),
+            ({"target_use": 1.5}, "target_use"),
+            ({"max_step_up": 0}, "max_step_up"),
+            ({"up_delay_s": -1.0}, "up_delay_s"),
+            ({"down_delay_s": math.inf}, "down_delay_s"),
+            ({"idle_timeout_s": 0.0}, "idle_timeout_s"),
+        ],
+    )
+    def test_limits_are_checked(self, options, word):
+        with pytest.raises(ConfigError, match=word):
+            ScalingLimits(**options)
+
+
+shares = st.floats(0, 1)
+samples = st.builds(
+    ReplicaSample,
+    state=st.sampled_from([READY, READY, STARTING, DRAINING]),
+    queued_tokens=st.integers(0, 10**6),
+    num_requests=st.integers(0, 200),
+    kv_use=shares,
+    row_use=shares,
+    oldest_wait_s=st.floats(0, 1000),
+    tokens_per_s=st.floats(0, 1e5),
+)
+snapshots = st.builds(
+    FleetSnapshot,
+    time_s=st.just(0.0),
+    replicas=st.lists(samples, max_size=8).map(tuple),
+    buffered_requests=st.integers(0, 100),
+    buffered_tokens=st.integers(0, 10**6),
+    arrived_requests=st.integers(0, 100),
+    arrived_tokens=st.integers(0, 10**6),
+    cold_start_s=st.none() | st.floats(0, 600),
+)
+limits = st.builds(
+    lambda low, extra, **options: ScalingLimits(
+        min_replicas=low, max_replicas=max(1, low + extra), **options
+    ),
+    st.integers(0, 4),
+    st.integers(0, 20),
+    target_wait_s=st.floats(0.1, 60),
+    target_use=st.floats(0.1, 1),
+    target_memory_use=st.floats(0.1, 1),
+    up_delay_s=st.floats(0, 20),
+    down_delay_s=st.floats(0, 60),
+    max_step_up=st.integers(1, 5),
+    max_step_down=st.integers(1, 5),
+    cooldown_s=st.floats(0, 30),
+    idle_timeout_s=st.floats(1, 60),
+)
+
+
+def at_times(seen: list[FleetSnapshot]) -> list[FleetSnapshot]:
+    return [replace(snapshot, time_s=3.0 * number) for number, snapshot in enumerate(seen)]
+
+
+@given(st.lists(snapshots, min_size=1, max_size=25), limits)
+@settings(max_examples=60)
+def test_bounds_and_steps_hold_whatever_is_seen(seen, limits):
+    state, before = ScalingState(), None
+    for snapshot in at_times(seen):
+        decision = decide(snapshot, limits, state)
+        assert limits.min_replicas <= decision.target <= limits.max_replicas
+        assert decision.reason
+        if before is not None:
+            assert before - limits.max_step_down <= decision.target <= before + limits.max_step_up
+        before, state = decision.target, decision.state
+        assert len(state.windows) <= NUM_WINDOWS
+
+
+@given(st.lists(snapshots, min_size=1, max_size=15), limits, st.integers(0, 10**6))
+@settings(max_examples=60)
+def test_more_that_waits_never_wants_fewer(seen, limits, more):
+    state = ScalingState()
+    for snapshot in at_times(seen):
+        worse = replace(snapshot, buffered_tokens=snapshot.buffered_tokens + more, buffered_requests=101)
+        decision = decide(snapshot, limits, state)
+        assert decide(worse, limits, state).target >= decision.target
+        state = decision.state
+
+
+@given(st.lists(snapshots, min_size=1, max_size=25), limits)
+@settings(max_examples=60)
+def test_the_last_replica_goes_only_when_idle(seen, limits):
+    limits, state, busy_at = replace(limits, min_replicas=0), ScalingState(), -math.inf
+    for snapshot in at_times(seen):
+        if snapshot.arrived_requests or snapshot.buffered_requests:
+            busy_at = snapshot.time_s
+        had_some = bool(state.target)
+        decision = decide(snapshot, limits, state)
+        state = decision.state
+        if had_some and decision.target == 0:
+            assert snapshot.time_s - busy_at >= limits.idle_timeout_s
+
+
+@given(samples, st.integers(1, 10), limits, st.integers(0, 5000))
+@settings(max_examples=40, deadline=None)
+def test_no_flapping_on_constant_load(sample, num_replicas, limits, tokens):
+    """A load that does not react to the fleet's size: the target moves one way at most, and stays."""
+    fleet = Fleet(limits, num_replicas)
+    sample = replace(sample, state=READY, oldest_wait_s=0.0, kv_use=0.0, row_use=0.0, queued_tokens=0)
+    fleet.run(300, sample, arrived_requests=1, arrived_tokens=tokens)
+    settled = fleet.targets[200:]
+    steps = {(b > a) - (b < a) for a, b in pairwise(settled)} - {0}
+    assert len(steps) <= 1

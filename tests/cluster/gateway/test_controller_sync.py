@@ -1,0 +1,315 @@
+"""A gateway before a fleet, without Ray: what clients and operators see while replicas and controllers change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_fleet import DirectLine, FakeLauncher, MemoryStore
+from fakes import oracle
+
+from quire.cluster.api.security import Security, Token
+from quire.cluster.client.client import AsyncClient
+from quire.cluster.config.deployment import Deployment
+from quire.cluster.controller_api.fleet_state import DeploymentEntry, FleetTable, ReplicaEntry, ReplicaState
+from quire.cluster.fleet.fleet import Fleet
+from quire.cluster.gateway.controller_sync import FleetLink
+from quire.cluster.gateway.gateway import Gateway
+from quire.cluster.gateway.served_models import ServedModels
+from quire.cluster.replica.replica import ReplicaRecord
+from quire.cluster.requests.outputs import Completion
+from quire.proto import admin_pb2
+from quire.proto.errors import (
+    ConfigError,
+    InvalidRequest,
+    ModelNotFound,
+    PermissionDenied,
+    ReplicaUnavailable,
+)
+from quire.proto.sampling import SamplingParams
+
+DEADLINE_S = 60.0
+PROMPT = list(range(2, 30))
+PARAMS = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+EXPECTED = tuple(oracle(PROMPT, 30, stops=()))
+
+
+class Served:
+    """A fleet, its gateway and a client of it."""
+
+    def __init__(self, fleet: Fleet, line: DirectLine, client: AsyncClient, target: str, model: Path) -> None:
+        self.fleet = fleet
+        self.line = line
+        self.client = client
+        self.target = target
+        self._model = model
+
+    def table(self, **options: Any) -> dict[str, Any]:
+        return {
+            "model": str(self._model),
+            "served_model_name": "tiny",
+            "device": "cpu",
+            "drain_grace_s": 0.2,
+            **options,
+        }
+
+    async def ask(self, **options: Any) -> Completion:
+        return await self.client.generate(PROMPT, PARAMS, **options)
+
+    async def until(
+        self, holds: Callable[[admin_pb2.GetStatusResponse], bool]
+    ) -> admin_pb2.GetStatusResponse:
+        async with asyncio.timeout(DEADLINE_S):
+            while not holds(status := await self.client.fleet()):
+                await asyncio.sleep(0.05)
+        return status
+
+    async def until_ready(self, num_replicas: int) -> admin_pb2.GetStatusResponse:
+        return await self.until(
+            lambda status: sum(replica.ready for replica in status.replicas) == num_replicas
+        )
+
+
+@pytest.fixture
+def serve(make_model: Callable[..., Path]) -> Callable[..., Any]:
+    model = make_model("llama")
+
+    @asynccontextmanager
+    async def serving(
+        launcher: FakeLauncher, security: Security | None = None, token: str | None = None
+    ) -> AsyncIterator[Served]:
+        fleet = Fleet(launcher, MemoryStore(), tick_s=0.05, canary_timeout_s=DEADLINE_S)
+        await fleet.recover()
+        keeper = asyncio.create_task(fleet.run())
+        line, models = DirectLine(fleet), ServedModels()
+        link = FleetLink(line, models)
+        gateway = Gateway(models, security=security, fleet=link)
+        link.start()
+        target = await gateway.start()
+        try:
+            async with AsyncClient(target, token=token) as client:
+                yield Served(fleet, line, client, target, model)
+        finally:
+            await gateway.stop(0)
+            await link.close()
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+            await fleet.close()
+
+    return serving
+
+
+def run(scenario: Callable[[FakeLauncher], Coroutine[Any, Any, None]]) -> None:
+    launcher = FakeLauncher()
+    try:
+        asyncio.run(asyncio.wait_for(scenario(launcher), 2 * DEADLINE_S))
+    finally:
+        launcher.close()
+
+
+def test_two_models_are_served_by_name(serve: Callable[..., Any]) -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with serve(launcher) as served:
+            with pytest.raises(ModelNotFound, match="no model is served here yet"):
+                await served.ask()
+            assert not await served.client.is_ready()
+            await served.client.deploy(served.table())
+            await served.client.deploy(
+                served.table(served_model_name="other", min_replicas=2, max_replicas=2)
+            )
+            status = await served.until_ready(3)
+            assert sorted((entry.model, entry.target_replicas) for entry in status.deployments) == [
+                ("other", 2),
+                ("tiny", 1),
+            ]
+            assert {replica.state for replica in status.replicas} == {admin_pb2.REPLICA_STATE_READY}
+            assert sorted(model.name for model in await served.client.models()) == ["other", "tiny"]
+            assert await served.client.is_ready()
+            for name in ("tiny", "other"):
+                answer = await served.ask(model=name)
+                assert (answer.model, answer.token_ids) == (name, EXPECTED)
+            with pytest.raises(InvalidRequest, match="'tiny' and 'other' are served"):
+                await served.ask()
+            with pytest.raises(ModelNotFound, match="'gpt' is not served here"):
+                await served.ask(model="gpt")
+            await served.client.delete("other")
+            await served.until_ready(1)
+            assert (await served.ask()).token_ids == EXPECTED
+            with pytest.raises(ModelNotFound):
+                await served.client.delete("other")
+
+    run(scenario)
+
+
+def test_no_request_is_dropped_while_everything_changes(serve: Callable[..., Any]) -> None:
+    """A rolling update, a drain, a dead replica and a controller that goes and comes, under steady load."""
+
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with serve(launcher) as served:
+            await served.client.deploy(served.table(min_replicas=2, max_replicas=2))
+            await served.until_ready(2)
+            asked: list[asyncio.Task[Completion]] = []
+
+            async def load() -> None:
+                while True:
+                    asked.append(asyncio.create_task(served.ask()))
+                    await asyncio.sleep(0.02)
+
+            loading = asyncio.create_task(load())
+            before = {replica.replica_id for replica in (await served.client.fleet()).replicas}
+            await served.client.deploy(served.table(min_replicas=2, max_replicas=2, revision="2"))
+            await served.until(
+                lambda status: (
+                    sum(replica.ready for replica in status.replicas) == 2
+                    and not before & {replica.replica_id for replica in status.replicas if replica.ready}
+                )
+            )
+            (drained, *_) = [each for each in (await served.client.fleet()).replicas if each.ready]
+            assert await served.client.drain(drained.replica_id) == (drained.replica_id,)
+            await served.until(
+                lambda status: not any(r.ready for r in status.replicas if r.replica_id == drained.replica_id)
+            )
+            await served.until_ready(2)
+            served.line.fleet = None
+            dead = next(each for each in (await served.client.fleet()).replicas if each.ready)
+            launcher.launched[dead.replica_id].kill("rank 1 was killed")
+            status = await served.until(lambda status: "away" in status.problem)
+            assert len(status.replicas) > 0
+            with pytest.raises(ReplicaUnavailable, match="away"):
+                await served.client.drain(dead.replica_id)
+            served.line.fleet = served.fleet
+            await served.until(lambda status: not status.problem)
+            await served.until_ready(2)
+            loading.cancel()
+            answers = await asyncio.gather(*asked)
+            assert len(answers) > 50
+            assert all(answer.token_ids == EXPECTED for answer in answers)
+            assert any(answer.timings.num_moves for answer in answers)
+
+    run(scenario)
+
+
+def test_a_sleeping_model_is_woken_by_a_request(serve: Callable[..., Any]) -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with serve(launcher) as served:
+            await served.client.deploy(
+                served.table(min_replicas=0, idle_timeout_s=0.5, down_delay_s=0.0, cooldown_s=0.0)
+            )
+            await served.until(lambda status: len(status.deployments) == 1)
+            for _ in range(2):
+                assert (await served.ask()).token_ids == EXPECTED
+                await served.until(lambda status: not launcher.known())
+                assert await served.client.is_ready()  # a request would be answered
+
+    run(scenario)
+
+
+def test_only_operators_change_the_fleet(serve: Callable[..., Any]) -> None:
+    security = Security(tokens=(Token(b"users"), Token(b"operators", "admin")))
+
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with serve(launcher, security, "users") as served:
+            for call in (
+                served.client.deploy(served.table()), served.client.delete("tiny"), served.client.drain("replica"),
+            ):  # fmt: skip
+                with pytest.raises(PermissionDenied, match="token of the tenant 'admin'"):
+                    await call
+            assert (await served.client.fleet()).deployments == []
+            async with AsyncClient(served.target, token="operators") as operator:
+                await operator.deploy(served.table())
+                await served.until_ready(1)
+                with pytest.raises(ConfigError, match="did you mean 'tensor_parallel_size'"):
+                    await operator.deploy(served.table(tensor_parallel=2))
+                with pytest.raises(InvalidRequest, match="none of the replicas and nodes"):
+                    await operator.drain("nobody")
+
+    run(scenario)
+
+
+class Tables:
+    """A Controller that gives out the tables that a test puts into it, one after the other."""
+
+    def __init__(self) -> None:
+        self._tables: asyncio.Queue[FleetTable] = asyncio.Queue()
+        self.num_asked = 0
+
+    def put(self, version: str, *models: Deployment, replicas: Sequence[ReplicaEntry] = ()) -> None:
+        deployments = tuple(DeploymentEntry(model, 1) for model in models)
+        self._tables.put_nowait(FleetTable(version, deployments, tuple(replicas)))
+
+    async def keys(self) -> None:
+        return None
+
+    async def watch(self, since: str, timeout_s: float) -> FleetTable:
+        self.num_asked += 1
+        return await self._tables.get()
+
+    async def report(self, gateway_id: str, demand: Mapping[str, object]) -> None:
+        pass
+
+
+def ready_replica(replica_id: str, deployment: Deployment) -> ReplicaEntry:
+    name, version = deployment.name, deployment.version
+    record = ReplicaRecord(
+        replica_id, name, version, "ipc:///nowhere/at-all", 64, "fake", ("node-0",) * 2, (1, 2)
+    )
+    return ReplicaEntry(replica_id, name, version, ReplicaState.READY, record=record)
+
+
+def test_a_replica_of_a_model_that_is_served_no_longer_is_let_alone(make_model: Callable[..., Path]) -> None:
+    deployment = Deployment.from_table(
+        {"model": str(make_model("llama")), "served_model_name": "tiny", "device": "cpu"}
+    )
+
+    async def scenario() -> None:
+        tables, models = Tables(), ServedModels()
+        link = FleetLink(tables, models)  # type: ignore[arg-type]
+        link.start()
+        try:
+            tables.put("1", deployment, replicas=[ready_replica("a", deployment)])
+            while "tiny" not in models:
+                await models.wait_for_change()
+            # Deleted, while one of its replicas became ready and the other still serves.
+            tables.put("2", replicas=[ready_replica(name, deployment) for name in "ab"])
+            tables.put("3", deployment, replicas=[ready_replica("c", deployment)])
+            while "tiny" in models:
+                await models.wait_for_change()
+            while "tiny" not in models:
+                await models.wait_for_change()
+            while tables.num_asked < 4:
+                await asyncio.sleep(0.01)
+            assert list(models.find("tiny").pool.clients) == ["c"]
+            assert link.describe().problem == ""
+        finally:
+            await link.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 2 * DEADLINE_S))
+
+
+def test_a_table_that_cannot_be_followed_is_told_of_and_the_next_one_followed(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    deployment = Deployment.from_table({"model": str(make_model("llama")), "device": "cpu"})
+    monkeypatch.setattr("quire.cluster.gateway.controller_sync.Tokenizer", lambda path: {}["a fault"])
+
+    async def scenario() -> None:
+        tables, models = Tables(), ServedModels()
+        link = FleetLink(tables, models)  # type: ignore[arg-type]
+        link.start()
+        try:
+            tables.put("1", deployment)
+            while "cannot follow it: KeyError('a fault')" not in link.describe().problem:
+                await asyncio.sleep(0.01)
+            monkeypatch.undo()
+            tables.put("2", deployment)
+            while deployment.name not in models:
+                await models.wait_for_change()
+        finally:
+            await link.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 2 * DEADLINE_S))
+    assert "the fleet is as it was last seen" in caplog.text

@@ -1,0 +1,485 @@
+"""The gateway over real loopback gRPC, before the real scheduler and a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quire.cluster.api.security import Security, Token
+from quire.cluster.client.client import AsyncClient, Client
+from quire.cluster.gateway.gateway import Gateway
+from quire.cluster.requests.outputs import Delta, Event, Finished, Started
+from quire.cluster.requests.request import RequestChecker
+from quire.proto import inference_pb2, inference_pb2_grpc
+from quire.proto.errors import (
+    ConfigError,
+    DeadlineExpired,
+    DuplicateRequest,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    ReplicaUnavailable,
+    RequestAborted,
+    Unauthenticated,
+)
+from quire.proto.sampling import SamplingParams
+from quire.proto.stream import CacheReport, ReplicaStatus
+
+PROMPT = "The quick brown fox"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True)
+DEADLINE_S = 30.0
+
+ServerFactory = Callable[..., Any]
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 120))
+
+
+async def eventually(condition: Callable[[], Coroutine[Any, Any, bool]]) -> None:
+    """Waits until the condition holds, for a while."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not await condition():
+            await asyncio.sleep(0.01)
+
+
+async def first_delta(events: AsyncIterator[Event]) -> Delta:
+    async for event in events:
+        if isinstance(event, Delta):
+            return event
+    raise AssertionError("the stream ended without a delta")
+
+
+async def drain(events: AsyncIterator[Event]) -> None:
+    async for _ in events:
+        pass
+
+
+def test_stream_and_unary_give_the_same_answer(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            whole = await client.generate(PROMPT, GREEDY)
+            events = [event async for event in client.generate_stream(PROMPT, GREEDY, request_id="mine")]
+        started, *deltas, finished = events
+        assert isinstance(started, Started)
+        assert isinstance(finished, Finished)
+        assert (started.request_id, started.model) == ("mine", "tiny")
+        assert all(isinstance(delta, Delta) for delta in deltas)
+        assert "".join(delta.text for delta in deltas) == whole.text
+        assert tuple(token_id for delta in deltas for token_id in delta.token_ids) == whole.token_ids
+        assert [delta.sequence_number for delta in deltas] == list(range(1, len(deltas) + 1))
+        assert finished.reason == whole.finish_reason
+        assert finished.usage.prompt_tokens == started.prompt_tokens == whole.usage.prompt_tokens
+        assert finished.usage.completion_tokens == len(whole.token_ids)
+        assert finished.timings.decode_s > 0
+
+    run(scenario())
+
+
+def test_the_synchronous_client_speaks_the_same(serve: ServerFactory) -> None:
+    def ask(target: str) -> None:
+        with Client(target) as client:
+            assert client.is_ready()
+            assert client.models()[0].name == "tiny"
+            assert client.status()[0].ready
+            whole = client.generate(PROMPT, GREEDY)
+            deltas = [event for event in client.generate_stream(PROMPT, GREEDY) if isinstance(event, Delta)]
+            assert "".join(delta.text for delta in deltas) == whole.text
+            assert not client.abort("nobody")
+            with pytest.raises(InvalidRequest, match="empty") as caught:
+                client.generate("")
+            assert caught.value.field == "prompt"
+
+    async def scenario() -> None:
+        async with serve() as server:
+            await asyncio.to_thread(ask, server.target)
+
+    run(scenario())
+
+
+def test_each_wrong_request_gets_its_error_and_the_server_goes_on(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve(num_kv_blocks=9) as server, AsyncClient(server.target) as client:
+            context_len, pool_len = server.config.model.max_model_len, 8 * 16
+            with pytest.raises(ModelNotFound, match="'gpt' is not served here; 'tiny' is"):
+                await client.generate(PROMPT, model="gpt")
+            for prompt, said in (
+                ("", "is empty"),
+                ([], "is empty"),
+                ([1] * context_len, f"{context_len} tokens.*context of {context_len}"),
+                ([1] * pool_len, f"{pool_len} tokens.*KV memory of {pool_len}"),
+            ):
+                with pytest.raises(InvalidRequest, match=said) as caught:
+                    await client.generate(prompt)
+                assert caught.value.field == "prompt"
+            with pytest.raises(InvalidRequest, match="is 99999") as caught:
+                await client.generate([1, 99999])
+            assert caught.value.field == "prompt[1]"
+            assert (await client.generate(PROMPT, GREEDY)).token_ids
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"max_tokens": 0}, "sampling.max_tokens"),
+        ({"temperature": -1.0}, "sampling.temperature"),
+        ({"temperature": float("nan")}, "sampling.temperature"),
+        ({"top_p": 0.0}, "sampling.top_p"),
+        ({"min_tokens": 9, "max_tokens": 8}, "sampling.min_tokens"),
+        ({"logprobs": 1000}, "sampling.logprobs"),
+        ({"stop": [""]}, "sampling.stop"),
+        ({"stop_token_ids": [-5]}, "sampling.stop_token_ids[0]"),
+    ],
+)
+def test_statuses_carry_details(serve: ServerFactory, sampling: dict[str, Any], field: str) -> None:
+    """A client of another language sees the field at fault in google.rpc.BadRequest."""
+
+    async def scenario() -> None:
+        async with serve() as server, grpc.aio.insecure_channel(server.target) as channel:
+            stub: Any = inference_pb2_grpc.InferenceStub(channel)
+            message = inference_pb2.GenerateRequest(
+                text=PROMPT, sampling=inference_pb2.SamplingParams(**sampling)
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Generate(message)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            status = status_pb2.Status.FromString(
+                dict(caught.value.trailing_metadata())["grpc-status-details-bin"]
+            )
+            info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+            assert status.details[0].Unpack(info)
+            assert status.details[1].Unpack(bad_request)
+            assert (info.reason, info.domain) == ("InvalidRequest", "quire")
+            assert bad_request.field_violations[0].field == field
+
+    run(scenario())
+
+
+def test_a_request_without_prompt_is_refused(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server, grpc.aio.insecure_channel(server.target) as channel:
+            stub: Any = inference_pb2_grpc.InferenceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError, match="prompt: is missing"):
+                await stub.Generate(inference_pb2.GenerateRequest())
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("how", ["close", "disconnect", "deadline"])
+def test_a_broken_stream_frees_its_blocks(serve: ServerFactory, how: str) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as observer:
+            before = (await observer.status())[0].kv.num_used_blocks
+            client = AsyncClient(server.target)
+            if how == "deadline":
+                server.brake.hold()  # nothing comes before the deadline, however near that is
+                with pytest.raises(DeadlineExpired):
+                    await drain(client.generate_stream(PROMPT, ENDLESS, timeout_s=0.5))
+            else:
+                events = client.generate_stream(PROMPT, ENDLESS)
+                await first_delta(events)
+                server.brake.hold()
+                assert server.replica.num_running == 1
+                await (events.aclose() if how == "close" else client.close())
+
+            async def is_forgotten() -> bool:
+                return server.replica.num_running == 0
+
+            await eventually(is_forgotten)
+            num_steps = len(server.brake.steps)
+            server.brake.release()
+
+            async def is_free() -> bool:
+                return (await observer.status())[0].kv.num_used_blocks == before
+
+            await eventually(is_free)
+            # Those planned before the abort was heard, and none after it.
+            assert len(server.brake.steps) <= num_steps + 2
+            await client.close()
+
+    run(scenario())
+
+
+def test_abort_ends_the_stream_and_frees_its_blocks(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            events = client.generate_stream(PROMPT, ENDLESS, request_id="long")
+            await first_delta(events)
+            with pytest.raises(DuplicateRequest, match="'long' is running already"):
+                await client.generate(PROMPT, GREEDY, request_id="long")
+            assert await client.abort("long")
+            with pytest.raises(RequestAborted, match="'long' was aborted"):
+                await drain(events)
+            assert not await client.abort("long")
+
+            async def is_free() -> bool:
+                return (await client.status())[0].kv.num_used_blocks == 0
+
+            await eventually(is_free)
+            assert (await client.generate(PROMPT, GREEDY, request_id="long")).request_id == "long"
+
+    run(scenario())
+
+
+def test_a_stop_string_ends_the_sequence_in_the_scheduler(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        prompt = list(range(20))
+        async with serve() as server, AsyncClient(server.target) as client:
+            whole = (await client.generate(prompt, GREEDY)).text
+            stop = whole[5:8]
+            params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, stop=(stop,))
+            answer = await client.generate(prompt, params)
+            assert answer.text == whole[: whole.find(stop)]
+            assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+            assert answer.usage.completion_tokens == len(answer.token_ids)
+            assert answer.timings.decode_s > 0
+            assert answer.usage.cached_tokens == 16  # the first block, which the first answer left there
+
+            async def is_free() -> bool:
+                return (await client.status())[0].kv.num_used_blocks == 0
+
+            await eventually(is_free)
+
+    run(scenario())
+
+
+def test_logprobs_and_seeds_travel(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            params = SamplingParams(max_tokens=8, seed=-7, logprobs=3, ignore_eos=True)
+            first, second = await asyncio.gather(
+                client.generate(PROMPT, params), client.generate(PROMPT, params)
+            )
+            assert first.token_ids == second.token_ids
+            assert len(first.logprobs) == len(first.token_ids) == 8
+            assert all(len(entry.top_token_ids) == 3 for entry in first.logprobs)
+            assert all(entry.chosen <= entry.top_logprobs[0] + 1e-6 <= 1e-5 for entry in first.logprobs)
+
+    run(scenario())
+
+
+def test_health_follows_the_replica(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with (
+            serve(ready=False, patience_s=3.0) as server,
+            grpc.aio.insecure_channel(server.target) as channel,
+        ):
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            for service in ("", "quire.v1.Inference"):
+                watch = stub.Watch(health_pb2.HealthCheckRequest(service=service))
+                statuses = [(await watch.read()).status]
+                if statuses[0] == health_pb2.HealthCheckResponse.NOT_SERVING:
+                    statuses.append((await watch.read()).status)
+                assert statuses[-1] == health_pb2.HealthCheckResponse.SERVING
+            client = AsyncClient(server.target)
+            running = client.generate_stream(PROMPT, ENDLESS)
+            await first_delta(running)
+            server.brake.hold()
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            with pytest.raises(ReplicaUnavailable, match="replica-0 failed: it has been silent for"):
+                await drain(running)
+            server.brake.release()
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            assert await client.is_ready()
+            await client.close()
+
+    run(scenario())
+
+
+def test_nothing_that_a_replica_says_takes_back_that_it_is_gone(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            running = client.generate_stream(PROMPT, ENDLESS)
+            await first_delta(running)
+            # In truth the replica is well, so its statuses go on coming, like those sent just before a death.
+            server.replica.fail("rank 1 failed at step 7: killed")
+            heard: asyncio.Queue[ReplicaStatus | CacheReport] = asyncio.Queue()
+            server.replica.listen(heard.put_nowait)
+            with pytest.raises(ReplicaUnavailable, match="replica-0 failed: rank 1 failed at step 7: killed"):
+                await drain(running)
+            while not isinstance(await asyncio.wait_for(heard.get(), 20.0), ReplicaStatus):
+                pass
+            assert server.replica.has_failed
+            assert "rank 1 failed" in server.replica.problem
+            assert "rank 1 failed" in await server.replica.wait_until_failed()
+            with pytest.raises(ReplicaUnavailable, match="rank 1 failed"):
+                await client.generate(PROMPT, GREEDY)
+            assert not await client.is_ready()
+
+    run(scenario())
+
+
+def test_a_replica_that_ends_fails_its_requests_and_then_refuses(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            events = client.generate_stream(PROMPT, ENDLESS)
+            await first_delta(events)
+            await asyncio.to_thread(server.stop_replica)
+            with pytest.raises(ReplicaUnavailable, match="replica-0 is shutting down"):
+                await drain(events)
+            with pytest.raises(ReplicaUnavailable, match="replica-0"):
+                await client.generate(PROMPT, GREEDY)
+            assert not await client.is_ready()
+
+    run(scenario())
+
+
+def test_a_silent_replica_is_given_up(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve(patience_s=0.5) as server, AsyncClient(server.target) as client:
+            server.brake.hold()
+            with pytest.raises(ReplicaUnavailable, match="replica-0 failed: it has been silent for"):
+                await client.generate(PROMPT, GREEDY)
+
+    run(scenario())
+
+
+def test_a_slow_reader_gets_everything_in_fewer_pieces(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server:
+            checker = RequestChecker(server.config, server.tokenizer)
+            params = SamplingParams(max_tokens=50, ignore_eos=True)
+            running = server.replica.submit(checker.check([1, 2, 3], params))
+
+            async def is_done() -> bool:
+                return server.replica.num_running == 0
+
+            await eventually(is_done)
+            ((index, news),) = [item async for item in running]
+            assert index == 0
+            assert len(news.token_ids) == 50
+            assert news.finish is not None
+
+    run(scenario())
+
+
+def test_two_hundred_streams_at_once(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            alone = await client.generate([5, 6, 7], GREEDY)
+
+            async def stream(number: int) -> tuple[int, ...]:
+                events = client.generate_stream([5, 6, 7], GREEDY, request_id=f"r{number}")
+                return tuple([t async for e in events if isinstance(e, Delta) for t in e.token_ids])
+
+            answers = await asyncio.gather(*map(stream, range(200)))
+            assert set(answers) == {alone.token_ids}
+
+            async def is_free() -> bool:
+                return (await client.status())[0].kv.num_used_blocks == 0
+
+            await eventually(is_free)
+
+    run(scenario())
+
+
+def test_a_full_queue_refuses(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve(max_num_seqs=1, max_queue_len=2) as server, AsyncClient(server.target) as client:
+            first = client.generate_stream(PROMPT, ENDLESS)
+            await first_delta(first)
+            server.brake.catch()
+            calls = [asyncio.ensure_future(client.generate(PROMPT, GREEDY)) for _ in range(8)]
+
+            async def have_all_come() -> bool:
+                return server.replica.num_running == 1 + len(calls)
+
+            await eventually(have_all_come)
+            server.brake.release()
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            assert sum(isinstance(answer, Overloaded) for answer in answers) >= 1
+            assert sum(not isinstance(answer, Exception) for answer in answers) >= 2
+            await first.aclose()
+
+    run(scenario())
+
+
+def test_tokens_are_asked_for_everywhere_but_on_health(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve(security=Security(tokens=(Token(b"one"), Token(b"two")))) as server:
+            async with AsyncClient(server.target, token="two") as client:
+                assert (await client.generate(PROMPT, GREEDY)).token_ids
+                assert [event async for event in client.generate_stream(PROMPT, GREEDY)]
+            for token in (None, "three", ""):
+                async with AsyncClient(server.target, token=token) as client:
+                    assert await client.is_ready()
+                    for call in (client.models(), client.status(), client.generate(PROMPT)):
+                        with pytest.raises(Unauthenticated):
+                            await call
+                    with pytest.raises(Unauthenticated):
+                        await anext(client.generate_stream(PROMPT))
+
+    run(scenario())
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_tls_to_the_end(serve: ServerFactory, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command.split() + names, check=True, capture_output=True, timeout=30)
+
+    async def scenario() -> None:
+        async with serve(security=Security.load(tls_cert=certificate, tls_key=key)) as server:
+            async with AsyncClient(server.target, tls_ca=certificate) as client:
+                assert (await client.generate(PROMPT, GREEDY)).token_ids
+            async with AsyncClient(server.target) as client:
+                with pytest.raises(ReplicaUnavailable):
+                    await client.generate(PROMPT, GREEDY)
+            broken = Security(certificate=(b"no certificate", b"no key"))
+            gateway = Gateway(server.models, security=broken)
+            with pytest.raises(ConfigError, match="or the TLS certificate or key is not valid"):
+                await gateway.start()
+
+    run(scenario())
+
+
+def test_reflection_lists_the_services(serve: ServerFactory) -> None:
+    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+    async def scenario() -> None:
+        async with (
+            serve(ready=False, patience_s=3.0) as server,
+            grpc.aio.insecure_channel(server.target) as channel,
+        ):
+            stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+            call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+            answer = await call.read()
+            names = {service.name for service in answer.list_services_response.service}
+            assert {"quire.v1.Inference", "quire.v1.Admin", "grpc.health.v1.Health"} <= names
+            call.cancel()
+
+    run(scenario())
+
+
+def test_a_port_in_use_is_one_clear_error(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve(ready=False) as server:
+            second = Gateway(server.models, server.target)
+            with pytest.raises(ConfigError, match=f"cannot listen on {server.target}"):
+                await second.start()
+
+    run(scenario())
+
+
+def test_nobody_there_is_unavailable() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with Client(f"127.0.0.1:{port}", timeout_s=20) as client:
+        assert not client.is_ready()
+        with pytest.raises(ReplicaUnavailable, match=f"127.0.0.1:{port}"):
+            client.generate("hello")

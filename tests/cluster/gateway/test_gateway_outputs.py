@@ -1,0 +1,305 @@
+"""Requests with several answers, and whose request it is, over real loopback gRPC and the real scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quire.cluster.api.security import Security, Token
+from quire.cluster.client.client import AsyncClient
+from quire.cluster.requests.output_processor import Answers
+from quire.cluster.requests.outputs import Delta, Event, Finished, Started, collect
+from quire.cluster.requests.request import RequestChecker
+from quire.cluster.requests.request_stream import follow
+from quire.proto.errors import DeadlineExpired, InvalidRequest, Overloaded, RequestAborted
+from quire.proto.sampling import SamplingParams
+from quire.proto.stream import Finish, Submit
+
+PROMPT = "The quick brown fox"
+SAMPLED = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True)
+
+ServerFactory = Callable[..., Any]
+DEADLINE_S = 60.0
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 2 * DEADLINE_S))
+
+
+async def first_delta(events: AsyncIterator[Event]) -> None:
+    async for event in events:
+        if isinstance(event, Delta):
+            return
+    raise AssertionError("the stream ended without a delta")
+
+
+async def num_used_blocks(client: AsyncClient) -> int:
+    return int((await client.status())[0].kv.num_used_blocks)
+
+
+async def until_free(client: AsyncClient) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while await num_used_blocks(client):
+            await asyncio.sleep(0.01)
+
+
+def check_numbers(events: list[Event], n: int) -> None:
+    """One Started, deltas counted over the stream, one Finished an output, nothing of it after that."""
+    assert isinstance(events[0], Started)
+    assert [e.sequence_number for e in events if isinstance(e, Delta)] == list(
+        range(1, 1 + sum(isinstance(e, Delta) for e in events))
+    )
+    ended: set[int] = set()
+    for event in events[1:]:
+        assert not isinstance(event, Started)
+        assert event.index not in ended
+        if isinstance(event, Finished):
+            ended.add(event.index)
+    assert ended == set(range(n))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        replace(SAMPLED, n=3),
+        replace(SAMPLED, n=2, best_of=4),
+        SamplingParams(max_tokens=12, beam_width=4, n=3),
+    ],
+)
+def test_stream_and_unary_give_the_same_answers(serve: ServerFactory, params: SamplingParams) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            whole = await client.generate(PROMPT, params)
+            events = [event async for event in client.generate_stream(PROMPT, params)]
+            await until_free(client)
+        check_numbers(events, params.n)
+        streamed = collect(events)
+        assert [output.index for output in whole.outputs] == list(range(params.n))
+        for one, other in zip(whole.outputs, streamed, strict=True):
+            assert (one.text, one.token_ids) == (other.text, other.token_ids)
+            assert one.finished.usage.completion_tokens == len(one.token_ids) > 0
+            # The second request finds the prompt's KV, and sums in another order.
+            assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-4)
+            assert one.score == pytest.approx(other.score, abs=1e-4)
+        for values, known in (
+            ([output.cumulative_logprob for output in streamed], params.is_ranked),
+            ([output.score for output in streamed], params.beam_width is not None),
+        ):
+            if known:
+                assert values == sorted(values, key=lambda value: -(value or 0.0))
+            else:
+                assert values == [None] * params.n
+
+    run(scenario())
+
+
+def test_a_stop_string_ends_one_answer_and_not_the_others(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            whole = (await client.generate(PROMPT, replace(SAMPLED, n=3))).outputs
+            stop = whole[1].text[5:10]
+            assert stop not in whole[0].text + whole[2].text
+            cut = (await client.generate(PROMPT, replace(SAMPLED, n=3, stop=(stop,)))).outputs
+            assert cut[1].text == whole[1].text[: whole[1].text.find(stop)]
+            assert cut[1].finished.stop_reason == stop
+            for index in (0, 2):
+                assert cut[index].token_ids == whole[index].token_ids
+                assert cut[index].finish_reason == "length"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("params", [replace(ENDLESS, n=4), replace(ENDLESS, beam_width=4, n=2)])
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_a_cancelled_call_ends_all_its_answers(
+    serve: ServerFactory, params: SamplingParams, how: str
+) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            events = client.generate_stream(PROMPT, params, request_id="several")
+            assert isinstance(await anext(events), Started)
+            async with asyncio.timeout(DEADLINE_S):
+                while await num_used_blocks(client) < 4:
+                    await asyncio.sleep(0.01)
+            assert server.replica.num_running == params.n
+            if how == "close":
+                await events.aclose()
+            else:
+                assert await client.abort("several")
+                with pytest.raises(RequestAborted):
+                    async for _ in events:
+                        pass
+            await until_free(client)
+            assert server.replica.num_running == 0
+            queue = (await client.status())[0].queue
+            assert (queue.num_running, queue.num_waiting) == (0, 0)
+
+    run(scenario())
+
+
+def test_priority_decides_who_goes_first(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve(policy="priority", max_num_seqs=1) as server, AsyncClient(server.target) as client:
+            order: list[int] = []
+
+            async def ask(priority: int) -> None:
+                await client.generate(PROMPT, replace(SAMPLED, max_tokens=4), priority=priority)
+                order.append(priority)
+
+            running = client.generate_stream(PROMPT, ENDLESS, priority=10)
+            await first_delta(running)
+            server.brake.hold()
+            calls = [asyncio.create_task(ask(priority)) for priority in (1, 3, 2)]
+            async with asyncio.timeout(DEADLINE_S):
+                while server.replica.num_running < 4:
+                    await asyncio.sleep(0.01)
+            await running.aclose()
+            server.brake.release()
+            await asyncio.gather(*calls)
+            assert order == [3, 2, 1]
+
+    run(scenario())
+
+
+def test_a_full_queue_counts_requests_and_not_answers(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve(max_num_seqs=1, max_queue_len=2) as server, AsyncClient(server.target) as client:
+            first = client.generate_stream(PROMPT, ENDLESS)
+            await first_delta(first)
+            server.brake.catch()
+            calls = [asyncio.ensure_future(client.generate(PROMPT, replace(SAMPLED, n=3))) for _ in range(3)]
+            async with asyncio.timeout(DEADLINE_S):
+                while server.replica.num_running < 1 + 3 * 3:
+                    await asyncio.sleep(0.01)
+            server.brake.release()
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            await first.aclose()
+            refused = [answer for answer in answers if isinstance(answer, BaseException)]
+            assert len(refused) == 1
+            assert isinstance(refused[0], Overloaded)
+            assert server.replica.num_running == 0
+
+    run(scenario())
+
+
+def test_a_deadline_ends_a_request_and_frees_its_blocks(serve: ServerFactory) -> None:
+    """The scheduler's own word, before any gRPC deadline."""
+
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            checker = RequestChecker(server.config, server.tokenizer)
+            request = checker.check(PROMPT, replace(ENDLESS, n=2), timeout_s=0.3)
+            server.brake.hold()
+            running = server.replica.submit(request)
+            pieces = follow(running, Answers(request, server.tokenizer))
+            await asyncio.sleep(0.4)
+            server.brake.release()
+            with pytest.raises(DeadlineExpired, match="its deadline passed before it was complete"):
+                async for _ in pieces:
+                    pass
+            running.abort()
+            await until_free(client)
+
+    run(scenario())
+
+
+def test_admission_knows_the_call_s_deadline(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            server.scheduler._state.costs.prefill_tokens_per_s = 0.1
+            with pytest.raises(DeadlineExpired, match="cannot be computed before its deadline"):
+                await client.generate(PROMPT, SAMPLED, timeout_s=30.0)
+
+    run(scenario())
+
+
+def test_salts_keep_prefixes_apart_whoever_the_tenant_is(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        prompt = list(range(40))
+        async with serve() as server, AsyncClient(server.target) as client:
+
+            async def cached_tokens(tenant: str, salt: str) -> int:
+                params = SamplingParams(max_tokens=1)
+                answer = await client.generate(prompt, params, tenant=tenant, cache_salt=salt)
+                return answer.usage.cached_tokens
+
+            assert await cached_tokens("gold", "a") == 0
+            assert await cached_tokens("tin", "b") == 0
+            assert await cached_tokens("tin", "") == 0
+            assert await cached_tokens("tin", "b") >= 32
+            assert await cached_tokens("iron", "a") >= 32
+
+    run(scenario())
+
+
+def test_a_token_says_whose_call_it_is(serve: ServerFactory) -> None:
+    security = Security(tokens=(Token(b"golden", "gold"), Token(b"tinny", "tin"), Token(b"plain")))
+
+    async def scenario() -> None:
+        async with serve(security=security, policy="fair") as server:
+            tenants: list[str] = []
+            add = server.scheduler.add
+
+            def watched(gateway: bytes, submit: Submit, now: float) -> Finish | None:
+                tenants.append(submit.tenant)
+                return add(gateway, submit, now)
+
+            server.scheduler.add = watched
+            for token, claimed, refused in (
+                ("golden", "", False),
+                ("golden", "gold", False),
+                ("golden", "tin", True),
+                ("plain", "iron", False),
+                ("plain", "tin", True),
+            ):
+                async with AsyncClient(server.target, token=token) as client:
+                    if not refused:
+                        await client.generate(PROMPT, SAMPLED, tenant=claimed)
+                        continue
+                    with pytest.raises(InvalidRequest) as caught:
+                        await client.generate(PROMPT, SAMPLED, tenant=claimed)
+                    assert caught.value.field == "tenant"
+            assert tenants == ["gold", "gold", "iron"]
+
+    run(scenario())
+
+
+def test_what_no_message_can_hold_is_refused_by_the_client(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with AsyncClient("127.0.0.1:1") as client:
+            for options, field in (({"priority": 1 << 40}, "request"), ({"tenant": 5}, "request")):
+                with pytest.raises(InvalidRequest, match="cannot be sent") as caught:
+                    await client.generate(PROMPT, **options)  # type: ignore[arg-type]
+                assert caught.value.field == field
+            with pytest.raises(InvalidRequest, match="cannot be sent") as caught:
+                await client.generate("\ud800")
+            assert caught.value.field == "prompt"
+
+    run(scenario())
+
+
+def test_status_tells_of_host_memory(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        options = {
+            "num_kv_blocks": 9,
+            "num_host_kv_blocks": 32,
+            "block_size": 4,
+            "max_num_batched_tokens": 16,
+        }
+        async with serve(**options) as server, AsyncClient(server.target) as client:
+            server.scheduler._state.costs.swap_blocks_per_s = 1e9
+            calls = [client.generate([number] * 8, replace(SAMPLED, n=2)) for number in range(3)]
+            await asyncio.gather(*calls)
+            (replica,) = await client.status()
+            assert replica.kv.num_host_blocks == 32
+            assert replica.kv.num_used_host_blocks == 0
+            assert replica.kv.num_cached_host_blocks > 0
+            assert replica.kv.num_swapped_blocks > 0
+            assert replica.queue.num_preemptions > 0
+
+    run(scenario())

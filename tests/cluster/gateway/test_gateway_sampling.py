@@ -1,0 +1,144 @@
+"""What may be asked of sampling crosses the network whole, and what is reported comes back whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire import AsyncClient, SamplingParams
+from quire.cluster.api.request_messages import sampling_from_message, sampling_to_message
+from quire.cluster.api.security import Security, Token
+from quire.cluster.requests.outputs import Delta, PromptLogprobs, Started, collect_prompt_logprobs
+from quire.proto.errors import DuplicateRequest, InvalidRequest, RequestAborted
+
+ServerFactory = Callable[..., Any]
+
+PROMPT = "The quick brown fox jumps over the lazy dog"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0),
+        SamplingParams(
+            repetition_penalty=1.5, frequency_penalty=-0.5, presence_penalty=2.0, logit_bias={0: -100, 7: 0.5},
+            bad_words=("no", (1, 2)), allowed_token_ids=(9, 3), prompt_logprobs=0, logprobs=3, n=2, best_of=3,
+            skip_special_tokens=False, include_stop_str_in_output=True, truncate_prompt_tokens=7, stop=("x",),
+            stop_token_ids=(4,), seed=-1, min_tokens=2, max_tokens=9, ignore_eos=True, min_p=0.5,
+        ),
+    ],
+)  # fmt: skip
+def test_settings_cross_the_network_unchanged(params: SamplingParams) -> None:
+    """Above all those that are unset: the server decides them."""
+    assert sampling_from_message(sampling_to_message(params)) == params
+
+
+def run(scenario: Any) -> None:
+    asyncio.run(scenario)
+
+
+def test_prompt_logprobs_over_the_network(serve: ServerFactory) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2, n=2)
+
+    async def scenario() -> None:
+        async with serve(max_num_batched_tokens=8) as server, AsyncClient(server.target) as client:
+            prompt = server.tokenizer.encode(PROMPT)
+            whole = await client.generate(PROMPT, params)
+            assert whole.prompt_logprobs is not None
+            assert whole.prompt_logprobs[0] is None
+            assert len(whole.prompt_logprobs) == len(prompt)
+            events = [event async for event in client.generate_stream(PROMPT, params)]
+            parts = [event for event in events if isinstance(event, PromptLogprobs)]
+            assert len(parts) > 1  # a chunk each
+            kinds = [type(event) for event in events]
+            assert kinds[0] is Started
+            assert kinds.index(Delta) > kinds.index(PromptLogprobs)
+            assert collect_prompt_logprobs(events) == whole.prompt_logprobs
+            # The same numbers as those of an answer that is made to be the prompt.
+            for place in (1, 5):
+                forced = SamplingParams(
+                    temperature=0.0, max_tokens=1, logprobs=2, allowed_token_ids=prompt[place : place + 1]
+                )
+                (entry,) = (await client.generate(prompt[:place], forced)).logprobs
+                expected = whole.prompt_logprobs[place]
+                assert expected is not None
+                assert entry.chosen == pytest.approx(expected.chosen, abs=1e-4)
+                assert entry.top_token_ids == expected.top_token_ids
+            (single,) = (await client.generate([5], params)).prompt_logprobs or ()
+            assert single is None
+            assert (await client.generate(PROMPT, GREEDY)).prompt_logprobs is None
+
+    run(scenario())
+
+
+def test_constraints_over_the_network(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            free = (await client.generate(PROMPT, GREEDY)).token_ids
+            allowed = SamplingParams(
+                temperature=0.0, max_tokens=6, allowed_token_ids=(70, 80), logit_bias={80: 100}
+            )
+            assert (await client.generate(PROMPT, allowed)).token_ids == (80,) * 6
+            forbidden = SamplingParams(temperature=0.0, max_tokens=6, bad_words=[free[:2]], ignore_eos=True)  # type: ignore[arg-type]
+            assert (await client.generate(PROMPT, forbidden)).token_ids[:2] != free[:2]
+            for asked, field in (
+                ({"logit_bias": {10**6: 1.0}}, "sampling.logit_bias[0]"),
+                ({"bad_words": ["x" * 129]}, "sampling.bad_words"),
+            ):
+                with pytest.raises(InvalidRequest) as caught:
+                    await client.generate(PROMPT, SamplingParams(**asked))  # type: ignore[arg-type]
+                assert caught.value.field == field
+
+    run(scenario())
+
+
+def test_a_prompt_of_text_without_special_tokens(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            asked = []
+            encode = server.tokenizer.encode
+            server.tokenizer.encode = lambda text, **how: (asked.append(how), encode(text, **how))[1]
+            await client.generate(PROMPT, GREEDY)
+            await client.generate(PROMPT, GREEDY, add_special_tokens=False)
+            assert asked == [{"add_special_tokens": True}, {"add_special_tokens": False}]
+
+    run(scenario())
+
+
+def test_only_its_own_tenant_can_end_a_request(serve: ServerFactory) -> None:
+    """And no tenant can take a name from another."""
+    security = Security(tokens=(Token(b"golden", "gold"), Token(b"tinny", "tin"), Token(b"plain")))
+
+    async def scenario() -> None:
+        async with (
+            serve(security=security) as server,
+            AsyncClient(server.target, token="golden") as gold,
+            AsyncClient(server.target, token="tinny") as tin,
+            AsyncClient(server.target, token="plain") as plain,
+        ):
+            events = gold.generate_stream(PROMPT, ENDLESS, request_id="mine")
+            await anext(events)
+            assert not await tin.abort("mine")
+            assert not await plain.abort("mine")
+            with pytest.raises(InvalidRequest) as caught:
+                await plain.abort("mine", tenant="gold")
+            assert caught.value.field == "tenant"
+            with pytest.raises(DuplicateRequest):
+                await gold.generate(PROMPT, GREEDY, request_id="mine")
+            await tin.generate(PROMPT, GREEDY, request_id="mine")
+            assert await gold.abort("mine")
+            with pytest.raises(RequestAborted):
+                async for _ in events:
+                    pass
+            claimed = plain.generate_stream(PROMPT, ENDLESS, request_id="other", tenant="iron")
+            await anext(claimed)
+            assert not await plain.abort("other")
+            assert await plain.abort("other", tenant="iron")
+
+    run(scenario())

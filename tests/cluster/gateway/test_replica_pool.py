@@ -1,0 +1,332 @@
+"""Requests and the replicas that come and go under them: each is answered once, as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_fleet import FakeLauncher, FakeReplica
+from fakes import beam_oracle, oracle
+
+from quire.cluster.config.deployment import Deployment
+from quire.cluster.controller_api.demand import Demand
+from quire.cluster.gateway.replica_pool import ReplicaPool
+from quire.cluster.gateway.request_migration import MAX_FAILED_REPLICAS, MovingRequest
+from quire.cluster.replica.client import ReplicaClient
+from quire.cluster.requests.request import Request
+from quire.proto.errors import DeadlineExpired, Overloaded, ReplicaUnavailable, RequestAborted
+from quire.proto.sampling import SamplingParams
+from quire.proto.stream import Drain, Finish, FinishReason
+
+DEADLINE_S = 60.0
+PROMPT = list(range(2, 40))
+# Long enough that something can happen meanwhile, on a busy machine too.
+NUM_TOKENS = 200
+LONG = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, seed=1)
+EXPECTED = oracle(PROMPT, NUM_TOKENS, stops=())
+
+
+@pytest.fixture
+def launcher() -> Iterator[FakeLauncher]:
+    made = FakeLauncher()
+    yield made
+    made.close()
+
+
+class Fleet:
+    """A pool and the replicas that a test gives it."""
+
+    def __init__(self, launcher: FakeLauncher, **options: Any) -> None:
+        self._launcher = launcher
+        self.pool = ReplicaPool("fake", 16, **({"is_fixed": False} | options))
+        self.replicas: dict[str, FakeReplica] = {}
+
+    def add(self, replica_id: str) -> None:
+        deployment = Deployment.from_table({"model": "demo"})
+        replica = self._launcher.launch(deployment, replica_id, lambda progress: None)
+        self.replicas[replica_id] = replica
+        client = self._launcher.connect(replica.record)
+        client.start()
+        self.pool.add(client)
+
+    async def ready(self, *replica_ids: str) -> None:
+        for replica_id in replica_ids:
+            self.add(replica_id)
+        async with asyncio.timeout(DEADLINE_S):
+            while not all(self.pool.why_closed(replica_id) == "" for replica_id in replica_ids):
+                await asyncio.sleep(0.01)
+
+    def busy(self) -> str:
+        """The replica that has the only request."""
+        (name,) = [name for name, client in self.pool.clients.items() if client.num_running]
+        return name
+
+    def drain(self, replica_id: str, grace_s: float = 0.0) -> None:
+        self.pool.clients[replica_id].send(Drain(grace_s))
+
+
+def run(
+    launcher: FakeLauncher, scenario: Callable[[Fleet], Coroutine[Any, Any, None]], **options: Any
+) -> None:
+    async def whole() -> None:
+        fleet = Fleet(launcher, **options)
+        try:
+            async with asyncio.timeout(2 * DEADLINE_S):
+                await scenario(fleet)
+        finally:
+            await fleet.pool.close()
+
+    asyncio.run(whole())
+
+
+def request(params: SamplingParams = LONG, **more: Any) -> Request:
+    return Request("mine", np.array(PROMPT, np.int32), params, **more)
+
+
+async def follow(
+    running: MovingRequest, num_answers: int = 1, after: dict[int, Callable[[], None]] | None = None
+) -> tuple[list[list[int]], list[Finish]]:
+    """Tokens and finish of each answer; `after` so many tokens of the first answer, things happen."""
+    events = dict(after or {})
+    tokens: list[list[int]] = [[] for _ in range(num_answers)]
+    ends: dict[int, Finish] = {}
+    async for index, news in running:
+        tokens[index] += news.token_ids
+        for count in [count for count in events if len(tokens[0]) >= count]:
+            events.pop(count)()
+        if news.finish is not None:
+            assert index not in ends
+            ends[index] = news.finish
+    assert not events, "the answer was too short for what was to happen"
+    return tokens, [ends[index] for index in range(num_answers)]
+
+
+def test_a_request_goes_on_where_a_draining_replica_left_it(launcher: FakeLauncher) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.ready("a", "b")
+        running = fleet.pool.submit(request())
+        first = fleet.busy()
+        (tokens,), (finish,) = await follow(running, after={10: lambda: fleet.drain(first)})
+        assert tokens == EXPECTED
+        assert finish.reason is FinishReason.LENGTH
+        assert finish.num_completion_tokens == NUM_TOKENS
+        assert finish.timings.num_moves == 1
+        assert finish.timings.decode_s > 0
+        # New requests do not go where it drains.
+        (tokens,), (finish,) = await follow(fleet.pool.submit(request()))
+        assert tokens == EXPECTED
+        assert finish.timings.num_moves == 0
+
+    run(launcher, scenario)
+
+
+def test_a_request_goes_on_when_its_replica_dies(launcher: FakeLauncher) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.ready("a", "b")
+        running = fleet.pool.submit(request())
+        first = fleet.busy()
+        (tokens,), (finish,) = await follow(
+            running, after={10: lambda: fleet.replicas[first].kill("rank 0 was killed")}
+        )
+        assert tokens == EXPECTED
+        assert finish.timings.num_moves == 1
+
+    run(launcher, scenario)
+
+
+@pytest.mark.parametrize("how", ["drain", "kill"])
+@pytest.mark.parametrize("answers", [{"n": 3}, {"n": 1, "best_of": 3}])
+def test_answers_of_one_request_move_each_by_itself(
+    launcher: FakeLauncher, answers: dict[str, int], how: str
+) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.ready("a", "b")
+        running = fleet.pool.submit(
+            request(SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=4, **answers))
+        )
+        first = fleet.busy()
+        happens = {
+            "drain": lambda: fleet.drain(first),
+            "kill": lambda: fleet.replicas[first].kill("rank 0 was killed"),
+        }
+        tokens, ends = await follow(running, 3, after={5: happens[how]})
+        assert tokens == [EXPECTED] * 3
+        assert all(finish.timings.num_moves == 1 for finish in ends)
+
+    run(launcher, scenario)
+
+
+def test_a_beam_search_begins_anew_elsewhere(launcher: FakeLauncher) -> None:
+    params = SamplingParams(max_tokens=12, beam_width=3, n=2, ignore_eos=True, seed=0)
+    expected = beam_oracle(PROMPT, 12, width=3, n=2, stops=())
+
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.ready("a", "b")
+        running = fleet.pool.submit(request(params))
+        fleet.drain(fleet.busy())
+        tokens, ends = await follow(running, params.num_sequences)
+        assert tokens[:2] == expected
+        assert all(finish.timings.num_moves == 1 for finish in ends[:2])
+
+    run(launcher, scenario)
+
+
+def test_many_requests_survive_any_number_of_changes(launcher: FakeLauncher) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.ready("r0", "r1")
+        brief, expected = replace(LONG, max_tokens=60), EXPECTED[:60]
+
+        def ask(count: int) -> list[asyncio.Future[Any]]:
+            return [asyncio.ensure_future(follow(fleet.pool.submit(request(brief)))) for _ in range(count)]
+
+        asked = ask(40)
+        for number in range(2, 6):
+            await asyncio.sleep(0.15)
+            await fleet.ready(f"r{number}")
+            leaving = f"r{number - 2}"
+            if number % 2:
+                fleet.replicas[leaving].kill("rank 0 was killed")
+            else:
+                fleet.drain(leaving, grace_s=0.05)
+            await asyncio.sleep(0.1)
+            fleet.pool.remove(leaving, "it was ended")
+            asked += ask(10)
+        answers = await asyncio.gather(*asked)
+        assert len(answers) == 80
+        assert all(tokens == [expected] for tokens, _ in answers)
+        assert any(ends[0].timings.num_moves for _, ends in answers)
+
+    run(launcher, scenario)
+
+
+def test_requests_wait_for_a_replica_and_are_told_of(launcher: FakeLauncher) -> None:
+    told: list[bool] = []
+
+    async def scenario(fleet: Fleet) -> None:
+        running = fleet.pool.submit(request())
+        await asyncio.sleep(0)
+        assert told == [True]
+        assert fleet.pool.take_demand() == Demand(1, len(PROMPT), 1, len(PROMPT))
+        assert fleet.pool.take_demand() == Demand(0, 0, 1, len(PROMPT))
+        with pytest.raises(Overloaded, match="1 requests wait for one already"):
+            fleet.pool.submit(request())
+        await fleet.ready("a")
+        (tokens,), (finish,) = await follow(running)
+        assert tokens == EXPECTED
+        assert finish.timings.queued_s > 0
+        assert finish.timings.num_moves == 0
+        assert fleet.pool.take_demand() == Demand(1, len(PROMPT))
+
+    run(launcher, scenario, max_waiting=1, on_demand=lambda: told.append(True))
+
+
+def test_a_request_that_waits_in_vain_says_why(launcher: FakeLauncher) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        with pytest.raises(ReplicaUnavailable, match="no replica of fake was ready in 0 s: no GPU is left"):
+            await follow(fleet.pool.submit(request()))
+        aborted = fleet.pool.submit(request())
+        aborted.end(RequestAborted("by the test"))
+        with pytest.raises(RequestAborted):
+            await follow(aborted)
+        assert fleet.pool.take_demand().num_waiting == 0
+
+    run(launcher, scenario, max_wait_s=0.05, explain=lambda: "no GPU is left")
+
+
+def test_the_callers_deadline_holds_while_it_waits(launcher: FakeLauncher) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        with pytest.raises((ReplicaUnavailable, DeadlineExpired)):
+            await follow(fleet.pool.submit(request(timeout_s=0.05)))
+
+    run(launcher, scenario)
+
+
+def test_a_request_that_fails_replicas_is_given_up(launcher: FakeLauncher) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        names = [f"r{number}" for number in range(MAX_FAILED_REPLICAS + 1)]
+        await fleet.ready(*names)
+        asked = asyncio.ensure_future(follow(fleet.pool.submit(request())))
+        killed = set()
+        while not asked.done():
+            for name in {name for name, client in fleet.pool.clients.items() if client.num_running} - killed:
+                fleet.replicas[name].kill("out of memory")
+                killed.add(name)
+            await asyncio.sleep(0)
+        with pytest.raises(
+            ReplicaUnavailable, match=f"{MAX_FAILED_REPLICAS} replicas failed under it.*out of memory"
+        ):
+            await asked
+        assert len(killed) == MAX_FAILED_REPLICAS
+
+    run(launcher, scenario)
+
+
+def test_an_answer_that_was_stopped_between_two_replicas_has_ended(launcher: FakeLauncher) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.ready("a")
+        running = fleet.pool.submit(request())
+        seen: list[int] = []
+        async for _, news in running:
+            seen += news.token_ids
+            if news.finish is not None:
+                break
+            if len(seen) >= 5:
+                fleet.pool.remove("a", "it was ended")  # the request has no replica from here on
+                await asyncio.sleep(0.05)
+                running.stop(0)
+                running.stop(0)
+        assert news.finish is not None
+        assert news.finish.reason is FinishReason.STOP
+        assert news.finish.num_completion_tokens >= 5
+        assert [item async for item in running] == []
+
+    run(launcher, scenario)
+
+
+def test_with_one_replica_for_good_a_request_fails_with_it(launcher: FakeLauncher) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.ready("a")
+        running = fleet.pool.submit(request())
+        with pytest.raises(ReplicaUnavailable, match="rank 0 was killed"):
+            await follow(running, after={5: lambda: fleet.replicas["a"].kill("rank 0 was killed")})
+        with pytest.raises(ReplicaUnavailable, match="rank 0 was killed"):
+            fleet.pool.submit(request())
+
+    run(launcher, scenario, is_fixed=True)
+
+
+def test_whoever_waits_for_the_only_replica_hears_that_it_failed_before_it_was_ready(
+    launcher: FakeLauncher,
+) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        client = ReplicaClient("ipc:///nowhere/at-all", "a")
+        client.start()
+        fleet.pool.add(client)
+        waiting = asyncio.ensure_future(follow(fleet.pool.submit(request())))
+        await asyncio.sleep(0)
+        assert fleet.pool.take_demand().num_waiting == 1
+        client.fail("its scheduler was killed")
+        with pytest.raises(ReplicaUnavailable, match="a failed: its scheduler was killed"):
+            await waiting
+
+    run(launcher, scenario, is_fixed=True)
+
+
+def test_requests_that_begin_alike_meet(launcher: FakeLauncher) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.ready("a", "b", "c")
+        for first in range(6):
+            prompt = np.array([first] * 64, np.int32)
+            short = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)
+            chosen = set()
+            for _ in range(4):
+                running = fleet.pool.submit(Request("mine", prompt, short))
+                chosen.add(fleet.busy())
+                await follow(running)
+            assert len(chosen) == 1
+
+    run(launcher, scenario)

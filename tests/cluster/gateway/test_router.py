@@ -1,0 +1,202 @@
+"""The router's choices, with an injected source of chance."""
+
+import os
+import random
+from array import array
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.cluster.gateway.router import KV_SLACK, QUEUE_SLACK_TOKENS, ReplicaLoad, Router
+from quire.proto.stream import CacheReport
+from quire.scheduler.kv.cache_journal import CacheJournal
+from quire.scheduler.kv.prefix_cache import CacheKey, PrefixCache, make_root, prefix_hashes
+
+BLOCK_SIZE = 16
+IDLE = ReplicaLoad(0, 0.0)
+
+
+def make_hashes(count: int) -> list[bytes]:
+    return [os.urandom(8) for _ in range(count)]
+
+
+def make_router(seed: int = 0, **options: int) -> Router:
+    return Router(BLOCK_SIZE, random.Random(seed), **options)
+
+
+def tell(
+    router: Router, replica_id: str, added: list[bytes], removed: list[bytes] | None = None, since: int = 0
+) -> None:
+    router.update(replica_id, CacheReport(since + 1, since, b"".join(added), b"".join(removed or [])))
+
+
+class TestCachedPrefix:
+    def test_longest_prefix_wins(self):
+        router, hashes = make_router(), make_hashes(10)
+        tell(router, "short", hashes[:3])
+        tell(router, "long", hashes[:7])
+        assert router.choose(hashes, b"", {"short": IDLE, "none": IDLE, "long": IDLE}) == "long"
+
+    def test_a_gap_ends_the_prefix(self):
+        router, hashes = make_router(), make_hashes(10)
+        tell(router, "gap", hashes[:2] + hashes[3:])
+        tell(router, "whole", hashes[:3])
+        assert router.match("gap", hashes) == 2
+        assert router.choose(hashes, b"", {"gap": IDLE, "whole": IDLE}) == "whole"
+
+    def test_a_prefix_just_sent_counts(self):
+        router, hashes = make_router(), make_hashes(8)
+        loads = {f"r{i}": IDLE for i in range(8)}
+        first = router.choose(hashes, b"", loads)
+        router.note_submit(first, hashes)
+        assert [router.choose(hashes, b"", loads) for _ in range(20)] == [first] * 20
+
+    def test_deltas_add_and_remove(self):
+        router, hashes = make_router(), make_hashes(6)
+        tell(router, "a", hashes[:3])
+        tell(router, "a", hashes[3:], since=1)
+        assert router.match("a", hashes) == 6
+        tell(router, "a", [], hashes[4:], since=2)
+        assert router.match("a", hashes) == 4
+
+    def test_a_whole_report_voids_what_was_known(self):
+        router, old, new = make_router(), make_hashes(4), make_hashes(4)
+        tell(router, "a", old)
+        tell(router, "a", new)
+        assert (router.match("a", old), router.match("a", new)) == (0, 4)
+
+    def test_who_is_gone_is_forgotten(self):
+        router, hashes = make_router(), make_hashes(4)
+        tell(router, "a", hashes)
+        router.forget("a")
+        router.forget("a")
+        assert router.match("a", hashes) == 0
+
+    def test_only_those_that_take_requests_are_chosen(self):
+        router, hashes = make_router(), make_hashes(4)
+        tell(router, "draining", hashes)
+        assert router.choose(hashes, b"", {"other": IDLE}) == "other"
+
+    def test_memory_is_bounded_and_keeps_the_latest(self):
+        router, hashes = make_router(max_hashes=100), make_hashes(250)
+        for start in range(0, 250, 10):
+            router.note_submit("a", hashes[start : start + 10])
+        assert router.match("a", hashes[150:]) == 100
+        assert router.match("a", hashes[:150]) == 0
+
+    def test_hashes_are_those_that_replicas_report(self):
+        """From tokens to a choice, through the replica's own cache and journal."""
+        tokens = np.arange(5 * BLOCK_SIZE + 3, dtype=np.int32)
+        journal = CacheJournal()
+        cache, parent = PrefixCache(BLOCK_SIZE, journal), make_root("m", b"salt")
+        cache_digests: list[bytes] = []
+        cache.extend(parent, cache_digests, array("i", tokens.tolist()), 4)
+        for block_id, digest in enumerate(cache_digests):
+            content = tokens[block_id * BLOCK_SIZE : (block_id + 1) * BLOCK_SIZE].tobytes()
+            cache.insert(CacheKey(digest, parent, content), block_id)
+            parent = digest
+        router = make_router()
+        router.update("a", journal.report(0))
+        assert router.match("a", prefix_hashes(tokens, BLOCK_SIZE, b"salt", model="m")) == 4
+        assert router.match("a", prefix_hashes(tokens, BLOCK_SIZE, b"other", model="m")) == 0
+
+
+class TestLoad:
+    def test_a_queue_longer_than_what_is_saved_is_left(self):
+        router, hashes = make_router(), make_hashes(400)
+        tell(router, "cached", hashes)
+        saved = 400 * BLOCK_SIZE
+        fits = {"cached": ReplicaLoad(saved, 0.0), "idle": IDLE}
+        too_long = {"cached": ReplicaLoad(saved + 1, 0.0), "idle": IDLE}
+        assert router.choose(hashes, b"", fits) == "cached"
+        assert router.choose(hashes, b"", too_long) == "idle"
+
+    def test_full_memory_is_left(self):
+        router, hashes = make_router(), make_hashes(4)
+        tell(router, "cached", hashes)
+        assert router.choose(hashes, b"", {"cached": ReplicaLoad(0, KV_SLACK), "idle": IDLE}) == "cached"
+        assert router.choose(hashes, b"", {"cached": ReplicaLoad(0, KV_SLACK + 0.01), "idle": IDLE}) == "idle"
+
+    def test_of_two_random_ones_the_idler_is_taken(self):
+        router = make_router()
+        loads = {"busy": ReplicaLoad(QUEUE_SLACK_TOKENS, 0.5), "b": IDLE, "c": IDLE}
+        chosen = [router.choose([], b"", loads) for _ in range(60)]
+        assert set(chosen) == {"b", "c"}, "the busiest of three is never the idler of two"
+
+    def test_among_equal_queues_memory_decides(self):
+        loads = {"full": ReplicaLoad(10, 0.15), "empty": ReplicaLoad(20, 0.05)}
+        assert make_router().choose([], b"", loads) == "empty"
+
+    def test_all_who_know_the_prefix_share_it(self):
+        router, hashes = make_router(), make_hashes(4)
+        for name in ("a", "b"):
+            tell(router, name, hashes)
+        chosen = {router.choose(hashes, b"", {"a": IDLE, "b": IDLE, "c": IDLE}) for _ in range(40)}
+        assert chosen == {"a", "b"}
+
+    def test_a_popular_prefix_spreads_when_its_replica_fills(self):
+        router, hashes = make_router(), make_hashes(2)
+        queued = dict.fromkeys(("a", "b", "c", "d"), 0)
+        for _ in range(200):
+            loads = {name: ReplicaLoad(tokens, 0.0) for name, tokens in queued.items()}
+            chosen = router.choose(hashes, b"", loads)
+            router.note_submit(chosen, hashes)
+            queued[chosen] += 500
+        assert max(queued.values()) - min(queued.values()) <= 2 * QUEUE_SLACK_TOKENS
+
+    def test_same_seed_same_choices(self):
+        loads = {f"r{i}": IDLE for i in range(5)}
+        runs = [[make_router(3).choose([], b"", loads) for _ in range(5)] for _ in range(2)]
+        assert runs[0] == runs[1]
+
+
+SIX = {f"r{i}": IDLE for i in range(6)}
+
+
+class TestTenants:
+    def test_a_tenant_stays_where_it_is(self):
+        router = make_router()
+        for tenant in range(20):
+            assert len({router.choose(make_hashes(3), b"%d" % tenant, SIX) for _ in range(5)}) == 1
+
+    def test_tenants_are_spread(self):
+        router = make_router()
+        homes = {router.choose([], b"%d" % tenant, SIX) for tenant in range(100)}
+        assert homes == set(SIX)
+
+    def test_only_the_tenants_of_a_lost_replica_move(self):
+        router, salts = make_router(), [b"%d" % tenant for tenant in range(100)]
+        before = {salt: router.choose([], salt, SIX) for salt in salts}
+        left = {name: load for name, load in SIX.items() if name != "r2"}
+        moved = {salt for salt in salts if router.choose([], salt, left) != before[salt]}
+        assert moved == {salt for salt in salts if before[salt] == "r2"}
+
+    def test_a_tenant_leaves_an_overloaded_home(self):
+        router = make_router()
+        home = router.choose([], b"tenant", SIX)
+        loads = SIX | {home: ReplicaLoad(QUEUE_SLACK_TOKENS + 1, 0.0)}
+        assert home not in {router.choose([], b"tenant", loads) for _ in range(50)}
+
+
+@given(st.data())
+def test_never_chooses_one_that_is_overloaded(data):
+    names = [f"r{i}" for i in range(data.draw(st.integers(1, 6)))]
+    loads = {
+        name: ReplicaLoad(data.draw(st.integers(0, 50_000)), data.draw(st.floats(0, 1))) for name in names
+    }
+    hashes = [bytes([i]) * 8 for i in range(data.draw(st.integers(0, 60)))]
+    router = make_router(data.draw(st.integers(0, 3)))
+    for name in names:
+        tell(router, name, hashes[: data.draw(st.integers(0, len(hashes)))])
+    chosen = router.choose(hashes, data.draw(st.sampled_from([b"", b"a", b"b"])), loads)
+    longest = max(router.match(name, hashes) for name in names)
+    if router.match(chosen, hashes) == longest > 0 or len(names) == 1:
+        return
+    # It went elsewhere: all who know the prefix best have a longer queue than it saves, or fuller memory.
+    queued = min(load.queued_tokens for load in loads.values())
+    kv_use = min(load.kv_use for load in loads.values())
+    for name in names:
+        if longest and router.match(name, hashes) == longest:
+            slack = max(longest * BLOCK_SIZE, QUEUE_SLACK_TOKENS)
+            assert loads[name].queued_tokens > queued + slack or loads[name].kv_use > kv_use + KV_SLACK

@@ -1,0 +1,25 @@
+"""One rank in this process says where the time of its start went."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from quire.cluster.config.resolve import resolve
+from quire.cluster.offline.in_process import load_in_process
+
+
+def test_the_start_is_broken_down_by_stage_in_the_log(
+    make_model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = resolve(str(make_model("llama")), device="cpu", num_kv_blocks=4)
+    with caplog.at_level(logging.INFO, logger="quire.cluster.offline.in_process"):
+        _, group = load_in_process(config)
+    group.close()
+    (line,) = [record.getMessage() for record in caplog.records if "loaded" in record.getMessage()]
+    assert config.model.name in line
+    assert [word for word in line.replace(":", " ").split() if word in ("weights", "profile", "allocate")] == [
+        "weights", "profile", "allocate",
+    ]  # fmt: skip

@@ -1,0 +1,186 @@
+"""Beam search through the real worker finds what that of transformers finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.cluster.offline.llm import CompletionOutput
+
+PROMPTS = ["The quick brown fox", "It was the best of times, it was the worst"]
+# One token in thirty, so that answers end at all lengths.
+STOPS = tuple(range(20, 380, 30))
+SCORE_NOISE = 1e-4
+
+Found = list[tuple[list[int], float]]
+
+
+@pytest.fixture(scope="module")
+def model_dir(make_model: Callable[..., Path]) -> Path:
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path) -> Any:
+    return load_reference(model_dir)
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> Iterator[LLM]:
+    with LLM(
+        str(model_dir), device="cpu", block_size=4, num_kv_blocks=256, max_num_batched_tokens=16
+    ) as opened:
+        yield opened
+
+
+def load_reference(model_dir: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+
+
+def search(model: Any, prompt: list[int], params: SamplingParams, eos: tuple[int, ...]) -> Found:
+    """What transformers finds: (tokens, score), best first."""
+    import torch
+
+    stops = [*eos, *params.stop_token_ids]
+    result = model.generate(
+        torch.tensor([prompt]),
+        do_sample=False,
+        num_beams=params.beam_width,
+        num_return_sequences=params.n,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        max_new_tokens=params.max_tokens,
+        min_new_tokens=params.min_tokens or None,
+        eos_token_id=stops or None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    found = []
+    for whole, score in zip(result.sequences.tolist(), result.sequences_scores.tolist(), strict=True):
+        answer = whole[len(prompt) :]
+        end = next((place for place, token in enumerate(answer, start=1) if token in stops), len(answer))
+        found.append((answer[:end], score))
+    return found
+
+
+def score_of(model: Any, prompt: list[int], answer: list[int], penalty: float) -> float:
+    """What an answer is worth by transformers' own log-probabilities."""
+    import torch
+
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.log_softmax(dim=-1).gather(1, torch.tensor(answer).unsqueeze(1))
+    return float(chosen.sum()) / len(answer) ** penalty
+
+
+def assert_equal(
+    outputs: list[CompletionOutput], expected: Found, model: Any, prompt: list[int], penalty: float
+) -> None:
+    """Equal tokens; where they differ, answers that are worth the same but for float noise."""
+    assert [output.index for output in outputs] == list(range(len(expected)))
+    for output, (token_ids, score) in zip(outputs, expected, strict=True):
+        assert output.score == pytest.approx(score, abs=SCORE_NOISE)
+        if output.token_ids != token_ids:
+            ours = score_of(model, prompt, output.token_ids, penalty)
+            theirs = score_of(model, prompt, token_ids, penalty)
+            assert ours == pytest.approx(theirs, abs=SCORE_NOISE), (output.token_ids, token_ids)
+
+
+def compare(llm: LLM, model: Any, prompts: list[str], params: SamplingParams) -> list[CompletionOutput]:
+    """Checks the answers to all prompts, searched at once; returns them."""
+    eos = () if params.ignore_eos else llm.config.model.eos_token_ids
+    results = llm.generate(prompts, params)
+    for result in results:
+        expected = search(model, result.prompt_token_ids, params, eos)
+        assert_equal(result.outputs, expected, model, result.prompt_token_ids, params.length_penalty)
+    return [output for result in results for output in result.outputs]
+
+
+@pytest.mark.parametrize("early_stopping", [False, True])
+@pytest.mark.parametrize("length_penalty", [-0.5, 1.0, 2.0])
+@pytest.mark.parametrize(("width", "n"), [(2, 1), (4, 2), (6, 6)])
+def test_answers_of_a_tiny_model(
+    llm: LLM, reference: Any, width: int, n: int, length_penalty: float, early_stopping: bool
+) -> None:
+    params = SamplingParams(
+        max_tokens=14,
+        stop_token_ids=STOPS,
+        beam_width=width,
+        n=n,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+    )
+    compare(llm, reference, PROMPTS, params)
+
+
+def test_answers_end_by_length_and_by_stop_tokens(llm: LLM, reference: Any) -> None:
+    params = SamplingParams(max_tokens=14, stop_token_ids=STOPS, beam_width=6, n=6, length_penalty=1.0)
+    outputs = compare(llm, reference, PROMPTS, params)
+    assert {output.finish_reason for output in outputs} == {"stop", "length"}
+    for output in outputs:
+        last = output.token_ids[-1]
+        assert output.stop_reason == (last if output.finish_reason == "stop" else None)
+        assert output.logprobs is None
+    assert [outputs[i].score for i in range(6)] == sorted((outputs[i].score for i in range(6)), reverse=True)
+
+
+@pytest.mark.parametrize("early_stopping", [False, True])
+def test_no_answer_is_shorter_than_min_tokens(llm: LLM, reference: Any, early_stopping: bool) -> None:
+    params = SamplingParams(
+        min_tokens=6, max_tokens=12, stop_token_ids=STOPS, beam_width=4, n=4, early_stopping=early_stopping
+    )
+    outputs = compare(llm, reference, PROMPTS, params)
+    assert min(len(output.token_ids) for output in outputs) > 6
+
+
+@pytest.mark.parametrize("num_host_kv_blocks", [0, 64])
+def test_memory_pressure_changes_no_answer(model_dir: Path, reference: Any, num_host_kv_blocks: int) -> None:
+    params = SamplingParams(max_tokens=24, stop_token_ids=STOPS[:3], beam_width=4, n=3)
+    with LLM(
+        str(model_dir),
+        device="cpu",
+        block_size=4,
+        num_kv_blocks=16,
+        num_host_kv_blocks=num_host_kv_blocks,
+        max_num_seqs=12,
+    ) as small:
+        scheduler = small._engine._engine.scheduler  # type: ignore[attr-defined]
+        scheduler._state.costs.swap_blocks_per_s = 1e9  # wherever there is host memory, swap
+        compare(small, reference, [*PROMPTS, PROMPTS[0] + ","], params)
+        assert scheduler.stats.num_preemptions > 0
+        assert (scheduler.blocks.num_swapped_blocks > 0) == (num_host_kv_blocks > 0)
+        assert scheduler.blocks.num_held_blocks == 0
+
+
+@pytest.fixture(scope="module")
+def demo(demo_model_dir: Path) -> Iterator[tuple[LLM, Any]]:
+    with LLM("demo", device="cpu", num_kv_blocks=64) as opened:
+        yield opened, load_reference(demo_model_dir)
+
+
+@pytest.mark.parametrize(
+    ("width", "length_penalty", "early_stopping"), [(2, 1.0, False), (4, 0.7, True), (4, 2.0, False)]
+)
+def test_answers_of_the_demo_model(
+    demo: tuple[LLM, Any], width: int, length_penalty: float, early_stopping: bool
+) -> None:
+    llm, model = demo
+    # Its end of sequence is rare; a full stop and a comma end an answer as well.
+    stops = tuple(llm.generate(end, SamplingParams(max_tokens=1))[0].prompt_token_ids[0] for end in ".,")
+    params = SamplingParams(
+        max_tokens=16,
+        stop_token_ids=stops,
+        beam_width=width,
+        n=2,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+    )
+    compare(llm, model, ["It was a dark evening, and", "My dear sister, we have had no"], params)

@@ -1,0 +1,237 @@
+"""Everything that a request may ask of its sampling, end to end in one process, beside transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quire import LLM, SamplingParams
+from quire.cluster.offline.llm import RequestOutput
+from quire.proto.errors import InvalidRequest
+
+PROMPTS = [
+    "The quick brown fox jumps over the lazy dog",
+    "It was the best of times, it was",
+    "A gathering of folded pages is called a quire; many quires make a book.",
+]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True, seed=11)
+PENALTIES = {"repetition_penalty": 1.4, "frequency_penalty": 0.8, "presence_penalty": 0.3}
+
+
+@pytest.fixture(scope="module")
+def model_dir(make_model: Callable[..., Path]) -> Path:
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> Iterator[LLM]:
+    with LLM(
+        str(model_dir),
+        device="cpu",
+        block_size=4,
+        num_kv_blocks=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=20,
+    ) as opened:
+        yield opened
+
+
+def answers(results: list[RequestOutput]) -> list[list[int]]:
+    return [output.token_ids for result in results for output in result.outputs]
+
+
+def test_greedy_answers_under_constraints_equal_transformers(llm: LLM, reference: Any) -> None:
+    """All in one batch, each request with constraints of its own."""
+    plain = llm.generate(PROMPTS, GREEDY)
+    first, second, third = answers(plain)
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        (
+            {"logit_bias": {second[0]: -20.0, 7: 3.0}},
+            {"sequence_bias": [[[second[0]], -20.0], [[7], 3.0]]},
+        ),
+        (
+            {"bad_words": [tuple(third[2:5]), (third[0],)], "repetition_penalty": 1.1},
+            {"bad_words_ids": [third[2:5], third[:1]], "repetition_penalty": 1.1},
+        ),
+        (
+            {"allowed_token_ids": list(range(60, 200, 3))},
+            {"prefix_allowed_tokens_fn": lambda batch, ids: list(range(60, 200, 3))},
+        ),
+    ]
+    prompts = [*PROMPTS, PROMPTS[0]]
+    results = llm.generate(prompts, [replace(GREEDY, **ours) for ours, _ in cases])
+    for result, (_, theirs), before in zip(results, cases, [first, second, third, first], strict=True):
+        ids = torch.tensor([result.prompt_token_ids])
+        whole = reference.generate(ids, max_new_tokens=24, do_sample=False, **theirs)
+        assert result.outputs[0].token_ids == whole[0, ids.shape[1] :].tolist()
+        assert result.outputs[0].token_ids != before
+
+
+def test_constraints_hold_in_any_batch_after_a_preemption_and_for_each_of_several_answers(
+    llm: LLM, model_dir: Path
+) -> None:
+    params = [
+        replace(SAMPLED, n=2, **PENALTIES),
+        replace(SAMPLED, bad_words=["e", "the"], presence_penalty=1.0),
+        replace(SAMPLED, top_p=0.9, logit_bias={5: 4.0}, allowed_token_ids=range(300), frequency_penalty=2.0),
+    ]
+    alone = [
+        answers(llm.generate(prompt, sampling)) for prompt, sampling in zip(PROMPTS, params, strict=True)
+    ]
+    together = llm.generate([*PROMPTS, PROMPTS[0]], [*params, SAMPLED])
+    assert answers(together)[:-1] == [*chain(*alone)]
+    assert answers(together)[-1:] == answers(llm.generate(PROMPTS[0], SAMPLED))
+    with LLM(str(model_dir), device="cpu", block_size=4, num_kv_blocks=26, max_num_seqs=8) as small:
+        assert answers(small.generate(PROMPTS, params)) == [*chain(*alone)]
+        assert small._engine._engine.scheduler.stats.num_preemptions > 0  # type: ignore[attr-defined]
+
+
+def has(token_ids: list[int], spelling: tuple[int, ...]) -> bool:
+    """Whether the spelling is somewhere in the tokens."""
+    places = range(len(token_ids) - len(spelling) + 1)
+    return any(tuple(token_ids[place : place + len(spelling)]) == spelling for place in places)
+
+
+def test_forbidden_words_are_not_written(llm: LLM) -> None:
+    """Words of one token and of several, with and without a space before them."""
+    tokenizer, free = llm._tokenizer, llm.generate(PROMPTS, SAMPLED)
+    texts = (tokenizer.token_text(token_id) for tokens in answers(free) for token_id in tokens)
+    words = {text.strip() for text in texts if text.strip().isalpha() and text.isascii()}
+    forbidden = {spelling for word in words for spelling in tokenizer.spellings(word)}
+    assert any(has(tokens, spelling) for tokens in answers(free) for spelling in forbidden)
+    assert any(len(spelling) > 1 for spelling in forbidden)
+    params = replace(SAMPLED, bad_words=sorted(words))
+    for tokens in answers(llm.generate(PROMPTS, params)):
+        assert len(tokens) == 24
+        assert not any(has(tokens, spelling) for spelling in forbidden)
+
+
+def expected_logprobs(reference: Any, token_ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return reference(torch.tensor([token_ids])).logits[0].log_softmax(dim=-1)
+
+
+def assert_prompt_logprobs(result: RequestOutput, reference: Any, num_top: int) -> None:
+    token_ids, told = result.prompt_token_ids, result.prompt_logprobs
+    assert told is not None
+    assert told[0] is None
+    logprobs = expected_logprobs(reference, token_ids)
+    for place, entry in enumerate(told[1:], start=1):
+        assert entry is not None
+        of_place = logprobs[place - 1]
+        likeliest = of_place.topk(num_top).indices.tolist()
+        assert set(entry) == {token_ids[place], *likeliest}
+        for token_id, logprob in entry.items():
+            assert logprob.logprob == pytest.approx(float(of_place[token_id]), abs=1e-4)
+        assert [entry[token_id].rank for token_id in likeliest] == list(range(1, num_top + 1))
+
+
+def test_prompt_logprobs_whatever_the_cache_has(llm: LLM, reference: Any) -> None:
+    """Chunks of 20 tokens a step, beside other requests, of prompts that the prefix cache has by then."""
+    llm.generate(PROMPTS, GREEDY)
+    asked = [replace(GREEDY, prompt_logprobs=num_top, n=n) for num_top, n in ((0, 1), (4, 2), (2, 1))]
+    results = llm.generate([*PROMPTS, PROMPTS[2]], [*asked, GREEDY])
+    for result, params in zip(results, asked, strict=False):
+        assert_prompt_logprobs(result, reference, params.prompt_logprobs or 0)
+    assert results[3].prompt_logprobs is None
+    assert answers(results)[-1] == answers(llm.generate(PROMPTS[2], GREEDY))[0]
+    (single,) = llm.generate([[7]], replace(GREEDY, prompt_logprobs=3))
+    assert single.prompt_logprobs == [None]
+    ranked = llm.generate(PROMPTS[0], replace(SAMPLED, n=1, best_of=3, prompt_logprobs=1))
+    beams = llm.generate(PROMPTS[0], SamplingParams(beam_width=3, max_tokens=5, prompt_logprobs=1))
+    for (result,) in (ranked, beams):
+        assert_prompt_logprobs(result, reference, 1)
+
+
+def test_prompt_logprobs_of_preempted_prompts(model_dir: Path, reference: Any) -> None:
+    with LLM(
+        str(model_dir), device="cpu", block_size=4, num_kv_blocks=24, max_num_seqs=4, max_num_batched_tokens=8
+    ) as small:
+        results = small.generate(PROMPTS, replace(GREEDY, prompt_logprobs=2, max_tokens=40))
+        assert small._engine._engine.scheduler.stats.num_preemptions > 0  # type: ignore[attr-defined]
+    for result in results:
+        assert_prompt_logprobs(result, reference, 2)
+
+
+def test_only_the_end_of_a_prompt_is_used(llm: LLM) -> None:
+    (whole,) = llm.generate(PROMPTS[2], GREEDY)
+    (cut,) = llm.generate(PROMPTS[2], replace(GREEDY, truncate_prompt_tokens=9))
+    assert cut.prompt_token_ids == whole.prompt_token_ids[-9:]
+    assert answers([cut]) == answers(llm.generate(whole.prompt_token_ids[-9:], GREEDY))
+    (short,) = llm.generate("It was", replace(GREEDY, truncate_prompt_tokens=9))
+    assert short.prompt_token_ids == llm.generate("It was", GREEDY)[0].prompt_token_ids
+
+
+def test_what_ended_an_answer_may_stay_in_its_text(llm: LLM) -> None:
+    (plain,) = llm.generate(PROMPTS[0], SAMPLED)
+    text, token_ids = plain.outputs[0].text, plain.outputs[0].token_ids
+    stop = text[5:8]
+    for keep in (False, True):
+        (result,) = llm.generate(PROMPTS[0], replace(SAMPLED, stop=(stop,), include_stop_str_in_output=keep))
+        assert result.outputs[0].text == text[: text.find(stop) + len(stop) * keep]
+        assert result.outputs[0].stop_reason == stop
+    silent, spoken = (
+        llm.generate(
+            PROMPTS[0], replace(SAMPLED, stop_token_ids=token_ids[6:7], include_stop_str_in_output=keep)
+        )[0].outputs[0]
+        for keep in (False, True)
+    )
+    assert silent.token_ids == spoken.token_ids
+    assert spoken.text != silent.text
+    assert spoken.text.startswith(silent.text)
+
+
+def test_special_tokens_are_shown_where_asked(llm: LLM) -> None:
+    (end,) = llm.config.model.eos_token_ids
+    forced = replace(GREEDY, allowed_token_ids=[end], max_tokens=2)
+    (hidden,) = llm.generate(PROMPTS[0], forced)
+    (shown,) = llm.generate(PROMPTS[0], replace(forced, skip_special_tokens=False))
+    assert hidden.outputs[0].token_ids == shown.outputs[0].token_ids == [end, end]
+    assert hidden.outputs[0].text == ""
+    assert shown.outputs[0].text == "<|endoftext|>" * 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"logit_bias": {9999: 1.0}}, "sampling.logit_bias[0]"),
+        ({"allowed_token_ids": [3, 9999]}, "sampling.allowed_token_ids[1]"),
+        ({"bad_words": ["fine", (1, 9999)]}, "sampling.bad_words[1][1]"),
+        ({"bad_words": ["a\ud800"]}, "sampling.bad_words[0]"),
+    ],
+)
+def test_tokens_that_do_not_exist_are_refused(llm: LLM, asked: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.generate(PROMPTS[0], replace(GREEDY, **asked))
+    assert caught.value.field == field
+
+
+def test_tenants_and_salts_are_told_the_scheduler(llm: LLM) -> None:
+    prompt = np.arange(40)
+    (first,) = llm.generate(prompt, replace(GREEDY, max_tokens=1), cache_salt="mine", tenant="gold")
+    hits = llm._engine._engine.scheduler.blocks  # type: ignore[attr-defined]
+    before = hits.num_hit_tokens
+    llm.generate([prompt], replace(GREEDY, max_tokens=1), cache_salt=["yours"], tenant=["tin"])
+    assert hits.num_hit_tokens == before
+    llm.generate(prompt, replace(GREEDY, max_tokens=1), cache_salt="mine")
+    assert hits.num_hit_tokens >= before + 36
+    with pytest.raises(InvalidRequest, match="tenant"):
+        llm.generate([prompt], GREEDY, tenant=["a", "b"])
+    assert first.outputs[0].finish_reason == "length"

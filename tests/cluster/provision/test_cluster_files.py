@@ -1,0 +1,223 @@
+"""The bundled cluster files: Ray accepts them, and they cost and open what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from quire.cluster import cli
+from quire.cluster.provision import cluster_file, ray_launcher
+from quire.cluster.provision.cluster_file import ClusterFile, example
+from quire.cluster.provision.instance_types import instance_types
+from quire.proto.errors import ConfigError, ReplicaUnavailable
+
+CLOUDS = ("aws", "gcp", "azure")
+RAY_FILES = (*CLOUDS, "onprem")
+PLACEHOLDER = re.compile(r"<[a-z][a-z-]*>")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home directory with the Ray token, and beside it the files that the examples mount."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in (".ray/auth_token", "fleet.toml", "tokens", "tls.crt", "tls.key"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    return tmp_path
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "cluster.yaml"
+    path.write_text(text)
+    return path
+
+
+def filled_in(name: str) -> str:
+    return PLACEHOLDER.sub("filled-in", example(name))
+
+
+def changed(name: str, old: str, new: str) -> str:
+    text = filled_in(name)
+    assert old in text
+    return text.replace(old, new)
+
+
+@pytest.mark.parametrize("name", RAY_FILES)
+def test_a_bundled_file_is_right_once_it_is_filled_in(name: str, home: Path) -> None:
+    assert ClusterFile.read(write(home, filled_in(name))).problems() == []
+
+
+@pytest.mark.parametrize("name", RAY_FILES)
+def test_what_is_left_to_fill_in_is_named_with_its_line(name: str, home: Path) -> None:
+    text = example(name)
+    lines = text.splitlines()
+    first = next(
+        n for n, line in enumerate(lines, 1) if PLACEHOLDER.search(line) and not line.startswith("#")
+    )
+    with pytest.raises(ConfigError, match=rf"line {first}: <[a-z-]+> is left to fill in"):
+        ClusterFile.read(write(home, text))
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_a_cloud_has_two_classes_of_gpus_each_as_spot_too_and_a_head_without(name: str, home: Path) -> None:
+    cluster = ClusterFile.read(write(home, filled_in(name)))
+    (head,) = [node for node in cluster.node_types if node.is_head]
+    workers = [node for node in cluster.node_types if not node.is_head]
+    assert head.instance is not None
+    assert head.instance.gpus == 0
+    assert not head.is_spot
+    offers = {(node.machine, node.is_spot) for node in workers}
+    machines = {machine for machine, _ in offers}
+    assert len(machines) == 2
+    assert offers == {(machine, is_spot) for machine in machines for is_spot in (False, True)}
+    memories = {node.instance.gpu_memory for node in workers if node.instance is not None}
+    assert len(memories) == 2
+    assert all(node.min_workers == 0 < node.max_workers for node in workers)
+
+
+@pytest.mark.parametrize("name", RAY_FILES)
+def test_quire_is_installed_everywhere_and_started_on_the_head_alone(name: str, home: Path) -> None:
+    config = ClusterFile.read(write(home, filled_in(name))).config
+    assert any("filled-in" in command and "pip install" in command for command in config["setup_commands"])
+    (serve,) = [command for command in config["head_start_ray_commands"] if "quire serve" in command]
+    assert not any("quire serve" in command for command in config["worker_start_ray_commands"])
+    # What the loop on the head runs is a command that exists, with options that exist.
+    arguments = serve[serve.index("quire serve") :].partition(";")[0].split()[1:]
+    known = {option for parameter in _parameters("serve") for option in parameter.opts}
+    assert {word for word in arguments if word.startswith("--")} <= known
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("use_internal_ips: true", "use_internal_ips: false", "every node gets a public address"),
+        ("SecurityGroupIds: *groups", "KeyName: key", "ssh from everywhere"),
+        ("RAY_AUTH_MODE=token ray start --head", "ray start --head", "lets whoever reaches a port run code"),
+        ("  ~/.ray/auth_token: ~/.ray/auth_token\n", "", "lacks ~/.ray/auth_token"),
+        ("GPU: 4", "GPU: 8", "resources say GPU: 8, a g6.12xlarge has 4"),
+        ("CPU: 192, GPU: 8", "CPU: 96, GPU: 8", "resources say CPU: 96, a p5.48xlarge has 192"),
+        ("g6.12xlarge", "g6.13xlarge", "'g6.13xlarge' is not in quire's list"),
+        ("ImageId: *image", "KeyName: key", "no image"),
+        ("./tokens", "./nowhere", "there is no ./nowhere"),
+        ("--include-dashboard=false", "--dashboard-host=0.0.0.0", "shows the dashboard"),
+    ],
+)
+def test_a_file_that_costs_or_opens_more_than_meant_is_told(
+    old: str, new: str, problem: str, home: Path
+) -> None:
+    problems = ClusterFile.read(write(home, changed("aws", old, new))).problems()
+    assert any(problem in found for found in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: [", "is not YAML"),
+        ("just words", "holds no settings"),
+        (changed("aws", "max_workers: 8", "max_worker: 8"), "max_worker"),
+        (changed("aws", "head_node_type: head", "heads: head"), "heads"),
+        (changed("aws", "min_workers: 0", "min_workers: none"), "min_workers"),
+    ],
+)
+def test_what_ray_does_not_accept_is_refused_in_one_line(text: str, reason: str, home: Path) -> None:
+    with pytest.raises(ConfigError, match=reason) as refusal:
+        ClusterFile.read(write(home, text))
+    assert "\n" not in str(refusal.value)
+
+
+def test_every_listed_machine_type_is_whole() -> None:
+    for (provider, name), known in instance_types().items():
+        assert provider in CLOUDS
+        assert name
+        assert known.cpus > 0
+        assert known.memory > 0
+        assert (known.gpus > 0) == bool(known.gpu) == (known.gpu_memory > 0)
+
+
+def test_the_kubernetes_pods_ask_for_what_they_are_named_after() -> None:
+    cluster, service, policy = yaml.safe_load_all(filled_in("kuberay"))
+    assert (cluster["kind"], service["kind"], policy["kind"]) == ("RayCluster", "Service", "NetworkPolicy")
+    assert service["spec"]["type"] == cluster["spec"]["headGroupSpec"]["serviceType"] == "ClusterIP"
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        (container,) = group["template"]["spec"]["containers"]
+        gpus = group["groupName"].rpartition("x")[2]
+        assert container["resources"]["requests"]["nvidia.com/gpu"] == gpus
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == gpus
+        assert group["minReplicas"] == 0 < group["maxReplicas"]
+    ray_head, gateway = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert "nvidia.com/gpu" not in ray_head["resources"]["limits"]
+    assert gateway["readinessProbe"]["exec"]["command"][:2] == ["quire", "health"]
+    pods = [
+        ray_head,
+        gateway,
+        *(group["template"]["spec"]["containers"][0] for group in cluster["spec"]["workerGroupSpecs"]),
+    ]
+    assert all({"name": "RAY_AUTH_MODE", "value": "token"} in pod["env"] for pod in pods)
+    assert service["spec"]["selector"]["ray.io/cluster"] == cluster["metadata"]["name"]
+    assert policy["spec"]["podSelector"]["matchLabels"] == {"ray.io/cluster": cluster["metadata"]["name"]}
+
+
+def run_cli(*arguments: str, home: Path, answer: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from quire.cluster.cli import main; main()", *arguments]
+    environment = os.environ | {"HOME": str(home), "COLUMNS": "200"}
+    return subprocess.run(command, env=environment, input=answer, capture_output=True, text=True, timeout=120)
+
+
+def test_up_says_what_it_will_do_and_a_dry_run_does_nothing(home: Path) -> None:
+    done = run_cli("up", str(write(home, filled_in("aws"))), "--dry-run", home=home)
+    assert done.returncode == 0, done.stderr
+    for said in ("4 x L4 24 GiB", "8 x H100 80 GiB", "spot", "us-west-2", "no public address", "quire serve"):
+        assert said in done.stdout
+
+
+def test_up_refuses_a_file_with_problems(home: Path) -> None:
+    text = changed("aws", "use_internal_ips: true", "use_internal_ips: false")
+    done = run_cli("up", str(write(home, text)), "--yes", home=home)
+    assert done.returncode == 1
+    assert "public address" in done.stdout
+    assert "--ignore-problems" in done.stderr
+
+
+def test_an_example_can_be_printed_and_an_unknown_one_is_refused(home: Path) -> None:
+    assert run_cli("up", "--example", "gcp", home=home).stdout == example("gcp")
+    assert "there are aws, gcp" in run_cli("up", "--example", "moon", home=home).stderr
+
+
+def test_a_missing_cloud_library_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ray_launcher._SDKS, "aws", "no_such_library.at_all")
+    with pytest.raises(ConfigError, match=re.escape("pip install 'quire[aws]'")):
+        ray_launcher.check_sdk("aws")
+    ray_launcher.check_sdk("local")
+
+
+def test_up_and_down_run_rays_own_in_the_folder_of_the_file(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[list[str], Path]] = []
+
+    def run(command: list[str], *, cwd: Path, check: bool) -> subprocess.CompletedProcess[str]:
+        calls.append((command, cwd))
+        return subprocess.CompletedProcess(command, 1 if "down" in command else 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    cluster = ClusterFile.read(write(home, filled_in("onprem")))
+    ray_launcher.run_ray("up", cluster)
+    with pytest.raises(ReplicaUnavailable, match="`ray down` failed with exit status 1"):
+        ray_launcher.run_ray("down", cluster)
+    (up, folder), (down, _) = calls
+    assert folder == home
+    assert up[1:5] == ["-m", "ray.scripts.scripts", "up", "cluster.yaml"]
+    assert down[3:] == ["down", "cluster.yaml", "--yes"]
+
+
+def _parameters(command: str) -> list[cluster_file.Any]:
+    import typer
+
+    return list(typer.main.get_command(cli.app).commands[command].params)  # type: ignore[attr-defined]

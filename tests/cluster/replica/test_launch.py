@@ -1,0 +1,60 @@
+"""What is decided while a replica starts, with its processes left out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes import small_config
+
+from quire.cluster.replica import launch as module
+from quire.proto.config import EngineConfig
+from quire.proto.stream import RankStatus
+from quire.worker.actor import LoadReport
+
+
+class Launch:
+    """Ranks that have loaded, with so many blocks each."""
+
+    scheduler = None
+
+    def __init__(self, *num_blocks: int) -> None:
+        self.allocated: list[int | None] = []
+        self._reports = [
+            LoadReport(RankStatus(rank, 1, "here", "cpu", "idle"), count, {"weights": 1.0})
+            for rank, count in enumerate(num_blocks)
+        ]
+
+    def place(self) -> None: ...
+
+    def create(self) -> None: ...
+
+    def note(self, *_: object) -> None: ...
+
+    def load(self) -> list[LoadReport]:
+        return self._reports
+
+    def allocate(self, config: EngineConfig) -> EngineConfig:
+        self.allocated.append(config.cache.num_blocks)
+        return config
+
+    def connect(self, config: EngineConfig, reports: list[LoadReport]) -> str:
+        assert reports == self._reports
+        return "ipc:///nowhere"
+
+    def record(self, config: EngineConfig, endpoint: str, version: str) -> EngineConfig:
+        return config
+
+
+@pytest.mark.parametrize("num_blocks", [(30,), (31, 12, 40), (7, 7)])
+def test_every_rank_gets_the_blocks_that_the_least_of_them_holds(
+    num_blocks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Launch(*num_blocks)
+    monkeypatch.setattr(module, "_Launch", lambda *_: launch)
+    monkeypatch.setattr(module, "Replica", lambda record, *_: record)
+    site: Any = SimpleNamespace(guard=lambda: None, namespace="none")
+    started: Any = module.launch_replica(small_config(num_blocks=99), "replica-1", site)
+    assert launch.allocated == [min(num_blocks)]
+    assert started.cache.num_blocks == min(num_blocks)

@@ -1,0 +1,151 @@
+"""Where a replica goes, and what is said when it has no place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes import small_config
+from ray.autoscaler.v2.schema import ClusterStatus, LaunchRequest
+
+from quire.cluster.replica import placement
+from quire.cluster.replica.placement import (
+    PACK,
+    STRICT_PACK,
+    ClusterView,
+    Node,
+    NodeType,
+    bundles_for,
+    choose_strategy,
+    explain,
+    read_node_types,
+)
+from quire.proto.config import EngineConfig, ParallelConfig
+from quire.proto.errors import ConfigError
+
+HEAD = Node("aaa", "10.0.0.1", {"CPU": 4.0}, {"CPU": 3.0})
+BIG = Node("bbb", "10.0.0.2", {"CPU": 16.0, "GPU": 8.0}, {"CPU": 12.0, "GPU": 2.0})
+SMALL_TYPE = NodeType("gpu-small", {"CPU": 8.0, "GPU": 1.0}, 4)
+BIG_TYPE = NodeType("gpu-big", {"CPU": 32.0, "GPU": 8.0}, 2)
+
+
+def config(size: int, device: str = "cuda") -> EngineConfig:
+    return replace(small_config(), parallel=ParallelConfig(size, device))
+
+
+def test_a_replica_asks_for_a_scheduler_and_its_ranks() -> None:
+    assert bundles_for(config(2)) == [{"CPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}]
+    assert bundles_for(config(1, "cpu")) == [{"CPU": 1.0}, {"CPU": 1.0}]
+    assert bundles_for(config(1, "cpu"), {"GPU": 1, "slot": 0.5})[1] == {"CPU": 1.0, "GPU": 1, "slot": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("size", "nodes", "types", "strategy"),
+    [
+        (4, [BIG], [], STRICT_PACK),  # busy now, but it could hold it
+        (4, [HEAD], [SMALL_TYPE], PACK),
+        (4, [HEAD], [SMALL_TYPE, BIG_TYPE], STRICT_PACK),
+        (8, [BIG], [], STRICT_PACK),
+        (16, [BIG], [BIG_TYPE], PACK),
+        (1, [HEAD], [SMALL_TYPE], STRICT_PACK),
+        (4, [HEAD], [NodeType("none", {"CPU": 99.0, "GPU": 99.0}, 0)], PACK),
+        (1, [], [], PACK),
+    ],
+)
+def test_one_node_where_one_can_hold_it(
+    size: int, nodes: list[Node], types: list[NodeType], strategy: str
+) -> None:
+    assert choose_strategy(bundles_for(config(size)), nodes, types) == strategy
+
+
+def test_what_was_asked_and_what_there_is_are_told() -> None:
+    view = ClusterView((HEAD, BIG), (SMALL_TYPE,), ("1 of gpu-small being started",))
+    assert explain(bundles_for(config(4)), STRICT_PACK, view) == (
+        "replica needs 5 CPU, 4 GPU on one node; "
+        "nodes: 10.0.0.1 has 3 of 4 CPU free, 0 of 0 GPU free, 10.0.0.2 has 12 of 16 CPU free, 2 of 8 GPU free; "
+        "node types: gpu-small offers 8 CPU, 1 GPU (max 4 nodes); "
+        "1 of gpu-small being started"
+    )
+
+
+def test_what_can_never_be_had_is_told() -> None:
+    told = explain(bundles_for(config(16)), PACK, ClusterView((HEAD,), (SMALL_TYPE,)))
+    assert "replica needs 17 CPU, 16 GPU over several nodes, a rank 1 CPU, 1 GPU of them" in told
+    assert told.endswith("the whole cluster, fully grown, has 4 GPU")
+    told = explain(bundles_for(config(1)), PACK, ClusterView((HEAD,)))
+    assert "no autoscaler is known" in told
+    assert told.endswith("the whole cluster, fully grown, has 0 GPU")
+
+
+def test_a_rank_larger_than_any_node_is_told() -> None:
+    told = explain(bundles_for(config(1), {"GPU": 2.0}), PACK, ClusterView((HEAD,), (SMALL_TYPE,)))
+    assert told.endswith("no node or node type holds one rank: 1 CPU, 2 GPU")
+
+
+def test_node_types_are_read_from_a_file_for_ray_up(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        """
+max_workers: 6
+head_node_type: head
+available_node_types:
+  head: {resources: {CPU: 4}, node_config: {}}
+  small: {resources: {CPU: 8, GPU: 1}, max_workers: 4, node_config: {}}
+  big: {resources: {CPU: 32, GPU: 8}, node_config: {}}
+"""
+    )
+    small, big = NodeType("small", {"CPU": 8, "GPU": 1}, 4), NodeType("big", {"CPU": 32, "GPU": 8}, 6)
+    assert read_node_types(path) == (small, big)
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "[1]", "available_node_types: {a: 3}", "a: [", "available_node_types: 1"]
+)
+def test_a_file_that_is_none_for_ray_up_is_refused(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "cluster.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=r"cluster.yaml is no cluster file of Ray's autoscaler"):
+        read_node_types(path)
+
+
+def test_what_the_first_autoscaler_reports_is_told() -> None:
+    report = {
+        "pending_launches": {"gpu-small": 2, "idle": 0},
+        "pending_nodes": [["10.0.0.9", "gpu-small", "setting-up"]],
+        "node_availability_summary": {
+            "node_availabilities": {
+                "gpu-small": {"unavailable_node_information": None},
+                "gpu-big": {
+                    "unavailable_node_information": {
+                        "category": "InsufficientCapacity",
+                        "description": "no p5",
+                    }
+                },
+            }
+        },
+    }
+    assert list(placement._launches_in_report(report)) == [
+        "3 of gpu-small being started",
+        "gpu-big could not be started: InsufficientCapacity: no p5",
+    ]
+    assert list(placement._launches_in_report({})) == []
+
+
+def test_what_the_second_autoscaler_answers_is_told() -> None:
+    pending, failed = LaunchRequest.Status.PENDING, LaunchRequest.Status.FAILED
+    status = ClusterStatus(
+        pending_launches=[LaunchRequest("g5", "gpu-small", 2, pending, 0)],
+        failed_launches=[LaunchRequest("p5", "gpu-big", 1, failed, 0, 1, "no quota")],
+    )
+    assert list(placement._launches_in_status(status)) == [
+        "2 of gpu-small being started",
+        "gpu-big could not be started: no quota",
+    ]
+
+
+def test_an_autoscaler_that_cannot_be_understood_fails_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_internal_kv_get", lambda name: b"{not JSON")
+    (line,) = placement._launches()
+    assert line.startswith("what the autoscaler does cannot be read: JSONDecodeError")

@@ -1,0 +1,30 @@
+"""A replica's record is plain data that survives a key-value store, and nothing else is taken for one."""
+
+import json
+
+import pytest
+
+from quire.cluster.replica.replica import ReplicaRecord
+from quire.proto.errors import ProtocolError
+
+RECORD = ReplicaRecord(
+    replica_id="replica-1", model="demo", version="2", endpoint="tcp://10.0.0.1:4000", num_kv_blocks=64,
+    namespace="quire", node_ids=("a", "a", "b"), pids=(1, 2, 3),
+)  # fmt: skip
+
+
+def test_a_record_comes_back_from_json_as_it_was() -> None:
+    assert ReplicaRecord.from_json(RECORD.to_json()) == RECORD
+    assert RECORD.tensor_parallel_size == 2
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"replica_id": "x"}', "\x00"])
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(ProtocolError, match="record cannot be read"):
+        ReplicaRecord.from_json(text)
+
+
+def test_a_record_with_an_unknown_field_is_refused() -> None:
+    fields = json.loads(RECORD.to_json()) | {"surprise": 1}
+    with pytest.raises(ProtocolError, match="surprise"):
+        ReplicaRecord.from_json(json.dumps(fields))

@@ -1,0 +1,147 @@
+"""Text as it comes is the text as a whole, cut at the first stop string; nothing of a stop string leaks."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import quire.cluster.demo
+from quire.cluster.requests.detokenizer import Detokenizer, StopFinder
+from quire.cluster.requests.tokenizer import IncrementalDecoder, Tokenizer
+
+VOCAB_SIZE = 3072
+TEXT = "It was the café's naïve 😀 and it said: stop!"
+
+
+@cache
+def demo_tokenizer() -> Tokenizer:
+    return Tokenizer(str(Path(quire.cluster.demo.__file__).parent / "model"))
+
+
+# Machines that are busy with other tests are no failure, and a failure must come again.
+steady = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+token_lists = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40)
+# Words, so that there is text to find, among ids of every kind, broken characters included.
+texts = st.lists(st.sampled_from(["the ", "cat", " and", "é", "😀", "st", "op", "\n", "stop"]), max_size=12)
+stops = st.lists(st.text("abcdehnopst é😀\n", min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+def first_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
+    """The text before the stop string that is completed first, by looking at every beginning of the text."""
+    for end in range(1, len(text) + 1):
+        found = [string for string in stop if text[:end].endswith(string)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@steady
+@given(token_lists, st.booleans())
+def test_pieces_joined_are_the_whole(token_ids: list[int], skip_special_tokens: bool) -> None:
+    decoder = IncrementalDecoder(demo_tokenizer(), skip_special_tokens=skip_special_tokens)
+    pieces = [decoder.push([token_id]) for token_id in token_ids]
+    whole = demo_tokenizer().decode(token_ids, skip_special_tokens=skip_special_tokens)
+    assert "".join(pieces) + decoder.flush() == whole
+
+
+@steady
+@given(token_lists, st.data())
+def test_pieces_do_not_depend_on_how_tokens_arrive(token_ids: list[int], data: st.DataObject) -> None:
+    decoder, text, start = IncrementalDecoder(demo_tokenizer()), "", 0
+    while start < len(token_ids):
+        count = data.draw(st.integers(1, len(token_ids) - start))
+        text += decoder.push(token_ids[start : start + count])
+        start += count
+    assert text + decoder.flush() == demo_tokenizer().decode(token_ids)
+
+
+def test_a_character_is_shown_when_it_is_complete() -> None:
+    decoder = IncrementalDecoder(demo_tokenizer())
+    token_ids = demo_tokenizer().encode("😀")
+    assert len(token_ids) > 1
+    assert [decoder.push([token_id]) for token_id in token_ids] == [""] * (len(token_ids) - 1) + ["😀"]
+
+
+def test_ids_that_never_become_text_do_not_pile_up() -> None:
+    """A model can sample anything; each push stays cheap, and the text is still right."""
+    tokenizer = demo_tokenizer()
+    half = tokenizer.encode("😀")[0]
+    for token_id in (half, 0):  # a piece of a character, and the special token that ends a text
+        decoder = IncrementalDecoder(tokenizer)
+        text = "".join(decoder.push([token_id]) for _ in range(500))
+        assert len(decoder._window) < 100
+        assert text + decoder.flush() == tokenizer.decode([token_id] * 500)
+
+
+@settings(steady, max_examples=300)
+@given(texts, token_lists, stops, st.data())
+def test_text_is_cut_before_the_first_stop_string(
+    words: list[str], noise: list[int], stop: list[str], data: st.DataObject
+) -> None:
+    tokenizer, strings = demo_tokenizer(), tuple(stop)
+    token_ids = tokenizer.encode("".join(words)) + noise
+    expected, expected_stop = first_stop(tokenizer.decode(token_ids), strings)
+    detokenizer, shown, num_taken = Detokenizer(tokenizer, strings), "", 0
+    while num_taken < len(token_ids) and detokenizer.stop_string is None:
+        count = data.draw(st.integers(1, len(token_ids) - num_taken))
+        text, num_tokens = detokenizer.push(token_ids[num_taken : num_taken + count])
+        shown += text
+        assert expected.startswith(shown), "something after the cut was shown"
+        num_taken += num_tokens
+    if detokenizer.stop_string is None:
+        shown += detokenizer.finish()
+    assert (shown, detokenizer.stop_string) == (expected, expected_stop)
+    if expected_stop is not None and num_taken < len(token_ids):
+        complete, before = (tokenizer.decode(token_ids[:n]) for n in (num_taken, num_taken - 1))
+        assert first_stop(complete, strings)[1] is not None, "ended before the stop string was complete"
+        assert first_stop(before, strings)[1] is None, "took tokens after the one that completed it"
+
+
+@steady
+@given(st.text("abc", max_size=20), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_only_what_may_become_a_stop_string_is_held(text: str, stop: list[str]) -> None:
+    finder, shown = StopFinder(tuple(stop)), ""
+    for character in text:
+        piece, found = finder.push(character)
+        shown += piece
+        if found is not None:
+            break
+        assert not finder.held or any(string.startswith(finder.held) for string in stop)
+    else:
+        assert shown + finder.held == text
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "shown", "found"),
+    [
+        (("b",), "abc", "a", "b"),
+        (("abcd", "bc"), "abcd", "a", "bc"),  # completed first
+        (("bc", "abc"), "abcd", "", "abc"),  # completed by the same character: the longest
+        (("xyz",), "abxy", "ab", None),
+    ],
+)
+def test_which_stop_string_is_first(stop: tuple[str, ...], text: str, shown: str, found: str | None) -> None:
+    assert StopFinder(stop).push(text) == (shown, found)
+    assert StopFinder(stop, keep=True).push(text) == (shown + (found or ""), found)
+
+
+@pytest.mark.parametrize("word", ["the", " captain", "😀", "whale-ship"])
+def test_spellings_of_a_word_are_those_inside_texts(word: str) -> None:
+    tokenizer, bare = demo_tokenizer(), word.strip()
+    spellings = tokenizer.spellings(word)
+    assert {tokenizer.decode(spelling).lstrip() for spelling in spellings} == {bare}
+    for text in (bare, f" {bare}"):
+        token_ids = tuple(tokenizer.encode(text))
+        assert any(token_ids[-len(spelling) :] == spelling for spelling in spellings)
+    # Neither is there for nothing.
+    assert not any(a != b and a[-len(b) :] == b for a in spellings for b in spellings)
+
+
+def test_encode_and_decode_are_inverse() -> None:
+    assert demo_tokenizer().decode(demo_tokenizer().encode(TEXT)) == TEXT

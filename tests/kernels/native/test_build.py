@@ -1,0 +1,134 @@
+"""Building the C++ ops: once, into the cache, and not at all where that cannot be."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.kernels import activation
+from quire.kernels.native import build as native
+from quire.kernels.norm import rms_norm
+
+FAKE_COMPILER = """#!/bin/sh
+if [ "$1" = --version ]; then echo fake 1; exit; fi
+echo built >> "{log}"
+while [ "$1" != -o ]; do shift; done
+sleep 0.3
+cp "{library}" "$2"
+"""
+
+GATES = {
+    "silu_and_mul": torch.nn.functional.silu,
+    "gelu_tanh_and_mul": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+
+LOAD = "from quire.kernels.native.build import library; assert library() is not None"
+
+
+@pytest.fixture
+def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that copies the library that is there and notes each time; its log."""
+    found = native.library()
+    if found is None:
+        pytest.skip("there is no C++ compiler")
+    compiler, log = tmp_path / "compiler", tmp_path / "log"
+    compiler.write_text(FAKE_COMPILER.format(log=log, library=found._name))
+    compiler.chmod(0o755)
+    log.touch()
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
+    return log
+
+
+def load_anew() -> None:
+    subprocess.run([sys.executable, "-c", LOAD], check=True, timeout=120)
+
+
+def test_processes_that_start_together_build_once(fake_compiler: Path) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        for done in [threads.submit(load_anew) for _ in range(3)]:
+            done.result()
+    assert fake_compiler.read_text() == "built\n"
+    built = [path.suffix for path in native.cache_directory().iterdir()]
+    assert sorted(built) == [".lock", ".so"]
+
+
+def test_another_compiler_or_source_is_another_library(
+    fake_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = str(tmp_path / "compiler")
+    first = native._fingerprint(compiler, ("-O3",))
+    assert native._fingerprint(compiler, ("-O2",)) != first
+    sources = tmp_path / "sources"
+    shutil.copytree(native._SOURCES, sources)
+    monkeypatch.setattr(native, "_SOURCES", sources)
+    assert native._fingerprint(compiler, ("-O3",)) == first
+    (sources / "linear.cpp").write_text("// changed")
+    assert native._fingerprint(compiler, ("-O3",)) != first
+
+
+def test_the_cache_directory_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("QUIRE_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.cache_directory() == tmp_path / "quire"
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "own"))
+    assert native.cache_directory() == tmp_path / "own"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [("no-such-compiler", "no C++ compiler"), (__file__, "no C++ compiler"), ("false", "false failed")],
+)
+def test_without_a_compiler_the_log_says_so(
+    compiler: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    load = native.library.__wrapped__
+    with caplog.at_level(logging.WARNING):
+        assert load() is None
+    (record,) = caplog.records
+    assert said in record.getMessage()
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    fake_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert native.library.__wrapped__() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [16, 32, 80, 512])
+@pytest.mark.parametrize("gate", ["silu_and_mul", "gelu_tanh_and_mul"])
+def test_gates_of_extreme_numbers(gate: str, dtype: torch.dtype, length: int) -> None:
+    numbers = torch.linspace(-120, 120, 3 * length).view(3, length)
+    numbers[2, -1] = torch.nan
+    gate_up = torch.cat((numbers, torch.ones_like(numbers)), dim=1).to(dtype)
+    exact = GATES[gate](gate_up[:, :length].double())
+    out = getattr(activation, gate)(gate_up).double()
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out, exact, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_of_heads_that_are_views(dtype: torch.dtype) -> None:
+    wide, weight = torch.randn(5, 7, 32).to(dtype), torch.randn(32).to(dtype)
+    heads = wide[:, 1:4]
+    x = heads.double()
+    exact = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(rms_norm(heads, weight, 1e-6).double(), exact, atol=tolerance, rtol=tolerance)

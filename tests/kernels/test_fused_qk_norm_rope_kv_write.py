@@ -1,0 +1,103 @@
+"""Heads from projection to cache: their norm, a rotation of all, a part or none of each, and what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from triton_device import DEVICE
+
+from quire.kernels.fused_qk_norm_rope_kv_write import rotate_and_store
+from quire.kernels.native import ops as cpu
+from quire.kernels.quantized_kv import dequantize
+
+NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 5, 2, 16
+# The second slot is padding; the others are in distinct blocks.
+SLOTS = [3 * 16 + 5, -1, 16, 2 * 16 + 15]
+# What the cache holds, and how far off that may be from what was computed in float32.
+STORED = {torch.float32: 1e-5, torch.int8: 0.51 / 127, torch.float8_e4m3fn: 16.1 / 448}
+
+# Of (head_dim, rotated part of it); some that the C++ ops take and some that they do not.
+SHAPES = [(64, 64), (64, 32), (80, 20), (32, 0), (128, 96), (24, 8)]
+
+
+@pytest.fixture(params=["native", "twin", pytest.param("triton", marks=DEVICE.marks)])
+def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
+    if request.param == "triton":
+        pytest.importorskip("triton")
+        from quire.kernels.gpu.fused_qk_norm_rope_kv_write import rotate_and_store as fused
+
+        def on_device(*args: Tensor | float | None, kv_scales: Tensor | None) -> Tensor:
+            """Caches are filled in place, so they come back to where they were."""
+            device = DEVICE.values[0]
+            moved = [arg.to(device) if isinstance(arg, Tensor) else arg for arg in args]
+            scales = None if kv_scales is None else kv_scales.to(device)
+            out = fused(*moved, kv_scales=scales).cpu()
+            args[1].copy_(moved[1])
+            if kv_scales is not None:
+                kv_scales.copy_(scales)
+            return out
+
+        return on_device
+    if request.param == "twin":
+        monkeypatch.setattr(cpu, "takes", lambda x, length: False)
+    return rotate_and_store
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("stored", STORED, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rotate_and_store(
+    op: Callable[..., Tensor], shape: tuple[int, int], stored: torch.dtype, has_norm: bool
+) -> None:
+    head_dim, rotated_dim = shape
+    torch.manual_seed(0)
+    heads = torch.randn(len(SLOTS), NUM_HEADS + 2 * NUM_KV_HEADS, head_dim)
+    angles = torch.randn(len(SLOTS), rotated_dim // 2)
+    norms = [torch.rand(head_dim) + 0.5 if has_norm else None for _ in "qk"]
+    cache = torch.zeros(4, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim, dtype=stored)
+    scales = None if stored == torch.float32 else torch.zeros(cache.shape[:-1])
+    expected_q, expected_kv = expected(heads.double(), angles.double(), norms)
+
+    cos = torch.cat((angles.cos(), angles.cos()), dim=-1) if rotated_dim else None
+    sin = torch.cat((-angles.sin(), angles.sin()), dim=-1) if rotated_dim else None
+    q = op(heads, cache, torch.tensor(SLOTS), cos, sin, *norms, 1e-6, kv_scales=scales)
+    torch.testing.assert_close(q.double(), expected_q, atol=1e-5, rtol=1e-5)
+    for token, slot in enumerate(SLOTS):
+        if slot < 0:
+            continue
+        at = slot // BLOCK_SIZE, slice(None), slice(None), slot % BLOCK_SIZE
+        found = cache[at].double() if scales is None else dequantize(cache[at], scales[at], torch.float64)
+        bound = STORED[stored] * expected_kv[token].abs().amax(dim=-1, keepdim=True)
+        assert ((found - expected_kv[token]).abs() <= bound).all()
+        cache[at] = 0
+        if scales is not None:
+            scales[at] = 0
+    assert not cache[1:].float().any()
+    assert scales is None or not scales[1:].any()
+
+
+def expected(heads: Tensor, angles: Tensor, norms: list[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Queries [T, Hq, D], and keys and values [T, 2, Hkv, D]."""
+    q, k, v = heads.split([NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
+    rotated = []
+    for x, weight in zip((q, k), norms, strict=True):
+        if weight is not None:
+            x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+        half = angles.shape[1]
+        pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.exp(1j * angles).unsqueeze(1)
+        rotated.append(torch.cat((pairs.real, pairs.imag, x[..., 2 * half :]), dim=-1))
+    return rotated[0], torch.stack((rotated[1], v), dim=1)
+
+
+def test_tokens_of_one_slot_harm_no_other(op: Callable[..., Tensor]) -> None:
+    """Duplicates: one of them is stored whole, number and scale."""
+    heads = torch.ones(3, NUM_HEADS + 2 * NUM_KV_HEADS, 64)
+    cache = torch.zeros(3, 2, NUM_KV_HEADS, BLOCK_SIZE, 64, dtype=torch.int8)
+    scales = torch.zeros(cache.shape[:-1])
+    op(heads, cache, torch.tensor([17, 17, 40]), None, None, None, None, 0.0, kv_scales=scales)
+    assert scales.nonzero()[:, [0, 3]].unique(dim=0).tolist() == [[1, 1], [2, 8]]
+    back = dequantize(cache, scales, torch.float32)
+    torch.testing.assert_close(back[[1, 2], :, :, [1, 8]], torch.ones(2, 2, NUM_KV_HEADS, 64))

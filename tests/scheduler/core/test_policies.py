@@ -1,0 +1,216 @@
+"""The order of admission, deadlines, and who gives way."""
+
+import weakref
+from array import array
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from driver import Driver
+from fakes import VOCAB_SIZE, oracle, small_config
+
+from quire.proto.sampling import SamplingParams
+from quire.proto.step import StepResult
+from quire.scheduler.core.policy import CostModel, counter_on_arrival, service
+from quire.scheduler.core.waiting import WaitingQueue
+from quire.scheduler.sequences.sequence import Sequence
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(2, VOCAB_SIZE, length).tolist()
+
+
+def order_of_first_tokens(driver: Driver) -> list[int]:
+    order: list[int] = []
+    while driver.step():
+        driver.now += 1.0
+        order += [handle for handle, answer in driver.answers.items() if answer and handle not in order]
+    return order
+
+
+def test_first_come_first_served():
+    driver = Driver(small_config(max_num_seqs=1))
+    for handle, priority in ((0, 0), (1, 5), (2, 9)):
+        driver.add(handle, prompt(4, handle), max_tokens=2, priority=priority)
+    assert order_of_first_tokens(driver)[1:] == [1, 2]
+
+
+def test_priority_goes_first_and_takes_the_row_of_a_lower_one():
+    driver = Driver(small_config(max_num_seqs=1, policy="priority"))
+    driver.add(0, prompt(4), max_tokens=9, priority=0, ignore_eos=True)
+    driver.step()
+    driver.add(1, prompt(4, 1), max_tokens=3, priority=1, ignore_eos=True)
+    driver.add(2, prompt(4, 2), max_tokens=3, priority=2, ignore_eos=True)
+    driver.step()
+    driver.step()  # a row that got a block in a plan is not taken in the same plan
+    assert driver.answers[2]
+    driver.run(depth=2)
+    assert driver.finishes[0].timings.recomputed_tokens > 0
+    for handle, most in ((0, 9), (1, 3), (2, 3)):
+        assert driver.answers[handle] == oracle(prompt(4, handle), most, stops=())
+
+
+def test_the_victim_has_the_lowest_priority_and_then_the_least_to_lose():
+    driver = Driver(
+        small_config(num_blocks=14, policy="priority", prefix_caching=False, max_num_batched_tokens=64)
+    )
+    driver.add(0, prompt(12), max_tokens=20, priority=1, ignore_eos=True)
+    driver.add(1, prompt(14, 1), max_tokens=20, priority=0, ignore_eos=True)
+    driver.add(2, prompt(5, 2), max_tokens=20, priority=0, ignore_eos=True)
+    while not driver.scheduler.stats.num_preemptions:
+        driver.step()
+    preempted = driver.scheduler._state.waiting.peek()
+    assert preempted is not None
+    assert preempted.handle == 2
+
+
+def test_shortest_prefill_first():
+    driver = Driver(small_config(max_num_seqs=1, policy="shortest-prefill"))
+    for handle, length in ((0, 4), (1, 12), (2, 3), (3, 7)):
+        driver.add(handle, prompt(length, handle), max_tokens=2)
+    assert order_of_first_tokens(driver) == [2, 0, 3, 1]
+
+
+def test_longest_prefix_first_but_nobody_waits_for_ever():
+    driver = Driver(small_config(max_num_seqs=1, num_blocks=64, policy="longest-prefix"))
+    head = prompt(16)
+    driver.add(0, head, max_tokens=1)
+    driver.run()
+    driver.add(1, prompt(16, 1), max_tokens=1)
+    for handle in range(2, 90):
+        driver.add(handle, [*head, handle % 60 + 2], max_tokens=1)
+    order = order_of_first_tokens(driver)
+    assert order[1] != 1
+    assert 1 in order[:70]
+
+
+def test_tenants_share_by_weight():
+    weights = (("gold", 3.0), ("tin", 1.0))
+    driver = Driver(small_config(max_num_seqs=1, num_blocks=64, policy="fair", tenant_weights=weights))
+    for handle in range(80):
+        tenant = "gold" if handle % 2 else "tin"
+        driver.add(handle, prompt(4, handle), max_tokens=4, tenant=tenant, ignore_eos=True)
+    for _ in range(4 * 40):
+        driver.step()
+    gold = sum(1 for handle in driver.finishes if handle % 2)
+    assert gold == pytest.approx(0.75 * len(driver.finishes), abs=2)
+
+
+def test_a_tenant_that_floods_does_not_delay_another():
+    driver = Driver(small_config(max_num_seqs=1, num_blocks=64, policy="fair"))
+    for handle in range(50):
+        driver.add(handle, prompt(4, handle), max_tokens=2, tenant="loud")
+    for _ in range(20):
+        driver.step()
+    driver.add(99, prompt(4, 99), max_tokens=2, tenant="quiet")
+    done = len(driver.finishes)
+    while 99 not in driver.finishes:
+        driver.step()
+    assert len(driver.finishes) - done <= 3
+
+
+def test_the_virtual_counter_as_a_function():
+    assert service(10, 5, weight=2.0) == 10.0
+    assert counter_on_arrival(1.0, [7.0, 9.0]) == 7.0
+    assert counter_on_arrival(8.0, []) == 8.0
+
+
+def test_a_deadline_ends_a_running_and_a_waiting_request():
+    driver = Driver(small_config(max_num_seqs=1))
+    driver.add(0, prompt(4), max_tokens=50, ignore_eos=True, timeout_s=5.0)
+    driver.add(1, prompt(4, 1), max_tokens=50, ignore_eos=True, timeout_s=2.0)
+    driver.add(2, prompt(4, 2), max_tokens=2, ignore_eos=True)
+    while driver.step():
+        driver.now += 1.0
+    for handle in (0, 1):
+        assert driver.finishes[handle].grpc_status == "DEADLINE_EXCEEDED"
+    assert 4 <= len(driver.answers[0]) <= 6
+    assert driver.answers[1] == []
+    assert driver.answers[2] == oracle(prompt(4, 2), 2, stops=())
+    assert driver.scheduler.blocks.num_held_blocks == 0
+
+
+def test_a_prompt_that_cannot_be_computed_in_time_is_not_started():
+    driver = Driver(small_config())
+    driver.scheduler._state.costs.prefill_tokens_per_s = 1.0
+    driver.add(0, prompt(20), max_tokens=2, timeout_s=10.0)
+    driver.run()
+    assert "cannot be computed before its deadline" in driver.finishes[0].error
+    assert driver.add(1, prompt(4), timeout_s=0.0).grpc_status == "DEADLINE_EXCEEDED"
+
+
+def test_salts_keep_tenants_apart():
+    driver = Driver(small_config())
+    for handle, salt in ((0, b"a"), (1, b"b"), (2, b"a")):
+        driver.add(handle, prompt(20), max_tokens=2, salt=salt)
+        driver.run()
+    assert [driver.finishes[handle].num_cached_tokens > 0 for handle in range(3)] == [False, False, True]
+
+
+def test_the_cost_model_weighs_what_was_measured():
+    costs = CostModel(swap_blocks_per_s=100.0)
+    assert costs.swap_is_cheaper(10, 160)  # nothing measured yet
+    costs.observe(1000, 1.0)
+    assert costs.prefill_tokens_per_s == 1000.0
+    assert not costs.swap_is_cheaper(10, 160)  # 0.2 s against 0.16 s
+    assert costs.swap_is_cheaper(10, 250)
+    assert not CostModel(swap_blocks_per_s=0.0).swap_is_cheaper(1, 10**6)
+
+
+def test_a_step_that_was_only_launched_counts_with_the_next_that_was_waited_for():
+    costs = CostModel(swap_blocks_per_s=100.0)
+    costs.observe(1000, 0.001, is_done=False)
+    assert costs.prefill_tokens_per_s == 0.0
+    assert costs.has_launched
+    costs.observe(500, 1.499)
+    assert costs.prefill_tokens_per_s == pytest.approx(1000.0)
+    assert not costs.has_launched
+
+
+def test_the_speed_of_prompts_is_learned_from_steps_that_are_full_of_them():
+    driver = Driver(small_config(max_num_batched_tokens=8))
+    gather, stages = (
+        driver.group.gather,
+        [{"forward": 0.1}, {"forward": 0.1, "sample": 1.8}, {"forward": 50.0}],
+    )
+
+    def gather_late(timeout_s: float) -> StepResult:
+        return replace(gather(timeout_s), stage_times=stages.pop(0) if stages else {})
+
+    driver.group.gather = gather_late  # type: ignore[method-assign]
+    driver.add(
+        0, prompt(16), max_tokens=3, ignore_eos=True
+    )  # two chunks, of which the second samples; then it decodes
+    driver.run()
+    assert driver.scheduler._state.costs.prefill_tokens_per_s == pytest.approx(16 / 2.0)
+    stages += [{"forward": 9.0}]
+    driver.add(1, prompt(3, 1), max_tokens=1)  # takes as long as a full step
+    driver.run()
+    assert not stages
+    assert driver.scheduler._state.costs.prefill_tokens_per_s == pytest.approx(16 / 2.0)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest-prefill", "fair", "longest-prefix"])
+def test_aborted_requests_that_never_come_up_are_forgotten(policy: str):
+    """Others always go before them, and callers send and abort as they like."""
+    queue = WaitingQueue(policy, lambda sequence: 0)
+    queue.push(make_sequence(0, num_prompt_tokens=1, priority=9))
+    for number in range(1, 2000):
+        aborted = make_sequence(number, num_prompt_tokens=5, priority=0)
+        queue.push(aborted)
+        reference = weakref.ref(aborted.token_ids)
+        queue.remove(aborted)
+        del aborted
+        if number == 1:
+            first = reference
+    assert len(queue) == 1
+    assert first() is None
+    assert queue.peek().seq_id == 0
+
+
+def make_sequence(number: int, num_prompt_tokens: int, priority: int) -> Sequence:
+    return Sequence(
+        seq_id=number, arrival=number, gateway=b"", handle=number, request_id="", sampling=SamplingParams(),
+        seed=0, num_prompt_tokens=num_prompt_tokens, limit=9, token_ids=array("i"), eos_token_ids=(),
+        arrived_at=0.0, priority=priority,
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+import pytest
+
+from quire.scheduler.kv.block_pool import BlockPool
+
+
+def make_pool(num_blocks: int = 6) -> tuple[BlockPool, list[int]]:
+    evicted: list[int] = []
+    return BlockPool(num_blocks, evicted.append), evicted
+
+
+def test_scratch_block_is_never_handed_out():
+    pool, _ = make_pool(6)
+    assert pool.num_free == 5
+    assert sorted(pool.allocate(5)) == [1, 2, 3, 4, 5]
+    assert pool.num_free == 0
+
+
+def test_a_block_is_free_when_its_last_reference_goes():
+    pool, _ = make_pool()
+    (block,) = pool.allocate(1)
+    pool.share([block])
+    pool.release([block], fence_step=None)
+    assert pool.num_held == 1
+    pool.release([block], fence_step=None)
+    assert pool.num_held == 0
+    pool.check_integrity({})
+
+
+def test_releasing_twice_is_found():
+    pool, _ = make_pool()
+    (block,) = pool.allocate(1)
+    pool.release([block], fence_step=None)
+    with pytest.raises(AssertionError, match="released more often"):
+        pool.release([block], fence_step=None)
+
+
+def test_cached_blocks_are_evicted_last_and_oldest_first():
+    pool, evicted = make_pool(6)
+    kept = pool.allocate(3)
+    for block in kept:
+        pool.keep_content(block)
+    pool.release(kept[::-1], fence_step=None)
+    assert pool.num_cached == 3
+    assert pool.num_free == 5
+    pool.allocate(2)
+    assert evicted == []
+    pool.allocate(2)
+    assert evicted == [kept[2], kept[1]]
+
+
+def test_a_shared_cached_block_leaves_the_free_queue():
+    pool, evicted = make_pool(3)
+    kept = pool.allocate(2)
+    for block in kept:
+        pool.keep_content(block)
+    pool.release(kept, fence_step=None)
+    pool.share([kept[0]])
+    assert pool.allocate(1) == [kept[1]]
+    assert evicted == [kept[1]]
+    pool.check_integrity({kept[0]: 1, kept[1]: 1})
+
+
+def test_a_fenced_block_waits_for_its_step():
+    pool, _ = make_pool(3)
+    blocks = pool.allocate(2)
+    pool.release(blocks, fence_step=7)
+    assert pool.num_free == 0
+    assert pool.num_fenced == 2
+    pool.lift_fences(6)
+    assert pool.num_free == 0
+    pool.lift_fences(7)
+    assert pool.num_free == 2
+
+
+def test_a_fenced_block_that_is_shared_again_is_not_freed_by_the_old_fence():
+    pool, _ = make_pool(3)
+    (block,) = pool.allocate(1)
+    pool.keep_content(block)
+    pool.release([block], fence_step=3)
+    pool.share([block])
+    pool.lift_fences(3)
+    assert pool.num_held == 1
+    pool.release([block], fence_step=5)
+    pool.lift_fences(4)
+    assert pool.num_fenced == 1
+    pool.lift_fences(5)
+    assert pool.num_cached == 1
+    pool.check_integrity({})
+
+
+def test_check_integrity_finds_a_leaked_reference():
+    pool, _ = make_pool()
+    pool.allocate(1)
+    with pytest.raises(AssertionError, match="block 1 counts 1 references, tables name it 0 times"):
+        pool.check_integrity({})
+
+
+def test_a_large_pool_costs_nothing_to_make():
+    pool, _ = make_pool(50_000_000)
+    assert pool.num_free == 49_999_999
+    assert pool.allocate(2) == [1, 2]

@@ -1,0 +1,71 @@
+from array import array
+
+from quire.scheduler.kv.prefix_cache import CacheKey, PrefixCache, child_digest, make_root
+
+ROOT = make_root("model")
+
+
+def chain(cache: PrefixCache, tokens: list[int], num_blocks: int, root: bytes = ROOT) -> list[bytes]:
+    digests: list[bytes] = []
+    cache.extend(root, digests, array("i", tokens), num_blocks)
+    return digests
+
+
+def key(parent: bytes, tokens: list[int]) -> CacheKey:
+    raw = array("i", tokens).tobytes()
+    return CacheKey(child_digest(parent, raw), parent, raw)
+
+
+def test_a_block_is_found_by_all_that_comes_before_it():
+    cache = PrefixCache(2)
+    first, second = chain(cache, [1, 2, 3, 4], 2)
+    assert cache.insert(key(ROOT, [1, 2]), 10)
+    assert cache.insert(key(first, [3, 4]), 11)
+    assert (cache.find(first), cache.find(second)) == (10, 11)
+    assert cache.find(chain(cache, [3, 4], 1)[0]) is None
+
+
+def test_equal_blocks_after_different_beginnings_differ():
+    cache = PrefixCache(2)
+    assert chain(cache, [1, 2, 7, 7], 2)[1] != chain(cache, [2, 1, 7, 7], 2)[1]
+
+
+def test_models_salts_and_adapters_share_nothing():
+    named = [("m", b"", ""), ("m", b"s", ""), ("m", b"", "s"), ("ms", b"", ""), ("m", b"", "t")]
+    roots = [make_root(*names) for names in named]
+    assert len(set(roots)) == len(roots)
+
+
+def test_extend_only_adds_what_is_missing():
+    cache = PrefixCache(2)
+    tokens = array("i", [1, 2, 3, 4])
+    digests: list[bytes] = []
+    cache.extend(ROOT, digests, tokens, 1)
+    first = list(digests)
+    cache.extend(ROOT, digests, tokens, 2)
+    assert digests[:1] == first
+    assert digests == chain(cache, [1, 2, 3, 4], 2)
+
+
+def test_the_first_block_with_a_content_stays_and_eviction_forgets_it():
+    cache = PrefixCache(2)
+    entry = key(ROOT, [1, 2])
+    assert cache.insert(entry, 5)
+    assert not cache.insert(entry, 6)
+    assert cache.find(entry.digest) == 5
+    cache.forget(5)
+    assert cache.find(entry.digest) is None
+    assert cache.closest_child(ROOT, array("i", [1, 2])) is None
+    assert len(cache) == 0
+    cache.check_integrity()
+
+
+def test_the_closest_child_agrees_in_the_most_tokens():
+    cache = PrefixCache(4)
+    cache.insert(key(ROOT, [1, 2, 9, 9]), 5)
+    cache.insert(key(ROOT, [1, 2, 3]), 6)  # a part-filled block
+    cache.insert(key(ROOT, [7, 7, 7, 7]), 7)
+    assert cache.closest_child(ROOT, array("i", [1, 2, 3, 4])) == (6, 3)
+    assert cache.closest_child(ROOT, array("i", [1, 2, 9, 4])) == (5, 3)
+    assert cache.closest_child(ROOT, array("i", [1])) == (5, 1)
+    assert cache.closest_child(ROOT, array("i", [8, 8])) is None

@@ -1,0 +1,312 @@
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import zmq
+from fakes import FakeWorkerGroup, oracle, small_config, submit
+
+from quire.proto import stream
+from quire.proto.errors import RankFailed
+from quire.proto.step import StepResult
+from quire.proto.stream import (
+    Abort,
+    CacheQuery,
+    CacheReport,
+    Drain,
+    FinishReason,
+    GatewayMessage,
+    ReplicaMessage,
+    ReplicaStatus,
+    StatusQuery,
+    TokenBatch,
+)
+from quire.proto.transport.network import CurveKeys, connect, tcp_endpoint
+from quire.scheduler.core.scheduler import Scheduler
+from quire.scheduler.kv.prefix_cache import prefix_hashes
+from quire.scheduler.service.loop import StepLoop
+from quire.scheduler.service.mailbox import MAX_MESSAGES_AT_ONCE, ZmqMailbox
+
+
+class FakeMailbox:
+    """Hands out scripted messages, one list a call, and keeps what was sent."""
+
+    def __init__(self, script: list[list[tuple[bytes, GatewayMessage]]]) -> None:
+        self.script = script
+        self.sent: list[tuple[bytes, ReplicaMessage]] = []
+        self.gone: set[bytes] = set()
+
+    def receive(self, timeout_s: float) -> list[tuple[bytes, GatewayMessage]]:
+        return self.script.pop(0) if self.script else []
+
+    def send(self, gateway: bytes, message: ReplicaMessage) -> bool:
+        if gateway in self.gone:
+            return False
+        self.sent.append((gateway, message))
+        return True
+
+    def wake(self) -> None:
+        pass
+
+
+def make_loop(mailbox, **limits) -> tuple[StepLoop, Scheduler, FakeWorkerGroup]:
+    config = small_config(**limits)
+    scheduler, group = Scheduler(config), FakeWorkerGroup(config)
+    return StepLoop(scheduler, group, mailbox, "replica-0"), scheduler, group
+
+
+def run_until_idle(loop: StepLoop, mailbox: FakeMailbox) -> None:
+    while mailbox.script or loop.step():
+        loop._take_messages(0.0)
+
+
+def answer(mailbox: FakeMailbox, handle: int) -> list[int]:
+    batches = [message for _, message in mailbox.sent if isinstance(message, TokenBatch)]
+    return [token for batch in batches for token in batch.token_ids[batch.handles == handle].tolist()]
+
+
+def test_requests_of_two_gateways_are_answered():
+    mailbox = FakeMailbox([[(b"a", submit(1, [5, 6], max_tokens=6))], [(b"b", submit(2, [7], max_tokens=4))]])
+    loop, _, _ = make_loop(mailbox)
+    run_until_idle(loop, mailbox)
+    assert answer(mailbox, 1) == oracle([5, 6], 6)
+    assert answer(mailbox, 2) == oracle([7], 4)
+    assert {gateway for gateway, message in mailbox.sent} == {b"a", b"b"}
+
+
+def test_the_gap_between_steps_leaves_idle_times_out():
+    mailbox = FakeMailbox([[(b"a", submit(1, [5, 6], max_tokens=5))], [], [], [], [], [], [], []])
+    loop, scheduler, group = make_loop(mailbox, max_steps_in_flight=1)
+    gather, waits = group.gather, iter([7.0, 0.5, 0.25, 0.25, 1.0, 9.0, 3.0])
+
+    def gather_late(timeout_s: float) -> StepResult:
+        return replace(gather(timeout_s), stage_times={"wait": next(waits)})
+
+    group.gather = gather_late
+    run_until_idle(loop, mailbox)
+    assert (scheduler.stats.num_gaps, scheduler.stats.gap_sum_s) == (4, 2.0)
+    mailbox.script = [[(b"a", submit(2, [5, 7], max_tokens=2))]]
+    run_until_idle(loop, mailbox)
+    assert scheduler.stats.mean_gap_s == (2.0 + 3.0) / 5
+    assert loop.status().mean_gap_s == scheduler.stats.mean_gap_s
+
+
+def test_a_status_query_is_answered_in_numbers():
+    mailbox = FakeMailbox(
+        [[(b"a", submit(1, [5] * 9, max_tokens=30, ignore_eos=True))], [(b"a", StatusQuery(7))]]
+    )
+    loop, _, _ = make_loop(mailbox)
+    loop.step()
+    loop._take_messages(0.0)
+    loop.step()
+    loop._take_messages(0.0)
+    (status,) = [message for _, message in mailbox.sent if isinstance(message, ReplicaStatus)]
+    assert (status.query_id, status.replica_id, status.num_running) == (7, "replica-0", 1)
+    assert status.num_used_blocks == 3
+    assert status.num_blocks == 31
+
+
+def test_a_gateway_that_is_gone_loses_its_requests_and_no_other():
+    mailbox = FakeMailbox(
+        [[(b"a", submit(1, [5, 6], max_tokens=20, ignore_eos=True)), (b"b", submit(1, [7], max_tokens=3))]]
+    )
+    loop, scheduler, _ = make_loop(mailbox)
+    mailbox.gone.add(b"a")
+    run_until_idle(loop, mailbox)
+    assert answer(mailbox, 1) == oracle([7], 3)
+    assert not scheduler.has_work
+    assert scheduler.blocks.num_held_blocks == 0
+
+
+def test_a_gateway_that_reads_again_is_told_what_was_ended_meanwhile():
+    mailbox = FakeMailbox([[(b"a", submit(n, [5, n], max_tokens=20, ignore_eos=True)) for n in (6, 7)]])
+    loop, _, _ = make_loop(mailbox)
+    mailbox.gone.add(b"a")
+    run_until_idle(loop, mailbox)
+    mailbox.gone.clear()
+    mailbox.script = [[(b"a", StatusQuery(1))], [(b"a", StatusQuery(2))]]
+    run_until_idle(loop, mailbox)
+    (ends, *statuses) = [message for _, message in mailbox.sent]
+    assert {(finish.handle, finish.grpc_status) for finish in ends.finished} == {
+        (6, "UNAVAILABLE"), (7, "UNAVAILABLE"),
+    }  # fmt: skip
+    assert [status.query_id for status in statuses] == [1, 2]
+
+
+def test_an_abort_ends_a_request():
+    mailbox = FakeMailbox([[(b"a", submit(1, [5], max_tokens=30, ignore_eos=True))], [(b"a", Abort(1))]])
+    loop, scheduler, _ = make_loop(mailbox)
+    run_until_idle(loop, mailbox)
+    assert len(answer(mailbox, 1)) < 30
+    assert scheduler.blocks.num_held_blocks == 0
+
+
+def test_a_failed_rank_ends_the_loop_and_everyone_is_told():
+    mailbox = FakeMailbox([[(b"a", submit(1, [5], max_tokens=30))]])
+    loop, _, group = make_loop(mailbox)
+    group.failure = RankFailed(1, "killed by signal 9", step_id=1)
+    with pytest.raises(RankFailed, match="rank 1 failed at step 1: killed by signal 9"):
+        loop.run()
+    ((gateway, batch),) = mailbox.sent
+    assert gateway == b"a"
+    assert batch.finished[0].grpc_status == "UNAVAILABLE"
+    assert "rank 1" in batch.finished[0].error
+
+
+def test_everyone_is_told_even_when_the_state_cannot_be_put_in_order(caplog):
+    mailbox = FakeMailbox([[(b"a", submit(1, [5], max_tokens=30)), (b"b", submit(1, [6], max_tokens=30))]])
+    loop, scheduler, group = make_loop(mailbox)
+
+    def fail(timeout_s: float) -> StepResult:
+        raise RankFailed(1, "killed by signal 9", step_id=1)
+
+    def fault(*arguments: object) -> None:
+        raise KeyError("a fault of our own")
+
+    group.gather, scheduler.blocks.close = fail, fault
+    with pytest.raises(RankFailed, match="killed by signal 9"):
+        loop.run()
+    assert {gateway for gateway, batch in mailbox.sent if batch.finished} == {b"a", b"b"}
+    assert "replica-0 could not end in order" in caplog.text
+
+
+def test_a_draining_replica_says_so_and_gives_its_requests_back():
+    mailbox = FakeMailbox(
+        [
+            [(b"a", submit(1, [5] * 9, max_tokens=30, ignore_eos=True))],
+            [(b"a", Drain(0.0)), (b"b", submit(2, [7], max_tokens=4)), (b"b", StatusQuery(1))],
+        ]
+    )
+    loop, scheduler, _ = make_loop(mailbox)
+    run_until_idle(loop, mailbox)
+    ends = {
+        finish.handle: finish.reason
+        for _, message in mailbox.sent if isinstance(message, TokenBatch) for finish in message.finished
+    }  # fmt: skip
+    assert ends == {1: FinishReason.MOVED, 2: FinishReason.MOVED}
+    (status,) = [message for _, message in mailbox.sent if isinstance(message, ReplicaStatus)]
+    assert status.draining
+    assert not scheduler.has_work
+
+
+def test_a_status_tells_of_load():
+    now = [100.0]
+    mailbox = FakeMailbox([])
+    config = small_config(max_num_seqs=1, max_num_batched_tokens=8)
+    scheduler = Scheduler(config)
+    loop = StepLoop(scheduler, FakeWorkerGroup(config), mailbox, "replica-0", clock=lambda: now[0])
+    assert (loop.status().tokens_per_s, loop.status().kv_use, loop.status().oldest_wait_s) == (0.0, 0.0, 0.0)
+    for handle in range(2):
+        scheduler.add(b"a", submit(handle, [5 + handle] * 12, max_tokens=4, ignore_eos=True), now[0])
+    assert loop.status().queued_tokens == 24
+    plan = scheduler.schedule(now[0])
+    loop._group.broadcast(plan)
+    assert loop.status().queued_tokens == 16  # 4 of the one that runs, 12 of the one that waits
+    now[0] += 0.5
+    scheduler.apply(loop._group.gather(1.0), now[0])
+    status = loop.status()
+    assert status.tokens_per_s == pytest.approx(16.0)
+    assert status.oldest_wait_s == pytest.approx(0.5)
+    assert status.kv_use == pytest.approx(2 / 31)
+    assert status.cache_version == 2
+
+
+def test_a_cache_query_is_answered_with_what_changed():
+    mailbox = FakeMailbox([[(b"a", submit(1, [5] * 9, max_tokens=1))]])
+    loop, _, _ = make_loop(mailbox)
+    run_until_idle(loop, mailbox)
+    mailbox.script = [[(b"b", CacheQuery(0))]]
+    run_until_idle(loop, mailbox)
+    ((gateway, report),) = [sent for sent in mailbox.sent if isinstance(sent[1], CacheReport)]
+    assert gateway == b"b"
+    assert report.added == b"".join(reversed(prefix_hashes([5] * 9, 4, model="fake")))
+
+
+@pytest.fixture
+def endpoint(tmp_path):
+    return f"ipc://{tmp_path}/mailbox"
+
+
+def dealer(context: zmq.Context, endpoint: str) -> zmq.Socket:
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.RCVTIMEO, 60_000)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(endpoint)
+    return socket
+
+
+def test_the_loop_serves_over_a_socket_and_stops_when_asked(endpoint):
+    mailbox = ZmqMailbox(endpoint)
+    loop, _, _ = make_loop(mailbox)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    with zmq.Context() as context, dealer(context, endpoint) as socket:
+        socket.send(b"no such message")
+        socket.send(stream.encode(submit(3, [5, 6], max_tokens=6)))
+        told: list[int] = []
+        finished: tuple = ()
+        while not finished:
+            batch = stream.decode(socket.recv())
+            told += batch.token_ids.tolist()
+            finished = batch.finished
+        assert told == oracle([5, 6], 6)
+        socket.send(stream.encode(submit(4, [5, 6], max_tokens=10**6)))
+        loop.stop()
+        thread.join(60)
+        assert not thread.is_alive()
+    mailbox.close()
+    mailbox.close()
+    loop.stop()  # does nothing any more
+
+
+def test_a_mailbox_notices_a_gateway_that_left(endpoint):
+    mailbox = ZmqMailbox(endpoint)
+    with zmq.Context() as context, dealer(context, endpoint) as socket:
+        socket.send(stream.encode(Abort(1)))
+        ((gateway, message),) = mailbox.receive(60.0)
+        assert message == Abort(1)
+        assert mailbox.send(gateway, TokenBatch(1, np.array([1], np.int32), np.array([2], np.int32)))
+        assert stream.decode(socket.recv()).token_ids.tolist() == [2]
+    assert not mailbox.send(b"nobody", TokenBatch(1))
+    mailbox.close()
+
+
+def test_a_flood_of_messages_is_taken_in_parts(endpoint):
+    mailbox = ZmqMailbox(endpoint)
+    with zmq.Context() as context, dealer(context, endpoint) as socket:
+        for handle in range(MAX_MESSAGES_AT_ONCE + 5):
+            socket.send(b"no such message" if handle % 2 else stream.encode(Abort(handle)))
+        taken: list[int] = []
+        most = 0
+        while len(taken) < MAX_MESSAGES_AT_ONCE // 2 + 3:
+            part = [message.handle for _, message in mailbox.receive(60.0)]
+            taken += part
+            most = max(most, len(part))
+    assert taken == list(range(0, MAX_MESSAGES_AT_ONCE + 5, 2))
+    assert most <= MAX_MESSAGES_AT_ONCE // 2 + 1
+    mailbox.close()
+
+
+def test_a_mailbox_that_cannot_be_opened_leaves_nothing():
+    before = set(threading.enumerate())
+    with pytest.raises(zmq.ZMQError, match="Cannot assign"):
+        ZmqMailbox(tcp_endpoint("203.0.113.9"), CurveKeys.generate())  # of a network kept for documentation
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_mailbox_over_tcp_is_for_holders_of_the_keys():
+    keys = CurveKeys.generate()
+    mailbox = ZmqMailbox(tcp_endpoint("127.0.0.1"), keys)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as friend,
+        context.socket(zmq.DEALER) as stranger,
+    ):
+        for socket, own in ((friend, keys), (stranger, CurveKeys.generate())):
+            socket.setsockopt(zmq.LINGER, 0)
+            connect(socket, mailbox.endpoint, own)
+        stranger.send(stream.encode(Abort(1)))
+        friend.send(stream.encode(Abort(2)))
+        assert [message for _, message in mailbox.receive(60.0)] == [Abort(2)]
+        assert mailbox.receive(0.3) == []
+    mailbox.close()

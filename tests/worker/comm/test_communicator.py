@@ -1,0 +1,143 @@
+"""Communicators over real sockets, ranks in processes of their own, and what is said when one does not come."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from quire.proto.step import RowSampling, StepResult, decode_reply
+from quire.worker.comm.communicator import Shard, SingleRank, TorchDistributed, interface_of, open_store
+
+HOST = "127.0.0.1"
+
+# A rank in a process of its own: it is told where to meet, what to load and what plans to execute.
+RANK = """
+import pickle, sys
+from quire.proto.step import StepPlan
+from quire.worker.parallel import TorchDistributed
+from quire.worker.runner import ModelRunner
+
+rank, config, port, num_blocks, frames = pickle.load(sys.stdin.buffer)
+runner = ModelRunner(config, TorchDistributed(rank, 2, "127.0.0.1", port, "gloo", timeout_s=120))
+runner.allocate_cache(num_blocks)
+results = [runner.execute(StepPlan.decode(frame)).encode() for frame in frames]
+runner.close()
+pickle.dump(results, sys.stdout.buffer)
+"""
+
+
+def test_two_processes_over_gloo_give_the_tokens_of_two_threads(
+    make_model: Any, make_engine: Any, planned: Any, engine_config: Any
+) -> None:
+    folder = make_model("qwen2")
+    engine = make_engine(folder, 2, num_blocks=64)  # the sum of two numbers is the same in either order
+    settings = [RowSampling(temperature=0.0), RowSampling(seed=3), RowSampling(seed=4, top_p=0.9, logprobs=2)]
+    sequences = [planned(list(range(9, 9 + 20 * n)), 8, s) for n, s in enumerate(settings, start=1)]
+    frames: list[bytes] = []
+    expected = engine.generate(sequences, chunk_len=24, record=frames)
+    store, port = open_store(HOST)
+    orders = [pickle.dumps((rank, engine_config(folder, 2), port, 64, frames)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        ran = list(threads.map(run_rank, orders))
+    del store
+    tokens = [[tokens_of(reply) for reply in replies] for replies in ran]
+    assert tokens[0] == [result.token_ids.tolist() for result in expected]
+    assert all(not step for step in tokens[1])
+
+
+def tokens_of(reply: bytes) -> list[int]:
+    result = decode_reply(reply)
+    assert isinstance(result, StepResult)
+    tokens: list[int] = result.token_ids.tolist()
+    return tokens
+
+
+def run_rank(order: bytes) -> list[bytes]:
+    ran = subprocess.run(
+        [sys.executable, "-c", RANK], input=order, capture_output=True, timeout=240, check=False
+    )
+    assert ran.returncode == 0, ran.stderr.decode()
+    replies: list[bytes] = pickle.loads(ran.stdout)  # noqa: S301  (from our own child)
+    return replies
+
+
+def test_collectives() -> None:
+    store, port = open_store(HOST)
+    results: dict[int, tuple[list[float], list[list[float]]]] = {}
+
+    def on_rank(rank: int) -> None:
+        comm = TorchDistributed(rank, 3, HOST, port, "gloo", timeout_s=60)
+        summed = comm.all_reduce(torch.tensor([1.0, 10.0 * rank]))
+        results[rank] = summed.tolist(), comm.all_gather(torch.tensor([float(rank), 7.0])).tolist()
+        comm.barrier()
+        comm.close()
+        comm.close()
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(on_rank, range(3)))
+    del store
+    assert results == {rank: ([3.0, 30.0], [[0.0, 7.0], [1.0, 7.0], [2.0, 7.0]]) for rank in range(3)}
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
+    store, port = open_store(HOST)
+    with pytest.raises(
+        ConnectionError, match=r"joining at 127\.0\.0\.1:\d+ of rank 0 with the others of 2 failed"
+    ):
+        TorchDistributed(0, 2, HOST, port, "gloo", timeout_s=1)
+    del store
+
+
+def test_a_rank_that_leaves_fails_the_collective_of_the_others() -> None:
+    store, port = open_store(HOST)
+    left = threading.Event()
+
+    def leave() -> None:
+        TorchDistributed(1, 2, HOST, port, "gloo", timeout_s=60).close()
+        left.set()
+
+    leaver = threading.Thread(target=leave)
+    leaver.start()
+    comm = TorchDistributed(0, 2, HOST, port, "gloo", timeout_s=60)
+    assert left.wait(60)
+    leaver.join()
+    with pytest.raises(ConnectionError, match="all-reduce of rank 0 with the others of 2 failed"):
+        comm.all_reduce(torch.ones(4))
+    comm.close()
+    with pytest.raises(ConnectionError, match="rank 0 has left the group"):
+        comm.barrier()
+    del store
+
+
+def test_a_single_rank_exchanges_nothing() -> None:
+    comm, tensor = SingleRank(), torch.ones(3)
+    assert comm.all_reduce(tensor) is tensor
+    assert comm.all_gather(tensor).shape == (1, 3)
+
+
+@pytest.mark.parametrize(("full_len", "size"), [(8, 4), (10, 4), (3, 2), (5, 1)])
+def test_shards_cover_a_dimension_once(full_len: int, size: int) -> None:
+    shards = [Shard(rank, size, full_len) for rank in range(size)]
+    assert [place for shard in shards for place in range(shard.start, shard.end)] == list(range(full_len))
+    assert all(len(shard) <= shard.padded_len for shard in shards)
+
+
+def test_a_store_listens_on_its_own_address_only() -> None:
+    store, port = open_store("127.0.0.2")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+    socket.create_connection(("127.0.0.2", port), timeout=5).close()
+    del store
+
+
+def test_an_interface_is_found_by_its_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") is None  # of a network that is kept for documentation

@@ -1,0 +1,112 @@
+"""Sums over the ranks that are left to the norm after them: the same tokens, and refused where they cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cuda_graphs import capture
+
+from quire.cluster.config.resolve import resolve
+from quire.kernels.all_reduce_norm import NUM_SIGNALS, Peers, all_reduce_add_rms_norm
+from quire.proto.errors import ConfigError
+from quire.proto.step import RowSampling
+from quire.worker.comm.communicator import SingleRank, TorchDistributed, open_store
+from quire.worker.comm.symmetric_memory import share_memory
+from quire.worker.models import decoder, layers
+
+HOST = "127.0.0.1"
+MAX_TOKENS = 3
+PROMPT = [7, 21, 300, 45, 11]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_fused"), [("llama", 6), ("gemma2", 0), ("qwen3_moe", 3)], ids=["llama", "gemma2", "moe"]
+)
+def test_tokens_are_those_of_the_communicators_sums(
+    kind: str,
+    num_fused: int,
+    make_model: Any,
+    make_engine: Any,
+    planned: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One rank, whose part is the sum. Five norms of three layers and the last one follow a sum; the prompt is too
+    long for it.
+
+    A norm between a sum and its addition, and a mixture's sum, are left as they are.
+    """
+    folder = make_model(kind, seed=3)
+    calls: list[int] = []
+    fused = decoder.all_reduce_add_rms_norm
+
+    def count(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        calls.append(len(x))
+        return fused(x, *rest)
+
+    def peers_of(comm: Any, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Peers:
+        signals = torch.zeros(NUM_SIGNALS, dtype=torch.int32)
+        return Peers(0, [torch.zeros(MAX_TOKENS, hidden_size, dtype=dtype)], [signals])
+
+    def generate() -> list[int]:
+        sequence = planned(list(PROMPT), 6, RowSampling(temperature=0.0))
+        make_engine(folder, 1, num_blocks=16).generate([sequence])
+        tokens: list[int] = sequence.generated
+        return tokens
+
+    expected = generate()
+    monkeypatch.setattr(decoder, "all_reduce_add_rms_norm", count)
+    monkeypatch.setattr(decoder, "share_memory", peers_of)
+    make_context = layers.LoadContext.__init__
+
+    def with_fused(self: Any, *arguments: Any) -> None:
+        make_context(self, *arguments[:5], True)
+
+    monkeypatch.setattr(layers.LoadContext, "__init__", with_fused)
+    assert generate() == expected
+    assert calls == [1] * (5 * num_fused)
+
+
+def test_it_is_for_ranks_on_gpus(demo_model_dir: Any) -> None:
+    with pytest.raises(ConfigError, match="fused_all_reduce is for several ranks on GPUs"):
+        resolve("demo", device="cpu", tensor_parallel_size=2, fused_all_reduce=True)
+    with pytest.raises(ConfigError, match="fused_all_reduce needs several ranks"):
+        share_memory(SingleRank(), 64, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ranks_on_gpus_agree_to_the_bit() -> None:
+    """Eager calls and replays of one graph, whose calls follow each other without a pause."""
+    store, port = open_store(HOST)
+    torch.multiprocessing.spawn(be_rank, (2, port), nprocs=2)
+    del store
+
+
+def be_rank(rank: int, size: int, port: int) -> None:
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    comm = TorchDistributed(rank, size, HOST, port, "nccl", 120)
+    peers = share_memory(comm, 96, torch.bfloat16, device)
+    torch.manual_seed(0)
+    parts = torch.randn(size, 40, 96, dtype=torch.bfloat16)
+    residual, weight = torch.randn(40, 96).bfloat16(), torch.randn(96).bfloat16()
+    x, own_residual, own_weight = parts[rank].to(device), residual.to(device), weight.to(device)
+
+    def step() -> torch.Tensor:
+        out = own_residual
+        for _ in range(3):
+            out = all_reduce_add_rms_norm(x, own_residual, own_weight, 1e-5, peers)
+        return out
+
+    graph, out = capture(step)
+    for _ in range(20):
+        own_residual.copy_(residual)
+        graph.replay()
+        everyone = comm.all_gather(out.float())
+        assert torch.equal(everyone[0], everyone[1])
+    total = residual.double() + 3 * parts.double().sum(dim=0)
+    expected = total * (total.square().mean(dim=1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    torch.testing.assert_close(out.double().cpu(), expected, atol=5e-2, rtol=5e-2)
+    comm.close()

@@ -1,0 +1,196 @@
+"""Collectives over shared memory: sums and gathers, who is late, who has left and who was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.native.ops import ops
+from quire.kernels.shm_collectives import SLOT_BYTES
+from quire.worker.comm import shared_memory
+from quire.worker.comm.communicator import Communicator, TorchDistributed, open_store
+from quire.worker.comm.shared_memory import SharedMemory, join
+
+HOST = "127.0.0.1"
+
+pytestmark = pytest.mark.skipif(ops() is None, reason="there is no C++ compiler")
+
+
+def on_ranks(size: int, function: Callable[[Communicator], Any]) -> list[Any]:
+    """The function on each of `size` ranks of one group, as threads; closes the ranks."""
+    store, port = open_store(HOST)
+
+    def run(rank: int) -> Any:
+        comm = join(rank, size, HOST, port, "gloo", timeout_s=60)
+        try:
+            return function(comm)
+        finally:
+            comm.close()
+
+    with ThreadPoolExecutor(size) as threads:
+        results = list(threads.map(run, range(size)))
+    del store
+    return results
+
+
+def of_rank(rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_are_made_in_rank_order_with_the_same_bits_everywhere(size: int, dtype: torch.dtype) -> None:
+    counts = [1, 5, 16, 1000, SLOT_BYTES // 2 + 3]
+
+    def sums(comm: Communicator) -> list[Tensor]:
+        return [comm.all_reduce(of_rank(comm.rank, count, dtype)) for count in counts]
+
+    for results in zip(*on_ranks(size, sums), strict=True):
+        assert all(torch.equal(result, results[0]) for result in results)
+        if dtype != torch.float16:  # which gloo sums
+            parts = [of_rank(rank, len(results[0]), dtype).float() for rank in range(size)]
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            assert torch.equal(results[0], total.to(dtype))
+
+
+def test_gathers_of_any_dtype_and_shape() -> None:
+    def gather(comm: Communicator) -> list[Tensor]:
+        assert isinstance(comm, SharedMemory)
+        wide = torch.full((SLOT_BYTES // 4 + 1,), float(comm.rank))
+        return [
+            comm.all_gather(torch.tensor([[comm.rank, 7]])),
+            comm.all_gather(torch.arange(6).view(2, 3).t() + comm.rank),
+            comm.all_gather(wide)[:, -1],
+        ]
+
+    expected = [
+        torch.tensor([[[0, 7]], [[1, 7]]]),
+        torch.stack([torch.arange(6).view(2, 3).t() + rank for rank in range(2)]),
+        torch.tensor([0.0, 1.0]),
+    ]
+    for results in on_ranks(2, gather):
+        assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+
+
+def test_many_rounds_keep_in_step() -> None:
+    def rounds(comm: Communicator) -> list[float]:
+        return [float(comm.all_reduce(torch.full((64,), float(i + comm.rank)))[i % 64]) for i in range(3000)]
+
+    expected = [2.0 * i + 1 for i in range(3000)]
+    assert on_ranks(2, rounds) == [expected, expected]
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_deadline() -> None:
+    given_up = threading.Event()
+
+    def meet(comm: Communicator) -> None:
+        if comm.rank == 1:
+            assert given_up.wait(60)
+            return
+        assert isinstance(comm, SharedMemory)
+        comm._timeout_s = 0.3  # to join took what time it needed
+        with pytest.raises(ConnectionError, match=r"all-gather of rank 0 .* rank 1 did not come in 0\.3 s"):
+            comm.barrier()
+        given_up.set()
+
+    on_ranks(2, meet)
+
+
+def test_a_rank_that_leaves_is_named_at_once() -> None:
+    def meet(comm: Communicator) -> None:
+        comm.barrier()
+        if comm.rank == 0:
+            with pytest.raises(ConnectionError, match="rank 1 is gone"):
+                comm.barrier()
+
+    on_ranks(2, meet)
+
+
+def test_ranks_of_several_hosts_use_gloo_and_look_into_no_other_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hosts = iter(range(2))
+    monkeypatch.setattr(shared_memory, "_host", lambda: next(hosts))
+    monkeypatch.setattr(
+        shared_memory, "_open_segment", lambda *_: pytest.fail("a foreign process was opened")
+    )
+
+    def add(comm: Communicator) -> list[float]:
+        assert isinstance(comm, TorchDistributed)
+        return comm.all_reduce(torch.full((3,), 1.0 + comm.rank)).tolist()  # type: ignore[no-any-return]
+
+    assert on_ranks(2, add) == [[3.0] * 3] * 2
+
+
+def test_a_host_is_the_same_for_all_its_processes() -> None:
+    script = "from quire.worker.comm.shared_memory import _host; print(_host())"
+    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(other.stdout) == shared_memory._host()
+
+
+def test_a_rank_without_the_library_makes_all_use_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_open_segment", lambda *_: None)
+    files = num_segments()
+    assert on_ranks(2, lambda comm: type(comm)) == [TorchDistributed, TorchDistributed]
+    assert num_segments() == files
+
+
+def test_a_group_that_fails_while_it_joins_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_open_segment", fail)
+    files = num_segments()
+    with pytest.raises(ConnectionError):
+        on_ranks(2, lambda comm: None)
+    assert num_segments() == files
+
+
+def fail(*_: object) -> None:
+    raise ConnectionError("rank 0 is gone")
+
+
+def num_segments() -> int:
+    """Files of shared memory that this process has open."""
+    return sum("quire-collectives" in os.path.realpath(link) for link in Path("/proc/self/fd").iterdir())
+
+
+VICTIM = """
+import os, sys, torch
+from quire.worker.shared_memory import join
+comm = join(1, 2, "127.0.0.1", int(sys.argv[1]), "gloo", 120)
+comm.all_reduce(torch.ones(4))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_rank_is_noticed_long_before_the_deadline() -> None:
+    store, port = open_store(HOST)
+    victim = subprocess.Popen(
+        [sys.executable, "-c", VICTIM, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    comm = join(0, 2, HOST, port, "gloo", 120)
+    assert isinstance(comm, SharedMemory)
+    comm.all_reduce(torch.ones(4))
+    assert victim.stdout is not None
+    assert victim.stdout.readline() == b"ready\n"
+    victim.send_signal(signal.SIGKILL)
+    victim.wait(60)
+    with pytest.raises(
+        ConnectionError, match="all-reduce of rank 0 with the others of 2 failed: rank 1 is gone"
+    ):
+        comm.all_reduce(torch.ones(4))
+    comm.close()
+    comm.close()
+    del store

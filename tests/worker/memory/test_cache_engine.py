@@ -1,0 +1,143 @@
+"""Blocks of the KV cache, copied and swapped byte for byte, with the scales of quantised ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from fakes import small_config
+from torch import Tensor
+
+from quire.proto.config import EngineConfig
+from quire.worker.memory.cache_engine import CacheEngine, bytes_per_block
+
+NUM_BLOCKS, NUM_HOST_BLOCKS = 9, 7
+KV_DTYPES = {"auto": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+@pytest.fixture(params=KV_DTYPES)
+def config(request: pytest.FixtureRequest) -> EngineConfig:
+    base = small_config(num_host_blocks=NUM_HOST_BLOCKS)
+    model = replace(base.model, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
+    return replace(base, model=model, cache=replace(base.cache, kv_dtype=request.param))
+
+
+@pytest.fixture
+def make_engine(config: EngineConfig) -> Callable[[str], CacheEngine]:
+    """On a device, with random bytes everywhere."""
+
+    def make(device: str) -> CacheEngine:
+        torch.manual_seed(0)
+        engine = CacheEngine(config, NUM_BLOCKS, torch.bfloat16, torch.device(device))
+        for part in parts(engine):
+            part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8))
+        return engine
+
+    return make
+
+
+def parts(engine: CacheEngine) -> Iterator[Tensor]:
+    """What each layer's blocks consist of, as bytes."""
+    for layer in engine.layers:
+        yield layer.blocks.view(torch.uint8)
+        if layer.scales is not None:
+            yield layer.scales.view(torch.uint8)
+
+
+def contents(engine: CacheEngine) -> Tensor:
+    """[NUM_BLOCKS, bytes of a block in all layers]."""
+    return torch.cat([part.flatten(start_dim=1) for part in parts(engine)], dim=1)
+
+
+def test_a_block_is_of_the_chosen_type(
+    config: EngineConfig, make_engine: Callable[[str], CacheEngine]
+) -> None:
+    engine = make_engine("cpu")
+    layer = engine.layers[0]
+    assert len(engine.layers) == config.model.num_layers
+    assert layer.blocks.dtype == KV_DTYPES[config.cache.kv_dtype]
+    assert layer.blocks.shape == (NUM_BLOCKS, 2, 2, config.cache.block_size, config.model.head_dim)
+    if config.cache.kv_dtype == "auto":
+        assert layer.scales is None
+    else:
+        assert layer.scales is not None
+        assert layer.scales.dtype == torch.float32
+        assert layer.scales.shape == layer.blocks.shape[:-1]
+
+
+def test_the_bytes_of_a_block_are_what_is_allocated(
+    config: EngineConfig, make_engine: Callable[[str], CacheEngine]
+) -> None:
+    allocated = sum(part.nbytes for part in parts(make_engine("cpu")))
+    assert NUM_BLOCKS * bytes_per_block(config, torch.bfloat16) == allocated
+
+
+def test_copies_are_the_same_bytes(make_engine: Callable[[str], CacheEngine]) -> None:
+    engine = make_engine("cpu")
+    before = contents(engine)
+    engine.copy(torch.tensor([[1, 3], [8, 4], [1, 2]]))
+    assert torch.equal(contents(engine), before[[0, 1, 1, 1, 8, 5, 6, 7, 8]])
+
+
+# Runs and single blocks, upwards and downwards.
+OUT = [[3, 2], [4, 3], [5, 4], [8, 6], [1, 1]]
+BACK = [[2, 7], [6, 8], [3, 2], [4, 3], [1, 6]]
+
+
+def test_swaps_are_the_same_bytes(make_engine: Callable[[str], CacheEngine]) -> None:
+    engine = make_engine("cpu")
+    before = contents(engine)
+    swap_there_and_back(engine)
+    assert torch.equal(contents(engine), expected(before))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_swaps_wait_for_the_computation_and_it_for_them(make_engine: Callable[[str], CacheEngine]) -> None:
+    """Nothing here waits on the host, so that copies which came too early or too late would find other bytes."""
+    engine = make_engine("cuda")
+    before = contents(engine)
+    busy = torch.randn(4096, 4096, device="cuda")
+    for part in parts(engine):
+        part.zero_()
+    for _ in range(20):
+        busy = torch.nn.functional.normalize(busy @ busy)
+    put(engine, before)
+    swap_there_and_back(engine)
+    assert torch.equal(contents(engine), expected(before))
+
+
+def put(engine: CacheEngine, blocks: Tensor) -> None:
+    """The inverse of `contents`."""
+    widths = [part.flatten(start_dim=1).shape[1] for part in parts(engine)]
+    for part, own in zip(parts(engine), blocks.split(widths, dim=1), strict=True):
+        part.copy_(own.view(part.shape))
+
+
+def swap_there_and_back(engine: CacheEngine) -> None:
+    engine.swap_out(torch.tensor(OUT))
+    engine.join_swaps()
+    for part in parts(engine):
+        part.zero_()
+    engine.swap_in(torch.tensor(BACK))
+    engine.join_swaps()
+
+
+def expected(before: Tensor) -> Tensor:
+    host = {host_block: before[block] for block, host_block in OUT}
+    after = torch.zeros_like(before)
+    for host_block, block in BACK:
+        after[block] = host[host_block]
+    return after
+
+
+def test_the_speed_of_swaps_is_measured(make_engine: Callable[[str], CacheEngine]) -> None:
+    assert make_engine("cpu").measure_swap_rate() > 0
+
+
+def test_without_host_memory_there_is_no_speed(config: EngineConfig) -> None:
+    config = replace(config, cache=replace(config.cache, num_host_blocks=0))
+    engine = CacheEngine(config, NUM_BLOCKS, torch.bfloat16, torch.device("cpu"))
+    assert engine.measure_swap_rate() == 0.0

@@ -1,0 +1,67 @@
+"""What memory there is for KV on a host: read from the system, and more than that is refused before it is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cluster.config.resolve import resolve
+from quire.proto.errors import ConfigError
+from quire.worker import runner as module
+from quire.worker.comm.communicator import SingleRank
+from quire.worker.memory.host_memory import available_bytes
+from quire.worker.runner import ModelRunner
+
+GIB = 1 << 30
+
+
+def write(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        (folder / name.replace("_", ".")).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"), [("max", 8 * GIB), (str(5 * GIB), 3 * GIB), (str(64 * GIB), 8 * GIB), ("0", 0)]
+)
+def test_the_smaller_of_machine_and_container_counts(tmp_path: Path, limit: str, left: int) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal:       99 kB\nMemAvailable:   {8 << 20} kB\nBuffers: 7 kB\n")
+    stat = f"anon {2 * GIB}\ninactive_file {GIB}\nactive_file 5\n"
+    cgroup = write(tmp_path, memory_max=f"{limit}\n", memory_current=f"{3 * GIB}\n", memory_stat=stat)
+    assert available_bytes(meminfo, cgroup) == left
+
+
+def test_where_the_system_says_nothing_nothing_is_known(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path / "meminfo", tmp_path) is None
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="no Linux")
+def test_this_machine_has_some_memory_left() -> None:
+    left = available_bytes()
+    assert left is not None
+    assert 0 < left < 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_kv_blocks": 9}, "kv_cache_memory"),
+        ({"num_kv_blocks": 2, "num_host_kv_blocks": 9}, "num_host_kv_blocks"),
+    ],
+)
+def test_more_than_there_is_is_refused(
+    options: dict[str, int], named: str, make_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve(str(make_model("llama")), device="cpu", **options)
+    assert config.cache.num_blocks is not None
+    runner = ModelRunner(config, SingleRank())
+    per_block = module.bytes_per_block(config, module.DTYPES[config.model.dtype])
+    monkeypatch.setattr(module, "available_bytes", lambda: 9 * per_block - 1)
+    with pytest.raises(ConfigError, match=rf"rank 0 .* GiB of KV memory.*{named}"):
+        runner.allocate_cache(config.cache.num_blocks)
+    monkeypatch.setattr(module, "available_bytes", lambda: 12 * per_block)
+    runner.allocate_cache(config.cache.num_blocks)
+    runner.close()

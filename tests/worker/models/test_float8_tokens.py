@@ -1,0 +1,49 @@
+"""Where linear layers round their tokens to float8, the norm before them does it, and nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.kernels import quantized_linear
+from quire.proto.step import RowSampling
+from quire.worker.models import decoder
+from quire.worker.models.layers import ColumnParallelLinear
+from quire.worker.weights import linear_weight
+
+GREEDY = RowSampling(temperature=0.0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_the_norm_rounds_for_the_linear_layer(
+    kind: str, make_model: Any, make_engine: Any, planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the PyTorch twins, as if they were tensor cores that multiply float8; a mixture rounds by itself."""
+    monkeypatch.setattr(
+        linear_weight,
+        "multiplies_float8",
+        lambda weight: weight.codes.dtype == quantized_linear.FLOAT8 and weight.is_per_output,
+    )
+    num_calls = 0
+    rounding_norm = decoder.add_rms_norm_float8
+
+    def count(*arguments: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return rounding_norm(*arguments)
+
+    monkeypatch.setattr(decoder, "add_rms_norm_float8", count)
+    folder = make_model(kind, seed=3)
+
+    def generate() -> list[int]:
+        sequence = planned([7, 21, 300, 45], 6, GREEDY)
+        make_engine(folder, 1, num_blocks=16, quantization="fp8").generate([sequence])
+        tokens: list[int] = sequence.generated
+        return tokens
+
+    tokens = generate()
+    # Of three layers all norms but the first one follow an addition; those before a mixture stay as they are.
+    assert num_calls == 6 * (5 if kind == "llama" else 2)
+    monkeypatch.setattr(ColumnParallelLinear, "takes_float8", False)
+    assert generate() == tokens

@@ -1,0 +1,193 @@
+"""Decode steps in one call into C++: bit for bit what the ops give one by one, for decoders that are fit for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.cluster.config.model_config import describe_model
+from quire.kernels.decode_layers import takes_tokens
+from quire.kernels.native import ops as cpu
+from quire.proto.step import RowSampling
+from quire.worker.attention import AttentionInputs, LayerCache
+from quire.worker.comm.communicator import SingleRank
+from quire.worker.memory.cache_engine import QUANTIZED_DTYPES
+from quire.worker.models.decoder import Decoder
+from quire.worker.models.layers import LoadContext
+from quire.worker.models.registry import check_supported
+from quire.worker.weights.checkpoint import Checkpoint
+from quire.worker.weights.quantization import Quantization
+
+BLOCK_SIZE, NUM_BLOCKS, TABLE_LEN, NUM_POSITIONS = 8, 40, 5, 128
+
+# What is in one of these in another way than in the others: biases of q, k and v; norms of heads; windows; layers
+# without positions; several rotations; a head whose rotated half is no whole vector; norms after a half, soft caps;
+# what is added scaled.
+FIT: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 32},
+    "llama-short-heads": {},
+    "qwen2": {"head_dim": 32},
+    "qwen3": {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "ministral": {
+        "sliding_window": 11,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "phi3": {"num_attention_heads": 4},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "gemma2": {},
+    "gemma3_text": {},
+    "granite": {},
+}
+# Biases after a sum over the ranks, norms after a half alone, experts, a length that is no whole vector.
+UNFIT: dict[str, dict[str, Any]] = {
+    "llama-biased": {"attention_bias": True, "mlp_bias": True},
+    "olmo2": {},
+    "mixtral": {},
+    "llama-odd": {"intermediate_size": 130},
+}
+
+MakeDecoder = Callable[..., Decoder]
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Any:
+    if cpu.ops() is None:
+        pytest.skip("there is no C++ compiler")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def make_decoder(make_model: Any) -> MakeDecoder:
+    def make(
+        kind: str, dtype: torch.dtype = torch.float32, quantization: Quantization | None = None
+    ) -> Decoder:
+        folder = make_model(kind.split("-")[0], seed=3, **(FIT | UNFIT)[kind])
+        spec = check_supported(describe_model(folder, kind), 1)
+        load = LoadContext(Checkpoint(folder), SingleRank(), dtype, torch.device("cpu"), quantization)
+        return Decoder(load, spec, NUM_POSITIONS)
+
+    return make
+
+
+def make_caches(decoder: Decoder, dtype: torch.dtype, stored: torch.dtype) -> list[LayerCache]:
+    """Full of numbers; quantised ones with scales."""
+    torch.manual_seed(1)
+    caches = []
+    for layer in decoder.layers:
+        dense = layer.as_dense(list(decoder.rotary))
+        assert dense is not None
+        assert dense.qkv.panels is not None
+        assert dense.output.panels is not None
+        num_heads = dense.output.panels.in_features // dense.head_dim
+        num_kv_heads = (dense.qkv.panels.out_features // dense.head_dim - num_heads) // 2
+        slots = NUM_BLOCKS, 2, num_kv_heads, BLOCK_SIZE
+        if stored == dtype:
+            caches.append(LayerCache(torch.randn(*slots, dense.head_dim).to(dtype)))
+        else:
+            codes = torch.randint(-100, 100, (*slots, dense.head_dim)).to(stored)
+            caches.append(LayerCache(codes, torch.rand(slots) / 50))
+    return caches
+
+
+def make_step(num_tokens: int) -> tuple[Tensor, Tensor, AttentionInputs]:
+    """Token ids, positions and the rest of a step in which every sequence decodes."""
+    torch.manual_seed(num_tokens)
+    tables = (torch.randperm(NUM_BLOCKS - 1) + 1)[: num_tokens * TABLE_LEN].view(num_tokens, TABLE_LEN).int()
+    seq_lens = torch.randint(1, TABLE_LEN * BLOCK_SIZE + 1, (num_tokens,)).int()
+    positions = seq_lens.long() - 1
+    blocks = tables.long().gather(1, (positions // BLOCK_SIZE).unsqueeze(1)).squeeze(1)
+    slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+    token_ids = torch.randint(0, 300, (num_tokens,)).int()
+    return token_ids, positions, AttentionInputs(num_tokens, slots, tables, torch.zeros(1).int(), seq_lens)
+
+
+def clone(caches: list[LayerCache]) -> list[LayerCache]:
+    return [
+        LayerCache(cache.blocks.clone(), None if cache.scales is None else cache.scales.clone())
+        for cache in caches
+    ]
+
+
+def assert_equal_bits(decoder: Decoder, dtype: torch.dtype, stored: torch.dtype) -> None:
+    """One call and op after op, twice, on caches that go on; what they write to the caches, too."""
+    fused = decoder.fused_decode
+    assert fused is not None
+    caches = make_caches(decoder, dtype, stored)
+    by_ops = clone(caches)
+    for num_tokens in (1, 2, 7):
+        token_ids, positions, inputs = make_step(num_tokens)
+        assert fused.takes(num_tokens, inputs) == takes_tokens(num_tokens)
+        hidden = decoder.forward(token_ids, positions, caches, inputs)
+        decoder.fused_decode = None
+        expected = decoder.forward(token_ids, positions, by_ops, inputs)
+        decoder.fused_decode = fused
+        assert expected.isfinite().all()
+        assert torch.equal(hidden, expected)
+        for one, other in zip(caches, by_ops, strict=True):
+            assert torch.equal(one.blocks.view(torch.uint8), other.blocks.view(torch.uint8))
+            assert one.scales is None or torch.equal(one.scales, other.scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", FIT)
+def test_bits_are_those_of_the_ops(kind: str, dtype: torch.dtype, make_decoder: MakeDecoder) -> None:
+    assert_equal_bits(make_decoder(kind, dtype), dtype, dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTIZED_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quantised_cache_and_weights(kv_dtype: str, dtype: torch.dtype, make_decoder: MakeDecoder) -> None:
+    decoder = make_decoder("llama", dtype, Quantization("int8"))
+    assert_equal_bits(decoder, dtype, QUANTIZED_DTYPES[kv_dtype])
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_other_decoders_are_computed_op_after_op(kind: str, make_decoder: MakeDecoder) -> None:
+    assert make_decoder(kind).fused_decode is None
+
+
+def test_steps_with_chunks_of_prompts_are_computed_op_after_op(make_decoder: MakeDecoder) -> None:
+    fused = make_decoder("llama").fused_decode
+    assert fused is not None
+    inputs = make_step(2)[2]
+    assert not fused.takes(5, inputs)
+
+
+def test_a_model_may_be_given_another_cache(make_decoder: MakeDecoder) -> None:
+    """As when memory is measured by a step in a cache of its own before the real one is there."""
+    decoder = make_decoder("llama")
+    token_ids, positions, inputs = make_step(1)
+    one = make_caches(decoder, torch.float32, torch.float32)
+    other = clone(one)
+    assert torch.equal(
+        decoder.forward(token_ids, positions, one, inputs),
+        decoder.forward(token_ids, positions, other, inputs),
+    )
+    assert torch.equal(one[-1].blocks, other[-1].blocks)
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("gemma2", 2), ("llama", 4)])
+def test_ranks_sum_between_the_halves(
+    kind: str, tp: int, make_model: Any, make_engine: Any, planned: Any
+) -> None:
+    """With more ranks than KV heads some hold the same ones."""
+    folder = make_model(kind, seed=3, num_key_value_heads=2)
+    tokens = []
+    for is_fused in (True, False):
+        engine = make_engine(folder, tp)
+        for runner in engine.runners:
+            assert runner._model.fused_decode is not None
+            if not is_fused:
+                runner._model.fused_decode = None
+        sequences = [planned(list(range(5, 5 + length)), 12, RowSampling(0.0)) for length in (3, 9)]
+        engine.generate(sequences)
+        tokens.append([sequence.generated for sequence in sequences])
+    assert tokens[0] == tokens[1]

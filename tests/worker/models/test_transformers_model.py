@@ -1,0 +1,175 @@
+"""Models of transformers: what a checkpoint may call its tensors, and what is found out before a model serves."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from reference import Reference, prompts_of
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import GPTNeoXPreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+
+from quire.kernels.attention_variant import PLAIN
+from quire.proto.errors import ConfigError, ModelLoadError
+from quire.proto.step import RowSampling
+from quire.worker.attention import AttentionInputs, LayerCache
+from quire.worker.comm.communicator import SingleRank
+from quire.worker.models.attention_adapters import alibi_slopes
+from quire.worker.models.paged_interface import IMPLEMENTATION, PagedStep
+from quire.worker.models.paged_selfcheck import prove_paged
+from quire.worker.runner import ModelRunner
+
+
+def rewrite(folder: Path, copy: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:
+    """A copy of a model directory with other tensors."""
+    shutil.copytree(folder, copy)
+    save_file(change(load_file(folder / "model.safetensors")), copy / "model.safetensors")
+    return copy
+
+
+def test_a_published_checkpoint_of_a_base_model(
+    make_model: Any, make_engine: Any, planned: Any, tmp_path: Path
+) -> None:
+    """GPT-2 as it was published: no prefix, no head, and masks that nobody needs."""
+
+    def published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+        return bare | {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+
+    folder = make_model("gpt2", seed=7)
+    engine = make_engine(rewrite(folder, tmp_path / "published", published))
+    (prompt,) = prompts_of([9], seed=1)
+    sequence = planned(prompt, 12, RowSampling(temperature=0.0))
+    engine.generate([sequence])
+    Reference(folder).check_generate(prompt, sequence.generated)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda tensors: tensors.pop("transformer.h.1.mlp.c_fc.weight"),
+            r"no tensor .*h\.1\.mlp\.c_fc\.weight'",
+        ),
+        (
+            lambda tensors: tensors.update(extra=torch.ones(1)),
+            "1 tensors that the model has no use for: extra",
+        ),
+        (
+            lambda tensors: tensors.update({"transformer.ln_f.weight": torch.ones(63)}),
+            r"'transformer\.ln_f\.weight' .* shape \[63\], expected \[64\]",
+        ),
+    ],
+)
+def test_tensors_that_are_missing_extra_or_misshapen(
+    make_model: Any, engine_config: Any, tmp_path: Path, change: Callable[[Any], Any], words: str
+) -> None:
+    def changed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        change(tensors)
+        return tensors
+
+    folder = rewrite(make_model("gpt2", seed=7), tmp_path / "spoilt", changed)
+    with pytest.raises(ModelLoadError, match=words):
+        ModelRunner(engine_config(folder), SingleRank())
+
+
+def test_tables_that_nobody_computes(
+    make_model: Any, engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GPTNeoXPreTrainedModel, "_init_weights", lambda self, module: None)
+    with pytest.raises(ConfigError, match=r"does not say how to compute gpt_neox\.rotary_emb\.inv_freq"):
+        ModelRunner(engine_config(make_model("gpt_neox", seed=7)), SingleRank())
+
+
+def test_slopes_equal_transformers() -> None:
+    for num_heads in range(1, 72):
+        expected = _get_alibi_slopes(num_heads, torch.device("cpu"))
+        torch.testing.assert_close(torch.tensor(alibi_slopes(num_heads)), expected)
+
+
+def prove(forward: Callable[..., Tensor]) -> None:
+    prove_paged(forward, 1, (1, 8), torch.float32, torch.device("cpu"))
+
+
+def test_tokens_by_themselves_prove_well() -> None:
+    prove(lambda token_ids, positions, caches, inputs: torch.outer(positions + 1.0, torch.ones(8)))
+
+
+def test_tokens_that_see_their_neighbours_in_the_batch_do_not() -> None:
+    with pytest.raises(ConfigError, match="depend on others by more than attention"):
+        prove(
+            lambda token_ids, positions, caches, inputs: torch.outer(positions.cumsum(0) + 1.0, torch.ones(8))
+        )
+
+
+def test_numbers_that_are_none_do_not() -> None:
+    with pytest.raises(ConfigError, match="depend on others"):
+        prove(lambda token_ids, positions, caches, inputs: torch.full((len(token_ids), 8), torch.nan))
+
+
+def test_a_model_that_does_not_run_says_why() -> None:
+    def forward(*args: Any) -> Tensor:
+        raise KeyError("gate\nand more")
+
+    with pytest.raises(ConfigError, match=r"^it does not run on paged caches: 'gate\\nand more'$"):
+        prove(forward)
+
+
+@pytest.fixture
+def inputs() -> AttentionInputs:
+    """One token of one sequence."""
+    ids = torch.zeros(1, 1, dtype=torch.int32)
+    return AttentionInputs(
+        1, torch.zeros(1, dtype=torch.int64), ids, ids[0], torch.ones(1, dtype=torch.int32)
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "words"),
+    [
+        ({}, {"s_aux": torch.ones(2)}, "arguments that change it: s_aux"),
+        ({}, {"attention_mask": torch.ones(1)}, "arguments that change it: a mask"),
+        ({"is_causal": False}, {}, "looks ahead"),
+        ({}, {"is_causal": False}, "looks ahead"),
+        ({"layer_type": "sliding_attention"}, {}, "windows that it does not tell"),
+        ({"num_kv_heads": 2}, {}, r"where its configuration says 1 KV heads of 8"),
+        ({"head_dim": 16}, {}, r"where its configuration says 1 KV heads of 8"),
+    ],
+)
+def test_attention_that_is_not_ours_to_compute(
+    inputs: AttentionInputs, module: dict[str, Any], arguments: dict[str, Any], words: str
+) -> None:
+    step = PagedStep(1)
+    head_dim, num_kv_heads = module.pop("head_dim", 8), module.pop("num_kv_heads", 1)
+    q, k, v = (torch.ones(1, count, 1, head_dim) for count in (2, num_kv_heads, num_kv_heads))
+    arguments = {"attention_mask": None} | arguments
+    own = SimpleNamespace(paged_step=step, layer_idx=0, **module)
+    with step.over([LayerCache(torch.zeros(1, 2, 1, 16, 8))], inputs):
+        with pytest.raises(ConfigError, match=words):
+            ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION](own, q, k, v, **arguments)
+        step._attended = [0]  # so that leaving the step has nothing to say
+
+
+def test_each_layer_attends_once(inputs: AttentionInputs) -> None:
+    step = PagedStep(2)
+    caches = [LayerCache(torch.zeros(1, 2, 1, 16, 8)) for _ in range(2)]
+    q, kv = torch.ones(1, 2, 8), torch.ones(1, 1, 8)
+    with step.over(caches, inputs):
+        for layer in (0, 1):
+            step.attend(layer, q, kv, kv, 1.0, PLAIN)
+
+    def attend_twice() -> None:
+        with step.over(caches, inputs):
+            for _ in range(2):
+                step.attend(1, q, kv, kv, 1.0, PLAIN)
+
+    with pytest.raises(ConfigError, match=r"attend in the order \[1, 1\]"):
+        attend_twice()

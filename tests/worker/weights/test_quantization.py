@@ -1,0 +1,303 @@
+"""Quantised models: greedy tokens equal those of a full-precision model with the dequantised weights."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_models import Scheme, write_quantized
+from safetensors.torch import load_file, save_file
+
+from quire.kernels.quantized_linear import dequantize
+from quire.proto.errors import ConfigError, ModelLoadError
+from quire.proto.step import RowSampling
+from quire.worker.comm.communicator import SingleRank
+from quire.worker.models.registry import check_supported
+from quire.worker.runner import ModelRunner
+from quire.worker.weights import linear_weight
+from quire.worker.weights.checkpoint import Checkpoint
+from quire.worker.weights.linear_weight import read_linear
+from quire.worker.weights.quantization import Quantization, read_quantization
+from quire.worker.weights.quantized_layouts import read_quantized
+from quire.worker.weights.weight_slice import Part
+
+GREEDY = RowSampling(temperature=0.0)
+CPU = torch.device("cpu")
+
+SCHEMES = {
+    "gptq": Scheme("gptq"),
+    "gptq-symmetric": Scheme("gptq", symmetric=True),
+    "gptq-one-group": Scheme("gptq", group_len=None),
+    "gptq-act-order": Scheme("gptq", act_order=True),
+    "gptq-8-bits": Scheme("gptq", bits=8),
+    "gptq-uneven-groups": Scheme("gptq", group_len=48),
+    "awq": Scheme("awq"),
+    "packed": Scheme("packed"),
+    "packed-symmetric": Scheme("packed", symmetric=True),
+    "packed-act-order": Scheme("packed", act_order=True),
+    "packed-8-bits": Scheme("packed", bits=8, group_len=None, symmetric=True),
+    "int8": Scheme("codes", bits=8, group_len=None, symmetric=True),
+    "int8-groups-and-zeros": Scheme("codes", bits=8),
+    "float8": Scheme("codes", is_float=True, group_len=None),
+    "float8-blocks": Scheme("float8", is_float=True, block=(48, 32)),
+    "some-layers-left": Scheme("awq", ignored=r"layers\.1\.|k_proj|down_proj"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(
+    make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Path]]:
+    """Scheme |-> the quantised model and its twin of dequantised weights."""
+    source = make_model("qwen2", seed=3)
+    return {
+        name: write_quantized(source, tmp_path_factory.mktemp("quantized"), scheme)
+        for name, scheme in SCHEMES.items()
+    }
+
+
+def scheme_of(folder: Path, engine_config: Any) -> Quantization:
+    found = read_quantization(engine_config(folder).model)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_parts_of_every_size_are_the_numbers_that_were_written(
+    name: str, folders: Any, engine_config: Any
+) -> None:
+    quantized, twin = folders[name]
+    checkpoint, quantization = Checkpoint(quantized), scheme_of(quantized, engine_config)
+    expected = load_file(twin / "model.safetensors")
+    for layer, shape in (("self_attn.q_proj", (128, 64)), ("mlp.down_proj", (64, 128))):
+        layer = f"model.layers.0.{layer}"
+        for dim in range(2):
+            for num_ranks in (1, 2, 4):
+                length = shape[dim] // num_ranks
+                parts = [Part(layer, shape, dim, rank * length, length) for rank in range(num_ranks)]
+                found = [read_quantized(checkpoint, part, quantization) for part in parts]
+                if "down_proj" in layer and name == "some-layers-left":
+                    assert found == [None] * num_ranks
+                    continue
+                together = torch.cat([dequantize(weight) for weight in found if weight], dim)
+                torch.testing.assert_close(together, expected[f"{layer}.weight"], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_greedy_tokens_are_those_of_the_dequantised_weights(
+    name: str, tp: int, folders: Any, make_engine: Any, planned: Any
+) -> None:
+    prompts = [[7, 21, 300, 45, 12], [101, 9]]
+    generated = []
+    for folder in folders[name]:
+        sequences = [planned(prompt, 12, GREEDY) for prompt in prompts]
+        make_engine(folder, tp, num_blocks=16).generate(sequences)
+        generated.append([sequence.generated for sequence in sequences])
+    assert generated[0] == generated[1]
+    assert len(set(generated[0][0])) > 4
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "int8", "some-layers-left"])
+def test_codes_that_stay_codes_give_the_same_tokens(
+    name: str, folders: Any, make_engine: Any, planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where a kernel reads them; here its twin does."""
+    monkeypatch.setattr(linear_weight, "has_quantized_kernel", lambda weight: True)
+    generated = []
+    for folder in folders[name]:
+        sequence = planned([7, 21, 300, 45, 12], 10, GREEDY)
+        make_engine(folder, 2, num_blocks=16).generate([sequence])
+        generated.append(sequence.generated)
+    assert generated[0] == generated[1]
+
+
+def test_a_device_that_multiplies_float8_is_given_it(
+    folders: Any, engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized, twin = folders["float8"]
+    part = Part("model.layers.1.mlp.up_proj", (128, 64), 0, 64, 64)
+    monkeypatch.setattr(linear_weight, "multiplies_float8", lambda weight: weight.is_per_output)
+    found = read_linear(
+        Checkpoint(quantized), [part], torch.float32, CPU, scheme_of(quantized, engine_config)
+    )
+    assert isinstance(found, linear_weight.Float8Weight)
+    x = torch.randn(3, 64)
+    expected = read_linear(Checkpoint(twin), [part], torch.float32, CPU).multiply(x)
+    error = (found.multiply(x) - expected).abs()
+    assert 0 < error.max() < 0.2  # the tokens have been rounded
+
+
+def test_groups_that_ranks_cut_are_right(
+    make_model: Any, tmp_path: Path, make_engine: Any, planned: Any
+) -> None:
+    """Four ranks have 32 inputs of the feed-forward's second layer each, half of a group."""
+    quantized, twin = write_quantized(make_model("llama", seed=3), tmp_path, Scheme("awq", group_len=64))
+    tokens = []
+    for folder in (quantized, twin):
+        sequence = planned([7, 21, 300, 45], 12, GREEDY)
+        make_engine(folder, 4, num_blocks=16).generate([sequence])
+        tokens.append(sequence.generated)
+    assert tokens[0] == tokens[1]
+
+
+def test_words_that_ranks_would_cut_are_refused(
+    make_model: Any, tmp_path: Path, engine_config: Any, thread_group: Any
+) -> None:
+    source = make_model("llama", intermediate_size=112)
+    quantized, _ = write_quantized(source, tmp_path, Scheme("gptq", group_len=None))
+    comm = thread_group(4).communicator(1)
+    with pytest.raises(ConfigError, match=r"gate_proj: a rank's part from 28 to 56 would cut a word of 8"):
+        ModelRunner(engine_config(quantized, 4), comm)
+
+
+@pytest.mark.parametrize("method", ["int8", "fp8"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_full_precision_is_quantised_as_it_is_read(
+    method: str, tp: int, make_model: Any, tmp_path: Path, engine_config: Any, thread_group: Any
+) -> None:
+    """The layers of each rank are those of the compressed checkpoint of the same rounding."""
+    source = make_model("llama", seed=3)
+    scheme = Scheme("codes", bits=8, group_len=None, symmetric=True, is_float=method == "fp8")
+    quantized, _ = write_quantized(source, tmp_path, scheme)
+    stored = scheme_of(quantized, engine_config)
+    shape, x = (64, 128), torch.randn(3, 128 // tp)
+    for rank in range(tp):
+        part = Part("model.layers.2.mlp.down_proj", shape, 1, rank * 128 // tp, 128 // tp)
+        online = read_linear(Checkpoint(source), [part], torch.float32, CPU, Quantization(method))
+        read = read_linear(Checkpoint(quantized), [part], torch.float32, CPU, stored)
+        # Scales of that checkpoint are of 11 bits.
+        torch.testing.assert_close(online.multiply(x), read.multiply(x), rtol=2e-2, atol=2e-2)
+        plain = read_linear(Checkpoint(source), [part], torch.float32, CPU)
+        error = (online.multiply(x) - plain.multiply(x)).abs().max()
+        assert 1e-4 < error < (0.05 if method == "int8" else 0.2)
+
+
+@pytest.mark.parametrize("method", ["int8", "fp8"])
+def test_tokens_do_not_depend_on_the_ranks(
+    method: str, make_model: Any, make_engine: Any, planned: Any
+) -> None:
+    tokens = []
+    for tp in (1, 2, 4):
+        engine = make_engine(make_model("llama", seed=3), tp, num_blocks=16, quantization=method)
+        sequence = planned([7, 21, 300, 45], 12, GREEDY)
+        engine.generate([sequence])
+        tokens.append(sequence.generated)
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_projections_that_are_quantised_differently_are_stacked(
+    make_model: Any, tmp_path: Path, engine_config: Any
+) -> None:
+    source = make_model("llama")
+    quantized, twin = write_quantized(source, tmp_path, Scheme("awq", ignored="k_proj"))
+    names = [f"model.layers.0.self_attn.{letter}_proj" for letter in "qkv"]
+    sizes = (128, 64, 64)
+    parts = [Part(name, (size, 64), 0, 0, size) for name, size in zip(names, sizes, strict=True)]
+    found = read_linear(Checkpoint(quantized), parts, torch.float32, CPU, scheme_of(quantized, engine_config))
+    expected = read_linear(Checkpoint(twin), parts, torch.float32, CPU)
+    x, bias = torch.randn(5, 64), torch.randn(256)
+    torch.testing.assert_close(found.multiply(x, bias), expected.multiply(x, bias), rtol=1e-4, atol=1e-4)
+
+
+def test_an_empty_bias_beside_quantised_weights_is_no_surprise(
+    folders: Any, tmp_path: Path, engine_config: Any
+) -> None:
+    """Some writers of gptq store a bias of zeros for every layer."""
+    folder = Path(shutil.copytree(folders["gptq"][0], tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.bias"
+    save_file(tensors | {name: torch.zeros(64)}, folder / "model.safetensors")
+    ModelRunner(engine_config(folder), SingleRank())
+    save_file(tensors | {name: torch.ones(64)}, folder / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=name):
+        ModelRunner(engine_config(folder), SingleRank())
+
+
+def test_groups_out_of_range_are_refused(folders: Any, tmp_path: Path, engine_config: Any) -> None:
+    folder = Path(shutil.copytree(folders["gptq"][0], tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.g_idx"][5] = 99
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"down_proj' has inputs in groups beyond its 4"):
+        ModelRunner(engine_config(folder), SingleRank())
+
+
+def test_words_of_another_type_are_refused(folders: Any, tmp_path: Path, engine_config: Any) -> None:
+    folder = Path(shutil.copytree(folders["awq"][0], tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.qweight"
+    save_file(tensors | {name: tensors[name].long()}, folder / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"qweight' is stored as torch\.int64, expected torch\.int32"):
+        ModelRunner(engine_config(folder), SingleRank())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"quant_method": "bitsandbytes"}, "method 'bitsandbytes' is not supported; supported: gptq, awq"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq bits 3 is not supported; supported: 4, 8"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq version 'gemv' is not supported"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "cannot be read: ValueError: a group of 0"),
+        ({"quant_method": "gptq"}, "quantization_config cannot be read: KeyError: 'bits'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 fmt 'e5m2' is not supported"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "cannot be read: ValueError: a block of 0 x 1"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "nvfp4-pack-quantized"}}},
+         "compressed-tensors format 'nvfp4-pack-quantized' is not supported"),
+        ({"quant_method": "compressed-tensors", "quantization_status": "frozen", "config_groups": {}},
+         "weights of status 'frozen' are not supported"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized",
+          "config_groups": {"a": {"weights": {"type": "int", "num_bits": 2}}}}, r"weights \('int', 2\)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_by_name(
+    change: dict[str, Any], words: str, make_model: Any, engine_config: Any
+) -> None:
+    model = engine_config(make_model("llama")).model
+    model = replace(model, hf=model.hf | {"quantization_config": change})
+    with pytest.raises(ConfigError, match=words):
+        check_supported(model, 1)
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(folders: Any, engine_config: Any) -> None:
+    model = replace(engine_config(folders["awq"][0]).model, quantization="int8")
+    with pytest.raises(ConfigError, match=r"is quantized already \(awq\); leave the option out"):
+        check_supported(model, 1)
+
+
+def test_an_unknown_wish_is_refused(make_model: Any, engine_config: Any) -> None:
+    model = replace(engine_config(make_model("llama")).model, quantization="int3")
+    with pytest.raises(ConfigError, match="quantization is 'int3', must be int8 or fp8"):
+        check_supported(model, 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "word"), [("gptq", 0x76543210), ("packed", 0x76543210), ("awq", 0x75316420)]
+)
+def test_a_word_of_eight_numbers(layout: str, word: int, tmp_path: Path) -> None:
+    """The numbers 0 to 7 in a word, as those tools have them: inputs in a row, or outputs in AWQ's order."""
+    words, one = torch.tensor([[word]], dtype=torch.int32), torch.ones(8, 8).half()
+    zeros = torch.zeros(8, 1, dtype=torch.int32)
+    tensors = {
+        "gptq": {
+            "qweight": words.repeat(1, 8),
+            "qzeros": zeros,
+            "scales": one,
+            "g_idx": torch.arange(8).int(),
+        },
+        "awq": {"qweight": words.repeat(8, 1), "qzeros": zeros, "scales": one},
+        "packed": {"weight_packed": words.repeat(8, 1), "weight_scale": one},
+    }[layout]
+    save_file(
+        {f"x.{key}": tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "model.safetensors"
+    )
+    quantization = Quantization("compressed" if layout == "packed" else layout, bits=4, group_len=1)
+    found = read_quantized(Checkpoint(tmp_path), Part("x", (8, 8), 0, 0, 8), quantization)
+    assert found is not None
+    numbers = torch.arange(8.0).expand(8, 8) - (8 if layout == "packed" else 0)
+    assert torch.equal(dequantize(found), numbers.t() if layout == "awq" else numbers)

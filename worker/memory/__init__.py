@@ -1,0 +1,1 @@
+"""A rank's memory: KV cache, host memory and copies between host and device."""

@@ -1,0 +1,1 @@
+"""Checkpoints, read as each rank's slices, in any storage format."""

@@ -1,0 +1,191 @@
+"""LinearWeight: what a linear layer multiplies by, made of the parts of a checkpoint's matrices that a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels.linear import PackedWeight, linear, pack, pack_int8
+from ...kernels.quantized_linear import (
+    FLOAT8,
+    Float8Tokens,
+    QuantizedWeight,
+    dequantize,
+    float8_linear,
+    has_quantized_kernel,
+    multiplies_float8,
+    quantize,
+    quantized_linear,
+)
+from ..memory.scratch import scratch
+from .checkpoint import Checkpoint
+from .quantization import Quantization
+from .quantized_layouts import read_quantized
+from .weight_slice import Part
+
+ONLINE_TYPES = {"int8": torch.int8, "fp8": FLOAT8}
+# Numbers of a matrix that are in float32 at a time while it is quantised or dequantised.
+CHUNK_NUMBERS = 1 << 24
+
+
+class LinearWeight(Protocol):
+    """A matrix [N, K], laid out for the device."""
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x @ matrix.T + bias``: [T, K] -> [T, N]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeight:
+    """Numbers as kernels.linear lays them out: in the model's dtype, or in int8 where the CPU computes on that."""
+
+    packed: PackedWeight
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(x, self.packed, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedWeight:
+    """Numbers that are widened as they are read."""
+
+    coded: QuantizedWeight
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return quantized_linear(x, self.coded, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Weight:
+    """Numbers that are multiplied in float8, for which tokens are rounded to it as well."""
+
+    coded: QuantizedWeight
+
+    def multiply(self, x: Tensor | Float8Tokens, bias: Tensor | None = None) -> Tensor:
+        return float8_linear(x, self.coded, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedWeight:
+    """Matrices below each other that are quantised differently."""
+
+    weights: tuple[LinearWeight, ...]
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = torch.cat([weight.multiply(x) for weight in self.weights], dim=1)
+        return y if bias is None else y.add_(bias)
+
+
+def read_linear(
+    checkpoint: Checkpoint,
+    parts: Sequence[Part],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None = None,
+) -> LinearWeight:
+    """Reads a layer's matrix.
+
+    Args:
+        parts: what the matrix consists of, from above.
+        quantization: how the checkpoint stores it, unless in full precision, or how to quantise it.
+
+    Raises:
+        ModelLoadError: a tensor is missing or has another shape.
+        ConfigError: numbers that are stored together would be cut apart.
+    """
+    if quantization is None:
+        return _read_plain(checkpoint, parts, dtype, device)
+    if quantization.is_online:
+        online = ONLINE_TYPES[quantization.method]
+        return lay_out(_join([_quantize_part(checkpoint, part, online, device) for part in parts])[0], dtype)
+    coded = [read_quantized(checkpoint, part, quantization) for part in parts]
+    stored = [weight for weight in coded if weight is not None]
+    if not stored:
+        return _read_plain(checkpoint, parts, dtype, device)
+    if len(stored) == len(parts):
+        weights = [lay_out(weight.to(device), dtype) for weight in _join(stored)]
+    else:
+        weights = [
+            _read_plain(checkpoint, [part], dtype, device)
+            if weight is None
+            else lay_out(weight.to(device), dtype)
+            for part, weight in zip(parts, coded, strict=True)
+        ]
+    return weights[0] if len(weights) == 1 else StackedWeight(tuple(weights))
+
+
+def lay_out(weight: QuantizedWeight, dtype: torch.dtype) -> LinearWeight:
+    """The fastest form for the device that it is on; where nothing reads codes they are dequantised for good."""
+    if multiplies_float8(weight):
+        return Float8Weight(weight)
+    if has_quantized_kernel(weight):
+        return CodedWeight(weight)
+    if weight.codes.dtype == torch.int8 and weight.is_per_output:
+        packed = pack_int8(weight.codes, weight.scales[0])
+        if packed is not None:
+            return PlainWeight(packed)
+    numbers = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.codes.device)
+    step = max(1, CHUNK_NUMBERS // weight.in_features)
+    for start in range(0, weight.out_features, step):
+        numbers[start : start + step] = dequantize(weight.rows(start, start + step))
+    return PlainWeight(pack(numbers))
+
+
+def _read_plain(
+    checkpoint: Checkpoint, parts: Sequence[Part], dtype: torch.dtype, device: torch.device
+) -> PlainWeight:
+    num_outputs = [part.outputs[1] for part in parts]
+    weight = scratch((sum(num_outputs), parts[0].inputs[1]), dtype, device)
+    for out, part in zip(weight.split_with_sizes(num_outputs), parts, strict=True):
+        checkpoint.read_into(out, f"{part.name}.weight", part.shape, part.dim, part.start)
+    return PlainWeight(pack(weight))
+
+
+def _quantize_part(
+    checkpoint: Checkpoint, part: Part, dtype: torch.dtype, device: torch.device
+) -> QuantizedWeight:
+    """Rounds a part as its matrix would be as a whole: its numbers do not depend on how many ranks there are."""
+    first_output, num_outputs = part.outputs
+    first_input, num_inputs = part.inputs
+    codes = torch.empty(num_outputs, num_inputs, dtype=dtype, device=device)
+    scales = torch.empty(1, num_outputs, dtype=torch.float32, device=device)
+    step = max(1, CHUNK_NUMBERS // part.shape[1])
+    for start in range(0, num_outputs, step):
+        rows = first_output + start, min(step, num_outputs - start)
+        whole = checkpoint.read(f"{part.name}.weight", part.shape, rows).to(device)
+        chunk = quantize(whole[:, first_input : first_input + num_inputs], dtype, whole.abs().amax(dim=1))
+        codes[start : start + step] = chunk.codes
+        scales[:, start : start + step] = chunk.scales
+    return QuantizedWeight(codes, scales)
+
+
+def _join(weights: list[QuantizedWeight]) -> list[QuantizedWeight]:
+    """One weight where they are quantised alike; otherwise as they are."""
+    first = weights[0]
+    if not all(_alike(first, weight) for weight in weights[1:]):
+        return weights
+    zeros = None
+    if first.zeros is not None:
+        zeros = torch.cat([weight.zeros for weight in weights if weight.zeros is not None], dim=1)
+    codes = torch.cat([weight.codes for weight in weights])
+    scales = torch.cat([weight.scales for weight in weights], dim=1)
+    return [QuantizedWeight(codes, scales, zeros, first.group_index)]
+
+
+def _alike(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+    if one.group_index is None or other.group_index is None:
+        same_groups = one.group_index is other.group_index
+    else:
+        same_groups = torch.equal(one.group_index, other.group_index)
+    return (
+        same_groups
+        and one.codes.dtype == other.codes.dtype
+        and one.scales.shape[0] == other.scales.shape[0]
+        and one.scales.dtype == other.scales.dtype
+        and (one.zeros is None) == (other.zeros is None)
+    )

@@ -1,0 +1,151 @@
+"""Quantization: how the linear layers of a model are stored or are to be stored. Imports no torch.
+
+A checkpoint says it by the ``quantization_config`` of its config.json; an operator may ask for it where the
+checkpoint is in full precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ...proto.config import ModelConfig
+from ...proto.errors import ConfigError
+
+# What an operator may ask for: 8-bit integers, or 8-bit floating point (e4m3).
+ONLINE_METHODS = ("int8", "fp8")
+
+COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+COMPRESSED_WEIGHTS = (("int", 4), ("int", 8), ("float", 8))
+# What compressed-tensors calls a layer's weights while they are stored in full precision.
+UNCOMPRESSED_STATUS = ("initialized", "calibration", "frozen")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How linear layers are quantised.
+
+    Attributes:
+        method: one of ONLINE_METHODS, made while a full-precision checkpoint is read; or the layout that the
+            checkpoint stores them in: ``awq``, ``gptq``, ``compressed`` or ``float8``.
+        bits, group_len: of a number, and inputs that share a scale (None: all of an output's); of a compressed
+            checkpoint its tensors tell.
+        zero_offset: gptq: stored zero points are less by it.
+        block_shape: outputs and inputs that share a scale, where scales come in blocks.
+    """
+
+    method: str
+    bits: int = 8
+    group_len: int | None = None
+    zero_offset: int = 0
+    block_shape: tuple[int, int] | None = None
+
+    @property
+    def is_online(self) -> bool:
+        return self.method in ONLINE_METHODS
+
+
+def read_quantization(model: ModelConfig) -> Quantization | None:
+    """How the model's linear layers are quantised; None: not at all.
+
+    Raises:
+        ConfigError: an unknown method or variant; names it. Or the operator asks for another than the checkpoint's.
+    """
+    stored: dict[str, Any] | None = model.hf.get("quantization_config")
+    if model.quantization is not None:
+        return _read_wish(model, stored)
+    if not stored:
+        return None
+    method = stored.get("quant_method")
+    reader = _METHODS.get(str(method))
+    if reader is None:
+        raise ConfigError(
+            f"{model.name}: quantization method {method!r} is not supported; supported: {', '.join(_METHODS)}"
+        )
+    try:
+        return reader(stored)
+    except ConfigError as error:
+        raise ConfigError(f"{model.name}: {method} {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{model.name}: its quantization_config cannot be read: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _read_wish(model: ModelConfig, stored: dict[str, Any] | None) -> Quantization:
+    wish = model.quantization
+    if wish not in ONLINE_METHODS:
+        raise ConfigError(f"quantization is {wish!r}, must be {' or '.join(ONLINE_METHODS)}")
+    if stored:
+        raise ConfigError(
+            f"{model.name}: quantization {wish} is made of full precision, but the checkpoint is quantized "
+            f"already ({stored.get('quant_method', 'unknown')}); leave the option out"
+        )
+    return Quantization(wish)
+
+
+def _read_gptq(stored: dict[str, Any]) -> Quantization:
+    _require("bits", stored["bits"], (4, 8))
+    layout = stored.get("checkpoint_format") or "gptq"
+    _require("checkpoint_format", layout, ("gptq", "gptq_v2"))
+    zero_offset = 1 if layout == "gptq" else 0
+    return Quantization("gptq", stored["bits"], _group_len(stored["group_size"]), zero_offset)
+
+
+def _read_awq(stored: dict[str, Any]) -> Quantization:
+    _require("bits", stored.get("bits", stored.get("w_bit")), (4,))
+    _require("version", str(stored.get("version", "gemm")).lower(), ("gemm",))
+    return Quantization("awq", 4, _group_len(stored.get("group_size", stored.get("q_group_size"))))
+
+
+def _read_compressed(stored: dict[str, Any]) -> Quantization:
+    if stored.get("quantization_status") in UNCOMPRESSED_STATUS:
+        raise ConfigError(f"weights of status {stored['quantization_status']!r} are not supported")
+    sparsity = (stored.get("sparsity_config") or {}).get("format") or "dense"
+    _require("sparsity format", sparsity, ("dense",))
+    block_shape = None
+    for group in stored["config_groups"].values():
+        layout = group.get("format") or stored.get("format")
+        _require("format", layout, COMPRESSED_FORMATS)
+        weights = group["weights"]
+        _require("weights", (weights["type"], weights["num_bits"]), COMPRESSED_WEIGHTS)
+        if weights.get("block_structure"):
+            block_shape = _pair(weights["block_structure"])
+    return Quantization("compressed", block_shape=block_shape)
+
+
+def _read_float8(stored: dict[str, Any]) -> Quantization:
+    _require("fmt", stored.get("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
+    size = stored.get("weight_block_size")
+    return Quantization("float8", block_shape=None if size is None else _pair(size))
+
+
+_METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+    "compressed-tensors": _read_compressed,
+    "fp8": _read_float8,
+}
+
+
+def _group_len(value: Any) -> int | None:
+    if value == -1:
+        return None
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"a group of {value}")
+    return value
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    if isinstance(value, str):  # compressed-tensors also writes "128x128"
+        value = value.split("x")
+    rows, columns = map(int, value)
+    if rows < 1 or columns < 1:
+        raise ValueError(f"a block of {rows} x {columns}")
+    return rows, columns
+
+
+def _require(name: str, value: object, known: tuple[object, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} {value!r} is not supported; supported: {', '.join(map(str, known))}")
