@@ -37,7 +37,7 @@ def geglu_by_torch(gate_up: Tensor) -> Tensor:
 def rotate_by_torch(
     heads: Tensor, kv_cache: Tensor, slot_mapping: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """See kernels.rotate_and_store."""
+    """See kernels.fused_qk_norm_rope_kv_write."""
     num_kv_heads, block_size = kv_cache.shape[2:4]
     rotated = heads[:, :-num_kv_heads]
     swapped = rotated.roll(cos.shape[1] // 2, dims=-1)

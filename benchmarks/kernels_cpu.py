@@ -25,12 +25,12 @@ from benchmarks.kernel_peers import (
 )
 from benchmarks.roofline import QUIRE, Case, Roof
 from quire.kernels.activation import gelu_tanh_and_mul, silu_and_mul
-from quire.kernels.fused_qk_norm_rope_kv_write import rotate_and_store
+from quire.kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 from quire.kernels.gumbel import gumbel_noise
 from quire.kernels.linear import PackedWeight, linear, pack, pack_int8
 from quire.kernels.norm import add_rms_norm
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
-from quire.kernels.sampling import draw_from_all, take_likeliest
+from quire.kernels.sampling import sample_full, sample_greedy
 from quire.worker.comm.communicator import open_store
 from quire.worker.comm.shared_memory import SharedMemory, join
 
@@ -239,7 +239,7 @@ def small_ops(repetitions: int) -> list[Case]:
             ("add_rms_norm", 4 * x.nbytes, add_rms_norm, norm_by_torch, norm),
             ("silu_and_mul", gate_bytes, silu_and_mul, swiglu_by_torch, gate_up),
             ("gelu_tanh_and_mul", gate_bytes, gelu_tanh_and_mul, geglu_by_torch, gate_up),
-            ("rotate_and_store", heads_bytes, rotate_and_store, rotate_by_torch, heads),
+            ("fused_qk_norm_rope_kv_write", heads_bytes, fused_qk_norm_rope_kv_write, rotate_by_torch, heads),
         ]
         for op, num_bytes, ours, peer, arguments in rows:
             ops: dict[str, Op] = {
@@ -253,7 +253,7 @@ def small_ops(repetitions: int) -> list[Case]:
 
 
 def make_heads(num_tokens: int) -> tuple[Tensor, ...]:
-    """What rotate_and_store takes: heads as projected, a cache, slots in no order, cosines and sines."""
+    """What fused_qk_norm_rope_kv_write takes: heads as projected, a cache, slots in no order, cosines and sines."""
     heads = torch.randn(num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
     (cache, *_), tables, _ = make_cache(1, num_tokens)
     slots = (tables.long().view(-1, 1) * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).view(-1)[:num_tokens]
@@ -269,14 +269,14 @@ def samplers(repetitions: int) -> list[Case]:
         logits, ones = torch.randn(num_rows, VOCAB_SIZE), torch.ones(num_rows)
         keys = torch.randint(-(2**31), 2**31, (num_rows, 2), dtype=torch.int32)
         likeliest: dict[str, Op] = {
-            QUIRE: partial(take_likeliest, logits),
+            QUIRE: partial(sample_greedy, logits),
             "torch": partial(logits.max, dim=1),
         }
         draw: dict[str, Op] = {
-            QUIRE: partial(draw_from_all, logits, ones, keys),
+            QUIRE: partial(sample_full, logits, ones, keys),
             "torch": partial(draw_by_torch, logits, ones, keys, ids),
         }
-        for op, ops in (("take_likeliest", likeliest), ("draw_from_all", draw)):
+        for op, ops in (("sample_greedy", likeliest), ("sample_full", draw)):
             name = f"kernels.{op}.n{num_rows}"
             cases.append(Case(name, logits.nbytes, 0, time_in_turns(ops, repetitions)))
     return cases

@@ -24,7 +24,7 @@ from benchmarks.roofline import QUIRE, Case
 from quire.kernels.activation import silu_and_mul
 from quire.kernels.attention_variant import PLAIN
 from quire.kernels.decode_layers import DecodeLayers, DenseLayer
-from quire.kernels.fused_qk_norm_rope_kv_write import rotate_and_store
+from quire.kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 from quire.kernels.linear import linear, pack
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.paged_attention import paged_decode_attention
@@ -103,7 +103,7 @@ class Step:
             norm = rms_norm if x is None else partial(add_rms_norm, x)
             projected = linear(norm(residual, layer.before_attention, layer.eps), layer.qkv)
             heads = projected.view(len(projected), -1, HEAD_DIM)
-            q = rotate_and_store(heads, cache, self.slots, *self.rotation)
+            q = fused_qk_norm_rope_kv_write(heads, cache, self.slots, *self.rotation)
             attended = paged_decode_attention(q, cache, self.tables, self.lens, layer.scale)
             x = linear(attended.view(len(projected), -1), layer.output)
             gate_up = linear(add_rms_norm(x, residual, layer.before_mlp, layer.eps), layer.gate_up)

@@ -18,11 +18,11 @@ from benchmarks.kernel_peers import norm_by_torch, swiglu_by_torch
 from benchmarks.roofline import QUIRE, Case, Roof
 from quire.kernels.activation import silu_and_mul
 from quire.kernels.decode_splits import split_decodes
-from quire.kernels.fused_qk_norm_rope_kv_write import rotate_and_store
-from quire.kernels.logits import Adjustments, Biases, Masks, Penalties
+from quire.kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
+from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
 from quire.kernels.norm import add_rms_norm, add_rms_norm_float8
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
-from quire.kernels.sampling import draw_from_all, draw_from_kept, take_likeliest, take_top
+from quire.kernels.sampling import sample_full, sample_greedy, sample_top_k_top_p, topk_tokens
 
 Op = Callable[[], object]
 
@@ -119,15 +119,17 @@ def small_ops() -> list[Case]:
         own, compiled = partial(silu_and_mul, gate_up), partial(swiglu, gate_up)
         num_bytes = 3 * gate_up.nbytes // 2
         cases.append(case(f"silu_and_mul.{num_tokens}", num_bytes, 0, own, torch_compile=compiled))
-        own = partial(rotate_and_store, heads, cache, slots, angles, angles)
-        cases.append(case(f"rotate_and_store.{num_tokens}", 2 * heads.nbytes + 2 * angles.nbytes, 0, own))
+        own = partial(fused_qk_norm_rope_kv_write, heads, cache, slots, angles, angles)
+        cases.append(
+            case(f"fused_qk_norm_rope_kv_write.{num_tokens}", 2 * heads.nbytes + 2 * angles.nbytes, 0, own)
+        )
     return cases
 
 
 def samplers() -> list[Case]:
     """Beside torch's own of the same outcome, where there is one; bytes are those of one pass over the logits.
 
-    draw_from_kept cuts at top_k 50 and top_p 0.9, or at top_p 0.9 alone; adjusted rows have all there is.
+    sample_top_k_top_p cuts at top_k 50 and top_p 0.9, or at top_p 0.9 alone; adjusted rows have all there is.
     """
     cases = []
     for num_rows in NUM_SAMPLED:
@@ -137,30 +139,28 @@ def samplers() -> list[Case]:
         top_k = torch.full((num_rows,), 50, device="cuda")
         keys = torch.arange(2 * num_rows, dtype=torch.int32, device="cuda").view(-1, 2)
         adjustments = random_adjustments(num_rows)
-        draw = partial(draw_from_all, logits, ones, keys)
-        kept = partial(draw_from_kept, logits, ones, top_k, top_p, no_min_p, keys)
-        nucleus = partial(draw_from_kept, logits, ones, VOCAB_SIZE + 0 * top_k, top_p, no_min_p, keys)
+        draw = partial(sample_full, logits, ones, keys)
+        kept = partial(sample_top_k_top_p, logits, ones, top_k, top_p, no_min_p, keys)
+        nucleus = partial(sample_top_k_top_p, logits, ones, VOCAB_SIZE + 0 * top_k, top_p, no_min_p, keys)
         num_bytes = logits.nbytes
         num_more = adjustments.penalties.counts.nbytes + 2 * adjustments.masks.words.nbytes
         likeliest, multinomial = partial(logits.max, dim=-1), partial(draw_by_torch, logits)
         cases += [
+            case(f"sample_greedy.{num_rows}", num_bytes, 0, partial(sample_greedy, logits), torch=likeliest),
+            case(f"sample_full.{num_rows}", num_bytes, 0, draw, torch=multinomial),
             case(
-                f"take_likeliest.{num_rows}", num_bytes, 0, partial(take_likeliest, logits), torch=likeliest
-            ),
-            case(f"draw_from_all.{num_rows}", num_bytes, 0, draw, torch=multinomial),
-            case(
-                f"draw_from_all.adjusted.{num_rows}",
+                f"sample_full.apply_logits_processors.{num_rows}",
                 num_bytes + num_more,
                 0,
                 partial(draw, adjustments=adjustments),
             ),
-            case(f"draw_from_kept.{num_rows}", num_bytes, 0, kept),
-            case(f"draw_from_kept.nucleus.{num_rows}", num_bytes, 0, nucleus),
+            case(f"sample_top_k_top_p.{num_rows}", num_bytes, 0, kept),
+            case(f"sample_top_k_top_p.nucleus.{num_rows}", num_bytes, 0, nucleus),
             case(
-                f"take_top.{num_rows}",
+                f"topk_tokens.{num_rows}",
                 num_bytes,
                 0,
-                partial(take_top, logits, 20),
+                partial(topk_tokens, logits, 20),
                 torch=partial(logits.topk, 20),
             ),
         ]
@@ -171,14 +171,14 @@ def draw_by_torch(logits: Tensor) -> Tensor:
     return logits.softmax(dim=-1).multinomial(1)
 
 
-def random_adjustments(num_rows: int) -> Adjustments:
+def random_adjustments(num_rows: int) -> LogitsProcessors:
     """For every row a mask of half the vocabulary, penalties, and ten biases."""
     device, rows = "cuda", torch.arange(num_rows, device="cuda")
     counts = torch.randint(0, 2, (num_rows, VOCAB_SIZE), dtype=torch.int16, device=device)
     words = torch.randint(-(2**31), 2**31, (num_rows, VOCAB_SIZE // 32), dtype=torch.int32, device=device)
     columns = torch.randint(VOCAB_SIZE, (num_rows, 10), dtype=torch.int32, device=device).sort(dim=1).values
     starts = 10 * torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-    return Adjustments(
+    return LogitsProcessors(
         VOCAB_SIZE,
         Biases(starts, columns.flatten(), torch.ones(10 * num_rows, device=device)),
         Penalties(rows, counts, words, torch.full((num_rows, 3), 1.1, device=device)),

@@ -10,8 +10,8 @@ from .paged_cache import write_kv
 from .rope import apply_rope
 
 
-@on_gpu("rotate_and_store")
-def rotate_and_store(
+@on_gpu("fused_qk_norm_rope_kv_write")
+def fused_qk_norm_rope_kv_write(
     heads: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,

@@ -1,7 +1,7 @@
 """What requests ask of their logits before a token is drawn: biases, penalties, and masks of what is allowed.
 
 They are described by tensors, and the ops of kernels.sampling that read logits apply them as they read: a GPU's
-logits are neither copied nor written. `adjusted` is what they mean, in this order: biases, penalties, masks.
+logits are neither copied nor written. `apply_logits_processors` is the reference: biases, penalties, then masks.
 
 Logits may be a rank's part of the vocabulary, V tokens; everything here is of the same part, and columns beyond it
 are left as they are. Masks have a bit a token, token t at bit ``t % 32`` of word ``t // 32``.
@@ -63,7 +63,7 @@ class Masks(NamedTuple):
     words: Tensor
 
 
-class Adjustments(NamedTuple):
+class LogitsProcessors(NamedTuple):
     """What N rows of logits ask for, each kind of it by some of them or by none.
 
     Attributes:
@@ -76,7 +76,7 @@ class Adjustments(NamedTuple):
     masks: Masks
 
 
-def adjusted(logits: Tensor, adjustments: Adjustments) -> Tensor:
+def apply_logits_processors(logits: Tensor, adjustments: LogitsProcessors) -> Tensor:
     """A copy of logits [N, C] float32 with everything applied."""
     logits = logits.clone()
     _add(logits, adjustments.biases)

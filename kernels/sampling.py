@@ -15,13 +15,13 @@ from torch import Tensor
 
 from .dispatch import on_gpu
 from .gumbel import gumbel_noise
-from .logits import Adjustments, adjusted
+from .logits import LogitsProcessors, apply_logits_processors
 from .native import ops as cpu
 
 
-@on_gpu("draw_from_all")
-def take_likeliest(
-    logits: Tensor, first_id: int = 0, rows: Tensor | None = None, adjustments: Adjustments | None = None
+@on_gpu("sample_full")
+def sample_greedy(
+    logits: Tensor, first_id: int = 0, rows: Tensor | None = None, adjustments: LogitsProcessors | None = None
 ) -> tuple[Tensor, Tensor]:
     """The largest logit of each row, or of a rank's part of it.
 
@@ -36,19 +36,19 @@ def take_likeliest(
     """
     logits = _of_rows(logits, rows, adjustments)
     if cpu.takes_logits(logits):
-        return cpu.take_likeliest(logits, first_id)
+        return cpu.sample_greedy(logits, first_id)
     best, index = logits.max(dim=-1)
     return best, index.int() + first_id
 
 
-@on_gpu("draw_from_all")
-def draw_from_all(
+@on_gpu("sample_full")
+def sample_full(
     logits: Tensor,
     temperature: Tensor,
     keys: Tensor,
     first_id: int = 0,
     rows: Tensor | None = None,
-    adjustments: Adjustments | None = None,
+    adjustments: LogitsProcessors | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draws from the softmax of each row, or from a rank's part of it: the largest of the ranks' scores wins.
 
@@ -67,10 +67,10 @@ def draw_from_all(
     is_drawn = temperature > 0
     if cpu.takes_logits(logits):
         if is_drawn.all():
-            return cpu.draw_from_all(logits, temperature, keys, first_id)
-        best, token_ids = cpu.take_likeliest(logits, first_id)
+            return cpu.sample_full(logits, temperature, keys, first_id)
+        best, token_ids = cpu.sample_greedy(logits, first_id)
         drawn = is_drawn.nonzero().squeeze(1)
-        best[drawn], token_ids[drawn] = cpu.draw_from_all(
+        best[drawn], token_ids[drawn] = cpu.sample_full(
             logits[drawn], temperature[drawn], keys[drawn], first_id
         )
         return best, token_ids
@@ -80,8 +80,8 @@ def draw_from_all(
     return best, index.int() + first_id
 
 
-@on_gpu("draw_from_kept")
-def draw_from_kept(
+@on_gpu("sample_top_k_top_p")
+def sample_top_k_top_p(
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
@@ -89,7 +89,7 @@ def draw_from_kept(
     min_p: Tensor,
     keys: Tensor,
     rows: Tensor | None = None,
-    adjustments: Adjustments | None = None,
+    adjustments: LogitsProcessors | None = None,
 ) -> Tensor:
     """Draws from what the cuts leave of the softmax of each row.
 
@@ -110,16 +110,16 @@ def draw_from_kept(
     values, token_ids = values.sort(dim=-1, descending=True, stable=True)
     token_ids = token_ids.int()
     keep = kept_of_sorted(values, values.logsumexp(-1), logits.shape[1], top_k, top_p, min_p)
-    return draw_among(values, token_ids, keep, keys)
+    return sample_among(values, token_ids, keep, keys)
 
 
-@on_gpu("take_top")
-def take_top(
+@on_gpu("topk_tokens")
+def topk_tokens(
     logits: Tensor,
     num_top: int,
     temperature: Tensor | None = None,
     rows: Tensor | None = None,
-    adjustments: Adjustments | None = None,
+    adjustments: LogitsProcessors | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The largest values of each row, or of a rank's part of it, and the sum over all.
 
@@ -141,10 +141,10 @@ def take_top(
     return top, columns.int(), values.logsumexp(dim=-1)
 
 
-def _of_rows(logits: Tensor, rows: Tensor | None, adjustments: Adjustments | None) -> Tensor:
+def _of_rows(logits: Tensor, rows: Tensor | None, adjustments: LogitsProcessors | None) -> Tensor:
     """What the model's logits of those rows, of all without `rows`, become."""
     if adjustments is not None:
-        logits = adjusted(logits, adjustments)
+        logits = apply_logits_processors(logits, adjustments)
     return logits if rows is None else logits[rows]
 
 
@@ -171,7 +171,7 @@ def kept_of_sorted(
     return keep
 
 
-def draw_among(values: Tensor, token_ids: Tensor, keep: Tensor, keys: Tensor) -> Tensor:
+def sample_among(values: Tensor, token_ids: Tensor, keep: Tensor, keys: Tensor) -> Tensor:
     """Draws from the softmax of the kept: token ids, [N] int32.
 
     Args:

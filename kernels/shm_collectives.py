@@ -19,14 +19,14 @@ _SUMS = {torch.float32: 1, torch.bfloat16: 2}
 
 def segment_bytes(size: int) -> int:
     """Bytes of the shared memory of `size` ranks; zeros to begin with."""
-    return int(ops().quire_exchange_bytes(size, SLOT_BYTES))
+    return int(ops().quire_shm_collective_bytes(size, SLOT_BYTES))
 
 
 def can_sum(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.dtype in _SUMS and tensor.is_contiguous()
 
 
-class Exchange:
+class SharedMemoryCollectives:
     """One rank's end of the segment. Every rank makes the same calls in the same order.
 
     The calls return None when they are done, or the rank that did not come in time; `resume` then waits on.
@@ -56,7 +56,7 @@ class Exchange:
 
     def leave(self) -> None:
         """Ends the waits of the others for this rank."""
-        ops().quire_exchange_leave(self._address, self._rank)
+        ops().quire_shm_collective_leave(self._address, self._rank)
 
     def _start(self, kind: int, source: int, out: int, num_bytes: int, wait_us: int) -> int | None:
         assert num_bytes <= SLOT_BYTES
@@ -65,7 +65,7 @@ class Exchange:
         return self._run(0, wait_us)
 
     def _run(self, written: int, wait_us: int) -> int | None:
-        late: int = ops().quire_exchange(
+        late: int = ops().quire_shm_collective(
             self._address, self._rank, self._size, SLOT_BYTES, self._round, *self._pending, written, wait_us
         )
         return None if late < 0 else late

@@ -110,7 +110,7 @@ class Node(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., draining: _Optional[bool] = ..., resources: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Replica(_message.Message):
-    __slots__ = ("replica_id", "model", "ready", "problem", "ranks", "kv", "queue", "num_steps", "uptime_s", "state", "version", "node_ids", "mean_gap_s")
+    __slots__ = ("replica_id", "model", "ready", "problem", "ranks", "kv", "queue", "num_steps", "uptime_s", "state", "version", "node_ids", "mean_plan_wait_s")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -123,7 +123,7 @@ class Replica(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NODE_IDS_FIELD_NUMBER: _ClassVar[int]
-    MEAN_GAP_S_FIELD_NUMBER: _ClassVar[int]
+    MEAN_PLAN_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     model: str
     ready: bool
@@ -136,8 +136,8 @@ class Replica(_message.Message):
     state: ReplicaState
     version: str
     node_ids: _containers.RepeatedScalarFieldContainer[str]
-    mean_gap_s: float
-    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., ready: _Optional[bool] = ..., problem: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., kv: _Optional[_Union[KvUse, _Mapping]] = ..., queue: _Optional[_Union[Queue, _Mapping]] = ..., num_steps: _Optional[int] = ..., uptime_s: _Optional[float] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., version: _Optional[str] = ..., node_ids: _Optional[_Iterable[str]] = ..., mean_gap_s: _Optional[float] = ...) -> None: ...
+    mean_plan_wait_s: float
+    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., ready: _Optional[bool] = ..., problem: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., kv: _Optional[_Union[KvUse, _Mapping]] = ..., queue: _Optional[_Union[Queue, _Mapping]] = ..., num_steps: _Optional[int] = ..., uptime_s: _Optional[float] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., version: _Optional[str] = ..., node_ids: _Optional[_Iterable[str]] = ..., mean_plan_wait_s: _Optional[float] = ...) -> None: ...
 
 class Rank(_message.Message):
     __slots__ = ("rank", "pid", "node", "device", "stage")
@@ -154,14 +154,14 @@ class Rank(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., device: _Optional[str] = ..., stage: _Optional[str] = ...) -> None: ...
 
 class KvUse(_message.Message):
-    __slots__ = ("block_size", "num_blocks", "num_used_blocks", "num_cached_blocks", "peak_used_blocks", "num_used_tokens", "mean_waste", "prefix_query_tokens", "prefix_hit_tokens", "num_host_blocks", "num_used_host_blocks", "num_cached_host_blocks", "num_swapped_blocks")
+    __slots__ = ("block_size", "num_blocks", "num_used_blocks", "num_cached_blocks", "peak_used_blocks", "num_used_tokens", "mean_kv_fragmentation", "prefix_query_tokens", "prefix_hit_tokens", "num_host_blocks", "num_used_host_blocks", "num_cached_host_blocks", "num_swapped_blocks")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PEAK_USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_USED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MEAN_WASTE_FIELD_NUMBER: _ClassVar[int]
+    MEAN_KV_FRAGMENTATION_FIELD_NUMBER: _ClassVar[int]
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -174,14 +174,14 @@ class KvUse(_message.Message):
     num_cached_blocks: int
     peak_used_blocks: int
     num_used_tokens: int
-    mean_waste: float
+    mean_kv_fragmentation: float
     prefix_query_tokens: int
     prefix_hit_tokens: int
     num_host_blocks: int
     num_used_host_blocks: int
     num_cached_host_blocks: int
     num_swapped_blocks: int
-    def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., peak_used_blocks: _Optional[int] = ..., num_used_tokens: _Optional[int] = ..., mean_waste: _Optional[float] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_used_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swapped_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., peak_used_blocks: _Optional[int] = ..., num_used_tokens: _Optional[int] = ..., mean_kv_fragmentation: _Optional[float] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_used_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swapped_blocks: _Optional[int] = ...) -> None: ...
 
 class Queue(_message.Message):
     __slots__ = ("num_waiting", "num_running", "num_finished", "num_preemptions")

@@ -37,7 +37,7 @@ Message = TypeVar("Message")
 
 
 @dataclass(frozen=True, slots=True)
-class RowConstraints:
+class RowLogitsProcessors:
     """What changes a row's logits before anything is drawn from them; the fields are as in SamplingParams.
 
     Attributes:
@@ -63,9 +63,9 @@ class RowConstraints:
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     @staticmethod
-    def unpack(value: Any) -> RowConstraints:
+    def unpack(value: Any) -> RowLogitsProcessors:
         prompt_len, repetition, frequency, presence, bias, words, allowed, stop_free_len, stops = value
-        return RowConstraints(
+        return RowLogitsProcessors(
             prompt_len,
             repetition,
             frequency,
@@ -109,7 +109,7 @@ class RowSampling:
     min_p: float = 0.0
     seed: int = 0
     logprobs: int | None = None
-    constraints: RowConstraints | None = None
+    constraints: RowLogitsProcessors | None = None
     scoring: PromptScoring | None = None
 
     def pack(self) -> tuple[Any, ...]:
@@ -123,7 +123,7 @@ class RowSampling:
         *settings, constraints, scoring = value
         return replace(
             RowSampling(*settings),
-            constraints=None if constraints is None else RowConstraints.unpack(constraints),
+            constraints=None if constraints is None else RowLogitsProcessors.unpack(constraints),
             scoring=None if scoring is None else PromptScoring(*scoring),
         )
 

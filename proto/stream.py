@@ -202,7 +202,7 @@ class ReplicaStatus:
         tokens_per_s: computed, prompt and sampled ones together, a second in which it computed at all; recent seconds
             count most. 0: nothing was computed yet.
         cache_version: of its prefix cache, as in CacheReport.
-        mean_gap_s: how long its ranks waited for a plan when the step before was done; idle times left out.
+        mean_plan_wait_s: how long its ranks waited for a plan when the step before was done; idle times left out.
     """
 
     query_id: int
@@ -216,7 +216,7 @@ class ReplicaStatus:
     num_cached_blocks: int
     peak_used_blocks: int
     num_used_tokens: int
-    mean_waste: float
+    mean_kv_fragmentation: float
     prefix_query_tokens: int
     prefix_hit_tokens: int
     num_host_blocks: int
@@ -235,7 +235,7 @@ class ReplicaStatus:
     oldest_wait_s: float
     tokens_per_s: float
     cache_version: int
-    mean_gap_s: float = 0.0
+    mean_plan_wait_s: float = 0.0
 
 
 GatewayMessage = Submit | Abort | Stop | StatusQuery | CacheQuery | Drain

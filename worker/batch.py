@@ -12,7 +12,7 @@ from ..kernels.decode_splits import split_decodes
 from ..proto.block_tables import IntArray
 from ..proto.step import StepPlan
 from .attention import AttentionInputs
-from .device_rows import Rows
+from .device_rows import DeviceRows
 from .memory.host_to_device import to_device_together
 from .sampling.prompt_logprobs import ScoredTokens, find_scored
 
@@ -44,7 +44,7 @@ class Batch:
 
 
 def gather_batch(
-    rows: Rows, plan: StepPlan, block_size: int, fixed_item_len: int | None = None
+    rows: DeviceRows, plan: StepPlan, block_size: int, fixed_item_len: int | None = None
 ) -> Batch | None:
     """The step's inputs; None if no row computes.
 
@@ -104,13 +104,13 @@ def gather_batch(
     )
 
 
-def _slots_of(rows: Rows, token_rows: IntArray, positions: LongArray, block_size: int) -> LongArray:
+def _slots_of(rows: DeviceRows, token_rows: IntArray, positions: LongArray, block_size: int) -> LongArray:
     """The slot of each token, ``block_id * B + offset``, [T] int64."""
     index, offsets = np.divmod(positions, block_size)
     return rows.tables.ids[token_rows, index].astype(np.int64) * block_size + offsets
 
 
-def _scored(rows: Rows, plan: StepPlan, starts: IntArray, sources: IntArray) -> ScoredTokens | None:
+def _scored(rows: DeviceRows, plan: StepPlan, starts: IntArray, sources: IntArray) -> ScoredTokens | None:
     """Tokens of prompts whose log-probabilities are asked for.
 
     Args:
@@ -122,7 +122,7 @@ def _scored(rows: Rows, plan: StepPlan, starts: IntArray, sources: IntArray) -> 
     return find_scored(rows.sampling.scoring, plan.chunk_rows, starts, plan.chunk_lens, sources)
 
 
-def _decoding_rows(rows: Rows, plan: StepPlan) -> IntArray:
+def _decoding_rows(rows: DeviceRows, plan: StepPlan) -> IntArray:
     if plan.held_rows.size == 0:
         return np.flatnonzero(rows.decoding).astype(np.int32)
     runs = rows.decoding.copy()
@@ -130,7 +130,9 @@ def _decoding_rows(rows: Rows, plan: StepPlan) -> IntArray:
     return np.flatnonzero(runs).astype(np.int32)
 
 
-def _check(rows: Rows, row_ids: IntArray, query_lens: IntArray, seq_lens: IntArray, block_size: int) -> None:
+def _check(
+    rows: DeviceRows, row_ids: IntArray, query_lens: IntArray, seq_lens: IntArray, block_size: int
+) -> None:
     """Numbers out of range would read and write other sequences' blocks in silence."""
     _refuse(row_ids, query_lens < 1, "an empty chunk")
     _refuse(row_ids, seq_lens > np.minimum(rows.lens[row_ids], rows.max_len), "tokens that it does not have")

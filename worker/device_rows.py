@@ -1,4 +1,4 @@
-"""Rows: what a rank remembers of its running sequences between steps. Deltas come with the plans."""
+"""DeviceRows: what a rank remembers of its running sequences between steps. Deltas come with the plans."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..proto.config import EngineConfig
 from ..proto.step import NewSequence, StepPlan
 from .comm.communicator import Shard
 from .memory.host_to_device import to_device, to_device_together
-from .sampling.logits_processors import Constraints
+from .sampling.logits_processors import LogitsProcessorState
 from .sampling.sampling_table import SamplingTable
 
 
-class Rows:
+class DeviceRows:
     """The persistent state of `max_num_seqs` sequences.
 
     What the scheduler determines lies in numpy, so that no step waits for the device; the tokens, which the
@@ -47,7 +47,7 @@ class Rows:
         self.num_computed: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.decoding = np.zeros(num_rows, dtype=np.bool_)
         self.sampling = SamplingTable(num_rows, config.model.vocab_size)
-        self.constraints = Constraints(shard, self.token_ids)
+        self.constraints = LogitsProcessorState(shard, self.token_ids)
 
     def apply(self, plan: StepPlan) -> None:
         """Steps 1 to 3 and 5 of the plan: released, new, appended and chosen. The caller compares digests."""

@@ -20,7 +20,7 @@ from ..proto.step import Logprobs, PromptLogprobs, StepPlan, StepResult
 from .attention import AttentionInputs
 from .batch import Batch, gather_batch
 from .comm.communicator import Communicator, device_of
-from .device_rows import Rows
+from .device_rows import DeviceRows
 from .graphs import CudaGraphs, DecodeGraphs, DecodeInputs, GraphBackend, graph_sizes
 from .memory.cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine, bytes_per_block
 from .memory.host_memory import available_bytes
@@ -76,7 +76,7 @@ class ModelRunner:
         with torch.inference_mode():
             self._model = self._load_model(on_progress)
             self._sampler = Sampler(self._model.head.shard, comm, self._device)
-            self._rows = Rows(config, self._model.head.shard, self._device)
+            self._rows = DeviceRows(config, self._model.head.shard, self._device)
         if self._device.type == "cpu":
             keep_freed_memory(KEPT_BYTES)
         self._cache: CacheEngine | None = None

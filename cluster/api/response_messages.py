@@ -105,7 +105,7 @@ def replica_to_message(status: ReplicaStatus, problem: str) -> admin_pb2.Replica
             num_cached_blocks=status.num_cached_blocks,
             peak_used_blocks=status.peak_used_blocks,
             num_used_tokens=status.num_used_tokens,
-            mean_waste=status.mean_waste,
+            mean_kv_fragmentation=status.mean_kv_fragmentation,
             prefix_query_tokens=status.prefix_query_tokens,
             prefix_hit_tokens=status.prefix_hit_tokens,
             num_host_blocks=status.num_host_blocks,
@@ -121,7 +121,7 @@ def replica_to_message(status: ReplicaStatus, problem: str) -> admin_pb2.Replica
         ),
         num_steps=status.num_steps,
         uptime_s=status.uptime_s,
-        mean_gap_s=status.mean_gap_s,
+        mean_plan_wait_s=status.mean_plan_wait_s,
     )
 
 

@@ -12,7 +12,7 @@ from .engine_options import FLEET_PANEL, engine_options, fleet_options
 from .groups import changed, with_options
 
 if TYPE_CHECKING:
-    from ..serve.server_options import FrontOptions
+    from ..serve.server_options import ServerOptions
 
 
 def front_options(
@@ -30,10 +30,10 @@ def front_options(
             help="Tokens of callers, a line each: TOKEN or TENANT:TOKEN; operators have admin:TOKEN."
         ),
     ] = None,
-) -> FrontOptions:
-    from ..serve.server_options import FrontOptions
+) -> ServerOptions:
+    from ..serve.server_options import ServerOptions
 
-    return FrontOptions(listen, insecure, tls_cert, tls_key, token_file)
+    return ServerOptions(listen, insecure, tls_cert, tls_key, token_file)
 
 
 @with_options(engine=engine_options, fleet=fleet_options, front=front_options)
@@ -46,7 +46,7 @@ def serve(
     ],
     engine: dict[str, Any],
     fleet: dict[str, Any],
-    front: FrontOptions,
+    front: ServerOptions,
     address: Annotated[
         str | None,
         typer.Option(

@@ -123,7 +123,7 @@ def _figures(replica: Replica) -> list[tuple[str, str]]:
             f"{kv.num_used_host_blocks} of {kv.num_host_blocks} used, {kv.num_cached_host_blocks} cached, "
             f"{kv.num_swapped_blocks} blocks swapped so far",
         ),
-        ("KV waste", f"{kv.mean_waste:.1%} of allocated slots, mean over all steps"),
+        ("KV waste", f"{kv.mean_kv_fragmentation:.1%} of allocated slots, mean over all steps"),
         (
             "prefix cache",
             f"{kv.prefix_hit_tokens} of {kv.prefix_query_tokens} prompt tokens found ({hit_rate:.1%})",
@@ -135,6 +135,6 @@ def _figures(replica: Replica) -> list[tuple[str, str]]:
         ),
         (
             "steps",
-            f"{replica.num_steps} in {replica.uptime_s:.0f} s, {1e3 * replica.mean_gap_s:.2f} ms between two",
+            f"{replica.num_steps} in {replica.uptime_s:.0f} s, {1e3 * replica.mean_plan_wait_s:.2f} ms between two",
         ),
     ]

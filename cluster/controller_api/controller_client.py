@@ -14,7 +14,7 @@ from ...proto.transport.network import CurveKeys
 from ..config.deployment import Deployment
 from ..ray_runtime.errors import unwrap
 from .demand import Demand
-from .fleet_state import FleetTable
+from .fleet_state import FleetState
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -32,7 +32,7 @@ class Controller(Protocol):
         """What it takes to speak to replicas."""
         ...
 
-    async def watch(self, since: str, timeout_s: float) -> FleetTable | None:
+    async def watch(self, since: str, timeout_s: float) -> FleetState | None:
         """See `Fleet.watch`."""
         ...
 
@@ -63,7 +63,7 @@ class ControllerClient:
         """See `Controller`."""
         return await self._answer("keys", self._actor.keys.remote)
 
-    async def watch(self, since: str, timeout_s: float) -> FleetTable | None:
+    async def watch(self, since: str, timeout_s: float) -> FleetState | None:
         """See `Controller`."""
         ask = partial(self._actor.watch.remote, since, timeout_s)
         return await self._answer("watch", ask, timeout_s + _CALL_TIMEOUT_S)

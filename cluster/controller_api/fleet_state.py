@@ -1,4 +1,4 @@
-"""FleetTable: what the controller tells gateways and operators of the fleet. Plain data."""
+"""FleetState: what the controller tells gateways and operators of the fleet. Plain data."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class NodeEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class FleetTable:
+class FleetState:
     """The fleet at one moment.
 
     Attributes:

@@ -55,7 +55,7 @@ def measure(streams: Streams, replica: Replica, ready_s: float) -> dict[str, Fig
         "demo.steps": Figure("steps", replica.num_steps, "steps"),
         "demo.kv.peak_blocks": Figure("KV blocks used at peak", kv.peak_used_blocks, "blocks", of_blocks),
         "demo.kv.waste": Figure(
-            "KV memory wasted", kv.mean_waste * 100, "%", "of allocated slots, mean of all steps"
+            "KV memory wasted", kv.mean_kv_fragmentation * 100, "%", "of allocated slots, mean of all steps"
         ),
         "demo.prefix.hit_rate": Figure(
             "prefix-cache hits",

@@ -22,7 +22,7 @@ from ...proto.transport.network import CurveKeys
 from ..config.deployment import Deployment
 from ..controller_api.controller_client import ControllerClient
 from ..controller_api.demand import Demand
-from ..controller_api.fleet_state import FleetTable
+from ..controller_api.fleet_state import FleetState
 from .fleet import Fleet
 from .ray_launcher import KeyValueStore, RayLauncher
 from .spot import NOTICES
@@ -80,7 +80,7 @@ class FleetController:
     async def keys(self) -> CurveKeys:
         return self._keys
 
-    async def watch(self, since: str, timeout_s: float) -> FleetTable | None:
+    async def watch(self, since: str, timeout_s: float) -> FleetState | None:
         """See `Fleet.watch`."""
         return await self._call(lambda fleet: fleet.watch(since, timeout_s))
 

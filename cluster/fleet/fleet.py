@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from ...proto.errors import InvalidRequest, ModelNotFound
 from ..config.deployment import Deployment
 from ..controller_api.demand import Demand
-from ..controller_api.fleet_state import DeploymentEntry, FleetTable, ReplicaState
+from ..controller_api.fleet_state import DeploymentEntry, FleetState, ReplicaState
 from .autoscaler import Decision, ScalingState, decide
-from .fleet_store import FleetMemory
+from .fleet_store import FleetStore
 from .interfaces import Launcher, Store
 from .nodes import LEAVE_PATIENCE_S, NodeWatch
 from .reconcile import Backoff, plan
-from .replica_lifecycle import ReplicaLife, Surroundings
+from .replica_lifecycle import LifecycleContext, ReplicaLifecycle
 from .snapshot import DemandBook, observe
 from .threads import FleetThreads
 
@@ -71,13 +71,13 @@ class Fleet:
         canary_timeout_s: float = CANARY_TIMEOUT_S,
     ) -> None:
         self._launcher = launcher
-        self._memory = FleetMemory(store)
+        self._memory = FleetStore(store)
         self._clock = clock
         self._tick_s = tick_s
         self._threads = FleetThreads()
         self._models: dict[str, _Model] = {}
-        self._replicas: dict[str, ReplicaLife] = {}
-        self._surroundings = Surroundings(
+        self._replicas: dict[str, ReplicaLifecycle] = {}
+        self._surroundings = LifecycleContext(
             launcher,
             self._memory,
             self._threads,
@@ -124,7 +124,7 @@ class Fleet:
         if self._clock() - self._nodes_seen_at >= NODES_S:
             await self._look_at_nodes()
         for replica in self._replicas.values():
-            leave = self._nodes.leave_of(replica.node_ids)
+            leave = self._nodes.departure_of(replica.node_ids)
             if leave is not None:  # what runs there drains while the node is still there
                 replica.leave(leave.by - replica.deployment.drain_grace_s, leave.reason)
         for model in list(self._models.values()):
@@ -197,9 +197,9 @@ class Fleet:
                 if count.num_waiting:
                     self._due.set()
 
-    def table(self) -> FleetTable:
+    def table(self) -> FleetState:
         """What there is to tell now."""
-        return FleetTable(
+        return FleetState(
             f"{self._epoch}-{self._version}",
             tuple(
                 DeploymentEntry(model.deployment, model.decision.target, model.decision.reason, model.problem)
@@ -209,7 +209,7 @@ class Fleet:
             self._nodes.nodes,
         )
 
-    async def watch(self, since: str, timeout_s: float) -> FleetTable | None:
+    async def watch(self, since: str, timeout_s: float) -> FleetState | None:
         """The table, once it differs from the version that the caller has; None: it has not in that time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -229,12 +229,12 @@ class Fleet:
         first = Decision(deployment.limits.min_replicas, "the least that is asked for", scaling)
         self._models[deployment.name] = _Model(deployment, scaling, first)
 
-    def _add_replica(self, replica_id: str, deployment: Deployment) -> ReplicaLife:
-        replica = self._replicas[replica_id] = ReplicaLife(replica_id, deployment, self._surroundings)
+    def _add_replica(self, replica_id: str, deployment: Deployment) -> ReplicaLifecycle:
+        replica = self._replicas[replica_id] = ReplicaLifecycle(replica_id, deployment, self._surroundings)
         self._note_change()
         return replica
 
-    def _replicas_of(self, name: str) -> list[ReplicaLife]:
+    def _replicas_of(self, name: str) -> list[ReplicaLifecycle]:
         return [each for each in self._replicas.values() if each.deployment.name == name]
 
     async def _look_at_nodes(self) -> None:
@@ -277,7 +277,7 @@ class Fleet:
         is_tried = any(each.state is ReplicaState.STARTING for each in replicas)
         return 0 if is_tried or not model.backoff.may_start(self._clock()) else min(num_wanted, 1)
 
-    def _take_state(self, replica: ReplicaLife) -> None:
+    def _take_state(self, replica: ReplicaLifecycle) -> None:
         """A replica has come to another state."""
         model = self._models.get(replica.deployment.name)
         if model is not None and model.deployment.version == replica.deployment.version:
@@ -288,12 +288,12 @@ class Fleet:
         self._note_change()
         self._due.set()
 
-    def _note_success(self, model: _Model, replica: ReplicaLife) -> None:
+    def _note_success(self, model: _Model, replica: ReplicaLifecycle) -> None:
         model.problem = ""
         if not replica.is_adopted:  # which is much quicker than a start
             model.demand.cold_start_s = self._clock() - replica.since
 
-    def _note_failure(self, model: _Model, replica: ReplicaLife) -> None:
+    def _note_failure(self, model: _Model, replica: ReplicaLifecycle) -> None:
         model.problem = f"{replica.replica_id}: {replica.reason}"
         # One that served for a while and then died is replaced at once.
         if not replica.is_proven(self._clock()):
@@ -313,7 +313,7 @@ class Fleet:
         changed.set()
 
 
-def _why_drained(model: _Model, replica: ReplicaLife) -> str:
+def _why_drained(model: _Model, replica: ReplicaLifecycle) -> str:
     if replica.deployment.version != model.deployment.version:
         return f"version {model.deployment.version} takes over"
     return f"{model.decision.target} replicas are enough: {model.decision.reason}"

@@ -1,4 +1,4 @@
-"""FleetMemory: what outlives the controller: what is deployed, and which replicas there are. Blocks."""
+"""FleetStore: what outlives the controller: what is deployed, and which replicas there are. Blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REPLICA = "replica/"
 _log = logging.getLogger(__name__)
 
 
-class FleetMemory:
+class FleetStore:
     """Deployments by their model's name, and replicas, each with the deployment that it was started for."""
 
     def __init__(self, store: Store) -> None:

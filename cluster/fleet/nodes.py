@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class NodeDeparture:
     """A node is to be left.
 
     Attributes:
@@ -58,7 +58,7 @@ class NodeWatch:
         self._clock = clock
         self._wall_clock = wall_clock
         self._on_leave = on_leave
-        self._leaves: dict[str, Leave] = {}
+        self._leaves: dict[str, NodeDeparture] = {}
         self._notices: dict[str, Future[float] | None] = {}
 
     def update(self, nodes: tuple[NodeEntry, ...], used: Iterable[str]) -> None:
@@ -79,10 +79,10 @@ class NodeWatch:
         by = self._clock() + min(LEAVE_PATIENCE_S, max(0.0, within_s))
         known = self._leaves.get(node_id)
         if known is None or by < known.by - _CLOCK_SLACK_S:
-            self._leaves[node_id] = Leave(by, reason)
+            self._leaves[node_id] = NodeDeparture(by, reason)
             self._on_leave()
 
-    def leave_of(self, node_ids: Iterable[str]) -> Leave | None:
+    def departure_of(self, node_ids: Iterable[str]) -> NodeDeparture | None:
         """The first of these nodes that is to be left; None: all stay."""
         leaves = [self._leaves[node_id] for node_id in node_ids if node_id in self._leaves]
         return min(leaves, key=lambda leave: leave.by, default=None)

@@ -16,7 +16,7 @@ from ...proto.errors import ReplicaUnavailable
 from ...proto.transport.network import CurveKeys
 from ..config.deployment import Deployment
 from ..controller_api.fleet_state import NodeEntry
-from ..ray_runtime.launch_target import FleetSite
+from ..ray_runtime.launch_target import FleetLaunchTarget
 from ..replica.client import ReplicaClient
 from ..replica.launch import launch_replica
 from ..replica.launch_progress import Tell
@@ -45,7 +45,7 @@ class RayLauncher:
         has_gpus = any(resources.get("GPU", 0) for resources in hosts)
         # GPUs that the operator counts by hand are not for computing on: so fakes can be asked for.
         config = deployment.resolve(has_gpus and "GPU" not in deployment.rank_resources)
-        site = FleetSite(
+        site = FleetLaunchTarget(
             self._keys,
             self._namespace,
             resources_per_rank=deployment.rank_resources,

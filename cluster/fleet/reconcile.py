@@ -14,7 +14,7 @@ ROOM_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ReplicaView:
     """A replica as `plan` sees it.
 
     Attributes:
@@ -50,7 +50,7 @@ class Plan:
     stop: tuple[str, ...] = ()
 
 
-def plan(target: int, version: str, replicas: Sequence[Standing], now: float) -> Plan:
+def plan(target: int, version: str, replicas: Sequence[ReplicaView], now: float) -> Plan:
     """The next steps towards `target` replicas of that version.
 
     What is on its way out (an older version, a node that goes away) drains once others have taken over: at any time
@@ -72,8 +72,8 @@ def plan(target: int, version: str, replicas: Sequence[Standing], now: float) ->
 
 
 def _to_drain(
-    target: int, staying: Sequence[Standing], outgoing: Sequence[Standing], now: float
-) -> list[Standing]:
+    target: int, staying: Sequence[ReplicaView], outgoing: Sequence[ReplicaView], now: float
+) -> list[ReplicaView]:
     ready_staying = _least_busy([each for each in staying if each.state is ReplicaState.READY])
     ready_outgoing = _least_busy([each for each in outgoing if each.state is ReplicaState.READY])
     # Those that must leave go first.
@@ -91,7 +91,7 @@ def _to_drain(
     return drain
 
 
-def _lacks_room(staying: Sequence[Standing], now: float) -> bool:
+def _lacks_room(staying: Sequence[ReplicaView], now: float) -> bool:
     return any(
         each.state is ReplicaState.STARTING
         and each.no_room_since is not None
@@ -100,15 +100,15 @@ def _lacks_room(staying: Sequence[Standing], now: float) -> bool:
     )
 
 
-def _least_busy(replicas: Sequence[Standing]) -> list[Standing]:
+def _least_busy(replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
     return sorted(replicas, key=lambda each: (each.num_requests, -each.since))
 
 
-def _newest(replicas: Sequence[Standing]) -> list[Standing]:
+def _newest(replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
     return sorted(replicas, key=lambda each: -each.since)
 
 
-def _ids(replicas: Sequence[Standing]) -> tuple[str, ...]:
+def _ids(replicas: Sequence[ReplicaView]) -> tuple[str, ...]:
     return tuple(each.replica_id for each in replicas)
 
 

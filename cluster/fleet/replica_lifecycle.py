@@ -1,4 +1,4 @@
-"""ReplicaLife: one replica from its launch, or from when it was found again, to its end.
+"""ReplicaLifecycle: one replica from its launch, or from when it was found again, to its end.
 
     STARTING ──canary──► READY ──drain──► DRAINING ──empty──► STOPPED
         └──stop─────────────────────────────┘ (with nothing to empty)
@@ -24,9 +24,9 @@ from ..replica.canary import run_canary
 from ..replica.client import PATIENCE_S, ReplicaClient
 from ..replica.launch_progress import LaunchProgress, LaunchStage
 from ..replica.replica import ReplicaRecord
-from .fleet_store import FleetMemory
+from .fleet_store import FleetStore
 from .interfaces import Launcher, LiveReplica
-from .reconcile import Standing
+from .reconcile import ReplicaView
 from .threads import CALL_TIMEOUT_S, FleetThreads
 
 # Beyond its grace, before a draining replica is ended with what it still has.
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class LifecycleContext:
     """What the lives of a fleet's replicas share.
 
     Attributes:
@@ -52,15 +52,15 @@ class Surroundings:
     """
 
     launcher: Launcher
-    memory: FleetMemory
+    memory: FleetStore
     threads: FleetThreads
     clock: Callable[[], float]
     canary_timeout_s: float
-    on_state: Callable[[ReplicaLife], None]
+    on_state: Callable[[ReplicaLifecycle], None]
     on_progress: Callable[[], None]
 
 
-class ReplicaLife:
+class ReplicaLifecycle:
     """For one event loop; `launch` or `adopt` begins it.
 
     Attributes:
@@ -72,7 +72,7 @@ class ReplicaLife:
         is_adopted: an earlier controller launched it.
     """
 
-    def __init__(self, replica_id: str, deployment: Deployment, surroundings: Surroundings) -> None:
+    def __init__(self, replica_id: str, deployment: Deployment, surroundings: LifecycleContext) -> None:
         self.replica_id = replica_id
         self.deployment = deployment
         self.since = surroundings.clock()
@@ -109,9 +109,9 @@ class ReplicaLife:
         """It has served for a while: its version can run here."""
         return self.ready_at is not None and now - self.ready_at >= PROVEN_AFTER_S
 
-    def standing(self) -> Standing:
+    def standing(self) -> ReplicaView:
         status = self.status
-        return Standing(
+        return ReplicaView(
             self.replica_id,
             self.deployment.version,
             self.state,

@@ -1,4 +1,4 @@
-"""FleetLink: how a gateway learns of the fleet, tells it what waits, and passes on what operators want."""
+"""ControllerSync: how a gateway learns of the fleet, tells it what waits, and passes on what operators want."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...proto.transport.network import CurveKeys
 from ..config.deployment import Deployment
 from ..controller_api.controller_client import Controller
 from ..controller_api.demand import Demand
-from ..controller_api.fleet_state import DeploymentEntry, FleetTable, ReplicaEntry, ReplicaState
+from ..controller_api.fleet_state import DeploymentEntry, FleetState, ReplicaEntry, ReplicaState
 from ..host.background import run_in_background
 from ..replica.client import PATIENCE_S, ReplicaClient
 from ..replica.replica import ReplicaRecord
@@ -42,7 +42,7 @@ class _Model:
     patience_s: float
 
 
-class FleetLink:
+class ControllerSync:
     """Keeps a gateway's models as the controller has them; while it is away, as they were last.
 
     Args:
@@ -54,7 +54,7 @@ class FleetLink:
         self._models = models
         self._gateway_id = secrets.token_hex(8)
         self._keys: CurveKeys | None = None
-        self._table = FleetTable("")
+        self._table = FleetState("")
         self._linked: dict[str, _Model] = {}
         self._retired: list[ReplicaPool] = []
         self._problem = "the fleet's controller has not answered yet"
@@ -133,7 +133,7 @@ class FleetLink:
             _log.warning("the fleet is as it was last seen: %s", problem, exc_info=fault)
         self._problem = problem
 
-    async def _apply(self, table: FleetTable) -> None:
+    async def _apply(self, table: FleetState) -> None:
         _log_changes(self._table, table)
         for entry in table.deployments:
             await self._apply_deployment(entry, _reachable(table, entry.deployment.name))
@@ -195,7 +195,7 @@ class FleetLink:
             explain=lambda: self._why_none(name),
         )
 
-    def _take_away(self, pool: ReplicaPool, table: FleetTable) -> None:
+    def _take_away(self, pool: ReplicaPool, table: FleetState) -> None:
         """The pool is left by what has ended, and gives nothing more to what drains."""
         entries = _entries(table, pool.model)
         for replica_id in pool.clients:
@@ -205,7 +205,7 @@ class FleetLink:
             elif entry.state is ReplicaState.DRAINING:
                 pool.drain(replica_id)
 
-    def _add_ready(self, model: _Model, table: FleetTable) -> None:
+    def _add_ready(self, model: _Model, table: FleetState) -> None:
         """Replicas whose canary has passed. Those of a model that is served no longer are of no use."""
         pool = model.served.pool
         for entry in _entries(table, pool.model).values():
@@ -248,7 +248,7 @@ class FleetLink:
             self._must_report.clear()
 
 
-def _log_changes(before: FleetTable, after: FleetTable) -> None:
+def _log_changes(before: FleetState, after: FleetState) -> None:
     """What an operator at this gateway wants to read in its log."""
     known = {entry.replica_id: (entry.state, entry.reason) for entry in before.replicas}
     for entry in after.replicas:
@@ -263,11 +263,11 @@ def _read(deployment: Deployment) -> tuple[EngineConfig, Tokenizer]:
     return config, Tokenizer(config.model.path)
 
 
-def _entries(table: FleetTable, model: str) -> dict[str, ReplicaEntry]:
+def _entries(table: FleetState, model: str) -> dict[str, ReplicaEntry]:
     return {entry.replica_id: entry for entry in table.replicas if entry.model == model}
 
 
-def _reachable(table: FleetTable, model: str) -> list[ReplicaEntry]:
+def _reachable(table: FleetState, model: str) -> list[ReplicaEntry]:
     return [entry for entry in table.replicas if entry.model == model and entry.record is not None]
 
 

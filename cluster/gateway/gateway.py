@@ -27,7 +27,7 @@ from ..requests.request import Request
 from ..requests.request_stream import follow
 from .admin import AdminService, Fleet
 from .handlers import answering_errors, authorization
-from .request_migration import MovingRequest
+from .request_migration import MigratingRequest
 from .served_models import ServedModel, ServedModels
 
 MAX_MESSAGE_BYTES = 4 << 20
@@ -172,7 +172,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     def __init__(self, models: ServedModels, security: Security) -> None:
         self._models = models
         self._security = security
-        self._running: dict[RequestName, MovingRequest] = {}
+        self._running: dict[RequestName, MigratingRequest] = {}
 
     @answering_errors
     async def Generate(
@@ -263,7 +263,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             del self._running[name]
 
     async def _answer(
-        self, model: ServedModel, request: Request, running: MovingRequest
+        self, model: ServedModel, request: Request, running: MigratingRequest
     ) -> AsyncIterator[Event]:
         yield Started(request.request_id, model.name, len(request.prompt_token_ids))
         async for piece in follow(running, Answers(request, model.tokenizer)):

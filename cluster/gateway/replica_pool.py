@@ -17,7 +17,7 @@ from ..host.background import run_in_background
 from ..replica.canary import run_canary
 from ..replica.client import ReplicaClient
 from ..requests.request import Request
-from .request_migration import MovingRequest
+from .request_migration import MigratingRequest
 from .router import ReplicaLoad, Router
 
 CANARY_TIMEOUT_S = 60.0
@@ -157,7 +157,7 @@ class ReplicaPool:
             self.remove(replica_id, "its gateway was closed")
         await asyncio.gather(*self._closing)
 
-    def submit(self, request: Request) -> MovingRequest:
+    def submit(self, request: Request) -> MigratingRequest:
         """Runs the request.
 
         Raises:
@@ -168,7 +168,7 @@ class ReplicaPool:
         self._num_tokens += len(request.prompt_token_ids)
         if not self.is_ready:
             self._check_can_wait()
-        running = MovingRequest(request, self)
+        running = MigratingRequest(request, self)
         running.start()
         return running
 

@@ -1,4 +1,4 @@
-"""MovingRequest: a request that outlives its replica.
+"""MigratingRequest: a request that outlives its replica.
 
 What a replica gives back (it drains) or dies with goes on at another, from the tokens that are there already. Each
 draw is a function of seed and position, so the answer is token for token what it would have been.
@@ -18,14 +18,14 @@ from ...proto.stream import Finish, FinishReason, Timings
 from ..host.background import run_in_background
 from ..replica.client import ReplicaClient
 from ..requests.request import Request
-from ..requests.request_stream import Inbox
-from ..requests.sequence_update import News
+from ..requests.request_stream import UpdateQueue
+from ..requests.sequence_update import SequenceUpdate
 
 # Replicas that may fail under one request before it is taken for the cause.
 MAX_FAILED_REPLICAS = 3
 
 
-class Places(Protocol):
+class ReplicaPicker(Protocol):
     """Where requests can run.
 
     Attributes:
@@ -60,7 +60,7 @@ class _Answer:
 
     since: float
     token_ids: list[int] = field(default_factory=list)
-    part: _Part | None = None
+    part: _Attempt | None = None
     timings: Timings = field(default_factory=Timings)
     num_cached_tokens: int | None = None
     num_moves: int = 0
@@ -72,11 +72,11 @@ class _Answer:
         self.num_moves += 1
 
 
-class _Part:
+class _Attempt:
     """Answers of a request that were handed to one replica together: its receiver there."""
 
     def __init__(
-        self, owner: MovingRequest, client: ReplicaClient, indices: tuple[int, ...], handles: range
+        self, owner: MigratingRequest, client: ReplicaClient, indices: tuple[int, ...], handles: range
     ) -> None:
         self._owner = owner
         self._index_of = dict(zip(handles, indices, strict=True))
@@ -84,7 +84,7 @@ class _Part:
         self.client = client
         self.handles = handles
 
-    def put(self, handle: int, news: News) -> None:
+    def put(self, handle: int, news: SequenceUpdate) -> None:
         """See `Receiver`."""
         self._owner.take(self, self._index_of[handle], news)
 
@@ -99,7 +99,7 @@ class _Part:
         self.client.forget(self.handles)
 
 
-class MovingRequest(Inbox):
+class MigratingRequest(UpdateQueue):
     """A request under way; see `Running`.
 
     Args:
@@ -107,7 +107,9 @@ class MovingRequest(Inbox):
         clock: seconds that only grow.
     """
 
-    def __init__(self, request: Request, places: Places, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, request: Request, places: ReplicaPicker, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__(request.sampling.num_sequences)
         self._request = request
         self._places = places
@@ -151,7 +153,7 @@ class MovingRequest(Inbox):
         self.abort()
         self.fail(error)
 
-    def take(self, part: _Part, index: int, news: News) -> None:
+    def take(self, part: _Attempt, index: int, news: SequenceUpdate) -> None:
         """For its parts only: what came of an answer."""
         answer, finish = self._answers[index], news.finish
         answer.token_ids += news.token_ids
@@ -168,7 +170,7 @@ class MovingRequest(Inbox):
         elif finish is not None and is_lost:
             self.lose(part, from_status(finish.grpc_status, finish.error))
 
-    def lose(self, part: _Part, error: QuireError) -> None:
+    def lose(self, part: _Attempt, error: QuireError) -> None:
         """For its parts only: their replica has failed."""
         part.abort()
         now = self._clock()
@@ -191,7 +193,7 @@ class MovingRequest(Inbox):
         else:
             self._settle()
 
-    def _let_go(self, part: _Part, index: int, finish: Finish) -> None:
+    def _let_go(self, part: _Attempt, index: int, finish: Finish) -> None:
         """The replica gives the answer back."""
         answer = self._answers[index]
         if answer.num_cached_tokens is None:
@@ -229,7 +231,7 @@ class MovingRequest(Inbox):
         """Hands what waits to the replica; False where that has just failed."""
         for indices, request in self._waiting_parts():
             try:
-                part = client.place(request, partial(_Part, self, client, indices))
+                part = client.place(request, partial(_Attempt, self, client, indices))
             except ReplicaUnavailable as error:
                 self._problem = error
                 return False
@@ -254,7 +256,7 @@ class MovingRequest(Inbox):
     def _homeless(self) -> tuple[int, ...]:
         return tuple(index for index in sorted(self.open) if self._answers[index].part is None)
 
-    def _parts(self) -> set[_Part]:
+    def _parts(self) -> set[_Attempt]:
         return {answer.part for answer in self._answers if answer.part is not None}
 
     def _time_left_s(self) -> float | None:
@@ -275,7 +277,7 @@ class MovingRequest(Inbox):
     def _finish_stopped(self, index: int) -> None:
         """An answer that its reader stopped while no replica had it."""
         finish = Finish(0, FinishReason.STOP, num_completion_tokens=len(self._answers[index].token_ids))
-        self.add(index, News(finish=self._in_all(self._answers[index], finish)))
+        self.add(index, SequenceUpdate(finish=self._in_all(self._answers[index], finish)))
 
     def _in_all(self, answer: _Answer, finish: Finish) -> Finish:
         """The finish with the account of all replicas that the answer was at."""

@@ -20,7 +20,7 @@ from ...worker.runner import ModelRunner
 from ..host.stopwatch import Stopwatch
 from ..replica.loading_bar import LoadingBar
 from ..requests.request import Request
-from ..requests.sequence_update import News, split
+from ..requests.sequence_update import SequenceUpdate, split
 
 _log = logging.getLogger(__name__)
 
@@ -91,15 +91,15 @@ class InProcessEngine:
         if refusal is not None:
             raise from_status(refusal.grpc_status, refusal.error)
 
-    def stop(self, handle: int) -> News:
+    def stop(self, handle: int) -> SequenceUpdate:
         """Ends an answer in which a stop string was found; its Finish."""
-        return News(finish=self.scheduler.stop(_GATEWAY, handle, time.monotonic()))
+        return SequenceUpdate(finish=self.scheduler.stop(_GATEWAY, handle, time.monotonic()))
 
     def abort(self, handle: int) -> None:
         """Ends an answer and frees its blocks; unknown handles are ignored."""
         self.scheduler.abort(_GATEWAY, handle)
 
-    def step(self) -> Iterator[tuple[int, News]]:
+    def step(self) -> Iterator[tuple[int, SequenceUpdate]]:
         """One step of everything queued: handle |-> its news."""
         plan = self.scheduler.schedule(time.monotonic())
         assert plan is not None, "sequences wait, none runs and none can start"

@@ -29,7 +29,7 @@ from ..requests.output_processor import Answers, Piece
 from ..requests.outputs import Output, TokenLogprobs, collect, collect_prompt_logprobs
 from ..requests.request import Prompt, Request, RequestChecker
 from ..requests.request_stream import follow
-from ..requests.sequence_update import News
+from ..requests.sequence_update import SequenceUpdate
 from ..requests.tokenizer import Tokenizer
 
 # Offline, the caller holds all prompts anyway; nothing is gained by refusing some.
@@ -307,7 +307,7 @@ class _Writer:
         assert self.answers.is_over, "the request still runs"
         return collect(self.pieces)
 
-    def take(self, index: int, news: News) -> None:
+    def take(self, index: int, news: SequenceUpdate) -> None:
         """Raises the QuireError that ended the request."""
         self.pieces += self.answers.take(index, news)
 
@@ -367,7 +367,7 @@ class _OneProcess:
             for handle in running:
                 self._engine.abort(handle)
 
-    def _take(self, handle: int, writer: _Writer, index: int, news: News) -> bool:
+    def _take(self, handle: int, writer: _Writer, index: int, news: SequenceUpdate) -> bool:
         """Writes an answer's news down; True when it has ended, by itself or at a stop string."""
         writer.take(index, news)
         if news.finish is None and writer.answers.is_complete(index):

@@ -1,4 +1,4 @@
-"""Site: where a replica's processes live, how long, and how they and the gateways reach each other."""
+"""LaunchTarget: where a replica's processes live, how long, and how they and the gateways reach each other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ...proto.transport.network import CurveKeys, tcp_endpoint
 DEFAULT_NAMESPACE = "quire"
 
 
-class Site(Protocol):
-    """Where replicas are launched: a LocalCluster of this process's own, or a FleetSite.
+class LaunchTarget(Protocol):
+    """Where replicas are launched: a LocalCluster of this process's own, or a FleetLaunchTarget.
 
     Attributes:
         namespace: Ray's, of the actors' names.
@@ -51,7 +51,7 @@ class Site(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class FleetSite:
+class FleetLaunchTarget:
     """A running Ray cluster of any number of nodes. What is launched there is detached: it outlives its launcher.
 
     Messages travel over tcp between the nodes' addresses, encrypted, and only holders of the keys can speak. The

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class LocalCluster(Closing):
-    """Ray on this machine alone, for as long as the object is open: a Site. Use it as a context manager.
+    """Ray on this machine alone, for as long as the object is open: a LaunchTarget. Use it as a context manager.
 
     Ray's processes listen on every interface, so each instance has a token of its own, and whoever does not
     have it is refused. Ray's processes end with the thread that opened the cluster (PR_SET_PDEATHSIG): open it
@@ -84,11 +84,11 @@ class LocalCluster(Closing):
         return self._directory.path
 
     def channel(self, host: str) -> ChannelAddress:
-        """See Site."""
+        """See LaunchTarget."""
         return ChannelAddress.in_directory(self.directory)
 
     def mailbox(self, replica_id: str, host: str) -> str:
-        """See Site."""
+        """See LaunchTarget."""
         return f"ipc://{self.directory}/{replica_id}"
 
     def guard(self) -> None:

@@ -31,8 +31,8 @@ from ...proto.stream import (
 from ...proto.transport.network import CurveKeys, connect
 from ..host.background import run_in_background
 from ..requests.request import Request
-from ..requests.request_stream import Inbox
-from ..requests.sequence_update import News, split
+from ..requests.request_stream import UpdateQueue
+from ..requests.sequence_update import SequenceUpdate, split
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +51,14 @@ Listener = Callable[[ReplicaStatus | CacheReport], None]
 class Receiver(Protocol):
     """Who is told what a replica says of the answers that it was handed together."""
 
-    def put(self, handle: int, news: News) -> None: ...
+    def put(self, handle: int, news: SequenceUpdate) -> None: ...
 
     def fail(self, error: QuireError) -> None:
         """Nothing will come any more."""
         ...
 
 
-class RunningRequest(Inbox):
+class RunningRequest(UpdateQueue):
     """A request submitted to one replica, to whose end it runs or with which it fails.
 
     Args:
@@ -87,7 +87,7 @@ class RunningRequest(Inbox):
         self.abort()
         self.fail(error)
 
-    def put(self, handle: int, news: News) -> None:
+    def put(self, handle: int, news: SequenceUpdate) -> None:
         """See `Receiver`."""
         self.add(handle - self.handles.start, news)
 

@@ -20,7 +20,7 @@ from ...scheduler.service.actor import WATCH_GROUP, SchedulerActor
 from ...worker.actor import LoadReport, WorkerActor
 from ..host.stopwatch import Stopwatch, seconds_in_words
 from ..ray_runtime.errors import await_all
-from ..ray_runtime.launch_target import Site
+from ..ray_runtime.launch_target import LaunchTarget
 from .channel_group import ChannelGroupMaker
 from .launch_progress import LaunchProgress, LaunchStage, Tell
 from .loading_bar import LoadingBar
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 def launch_replica(
     config: EngineConfig,
     replica_id: str,
-    site: Site,
+    site: LaunchTarget,
     *,
     version: str = "",
     tell: Tell = lambda progress: None,
@@ -86,7 +86,7 @@ def launch_replica(
 class _Launch:
     """The steps by which a replica's processes come to serve."""
 
-    def __init__(self, config: EngineConfig, replica_id: str, site: Site, tell: Tell) -> None:
+    def __init__(self, config: EngineConfig, replica_id: str, site: LaunchTarget, tell: Tell) -> None:
         self._config = config
         self._replica_id = replica_id
         self._site = site

@@ -10,7 +10,7 @@ from ...proto.stream import Finish, FinishReason
 from .detokenizer import Detokenizer
 from .outputs import Delta, Finished, PromptLogprobs, TokenLogprobs, Usage
 from .request import Request
-from .sequence_update import News
+from .sequence_update import SequenceUpdate
 from .tokenizer import Tokenizer
 
 Piece = PromptLogprobs | Delta | Finished
@@ -42,7 +42,7 @@ class Answers:
         """A stop string was found: nothing will be added, and the caller stops the sequence in the scheduler."""
         return self._answers[index].is_complete
 
-    def take(self, index: int, news: News) -> list[Piece]:
+    def take(self, index: int, news: SequenceUpdate) -> list[Piece]:
         """What is to be told now that an answer has news.
 
         Raises:
@@ -56,7 +56,7 @@ class Answers:
         self._untold[index] += pieces
         return [*of_prompt, *self._numbered(self._ranked() if self.is_over else ())]
 
-    def _prompt_logprobs(self, news: News) -> list[PromptLogprobs]:
+    def _prompt_logprobs(self, news: SequenceUpdate) -> list[PromptLogprobs]:
         """Those that were not told yet: a request that went on elsewhere may have scored its prompt again."""
         num_asked = self._sampling.prompt_logprobs
         if num_asked is None or not news.prompt_logprobs:
@@ -111,7 +111,7 @@ class _Answer:
     def is_complete(self) -> bool:
         return self._detokenizer.stop_string is not None
 
-    def take(self, news: News) -> list[Delta | Finished]:
+    def take(self, news: SequenceUpdate) -> list[Delta | Finished]:
         """A delta, the end, both or nothing. Raises the QuireError that the sequence ended with."""
         finish = news.finish
         if finish is not None and finish.reason is FinishReason.ERROR:
@@ -120,7 +120,7 @@ class _Answer:
         finished = None if finish is None else self._finished(finish)
         return [piece for piece in (delta, finished) if piece is not None]
 
-    def _delta(self, news: News) -> Delta | None:
+    def _delta(self, news: SequenceUpdate) -> Delta | None:
         finish = news.finish
         # The token that stopped the sequence is part of the answer, but unless asked for not of its text.
         stopped = finish is not None and finish.reason is FinishReason.STOP and bool(news.token_ids)

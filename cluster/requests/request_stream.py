@@ -8,13 +8,13 @@ from typing import Protocol
 
 from ...proto.errors import QuireError
 from .output_processor import Answers, Piece
-from .sequence_update import News
+from .sequence_update import SequenceUpdate
 
 
-class Inbox:
-    """News of a request's answers: an asynchronous iterator of (answer's index, its News), for one reader.
+class UpdateQueue:
+    """Queue of a request's updates: an asynchronous iterator of (output index, SequenceUpdate) for one reader.
 
-    News of an answer that the reader has not taken grow together, so a slow reader costs one item an answer and
+    Updates of an answer that the reader has not taken grow together, so a slow reader costs one item an answer and
     slows nobody. The iterator ends when all answers have.
 
     Args:
@@ -23,14 +23,16 @@ class Inbox:
 
     def __init__(self, num_answers: int) -> None:
         self.open = set(range(num_answers))  # answers of which more will come
-        self._pending: dict[int, News] = {}  # index |-> what was not taken, the longest waiting first
+        self._pending: dict[
+            int, SequenceUpdate
+        ] = {}  # index |-> what was not taken, the longest waiting first
         self._error: QuireError | None = None
         self._arrival = asyncio.Event()
 
-    def __aiter__(self) -> AsyncIterator[tuple[int, News]]:
+    def __aiter__(self) -> AsyncIterator[tuple[int, SequenceUpdate]]:
         return self
 
-    async def __anext__(self) -> tuple[int, News]:
+    async def __anext__(self) -> tuple[int, SequenceUpdate]:
         """An answer's news since they were last taken.
 
         Raises:
@@ -46,7 +48,7 @@ class Inbox:
         index = next(iter(self._pending))
         return index, self._pending.pop(index)
 
-    def add(self, index: int, news: News) -> None:
+    def add(self, index: int, news: SequenceUpdate) -> None:
         """An answer's latest news; with a finish, its last."""
         if index in self._pending:
             self._pending[index].extend(news)
@@ -67,7 +69,7 @@ class Inbox:
 class Running(Protocol):
     """A request under way, as its reader sees it, wherever it runs."""
 
-    def __aiter__(self) -> AsyncIterator[tuple[int, News]]: ...
+    def __aiter__(self) -> AsyncIterator[tuple[int, SequenceUpdate]]: ...
 
     def stop(self, index: int) -> None:
         """A stop string was found: the answer ends, and its Finish comes. Safe to call again."""

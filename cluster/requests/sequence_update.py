@@ -1,4 +1,4 @@
-"""News: what a step brought for one sequence, taken out of the scheduler's TokenBatch."""
+"""SequenceUpdate: what a step brought for one sequence, taken out of the scheduler's TokenBatch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .outputs import TokenLogprobs
 
 
 @dataclass(slots=True)
-class News:
+class SequenceUpdate:
     """What has become known of a sequence since its reader last looked. A slow reader's news grow together.
 
     Attributes:
@@ -26,16 +26,16 @@ class News:
     finish: Finish | None = None
     prompt_logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
 
-    def extend(self, later: News) -> None:
+    def extend(self, later: SequenceUpdate) -> None:
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.finish = later.finish
         self.prompt_logprobs += later.prompt_logprobs
 
 
-def split(batch: TokenBatch) -> Iterable[tuple[int, News]]:
+def split(batch: TokenBatch) -> Iterable[tuple[int, SequenceUpdate]]:
     """handle |-> its news, each handle once, those of a sequence's last tokens and of its end together."""
-    news: dict[int, News] = {}
+    news: dict[int, SequenceUpdate] = {}
     logprobs: dict[int, TokenLogprobs] = {}  # position in the batch's token array |-> its log-probabilities
     if batch.logprobs is not None:
         logprobs = dict(zip(batch.logprobs.index.tolist(), _entries(batch.logprobs), strict=True))
@@ -43,7 +43,7 @@ def split(batch: TokenBatch) -> Iterable[tuple[int, News]]:
     for position, (handle, token_id) in enumerate(pairs):
         entry = news.get(handle)
         if entry is None:
-            entry = news[handle] = News()
+            entry = news[handle] = SequenceUpdate()
         entry.token_ids.append(token_id)
         if position in logprobs:
             entry.logprobs.append(logprobs[position])
@@ -53,9 +53,9 @@ def split(batch: TokenBatch) -> Iterable[tuple[int, News]]:
             scores.owners.tolist(), scores.logprobs.index.tolist(), _entries(scores.logprobs), strict=True
         )
         for handle, position, scored in entries:
-            news.setdefault(handle, News()).prompt_logprobs.append((position, scored))
+            news.setdefault(handle, SequenceUpdate()).prompt_logprobs.append((position, scored))
     for finish in batch.finished:
-        news.setdefault(finish.handle, News()).finish = finish
+        news.setdefault(finish.handle, SequenceUpdate()).finish = finish
     return news.items()
 
 

@@ -12,13 +12,13 @@ from ..api.security import Security
 from ..config.deployment import Deployment
 from ..controller_api.controller_client import ControllerClient
 from ..fleet.controller import ClusterOptions, find_or_start_controller
-from ..gateway.controller_sync import FleetLink
+from ..gateway.controller_sync import ControllerSync
 from ..gateway.gateway import Gateway
 from ..gateway.served_models import ServedModels
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
 from ..ray_runtime.launch_target import DEFAULT_NAMESPACE
 from ..ray_runtime.local_cluster import attach
-from .server_options import FrontOptions, check_listen, log_to_stderr
+from .server_options import ServerOptions, check_listen, log_to_stderr
 
 # For running streams to end after a signal; other gateways take the new calls meanwhile.
 GRACE_S = 30.0
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 def serve_fleet(
     deployments: Sequence[Deployment],
     address: str,
-    front: FrontOptions,
+    front: ServerOptions,
     cluster: ClusterOptions,
 ) -> int:
     """Serves until SIGINT or SIGTERM; the fleet goes on without this gateway. For the main thread.
@@ -64,11 +64,11 @@ def serve_fleet(
 
 
 async def _serve(
-    deployments: Sequence[Deployment], controller: ControllerClient, front: FrontOptions, security: Security
+    deployments: Sequence[Deployment], controller: ControllerClient, front: ServerOptions, security: Security
 ) -> int:
     signalled = next_signal()
     models = ServedModels()
-    link = FleetLink(controller, models)
+    link = ControllerSync(controller, models)
     gateway = Gateway(models, front.listen, security=security, insecure=front.insecure, fleet=link)
     try:
         for deployment in deployments:

@@ -12,7 +12,7 @@ from ..api.security import ListenAddress, Security
 
 
 @dataclass(frozen=True, slots=True)
-class FrontOptions:
+class ServerOptions:
     """What an operator may choose of a gateway.
 
     Attributes:

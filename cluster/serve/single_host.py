@@ -21,7 +21,7 @@ from ..replica.client import PATIENCE_S, ReplicaClient
 from ..replica.launch import launch_replica
 from ..replica.replica import Replica, new_replica_id
 from ..requests.tokenizer import Tokenizer
-from .server_options import FrontOptions, check_listen, log_to_stderr
+from .server_options import ServerOptions, check_listen, log_to_stderr
 
 CANARY_TIMEOUT_S = 60.0
 # For running streams to end after a signal, and to be told after a failure.
@@ -33,7 +33,7 @@ _HASTE_S = 0.2
 _log = logging.getLogger(__name__)
 
 
-def serve(engine: EngineOptions, front: FrontOptions) -> int:
+def serve(engine: EngineOptions, front: ServerOptions) -> int:
     """Serves until SIGINT or SIGTERM. Prints one line on stdout once a token has come through all ranks.
 
     For the main thread, which signals reach.
@@ -77,7 +77,7 @@ def _prepare(engine: EngineOptions) -> tuple[EngineConfig, Tokenizer]:
 
 
 async def _serve_replica(
-    front: FrontOptions, security: Security, replica: Replica, tokenizer: Tokenizer, stopwatch: Stopwatch
+    front: ServerOptions, security: Security, replica: Replica, tokenizer: Tokenizer, stopwatch: Stopwatch
 ) -> int:
     """Serves until a signal (then returns the exit status) or the replica's failure (then raises it)."""
     failure = asyncio.wrap_future(replica.failure)

@@ -12,7 +12,7 @@ BLOCK_HEADS = 8
 
 
 @triton.jit
-def _rotate_and_store(
+def _fused_qk_norm_rope_kv_write(
     heads_ptr,  # [T, Hq + 2 Hkv, D]
     cache_ptr,  # [N, 2, Hkv, B, D]
     scales_ptr,  # [N, 2, Hkv, B]
@@ -107,7 +107,7 @@ def _norm_weights(q_norm_ptr, k_norm_ptr, offs_d, mask_d, is_q, is_v):
     return tl.where(is_v[:, None], 1.0, weights)
 
 
-def rotate_and_store(
+def fused_qk_norm_rope_kv_write(
     heads: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,
@@ -118,7 +118,7 @@ def rotate_and_store(
     eps: float = 0.0,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """See kernels.rotate_and_store; tokens with slots below 0 are stored nowhere."""
+    """See kernels.fused_qk_norm_rope_kv_write; tokens with slots below 0 are stored nowhere."""
     num_tokens, num_heads, head_dim = heads.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     num_q_heads = num_heads - 2 * num_kv_heads
@@ -132,7 +132,7 @@ def rotate_and_store(
     assert kv_scales is None or (kv_scales.is_contiguous() and kv_cache.is_contiguous())
     assert (q_norm is None) == (k_norm is None)
     assert (cos is None) == (sin is None)
-    _rotate_and_store[(num_tokens, triton.cdiv(num_heads, BLOCK_HEADS))](
+    _fused_qk_norm_rope_kv_write[(num_tokens, triton.cdiv(num_heads, BLOCK_HEADS))](
         heads, as_stored(kv_cache), kv_scales, slot_mapping, cos, sin, q_norm, k_norm, eps, num_q_heads,
         num_kv_heads, heads.stride(0), stride_cos, stride_sin, *kv_cache.stride()[:3],
         HEAD_DIM=head_dim, ROTATED_DIM=rotated_dim, CACHE_BLOCK=block_size,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..logits import Adjustments
+from ..logits import LogitsProcessors
 
 # How every kernel that reads logits is launched: a fused multiply-add rounds once where the twin rounds twice, and
 # kernels that were compiled for different batches would fuse differently.
@@ -28,13 +28,13 @@ class Source(NamedTuple):
     logits: Tensor
     rows: Tensor | None
     temperature: Tensor | None
-    adjustments: Adjustments | None
+    adjustments: LogitsProcessors | None
     vocab_len: int
     stride: int
 
 
 def source_of(
-    logits: Tensor, temperature: Tensor | None, rows: Tensor | None, adjustments: Adjustments | None
+    logits: Tensor, temperature: Tensor | None, rows: Tensor | None, adjustments: LogitsProcessors | None
 ) -> tuple[Source, int]:
     """The source, checked, and how many rows it has."""
     assert logits.stride(1) == 1

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..logits import Adjustments
+from ..logits import LogitsProcessors
 from .gumbel import gumbel_noise
 from .logits import EXACT, find_row, load_logits, source_of
 
@@ -67,20 +67,20 @@ def _merge_pieces(
     tl.store(winners_ptr + member, winner)
 
 
-def take_likeliest(
-    logits: Tensor, first_id: int = 0, rows: Tensor | None = None, adjustments: Adjustments | None = None
+def sample_greedy(
+    logits: Tensor, first_id: int = 0, rows: Tensor | None = None, adjustments: LogitsProcessors | None = None
 ) -> tuple[Tensor, Tensor]:
     """See kernels.sampling."""
     return _launch(logits, None, None, first_id, rows, adjustments)
 
 
-def draw_from_all(
+def sample_full(
     logits: Tensor,
     temperature: Tensor,
     keys: Tensor,
     first_id: int = 0,
     rows: Tensor | None = None,
-    adjustments: Adjustments | None = None,
+    adjustments: LogitsProcessors | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See kernels.sampling."""
     assert keys.is_contiguous()
@@ -93,7 +93,7 @@ def _launch(
     keys: Tensor | None,
     first_id: int,
     rows: Tensor | None,
-    adjustments: Adjustments | None,
+    adjustments: LogitsProcessors | None,
 ) -> tuple[Tensor, Tensor]:
     source, num_rows = source_of(logits, temperature, rows, adjustments)
     num_pieces = triton.cdiv(source.vocab_len, BLOCK_VOCAB)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..logits import Adjustments
+from ..logits import LogitsProcessors
 from . import topk_candidates as survey
 from .gumbel import gumbel_noise
 from .logits import EXACT, find_row, load_values, source_of
@@ -17,7 +17,7 @@ from .radix_threshold import BLOCK_VOCAB, find_threshold, keep_tile, sum_above
 from .topk_candidates import (
     BLOCK_OTHERS,
     NO_VALUE,
-    Cuts,
+    Truncation,
     find_candidates,
     load_keys,
     ordered_of,
@@ -30,7 +30,7 @@ ALL_TIES = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _draw_from_candidates(
+def _sample_from_candidates(
     candidates,
     cuts,
     keys_ptr,  # [M, 2]
@@ -106,7 +106,7 @@ def _find_kept(source, member, row, top, cuts, BLOCK_V: tl.constexpr):
 
 
 @triton.jit
-def _draw_from_rows(
+def _sample_from_rows(
     source,
     tops_ptr,  # [M]
     cuts,
@@ -137,7 +137,7 @@ def _draw_from_rows(
     tl.store(token_ids_ptr + member, winner)
 
 
-def draw_from_kept(
+def sample_top_k_top_p(
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
@@ -145,7 +145,7 @@ def draw_from_kept(
     min_p: Tensor,
     keys: Tensor,
     rows: Tensor | None = None,
-    adjustments: Adjustments | None = None,
+    adjustments: LogitsProcessors | None = None,
 ) -> Tensor:
     """See kernels.sampling."""
     source, num_rows = source_of(logits, temperature, rows, adjustments)
@@ -154,13 +154,13 @@ def draw_from_kept(
     if num_rows == 0:
         return token_ids
     suffices = torch.empty_like(token_ids)
-    cuts = Cuts(top_k, top_p, min_p.log())
+    cuts = Truncation(top_k, top_p, min_p.log())
     candidates = find_candidates(source, num_rows, cuts, 0)
-    _draw_from_candidates[(num_rows,)](
+    _sample_from_candidates[(num_rows,)](
         candidates, cuts, keys, token_ids, suffices, source.vocab_len, MAX_CANDIDATES=survey.MAX_CANDIDATES,
         BLOCK_O=BLOCK_OTHERS, num_warps=8, **EXACT,
     )  # fmt: skip
-    _draw_from_rows[(num_rows,)](
+    _sample_from_rows[(num_rows,)](
         source, candidates.tops, cuts, keys, token_ids, suffices, BLOCK_V=BLOCK_VOCAB, num_warps=8, **EXACT
     )
     return token_ids

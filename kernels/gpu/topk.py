@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..logits import Adjustments
+from ..logits import LogitsProcessors
 from . import topk_candidates as survey
 from .logits import EXACT, find_row, load_values, source_of
 from .radix_threshold import BLOCK_VOCAB, find_threshold, keep_tile, sum_above
@@ -69,12 +69,12 @@ def _store_in_order(
     tl.store(columns_ptr + member * num_top + places, tl.where(is_live, columns, 0), mask=mask)
 
 
-def take_top(
+def topk_tokens(
     logits: Tensor,
     num_top: int,
     temperature: Tensor | None = None,
     rows: Tensor | None = None,
-    adjustments: Adjustments | None = None,
+    adjustments: LogitsProcessors | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See kernels.sampling; equals come by id, and what is -inf as -inf in column 0."""
     source, num_rows = source_of(logits, temperature, rows, adjustments)

@@ -36,7 +36,7 @@ NO_KEY = tl.constexpr(-(2**63))
 NO_VALUE = tl.constexpr(-(2**31))
 
 
-class Cuts(NamedTuple):
+class Truncation(NamedTuple):
     """What is kept, a kernel's argument: see kernels.sampling; [M] each.
 
     Attributes:
@@ -227,7 +227,7 @@ def _collect(
         tl.store(key_ptrs, keys_of(ordered, columns), mask=is_candidate & (places < MAX_CANDIDATES))
 
 
-def find_candidates(source: Source, num_rows: int, cuts: Cuts | None, num_top: int) -> Candidates:
+def find_candidates(source: Source, num_rows: int, cuts: Truncation | None, num_top: int) -> Candidates:
     """Candidates for what the cuts leave of each row, or for its `num_top` likeliest tokens."""
     num_pieces = triton.cdiv(source.vocab_len, GROUP_LEN * NUM_GROUPS)
 

@@ -35,8 +35,8 @@ _SIGNATURES = {
     "quire_write_kv_quantized": [_INT] * 2 + [_POINTER] * 4 + [_LONG] * 5 + [_FLOAT] * 2,
     "quire_paged_decode": [_INT] * 2 + [_POINTER] * 6 + _ATTENTION,
     "quire_paged_prefill": [_INT] * 2 + [_POINTER] * 7 + _ATTENTION,
-    "quire_take_likeliest": [_POINTER] * 3 + [_LONG] * 3 + [_INT] * 2,
-    "quire_draw_from_all": [_POINTER] * 5 + [_LONG] * 3 + [_INT] * 2,
+    "quire_sample_greedy": [_POINTER] * 3 + [_LONG] * 3 + [_INT] * 2,
+    "quire_sample_full": [_POINTER] * 5 + [_LONG] * 3 + [_INT] * 2,
     "quire_decode_layer_bytes": [],
     "quire_decode_layers": (
         [_POINTER, _LONG, _POINTER]
@@ -47,7 +47,7 @@ _SIGNATURES = {
         + [_POINTER] * 4
         + [_INT]
     ),
-    "quire_exchange": [
+    "quire_shm_collective": [
         _POINTER,
         _INT,
         _INT,
@@ -60,8 +60,8 @@ _SIGNATURES = {
         _INT,
         _LONG,
     ],
-    "quire_exchange_leave": [_POINTER, _INT],
-    "quire_exchange_bytes": [_INT, _LONG],
+    "quire_shm_collective_leave": [_POINTER, _INT],
+    "quire_shm_collective_bytes": [_INT, _LONG],
     "quire_use_huge_pages": [_POINTER, _LONG],
     "quire_keep_freed_memory": [_LONG],
 }
@@ -75,7 +75,7 @@ def ops() -> Any:
         for name, arguments in _SIGNATURES.items():
             getattr(found, name).argtypes = arguments
         found.quire_max_linear_tokens.restype = _LONG
-        found.quire_exchange_bytes.restype = _LONG
+        found.quire_shm_collective_bytes.restype = _LONG
         found.quire_decode_layer_bytes.restype = _LONG
     return found
 
@@ -229,22 +229,22 @@ def takes_logits(logits: Tensor) -> bool:
     return logits.is_cpu and logits.dtype == torch.float32 and logits.stride(1) == 1 and ops() is not None
 
 
-def take_likeliest(logits: Tensor, first_id: int) -> tuple[Tensor, Tensor]:
+def sample_greedy(logits: Tensor, first_id: int) -> tuple[Tensor, Tensor]:
     num_rows, length = logits.shape
     values, token_ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int32)
-    ops().quire_take_likeliest(
+    ops().quire_sample_greedy(
         logits.data_ptr(), values.data_ptr(), token_ids.data_ptr(), num_rows, length, logits.stride(0), first_id,
         torch.get_num_threads(),
     )  # fmt: skip
     return values, token_ids
 
 
-def draw_from_all(logits: Tensor, temperature: Tensor, keys: Tensor, first_id: int) -> tuple[Tensor, Tensor]:
+def sample_full(logits: Tensor, temperature: Tensor, keys: Tensor, first_id: int) -> tuple[Tensor, Tensor]:
     num_rows, length = logits.shape
     assert temperature.is_contiguous()
     assert keys.is_contiguous()
     scores, token_ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int32)
-    ops().quire_draw_from_all(
+    ops().quire_sample_full(
         logits.data_ptr(), temperature.data_ptr(), keys.data_ptr(), scores.data_ptr(), token_ids.data_ptr(), num_rows,
         length, logits.stride(0), first_id, torch.get_num_threads(),
     )  # fmt: skip

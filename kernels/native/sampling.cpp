@@ -90,7 +90,7 @@ void for_rows(int64_t rows, int64_t length, int threads, const Choose& choose) {
 extern "C" {
 
 // values [N] and token ids [N] of the largest of logits [N, V], whose first column is token `first_id`.
-void quire_take_likeliest(const float* logits, float* values, int32_t* token_ids, int64_t rows, int64_t length,
+void quire_sample_greedy(const float* logits, float* values, int32_t* token_ids, int64_t rows, int64_t length,
                           int64_t stride, int32_t first_id, int threads) {
   for_rows(rows, length, threads, [&](int64_t row) {
     const Best best = best_of(logits + row * stride, length, [](Vec logit, IntVec) { return logit; });
@@ -100,7 +100,7 @@ void quire_take_likeliest(const float* logits, float* values, int32_t* token_ids
 }
 
 // Likewise of logits / temperature + Gumbel noise; keys [N, 2].
-void quire_draw_from_all(const float* logits, const float* temperature, const uint32_t* keys, float* scores,
+void quire_sample_full(const float* logits, const float* temperature, const uint32_t* keys, float* scores,
                          int32_t* token_ids, int64_t rows, int64_t length, int64_t stride, int32_t first_id,
                          int threads) {
   for_rows(rows, length, threads, [&](int64_t row) {

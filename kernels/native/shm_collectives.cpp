@@ -8,7 +8,7 @@ namespace {
 constexpr int64_t LINE = 64;
 constexpr int DONE = -1;
 // Ranks come to most rounds of a step nearly together, and to be woken takes longer than that.
-constexpr auto OPEN_EYES = std::chrono::microseconds(50);
+constexpr auto SPIN_TIME = std::chrono::microseconds(50);
 
 enum Kind { GATHER = 0, SUM_F32 = 1, SUM_BF16 = 2 };
 
@@ -29,7 +29,7 @@ bool await(Header& header, uint32_t round, std::chrono::steady_clock::time_point
     const auto left = deadline - std::chrono::steady_clock::now();
     if (header.has_left.load() || left <= left.zero()) return has_written(header, round);
     const uint32_t seen = header.round.load(std::memory_order_acquire);
-    if (int32_t(seen - round) >= 0 || watch(header.round, seen, std::min<std::chrono::nanoseconds>(left, OPEN_EYES)))
+    if (int32_t(seen - round) >= 0 || watch(header.round, seen, std::min<std::chrono::nanoseconds>(left, SPIN_TIME)))
       continue;
     header.sleepers.fetch_add(1);
     sleep_until_changed(header.round, seen, left);
@@ -66,11 +66,11 @@ void sum(const char* slots, int size, int64_t capacity, char* out, int64_t num_b
 extern "C" {
 
 // Bytes of a segment.
-int64_t quire_exchange_bytes(int size, int64_t capacity) { return size * LINE + 2 * size * capacity; }
+int64_t quire_shm_collective_bytes(int size, int64_t capacity) { return size * LINE + 2 * size * capacity; }
 
 // One round: writes `in` to this rank's slot unless it did so before (`written`), waits for all ranks, and gathers
 // or sums the slots into `out`, which may be `in`. Returns -1, or the rank that has not come in `wait_us`.
-int quire_exchange(char* segment, int rank, int size, int64_t capacity, uint32_t round, int kind, const char* in,
+int quire_shm_collective(char* segment, int rank, int size, int64_t capacity, uint32_t round, int kind, const char* in,
                    char* out, int64_t num_bytes, int written, int64_t wait_us) {
   Header* headers = reinterpret_cast<Header*>(segment);
   char* slots = segment + size * LINE + (round & 1) * size * capacity;
@@ -92,7 +92,7 @@ int quire_exchange(char* segment, int rank, int size, int64_t capacity, uint32_t
 }
 
 // Says that this rank writes no further round.
-void quire_exchange_leave(char* segment, int rank) {
+void quire_shm_collective_leave(char* segment, int rank) {
   Header& header = reinterpret_cast<Header*>(segment)[rank];
   header.has_left.store(1);
   wake(header.round);

@@ -9,12 +9,12 @@
 namespace {
 
 // Longer than what is between two ops of a step.
-constexpr auto OPEN_EYES = std::chrono::microseconds(100);
+constexpr auto SPIN_TIME = std::chrono::microseconds(100);
 constexpr auto A_WHILE = std::chrono::seconds(10);
 
 // Waits until the word is another than `seen`.
 void await_change(std::atomic<uint32_t>& word, uint32_t seen, std::atomic<int>& sleepers) {
-  if (watch(word, seen, OPEN_EYES)) return;
+  if (watch(word, seen, SPIN_TIME)) return;
   sleepers.fetch_add(1);
   while (word.load() == seen) sleep_until_changed(word, seen, A_WHILE);
   sleepers.fetch_sub(1);

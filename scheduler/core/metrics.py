@@ -30,11 +30,11 @@ class SchedulerStats:
     gap_sum_s: float = 0.0
 
     @property
-    def mean_waste(self) -> float:
+    def mean_kv_fragmentation(self) -> float:
         return self.waste_sum / self.num_steps if self.num_steps else 0.0
 
     @property
-    def mean_gap_s(self) -> float:
+    def mean_plan_wait_s(self) -> float:
         """How long the ranks wait for the scheduler between two steps."""
         return self.gap_sum_s / self.num_gaps if self.num_gaps else 0.0
 

@@ -346,7 +346,7 @@ class Planner:
         rows.frozen[beams] = True
         exhausted = (rows.num_scheduled[advancing] >= rows.limit[advancing] - 1).any()
         if draft.first_rows or beams.size or exhausted:
-            state.look_again()
+            state.invalidate_advancing_rows()
         num_tokens = int(advancing.size) + sum(draft.chunk_lens)
         state.in_flight.append(InFlight(draft.step_id, sampling, draft.first_rows, num_tokens, draft.now))
         copies, swap_out, swap_in = state.blocks.take_transfers(draft.step_id)

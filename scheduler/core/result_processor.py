@@ -1,4 +1,4 @@
-"""Collector: takes in what a step came to. Tokens to their sequences, ends to the ended, news to the gateways."""
+"""ResultProcessor: applies step results to sequences and collects updates for gateways."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ...proto.errors import ProtocolError
 from ...proto.step import Logprobs, PromptLogprobs, StepResult
 from ...proto.stream import Finish, FinishReason, TokenBatch
 from ..sequences.beam_group import BeamGroup
-from ..sequences.beam_search import Answer
+from ..sequences.beam_search import BeamHypothesis
 from ..sequences.sequence import Sequence
 from .state import InFlight, SchedulerState, row_of
 
 News = list[tuple[bytes, TokenBatch]]
 
 
-class Collector:
+class ResultProcessor:
     """Applies results to one scheduler's state."""
 
     def __init__(self, state: SchedulerState, epoch: int) -> None:
@@ -235,7 +235,7 @@ class Collector:
         self._append(row, np.array([token_id], np.int32))
         self._state.rows.frozen[row] = False
         self._state.chosen.append((sequence.row, token_id))
-        self._state.look_again()
+        self._state.invalidate_advancing_rows()
 
     def _end_beams(self, group: BeamGroup, now: float) -> None:
         """Tells the best answers of a search that is over."""
@@ -253,7 +253,7 @@ class Collector:
         batch = TokenBatch(0, np.repeat(np.array(handles, np.int32), lengths), token_ids, None, finished)
         self._state.news.append((first.gateway, batch))
 
-    def _beam_finish(self, sequence: Sequence, answer: Answer, handle: int, now: float) -> Finish:
+    def _beam_finish(self, sequence: Sequence, answer: BeamHypothesis, handle: int, now: float) -> Finish:
         last = answer.token_ids[-1]
         own_stop = answer.at_eos and last not in sequence.eos_token_ids
         return sequence.finish(

@@ -1,4 +1,4 @@
-"""Rows: the state of running sequences as arrays, so that a decode step costs what changes and not what runs."""
+"""RowState: the state of running sequences as arrays, so that a decode step costs what changes and not what runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Bools = npt.NDArray[np.bool_]
 NEVER = np.iinfo(np.int64).max
 
 
-class Rows:
+class RowState:
     """row |-> what changes each step. All arrays are [num_rows].
 
     Attributes:

@@ -25,7 +25,7 @@ from .admission_checks import find_problem, length_limit
 from .drain import Drainer
 from .metrics import SchedulerStats
 from .planner import Planner
-from .result_processor import Collector, News
+from .result_processor import News, ResultProcessor
 from .state import SchedulerState, row_of
 
 
@@ -41,7 +41,7 @@ class Scheduler:
         self.config = config
         self._state = SchedulerState(config)
         self._planner = Planner(self._state, epoch)
-        self._collector = Collector(self._state, epoch)
+        self._collector = ResultProcessor(self._state, epoch)
         self._drainer = Drainer(self._state)
 
     @property

@@ -21,7 +21,7 @@ from ..sequences.beam_group import BeamGroup
 from ..sequences.sequence import Sequence
 from .metrics import SchedulerStats, Throughput
 from .policy import CostModel
-from .row_state import Rows
+from .row_state import RowState
 from .waiting import WaitingQueue
 
 RequestKey = tuple[bytes, int]  # gateway and handle
@@ -69,7 +69,7 @@ class SchedulerState:
         limits = config.scheduler
         self.config = config
         self.blocks = BlockManager(config)
-        self.rows = Rows(limits.max_num_seqs, config.cache.block_size)
+        self.rows = RowState(limits.max_num_seqs, config.cache.block_size)
         self.waiting = WaitingQueue(limits.policy, self.blocks.num_cached_tokens, limits.tenant_weights)
         self.costs = CostModel(config.cache.swap_blocks_per_s)
         self.running: dict[int, Sequence] = {}
@@ -107,7 +107,7 @@ class SchedulerState:
             self._advancing = np.flatnonzero(ready).astype(np.int32)
         return self._advancing
 
-    def look_again(self) -> None:
+    def invalidate_advancing_rows(self) -> None:
         """The set of advancing rows has changed."""
         self._advancing = None
 
@@ -153,7 +153,7 @@ class SchedulerState:
         self.rows.free(row)
         self.released.append(row)
         self.chosen = [(chosen, token) for chosen, token in self.chosen if chosen != row]
-        self.look_again()
+        self.invalidate_advancing_rows()
         del self.running[row]
         sequence.row = None
         if sequence in self.prefilling:

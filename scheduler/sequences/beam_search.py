@@ -23,7 +23,7 @@ class Child(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BeamHypothesis:
     """A complete continuation.
 
     Attributes:
@@ -61,7 +61,7 @@ class BeamSearch:
         early_stopping: bool,
     ) -> None:
         self.width = width
-        self.answers: list[Answer] = []
+        self.answers: list[BeamHypothesis] = []
         self._max_new_tokens = max_new_tokens
         self._min_new_tokens = min_new_tokens
         self._stops = frozenset(stop_token_ids)
@@ -125,7 +125,7 @@ class BeamSearch:
             if complete:
                 worth = float(score / np.float32(length**self._length_penalty))
                 history = (*self._histories[parent], token)
-                self.answers.append(Answer(history, worth, token in self._stops))
+                self.answers.append(BeamHypothesis(history, worth, token in self._stops))
         self.answers.sort(key=lambda answer: -answer.score)
         del self.answers[self.width :]
 

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from ...proto.sampling import SamplingDefaults, SamplingParams
-from ...proto.step import PromptScoring, RowConstraints, RowSampling
+from ...proto.step import PromptScoring, RowLogitsProcessors, RowSampling
 from ...proto.stream import Finish, FinishReason, Timings
 from .beam_group import BeamGroup
 
@@ -15,7 +15,7 @@ from .beam_group import BeamGroup
 class Sequence:
     """What the scheduler knows of a sequence beside its row.
 
-    While it runs, its newest tokens are in its row's tail (`Rows`); `token_ids` has the full blocks before it.
+    While it runs, its newest tokens are in its row's tail (`RowState`); `token_ids` has the full blocks before it.
 
     Attributes:
         seq_id: unique in the replica.
@@ -104,10 +104,10 @@ class Sequence:
             scoring=scoring,
         )
 
-    def _constraints(self, repetition_penalty: float) -> RowConstraints | None:
+    def _constraints(self, repetition_penalty: float) -> RowLogitsProcessors | None:
         params, num_prompt_tokens = self.sampling, self.num_prompt_tokens
         guarded = params.min_tokens > 0
-        constraints = RowConstraints(
+        constraints = RowLogitsProcessors(
             num_prompt_tokens=num_prompt_tokens,
             repetition_penalty=repetition_penalty,
             frequency_penalty=params.frequency_penalty,
@@ -118,7 +118,7 @@ class Sequence:
             stop_free_len=num_prompt_tokens + params.min_tokens if guarded else 0,
             stop_token_ids=self.eos_token_ids + params.stop_token_ids if guarded else (),
         )
-        return None if constraints == RowConstraints(num_prompt_tokens) else constraints
+        return None if constraints == RowLogitsProcessors(num_prompt_tokens) else constraints
 
     def entered(self, num_cached_tokens: int, now: float) -> None:
         """It got a row, for the first time or again, with the KV of its first tokens at hand."""

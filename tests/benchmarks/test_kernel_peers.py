@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from benchmarks import kernels_cpu
 from benchmarks.kernel_peers import causal_after, rotate_by_torch
 from benchmarks.kernels_cpu import HEAD_DIM, NUM_HEADS, make_cache, make_heads
-from quire.kernels.fused_qk_norm_rope_kv_write import rotate_and_store
+from quire.kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 
@@ -24,7 +24,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rotations() -> None:
     inputs = make_heads(19)
     ours, theirs = tuple(x.clone() for x in inputs), tuple(x.clone() for x in inputs)
-    torch.testing.assert_close(rotate_by_torch(*theirs), rotate_and_store(*ours))
+    torch.testing.assert_close(rotate_by_torch(*theirs), fused_qk_norm_rope_kv_write(*ours))
     torch.testing.assert_close(theirs[1], ours[1])
 
 

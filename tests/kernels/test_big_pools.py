@@ -46,11 +46,11 @@ def test_attention_reads_beyond_32_bits(pool: Tensor) -> None:
 
 
 def test_stores_go_beyond_32_bits(pool: Tensor) -> None:
-    from quire.kernels.gpu.fused_qk_norm_rope_kv_write import rotate_and_store
+    from quire.kernels.gpu.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 
     heads = torch.tensor([1.0, 5.0, 7.0], device=pool.device).view(1, 3, 1).repeat(1, 1, HEAD_DIM)
     slot = torch.tensor([2 * BLOCK_SIZE + 3], device=pool.device)
     expected = pool.clone()
     expected[2, 0, 0, 3], expected[2, 1, 0, 3] = 5, 7
-    rotate_and_store(heads, pool, slot, None, None)
+    fused_qk_norm_rope_kv_write(heads, pool, slot, None, None)
     assert torch.equal(pool, expected)

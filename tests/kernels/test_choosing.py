@@ -22,14 +22,14 @@ def native() -> None:
 def test_the_likeliest_is_the_first_of_equals(length: int) -> None:
     torch.manual_seed(0)
     logits = torch.randn(30, length + 3).round()[:, :length]
-    values, token_ids = sampling.take_likeliest(logits, first_id=100)
+    values, token_ids = sampling.sample_greedy(logits, first_id=100)
     expected, _ = logits.max(dim=1)
     assert torch.equal(values, expected)
     assert (token_ids - 100).tolist() == [row.index(max(row)) for row in logits.tolist()]
 
 
 def test_a_row_without_an_allowed_token_has_an_answer() -> None:
-    values, token_ids = sampling.take_likeliest(torch.full((2, 40), -torch.inf))
+    values, token_ids = sampling.sample_greedy(torch.full((2, 40), -torch.inf))
     assert (values == -torch.inf).all()
     assert token_ids.tolist() == [0, 0]
 
@@ -37,7 +37,7 @@ def test_a_row_without_an_allowed_token_has_an_answer() -> None:
 def test_many_rows_are_shared_among_threads() -> None:
     torch.manual_seed(0)
     logits = torch.randn(400, 3000)
-    _, token_ids = sampling.take_likeliest(logits)
+    _, token_ids = sampling.sample_greedy(logits)
     assert torch.equal(token_ids, logits.argmax(dim=1).int())
 
 
@@ -48,7 +48,7 @@ def test_draws_are_those_of_the_definition(length: int) -> None:
     logits[:, length // 2 + 1 :] = -torch.inf
     temperature = torch.linspace(0.3, 1.5, 20)
     keys = random_keys(torch.arange(20) - 9, 7 * torch.arange(20))
-    scores, token_ids = sampling.draw_from_all(logits, temperature, keys, first_id=50_000)
+    scores, token_ids = sampling.sample_full(logits, temperature, keys, first_id=50_000)
     ids = torch.arange(50_000, 50_000 + length, dtype=torch.int32).unsqueeze(0)
     expected, index = (logits / temperature.unsqueeze(1) + gumbel_noise(keys, ids)).max(dim=1)
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
@@ -59,7 +59,7 @@ def test_noise_is_right_to_its_tails() -> None:
     """A single token's score is its noise; 200,000 keys reach far into both tails."""
     count = 200_000
     keys = random_keys(torch.arange(count), torch.zeros(count, dtype=torch.int64))
-    noise, _ = sampling.draw_from_all(torch.zeros(count, 1), torch.ones(count), keys, first_id=3)
+    noise, _ = sampling.sample_full(torch.zeros(count, 1), torch.ones(count), keys, first_id=3)
     expected = gumbel_noise(keys, torch.tensor([[3]], dtype=torch.int32)).squeeze(1)
     assert expected.max() > 11
     torch.testing.assert_close(noise, expected, atol=2e-5, rtol=1e-5)

@@ -22,15 +22,15 @@ from quire.kernels import (
     sampling,
 )
 from quire.kernels import (
-    fused_qk_norm_rope_kv_write as rotate_and_store,
+    fused_qk_norm_rope_kv_write as fused_qk_norm_rope_kv_write,
 )
 
 OPS = {
     "activation": [activation.silu_and_mul, activation.gelu_tanh_and_mul],
     "all_reduce_norm": [all_reduce_norm.all_reduce_add_rms_norm],
     "block_tables": [block_tables.put_entries],
-    "draw_from_all": [sampling.draw_from_all, sampling.take_likeliest],
-    "draw_from_kept": [sampling.draw_from_kept],
+    "sample_full": [sampling.sample_full, sampling.sample_greedy],
+    "sample_top_k_top_p": [sampling.sample_top_k_top_p],
     "gumbel": [gumbel.random_keys],
     "norm": [norm.rms_norm, norm.add_rms_norm, norm.add_rms_norm_float8],
     "paged_cache": [paged_cache.copy_blocks],
@@ -38,8 +38,8 @@ OPS = {
     "paged_prefill": [paged_attention.paged_prefill_attention],
     "quantize_tokens": [quantized_linear.quantize_tokens],
     "quantized_linear": [quantized_linear.quantized_linear],
-    "rotate_and_store": [rotate_and_store.rotate_and_store],
-    "take_top": [sampling.take_top],
+    "fused_qk_norm_rope_kv_write": [fused_qk_norm_rope_kv_write.fused_qk_norm_rope_kv_write],
+    "topk_tokens": [sampling.topk_tokens],
 }
 
 

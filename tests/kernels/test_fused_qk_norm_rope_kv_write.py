@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton_device import DEVICE
 
-from quire.kernels.fused_qk_norm_rope_kv_write import rotate_and_store
+from quire.kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 from quire.kernels.native import ops as cpu
 from quire.kernels.quantized_kv import dequantize
 
@@ -27,7 +27,7 @@ SHAPES = [(64, 64), (64, 32), (80, 20), (32, 0), (128, 96), (24, 8)]
 def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     if request.param == "triton":
         pytest.importorskip("triton")
-        from quire.kernels.gpu.fused_qk_norm_rope_kv_write import rotate_and_store as fused
+        from quire.kernels.gpu.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write as fused
 
         def on_device(*args: Tensor | float | None, kv_scales: Tensor | None) -> Tensor:
             """Caches are filled in place, so they come back to where they were."""
@@ -43,7 +43,7 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Calla
         return on_device
     if request.param == "twin":
         monkeypatch.setattr(cpu, "takes", lambda x, length: False)
-    return rotate_and_store
+    return fused_qk_norm_rope_kv_write
 
 
 @pytest.mark.parametrize("has_norm", [False, True])

@@ -13,7 +13,7 @@ from quire.kernels import (
     paged_cache,
 )
 from quire.kernels import (
-    fused_qk_norm_rope_kv_write as rotate_and_store,
+    fused_qk_norm_rope_kv_write as fused_qk_norm_rope_kv_write,
 )
 
 # One rounding of the result; the interpreter cuts bfloat16 off, which is at most twice as far.
@@ -86,7 +86,7 @@ def test_gates(device: str, gate: str, shape: tuple[int, int], dtype: torch.dtyp
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
 def test_rotate_and_store(device: str, head_dim: int, has_norm: bool, dtype: torch.dtype) -> None:
-    from quire.kernels.gpu.fused_qk_norm_rope_kv_write import rotate_and_store as fused
+    from quire.kernels.gpu.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write as fused
 
     num_q_heads, num_kv_heads, block_size = 5, 2, 16
     slots = torch.tensor([3 * 16 + 5, -1, 16, -1, 2 * 16 + 15], device=device)
@@ -97,7 +97,7 @@ def test_rotate_and_store(device: str, head_dim: int, has_norm: bool, dtype: tor
     norms = [torch.rand(head_dim).to(device, dtype) + 0.5 if has_norm else None for _ in "qk"]
     cache = torch.zeros(4, 2, num_kv_heads, block_size, head_dim, device=device, dtype=dtype)
     expected_cache = exact(cache)
-    expected_q = rotate_and_store.rotate_and_store(
+    expected_q = fused_qk_norm_rope_kv_write.fused_qk_norm_rope_kv_write(
         exact(heads), expected_cache, slots.cpu(), exact(cos), exact(sin),
         *(None if weight is None else exact(weight) for weight in norms), 1e-6,
     )  # fmt: skip

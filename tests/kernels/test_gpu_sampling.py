@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.kernels import sampling
 from quire.kernels.gumbel import gumbel_noise, random_keys
-from quire.kernels.logits import Adjustments, Biases, Masks, Penalties
+from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
 
 OFF = {"top_k": 1 << 20, "top_p": 2.0, "min_p": 0.0}
 
@@ -39,13 +39,13 @@ def keys_of(num_rows: int, device: str) -> Tensor:
 
 def test_noise_is_that_of_the_twin(device: str) -> None:
     """One token a row: its score is its noise."""
-    from quire.kernels.gpu.sample_full import draw_from_all
+    from quire.kernels.gpu.sample_full import sample_full
 
     num_rows = 60
     zeros, ones = torch.zeros(num_rows, 1, device=device), torch.ones(num_rows, device=device)
     for token_id in (0, 151_935):
         keys = keys_of(num_rows, device)
-        scores, token_ids = draw_from_all(zeros, ones, keys, token_id)
+        scores, token_ids = sample_full(zeros, ones, keys, token_id)
         ids = torch.tensor([[token_id]], dtype=torch.int32, device=device)
         torch.testing.assert_close(scores, gumbel_noise(keys, ids).squeeze(1), atol=1e-5, rtol=1e-5)
         assert (token_ids == token_id).all()
@@ -53,33 +53,33 @@ def test_noise_is_that_of_the_twin(device: str) -> None:
 
 @pytest.mark.parametrize("vocab_len", [1, 1000, 9001])
 def test_draw_from_all(device: str, vocab_len: int) -> None:
-    from quire.kernels.gpu.sample_full import draw_from_all
+    from quire.kernels.gpu.sample_full import sample_full
 
     logits = random_logits(6, vocab_len, tied=False, device=device)
     logits[:, vocab_len // 2 + 1 :] = -torch.inf
     temperature, keys = torch.linspace(0.3, 1.5, 6, device=device), keys_of(6, device)
-    scores, token_ids = draw_from_all(logits, temperature, keys, 100)
-    expected_scores, expected_ids = sampling.draw_from_all(logits.cpu(), temperature.cpu(), keys.cpu(), 100)
+    scores, token_ids = sample_full(logits, temperature, keys, 100)
+    expected_scores, expected_ids = sampling.sample_full(logits.cpu(), temperature.cpu(), keys.cpu(), 100)
     assert token_ids.tolist() == expected_ids.tolist()
     torch.testing.assert_close(scores.cpu(), expected_scores, atol=1e-5, rtol=1e-5)
 
 
 def test_greedy_rows_and_others_in_one_batch(device: str) -> None:
     """Of some rows, in another order; broken ones have an answer."""
-    from quire.kernels.gpu.sample_full import draw_from_all, take_likeliest
+    from quire.kernels.gpu.sample_full import sample_full, sample_greedy
 
     logits = random_logits(6, 5000, tied=True, device=device)
     rows = torch.tensor([4, 1, 2], device=device)
     temperature, keys = torch.tensor([0.0, 0.7, 0.0], device=device), keys_of(3, device)
-    found = draw_from_all(logits, temperature, keys, 100, rows)
-    expected = sampling.draw_from_all(logits.cpu(), temperature.cpu(), keys.cpu(), 100, rows.cpu())
+    found = sample_full(logits, temperature, keys, 100, rows)
+    expected = sampling.sample_full(logits.cpu(), temperature.cpu(), keys.cpu(), 100, rows.cpu())
     assert found[1].tolist() == expected[1].tolist()
     torch.testing.assert_close(found[0].cpu(), expected[0], atol=1e-5, rtol=1e-5)
-    assert take_likeliest(logits, 0, rows)[1].tolist() == logits[rows].argmax(dim=1).tolist()
+    assert sample_greedy(logits, 0, rows)[1].tolist() == logits[rows].argmax(dim=1).tolist()
     broken = (
         torch.tensor([[torch.nan], [torch.inf], [-torch.inf]], device=device).expand(-1, 5000).contiguous()
     )
-    assert ((take_likeliest(broken)[1] >= 0) & (take_likeliest(broken)[1] < 5000)).all()
+    assert ((sample_greedy(broken)[1] >= 0) & (sample_greedy(broken)[1] < 5000)).all()
 
 
 def test_keys_are_those_of_the_twin(device: str) -> None:
@@ -94,10 +94,10 @@ def test_keys_are_those_of_the_twin(device: str) -> None:
 @pytest.fixture(params=["one tile", "tiles"])
 def tiled(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.kernels.gpu import (
-        sample_top_k_top_p as draw_from_kept,
+        sample_top_k_top_p as sample_top_k_top_p,
     )
     from quire.kernels.gpu import (
-        topk as take_top,
+        topk as topk_tokens,
     )
     from quire.kernels.gpu import (
         topk_candidates as survey,
@@ -108,8 +108,8 @@ def tiled(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.Monke
             (survey, "GROUP_LEN", 4),
             (survey, "NUM_GROUPS", 16),
             (survey, "BLOCK_VOCAB", 32),
-            (draw_from_kept, "BLOCK_VOCAB", 64),
-            (take_top, "BLOCK_VOCAB", 64),
+            (sample_top_k_top_p, "BLOCK_VOCAB", 64),
+            (topk_tokens, "BLOCK_VOCAB", 64),
         ):
             monkeypatch.setattr(module, name, length)
 
@@ -137,7 +137,7 @@ def test_draw_from_kept_of_adjusted_rows(device: str) -> None:
         torch.tensor([0, 0, 2, 2, 3]).int(), torch.tensor([3, 199, 0]).int(), torch.tensor([5.0, -9.0, 2.0])
     )
     penalties = Penalties(torch.tensor([1, -1, 0, 0]), counts, words, torch.rand(4, 3) + 0.5)
-    adjustments = Adjustments(200, biases, penalties, Masks(torch.tensor([-1, 1, 0, -1]), words))
+    adjustments = LogitsProcessors(200, biases, penalties, Masks(torch.tensor([-1, 1, 0, -1]), words))
     rows = torch.tensor([3, 1])
     expect_draws_of_the_twin(logits, [CUTS["all"], CUTS["top_p 0.95"]], device, rows, adjustments)
 
@@ -152,10 +152,10 @@ def test_fewer_tokens_are_allowed_than_top_k(device: str) -> None:
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_broken_rows_draw_some_token(device: str, poison: float) -> None:
-    from quire.kernels.gpu.sample_top_k_top_p import draw_from_kept
+    from quire.kernels.gpu.sample_top_k_top_p import sample_top_k_top_p
 
     logits = torch.full((len(CUTS), 300), poison, device=device)
-    token_ids = draw_from_kept(logits, *draw_arguments(list(CUTS.values()), device))
+    token_ids = sample_top_k_top_p(logits, *draw_arguments(list(CUTS.values()), device))
     assert ((token_ids >= 0) & (token_ids < 300)).all()
 
 
@@ -190,7 +190,7 @@ def test_candidates_are_few_and_all_that_is_needed(device: str) -> None:
 def test_take_top(device: str, num_top: int, tied: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equals come by id, also where there are more of them than candidates are held."""
     from quire.kernels.gpu import topk_candidates as survey
-    from quire.kernels.gpu.topk import take_top
+    from quire.kernels.gpu.topk import topk_tokens
 
     monkeypatch.setattr(survey, "MAX_CANDIDATES", 128)
     logits = random_logits(3, 300, tied=bool(tied), device=device)
@@ -198,7 +198,7 @@ def test_take_top(device: str, num_top: int, tied: bool | str, monkeypatch: pyte
         logits[:2] = 1.5
     temperature = torch.tensor([0.7, 1.3], device=device)
     rows = torch.tensor([2, 0], device=device)
-    values, columns, log_totals = take_top(logits, num_top, temperature, rows)
+    values, columns, log_totals = topk_tokens(logits, num_top, temperature, rows)
     scaled = logits[rows].cpu() / temperature.cpu().unsqueeze(1)
     expected, order = scaled.sort(dim=1, descending=True, stable=True)
     assert torch.equal(values.cpu(), expected[:, :num_top])
@@ -208,18 +208,18 @@ def test_take_top(device: str, num_top: int, tied: bool | str, monkeypatch: pyte
 
 
 def test_no_rows_have_no_tokens(device: str) -> None:
-    from quire.kernels.gpu.sample_full import take_likeliest
-    from quire.kernels.gpu.sample_top_k_top_p import draw_from_kept
-    from quire.kernels.gpu.topk import take_top
+    from quire.kernels.gpu.sample_full import sample_greedy
+    from quire.kernels.gpu.sample_top_k_top_p import sample_top_k_top_p
+    from quire.kernels.gpu.topk import topk_tokens
 
     logits = torch.zeros(0, 50, device=device)
-    assert take_likeliest(logits)[1].shape == (0,)
-    assert draw_from_kept(logits, *draw_arguments([], device)).shape == (0,)
-    assert take_top(logits, 3)[0].shape == (0, 3)
+    assert sample_greedy(logits)[1].shape == (0,)
+    assert sample_top_k_top_p(logits, *draw_arguments([], device)).shape == (0,)
+    assert topk_tokens(logits, 3)[0].shape == (0, 3)
 
 
 def draw_arguments(cuts: list[dict[str, float]], device: str) -> list[Tensor]:
-    """What draw_from_kept wants besides logits."""
+    """What sample_top_k_top_p wants besides logits."""
     settings = {name: torch.tensor([(OFF | row)[name] for row in cuts]) for name in OFF}
     arguments = [
         torch.linspace(0.6, 1.4, len(cuts)),
@@ -236,14 +236,14 @@ def expect_draws_of_the_twin(
     cuts: list[dict[str, float]],
     device: str,
     rows: Tensor | None = None,
-    adjustments: Adjustments | None = None,
+    adjustments: LogitsProcessors | None = None,
 ) -> None:
-    from quire.kernels.gpu.sample_top_k_top_p import draw_from_kept
+    from quire.kernels.gpu.sample_top_k_top_p import sample_top_k_top_p
 
-    expected = sampling.draw_from_kept(logits.cpu(), *draw_arguments(cuts, "cpu"), rows, adjustments)
+    expected = sampling.sample_top_k_top_p(logits.cpu(), *draw_arguments(cuts, "cpu"), rows, adjustments)
     if rows is not None and adjustments is not None:
         num_tokens, *kinds = adjustments
         moved = (type(kind)(*(tensor.to(device) for tensor in kind)) for kind in kinds)
-        rows, adjustments = rows.to(device), Adjustments(num_tokens, *moved)
-    token_ids = draw_from_kept(logits, *draw_arguments(cuts, device), rows, adjustments)
+        rows, adjustments = rows.to(device), LogitsProcessors(num_tokens, *moved)
+    token_ids = sample_top_k_top_p(logits, *draw_arguments(cuts, device), rows, adjustments)
     assert token_ids.tolist() == expected.tolist()

@@ -12,7 +12,7 @@ from variants import VARIANTS
 
 from quire.kernels.block_tables import put_entries
 from quire.kernels.decode_splits import split_decodes
-from quire.kernels.fused_qk_norm_rope_kv_write import rotate_and_store
+from quire.kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
 from quire.kernels.paged_cache import copy_blocks
 
@@ -102,7 +102,7 @@ def test_rotate_and_store(stored: torch.dtype | None) -> None:
     def step() -> Tensor:
         scratch = given.clone()
         cache.view(torch.uint8).zero_()
-        q = rotate_and_store(scratch, cache, slots, angles, angles, kv_scales=scales)
+        q = fused_qk_norm_rope_kv_write(scratch, cache, slots, angles, angles, kv_scales=scales)
         written = [q.contiguous(), cache] if scales is None else [q.contiguous(), cache, scales]
         return torch.cat([tensor.view(torch.uint8).flatten() for tensor in written])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton_device import DEVICE
 
-from quire.kernels.logits import Adjustments, Biases, Masks, Penalties, adjusted
+from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties, apply_logits_processors
 
 NUM_TOKENS = 101
 # Of four rows: the penalties' slot, repetition, frequency and presence; the mask's slot.
@@ -23,22 +23,24 @@ ENTRIES += [(2, 40, 3.0), (2, 40, -math.inf), (3, 5, -2.0), (3, 63, 1.0), (3, 64
 
 @pytest.fixture(params=["twin", pytest.param("kernel", marks=DEVICE.marks)])
 def adjust(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
-    """[N, C] logits and Adjustments |-> [N, C] adjusted."""
+    """[N, C] logits and LogitsProcessors |-> [N, C] apply_logits_processors."""
     if request.param == "twin":
-        return adjusted
+        return apply_logits_processors
     pytest.importorskip("triton")
     from quire.kernels.gpu import topk_candidates as survey
-    from quire.kernels.gpu.topk import take_top
+    from quire.kernels.gpu.topk import topk_tokens
 
     monkeypatch.setattr(survey, "GROUP_LEN", 4)
     monkeypatch.setattr(survey, "NUM_GROUPS", 8)
     monkeypatch.setattr(survey, "BLOCK_VOCAB", 32)
 
-    def by_kernel(logits: Tensor, adjustments: Adjustments) -> Tensor:
+    def by_kernel(logits: Tensor, adjustments: LogitsProcessors) -> Tensor:
         device = DEVICE.values[0]
         num_tokens, *kinds = adjustments
         moved = (type(kind)(*(tensor.to(device) for tensor in kind)) for kind in kinds)
-        found = take_top(logits.to(device), logits.shape[1], adjustments=Adjustments(num_tokens, *moved))
+        found = topk_tokens(
+            logits.to(device), logits.shape[1], adjustments=LogitsProcessors(num_tokens, *moved)
+        )
         values, columns, _ = (tensor.cpu() for tensor in found)
         # What is -inf is not among them.
         rows, places = values.isfinite().nonzero(as_tuple=True)
@@ -103,14 +105,14 @@ def test_everything_together(adjust: Callable[..., Tensor], counted_in: torch.dt
     penalties = Penalties(torch.tensor(SLOTS), counts, pack_bits(in_prompt), torch.tensor(FACTORS))
     masks = Masks(torch.tensor(MASK_SLOTS), pack_bits(allowed))
     given = logits.clone()
-    result = adjust(logits, Adjustments(NUM_TOKENS, biases_of(ENTRIES, 4), penalties, masks))
+    result = adjust(logits, LogitsProcessors(NUM_TOKENS, biases_of(ENTRIES, 4), penalties, masks))
     torch.testing.assert_close(result.double(), expected, atol=1e-6, rtol=1e-6)
     assert torch.equal(logits, given)
 
 
 def test_nothing_changes_nothing(adjust: Callable[..., Tensor]) -> None:
     logits = torch.randn(2, NUM_TOKENS)
-    assert torch.equal(adjust(logits, Adjustments(NUM_TOKENS, *none_of(2))), logits)
+    assert torch.equal(adjust(logits, LogitsProcessors(NUM_TOKENS, *none_of(2))), logits)
 
 
 def test_repetition_penalty_is_that_of_transformers(adjust: Callable[..., Tensor]) -> None:
@@ -127,5 +129,5 @@ def test_repetition_penalty_is_that_of_transformers(adjust: Callable[..., Tensor
     factors = torch.tensor([[1.2, 0.0, 0.0]]).repeat(2, 1)
     penalties = Penalties(torch.arange(2), counts, pack_bits(in_prompt), factors)
     biases, _, masks = none_of(2)
-    result = adjust(logits, Adjustments(NUM_TOKENS, biases, penalties, masks))
+    result = adjust(logits, LogitsProcessors(NUM_TOKENS, biases, penalties, masks))
     torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-6)

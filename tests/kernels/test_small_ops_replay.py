@@ -11,9 +11,9 @@ from torch import Tensor
 
 from quire.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from quire.kernels.gumbel import random_keys
-from quire.kernels.logits import Adjustments, Biases, Masks, Penalties
+from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
 from quire.kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
-from quire.kernels.sampling import draw_from_all, draw_from_kept, take_likeliest, take_top
+from quire.kernels.sampling import sample_full, sample_greedy, sample_top_k_top_p, topk_tokens
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
@@ -102,17 +102,17 @@ def test_the_sampler_from_penalties_to_draws() -> None:
     ) -> list[Tensor]:
         *cuts, seeds = cuts_and_seeds
         keys = random_keys(seeds, seeds)
-        adjustments = Adjustments(
+        adjustments = LogitsProcessors(
             vocab_len,
             Biases(starts, columns, amounts),
             Penalties(slots, counts, words, factors),
             Masks(slots, words),
         )
         return [
-            draw_from_kept(logits, temperature, *cuts, keys, rows, adjustments),
-            *draw_from_all(logits, temperature, keys, 0, rows, adjustments),
-            *take_likeliest(logits, 0, rows, adjustments),
-            *take_top(logits, 20, temperature, rows, adjustments),
+            sample_top_k_top_p(logits, temperature, *cuts, keys, rows, adjustments),
+            *sample_full(logits, temperature, keys, 0, rows, adjustments),
+            *sample_greedy(logits, 0, rows, adjustments),
+            *topk_tokens(logits, 20, temperature, rows, adjustments),
         ]
 
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from quire.proto.step import (
     NewSequence,
     PromptLogprobs,
     PromptScoring,
-    RowConstraints,
+    RowLogitsProcessors,
     RowSampling,
     StepFailure,
     StepPlan,
@@ -33,7 +33,7 @@ pairs = st.lists(st.tuples(int32, int32), max_size=8).map(
 sizes = st.integers(0, 2**31 - 1)
 id_tuples = st.lists(sizes, max_size=4).map(tuple)
 constraints = st.builds(
-    RowConstraints,
+    RowLogitsProcessors,
     num_prompt_tokens=sizes,
     repetition_penalty=st.floats(0.5, 2),
     frequency_penalty=st.floats(-2, 2),

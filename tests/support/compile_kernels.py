@@ -36,18 +36,18 @@ from quire.kernels.gpu import (
     quantized_linear,
 )
 from quire.kernels.gpu import (
-    fused_qk_norm_rope_kv_write as rotate_and_store,
+    fused_qk_norm_rope_kv_write as fused_qk_norm_rope_kv_write,
 )
 from quire.kernels.gpu import (
-    sample_full as draw_from_all,
+    sample_full as sample_full,
 )
 from quire.kernels.gpu import (
-    sample_top_k_top_p as draw_from_kept,
+    sample_top_k_top_p as sample_top_k_top_p,
 )
 from quire.kernels.gpu import (
-    topk as take_top,
+    topk as topk_tokens,
 )
-from quire.kernels.logits import Adjustments, Biases, Masks, Penalties
+from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
 from quire.kernels.quantized_linear import QuantizedWeight
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
@@ -101,19 +101,22 @@ def launch_everything() -> None:
 
 
 def launch_sampler() -> None:
-    """Of all rows as they are, and of some that are adjusted."""
+    """Of all rows as they are, and of some that are apply_logits_processors."""
     logits, ones, ids = torch.zeros(3, 32000), torch.ones(3), torch.zeros(3, dtype=torch.int64)
     keys = torch.zeros(3, 2, dtype=torch.int32)
     counts, words = torch.zeros(3, 32000, dtype=torch.int16), torch.zeros(3, 1000, dtype=torch.int32)
     biases = Biases(torch.zeros(4, dtype=torch.int32), torch.zeros(5, dtype=torch.int32), torch.ones(5))
     penalties = Penalties(ids, counts, words, torch.ones(3, 3))
     gumbel.random_keys(ids, ids)
-    for rows, adjustments in ((None, None), (ids, Adjustments(32000, biases, penalties, Masks(ids, words)))):
-        draw_from_all.take_likeliest(logits, 0, rows, adjustments)
-        draw_from_all.draw_from_all(logits, ones, keys, 0, rows, adjustments)
-        draw_from_kept.draw_from_kept(logits, ones, ids, ones.double(), ones, keys, rows, adjustments)
-        take_top.take_top(logits, 128, ones, rows, adjustments)
-        take_top.take_top(logits, 20, None, rows, adjustments)
+    for rows, adjustments in (
+        (None, None),
+        (ids, LogitsProcessors(32000, biases, penalties, Masks(ids, words))),
+    ):
+        sample_full.sample_greedy(logits, 0, rows, adjustments)
+        sample_full.sample_full(logits, ones, keys, 0, rows, adjustments)
+        sample_top_k_top_p.sample_top_k_top_p(logits, ones, ids, ones.double(), ones, keys, rows, adjustments)
+        topk_tokens.topk_tokens(logits, 128, ones, rows, adjustments)
+        topk_tokens.topk_tokens(logits, 20, None, rows, adjustments)
 
 
 def launch_quantized_linear(capability: int) -> None:
@@ -156,11 +159,17 @@ def launch_attention(
     scales = None if stored is None else torch.zeros(cache.shape[:-1])
     angles, weight = torch.zeros(num_tokens, head_dim, dtype=dtype), torch.zeros(head_dim, dtype=dtype)
     slots = torch.zeros(num_tokens, dtype=torch.int64)
-    q = rotate_and_store.rotate_and_store(heads, cache, slots, angles, angles, kv_scales=scales)
+    q = fused_qk_norm_rope_kv_write.fused_qk_norm_rope_kv_write(
+        heads, cache, slots, angles, angles, kv_scales=scales
+    )
     half = angles[:, : head_dim // 2]
     norm_weights = weight, weight, 1e-6
-    rotate_and_store.rotate_and_store(heads, cache, slots, half, half, *norm_weights, kv_scales=scales)
-    rotate_and_store.rotate_and_store(heads, cache, slots, None, None, *norm_weights, kv_scales=scales)
+    fused_qk_norm_rope_kv_write.fused_qk_norm_rope_kv_write(
+        heads, cache, slots, half, half, *norm_weights, kv_scales=scales
+    )
+    fused_qk_norm_rope_kv_write.fused_qk_norm_rope_kv_write(
+        heads, cache, slots, None, None, *norm_weights, kv_scales=scales
+    )
     tables = torch.zeros(num_seqs, 32, dtype=torch.int32)
     lens = torch.full((num_seqs,), 32, dtype=torch.int32)
     splits = split_decodes(lens, 512)

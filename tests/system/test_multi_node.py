@@ -24,7 +24,7 @@ from fakes import submit
 from ray_nodes import LOOPBACK, RayNodes
 
 from quire.cluster.config.resolve import resolve
-from quire.cluster.ray_runtime.launch_target import FleetSite
+from quire.cluster.ray_runtime.launch_target import FleetLaunchTarget
 from quire.cluster.ray_runtime.local_cluster import attach
 from quire.cluster.replica.launch import launch_replica
 from quire.cluster.replica.launch_progress import LaunchProgress, LaunchStage
@@ -123,9 +123,9 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def site() -> FleetSite:
+def site() -> FleetLaunchTarget:
     """Each node has one slot, so that the ranks must part."""
-    return FleetSite(CurveKeys.generate(), NAMESPACE, {"slot": 1.0}, placement_timeout_s=60.0)
+    return FleetLaunchTarget(CurveKeys.generate(), NAMESPACE, {"slot": 1.0}, placement_timeout_s=60.0)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def config(model_dir: Path) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def record(two_nodes: TwoNodes, site: FleetSite, config: EngineConfig) -> ReplicaRecord:
+def record(two_nodes: TwoNodes, site: FleetLaunchTarget, config: EngineConfig) -> ReplicaRecord:
     """Of a replica whose launcher has gone."""
     with attach(two_nodes.nodes.address, NAMESPACE):
         record = launch_replica(config, f"replica-{secrets.token_hex(3)}", site, version="v1").record
@@ -157,7 +157,7 @@ def replica(two_nodes: TwoNodes, record: ReplicaRecord) -> Iterator[Replica]:
 
 
 def test_answers_over_two_nodes_are_those_of_transformers(
-    record: ReplicaRecord, site: FleetSite, model_dir: Path
+    record: ReplicaRecord, site: FleetLaunchTarget, model_dir: Path
 ) -> None:
     """Asked while nobody is connected to Ray: steps and tokens do not need who launched the replica."""
     assert record.node_ids[1] != record.node_ids[2]
@@ -184,7 +184,7 @@ def reference(model_dir: Path) -> list[list[int]]:
     return answers
 
 
-def test_who_has_not_the_keys_is_not_heard(record: ReplicaRecord, site: FleetSite) -> None:
+def test_who_has_not_the_keys_is_not_heard(record: ReplicaRecord, site: FleetLaunchTarget) -> None:
     """Not even one who knows the fleet's public key."""
     stranger = CurveKeys.generate()
     with Caller(record.endpoint, replace(stranger, public=site.keys.public)) as caller:
@@ -197,7 +197,9 @@ def test_who_has_not_the_keys_is_not_heard(record: ReplicaRecord, site: FleetSit
     assert (status.query_id, status.replica_id) == (2, record.replica_id)
 
 
-def test_a_launch_without_room_says_why(two_nodes: TwoNodes, site: FleetSite, config: EngineConfig) -> None:
+def test_a_launch_without_room_says_why(
+    two_nodes: TwoNodes, site: FleetLaunchTarget, config: EngineConfig
+) -> None:
     four = replace(config, parallel=replace(config.parallel, tensor_parallel_size=4))
     hasty = replace(site, placement_timeout_s=1.0)
     with attach(two_nodes.nodes.address, NAMESPACE):
@@ -210,7 +212,7 @@ def test_a_launch_without_room_says_why(two_nodes: TwoNodes, site: FleetSite, co
 
 
 def test_a_launch_that_nobody_wants_any_more_leaves_nothing(
-    two_nodes: TwoNodes, site: FleetSite, config: EngineConfig
+    two_nodes: TwoNodes, site: FleetLaunchTarget, config: EngineConfig
 ) -> None:
     told: list[LaunchStage] = []
 
@@ -227,7 +229,7 @@ def test_a_launch_that_nobody_wants_any_more_leaves_nothing(
 
 
 def test_a_draining_replica_gives_back_and_its_killed_far_rank_is_named(
-    two_nodes: TwoNodes, replica: Replica, site: FleetSite
+    two_nodes: TwoNodes, replica: Replica, site: FleetLaunchTarget
 ) -> None:
     """Nothing is left of it when it is closed."""
     assert known_replicas(NAMESPACE) == {replica.replica_id}
@@ -278,7 +280,7 @@ def kill_worker(node: subprocess.Popen[bytes]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("two_nodes", ["two networks"], indirect=True)
 def test_a_far_host_that_vanishes_is_named(
-    two_nodes: TwoNodes, site: FleetSite, config: EngineConfig
+    two_nodes: TwoNodes, site: FleetLaunchTarget, config: EngineConfig
 ) -> None:
     """No packet says that it has gone: the deadline of the step does."""
     hasty = replace(config, scheduler=replace(config.scheduler, step_timeout_s=5.0))

@@ -11,9 +11,9 @@ import torch
 from triton_device import DEVICE
 
 from quire.kernels import decode_splits, dispatch
-from quire.proto.step import NO_INTS, NewSequence, RowConstraints, RowSampling
+from quire.proto.step import NO_INTS, NewSequence, RowLogitsProcessors, RowSampling
 from quire.worker.comm.communicator import Shard, SingleRank
-from quire.worker.sampling.logits_processors import Constraints
+from quire.worker.sampling.logits_processors import LogitsProcessorState
 from quire.worker.sampling.sampler import SampledLogprobs, Sampler
 from quire.worker.sampling.sampling_table import SamplingTable
 
@@ -21,10 +21,10 @@ SAMPLING = [
     RowSampling(temperature=0.0),
     RowSampling(temperature=0.8, seed=1),
     RowSampling(temperature=1.1, seed=2, top_k=20, top_p=0.9),
-    RowSampling(seed=3, constraints=RowConstraints(2, 1.5, 0.5, 0.25, ((7, 2.0),), ((9,), (8, 9, 10)))),
+    RowSampling(seed=3, constraints=RowLogitsProcessors(2, 1.5, 0.5, 0.25, ((7, 2.0),), ((9,), (8, 9, 10)))),
     RowSampling(
         seed=4,
-        constraints=RowConstraints(
+        constraints=RowLogitsProcessors(
             3, 0.8, 0.0, -1.0, allowed_token_ids=(3, 7, 200, 350), stop_token_ids=(7,)
         ),
     ),
@@ -57,7 +57,7 @@ def sample_all(logits: torch.Tensor, device: str) -> tuple[list[int], SampledLog
     """One step of the sampler, a row for each kind of sampling; all report log-probabilities, as many as row."""
     num_rows, vocab_len = logits.shape
     table, shard = SamplingTable(num_rows, vocab_len), Shard(0, 1, vocab_len)
-    constraints = Constraints(shard, torch.zeros(num_rows, 32, dtype=torch.int32, device=device))
+    constraints = LogitsProcessorState(shard, torch.zeros(num_rows, 32, dtype=torch.int32, device=device))
     for row, sampling in enumerate(SAMPLING):
         sampling = replace(sampling, logprobs=row)
         table.put(row, sampling)

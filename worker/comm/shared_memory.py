@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.native.ops import ops
-from ...kernels.shm_collectives import SLOT_BYTES, Exchange, can_sum, segment_bytes
+from ...kernels.shm_collectives import SLOT_BYTES, SharedMemoryCollectives, can_sum, segment_bytes
 from .communicator import Communicator, TorchDistributed
 
 # How often a rank that waits looks whether the others are alive.
@@ -69,7 +69,9 @@ class SharedMemory:
         self.group = group
         self._file = file
         self._timeout_s = timeout_s
-        self._exchange: Exchange | None = Exchange(memory, mmap.PAGESIZE, group.rank, group.size)
+        self._collectives: SharedMemoryCollectives | None = SharedMemoryCollectives(
+            memory, mmap.PAGESIZE, group.rank, group.size
+        )
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if not can_sum(tensor):
@@ -92,19 +94,19 @@ class SharedMemory:
         self.all_gather(torch.zeros(1))
 
     def close(self) -> None:
-        if self._exchange is not None:
-            self._exchange.leave()
-            self._exchange = None
+        if self._collectives is not None:
+            self._collectives.leave()
+            self._collectives = None
             os.close(self._file)
         self.group.close()
 
     @property
-    def _open(self) -> Exchange:
-        if self._exchange is None:
+    def _open(self) -> SharedMemoryCollectives:
+        if self._collectives is None:
             raise ConnectionError(f"rank {self.rank} has left the group")
-        return self._exchange
+        return self._collectives
 
-    def _finish(self, what: str, exchange: Exchange, late: int | None) -> None:
+    def _finish(self, what: str, exchange: SharedMemoryCollectives, late: int | None) -> None:
         """Waits on for the rank that is late, as long as it lives and the time lasts."""
         deadline = time.monotonic() + self._timeout_s
         while late is not None:

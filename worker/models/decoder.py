@@ -10,7 +10,7 @@ from ...kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from ...kernels.all_reduce_norm import Peers, all_reduce_add_rms_norm
 from ...kernels.attention_variant import AttentionVariant
 from ...kernels.decode_layers import DenseLayer
-from ...kernels.fused_qk_norm_rope_kv_write import rotate_and_store
+from ...kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 from ...kernels.linear import PackedWeight
 from ...kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from ...kernels.quantized_linear import Float8Tokens
@@ -21,10 +21,10 @@ from .fused_decode import plan_fused_decode
 from .layers import (
     ColumnParallelLinear,
     LoadContext,
+    PartialSum,
     Projection,
     RotaryTable,
     RowParallelLinear,
-    Unsummed,
     VocabParallelEmbedding,
     VocabParallelHead,
     WholeProjectionNorm,
@@ -74,7 +74,7 @@ class Attention:
         rotations: Rotations,
         kv_cache: LayerCache,
         inputs: AttentionInputs,
-    ) -> Tensor | Unsummed:
+    ) -> Tensor | PartialSum:
         """[T, E] -> [T, E]; writes the tokens' keys and values before anything reads them."""
         projected = self.qkv.forward(x)
         num_tokens = projected.shape[0]
@@ -82,7 +82,7 @@ class Attention:
         for norm in self.projection_norms:
             norm.apply(projected[:, start : start + norm.length])
             start += norm.length
-        q = rotate_and_store(
+        q = fused_qk_norm_rope_kv_write(
             projected.view(num_tokens, -1, self.head_dim),
             kv_cache.blocks,
             inputs.slot_mapping,
@@ -112,7 +112,7 @@ class Mlp:
         )
         self.activation = spec.activation
 
-    def forward(self, x: Tensor | Float8Tokens) -> Tensor | Unsummed:
+    def forward(self, x: Tensor | Float8Tokens) -> Tensor | PartialSum:
         """[T, E] -> [T, E]."""
         return self.down.forward_unsummed(ACTIVATIONS[self.activation](self.gate_up.forward(x)))
 
@@ -153,12 +153,12 @@ class DecoderLayer:
 
     def forward(
         self,
-        x: Tensor | Unsummed | None,
+        x: Tensor | PartialSum | None,
         residual: Tensor,
         rotations: Rotations,
         kv_cache: LayerCache,
         inputs: AttentionInputs,
-    ) -> Tensor | Unsummed:
+    ) -> Tensor | PartialSum:
         """Additions to the residual are made with the norm that follows them, which reads it anyway.
 
         Args:
@@ -220,7 +220,7 @@ class DecoderLayer:
     def _add_for(
         self,
         reader: ColumnParallelLinear,
-        x: Tensor | Unsummed | None,
+        x: Tensor | PartialSum | None,
         residual: Tensor,
         norm: Tensor | None,
     ) -> Tensor | Float8Tokens:
@@ -229,9 +229,9 @@ class DecoderLayer:
             return Float8Tokens(*add_rms_norm_float8(x, residual, norm, self.norm_eps), x.dtype)
         return self.add(x, residual, norm)
 
-    def add(self, x: Tensor | Unsummed | None, residual: Tensor, norm: Tensor | None) -> Tensor:
+    def add(self, x: Tensor | PartialSum | None, residual: Tensor, norm: Tensor | None) -> Tensor:
         """Adds x, if there is one, to the residual, and returns that normalised where there is a norm."""
-        if isinstance(x, Unsummed):
+        if isinstance(x, PartialSum):
             if norm is not None and self.peers is not None:
                 return all_reduce_add_rms_norm(x.part, residual, norm, self.norm_eps, self.peers)
             x = self.comm.all_reduce(x.part)
@@ -241,9 +241,9 @@ class DecoderLayer:
             return rms_norm(residual, norm, self.norm_eps)
         return add_rms_norm(x, residual, norm, self.norm_eps)
 
-    def _finish(self, x: Tensor | Unsummed, norm: Tensor | None) -> Tensor | Unsummed:
+    def _finish(self, x: Tensor | PartialSum, norm: Tensor | None) -> Tensor | PartialSum:
         """What is to be added to the residual of what was computed."""
-        if isinstance(x, Unsummed):
+        if isinstance(x, PartialSum):
             return x
         if norm is not None:
             x = rms_norm(x, norm, self.norm_eps)
@@ -296,7 +296,7 @@ class Decoder:
             return fused.forward(hidden, list(turned.values()), kv_caches, inputs)
         rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {None: (None, None)}
         rotations.update(turned.items())
-        x: Tensor | Unsummed | None = None
+        x: Tensor | PartialSum | None = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer.forward(x, hidden, rotations, kv_cache, inputs)
         return self.layers[-1].add(x, hidden, self.norm)

@@ -22,7 +22,7 @@ from ..comm.communicator import Communicator, Shard
 from ..weights.checkpoint import Checkpoint
 from ..weights.linear_weight import Float8Weight, LinearWeight, PlainWeight, read_linear
 from ..weights.quantization import Quantization
-from ..weights.weight_slice import Part
+from ..weights.weight_slice import WeightSlice
 from .rope import Rope
 
 
@@ -58,7 +58,7 @@ class LoadContext:
         self.checkpoint.read_into(out, name, shape, dim, shard.start)
         return out
 
-    def linear(self, parts: Sequence[Part], *, sensitive: bool = False) -> LinearWeight:
+    def linear(self, parts: Sequence[WeightSlice], *, sensitive: bool = False) -> LinearWeight:
         """The matrix of a linear layer, as its checkpoint or the operator would have it quantised.
 
         Args:
@@ -116,7 +116,9 @@ class ColumnParallelLinear:
         self, load: LoadContext, projections: Sequence[Projection], in_features: int, bias: bool
     ) -> None:
         parts = [
-            Part(own.name, (own.num_stored, in_features), 0, own.start + own.shard.start, len(own.shard))
+            WeightSlice(
+                own.name, (own.num_stored, in_features), 0, own.start + own.shard.start, len(own.shard)
+            )
             for own in projections
         ]
         self.weight = load.linear(parts)
@@ -139,7 +141,7 @@ class ColumnParallelLinear:
         return self.weight.multiply(x, self.bias)
 
 
-class Unsummed(NamedTuple):
+class PartialSum(NamedTuple):
     """What this rank adds to a sum over the ranks, [T, E], which is yet to be made."""
 
     part: Tensor
@@ -164,17 +166,19 @@ class RowParallelLinear:
         self.comm = load.comm
         self.max_unsummed = 0 if peers is None or bias else peers.max_tokens
         shard = load.shard(in_features)
-        self.weight = load.linear([Part(name, (out_features, in_features), 1, shard.start, len(shard))])
+        self.weight = load.linear(
+            [WeightSlice(name, (out_features, in_features), 1, shard.start, len(shard))]
+        )
         self.bias = load.whole(f"{name}.bias", out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, this rank's inputs] -> [T, E], the same on every rank."""
         return self.sum(self.weight.multiply(x))
 
-    def forward_unsummed(self, x: Tensor) -> Tensor | Unsummed:
+    def forward_unsummed(self, x: Tensor) -> Tensor | PartialSum:
         """As `forward`, but the sum of few tokens is left to who adds it to something."""
         y = self.weight.multiply(x)
-        return Unsummed(y) if len(y) <= self.max_unsummed else self.sum(y)
+        return PartialSum(y) if len(y) <= self.max_unsummed else self.sum(y)
 
     def sum(self, part: Tensor) -> Tensor:
         y = self.comm.all_reduce(part)
@@ -263,7 +267,7 @@ class VocabParallelHead:
         self.shard = load.shard(vocab_size)
         self.weight: LinearWeight
         if tied is None:
-            part = Part(name, (vocab_size, hidden_size), 0, self.shard.start, len(self.shard))
+            part = WeightSlice(name, (vocab_size, hidden_size), 0, self.shard.start, len(self.shard))
             self.weight = load.linear([part], sensitive=True)
         else:
             self.weight = PlainWeight(tied.lay_out())

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..weights.linear_weight import LinearWeight
-from ..weights.weight_slice import Part
+from ..weights.weight_slice import WeightSlice
 from .layers import LoadContext
 from .spec import Experts
 
@@ -45,9 +45,11 @@ class MixtureOfExperts:
         inner, shard = experts.intermediate_size, load.shard(experts.intermediate_size)
         for index in range(experts.count):
             gate, up, down = (f"{block}.experts.{index}.{part}" for part in parts)
-            rows = [Part(own, (inner, hidden_size), 0, shard.start, len(shard)) for own in (gate, up)]
+            rows = [WeightSlice(own, (inner, hidden_size), 0, shard.start, len(shard)) for own in (gate, up)]
             self.gate_up.append(load.linear(rows))
-            self.down.append(load.linear([Part(down, (hidden_size, inner), 1, shard.start, len(shard))]))
+            self.down.append(
+                load.linear([WeightSlice(down, (hidden_size, inner), 1, shard.start, len(shard))])
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, E] -> [T, E]."""

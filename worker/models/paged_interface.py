@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from ...kernels.attention_variant import AttentionVariant
-from ...kernels.fused_qk_norm_rope_kv_write import rotate_and_store
+from ...kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 from ...proto.errors import ConfigError
 from ..attention import AttentionInputs, LayerCache, paged_attention
 
@@ -72,7 +72,7 @@ class PagedStep:
                 f"{list(v.shape)}, where its configuration says {num_kv_heads} KV heads of {head_dim}"
             )
         heads = torch.cat((q, k, v), dim=1)
-        q = rotate_and_store(
+        q = fused_qk_norm_rope_kv_write(
             heads, cache.blocks, self._inputs.slot_mapping, None, None, kv_scales=cache.scales
         )
         return paged_attention(q, cache, self._inputs, scale, variant)

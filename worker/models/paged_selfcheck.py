@@ -29,7 +29,7 @@ class _Chunk:
     end: int
 
 
-def prove_paged(
+def run_paged_selfcheck(
     forward: Forward,
     num_layers: int,
     head_shape: tuple[int, int],

@@ -34,7 +34,7 @@ from .layers import (
     VocabParallelHead,
 )
 from .paged_interface import IMPLEMENTATION, PagedStep
-from .paged_selfcheck import prove_paged
+from .paged_selfcheck import run_paged_selfcheck
 from .transformers_spec import ADAPTED, COLUMN, ROW, TransformersSpec, refusal
 
 # Masks and tables that older checkpoints carry and that models compute.
@@ -93,7 +93,9 @@ class TransformersModel:
         """Raises ConfigError unless a few tokens prove that the model can be computed in chunks and batches."""
         shape = self._model.num_kv_heads // self._load.comm.size, self._model.head_dim
         try:
-            prove_paged(self.forward, self._model.num_layers, shape, self._load.dtype, self._load.device)
+            run_paged_selfcheck(
+                self.forward, self._model.num_layers, shape, self._load.dtype, self._load.device
+            )
         except ConfigError as error:
             raise self._refusal(str(error)) from error
 

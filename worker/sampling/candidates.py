@@ -11,8 +11,8 @@ from torch import Tensor
 from ...kernels.sampling import kept_of_sorted
 
 
-class Draw(NamedTuple):
-    """Settings of rows that draw, [N] each, and their keys, [N, 2] int32, in the order of draw_from_kept."""
+class SamplingBatch(NamedTuple):
+    """Settings of rows that draw, [N] each, and their keys, [N, 2] int32, in the order of sample_top_k_top_p."""
 
     temperature: Tensor
     top_k: Tensor
@@ -20,8 +20,8 @@ class Draw(NamedTuple):
     min_p: Tensor
     keys: Tensor
 
-    def select(self, rows: Tensor) -> Draw:
-        return Draw(*(setting[rows] for setting in self))
+    def select(self, rows: Tensor) -> SamplingBatch:
+        return SamplingBatch(*(setting[rows] for setting in self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def sort_candidates(values: Tensor, token_ids: Tensor, floor: Tensor, log_total:
     return Candidates(values, token_ids.gather(1, order), floor, log_total)
 
 
-def kept_candidates(candidates: Candidates, draw: Draw, vocab_size: int) -> tuple[Tensor, Tensor]:
+def kept_candidates(candidates: Candidates, draw: SamplingBatch, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Which candidates the cuts leave, [N, K] bool, and for which rows that is the exact answer, [N] bool."""
     keep = kept_of_sorted(
         candidates.values, candidates.log_total, vocab_size, draw.top_k, draw.top_p, draw.min_p

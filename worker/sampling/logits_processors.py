@@ -1,4 +1,4 @@
-"""Constraints: what rows do to their logits before a token is drawn from them.
+"""LogitsProcessorState: what rows do to their logits before a token is drawn from them.
 
 The outcome is that of transformers' processors in their order, from the same logits: logit_bias, repetition_penalty,
 frequency_penalty and presence_penalty (not in transformers), bad_words, min_tokens, allowed_token_ids. What is
@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...kernels.logits import Adjustments, Biases, Masks, Penalties
+from ...kernels.logits import Biases, LogitsProcessors, Masks, Penalties
 from ...proto.block_tables import IntArray
-from ...proto.step import FloatArray, NewSequence, RowConstraints
+from ...proto.step import FloatArray, NewSequence, RowLogitsProcessors
 from ..comm.communicator import Shard
 from ..memory.host_to_device import to_device, to_device_together
 from .token_counts import TokenCounts, num_words, packed
@@ -51,7 +51,7 @@ class _RowState:
     penalties: tuple[float, float, float] | None
 
 
-class Constraints:
+class LogitsProcessorState:
     """The constraints of all rows.
 
     Args:
@@ -105,7 +105,7 @@ class Constraints:
         if self._num_constrained:
             self._counts.append(rows, token_ids)
 
-    def adjustments(self, rows: IntArray, lens: IntArray) -> Adjustments | None:
+    def adjustments(self, rows: IntArray, lens: IntArray) -> LogitsProcessors | None:
         """What these rows, of these lengths, ask of their logits; None: nothing.
 
         Args:
@@ -115,7 +115,7 @@ class Constraints:
         if not self._concern(rows, lens):
             return None
         members = [(index, state) for index, row in enumerate(rows.tolist()) if (state := self._states[row])]
-        return Adjustments(
+        return LogitsProcessors(
             len(self._shard),
             self._biases_of(rows, lens, members),
             self._penalties_of(rows, members),
@@ -128,7 +128,7 @@ class Constraints:
             return False
         return bool(self._always[rows].any() or (lens < self._stop_free_len[rows]).any())
 
-    def _state_of(self, constraints: RowConstraints) -> _RowState:
+    def _state_of(self, constraints: RowLogitsProcessors) -> _RowState:
         words = [word for word in constraints.bad_words if self._local(word[-1])]
         longer = [word for word in words if len(word) > 1]
         width = max((len(word) - 1 for word in longer), default=0)

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from ...kernels import dispatch
 from ...kernels.gumbel import random_keys
-from ...kernels.logits import Adjustments, adjusted
-from ...kernels.sampling import draw_among, draw_from_all, draw_from_kept, take_likeliest, take_top
+from ...kernels.logits import LogitsProcessors, apply_logits_processors
+from ...kernels.sampling import sample_among, sample_full, sample_greedy, sample_top_k_top_p, topk_tokens
 from ...proto.block_tables import IntArray
 from ..comm.communicator import Communicator, Shard
 from ..memory.host_to_device import to_device, to_device_together
-from .candidates import Candidates, Draw, kept_candidates, sort_candidates
-from .logits_processors import Constraints
+from .candidates import Candidates, SamplingBatch, kept_candidates, sort_candidates
+from .logits_processors import LogitsProcessorState
 from .sampling_table import SamplingTable
 
 NUM_CANDIDATES = 128
@@ -77,7 +77,7 @@ class Sampler:
         table: SamplingTable,
         rows: IntArray,
         lens: IntArray,
-        constraints: Constraints | None = None,
+        constraints: LogitsProcessorState | None = None,
     ) -> tuple[Tensor, SampledLogprobs | None]:
         """One token a row.
 
@@ -95,7 +95,7 @@ class Sampler:
         changed = logits
         if adjustments is not None and not dispatch.has_kernels(logits):
             # Once for all kinds of rows.
-            changed, adjustments = adjusted(logits, adjustments), None
+            changed, adjustments = apply_logits_processors(logits, adjustments), None
         token_ids = self._choose(changed, adjustments, table, rows, lens)
         wants_logprobs = np.flatnonzero(table.num_logprobs[rows] >= 0).astype(np.int32)
         if wants_logprobs.size == 0:
@@ -108,17 +108,17 @@ class Sampler:
     def _choose(
         self,
         logits: Tensor,
-        adjustments: Adjustments | None,
+        adjustments: LogitsProcessors | None,
         table: SamplingTable,
         rows: IntArray,
         lens: IntArray,
     ) -> Tensor:
         """Each kind of rows by its op; the ops take all logits, and which rows of them are meant."""
         if table.greedy[rows].all():
-            return self._take_likeliest(logits, adjustments)
+            return self._sample_greedy(logits, adjustments)
         is_cut = table.filtered[rows] & ~table.greedy[rows]
         token_ids = torch.empty(len(rows), dtype=torch.int32, device=self._device)
-        for members, choose in ((~is_cut, self._draw_from_all), (is_cut, self._draw_from_kept)):
+        for members, choose in ((~is_cut, self._sample_full), (is_cut, self._sample_top_k_top_p)):
             if members.all():
                 return choose(logits, adjustments, self._settings_of(table, rows, lens), None)
             if members.any():
@@ -127,7 +127,7 @@ class Sampler:
                 token_ids[index] = choose(logits, adjustments, draw, index)
         return token_ids
 
-    def _settings_of(self, table: SamplingTable, rows: IntArray, lens: IntArray) -> Draw:
+    def _settings_of(self, table: SamplingTable, rows: IntArray, lens: IntArray) -> SamplingBatch:
         temperature, top_k, top_p, min_p, seeds, positions = to_device_together(
             [
                 np.where(table.greedy[rows], np.float32(0), table.temperature[rows]),
@@ -139,27 +139,27 @@ class Sampler:
             ],
             self._device,
         )
-        return Draw(temperature, top_k, top_p, min_p, random_keys(seeds, positions))
+        return SamplingBatch(temperature, top_k, top_p, min_p, random_keys(seeds, positions))
 
-    def _take_likeliest(self, logits: Tensor, adjustments: Adjustments | None) -> Tensor:
-        return self._best_of_ranks(*take_likeliest(logits, self._shard.start, None, adjustments))
+    def _sample_greedy(self, logits: Tensor, adjustments: LogitsProcessors | None) -> Tensor:
+        return self._best_of_ranks(*sample_greedy(logits, self._shard.start, None, adjustments))
 
-    def _draw_from_all(
-        self, logits: Tensor, adjustments: Adjustments | None, draw: Draw, index: Tensor | None
+    def _sample_full(
+        self, logits: Tensor, adjustments: LogitsProcessors | None, draw: SamplingBatch, index: Tensor | None
     ) -> Tensor:
         first_id = self._shard.start
         return self._best_of_ranks(
-            *draw_from_all(logits, draw.temperature, draw.keys, first_id, index, adjustments)
+            *sample_full(logits, draw.temperature, draw.keys, first_id, index, adjustments)
         )
 
-    def _draw_from_kept(
-        self, logits: Tensor, adjustments: Adjustments | None, draw: Draw, index: Tensor | None
+    def _sample_top_k_top_p(
+        self, logits: Tensor, adjustments: LogitsProcessors | None, draw: SamplingBatch, index: Tensor | None
     ) -> Tensor:
         if self._comm.size == 1 and dispatch.has_kernels(logits):
-            return draw_from_kept(logits, *draw, index, adjustments)
+            return sample_top_k_top_p(logits, *draw, index, adjustments)
         candidates = self._gather_candidates(logits, adjustments, draw, index)
         keep, covered = kept_candidates(candidates, draw, self._shard.full_len)
-        token_ids = draw_among(candidates.values, candidates.token_ids, keep, draw.keys)
+        token_ids = sample_among(candidates.values, candidates.token_ids, keep, draw.keys)
         uncovered = (~covered).nonzero().squeeze(1)
         if uncovered.numel():
             # Only the last ranks' parts are padded.
@@ -167,13 +167,13 @@ class Sampler:
                 logits, adjustments, uncovered if index is None else index[uncovered]
             )
             everything = everything[:, : self._shard.full_len]
-            token_ids[uncovered] = draw_from_kept(everything, *draw.select(uncovered))
+            token_ids[uncovered] = sample_top_k_top_p(everything, *draw.select(uncovered))
         return token_ids
 
-    def _gather_rows(self, logits: Tensor, adjustments: Adjustments | None, rows: Tensor) -> Tensor:
+    def _gather_rows(self, logits: Tensor, adjustments: LogitsProcessors | None, rows: Tensor) -> Tensor:
         """Adjusted logits of some rows, of all ranks: [len(rows), size * padded_len]."""
         if adjustments is not None:
-            logits = adjusted(logits, adjustments)
+            logits = apply_logits_processors(logits, adjustments)
         return _beside_each_other(self._comm.all_gather(logits[rows]))
 
     def _best_of_ranks(self, best: Tensor, token_ids: Tensor) -> Tensor:
@@ -185,11 +185,11 @@ class Sampler:
         return token_ids.gather(0, best.argmax(dim=0, keepdim=True)).squeeze(0).int()
 
     def _gather_candidates(
-        self, logits: Tensor, adjustments: Adjustments | None, draw: Draw, index: Tensor | None
+        self, logits: Tensor, adjustments: LogitsProcessors | None, draw: SamplingBatch, index: Tensor | None
     ) -> Candidates:
         """The likeliest tokens of each rank, sorted together."""
         num_local = min(NUM_CANDIDATES, logits.shape[1])
-        values, columns, log_total = take_top(logits, num_local, draw.temperature, index, adjustments)
+        values, columns, log_total = topk_tokens(logits, num_local, draw.temperature, index, adjustments)
         sent_all = num_local == logits.shape[1]
         floor = torch.full_like(values[:, :1], -torch.inf) if sent_all else values[:, -1:]
         gathered = self._comm.all_gather(
@@ -217,7 +217,7 @@ class Sampler:
             of the tokens [n] float32; the likeliest token ids [n, num_top] int64, and theirs [n, num_top] float32.
         """
         num_local = min(num_top, logits.shape[1])
-        top, top_columns, log_total = take_top(logits, num_local, None, rows)
+        top, top_columns, log_total = topk_tokens(logits, num_local, None, rows)
         columns = token_ids.long() - self._shard.start
         owned = (columns >= 0) & (columns < len(self._shard))
         if rows is None:

@@ -25,7 +25,7 @@ from ..memory.scratch import scratch
 from .checkpoint import Checkpoint
 from .quantization import Quantization
 from .quantized_layouts import read_quantized
-from .weight_slice import Part
+from .weight_slice import WeightSlice
 
 ONLINE_TYPES = {"int8": torch.int8, "fp8": FLOAT8}
 # Numbers of a matrix that are in float32 at a time while it is quantised or dequantised.
@@ -51,7 +51,7 @@ class PlainWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class CodedWeight:
+class QuantizedLinearWeight:
     """Numbers that are widened as they are read."""
 
     coded: QuantizedWeight
@@ -83,7 +83,7 @@ class StackedWeight:
 
 def read_linear(
     checkpoint: Checkpoint,
-    parts: Sequence[Part],
+    parts: Sequence[WeightSlice],
     dtype: torch.dtype,
     device: torch.device,
     quantization: Quantization | None = None,
@@ -124,7 +124,7 @@ def lay_out(weight: QuantizedWeight, dtype: torch.dtype) -> LinearWeight:
     if multiplies_float8(weight):
         return Float8Weight(weight)
     if has_quantized_kernel(weight):
-        return CodedWeight(weight)
+        return QuantizedLinearWeight(weight)
     if weight.codes.dtype == torch.int8 and weight.is_per_output:
         packed = pack_int8(weight.codes, weight.scales[0])
         if packed is not None:
@@ -137,7 +137,7 @@ def lay_out(weight: QuantizedWeight, dtype: torch.dtype) -> LinearWeight:
 
 
 def _read_plain(
-    checkpoint: Checkpoint, parts: Sequence[Part], dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint, parts: Sequence[WeightSlice], dtype: torch.dtype, device: torch.device
 ) -> PlainWeight:
     num_outputs = [part.outputs[1] for part in parts]
     weight = scratch((sum(num_outputs), parts[0].inputs[1]), dtype, device)
@@ -147,7 +147,7 @@ def _read_plain(
 
 
 def _quantize_part(
-    checkpoint: Checkpoint, part: Part, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint, part: WeightSlice, dtype: torch.dtype, device: torch.device
 ) -> QuantizedWeight:
     """Rounds a part as its matrix would be as a whole: its numbers do not depend on how many ranks there are."""
     first_output, num_outputs = part.outputs

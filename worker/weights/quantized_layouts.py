@@ -25,7 +25,7 @@ from ...kernels.quantized_linear import FLOAT8, QuantizedWeight, pack_nibbles, u
 from ...proto.errors import ConfigError, ModelLoadError
 from .checkpoint import Checkpoint
 from .quantization import Quantization
-from .weight_slice import Part, Range
+from .weight_slice import Range, WeightSlice
 
 # Outputs of the eight numbers of a word, the lowest bits first.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -37,10 +37,12 @@ CODE_TYPES = (torch.int8, FLOAT8)
 # What a layer may store beside its weight and what computing with more exact activations has no use for.
 UNUSED = ("weight_shape", "input_scale", "input_zero_point", "output_scale", "activation_scale")
 
-Reader = Callable[[Checkpoint, Part, Quantization], QuantizedWeight | None]
+Reader = Callable[[Checkpoint, WeightSlice, Quantization], QuantizedWeight | None]
 
 
-def read_quantized(checkpoint: Checkpoint, part: Part, quantization: Quantization) -> QuantizedWeight | None:
+def read_quantized(
+    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization
+) -> QuantizedWeight | None:
     """A part of a matrix as the checkpoint quantises it; None: it is stored in full precision.
 
     Raises:
@@ -66,7 +68,9 @@ class _Groups:
     index: Tensor | None = None
 
 
-def _read_gptq(checkpoint: Checkpoint, part: Part, quantization: Quantization) -> QuantizedWeight | None:
+def _read_gptq(
+    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization
+) -> QuantizedWeight | None:
     if not checkpoint.has(f"{part.name}.scales"):
         return None
     num_outputs, num_inputs = part.shape
@@ -95,7 +99,9 @@ def _read_gptq(checkpoint: Checkpoint, part: Part, quantization: Quantization) -
     return _unsigned(codes, quantization.bits, scales, zeros, groups)
 
 
-def _read_awq(checkpoint: Checkpoint, part: Part, quantization: Quantization) -> QuantizedWeight | None:
+def _read_awq(
+    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization
+) -> QuantizedWeight | None:
     if not checkpoint.has(f"{part.name}.scales"):
         return None
     (num_outputs, num_inputs), per_word = part.shape, len(AWQ_ORDER)
@@ -112,7 +118,7 @@ def _read_awq(checkpoint: Checkpoint, part: Part, quantization: Quantization) ->
 
 
 def _read_compressed(
-    checkpoint: Checkpoint, part: Part, quantization: Quantization
+    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization
 ) -> QuantizedWeight | None:
     if not checkpoint.has(f"{part.name}.weight_packed"):
         return _read_codes(checkpoint, part, quantization)
@@ -139,7 +145,9 @@ def _read_compressed(
     return _unsigned(words.view(torch.uint8), bits, scales, zeros, groups)
 
 
-def _read_codes(checkpoint: Checkpoint, part: Part, quantization: Quantization) -> QuantizedWeight | None:
+def _read_codes(
+    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization
+) -> QuantizedWeight | None:
     """Weights of 8 bits that lie in the checkpoint as they are."""
     name = f"{part.name}.weight"
     if not checkpoint.has(name) or checkpoint.dtype_of(name) not in CODE_TYPES:
@@ -163,7 +171,7 @@ _READERS: dict[str, Reader] = {
 
 
 def _read_scales_by_group(
-    checkpoint: Checkpoint, part: Part, quantization: Quantization, stored: Tensor | None = None
+    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization, stored: Tensor | None = None
 ) -> tuple[Tensor, _Groups]:
     """Scales [G, N] of a part, as gptq and awq store them, and its groups; `stored` as for _find_groups."""
     num_outputs, num_inputs = part.shape
@@ -174,7 +182,7 @@ def _read_scales_by_group(
 
 
 def _read_scales(
-    checkpoint: Checkpoint, name: str, part: Part, block_shape: tuple[int, int] | None
+    checkpoint: Checkpoint, name: str, part: WeightSlice, block_shape: tuple[int, int] | None
 ) -> tuple[Tensor, _Groups]:
     """Scales [G, N] of a part and its groups, whatever the scales are for: blocks, groups, outputs, or all."""
     (num_outputs, num_inputs), shape = part.shape, checkpoint.shape_of(name)
@@ -200,7 +208,7 @@ def _read_scales(
     return scales[rows].t().contiguous(), groups
 
 
-def _read_zeros(checkpoint: Checkpoint, part: Part, groups: _Groups, bits: int) -> Tensor | None:
+def _read_zeros(checkpoint: Checkpoint, part: WeightSlice, groups: _Groups, bits: int) -> Tensor | None:
     """Zero points [G, N] int16 of a compressed part: stored one by one, or in words of neighbouring outputs."""
     name = f"{part.name}.weight_zero_point"
     if not checkpoint.has(name):
@@ -215,7 +223,7 @@ def _read_zeros(checkpoint: Checkpoint, part: Part, groups: _Groups, bits: int) 
     return _unpack(words.t().contiguous(), bits).to(torch.int16) - (1 << bits - 1)
 
 
-def _find_groups(part: Part, num_groups: int, group_len: int, stored: Tensor | None = None) -> _Groups:
+def _find_groups(part: WeightSlice, num_groups: int, group_len: int, stored: Tensor | None = None) -> _Groups:
     """The groups of a part's inputs.
 
     Args:
@@ -244,7 +252,7 @@ def _read_words(checkpoint: Checkpoint, name: str, shape: tuple[int, int], *rang
     return checkpoint.read(name, shape, *ranges)
 
 
-def _in_words(part: Part, numbers: Range, per_word: int) -> Range:
+def _in_words(part: WeightSlice, numbers: Range, per_word: int) -> Range:
     """A range of numbers as one of words that hold several."""
     start, length = numbers
     if start % per_word or length % per_word:
@@ -279,6 +287,6 @@ def _unless_zero(zeros: Tensor | None) -> Tensor | None:
     return zeros.contiguous() if zeros is not None and zeros.any() else None
 
 
-def _drop_unused(checkpoint: Checkpoint, part: Part) -> None:
+def _drop_unused(checkpoint: Checkpoint, part: WeightSlice) -> None:
     for name in UNUSED:
         checkpoint.drop(f"{part.name}.{name}")

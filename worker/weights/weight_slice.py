@@ -1,4 +1,4 @@
-"""Part: the rows or columns of a stored matrix that a rank holds."""
+"""WeightSlice: the rows or columns of a stored matrix that a rank holds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Range = tuple[int, int]  # start and length
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightSlice:
     """Rows or columns of one stored matrix. A linear layer's matrix is its parts below each other.
 
     Attributes:

@@ -41,18 +41,18 @@ def node(**more: Any) -> NodeEntry:
 def test_the_earliest_moment_that_was_said_counts() -> None:
     async def scenario(watch: NodeWatch, cloud: Cloud, told: asyncio.Event) -> None:
         watch.update((node(),), [NODE])
-        assert watch.leave_of([NODE]) is None
+        assert watch.departure_of([NODE]) is None
         watch.leave(NODE, LEAVE_PATIENCE_S, "an operator drains it")
         cloud.notices[0].set_result(30.0)
         told.clear()
         await told.wait()
-        leave = watch.leave_of([NODE])
+        leave = watch.departure_of([NODE])
         assert leave is not None
         assert (leave.by, leave.reason) == (NOW + 30.0, f"the cloud takes node {NODE} back")
         watch.update((node(is_draining=True, gone_at=UNIX_NOW + 60),), [NODE])
-        assert watch.leave_of([NODE]) == leave
+        assert watch.departure_of([NODE]) == leave
         watch.update((), [])
-        assert watch.leave_of([NODE]) is None
+        assert watch.departure_of([NODE]) is None
 
     run(scenario)
 
@@ -66,9 +66,9 @@ def test_somebody_looks_again_where_nobody_looks_any_more() -> None:
         while len(cloud.notices) == 1:
             await asyncio.sleep(0)
             watch.update((node(),), [NODE])
-        assert watch.leave_of([NODE]) is None
+        assert watch.departure_of([NODE]) is None
         cloud.notices[1].set_result(30.0)
         await told.wait()
-        assert watch.leave_of([NODE]) is not None
+        assert watch.departure_of([NODE]) is not None
 
     run(scenario)

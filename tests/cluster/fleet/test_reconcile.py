@@ -9,21 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cluster.controller_api.fleet_state import ReplicaState
-from quire.cluster.fleet.reconcile import ROOM_PATIENCE_S, Backoff, Plan, Standing, plan
+from quire.cluster.fleet.reconcile import ROOM_PATIENCE_S, Backoff, Plan, ReplicaView, plan
 
 NEW, OLD = "new", "old"
 NOW = 1000.0
 
 
-def ready(name: str, version: str = NEW, **more: object) -> Standing:
-    return Standing(name, version, ReplicaState.READY, **({"since": 0.0} | more))  # type: ignore[arg-type]
+def ready(name: str, version: str = NEW, **more: object) -> ReplicaView:
+    return ReplicaView(name, version, ReplicaState.READY, **({"since": 0.0} | more))  # type: ignore[arg-type]
 
 
-def starting(name: str, version: str = NEW, **more: object) -> Standing:
+def starting(name: str, version: str = NEW, **more: object) -> ReplicaView:
     return replace(ready(name, version, **more), state=ReplicaState.STARTING)
 
 
-def draining(name: str, version: str = NEW) -> Standing:
+def draining(name: str, version: str = NEW) -> ReplicaView:
     return replace(ready(name, version), state=ReplicaState.DRAINING)
 
 
@@ -76,12 +76,12 @@ def draining(name: str, version: str = NEW) -> Standing:
         ),
     ],
 )  # fmt: skip
-def test_next_steps(target: int, replicas: list[Standing], expected: Plan) -> None:
+def test_next_steps(target: int, replicas: list[ReplicaView], expected: Plan) -> None:
     assert plan(target, NEW, replicas, NOW) == expected
 
 
 standings = st.builds(
-    Standing,
+    ReplicaView,
     replica_id=st.uuids().map(str),
     version=st.sampled_from([NEW, OLD]),
     state=st.sampled_from(list(ReplicaState)),
@@ -93,7 +93,7 @@ standings = st.builds(
 
 
 @given(st.integers(0, 6), st.lists(standings, max_size=8, unique_by=lambda each: each.replica_id))
-def test_any_fleet_becomes_what_is_wanted(target: int, replicas: list[Standing]) -> None:
+def test_any_fleet_becomes_what_is_wanted(target: int, replicas: list[ReplicaView]) -> None:
     """Whatever stands there, carrying out plan after plan ends with `target` ready replicas of the version."""
     fleet = {each.replica_id: each for each in replicas}
     for round_ in range(60):

@@ -15,9 +15,9 @@ from fakes import oracle
 from quire.cluster.api.security import Security, Token
 from quire.cluster.client.client import AsyncClient
 from quire.cluster.config.deployment import Deployment
-from quire.cluster.controller_api.fleet_state import DeploymentEntry, FleetTable, ReplicaEntry, ReplicaState
+from quire.cluster.controller_api.fleet_state import DeploymentEntry, FleetState, ReplicaEntry, ReplicaState
 from quire.cluster.fleet.fleet import Fleet
-from quire.cluster.gateway.controller_sync import FleetLink
+from quire.cluster.gateway.controller_sync import ControllerSync
 from quire.cluster.gateway.gateway import Gateway
 from quire.cluster.gateway.served_models import ServedModels
 from quire.cluster.replica.replica import ReplicaRecord
@@ -86,7 +86,7 @@ def serve(make_model: Callable[..., Path]) -> Callable[..., Any]:
         await fleet.recover()
         keeper = asyncio.create_task(fleet.run())
         line, models = DirectLine(fleet), ServedModels()
-        link = FleetLink(line, models)
+        link = ControllerSync(line, models)
         gateway = Gateway(models, security=security, fleet=link)
         link.start()
         target = await gateway.start()
@@ -234,17 +234,17 @@ class Tables:
     """A Controller that gives out the tables that a test puts into it, one after the other."""
 
     def __init__(self) -> None:
-        self._tables: asyncio.Queue[FleetTable] = asyncio.Queue()
+        self._tables: asyncio.Queue[FleetState] = asyncio.Queue()
         self.num_asked = 0
 
     def put(self, version: str, *models: Deployment, replicas: Sequence[ReplicaEntry] = ()) -> None:
         deployments = tuple(DeploymentEntry(model, 1) for model in models)
-        self._tables.put_nowait(FleetTable(version, deployments, tuple(replicas)))
+        self._tables.put_nowait(FleetState(version, deployments, tuple(replicas)))
 
     async def keys(self) -> None:
         return None
 
-    async def watch(self, since: str, timeout_s: float) -> FleetTable:
+    async def watch(self, since: str, timeout_s: float) -> FleetState:
         self.num_asked += 1
         return await self._tables.get()
 
@@ -267,7 +267,7 @@ def test_a_replica_of_a_model_that_is_served_no_longer_is_let_alone(make_model: 
 
     async def scenario() -> None:
         tables, models = Tables(), ServedModels()
-        link = FleetLink(tables, models)  # type: ignore[arg-type]
+        link = ControllerSync(tables, models)  # type: ignore[arg-type]
         link.start()
         try:
             tables.put("1", deployment, replicas=[ready_replica("a", deployment)])
@@ -298,7 +298,7 @@ def test_a_table_that_cannot_be_followed_is_told_of_and_the_next_one_followed(
 
     async def scenario() -> None:
         tables, models = Tables(), ServedModels()
-        link = FleetLink(tables, models)  # type: ignore[arg-type]
+        link = ControllerSync(tables, models)  # type: ignore[arg-type]
         link.start()
         try:
             tables.put("1", deployment)

@@ -15,7 +15,7 @@ from fakes import beam_oracle, oracle
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.controller_api.demand import Demand
 from quire.cluster.gateway.replica_pool import ReplicaPool
-from quire.cluster.gateway.request_migration import MAX_FAILED_REPLICAS, MovingRequest
+from quire.cluster.gateway.request_migration import MAX_FAILED_REPLICAS, MigratingRequest
 from quire.cluster.replica.client import ReplicaClient
 from quire.cluster.requests.request import Request
 from quire.proto.errors import DeadlineExpired, Overloaded, ReplicaUnavailable, RequestAborted
@@ -88,7 +88,7 @@ def request(params: SamplingParams = LONG, **more: Any) -> Request:
 
 
 async def follow(
-    running: MovingRequest, num_answers: int = 1, after: dict[int, Callable[[], None]] | None = None
+    running: MigratingRequest, num_answers: int = 1, after: dict[int, Callable[[], None]] | None = None
 ) -> tuple[list[list[int]], list[Finish]]:
     """Tokens and finish of each answer; `after` so many tokens of the first answer, things happen."""
     events = dict(after or {})

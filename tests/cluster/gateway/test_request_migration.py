@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cluster.gateway.request_migration import MAX_FAILED_REPLICAS, MovingRequest
+from quire.cluster.gateway.request_migration import MAX_FAILED_REPLICAS, MigratingRequest
 from quire.cluster.requests.request import Request
-from quire.cluster.requests.sequence_update import News
+from quire.cluster.requests.sequence_update import SequenceUpdate
 from quire.proto.errors import DeadlineExpired, ProtocolError, ReplicaUnavailable
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Finish, FinishReason, Timings
@@ -38,11 +38,11 @@ class FakeClient:
         return receiver
 
     def say(self, number: int, index: int, *tokens: int, **finish: Any) -> None:
-        """News of an answer of the n-th request that was placed here."""
+        """Updates of an answer of the n-th request that was placed here."""
         receiver = self.placed[number][1]
         handle = receiver.handles[index]
         end = Finish(handle, **finish) if finish else None
-        receiver.put(handle, News(list(tokens), finish=end))
+        receiver.put(handle, SequenceUpdate(list(tokens), finish=end))
 
     def stop(self, handle: int) -> None:
         self.stopped.append(handle)
@@ -51,7 +51,7 @@ class FakeClient:
         self.forgotten += handles
 
 
-class FakePlaces:
+class FakeReplicaPicker:
     """Two replicas, `a` while it does not drain."""
 
     is_fixed = False
@@ -77,8 +77,8 @@ class Clock:
         return self.now
 
 
-def run(scenario: Callable[[FakePlaces, Clock], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(FakePlaces(), Clock()), 60))
+def run(scenario: Callable[[FakeReplicaPicker, Clock], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(FakeReplicaPicker(), Clock()), 60))
 
 
 def request(**params: Any) -> Request:
@@ -92,13 +92,13 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def take(moving: MovingRequest, count: int) -> list[tuple[int, News]]:
+async def take(moving: MigratingRequest, count: int) -> list[tuple[int, SequenceUpdate]]:
     return [await anext(moving) for _ in range(count)]
 
 
 def test_usage_and_times_are_those_of_the_whole_request() -> None:
-    async def scenario(places: FakePlaces, clock: Clock) -> None:
-        moving = MovingRequest(request(logprobs=2), places, clock)  # type: ignore[arg-type]
+    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
+        moving = MigratingRequest(request(logprobs=2), places, clock)  # type: ignore[arg-type]
         moving.start()
         places.a.say(0, 0, 10, 11)
         places.a.say(
@@ -125,13 +125,13 @@ def test_usage_and_times_are_those_of_the_whole_request() -> None:
 
 
 def test_tokens_that_came_with_the_failure_are_told() -> None:
-    async def scenario(places: FakePlaces, clock: Clock) -> None:
-        moving = MovingRequest(request(), places, clock)  # type: ignore[arg-type]
+    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
+        moving = MigratingRequest(request(), places, clock)  # type: ignore[arg-type]
         moving.start()
         clock.now = 2.0
         places.drained.append("a")
         places.a.say(0, 0, 10, reason=FinishReason.ERROR, grpc_status="UNAVAILABLE", error="rank 0 failed")
-        assert await take(moving, 1) == [(0, News([10]))]
+        assert await take(moving, 1) == [(0, SequenceUpdate([10]))]
         await settle()
         assert places.b.placed[0][0].generated_token_ids.tolist() == [10]
         places.b.say(0, 0, 11, reason=FinishReason.STOP)
@@ -144,8 +144,8 @@ def test_tokens_that_came_with_the_failure_are_told() -> None:
 
 
 def test_answers_go_on_with_their_own_seeds() -> None:
-    async def scenario(places: FakePlaces, clock: Clock) -> None:
-        moving = MovingRequest(request(n=3), places, clock)  # type: ignore[arg-type]
+    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
+        moving = MigratingRequest(request(n=3), places, clock)  # type: ignore[arg-type]
         moving.start()
         places.a.say(0, 1, 10, reason=FinishReason.STOP)
         for index in (0, 2):
@@ -163,8 +163,8 @@ def test_answers_go_on_with_their_own_seeds() -> None:
 
 
 def test_a_request_of_which_nothing_came_moves_whole() -> None:
-    async def scenario(places: FakePlaces, clock: Clock) -> None:
-        moving = MovingRequest(request(n=3), places, clock)  # type: ignore[arg-type]
+    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
+        moving = MigratingRequest(request(n=3), places, clock)  # type: ignore[arg-type]
         moving.start()
         for index in range(3):
             places.a.say(0, index, reason=FinishReason.MOVED)
@@ -178,8 +178,8 @@ def test_a_request_of_which_nothing_came_moves_whole() -> None:
 
 
 def test_errors_of_the_request_itself_end_it() -> None:
-    async def scenario(places: FakePlaces, clock: Clock) -> None:
-        moving = MovingRequest(request(), places, clock)  # type: ignore[arg-type]
+    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
+        moving = MigratingRequest(request(), places, clock)  # type: ignore[arg-type]
         moving.start()
         places.a.say(0, 0, reason=FinishReason.ERROR, grpc_status="DEADLINE_EXCEEDED", error="too late")
         ((_, news),) = await take(moving, 1)
@@ -191,8 +191,8 @@ def test_errors_of_the_request_itself_end_it() -> None:
 
 
 def test_the_deadline_counts_from_the_beginning() -> None:
-    async def scenario(places: FakePlaces, clock: Clock) -> None:
-        moving = MovingRequest(request(), places, clock)  # type: ignore[arg-type]
+    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
+        moving = MigratingRequest(request(), places, clock)  # type: ignore[arg-type]
         moving.start()
         clock.now = 60.0
         places.a.say(0, 0, 10, reason=FinishReason.MOVED)
@@ -204,8 +204,8 @@ def test_the_deadline_counts_from_the_beginning() -> None:
 
 
 def test_a_replica_that_fails_under_several_answers_fails_once() -> None:
-    async def scenario(places: FakePlaces, clock: Clock) -> None:
-        moving = MovingRequest(request(n=3), places, clock)  # type: ignore[arg-type]
+    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
+        moving = MigratingRequest(request(n=3), places, clock)  # type: ignore[arg-type]
         moving.start()
         for index in range(3):
             places.a.say(0, index, 10 + index, reason=FinishReason.MOVED)
@@ -224,8 +224,8 @@ def test_a_replica_that_fails_under_several_answers_fails_once() -> None:
 def test_a_replica_that_fails_again_and_again_is_given_up() -> None:
     """It may have come back meanwhile, under the same name."""
 
-    async def scenario(places: FakePlaces, clock: Clock) -> None:
-        moving = MovingRequest(request(), places, clock)  # type: ignore[arg-type]
+    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
+        moving = MigratingRequest(request(), places, clock)  # type: ignore[arg-type]
         moving.start()
         for number in range(MAX_FAILED_REPLICAS):
             await settle()
@@ -237,12 +237,12 @@ def test_a_replica_that_fails_again_and_again_is_given_up() -> None:
 
 
 def test_a_fault_of_ours_in_placing_a_request_ends_it() -> None:
-    async def scenario(places: FakePlaces, clock: Clock) -> None:
+    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
         async def stumble(request: Request, timeout_s: float | None) -> None:
             raise KeyError("a fault")
 
         places.wait_for_replica = stumble  # type: ignore[method-assign]
-        moving = MovingRequest(request(), places, clock)  # type: ignore[arg-type]
+        moving = MigratingRequest(request(), places, clock)  # type: ignore[arg-type]
         moving.start()
         places.a.say(0, 0, 10, reason=FinishReason.MOVED)
         with pytest.raises(ProtocolError, match="its log says why"):

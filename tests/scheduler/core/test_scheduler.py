@@ -251,4 +251,4 @@ def test_waste_counts_unused_slots_of_allocated_blocks():
     driver = Driver(small_config())
     driver.add(0, prompt(5), max_tokens=1)
     driver.run()
-    assert driver.scheduler.stats.mean_waste == pytest.approx(3 / 8)
+    assert driver.scheduler.stats.mean_kv_fragmentation == pytest.approx(3 / 8)

@@ -87,8 +87,8 @@ def test_the_gap_between_steps_leaves_idle_times_out():
     assert (scheduler.stats.num_gaps, scheduler.stats.gap_sum_s) == (4, 2.0)
     mailbox.script = [[(b"a", submit(2, [5, 7], max_tokens=2))]]
     run_until_idle(loop, mailbox)
-    assert scheduler.stats.mean_gap_s == (2.0 + 3.0) / 5
-    assert loop.status().mean_gap_s == scheduler.stats.mean_gap_s
+    assert scheduler.stats.mean_plan_wait_s == (2.0 + 3.0) / 5
+    assert loop.status().mean_plan_wait_s == scheduler.stats.mean_plan_wait_s
 
 
 def test_a_status_query_is_answered_in_numbers():

@@ -24,7 +24,7 @@ from quire.worker.attention import AttentionInputs, LayerCache
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.models.attention_adapters import alibi_slopes
 from quire.worker.models.paged_interface import IMPLEMENTATION, PagedStep
-from quire.worker.models.paged_selfcheck import prove_paged
+from quire.worker.models.paged_selfcheck import run_paged_selfcheck
 from quire.worker.runner import ModelRunner
 
 
@@ -96,7 +96,7 @@ def test_slopes_equal_transformers() -> None:
 
 
 def prove(forward: Callable[..., Tensor]) -> None:
-    prove_paged(forward, 1, (1, 8), torch.float32, torch.device("cpu"))
+    run_paged_selfcheck(forward, 1, (1, 8), torch.float32, torch.device("cpu"))
 
 
 def test_tokens_by_themselves_prove_well() -> None:

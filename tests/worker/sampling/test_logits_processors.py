@@ -20,10 +20,10 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from quire.kernels.logits import adjusted
-from quire.proto.step import NO_INTS, NewSequence, RowConstraints, RowSampling
+from quire.kernels.logits import apply_logits_processors
+from quire.proto.step import NO_INTS, NewSequence, RowLogitsProcessors, RowSampling
 from quire.worker.comm.communicator import Shard, SingleRank
-from quire.worker.sampling.logits_processors import Constraints
+from quire.worker.sampling.logits_processors import LogitsProcessorState
 from quire.worker.sampling.sampler import Sampler
 from quire.worker.sampling.sampling_table import SamplingTable
 
@@ -32,7 +32,7 @@ PROMPT, ANSWER = [5, 9, 9, 40], [7, 9, 7, 100]
 CPU = torch.device("cpu")
 
 
-def processors(asked: RowConstraints) -> LogitsProcessorList:
+def processors(asked: RowLogitsProcessors) -> LogitsProcessorList:
     """transformers' own, in its order; the penalties of the answer alone are not among them."""
     chain: list[Any] = []
     if asked.logit_bias:
@@ -52,17 +52,17 @@ def processors(asked: RowConstraints) -> LogitsProcessorList:
 
 
 CASES = {
-    "bias": RowConstraints(logit_bias=((0, 3.5), (50, -100.0), (51, 100.0), (100, 0.25))),
-    "repetition": RowConstraints(repetition_penalty=1.7),
-    "repetition below 1": RowConstraints(repetition_penalty=0.6),
-    "single bad words": RowConstraints(bad_words=((3,), (99,))),
-    "bad words of several tokens": RowConstraints(
+    "bias": RowLogitsProcessors(logit_bias=((0, 3.5), (50, -100.0), (51, 100.0), (100, 0.25))),
+    "repetition": RowLogitsProcessors(repetition_penalty=1.7),
+    "repetition below 1": RowLogitsProcessors(repetition_penalty=0.6),
+    "single bad words": RowLogitsProcessors(bad_words=((3,), (99,))),
+    "bad words of several tokens": RowLogitsProcessors(
         bad_words=((100, 4), (7, 100, 5), (9, 100, 6), (*PROMPT, *ANSWER, 8), (1, *PROMPT, *ANSWER, 10), (100, 100))
     ),
-    "too early to stop": RowConstraints(stop_free_len=9, stop_token_ids=(0, 60)),
-    "late enough to stop": RowConstraints(stop_free_len=8, stop_token_ids=(0, 60)),
-    "allowed": RowConstraints(allowed_token_ids=(0, 31, 32, 63, 64, 100)),
-    "all": RowConstraints(
+    "too early to stop": RowLogitsProcessors(stop_free_len=9, stop_token_ids=(0, 60)),
+    "late enough to stop": RowLogitsProcessors(stop_free_len=8, stop_token_ids=(0, 60)),
+    "allowed": RowLogitsProcessors(allowed_token_ids=(0, 31, 32, 63, 64, 100)),
+    "all": RowLogitsProcessors(
         repetition_penalty=1.3,
         logit_bias=((9, 20.0), (7, -2.0), (64, 30.0)),
         bad_words=((64,), (100, 9), (7, 100, 31)),
@@ -74,7 +74,7 @@ CASES = {
 
 
 def sequence_of(
-    asked: RowConstraints | None, row: int = 0, prompt: list[int] = PROMPT, answer: list[int] = ANSWER
+    asked: RowLogitsProcessors | None, row: int = 0, prompt: list[int] = PROMPT, answer: list[int] = ANSWER
 ) -> NewSequence:
     """A sequence that comes back with an answer begun."""
     constraints = asked and replace(asked, num_prompt_tokens=len(prompt))
@@ -89,7 +89,7 @@ class Rank:
         self.shard = shard
         self.token_ids = torch.zeros(num_rows, MAX_LEN, dtype=torch.int32)
         self.lens = np.zeros(num_rows, np.int32)
-        self.constraints = Constraints(shard, self.token_ids)
+        self.constraints = LogitsProcessorState(shard, self.token_ids)
 
     def put(self, sequence: NewSequence) -> None:
         self.token_ids[sequence.row, : len(sequence.token_ids)] = torch.from_numpy(sequence.token_ids)
@@ -109,7 +109,7 @@ class Rank:
         local[:, : len(self.shard)] = logits[:, self.shard.start : self.shard.end]
         places = np.array(rows, np.int32)
         adjustments = self.constraints.adjustments(places, self.lens[places])
-        changed = local if adjustments is None else adjusted(local, adjustments)
+        changed = local if adjustments is None else apply_logits_processors(local, adjustments)
         return changed[:, : len(self.shard)]
 
 
@@ -139,7 +139,7 @@ def test_equal_to_transformers(case: str, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_penalties_of_the_answer(size: int) -> None:
     """They count what was generated, and not the prompt: each time, and once."""
-    asked = RowConstraints(frequency_penalty=0.5, presence_penalty=-1.25, repetition_penalty=2.0)
+    asked = RowLogitsProcessors(frequency_penalty=0.5, presence_penalty=-1.25, repetition_penalty=2.0)
     logits = random_logits(1)
     expected = logits.clone()
     for token_id in {*PROMPT, *ANSWER}:
@@ -158,7 +158,7 @@ def test_penalties_of_the_answer(size: int) -> None:
 @pytest.mark.parametrize("case", [*CASES, "penalties"])
 def test_the_state_of_a_row_is_that_of_its_tokens(case: str) -> None:
     """Token by token, in one go after a preemption, in another row and beside others: the same logits."""
-    asked = CASES.get(case) or RowConstraints(
+    asked = CASES.get(case) or RowLogitsProcessors(
         frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.2
     )
     logits, more = random_logits(3, seed=3), [9, 64, 100]
@@ -236,7 +236,7 @@ def sample_constrained(
 def test_stop_tokens_cannot_come_too_early(size: int, thread_group: Any) -> None:
     logits = torch.zeros(3, VOCAB_SIZE)
     logits[:, 30], logits[:, 7], logits[:, 21] = 9.0, 5.0, 3.0
-    early = RowConstraints(stop_free_len=10, stop_token_ids=(30, 7))
+    early = RowLogitsProcessors(stop_free_len=10, stop_token_ids=(30, 7))
     sampling = RowSampling(temperature=0.0, logprobs=1, constraints=early)
     for tokens, logprobs in sample_constrained(size, thread_group, logits, sampling, [9, 10, 11]):
         assert tokens.tolist() == [21, 30, 30]
@@ -267,7 +267,7 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
     """A whole engine, every kind of constraint in its batch."""
     kinds = [
         *(replace(asked, stop_free_len=0) for asked in CASES.values()),
-        RowConstraints(frequency_penalty=1.5, presence_penalty=0.5),
+        RowLogitsProcessors(frequency_penalty=1.5, presence_penalty=0.5),
     ]
     answers = []
     for tp in (1, 2, 4):

@@ -24,7 +24,7 @@ from quire.worker.weights.checkpoint import Checkpoint
 from quire.worker.weights.linear_weight import read_linear
 from quire.worker.weights.quantization import Quantization, read_quantization
 from quire.worker.weights.quantized_layouts import read_quantized
-from quire.worker.weights.weight_slice import Part
+from quire.worker.weights.weight_slice import WeightSlice
 
 GREEDY = RowSampling(temperature=0.0)
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def test_parts_of_every_size_are_the_numbers_that_were_written(
         for dim in range(2):
             for num_ranks in (1, 2, 4):
                 length = shape[dim] // num_ranks
-                parts = [Part(layer, shape, dim, rank * length, length) for rank in range(num_ranks)]
+                parts = [WeightSlice(layer, shape, dim, rank * length, length) for rank in range(num_ranks)]
                 found = [read_quantized(checkpoint, part, quantization) for part in parts]
                 if "down_proj" in layer and name == "some-layers-left":
                     assert found == [None] * num_ranks
@@ -121,7 +121,7 @@ def test_a_device_that_multiplies_float8_is_given_it(
     folders: Any, engine_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantized, twin = folders["float8"]
-    part = Part("model.layers.1.mlp.up_proj", (128, 64), 0, 64, 64)
+    part = WeightSlice("model.layers.1.mlp.up_proj", (128, 64), 0, 64, 64)
     monkeypatch.setattr(linear_weight, "multiplies_float8", lambda weight: weight.is_per_output)
     found = read_linear(
         Checkpoint(quantized), [part], torch.float32, CPU, scheme_of(quantized, engine_config)
@@ -168,7 +168,7 @@ def test_full_precision_is_quantised_as_it_is_read(
     stored = scheme_of(quantized, engine_config)
     shape, x = (64, 128), torch.randn(3, 128 // tp)
     for rank in range(tp):
-        part = Part("model.layers.2.mlp.down_proj", shape, 1, rank * 128 // tp, 128 // tp)
+        part = WeightSlice("model.layers.2.mlp.down_proj", shape, 1, rank * 128 // tp, 128 // tp)
         online = read_linear(Checkpoint(source), [part], torch.float32, CPU, Quantization(method))
         read = read_linear(Checkpoint(quantized), [part], torch.float32, CPU, stored)
         # Scales of that checkpoint are of 11 bits.
@@ -198,7 +198,7 @@ def test_projections_that_are_quantised_differently_are_stacked(
     quantized, twin = write_quantized(source, tmp_path, Scheme("awq", ignored="k_proj"))
     names = [f"model.layers.0.self_attn.{letter}_proj" for letter in "qkv"]
     sizes = (128, 64, 64)
-    parts = [Part(name, (size, 64), 0, 0, size) for name, size in zip(names, sizes, strict=True)]
+    parts = [WeightSlice(name, (size, 64), 0, 0, size) for name, size in zip(names, sizes, strict=True)]
     found = read_linear(Checkpoint(quantized), parts, torch.float32, CPU, scheme_of(quantized, engine_config))
     expected = read_linear(Checkpoint(twin), parts, torch.float32, CPU)
     x, bias = torch.randn(5, 64), torch.randn(256)
@@ -297,7 +297,7 @@ def test_a_word_of_eight_numbers(layout: str, word: int, tmp_path: Path) -> None
         {f"x.{key}": tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "model.safetensors"
     )
     quantization = Quantization("compressed" if layout == "packed" else layout, bits=4, group_len=1)
-    found = read_quantized(Checkpoint(tmp_path), Part("x", (8, 8), 0, 0, 8), quantization)
+    found = read_quantized(Checkpoint(tmp_path), WeightSlice("x", (8, 8), 0, 0, 8), quantization)
     assert found is not None
     numbers = torch.arange(8.0).expand(8, 8) - (8 if layout == "packed" else 0)
     assert torch.equal(dequantize(found), numbers.t() if layout == "awq" else numbers)
