@@ -88,14 +88,14 @@ class TestPolicies:
         assert asked[590] <= 4
         assert done.within(5.0) > 0.9
 
-    def test_ongoing_requests_waits_its_delays(self):
+    def test_ongoing_requests_waits_its_delays(self) -> None:
         policy = OngoingRequests(max_replicas=10).policy()
         busy = (ReplicaSample(ReplicaState.READY, num_requests=6),)
         targets = [policy(FleetSnapshot(float(second), busy)) for second in range(40)]
         assert targets[:30] == [1] * 30
         assert targets[30:] == [3] * 10
 
-    def test_smallest_fixed_fleet(self):
+    def test_smallest_fixed_fleet(self) -> None:
         trace = make_trace(*[second / 3.5 for second in range(350)])
         size, done = smallest_fixed(trace, MODEL)
         assert size == 4
@@ -103,13 +103,13 @@ class TestPolicies:
 
 
 class TestTraces:
-    def test_halves_hold_everything_once(self):
+    def test_halves_hold_everything_once(self) -> None:
         trace = make_trace(*[float(second) for second in range(101)])
         first, second = half_of(trace, 0), half_of(trace, 1)
         assert len(first.requests) + len(second.requests) == 100
         assert second.requests[0].arrival_s == 0.0
 
-    def test_a_shift_rises_and_falls(self):
+    def test_a_shift_rises_and_falls(self) -> None:
         shift = shift_of(make_trace(*[float(second) for second in range(600)]))
         hours = [0] * 8
         for request in shift.requests:

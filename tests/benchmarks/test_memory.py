@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 FEW = ("azure_conv_2023", "coding_multiturn", "lengths_sharegpt_8k")
 
 
-def test_an_lru_cache_evicts_the_last_blocks_first():
+def test_an_lru_cache_evicts_the_last_blocks_first() -> None:
     trace = Trace(
         "x", tuple(TracedRequest(i, 0.0, 1, 1, row) for i, row in enumerate([(1, 2, 3), (4,), (1, 2, 3)]))
     )
@@ -70,7 +70,7 @@ def test_multi_turn_prompts_are_found_in_the_cache(figures: dict[str, float]):
     assert figures["memory.hit_rate.coding_multiturn.lru.64k"] > 50
 
 
-def test_a_trace_is_cut_by_requests_and_by_tokens():
+def test_a_trace_is_cut_by_requests_and_by_tokens() -> None:
     trace = Trace("x", tuple(TracedRequest(i, 0.0, 1, 100) for i in range(10)))
     assert len(cut(trace, Extent(4, 10_000, 1)).requests) == 4
     assert len(cut(trace, Extent(4, 250, 1)).requests) == 2

@@ -17,7 +17,7 @@ def make_conversations(num_conversations: int, num_turns: int) -> Trace:
     return Trace("conversations", tuple(requests))
 
 
-def test_conversations_stay_where_their_prefix_is():
+def test_conversations_stay_where_their_prefix_is() -> None:
     trace = make_conversations(num_conversations=12, num_turns=5)
     alone, _ = route(trace, 1, "cache_aware")
     rates = {policy: route(trace, 4, policy)[0] for policy in POLICIES}

@@ -28,7 +28,7 @@ def test_the_offline_example_answers(capsys):
     assert len(capsys.readouterr().out) > 20
 
 
-def test_the_annotated_tree_names_what_is_there():
+def test_the_annotated_tree_names_what_is_there() -> None:
     tree = re.search(r"```\nquire/\n(.*?)```", README.read_text(), flags=re.DOTALL)
     assert tree is not None
     folder = README.parent

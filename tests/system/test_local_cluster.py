@@ -12,7 +12,7 @@ from quire.proto.errors import ReplicaUnavailable
 
 
 @pytest.mark.cluster
-def test_a_cluster_can_follow_another_in_one_process():
+def test_a_cluster_can_follow_another_in_one_process() -> None:
     for _ in range(2):
         with LocalCluster(num_cpus=1) as cluster:
             assert ray.is_initialized()

@@ -55,29 +55,29 @@ class Fleet:
 
 
 class TestUp:
-    def test_arrivals_are_divided_by_what_a_replica_can_do(self):
+    def test_arrivals_are_divided_by_what_a_replica_can_do(self) -> None:
         fleet = Fleet(LIMITS, 4)
         assert fleet.run(300, arrived_requests=5, arrived_tokens=3500)[-1] == 4
         assert "come at" in fleet.reason
 
-    def test_share_that_is_planned_with(self):
+    def test_share_that_is_planned_with(self) -> None:
         fleet = Fleet(replace(LIMITS, target_use=0.5), 4)
         assert fleet.run(300, arrived_requests=5, arrived_tokens=3500)[-1] == 7
 
-    def test_a_burst_counts_by_what_may_wait(self):
+    def test_a_burst_counts_by_what_may_wait(self) -> None:
         fleet = Fleet(LIMITS, 1)
         fleet.run(130, arrived_requests=0)
         # 20,000 tokens at once may take the target and the window that they came in: 10 s.
         assert fleet.run(1, arrived_requests=9, arrived_tokens=20_000) == [2]
 
-    def test_a_backlog_that_outlasts_a_cold_start_brings_replicas(self):
+    def test_a_backlog_that_outlasts_a_cold_start_brings_replicas(self) -> None:
         fleet = Fleet(LIMITS, 2)
         waiting = ReplicaSample(READY, queued_tokens=40_000, num_requests=9, tokens_per_s=TOKENS_PER_S)
         # In 10 s two replicas do 20,000 of the 80,000 tokens; the rest are to be done in 5 s.
         assert fleet.run(1, waiting) == [12]
         assert "wait" in fleet.reason
 
-    def test_a_backlog_that_will_be_gone_brings_none(self):
+    def test_a_backlog_that_will_be_gone_brings_none(self) -> None:
         fleet = Fleet(LIMITS, 2, cold_start_s=60.0)
         waiting = ReplicaSample(READY, queued_tokens=20_000, num_requests=9, tokens_per_s=TOKENS_PER_S)
         assert fleet.run(1, waiting) == [2]
@@ -87,7 +87,7 @@ class TestUp:
         fleet = Fleet(replace(LIMITS, target_memory_use=0.8), 2)
         assert fleet.run(1, replace(BUSY, **{use: 0.9})) == [3]
 
-    def test_a_long_wait_brings_one_at_a_time(self):
+    def test_a_long_wait_brings_one_at_a_time(self) -> None:
         fleet, snapshot = Fleet(LIMITS, 2), FleetSnapshot(0.0, (replace(BUSY, oldest_wait_s=6.0),) * 2)
         first = decide(snapshot, fleet.limits, fleet.state)
         assert first.target == 3
@@ -95,7 +95,7 @@ class TestUp:
         second = decide(replace(snapshot, time_s=1.0, replicas=starting), LIMITS, first.state)
         assert second.target == 3, "the one that was asked for has to come first"
 
-    def test_growth_is_continued_to_a_cold_start_from_now(self):
+    def test_growth_is_continued_to_a_cold_start_from_now(self) -> None:
         steady, growing = Fleet(LIMITS, 3, cold_start_s=60.0), Fleet(LIMITS, 3, cold_start_s=60.0)
         for second in range(125):
             steady.run(1, arrived_requests=1, arrived_tokens=2400)
@@ -103,31 +103,31 @@ class TestUp:
         assert steady.targets[-1] == 3
         assert growing.targets[-1] > 3, "2400 a second now, 3600 in a minute"
 
-    def test_noise_is_no_growth(self):
+    def test_noise_is_no_growth(self) -> None:
         fleet = Fleet(LIMITS, 5, cold_start_s=60.0)
         for second in range(240):
             fleet.run(1, arrived_requests=1, arrived_tokens=20_000 if second % 10 == 0 else 0)
         assert fleet.targets[-1] <= 3
 
-    def test_up_delay(self):
+    def test_up_delay(self) -> None:
         fleet = Fleet(replace(LIMITS, up_delay_s=5.0), 1)
         assert fleet.run(8, replace(BUSY, kv_use=1.5)) == [1] * 5 + [2] * 3
 
-    def test_a_short_spike_does_not_outlast_the_up_delay(self):
+    def test_a_short_spike_does_not_outlast_the_up_delay(self) -> None:
         fleet = Fleet(replace(LIMITS, up_delay_s=5.0), 1)
         for _ in range(10):
             fleet.run(3, replace(BUSY, kv_use=1.5))
             fleet.run(2)
         assert set(fleet.targets) == {1}
 
-    def test_step_limit(self):
+    def test_step_limit(self) -> None:
         fleet = Fleet(replace(LIMITS, max_step_up=3), 1)
         waiting = ReplicaSample(READY, queued_tokens=10**6, num_requests=9, tokens_per_s=TOKENS_PER_S)
         assert fleet.run(3, waiting) == [4, 7, 10]
 
 
 class TestDown:
-    def test_down_delay_then_a_step_at_a_time(self):
+    def test_down_delay_then_a_step_at_a_time(self) -> None:
         fleet = Fleet(replace(LIMITS, cooldown_s=10.0), 4)
         targets = fleet.run(100)
         assert targets[:60] == [4] * 60
@@ -135,20 +135,20 @@ class TestDown:
         assert [second for second in range(1, 100) if targets[second] < targets[second - 1]] == [60, 70, 80]
         assert targets[-1] == 1, "not idle: a request runs"
 
-    def test_a_need_within_the_delay_keeps_them(self):
+    def test_a_need_within_the_delay_keeps_them(self) -> None:
         fleet = Fleet(LIMITS, 4)
         for _ in range(5):
             fleet.run(50)
             fleet.run(2, replace(BUSY, kv_use=0.95))
         assert set(fleet.targets) == {4}
 
-    def test_after_a_restart_the_delay_begins_anew(self):
+    def test_after_a_restart_the_delay_begins_anew(self) -> None:
         fleet = Fleet(LIMITS, 4)
         fleet.run(55)
         fleet.state = ScalingState()
         assert fleet.run(59) == [4] * 59
 
-    def test_draining_replicas_do_not_count(self):
+    def test_draining_replicas_do_not_count(self) -> None:
         snapshot = FleetSnapshot(0.0, (BUSY, BUSY, ReplicaSample(DRAINING), ReplicaSample(STARTING)))
         assert decide(snapshot, LIMITS, ScalingState()).target == 3
 
@@ -156,27 +156,27 @@ class TestDown:
 class TestZero:
     IDLE = ReplicaSample(READY)
 
-    def test_goes_to_zero_when_idle_long_enough(self):
+    def test_goes_to_zero_when_idle_long_enough(self) -> None:
         fleet = Fleet(replace(LIMITS, down_delay_s=0.0), 1)
         assert fleet.run(120, self.IDLE) == [1] * 120
         assert fleet.run(1, self.IDLE) == [0]
         assert "no request for 120 s" in fleet.reason
 
-    def test_a_running_request_is_not_idle(self):
+    def test_a_running_request_is_not_idle(self) -> None:
         fleet = Fleet(replace(LIMITS, down_delay_s=0.0), 1)
         assert set(fleet.run(500)) == {1}
 
-    def test_a_new_model_waits_for_its_first_request(self):
+    def test_a_new_model_waits_for_its_first_request(self) -> None:
         assert Fleet(LIMITS, 0).run(10) == [0] * 10
 
-    def test_the_first_request_wakes_it_without_delay(self):
+    def test_the_first_request_wakes_it_without_delay(self) -> None:
         fleet = Fleet(replace(LIMITS, up_delay_s=30.0), 0)
         fleet.run(500)
         assert fleet.run(
             1, arrived_requests=1, arrived_tokens=10, buffered_requests=1, buffered_tokens=10
         ) == [1]
 
-    def test_what_waits_for_the_first_replica_is_counted(self):
+    def test_what_waits_for_the_first_replica_is_counted(self) -> None:
         """Once the throughput of a replica is known, a crowd at the door wakes more than one."""
         fleet = Fleet(replace(LIMITS, down_delay_s=0.0, idle_timeout_s=10.0), 1)
         fleet.run(10)
@@ -185,13 +185,13 @@ class TestZero:
         (target,) = fleet.run(1, arrived_requests=50, buffered_requests=50, buffered_tokens=50_000)
         assert 10 <= target <= 11, "50,000 tokens in 5 s, at 1000 a second or a little less"
 
-    def test_min_replicas_are_kept(self):
+    def test_min_replicas_are_kept(self) -> None:
         fleet = Fleet(replace(LIMITS, min_replicas=2), 3)
         assert fleet.run(1000, self.IDLE)[-1] == 2
 
 
 class TestBounds:
-    def test_new_bounds_hold_at_once(self):
+    def test_new_bounds_hold_at_once(self) -> None:
         fleet = Fleet(LIMITS, 6)
         fleet.run(5)
         fleet.limits = replace(LIMITS, max_replicas=3)
@@ -199,7 +199,7 @@ class TestBounds:
         fleet.limits = replace(LIMITS, min_replicas=5)
         assert fleet.run(1) == [5]
 
-    def test_the_reason_names_the_bound(self):
+    def test_the_reason_names_the_bound(self) -> None:
         fleet = Fleet(replace(LIMITS, max_replicas=2), 2)
         fleet.run(1, replace(BUSY, kv_use=3.0))
         assert "max_replicas is 2; 6 wanted" in fleet.reason

@@ -32,27 +32,27 @@ def tell(
 
 
 class TestCachedPrefix:
-    def test_longest_prefix_wins(self):
+    def test_longest_prefix_wins(self) -> None:
         router, hashes = make_router(), make_hashes(10)
         tell(router, "short", hashes[:3])
         tell(router, "long", hashes[:7])
         assert router.choose(hashes, b"", {"short": IDLE, "none": IDLE, "long": IDLE}) == "long"
 
-    def test_a_gap_ends_the_prefix(self):
+    def test_a_gap_ends_the_prefix(self) -> None:
         router, hashes = make_router(), make_hashes(10)
         tell(router, "gap", hashes[:2] + hashes[3:])
         tell(router, "whole", hashes[:3])
         assert router.match("gap", hashes) == 2
         assert router.choose(hashes, b"", {"gap": IDLE, "whole": IDLE}) == "whole"
 
-    def test_a_prefix_just_sent_counts(self):
+    def test_a_prefix_just_sent_counts(self) -> None:
         router, hashes = make_router(), make_hashes(8)
         loads = {f"r{i}": IDLE for i in range(8)}
         first = router.choose(hashes, b"", loads)
         router.note_submit(first, hashes)
         assert [router.choose(hashes, b"", loads) for _ in range(20)] == [first] * 20
 
-    def test_deltas_add_and_remove(self):
+    def test_deltas_add_and_remove(self) -> None:
         router, hashes = make_router(), make_hashes(6)
         tell(router, "a", hashes[:3])
         tell(router, "a", hashes[3:], since=1)
@@ -60,32 +60,32 @@ class TestCachedPrefix:
         tell(router, "a", [], hashes[4:], since=2)
         assert router.match("a", hashes) == 4
 
-    def test_a_whole_report_voids_what_was_known(self):
+    def test_a_whole_report_voids_what_was_known(self) -> None:
         router, old, new = make_router(), make_hashes(4), make_hashes(4)
         tell(router, "a", old)
         tell(router, "a", new)
         assert (router.match("a", old), router.match("a", new)) == (0, 4)
 
-    def test_who_is_gone_is_forgotten(self):
+    def test_who_is_gone_is_forgotten(self) -> None:
         router, hashes = make_router(), make_hashes(4)
         tell(router, "a", hashes)
         router.forget("a")
         router.forget("a")
         assert router.match("a", hashes) == 0
 
-    def test_only_those_that_take_requests_are_chosen(self):
+    def test_only_those_that_take_requests_are_chosen(self) -> None:
         router, hashes = make_router(), make_hashes(4)
         tell(router, "draining", hashes)
         assert router.choose(hashes, b"", {"other": IDLE}) == "other"
 
-    def test_memory_is_bounded_and_keeps_the_latest(self):
+    def test_memory_is_bounded_and_keeps_the_latest(self) -> None:
         router, hashes = make_router(max_hashes=100), make_hashes(250)
         for start in range(0, 250, 10):
             router.note_submit("a", hashes[start : start + 10])
         assert router.match("a", hashes[150:]) == 100
         assert router.match("a", hashes[:150]) == 0
 
-    def test_hashes_are_those_that_replicas_report(self):
+    def test_hashes_are_those_that_replicas_report(self) -> None:
         """From tokens to a choice, through the replica's own cache and journal."""
         tokens = np.arange(5 * BLOCK_SIZE + 3, dtype=np.int32)
         journal = CacheJournal()
@@ -103,7 +103,7 @@ class TestCachedPrefix:
 
 
 class TestLoad:
-    def test_a_queue_longer_than_what_is_saved_is_left(self):
+    def test_a_queue_longer_than_what_is_saved_is_left(self) -> None:
         router, hashes = make_router(), make_hashes(400)
         tell(router, "cached", hashes)
         saved = 400 * BLOCK_SIZE
@@ -112,30 +112,30 @@ class TestLoad:
         assert router.choose(hashes, b"", fits) == "cached"
         assert router.choose(hashes, b"", too_long) == "idle"
 
-    def test_full_memory_is_left(self):
+    def test_full_memory_is_left(self) -> None:
         router, hashes = make_router(), make_hashes(4)
         tell(router, "cached", hashes)
         assert router.choose(hashes, b"", {"cached": ReplicaLoad(0, KV_SLACK), "idle": IDLE}) == "cached"
         assert router.choose(hashes, b"", {"cached": ReplicaLoad(0, KV_SLACK + 0.01), "idle": IDLE}) == "idle"
 
-    def test_of_two_random_ones_the_idler_is_taken(self):
+    def test_of_two_random_ones_the_idler_is_taken(self) -> None:
         router = make_router()
         loads = {"busy": ReplicaLoad(QUEUE_SLACK_TOKENS, 0.5), "b": IDLE, "c": IDLE}
         chosen = [router.choose([], b"", loads) for _ in range(60)]
         assert set(chosen) == {"b", "c"}, "the busiest of three is never the idler of two"
 
-    def test_among_equal_queues_memory_decides(self):
+    def test_among_equal_queues_memory_decides(self) -> None:
         loads = {"full": ReplicaLoad(10, 0.15), "empty": ReplicaLoad(20, 0.05)}
         assert make_router().choose([], b"", loads) == "empty"
 
-    def test_all_who_know_the_prefix_share_it(self):
+    def test_all_who_know_the_prefix_share_it(self) -> None:
         router, hashes = make_router(), make_hashes(4)
         for name in ("a", "b"):
             tell(router, name, hashes)
         chosen = {router.choose(hashes, b"", {"a": IDLE, "b": IDLE, "c": IDLE}) for _ in range(40)}
         assert chosen == {"a", "b"}
 
-    def test_a_popular_prefix_spreads_when_its_replica_fills(self):
+    def test_a_popular_prefix_spreads_when_its_replica_fills(self) -> None:
         router, hashes = make_router(), make_hashes(2)
         queued = dict.fromkeys(("a", "b", "c", "d"), 0)
         for _ in range(200):
@@ -145,7 +145,7 @@ class TestLoad:
             queued[chosen] += 500
         assert max(queued.values()) - min(queued.values()) <= 2 * QUEUE_SLACK_TOKENS
 
-    def test_same_seed_same_choices(self):
+    def test_same_seed_same_choices(self) -> None:
         loads = {f"r{i}": IDLE for i in range(5)}
         runs = [[make_router(3).choose([], b"", loads) for _ in range(5)] for _ in range(2)]
         assert runs[0] == runs[1]
@@ -155,24 +155,24 @@ SIX = {f"r{i}": IDLE for i in range(6)}
 
 
 class TestTenants:
-    def test_a_tenant_stays_where_it_is(self):
+    def test_a_tenant_stays_where_it_is(self) -> None:
         router = make_router()
         for tenant in range(20):
             assert len({router.choose(make_hashes(3), b"%d" % tenant, SIX) for _ in range(5)}) == 1
 
-    def test_tenants_are_spread(self):
+    def test_tenants_are_spread(self) -> None:
         router = make_router()
         homes = {router.choose([], b"%d" % tenant, SIX) for tenant in range(100)}
         assert homes == set(SIX)
 
-    def test_only_the_tenants_of_a_lost_replica_move(self):
+    def test_only_the_tenants_of_a_lost_replica_move(self) -> None:
         router, salts = make_router(), [b"%d" % tenant for tenant in range(100)]
         before = {salt: router.choose([], salt, SIX) for salt in salts}
         left = {name: load for name, load in SIX.items() if name != "r2"}
         moved = {salt for salt in salts if router.choose([], salt, left) != before[salt]}
         assert moved == {salt for salt in salts if before[salt] == "r2"}
 
-    def test_a_tenant_leaves_an_overloaded_home(self):
+    def test_a_tenant_leaves_an_overloaded_home(self) -> None:
         router = make_router()
         home = router.choose([], b"tenant", SIX)
         loads = SIX | {home: ReplicaLoad(QUEUE_SLACK_TOKENS + 1, 0.0)}

@@ -22,28 +22,28 @@ def test_parallel_answers_share_the_prompt_and_copy_one_block(length: int, depth
     assert driver.group.num_executed_tokens <= length + 4 * 6 + 3 * depth
 
 
-def test_parallel_answers_hold_the_prompt_once():
+def test_parallel_answers_hold_the_prompt_once() -> None:
     driver = Driver(small_config(num_blocks=64, max_num_batched_tokens=64, prefix_caching=False))
     driver.add(0, prompt(33), max_tokens=8, n=4, ignore_eos=True)
     driver.run()
     assert driver.scheduler.stats.peak_held_blocks <= 9 + 4 * 2
 
 
-def test_answers_that_find_no_row_wait_their_turn():
+def test_answers_that_find_no_row_wait_their_turn() -> None:
     driver = Driver(small_config(max_num_seqs=2))
     driver.add(0, prompt(9), max_tokens=5, n=6, ignore_eos=True)
     driver.run(depth=2)
     assert all(driver.answers[handle] == oracle(prompt(9), 5, stops=()) for handle in range(6))
 
 
-def test_siblings_of_a_leader_that_ends_at_once_are_answered():
+def test_siblings_of_a_leader_that_ends_at_once_are_answered() -> None:
     driver = Driver(small_config())
     driver.add(0, prompt(9), max_tokens=1, n=3)
     driver.run()
     assert [driver.answers[handle] for handle in range(3)] == [oracle(prompt(9), 1)] * 3
 
 
-def test_each_answer_samples_with_its_own_seed():
+def test_each_answer_samples_with_its_own_seed() -> None:
     driver = Driver(small_config())
     driver.add(0, prompt(9), max_tokens=3, n=3, seed=40, temperature=1.0, ignore_eos=True)
     driver.run()
@@ -51,7 +51,7 @@ def test_each_answer_samples_with_its_own_seed():
     assert seeds == {40, 41, 42}
 
 
-def test_one_answer_can_be_aborted_alone():
+def test_one_answer_can_be_aborted_alone() -> None:
     driver = Driver(small_config())
     driver.add(0, prompt(9), max_tokens=12, n=3, ignore_eos=True)
     driver.step()
@@ -86,7 +86,7 @@ def test_beams_of_several_requests_get_on_in_a_pool_and_rows_too_small_for_all(n
     assert driver.scheduler.stats.num_preemptions > 0
 
 
-def test_an_aborted_beam_search_frees_all_its_beams():
+def test_an_aborted_beam_search_frees_all_its_beams() -> None:
     driver = Driver(small_config(num_blocks=64))
     driver.add(0, prompt(9), max_tokens=20, beam_width=4, n=2, ignore_eos=True)
     for _ in range(6):

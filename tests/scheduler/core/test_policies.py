@@ -28,14 +28,14 @@ def order_of_first_tokens(driver: Driver) -> list[int]:
     return order
 
 
-def test_first_come_first_served():
+def test_first_come_first_served() -> None:
     driver = Driver(small_config(max_num_seqs=1))
     for handle, priority in ((0, 0), (1, 5), (2, 9)):
         driver.add(handle, prompt(4, handle), max_tokens=2, priority=priority)
     assert order_of_first_tokens(driver)[1:] == [1, 2]
 
 
-def test_priority_goes_first_and_takes_the_row_of_a_lower_one():
+def test_priority_goes_first_and_takes_the_row_of_a_lower_one() -> None:
     driver = Driver(small_config(max_num_seqs=1, policy="priority"))
     driver.add(0, prompt(4), max_tokens=9, priority=0, ignore_eos=True)
     driver.step()
@@ -50,7 +50,7 @@ def test_priority_goes_first_and_takes_the_row_of_a_lower_one():
         assert driver.answers[handle] == oracle(prompt(4, handle), most, stops=())
 
 
-def test_the_victim_has_the_lowest_priority_and_then_the_least_to_lose():
+def test_the_victim_has_the_lowest_priority_and_then_the_least_to_lose() -> None:
     driver = Driver(
         small_config(num_blocks=14, policy="priority", prefix_caching=False, max_num_batched_tokens=64)
     )
@@ -64,14 +64,14 @@ def test_the_victim_has_the_lowest_priority_and_then_the_least_to_lose():
     assert preempted.handle == 2
 
 
-def test_shortest_prefill_first():
+def test_shortest_prefill_first() -> None:
     driver = Driver(small_config(max_num_seqs=1, policy="shortest-prefill"))
     for handle, length in ((0, 4), (1, 12), (2, 3), (3, 7)):
         driver.add(handle, prompt(length, handle), max_tokens=2)
     assert order_of_first_tokens(driver) == [2, 0, 3, 1]
 
 
-def test_longest_prefix_first_but_nobody_waits_for_ever():
+def test_longest_prefix_first_but_nobody_waits_for_ever() -> None:
     driver = Driver(small_config(max_num_seqs=1, num_blocks=64, policy="longest-prefix"))
     head = prompt(16)
     driver.add(0, head, max_tokens=1)
@@ -84,7 +84,7 @@ def test_longest_prefix_first_but_nobody_waits_for_ever():
     assert 1 in order[:70]
 
 
-def test_tenants_share_by_weight():
+def test_tenants_share_by_weight() -> None:
     weights = (("gold", 3.0), ("tin", 1.0))
     driver = Driver(small_config(max_num_seqs=1, num_blocks=64, policy="fair", tenant_weights=weights))
     for handle in range(80):
@@ -96,7 +96,7 @@ def test_tenants_share_by_weight():
     assert gold == pytest.approx(0.75 * len(driver.finishes), abs=2)
 
 
-def test_a_tenant_that_floods_does_not_delay_another():
+def test_a_tenant_that_floods_does_not_delay_another() -> None:
     driver = Driver(small_config(max_num_seqs=1, num_blocks=64, policy="fair"))
     for handle in range(50):
         driver.add(handle, prompt(4, handle), max_tokens=2, tenant="loud")
@@ -109,13 +109,13 @@ def test_a_tenant_that_floods_does_not_delay_another():
     assert len(driver.finishes) - done <= 3
 
 
-def test_the_virtual_counter_as_a_function():
+def test_the_virtual_counter_as_a_function() -> None:
     assert service(10, 5, weight=2.0) == 10.0
     assert counter_on_arrival(1.0, [7.0, 9.0]) == 7.0
     assert counter_on_arrival(8.0, []) == 8.0
 
 
-def test_a_deadline_ends_a_running_and_a_waiting_request():
+def test_a_deadline_ends_a_running_and_a_waiting_request() -> None:
     driver = Driver(small_config(max_num_seqs=1))
     driver.add(0, prompt(4), max_tokens=50, ignore_eos=True, timeout_s=5.0)
     driver.add(1, prompt(4, 1), max_tokens=50, ignore_eos=True, timeout_s=2.0)
@@ -130,7 +130,7 @@ def test_a_deadline_ends_a_running_and_a_waiting_request():
     assert driver.scheduler.blocks.num_held_blocks == 0
 
 
-def test_a_prompt_that_cannot_be_computed_in_time_is_not_started():
+def test_a_prompt_that_cannot_be_computed_in_time_is_not_started() -> None:
     driver = Driver(small_config())
     driver.scheduler._state.costs.prefill_tokens_per_s = 1.0
     driver.add(0, prompt(20), max_tokens=2, timeout_s=10.0)
@@ -139,7 +139,7 @@ def test_a_prompt_that_cannot_be_computed_in_time_is_not_started():
     assert driver.add(1, prompt(4), timeout_s=0.0).grpc_status == "DEADLINE_EXCEEDED"
 
 
-def test_salts_keep_tenants_apart():
+def test_salts_keep_tenants_apart() -> None:
     driver = Driver(small_config())
     for handle, salt in ((0, b"a"), (1, b"b"), (2, b"a")):
         driver.add(handle, prompt(20), max_tokens=2, salt=salt)
@@ -147,7 +147,7 @@ def test_salts_keep_tenants_apart():
     assert [driver.finishes[handle].num_cached_tokens > 0 for handle in range(3)] == [False, False, True]
 
 
-def test_the_cost_model_weighs_what_was_measured():
+def test_the_cost_model_weighs_what_was_measured() -> None:
     costs = CostModel(swap_blocks_per_s=100.0)
     assert costs.swap_is_cheaper(10, 160)  # nothing measured yet
     costs.observe(1000, 1.0)
@@ -157,7 +157,7 @@ def test_the_cost_model_weighs_what_was_measured():
     assert not CostModel(swap_blocks_per_s=0.0).swap_is_cheaper(1, 10**6)
 
 
-def test_a_step_that_was_only_launched_counts_with_the_next_that_was_waited_for():
+def test_a_step_that_was_only_launched_counts_with_the_next_that_was_waited_for() -> None:
     costs = CostModel(swap_blocks_per_s=100.0)
     costs.observe(1000, 0.001, is_done=False)
     assert costs.prefill_tokens_per_s == 0.0

@@ -33,7 +33,7 @@ def test_many_sequences_in_a_small_pool_equal_the_oracle(depth: int):
         assert driver.answers[handle] == oracle(prompt(5 + handle % 20, handle), 12, stops=())
 
 
-def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode():
+def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
     driver = Driver(small_config(max_num_batched_tokens=8))
     driver.add(0, prompt(4), max_tokens=30, ignore_eos=True)
     driver.step()
@@ -46,7 +46,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode():
     assert len(driver.answers[0]) - before == 6  # one token a step, all along the six chunks of 40 tokens
 
 
-def test_no_step_exceeds_the_token_budget():
+def test_no_step_exceeds_the_token_budget() -> None:
     driver = Driver(small_config(max_num_batched_tokens=10, max_num_seqs=6))
     for handle in range(12):
         driver.add(handle, prompt(9, handle), max_tokens=5, ignore_eos=True)
@@ -57,7 +57,7 @@ def test_no_step_exceeds_the_token_budget():
         before = driver.group.num_executed_tokens
 
 
-def test_a_request_that_shares_a_prefix_computes_only_the_rest():
+def test_a_request_that_shares_a_prefix_computes_only_the_rest() -> None:
     driver = Driver(small_config())
     head = prompt(16)
     driver.add(0, [*head, 7, 8], max_tokens=1)
@@ -70,7 +70,7 @@ def test_a_request_that_shares_a_prefix_computes_only_the_rest():
     assert driver.answers[1] == oracle([*head, 9], 1)
 
 
-def test_a_request_in_the_same_step_shares_the_prefix_that_is_computed_in_it():
+def test_a_request_in_the_same_step_shares_the_prefix_that_is_computed_in_it() -> None:
     driver = Driver(small_config(max_num_batched_tokens=64))
     head = prompt(16)
     driver.add(0, [*head, 7], max_tokens=1)
@@ -80,7 +80,7 @@ def test_a_request_in_the_same_step_shares_the_prefix_that_is_computed_in_it():
     assert driver.answers[1] == oracle([*head, 9], 1)
 
 
-def test_generated_tokens_are_found_by_the_next_turn():
+def test_generated_tokens_are_found_by_the_next_turn() -> None:
     driver = Driver(small_config())
     driver.add(0, prompt(6), max_tokens=10, ignore_eos=True)
     driver.run()
@@ -92,7 +92,7 @@ def test_generated_tokens_are_found_by_the_next_turn():
     assert driver.plans[-1].copies.shape == (1, 2)
 
 
-def test_without_prefix_caching_nothing_is_shared():
+def test_without_prefix_caching_nothing_is_shared() -> None:
     driver = Driver(small_config(prefix_caching=False))
     for handle in range(2):
         driver.add(handle, prompt(20), max_tokens=3, ignore_eos=True)
@@ -101,7 +101,7 @@ def test_without_prefix_caching_nothing_is_shared():
     assert driver.answers[0] == driver.answers[1]
 
 
-def test_an_abort_frees_blocks_at_once_and_ends_in_silence():
+def test_an_abort_frees_blocks_at_once_and_ends_in_silence() -> None:
     driver = Driver(small_config())
     driver.add(0, prompt(12), max_tokens=30, ignore_eos=True)
     driver.step()
@@ -115,7 +115,7 @@ def test_an_abort_frees_blocks_at_once_and_ends_in_silence():
     assert not driver.abort(0)
 
 
-def test_a_stop_found_a_step_late_never_leaks_its_extra_token():
+def test_a_stop_found_a_step_late_never_leaks_its_extra_token() -> None:
     for seed in range(200):
         expected = oracle(prompt(5, seed), 40)
         if expected[-1] == EOS and len(expected) < 40:
@@ -128,7 +128,7 @@ def test_a_stop_found_a_step_late_never_leaks_its_extra_token():
     assert driver.finishes[0].stop_token_id is None
 
 
-def test_own_stop_tokens_are_named():
+def test_own_stop_tokens_are_named() -> None:
     expected = oracle(prompt(5), 40, stops=())
     stop = expected[6]
     cut = expected[: expected.index(stop) + 1]
@@ -139,7 +139,7 @@ def test_own_stop_tokens_are_named():
     assert driver.finishes[0].stop_token_id == stop
 
 
-def test_accounts_tell_where_the_time_went():
+def test_accounts_tell_where_the_time_went() -> None:
     driver = Driver(small_config(max_num_seqs=1))
     driver.add(0, prompt(5), max_tokens=4, ignore_eos=True)
     driver.add(1, prompt(6, 1), max_tokens=2, ignore_eos=True)
@@ -151,7 +151,7 @@ def test_accounts_tell_where_the_time_went():
     assert (first.num_prompt_tokens, first.num_completion_tokens, first.reason) == (5, 4, FinishReason.LENGTH)
 
 
-def test_a_preempted_sequence_tells_its_time_and_its_recomputed_tokens():
+def test_a_preempted_sequence_tells_its_time_and_its_recomputed_tokens() -> None:
     driver = Driver(small_config(num_blocks=9, prefix_caching=False, max_model_len=32))
     for handle in range(2):
         driver.add(handle, prompt(10, handle), max_tokens=16, ignore_eos=True)
@@ -162,7 +162,7 @@ def test_a_preempted_sequence_tells_its_time_and_its_recomputed_tokens():
     assert driver.finishes[1].timings.recomputed_tokens >= 10
 
 
-def test_the_oldest_is_never_preempted():
+def test_the_oldest_is_never_preempted() -> None:
     driver = Driver(small_config(num_blocks=12, max_model_len=40))
     for handle in range(12):
         driver.add(handle, prompt(6, handle), max_tokens=30, ignore_eos=True)
@@ -171,7 +171,7 @@ def test_the_oldest_is_never_preempted():
     assert driver.finishes[0].timings.recomputed_tokens == 0
 
 
-def test_refusals_are_clear_and_leave_nothing_behind():
+def test_refusals_are_clear_and_leave_nothing_behind() -> None:
     driver = Driver(small_config(num_blocks=5, max_queue_len=1))
     assert "has 16 tokens, must have 1 to 15" in driver.add(0, prompt(16)).error
     assert driver.add(1, prompt(3)) is None
@@ -181,7 +181,7 @@ def test_refusals_are_clear_and_leave_nothing_behind():
     assert not driver.scheduler.has_work
 
 
-def test_a_prompt_that_fills_the_pool_is_served():
+def test_a_prompt_that_fills_the_pool_is_served() -> None:
     driver = Driver(small_config(num_blocks=5))
     driver.add(0, prompt(15), max_tokens=10)
     driver.run()
@@ -189,7 +189,7 @@ def test_a_prompt_that_fills_the_pool_is_served():
     assert driver.finishes[0].reason in (FinishReason.LENGTH, FinishReason.STOP)
 
 
-def test_each_gateway_hears_of_its_own_only():
+def test_each_gateway_hears_of_its_own_only() -> None:
     driver = Driver(small_config())
     for handle in range(6):
         driver.scheduler.add(b"%d" % (handle % 2), submit(handle, prompt(4, handle), max_tokens=3), 0.0)
@@ -201,7 +201,7 @@ def test_each_gateway_hears_of_its_own_only():
     assert heard == {b"0": {0, 2, 4}, b"1": {1, 3, 5}}
 
 
-def test_a_foreign_result_is_refused():
+def test_a_foreign_result_is_refused() -> None:
     driver = Driver(small_config())
     driver.add(0, prompt(4), max_tokens=3)
     driver.plan()
@@ -233,7 +233,7 @@ def test_what_would_end_a_step_for_everybody_is_refused(settings: dict[str, obje
     assert not driver.scheduler.has_work
 
 
-def test_a_failure_ends_every_sequence_with_its_reason():
+def test_a_failure_ends_every_sequence_with_its_reason() -> None:
     driver = Driver(small_config(max_num_seqs=2))
     for handle in range(5):
         driver.add(handle, prompt(4, handle), max_tokens=9)
@@ -247,7 +247,7 @@ def test_a_failure_ends_every_sequence_with_its_reason():
     assert driver.scheduler.blocks.num_held_blocks == 0
 
 
-def test_waste_counts_unused_slots_of_allocated_blocks():
+def test_waste_counts_unused_slots_of_allocated_blocks() -> None:
     driver = Driver(small_config())
     driver.add(0, prompt(5), max_tokens=1)
     driver.run()

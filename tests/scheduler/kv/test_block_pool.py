@@ -8,14 +8,14 @@ def make_pool(num_blocks: int = 6) -> tuple[BlockPool, list[int]]:
     return BlockPool(num_blocks, evicted.append), evicted
 
 
-def test_scratch_block_is_never_handed_out():
+def test_scratch_block_is_never_handed_out() -> None:
     pool, _ = make_pool(6)
     assert pool.num_free == 5
     assert sorted(pool.allocate(5)) == [1, 2, 3, 4, 5]
     assert pool.num_free == 0
 
 
-def test_a_block_is_free_when_its_last_reference_goes():
+def test_a_block_is_free_when_its_last_reference_goes() -> None:
     pool, _ = make_pool()
     (block,) = pool.allocate(1)
     pool.share([block])
@@ -26,7 +26,7 @@ def test_a_block_is_free_when_its_last_reference_goes():
     pool.check_integrity({})
 
 
-def test_releasing_twice_is_found():
+def test_releasing_twice_is_found() -> None:
     pool, _ = make_pool()
     (block,) = pool.allocate(1)
     pool.release([block], fence_step=None)
@@ -34,7 +34,7 @@ def test_releasing_twice_is_found():
         pool.release([block], fence_step=None)
 
 
-def test_cached_blocks_are_evicted_last_and_oldest_first():
+def test_cached_blocks_are_evicted_last_and_oldest_first() -> None:
     pool, evicted = make_pool(6)
     kept = pool.allocate(3)
     for block in kept:
@@ -48,7 +48,7 @@ def test_cached_blocks_are_evicted_last_and_oldest_first():
     assert evicted == [kept[2], kept[1]]
 
 
-def test_a_shared_cached_block_leaves_the_free_queue():
+def test_a_shared_cached_block_leaves_the_free_queue() -> None:
     pool, evicted = make_pool(3)
     kept = pool.allocate(2)
     for block in kept:
@@ -60,7 +60,7 @@ def test_a_shared_cached_block_leaves_the_free_queue():
     pool.check_integrity({kept[0]: 1, kept[1]: 1})
 
 
-def test_a_fenced_block_waits_for_its_step():
+def test_a_fenced_block_waits_for_its_step() -> None:
     pool, _ = make_pool(3)
     blocks = pool.allocate(2)
     pool.release(blocks, fence_step=7)
@@ -72,7 +72,7 @@ def test_a_fenced_block_waits_for_its_step():
     assert pool.num_free == 2
 
 
-def test_a_fenced_block_that_is_shared_again_is_not_freed_by_the_old_fence():
+def test_a_fenced_block_that_is_shared_again_is_not_freed_by_the_old_fence() -> None:
     pool, _ = make_pool(3)
     (block,) = pool.allocate(1)
     pool.keep_content(block)
@@ -88,14 +88,14 @@ def test_a_fenced_block_that_is_shared_again_is_not_freed_by_the_old_fence():
     pool.check_integrity({})
 
 
-def test_check_integrity_finds_a_leaked_reference():
+def test_check_integrity_finds_a_leaked_reference() -> None:
     pool, _ = make_pool()
     pool.allocate(1)
     with pytest.raises(AssertionError, match="block 1 counts 1 references, tables name it 0 times"):
         pool.check_integrity({})
 
 
-def test_a_large_pool_costs_nothing_to_make():
+def test_a_large_pool_costs_nothing_to_make() -> None:
     pool, _ = make_pool(50_000_000)
     assert pool.num_free == 49_999_999
     assert pool.allocate(2) == [1, 2]

@@ -15,7 +15,7 @@ def swapped(driver: Driver) -> tuple[int, int]:
     return sum(len(p.swap_out) for p in driver.plans), sum(len(p.swap_in) for p in driver.plans)
 
 
-def test_a_sequence_preempted_by_swap_goes_on_without_computing_again():
+def test_a_sequence_preempted_by_swap_goes_on_without_computing_again() -> None:
     driver = Driver(
         small_config(num_blocks=12, prefix_caching=False, num_host_blocks=32, swap_blocks_per_s=FAST)
     )
@@ -31,7 +31,7 @@ def test_a_sequence_preempted_by_swap_goes_on_without_computing_again():
     assert driver.scheduler.blocks.host.num_held == 0
 
 
-def test_without_room_in_host_memory_it_is_computed_again():
+def test_without_room_in_host_memory_it_is_computed_again() -> None:
     driver = Driver(
         small_config(num_blocks=12, prefix_caching=False, num_host_blocks=1, swap_blocks_per_s=FAST)
     )
@@ -42,7 +42,7 @@ def test_without_room_in_host_memory_it_is_computed_again():
     assert sum(finish.timings.recomputed_tokens for finish in driver.finishes.values()) > 0
 
 
-def test_a_slow_bus_makes_recomputation_cheaper():
+def test_a_slow_bus_makes_recomputation_cheaper() -> None:
     driver = Driver(
         small_config(num_blocks=12, prefix_caching=False, num_host_blocks=32, swap_blocks_per_s=1.0)
     )
@@ -53,7 +53,7 @@ def test_a_slow_bus_makes_recomputation_cheaper():
     assert swapped(driver) == (0, 0)
 
 
-def test_an_abort_while_swapped_out_frees_host_memory():
+def test_an_abort_while_swapped_out_frees_host_memory() -> None:
     driver = Driver(
         small_config(num_blocks=12, prefix_caching=False, num_host_blocks=32, swap_blocks_per_s=FAST)
     )
@@ -67,7 +67,7 @@ def test_an_abort_while_swapped_out_frees_host_memory():
     driver.run()
 
 
-def test_an_evicted_prefix_comes_back_from_host_memory():
+def test_an_evicted_prefix_comes_back_from_host_memory() -> None:
     driver = Driver(small_config(num_blocks=12, num_host_blocks=64, swap_blocks_per_s=FAST))
     driver.add(0, prompt(20), max_tokens=1)
     driver.run()

@@ -65,7 +65,7 @@ def answer(mailbox: FakeMailbox, handle: int) -> list[int]:
     return [token for batch in batches for token in batch.token_ids[batch.handles == handle].tolist()]
 
 
-def test_requests_of_two_gateways_are_answered():
+def test_requests_of_two_gateways_are_answered() -> None:
     mailbox = FakeMailbox([[(b"a", submit(1, [5, 6], max_tokens=6))], [(b"b", submit(2, [7], max_tokens=4))]])
     loop, _, _ = make_loop(mailbox)
     run_until_idle(loop, mailbox)
@@ -91,7 +91,7 @@ def test_the_gap_between_steps_leaves_idle_times_out():
     assert loop.status().mean_plan_wait_s == scheduler.stats.mean_plan_wait_s
 
 
-def test_a_status_query_is_answered_in_numbers():
+def test_a_status_query_is_answered_in_numbers() -> None:
     mailbox = FakeMailbox(
         [[(b"a", submit(1, [5] * 9, max_tokens=30, ignore_eos=True))], [(b"a", StatusQuery(7))]]
     )
@@ -106,7 +106,7 @@ def test_a_status_query_is_answered_in_numbers():
     assert status.num_blocks == 31
 
 
-def test_a_gateway_that_is_gone_loses_its_requests_and_no_other():
+def test_a_gateway_that_is_gone_loses_its_requests_and_no_other() -> None:
     mailbox = FakeMailbox(
         [[(b"a", submit(1, [5, 6], max_tokens=20, ignore_eos=True)), (b"b", submit(1, [7], max_tokens=3))]]
     )
@@ -118,7 +118,7 @@ def test_a_gateway_that_is_gone_loses_its_requests_and_no_other():
     assert scheduler.blocks.num_held_blocks == 0
 
 
-def test_a_gateway_that_reads_again_is_told_what_was_ended_meanwhile():
+def test_a_gateway_that_reads_again_is_told_what_was_ended_meanwhile() -> None:
     mailbox = FakeMailbox([[(b"a", submit(n, [5, n], max_tokens=20, ignore_eos=True)) for n in (6, 7)]])
     loop, _, _ = make_loop(mailbox)
     mailbox.gone.add(b"a")
@@ -133,7 +133,7 @@ def test_a_gateway_that_reads_again_is_told_what_was_ended_meanwhile():
     assert [status.query_id for status in statuses] == [1, 2]
 
 
-def test_an_abort_ends_a_request():
+def test_an_abort_ends_a_request() -> None:
     mailbox = FakeMailbox([[(b"a", submit(1, [5], max_tokens=30, ignore_eos=True))], [(b"a", Abort(1))]])
     loop, scheduler, _ = make_loop(mailbox)
     run_until_idle(loop, mailbox)
@@ -141,7 +141,7 @@ def test_an_abort_ends_a_request():
     assert scheduler.blocks.num_held_blocks == 0
 
 
-def test_a_failed_rank_ends_the_loop_and_everyone_is_told():
+def test_a_failed_rank_ends_the_loop_and_everyone_is_told() -> None:
     mailbox = FakeMailbox([[(b"a", submit(1, [5], max_tokens=30))]])
     loop, _, group = make_loop(mailbox)
     group.failure = RankFailed(1, "killed by signal 9", step_id=1)
@@ -170,7 +170,7 @@ def test_everyone_is_told_even_when_the_state_cannot_be_put_in_order(caplog):
     assert "replica-0 could not end in order" in caplog.text
 
 
-def test_a_draining_replica_says_so_and_gives_its_requests_back():
+def test_a_draining_replica_says_so_and_gives_its_requests_back() -> None:
     mailbox = FakeMailbox(
         [
             [(b"a", submit(1, [5] * 9, max_tokens=30, ignore_eos=True))],
@@ -211,7 +211,7 @@ def test_a_status_tells_of_load():
     assert status.cache_version == 2
 
 
-def test_a_cache_query_is_answered_with_what_changed():
+def test_a_cache_query_is_answered_with_what_changed() -> None:
     mailbox = FakeMailbox([[(b"a", submit(1, [5] * 9, max_tokens=1))]])
     loop, _, _ = make_loop(mailbox)
     run_until_idle(loop, mailbox)
@@ -287,14 +287,14 @@ def test_a_flood_of_messages_is_taken_in_parts(endpoint):
     mailbox.close()
 
 
-def test_a_mailbox_that_cannot_be_opened_leaves_nothing():
+def test_a_mailbox_that_cannot_be_opened_leaves_nothing() -> None:
     before = set(threading.enumerate())
     with pytest.raises(zmq.ZMQError, match="Cannot assign"):
         ZmqMailbox(tcp_endpoint("203.0.113.9"), CurveKeys.generate())  # of a network kept for documentation
     assert set(threading.enumerate()) <= before
 
 
-def test_a_mailbox_over_tcp_is_for_holders_of_the_keys():
+def test_a_mailbox_over_tcp_is_for_holders_of_the_keys() -> None:
     keys = CurveKeys.generate()
     mailbox = ZmqMailbox(tcp_endpoint("127.0.0.1"), keys)
     with (
