@@ -22,7 +22,7 @@ HOST = "127.0.0.1"
 RANK = """
 import pickle, sys
 from quire.proto.step import StepPlan
-from quire.worker.parallel import TorchDistributed
+from quire.worker.comm.communicator import TorchDistributed
 from quire.worker.runner import ModelRunner
 
 rank, config, port, num_blocks, frames = pickle.load(sys.stdin.buffer)

@@ -167,7 +167,7 @@ def num_segments() -> int:
 
 VICTIM = """
 import os, sys, torch
-from quire.worker.shared_memory import join
+from quire.worker.comm.shared_memory import join
 comm = join(1, 2, "127.0.0.1", int(sys.argv[1]), "gloo", 120)
 comm.all_reduce(torch.ones(4))
 print("ready", flush=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from quire.cluster.resolve import resolve
+from quire.cluster.config.resolve import resolve
 from quire.kernels.linear import linear, pack
 from quire.worker.models import transformers_model
 from quire.worker.runner import ModelRunner
