@@ -43,9 +43,9 @@ class RowLogitsProcessors:
     Attributes:
         num_prompt_tokens: where the sequence's answer begins.
         bad_words: token ids of sequences that may not be completed.
-        stop_free_len: while the sequence (prompt included) is shorter than this, `stop_token_ids` cannot be
+        min_len: while the sequence (prompt included) is shorter than this, `stop_token_ids` cannot be
             sampled: what min_tokens asks for.
-        stop_token_ids: tokens that would end the sequence; empty unless stop_free_len needs them.
+        stop_token_ids: tokens that would end the sequence; empty unless min_len needs them.
     """
 
     num_prompt_tokens: int = 0
@@ -55,7 +55,7 @@ class RowLogitsProcessors:
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
-    stop_free_len: int = 0
+    min_len: int = 0
     stop_token_ids: tuple[int, ...] = ()
 
     @property
@@ -64,7 +64,7 @@ class RowLogitsProcessors:
 
     @staticmethod
     def unpack(value: Any) -> RowLogitsProcessors:
-        prompt_len, repetition, frequency, presence, bias, words, allowed, stop_free_len, stops = value
+        prompt_len, repetition, frequency, presence, bias, words, allowed, min_len, stops = value
         return RowLogitsProcessors(
             prompt_len,
             repetition,
@@ -73,7 +73,7 @@ class RowLogitsProcessors:
             tuple((token_id, number) for token_id, number in bias),
             tuple(map(tuple, words)),
             None if allowed is None else tuple(allowed),
-            stop_free_len,
+            min_len,
             tuple(stops),
         )
 
@@ -99,7 +99,7 @@ class RowSampling:
     Attributes:
         seed: 64-bit; with the position it keys the row's random numbers.
         logprobs: as in SamplingParams.
-        constraints: None for most rows, which draw from the logits as they are.
+        logits_processors: None for most rows, which sample from the logits unchanged.
         scoring: None where the log-probabilities of the prompt are not asked for, or are known.
     """
 
@@ -109,21 +109,21 @@ class RowSampling:
     min_p: float = 0.0
     seed: int = 0
     logprobs: int | None = None
-    constraints: RowLogitsProcessors | None = None
+    logits_processors: RowLogitsProcessors | None = None
     scoring: PromptScoring | None = None
 
     def pack(self) -> tuple[Any, ...]:
         """As a msgpack value."""
-        *settings, constraints, scoring = values_of(self)
-        parts = (None if part is None else values_of(part) for part in (constraints, scoring))
+        *settings, processors, scoring = values_of(self)
+        parts = (None if part is None else values_of(part) for part in (processors, scoring))
         return *settings, *parts
 
     @staticmethod
     def unpack(value: Any) -> RowSampling:
-        *settings, constraints, scoring = value
+        *settings, processors, scoring = value
         return replace(
             RowSampling(*settings),
-            constraints=None if constraints is None else RowLogitsProcessors.unpack(constraints),
+            logits_processors=None if processors is None else RowLogitsProcessors.unpack(processors),
             scoring=None if scoring is None else PromptScoring(*scoring),
         )
 

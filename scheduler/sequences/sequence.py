@@ -100,14 +100,14 @@ class Sequence:
             min_p=settings.min_p,
             seed=self.seed,
             logprobs=params.logprobs if self.beams is None else self.beams.num_candidates,
-            constraints=self._constraints(settings.repetition_penalty),
+            logits_processors=self._logits_processors(settings.repetition_penalty),
             scoring=scoring,
         )
 
-    def _constraints(self, repetition_penalty: float) -> RowLogitsProcessors | None:
+    def _logits_processors(self, repetition_penalty: float) -> RowLogitsProcessors | None:
         params, num_prompt_tokens = self.sampling, self.num_prompt_tokens
         guarded = params.min_tokens > 0
-        constraints = RowLogitsProcessors(
+        logits_processors = RowLogitsProcessors(
             num_prompt_tokens=num_prompt_tokens,
             repetition_penalty=repetition_penalty,
             frequency_penalty=params.frequency_penalty,
@@ -115,10 +115,10 @@ class Sequence:
             logit_bias=params.bias_pairs,
             bad_words=tuple(word for word in params.bad_words if not isinstance(word, str)),
             allowed_token_ids=params.allowed_token_ids,
-            stop_free_len=num_prompt_tokens + params.min_tokens if guarded else 0,
+            min_len=num_prompt_tokens + params.min_tokens if guarded else 0,
             stop_token_ids=self.eos_token_ids + params.stop_token_ids if guarded else (),
         )
-        return None if constraints == RowLogitsProcessors(num_prompt_tokens) else constraints
+        return None if logits_processors == RowLogitsProcessors(num_prompt_tokens) else logits_processors
 
     def entered(self, num_cached_tokens: int, now: float) -> None:
         """It got a row, for the first time or again, with the KV of its first tokens at hand."""

@@ -32,7 +32,7 @@ pairs = st.lists(st.tuples(int32, int32), max_size=8).map(
 )
 sizes = st.integers(0, 2**31 - 1)
 id_tuples = st.lists(sizes, max_size=4).map(tuple)
-constraints = st.builds(
+logits_processors = st.builds(
     RowLogitsProcessors,
     num_prompt_tokens=sizes,
     repetition_penalty=st.floats(0.5, 2),
@@ -41,7 +41,7 @@ constraints = st.builds(
     logit_bias=st.lists(st.tuples(sizes, st.floats(-100, 100)), max_size=4).map(tuple),
     bad_words=st.lists(id_tuples, max_size=3).map(tuple),
     allowed_token_ids=st.none() | id_tuples,
-    stop_free_len=sizes,
+    min_len=sizes,
     stop_token_ids=id_tuples,
 )
 samplings = st.builds(
@@ -52,7 +52,7 @@ samplings = st.builds(
     min_p=st.floats(0, 1),
     seed=st.integers(-(2**63), 2**63 - 1),
     logprobs=st.none() | st.integers(0, 20),
-    constraints=st.none() | constraints,
+    logits_processors=st.none() | logits_processors,
     scoring=st.none() | st.builds(PromptScoring, num_top=sizes, start=sizes, end=sizes),
 )
 sequences = st.builds(

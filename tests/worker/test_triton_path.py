@@ -21,10 +21,12 @@ SAMPLING = [
     RowSampling(temperature=0.0),
     RowSampling(temperature=0.8, seed=1),
     RowSampling(temperature=1.1, seed=2, top_k=20, top_p=0.9),
-    RowSampling(seed=3, constraints=RowLogitsProcessors(2, 1.5, 0.5, 0.25, ((7, 2.0),), ((9,), (8, 9, 10)))),
+    RowSampling(
+        seed=3, logits_processors=RowLogitsProcessors(2, 1.5, 0.5, 0.25, ((7, 2.0),), ((9,), (8, 9, 10)))
+    ),
     RowSampling(
         seed=4,
-        constraints=RowLogitsProcessors(
+        logits_processors=RowLogitsProcessors(
             3, 0.8, 0.0, -1.0, allowed_token_ids=(3, 7, 200, 350), stop_token_ids=(7,)
         ),
     ),

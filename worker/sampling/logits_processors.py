@@ -72,13 +72,13 @@ class LogitsProcessorState:
 
     def put(self, sequence: NewSequence) -> None:
         """A row has got a sequence, new or come back."""
-        row, constraints = sequence.row, sequence.sampling.constraints
+        row, constraints = sequence.row, sequence.sampling.logits_processors
         self.release(np.array([row], dtype=np.int32))
         if constraints is None:
             return
         self._num_constrained += 1
         self._states[row] = self._state_of(constraints)
-        self._stop_free_len[row] = constraints.stop_free_len
+        self._stop_free_len[row] = constraints.min_len
         self._always[row] = bool(
             constraints.logit_bias
             or constraints.bad_words

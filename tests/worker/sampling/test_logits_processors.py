@@ -42,7 +42,7 @@ def processors(asked: RowLogitsProcessors) -> LogitsProcessorList:
     if asked.bad_words:
         chain.append(NoBadWordsLogitsProcessor([list(word) for word in asked.bad_words]))
     if asked.stop_token_ids:
-        num_asked = asked.stop_free_len - asked.num_prompt_tokens
+        num_asked = asked.min_len - asked.num_prompt_tokens
         stops = list(asked.stop_token_ids)
         chain.append(MinNewTokensLengthLogitsProcessor(asked.num_prompt_tokens, num_asked, stops))
     if asked.allowed_token_ids is not None:
@@ -59,15 +59,15 @@ CASES = {
     "bad words of several tokens": RowLogitsProcessors(
         bad_words=((100, 4), (7, 100, 5), (9, 100, 6), (*PROMPT, *ANSWER, 8), (1, *PROMPT, *ANSWER, 10), (100, 100))
     ),
-    "too early to stop": RowLogitsProcessors(stop_free_len=9, stop_token_ids=(0, 60)),
-    "late enough to stop": RowLogitsProcessors(stop_free_len=8, stop_token_ids=(0, 60)),
+    "too early to stop": RowLogitsProcessors(min_len=9, stop_token_ids=(0, 60)),
+    "late enough to stop": RowLogitsProcessors(min_len=8, stop_token_ids=(0, 60)),
     "allowed": RowLogitsProcessors(allowed_token_ids=(0, 31, 32, 63, 64, 100)),
     "all": RowLogitsProcessors(
         repetition_penalty=1.3,
         logit_bias=((9, 20.0), (7, -2.0), (64, 30.0)),
         bad_words=((64,), (100, 9), (7, 100, 31)),
         allowed_token_ids=tuple(range(5, 90)),
-        stop_free_len=20,
+        min_len=20,
         stop_token_ids=(6,),
     ),
 }  # fmt: skip
@@ -79,7 +79,7 @@ def sequence_of(
     """A sequence that comes back with an answer begun."""
     constraints = asked and replace(asked, num_prompt_tokens=len(prompt))
     tokens = np.array(prompt + answer, np.int32)
-    return NewSequence(row, row, tokens, 0, NO_INTS, RowSampling(constraints=constraints))
+    return NewSequence(row, row, tokens, 0, NO_INTS, RowSampling(logits_processors=constraints))
 
 
 class Rank:
@@ -217,7 +217,7 @@ def sample_constrained(
         shard = Shard(rank, size, VOCAB_SIZE)
         table, state = SamplingTable(num_rows, VOCAB_SIZE), Rank(shard, num_rows)
         for row in range(num_rows):
-            sequence = sequence_of(sampling.constraints, row=row)
+            sequence = sequence_of(sampling.logits_processors, row=row)
             table.put(row, replace(sampling, seed=row))
             state.put(sequence)
         local = torch.full((num_rows, shard.padded_len), -torch.inf)
@@ -236,8 +236,8 @@ def sample_constrained(
 def test_stop_tokens_cannot_come_too_early(size: int, thread_group: Any) -> None:
     logits = torch.zeros(3, VOCAB_SIZE)
     logits[:, 30], logits[:, 7], logits[:, 21] = 9.0, 5.0, 3.0
-    early = RowLogitsProcessors(stop_free_len=10, stop_token_ids=(30, 7))
-    sampling = RowSampling(temperature=0.0, logprobs=1, constraints=early)
+    early = RowLogitsProcessors(min_len=10, stop_token_ids=(30, 7))
+    sampling = RowSampling(temperature=0.0, logprobs=1, logits_processors=early)
     for tokens, logprobs in sample_constrained(size, thread_group, logits, sampling, [9, 10, 11]):
         assert tokens.tolist() == [21, 30, 30]
         # The model's own distribution: the forbidden token is still its likeliest.
@@ -253,7 +253,7 @@ def test_draws_follow_the_changed_distribution(size: int, thread_group: Any) -> 
     state = ranks_of(1)[0]
     state.put(sequence_of(asked))
     expected = state.apply(logits, [0])[0].double().div(1.5).softmax(dim=-1)
-    sampling = RowSampling(temperature=1.5, constraints=asked)
+    sampling = RowSampling(temperature=1.5, logits_processors=asked)
     lens = [len(PROMPT + ANSWER)] * num_draws
     tokens, _ = sample_constrained(size, thread_group, logits.expand(num_draws, -1), sampling, lens)[0]
     counts = torch.bincount(tokens.long(), minlength=VOCAB_SIZE).double()
@@ -266,7 +266,7 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
 ) -> None:
     """A whole engine, every kind of constraint in its batch."""
     kinds = [
-        *(replace(asked, stop_free_len=0) for asked in CASES.values()),
+        *(replace(asked, min_len=0) for asked in CASES.values()),
         RowLogitsProcessors(frequency_penalty=1.5, presence_penalty=0.5),
     ]
     answers = []
@@ -276,7 +276,7 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
             planned(
                 [*PROMPT, row],
                 12,
-                RowSampling(seed=row, constraints=replace(asked, num_prompt_tokens=5)),
+                RowSampling(seed=row, logits_processors=replace(asked, num_prompt_tokens=5)),
                 arrival=row // 3,
             )
             for row, asked in enumerate([*kinds, *kinds])
