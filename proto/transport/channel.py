@@ -8,7 +8,6 @@ back takes 0.16 to 0.25 ms over ipc on two cores, where a Ray actor call takes 2
 from __future__ import annotations
 
 import os
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import ReplicaUnavailable
 from .network import CurveGuard, CurveKeys, bind, connect, tcp_endpoint
+from .wakeup import Wakeup
 
 _HELLO = b"hello"
 _END = b"end"
-_INTERRUPT = b""
-_INTERRUPTS = "inproc://interrupts"
+_GREETING_INTERVAL_MS = 20
 # A rank that has lost its scheduler's host for this long takes it for gone. Over ipc the two go together.
 _LOST_S = 60.0
 
@@ -62,12 +61,14 @@ class StepSender:
 
     def __init__(self, address: ChannelAddress, num_ranks: int) -> None:
         self._missing = set(range(num_ranks))
-        # An interrupt that comes while the sockets are closed would hold up their end.
-        self._closing = threading.Lock()
         self._context = zmq.Context()
         self._guard = None if address.keys is None else CurveGuard(self._context, address.keys)
         self._plans = self._context.socket(zmq.PUB)
         self._replies = self._context.socket(zmq.PULL)
+        self._interrupt = Wakeup(self._context)
+        self._poller = zmq.Poller()
+        self._poller.register(self._replies, zmq.POLLIN)
+        self._poller.register(self._interrupt.socket, zmq.POLLIN)
         # Bounded by max_steps_in_flight, not by a high-water mark: a dropped plan would hang the ranks.
         self._plans.setsockopt(zmq.SNDHWM, 0)
         self._replies.setsockopt(zmq.RCVHWM, 0)
@@ -75,7 +76,6 @@ class StepSender:
         try:
             plans = bind(self._plans, address.plans, address.keys)
             replies = bind(self._replies, address.replies, address.keys)
-            self._replies.bind(_INTERRUPTS)
         except zmq.ZMQError:
             self.close()
             raise
@@ -95,11 +95,13 @@ class StepSender:
                 )
             # A subscription may arrive after a broadcast, so greet until each rank has answered.
             self._plans.send(_HELLO)
-            if not self._replies.poll(20):
+            ready = dict(self._poller.poll(_GREETING_INTERVAL_MS))
+            if self._interrupt.socket in ready:
+                self._interrupt.clear()
+                return
+            if not ready:
                 continue
             reply = bytes(self._replies.recv())
-            if reply == _INTERRUPT:
-                return
             self._missing.discard(int.from_bytes(reply[len(_HELLO) :], "little"))
 
     def send(self, frame: bytes) -> None:
@@ -108,28 +110,25 @@ class StepSender:
 
     def receive(self, timeout_s: float) -> bytes | None:
         """The next reply of any rank, or None after `timeout_s` or when interrupted."""
-        if not self._replies.poll(max(0, round(timeout_s * 1000))):
+        ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
+        if self._interrupt.socket in ready:
+            self._interrupt.clear()
             return None
-        return bytes(self._replies.recv()) or None
+        return bytes(self._replies.recv()) if ready else None
 
     def interrupt(self) -> None:
         """Makes the `receive` that is waiting, or the next one, return None. From any thread; no-op when closed."""
-        with self._closing:
-            if self._context.closed:
-                return
-            with self._context.socket(zmq.PUSH) as socket:
-                socket.connect(_INTERRUPTS)
-                socket.send(_INTERRUPT)
+        self._interrupt.wake()
 
     def close(self, linger_s: float = 0.5) -> None:
         """Tells the ranks to end and closes; waits at most `linger_s` for frames to leave."""
-        with self._closing:
-            if self._context.closed:
-                return
-            self._plans.send(_END)
-            if self._guard is not None:
-                self._guard.close()
-            self._context.destroy(linger=round(linger_s * 1000))
+        if self._context.closed:
+            return
+        self._interrupt.close()
+        self._plans.send(_END)
+        if self._guard is not None:
+            self._guard.close()
+        self._context.destroy(linger=round(linger_s * 1000))
         for endpoint in (self.address.plans, self.address.replies):
             if endpoint.startswith("ipc://"):
                 Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)

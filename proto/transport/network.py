@@ -16,6 +16,7 @@ import zmq
 from zmq.utils import z85
 
 from ..errors import ConfigError
+from .wakeup import Wakeup
 
 _HEARTBEAT_MS = 10_000
 # Shorter than a step's usual deadline, longer than a network's usual hiccup: what is on its way when a connection
@@ -99,31 +100,25 @@ class CurveGuard:
     """
 
     def __init__(self, context: zmq.Context[Any], keys: CurveKeys) -> None:
-        self._context = context
-        self._bell_endpoint = f"inproc://curve-guard-{id(self)}"
         self._admitted = [b"CURVE", z85.decode(keys.public)]
         self._requests = context.socket(zmq.REP)
         self._requests.bind(_ZAP_ENDPOINT)
-        self._bell = context.socket(zmq.PULL)
-        self._bell.bind(self._bell_endpoint)
+        self._stop = Wakeup(context)
         self._thread = threading.Thread(target=self._answer, name="curve-guard", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Safe to call twice."""
-        if not self._thread.is_alive():
-            return
-        with self._context.socket(zmq.PUSH) as ringer:
-            ringer.connect(self._bell_endpoint)
-            ringer.send(b"")
+        self._stop.wake()
         self._thread.join()
+        self._stop.close()
 
     def _answer(self) -> None:
         poller = zmq.Poller()
-        with self._requests, self._bell:
+        with self._requests:
             poller.register(self._requests, zmq.POLLIN)
-            poller.register(self._bell, zmq.POLLIN)
-            while self._bell not in dict(poller.poll()):
+            poller.register(self._stop.socket, zmq.POLLIN)
+            while self._stop.socket not in dict(poller.poll()):
                 version, request_id, _domain, _address, _identity, *credentials = (
                     self._requests.recv_multipart()
                 )

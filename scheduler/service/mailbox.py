@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +12,7 @@ from ...proto import stream
 from ...proto.errors import ProtocolError
 from ...proto.stream import GatewayMessage, ReplicaMessage
 from ...proto.transport.network import CurveGuard, CurveKeys, bind
+from ...proto.transport.wakeup import Wakeup
 
 # Batches that may wait for a gateway that does not read; past them it is taken for dead.
 MAX_UNREAD_MESSAGES = 10_000
@@ -53,31 +53,27 @@ class ZmqMailbox:
 
     def __init__(self, endpoint: str, keys: CurveKeys | None = None) -> None:
         self.endpoint = endpoint
-        # A bell that is rung while the sockets are closed would hold up their end.
-        self._closing = threading.Lock()
         self._context = zmq.Context()
         self._guard = None if keys is None else CurveGuard(self._context, keys)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.SNDHWM, MAX_UNREAD_MESSAGES)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._wakeup = Wakeup(self._context)
+        self._poller = zmq.Poller()
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._wakeup.socket, zmq.POLLIN)
         try:
             self.endpoint = bind(self._router, endpoint, keys)
         except zmq.ZMQError:
             self.close()
             raise
-        # Sockets belong to the loop's thread; another thread rings this bell through a socket of its own.
-        self._bell = self._context.socket(zmq.PULL)
-        self._bell.bind("inproc://bell")
-        self._poller = zmq.Poller()
-        self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._bell, zmq.POLLIN)
 
     def receive(self, timeout_s: float) -> list[tuple[bytes, GatewayMessage]]:
         messages: list[tuple[bytes, GatewayMessage]] = []
         ready = dict(self._poller.poll(round(timeout_s * 1000)))
-        if self._bell in ready:
-            self._bell.recv()
+        if self._wakeup.socket in ready:
+            self._wakeup.clear()
         for _ in range(MAX_MESSAGES_AT_ONCE):
             if not self._router.poll(0):
                 break
@@ -103,18 +99,13 @@ class ZmqMailbox:
         return True
 
     def wake(self) -> None:
-        with self._closing:
-            if self._context.closed:
-                return
-            with self._context.socket(zmq.PUSH) as ringer:
-                ringer.connect("inproc://bell")
-                ringer.send(b"")
+        self._wakeup.wake()
 
     def close(self) -> None:
         """Sends what is left, for at most a second, and closes. Safe to call twice."""
-        with self._closing:
-            if self._guard is not None:
-                self._guard.close()
-            self._context.destroy(linger=1000)
+        self._wakeup.close()
+        if self._guard is not None:
+            self._guard.close()
+        self._context.destroy(linger=1000)
         if self.endpoint.startswith("ipc://"):
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
