@@ -25,7 +25,7 @@ def test_an_lru_cache_evicts_the_last_blocks_first() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [6, 9, 14, 30, 100])
-def test_prompts_alone_are_cached_as_in_an_lru_cache(num_blocks: int):
+def test_prompts_alone_are_cached_as_in_an_lru_cache(num_blocks: int) -> None:
     rng = np.random.default_rng(num_blocks)
     chains = []
     for _ in range(200):  # prompts that are paths in a tree: a block's hash is all the turns up to it
@@ -50,14 +50,16 @@ def figures() -> dict[str, float]:
     return measured
 
 
-def test_smaller_blocks_waste_less_and_all_waste_less_than_contiguous_memory(figures: dict[str, float]):
+def test_smaller_blocks_waste_less_and_all_waste_less_than_contiguous_memory(
+    figures: dict[str, float],
+) -> None:
     for trace in ("alpaca", "azure_conv_2023", "lengths_sharegpt_8k"):
         waste = [figures[f"memory.waste.{trace}.{block_size}"] for block_size in BLOCK_SIZES]
         assert waste == sorted(waste)
         assert 0 < waste[0] < figures[f"memory.waste.{trace}.contiguous_pow2"]
 
 
-def test_more_answers_and_beams_save_more(figures: dict[str, float]):
+def test_more_answers_and_beams_save_more(figures: dict[str, float]) -> None:
     for kind in ("n", "beam"):
         saved = [figures[f"memory.saved.{kind}.{width}.lengths_sharegpt_8k"] for width in (2, 4, 6)]
         assert saved == sorted(saved)
@@ -65,7 +67,7 @@ def test_more_answers_and_beams_save_more(figures: dict[str, float]):
         assert saved[2] < 100 * 5 / 6
 
 
-def test_multi_turn_prompts_are_found_in_the_cache(figures: dict[str, float]):
+def test_multi_turn_prompts_are_found_in_the_cache(figures: dict[str, float]) -> None:
     assert figures["memory.hit_rate.coding_multiturn"] > 50
     assert figures["memory.hit_rate.coding_multiturn.lru.64k"] > 50
 
@@ -78,7 +80,7 @@ def test_a_trace_is_cut_by_requests_and_by_tokens() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_writes_its_figures(tmp_path: Path):
+def test_the_command_writes_its_figures(tmp_path: Path) -> None:
     path = tmp_path / "memory.json"
     command = [sys.executable, "-m", "benchmarks.memory", "--quick", "--json", str(path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=250, stdout=subprocess.DEVNULL)

@@ -30,7 +30,7 @@ def test_prompts_without_hashes_share_nothing() -> None:
     assert (one != two).mean() > 0.95
 
 
-def test_traces_with_large_blocks_are_shortened(tmp_path):
+def test_traces_with_large_blocks_are_shortened(tmp_path) -> None:
     row = {"arrival_s": 2.5, "prompt_tokens": 1025, "output_tokens": 7, "block_size": 512}
     path = tmp_path / "chat.jsonl.gz"
     with gzip.open(path, "wt") as file:
@@ -40,7 +40,7 @@ def test_traces_with_large_blocks_are_shortened(tmp_path):
     assert read.requests == (TracedRequest(0, 2.5, 33, 7, (0, 1, 2)),)
 
 
-def test_lengths_without_arrivals_arrive_at_random(tmp_path):
+def test_lengths_without_arrivals_arrive_at_random(tmp_path) -> None:
     path = tmp_path / "lengths_x.csv"
     path.write_text("prompt_tokens,output_tokens\n" + "10,2\n" * 400)
     arrivals = [request.arrival_s for request in read_trace(path).requests]
@@ -101,7 +101,9 @@ def test_answers_to_one_prompt_save_its_full_blocks() -> None:
 
 
 @pytest.mark.parametrize("answers", [SamplingParams(n=3), SamplingParams(beam_width=3)])
-def test_blocks_are_counted_as_the_tables_have_them(answers: SamplingParams, monkeypatch: pytest.MonkeyPatch):
+def test_blocks_are_counted_as_the_tables_have_them(
+    answers: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count = MemoryWatch.take
 
     def recount(watch: MemoryWatch, seconds: float) -> None:

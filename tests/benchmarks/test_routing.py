@@ -26,7 +26,7 @@ def test_conversations_stay_where_their_prefix_is() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_imbalance_is_at_least_one(policy):
+def test_imbalance_is_at_least_one(policy) -> None:
     hit_rate, imbalance = route(make_conversations(4, 2), 2, policy)
     assert 0.0 <= hit_rate < 1.0
     assert imbalance >= 1.0

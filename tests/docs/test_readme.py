@@ -13,7 +13,7 @@ def python_examples() -> list[str]:
 
 
 @pytest.mark.cluster
-def test_the_client_example_streams_an_answer(server, capsys):
+def test_the_client_example_streams_an_answer(server, capsys) -> None:
     (example,) = [code for code in python_examples() if "Client(" in code]
     assert len(example.strip().splitlines()) <= 10
     exec(compile(example.replace("127.0.0.1:50051", server.address), str(README), "exec"), {})
@@ -22,7 +22,7 @@ def test_the_client_example_streams_an_answer(server, capsys):
     assert "length" in printed or "stop" in printed
 
 
-def test_the_offline_example_answers(capsys):
+def test_the_offline_example_answers(capsys) -> None:
     (example,) = [code for code in python_examples() if "LLM(" in code]
     exec(compile(example, str(README), "exec"), {})
     assert len(capsys.readouterr().out) > 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from fakes import FakeWorkerGroup, submit
 
@@ -39,9 +40,7 @@ class Driver:
         self.scheduler = Scheduler(self.config)
         self.group = FakeWorkerGroup(self.config)
 
-    def add(
-        self, handle: int, prompt: list[int], gateway: bytes = GATEWAY, **settings: object
-    ) -> Finish | None:
+    def add(self, handle: int, prompt: list[int], gateway: bytes = GATEWAY, **settings: Any) -> Finish | None:
         request = submit(handle, prompt, **settings)
         for index in range(request.sampling.num_sequences):
             self.answers.setdefault(handle + index, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ def small_config(
     num_host_blocks: int = 0,
     swap_blocks_per_s: float = 0.0,
     eos: tuple[int, ...] = (EOS,),
-    **scheduler: object,
+    **scheduler: Any,
 ) -> EngineConfig:
     """A configuration for tests of the control plane; no such model exists."""
     model = ModelConfig(
@@ -39,18 +40,18 @@ def small_config(
         block_size=block_size, num_blocks=num_blocks, prefix_caching=prefix_caching,
         num_host_blocks=num_host_blocks, swap_blocks_per_s=swap_blocks_per_s,
     )  # fmt: skip
-    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_queue_len": 1000}
+    defaults: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_queue_len": 1000}
     return EngineConfig(model, cache, scheduler=SchedulerConfig(**(defaults | scheduler)))
 
 
-def submit(handle: int, prompt: list[int], **settings: object) -> Submit:
+def submit(handle: int, prompt: list[int], **settings: Any) -> Submit:
     """A request; settings are SamplingParams' and Submit's."""
-    standing = {
+    standing: dict[str, Any] = {
         name: settings.pop(name) for name in ("tenant", "priority", "timeout_s", "salt") if name in settings
     }
     standing["generated_token_ids"] = np.array(settings.pop("generated", []), np.int32)
-    params = SamplingParams(**({"temperature": 0.0} | settings))  # type: ignore[arg-type]
-    return Submit(handle, f"request-{handle}", np.array(prompt, np.int32), params, **standing)  # type: ignore[arg-type]
+    params = SamplingParams(**({"temperature": 0.0} | settings))
+    return Submit(handle, f"request-{handle}", np.array(prompt, np.int32), params, **standing)
 
 
 def chain(state: bytes, token_id: int) -> bytes:
@@ -66,7 +67,8 @@ def next_token(state: bytes) -> int:
 def logprobs_of(state: bytes) -> np.ndarray:
     """The fake model's whole distribution, [VOCAB_SIZE] float32; for beam search."""
     logits = np.random.default_rng(int.from_bytes(state, "little")).normal(size=VOCAB_SIZE)
-    return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+    logprobs: np.ndarray = logits - np.log(np.exp(logits).sum())
+    return logprobs.astype(np.float32)
 
 
 def score_oracle(prompt: list[int]) -> list[tuple[int, float]]:
@@ -80,7 +82,7 @@ def score_oracle(prompt: list[int]) -> list[tuple[int, float]]:
 
 def oracle(prompt: list[int], max_tokens: int, stops: tuple[int, ...] = (EOS,)) -> list[int]:
     """What the fake model answers when it runs alone."""
-    state, answer = b"", []
+    state, answer = b"", list[int]()
     for token_id in prompt:
         state = chain(state, token_id)
     while len(answer) < max_tokens:
@@ -158,7 +160,7 @@ class FakeWorkerGroup:
                 f"step {plan.step_id} takes blocks {fresh & touched} of a step in flight"
             )
         _apply_to_tables(self.planned_tables, plan)
-        rows = self.planned_tables.lens.nonzero()[0]
+        rows = self.planned_tables.lens.nonzero()[0].tolist()
         self.touched.append({int(block) for row in rows for block in self.planned_tables.row(row)})
         self.touched[-1] |= {*plan.copies.ravel().tolist(), *plan.swap_out[:, 0].tolist()}
 
@@ -264,7 +266,8 @@ class FakeWorkerGroup:
         last = self.num_computed[row] - 1
         if last < 0:
             return b""
-        return self.kv[self.tables.ids[row, last // self.block_size]][last % self.block_size]
+        block: int = self.tables.ids[row, last // self.block_size]
+        return self.kv[block][last % self.block_size]
 
     def _read(self, row: int) -> bytes:
         """Every computed position, as attention reads them; each must hold the KV of this row's own prefix."""

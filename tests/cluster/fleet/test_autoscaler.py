@@ -269,7 +269,7 @@ def at_times(seen: list[FleetSnapshot]) -> list[FleetSnapshot]:
 
 @given(st.lists(snapshots, min_size=1, max_size=25), limits)
 @settings(max_examples=60)
-def test_bounds_and_steps_hold_whatever_is_seen(seen, limits):
+def test_bounds_and_steps_hold_whatever_is_seen(seen, limits) -> None:
     state, before = ScalingState(), None
     for snapshot in at_times(seen):
         decision = decide(snapshot, limits, state)
@@ -283,7 +283,7 @@ def test_bounds_and_steps_hold_whatever_is_seen(seen, limits):
 
 @given(st.lists(snapshots, min_size=1, max_size=15), limits, st.integers(0, 10**6))
 @settings(max_examples=60)
-def test_more_that_waits_never_wants_fewer(seen, limits, more):
+def test_more_that_waits_never_wants_fewer(seen, limits, more) -> None:
     state = ScalingState()
     for snapshot in at_times(seen):
         worse = replace(snapshot, buffered_tokens=snapshot.buffered_tokens + more, buffered_requests=101)
@@ -294,7 +294,7 @@ def test_more_that_waits_never_wants_fewer(seen, limits, more):
 
 @given(st.lists(snapshots, min_size=1, max_size=25), limits)
 @settings(max_examples=60)
-def test_the_last_replica_goes_only_when_idle(seen, limits):
+def test_the_last_replica_goes_only_when_idle(seen, limits) -> None:
     limits, state, busy_at = replace(limits, min_replicas=0), ScalingState(), -math.inf
     for snapshot in at_times(seen):
         if snapshot.arrived_requests or snapshot.buffered_requests:
@@ -308,7 +308,7 @@ def test_the_last_replica_goes_only_when_idle(seen, limits):
 
 @given(samples, st.integers(1, 10), limits, st.integers(0, 5000))
 @settings(max_examples=40, deadline=None)
-def test_no_flapping_on_constant_load(sample, num_replicas, limits, tokens):
+def test_no_flapping_on_constant_load(sample, num_replicas, limits, tokens) -> None:
     """A load that does not react to the fleet's size: the target moves one way at most, and stays."""
     fleet = Fleet(limits, num_replicas)
     sample = replace(sample, state=READY, oldest_wait_s=0.0, kv_use=0.0, row_use=0.0, queued_tokens=0)

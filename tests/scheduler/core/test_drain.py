@@ -1,9 +1,12 @@
 """A draining replica gives everything back, and what is taken over goes on as if it had never moved."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from driver import Driver
 from fakes import EOS, VOCAB_SIZE, beam_oracle, oracle, small_config
+from narrowing import not_none
 
 from quire.proto.stream import FinishReason
 
@@ -82,7 +85,7 @@ def test_answers_of_which_the_best_are_given_stay_together(best_of: int | None) 
 
 def test_a_beam_search_is_given_back_whole_and_begins_anew() -> None:
     driver = Driver(small_config())
-    settings = {"max_tokens": 8, "n": 2, "beam_width": 3}
+    settings: dict[str, Any] = {"max_tokens": 8, "n": 2, "beam_width": 3}
     driver.add(0, prompt(5), **settings)
     for _ in range(3):
         driver.step()
@@ -99,7 +102,7 @@ def test_a_beam_search_is_given_back_whole_and_begins_anew() -> None:
 @pytest.mark.parametrize("num_moves", [1, 5])
 def test_a_moved_sequence_goes_on_exactly(num_moves: int, depth: int) -> None:
     driver = Driver(small_config())
-    settings = {"max_tokens": 25, "min_tokens": 3, "ignore_eos": True}
+    settings: dict[str, Any] = {"max_tokens": 25, "min_tokens": 3, "ignore_eos": True}
     driver.add(0, prompt(7), **settings)
     for _ in range(num_moves):
         for _ in range(3):
@@ -153,9 +156,12 @@ def test_a_moved_sequence_goes_before_new_ones_and_tells_what_was_recomputed() -
         ({"max_tokens": None}, None),
     ],
 )
-def test_what_cannot_be_taken_over_is_refused(settings: dict[str, object], problem: str | None) -> None:
+def test_what_cannot_be_taken_over_is_refused(settings: dict[str, Any], problem: str | None) -> None:
     driver = Driver(small_config())
     refusal = driver.add(0, prompt(4), generated=[5, 6, 7], **settings)
-    assert problem is None if refusal is None else problem in refusal.error
+    if problem is None:
+        assert refusal is None
+    else:
+        assert problem in not_none(refusal).error
     driver.run()
     assert driver.scheduler.blocks.num_held_blocks == 0

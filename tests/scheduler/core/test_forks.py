@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from driver import Driver
 from fakes import EOS, VOCAB_SIZE, beam_oracle, oracle, small_config
+from narrowing import not_none
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -12,7 +13,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 8, 15])
-def test_parallel_answers_share_the_prompt_and_copy_one_block(length: int, depth: int):
+def test_parallel_answers_share_the_prompt_and_copy_one_block(length: int, depth: int) -> None:
     driver = Driver(small_config(num_blocks=64, max_num_batched_tokens=64, prefix_caching=False))
     driver.add(0, prompt(length), max_tokens=6, n=4, ignore_eos=True)
     driver.run(depth)
@@ -63,17 +64,17 @@ def test_one_answer_can_be_aborted_alone() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("width", [1, 2, 4, 6])
-def test_a_beam_search_equals_one_that_runs_alone(width: int, depth: int):
+def test_a_beam_search_equals_one_that_runs_alone(width: int, depth: int) -> None:
     driver = Driver(small_config(num_blocks=64))
     n = min(2, width)
     driver.add(0, prompt(9), max_tokens=10, beam_width=width, n=n)
     driver.run(depth)
     assert [driver.answers[handle] for handle in range(n)] == beam_oracle(prompt(9), 10, width, n, (EOS,))
-    assert driver.finishes[0].score >= driver.finishes[n - 1].score
+    assert not_none(driver.finishes[0].score) >= not_none(driver.finishes[n - 1].score)
 
 
 @pytest.mark.parametrize("num_blocks", [10, 12, 16])
-def test_beams_of_several_requests_get_on_in_a_pool_and_rows_too_small_for_all(num_blocks: int):
+def test_beams_of_several_requests_get_on_in_a_pool_and_rows_too_small_for_all(num_blocks: int) -> None:
     driver = Driver(small_config(num_blocks=num_blocks, max_num_seqs=4))
     for handle in range(0, 12, 2):
         driver.add(handle, prompt(7, handle), max_tokens=8, beam_width=4, n=2)

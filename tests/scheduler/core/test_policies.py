@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from driver import Driver
 from fakes import VOCAB_SIZE, oracle, small_config
+from narrowing import not_none
 
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import StepResult
@@ -136,7 +137,7 @@ def test_a_prompt_that_cannot_be_computed_in_time_is_not_started() -> None:
     driver.add(0, prompt(20), max_tokens=2, timeout_s=10.0)
     driver.run()
     assert "cannot be computed before its deadline" in driver.finishes[0].error
-    assert driver.add(1, prompt(4), timeout_s=0.0).grpc_status == "DEADLINE_EXCEEDED"
+    assert not_none(driver.add(1, prompt(4), timeout_s=0.0)).grpc_status == "DEADLINE_EXCEEDED"
 
 
 def test_salts_keep_tenants_apart() -> None:
@@ -167,7 +168,7 @@ def test_a_step_that_was_only_launched_counts_with_the_next_that_was_waited_for(
     assert not costs.has_launched
 
 
-def test_the_speed_of_prompts_is_learned_from_steps_that_are_full_of_them():
+def test_the_speed_of_prompts_is_learned_from_steps_that_are_full_of_them() -> None:
     driver = Driver(small_config(max_num_batched_tokens=8))
     gather, stages = (
         driver.group.gather,
@@ -191,7 +192,7 @@ def test_the_speed_of_prompts_is_learned_from_steps_that_are_full_of_them():
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest-prefill", "fair", "longest-prefix"])
-def test_aborted_requests_that_never_come_up_are_forgotten(policy: str):
+def test_aborted_requests_that_never_come_up_are_forgotten(policy: str) -> None:
     """Others always go before them, and callers send and abort as they like."""
     queue = WaitingQueue(policy, lambda sequence: 0)
     queue.push(make_sequence(0, num_prompt_tokens=1, priority=9))
@@ -205,7 +206,7 @@ def test_aborted_requests_that_never_come_up_are_forgotten(policy: str):
             first = reference
     assert len(queue) == 1
     assert first() is None
-    assert queue.peek().seq_id == 0
+    assert not_none(queue.peek()).seq_id == 0
 
 
 def make_sequence(number: int, num_prompt_tokens: int, priority: int) -> Sequence:

@@ -1,7 +1,10 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from driver import GATEWAY, Driver
 from fakes import EOS, VOCAB_SIZE, oracle, small_config, submit
+from narrowing import not_none
 
 from quire.proto.errors import ProtocolError, ReplicaUnavailable
 from quire.proto.step import StepResult
@@ -14,7 +17,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 15, 16, 17, 33])
-def test_one_sequence_equals_the_oracle(length: int, depth: int):
+def test_one_sequence_equals_the_oracle(length: int, depth: int) -> None:
     driver = Driver(small_config())
     driver.add(0, prompt(length), max_tokens=20)
     driver.run(depth)
@@ -23,7 +26,7 @@ def test_one_sequence_equals_the_oracle(length: int, depth: int):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_many_sequences_in_a_small_pool_equal_the_oracle(depth: int):
+def test_many_sequences_in_a_small_pool_equal_the_oracle(depth: int) -> None:
     driver = Driver(small_config(num_blocks=14))
     for handle in range(50):
         assert driver.add(handle, prompt(5 + handle % 20, handle), max_tokens=12, ignore_eos=True) is None
@@ -173,10 +176,10 @@ def test_the_oldest_is_never_preempted() -> None:
 
 def test_refusals_are_clear_and_leave_nothing_behind() -> None:
     driver = Driver(small_config(num_blocks=5, max_queue_len=1))
-    assert "has 16 tokens, must have 1 to 15" in driver.add(0, prompt(16)).error
+    assert "has 16 tokens, must have 1 to 15" in not_none(driver.add(0, prompt(16))).error
     assert driver.add(1, prompt(3)) is None
-    assert driver.add(2, prompt(3)).grpc_status == "RESOURCE_EXHAUSTED"
-    assert driver.scheduler.add(GATEWAY, submit(1, prompt(3)), 0.0).grpc_status == "INTERNAL"
+    assert not_none(driver.add(2, prompt(3))).grpc_status == "RESOURCE_EXHAUSTED"
+    assert not_none(driver.scheduler.add(GATEWAY, submit(1, prompt(3)), 0.0)).grpc_status == "INTERNAL"
     driver.run()
     assert not driver.scheduler.has_work
 
@@ -225,9 +228,9 @@ def test_a_foreign_result_is_refused() -> None:
         ({"prompt": [5], "beam_width": 3, "stop_token_ids": range(2, 63)}, "must be at most 2"),
     ],
 )
-def test_what_would_end_a_step_for_everybody_is_refused(settings: dict[str, object], field: str):
+def test_what_would_end_a_step_for_everybody_is_refused(settings: dict[str, Any], field: str) -> None:
     driver = Driver(small_config())
-    refusal = driver.add(0, **settings)  # type: ignore[arg-type]
+    refusal = driver.add(0, **settings)
     assert refusal is not None
     assert field in refusal.error
     assert not driver.scheduler.has_work

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from driver import Driver
@@ -44,15 +45,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         swap_blocks_per_s=st.sampled_from([0.0, 1e12]),
         policy=st.sampled_from(POLICIES),
     )
-    def start(self, budget: int, **config: object) -> None:
+    def start(self, budget: int, **config: Any) -> None:
         self.driver = Driver(small_config(max_model_len=40, max_num_batched_tokens=budget, **config))
         self.expected: dict[int, list[int]] = {}
         self.group_of: dict[int, range] = {}  # handles that end together
         self.scored: dict[int, list[int]] = {}  # first handle |-> the prompt whose scores it asks for
         self.excused: set[int] = set()  # aborted, late or failed: need not be complete
-        self.requests: dict[
-            int, tuple[list[int], dict[str, object]]
-        ] = {}  # handle |-> its prompt and settings
+        self.requests: dict[int, tuple[list[int], dict[str, Any]]] = {}  # handle |-> its prompt and settings
 
     @rule(
         head=st.sampled_from(HEADS),
@@ -75,7 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int,
         n: int,
         beams: int | None,
-        **rest: object,
+        **rest: Any,
     ) -> None:
         prompt, handle, config = head[:shared] + own, len(self.expected), self.driver.config
         room = config.max_servable_tokens - len(prompt)
@@ -248,11 +247,11 @@ def test_a_planted_fault_is_found(
         run_state_machine_as_test(SchedulerMachine, settings=quick)
 
 
-class TestSchedulerMachine(SchedulerMachine.TestCase):
+class TestSchedulerMachine(SchedulerMachine.TestCase):  # type: ignore[misc, valid-type]  # made by hypothesis
     settings = machine_settings(150, derandomize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-class TestSchedulerMachineLong(SchedulerMachine.TestCase):
+class TestSchedulerMachineLong(SchedulerMachine.TestCase):  # type: ignore[misc, valid-type]
     settings = machine_settings(10_000, derandomize=False)

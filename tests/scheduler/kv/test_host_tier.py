@@ -3,6 +3,7 @@
 import numpy as np
 from driver import Driver
 from fakes import VOCAB_SIZE, oracle, small_config
+from narrowing import not_none
 
 FAST = 1e12  # blocks/s: swapping is always cheaper than computing again
 
@@ -28,7 +29,7 @@ def test_a_sequence_preempted_by_swap_goes_on_without_computing_again() -> None:
     assert driver.scheduler.stats.num_preemptions > 0
     out, back = swapped(driver)
     assert out == back > 0
-    assert driver.scheduler.blocks.host.num_held == 0
+    assert not_none(driver.scheduler.blocks.host).num_held == 0
 
 
 def test_without_room_in_host_memory_it_is_computed_again() -> None:
@@ -59,11 +60,11 @@ def test_an_abort_while_swapped_out_frees_host_memory() -> None:
     )
     for handle in range(3):
         driver.add(handle, prompt(9, handle), max_tokens=20, ignore_eos=True)
-    while not driver.scheduler.blocks.host.num_held:
+    while not not_none(driver.scheduler.blocks.host).num_held:
         driver.step()
     for handle in range(3):
         driver.abort(handle)
-    assert driver.scheduler.blocks.host.num_held == 0
+    assert not_none(driver.scheduler.blocks.host).num_held == 0
     driver.run()
 
 

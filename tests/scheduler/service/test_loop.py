@@ -1,10 +1,13 @@
 import threading
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import zmq
 from fakes import FakeWorkerGroup, oracle, small_config, submit
+from narrowing import instance_of, not_none
 
 from quire.proto import stream
 from quire.proto.errors import RankFailed
@@ -14,6 +17,7 @@ from quire.proto.stream import (
     CacheQuery,
     CacheReport,
     Drain,
+    Finish,
     FinishReason,
     GatewayMessage,
     ReplicaMessage,
@@ -25,7 +29,7 @@ from quire.proto.transport.network import CurveKeys, connect, tcp_endpoint
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.kv.prefix_cache import prefix_hashes
 from quire.scheduler.service.loop import StepLoop
-from quire.scheduler.service.mailbox import MAX_MESSAGES_AT_ONCE, ZmqMailbox
+from quire.scheduler.service.mailbox import MAX_MESSAGES_AT_ONCE, Mailbox, ZmqMailbox
 
 
 class FakeMailbox:
@@ -49,7 +53,7 @@ class FakeMailbox:
         pass
 
 
-def make_loop(mailbox, **limits) -> tuple[StepLoop, Scheduler, FakeWorkerGroup]:
+def make_loop(mailbox: Mailbox, **limits: Any) -> tuple[StepLoop, Scheduler, FakeWorkerGroup]:
     config = small_config(**limits)
     scheduler, group = Scheduler(config), FakeWorkerGroup(config)
     return StepLoop(scheduler, group, mailbox, "replica-0"), scheduler, group
@@ -74,7 +78,7 @@ def test_requests_of_two_gateways_are_answered() -> None:
     assert {gateway for gateway, message in mailbox.sent} == {b"a", b"b"}
 
 
-def test_the_gap_between_steps_leaves_idle_times_out():
+def test_the_gap_between_steps_leaves_idle_times_out() -> None:
     mailbox = FakeMailbox([[(b"a", submit(1, [5, 6], max_tokens=5))], [], [], [], [], [], [], []])
     loop, scheduler, group = make_loop(mailbox, max_steps_in_flight=1)
     gather, waits = group.gather, iter([7.0, 0.5, 0.25, 0.25, 1.0, 9.0, 3.0])
@@ -82,7 +86,7 @@ def test_the_gap_between_steps_leaves_idle_times_out():
     def gather_late(timeout_s: float) -> StepResult:
         return replace(gather(timeout_s), stage_times={"wait": next(waits)})
 
-    group.gather = gather_late
+    group.gather = gather_late  # type: ignore[method-assign]
     run_until_idle(loop, mailbox)
     assert (scheduler.stats.num_gaps, scheduler.stats.gap_sum_s) == (4, 2.0)
     mailbox.script = [[(b"a", submit(2, [5, 7], max_tokens=2))]]
@@ -127,10 +131,10 @@ def test_a_gateway_that_reads_again_is_told_what_was_ended_meanwhile() -> None:
     mailbox.script = [[(b"a", StatusQuery(1))], [(b"a", StatusQuery(2))]]
     run_until_idle(loop, mailbox)
     (ends, *statuses) = [message for _, message in mailbox.sent]
-    assert {(finish.handle, finish.grpc_status) for finish in ends.finished} == {
+    assert {(finish.handle, finish.grpc_status) for finish in instance_of(TokenBatch, ends).finished} == {
         (6, "UNAVAILABLE"), (7, "UNAVAILABLE"),
     }  # fmt: skip
-    assert [status.query_id for status in statuses] == [1, 2]
+    assert [instance_of(ReplicaStatus, status).query_id for status in statuses] == [1, 2]
 
 
 def test_an_abort_ends_a_request() -> None:
@@ -149,11 +153,14 @@ def test_a_failed_rank_ends_the_loop_and_everyone_is_told() -> None:
         loop.run()
     ((gateway, batch),) = mailbox.sent
     assert gateway == b"a"
-    assert batch.finished[0].grpc_status == "UNAVAILABLE"
-    assert "rank 1" in batch.finished[0].error
+    (finish,) = instance_of(TokenBatch, batch).finished
+    assert finish.grpc_status == "UNAVAILABLE"
+    assert "rank 1" in finish.error
 
 
-def test_everyone_is_told_even_when_the_state_cannot_be_put_in_order(caplog):
+def test_everyone_is_told_even_when_the_state_cannot_be_put_in_order(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mailbox = FakeMailbox([[(b"a", submit(1, [5], max_tokens=30)), (b"b", submit(1, [6], max_tokens=30))]])
     loop, scheduler, group = make_loop(mailbox)
 
@@ -163,10 +170,13 @@ def test_everyone_is_told_even_when_the_state_cannot_be_put_in_order(caplog):
     def fault(*arguments: object) -> None:
         raise KeyError("a fault of our own")
 
-    group.gather, scheduler.blocks.close = fail, fault
+    monkeypatch.setattr(group, "gather", fail)
+    monkeypatch.setattr(scheduler.blocks, "close", fault)
     with pytest.raises(RankFailed, match="killed by signal 9"):
         loop.run()
-    assert {gateway for gateway, batch in mailbox.sent if batch.finished} == {b"a", b"b"}
+    assert {gateway for gateway, batch in mailbox.sent if instance_of(TokenBatch, batch).finished} == {
+        b"a", b"b",
+    }  # fmt: skip
     assert "replica-0 could not end in order" in caplog.text
 
 
@@ -189,7 +199,7 @@ def test_a_draining_replica_says_so_and_gives_its_requests_back() -> None:
     assert not scheduler.has_work
 
 
-def test_a_status_tells_of_load():
+def test_a_status_tells_of_load() -> None:
     now = [100.0]
     mailbox = FakeMailbox([])
     config = small_config(max_num_seqs=1, max_num_batched_tokens=8)
@@ -199,8 +209,7 @@ def test_a_status_tells_of_load():
     for handle in range(2):
         scheduler.add(b"a", submit(handle, [5 + handle] * 12, max_tokens=4, ignore_eos=True), now[0])
     assert loop.status().queued_tokens == 24
-    plan = scheduler.schedule(now[0])
-    loop._group.broadcast(plan)
+    loop._group.broadcast(not_none(scheduler.schedule(now[0])))
     assert loop.status().queued_tokens == 16  # 4 of the one that runs, 12 of the one that waits
     now[0] += 0.5
     scheduler.apply(loop._group.gather(1.0), now[0])
@@ -219,15 +228,17 @@ def test_a_cache_query_is_answered_with_what_changed() -> None:
     run_until_idle(loop, mailbox)
     ((gateway, report),) = [sent for sent in mailbox.sent if isinstance(sent[1], CacheReport)]
     assert gateway == b"b"
-    assert report.added == b"".join(reversed(prefix_hashes([5] * 9, 4, model="fake")))
+    assert instance_of(CacheReport, report).added == b"".join(
+        reversed(prefix_hashes([5] * 9, 4, model="fake"))
+    )
 
 
 @pytest.fixture
-def endpoint(tmp_path):
+def endpoint(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/mailbox"
 
 
-def dealer(context: zmq.Context, endpoint: str) -> zmq.Socket:
+def dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.RCVTIMEO, 60_000)
     socket.setsockopt(zmq.LINGER, 0)
@@ -235,7 +246,7 @@ def dealer(context: zmq.Context, endpoint: str) -> zmq.Socket:
     return socket
 
 
-def test_the_loop_serves_over_a_socket_and_stops_when_asked(endpoint):
+def test_the_loop_serves_over_a_socket_and_stops_when_asked(endpoint: str) -> None:
     mailbox = ZmqMailbox(endpoint)
     loop, _, _ = make_loop(mailbox)
     thread = threading.Thread(target=loop.run)
@@ -244,9 +255,9 @@ def test_the_loop_serves_over_a_socket_and_stops_when_asked(endpoint):
         socket.send(b"no such message")
         socket.send(stream.encode(submit(3, [5, 6], max_tokens=6)))
         told: list[int] = []
-        finished: tuple = ()
+        finished: tuple[Finish, ...] = ()
         while not finished:
-            batch = stream.decode(socket.recv())
+            batch = instance_of(TokenBatch, stream.decode(socket.recv()))
             told += batch.token_ids.tolist()
             finished = batch.finished
         assert told == oracle([5, 6], 6)
@@ -259,19 +270,19 @@ def test_the_loop_serves_over_a_socket_and_stops_when_asked(endpoint):
     loop.stop()  # does nothing any more
 
 
-def test_a_mailbox_notices_a_gateway_that_left(endpoint):
+def test_a_mailbox_notices_a_gateway_that_left(endpoint: str) -> None:
     mailbox = ZmqMailbox(endpoint)
     with zmq.Context() as context, dealer(context, endpoint) as socket:
         socket.send(stream.encode(Abort(1)))
         ((gateway, message),) = mailbox.receive(60.0)
         assert message == Abort(1)
         assert mailbox.send(gateway, TokenBatch(1, np.array([1], np.int32), np.array([2], np.int32)))
-        assert stream.decode(socket.recv()).token_ids.tolist() == [2]
+        assert instance_of(TokenBatch, stream.decode(socket.recv())).token_ids.tolist() == [2]
     assert not mailbox.send(b"nobody", TokenBatch(1))
     mailbox.close()
 
 
-def test_a_flood_of_messages_is_taken_in_parts(endpoint):
+def test_a_flood_of_messages_is_taken_in_parts(endpoint: str) -> None:
     mailbox = ZmqMailbox(endpoint)
     with zmq.Context() as context, dealer(context, endpoint) as socket:
         for handle in range(MAX_MESSAGES_AT_ONCE + 5):
@@ -279,7 +290,7 @@ def test_a_flood_of_messages_is_taken_in_parts(endpoint):
         taken: list[int] = []
         most = 0
         while len(taken) < MAX_MESSAGES_AT_ONCE // 2 + 3:
-            part = [message.handle for _, message in mailbox.receive(60.0)]
+            part = [instance_of(Abort, message).handle for _, message in mailbox.receive(60.0)]
             taken += part
             most = max(most, len(part))
     assert taken == list(range(0, MAX_MESSAGES_AT_ONCE + 5, 2))
