@@ -15,9 +15,10 @@ import numpy as np
 
 from benchmarks.trace import FIRST_TOKEN, VOCAB_SIZE, Trace, TracedRequest
 from quire.proto.block_tables import IntArray
+from quire.proto.codec import FloatArray
 from quire.proto.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from quire.proto.sampling import MAX_ANSWERS, SamplingParams
-from quire.proto.step import FloatArray, Logprobs, StepPlan, StepResult
+from quire.proto.step import Logprobs, StepPlan, StepResult
 from quire.proto.stream import (
     Finish,
     FinishReason,

@@ -1,50 +1,47 @@
-"""StepPlan and StepResult: what the scheduler tells every rank each step, and what comes back.
+"""StepPlan and StepResult: the scheduler's message to every rank per step, and each rank's reply.
 
-Full once, diffs after. A plan is applied in this order:
+A sequence is sent in full once, then as diffs. A *row* is a batch slot. A rank applies a plan in this order:
 
-1. `released_rows` are emptied;
-2. `new` sequences are put into their rows, with tokens and block tables in full;
-3. `appended_ids` are appended to the block tables of `appended_rows`; then the tables must have `digest`;
-4. blocks move, before anything is computed: all of `swap_out`, then all of `swap_in`, then all of `copies`;
-5. the newest tokens of `chosen_rows` become `chosen_ids`, in the place of what the ranks sampled (beam search);
-6. rows compute. A row is *decoding* from the moment a chunk has reached its last known token. Each decoding row
+1. empty `released_rows`;
+2. put the `new` sequences into their rows, with tokens and block tables in full;
+3. append `appended_ids` to the block tables of `appended_rows`; the tables must then have `digest`;
+4. move blocks, before anything is computed: all of `swap_out`, then all of `swap_in`, then all of `copies`;
+5. replace the newest tokens of `chosen_rows`, which the ranks sampled, by `chosen_ids` (beam search);
+6. compute. A row is *decoding* from the step on in which a chunk reached its last known token. Each decoding row
    computes its newest token, except `held_rows`; each of `chunk_rows` computes its next `chunk_lens` tokens;
-7. rows whose last known token was computed in this step sample one token, which becomes their newest.
+7. sample one token for each row whose last known token was computed in this step; it becomes the row's newest.
 
-Ranks append sampled tokens to their rows by themselves, so a steady decode step carries nothing a row.
+Each rank appends the sampled tokens to its own rows, so the plan of a steady decode step carries no per-row data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
 
 from .block_tables import IntArray
-from .errors import ProtocolError
+from .codec import FloatArray, FrameCodec, field_values, pack_floats, pack_ints, unpack_floats, unpack_ints
 
 VERSION = 2
 NO_INTS: IntArray = np.zeros(0, dtype=np.int32)
 NO_INTS.flags.writeable = False
 NO_PAIRS: IntArray = NO_INTS.reshape(0, 2)
 
-FloatArray = npt.NDArray[np.float32]
-Message = TypeVar("Message")
+_codec = FrameCodec("step", VERSION)
 
 
 @dataclass(frozen=True, slots=True)
 class RowLogitsProcessors:
-    """What changes a row's logits before anything is drawn from them; the fields are as in SamplingParams.
+    """Changes to a row's logits before sampling; fields not listed here are as in SamplingParams.
 
     Attributes:
-        num_prompt_tokens: where the sequence's answer begins.
-        bad_words: token ids of sequences that may not be completed.
+        num_prompt_tokens: tokens of the prompt; the output tokens follow them.
+        bad_words: token id sequences that must not be completed.
         min_len: while the sequence (prompt included) is shorter than this, `stop_token_ids` cannot be
-            sampled: what min_tokens asks for.
+            sampled. Implements min_tokens.
         stop_token_ids: tokens that would end the sequence; empty unless min_len needs them.
     """
 
@@ -80,11 +77,11 @@ class RowLogitsProcessors:
 
 @dataclass(frozen=True, slots=True)
 class PromptScoring:
-    """Which tokens of its prompt a row reports the log-probabilities of.
+    """Range of a row's prompt tokens whose log-probabilities are reported.
 
     Attributes:
-        num_top: likeliest tokens to report beside each, as prompt_logprobs in SamplingParams.
-        start, end: places in the prompt, from 1 on, since nothing comes before the first token.
+        num_top: most likely tokens to report beside each prompt token, as prompt_logprobs in SamplingParams.
+        start, end: positions in the prompt, end excluded; start is at least 1, as nothing predicts the first token.
     """
 
     num_top: int
@@ -94,13 +91,13 @@ class PromptScoring:
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How a row samples, in full: a pure function of (logits, this, the sequence so far).
+    """All settings of a row's sampling, which is a pure function of (logits, settings, the sequence so far).
 
     Attributes:
-        seed: 64-bit; with the position it keys the row's random numbers.
+        seed: 64-bit; seed and position key the row's random numbers.
         logprobs: as in SamplingParams.
         logits_processors: None for most rows, which sample from the logits unchanged.
-        scoring: None where the log-probabilities of the prompt are not asked for, or are known.
+        scoring: None if the prompt's log-probabilities are not requested or are already reported.
     """
 
     temperature: float = 1.0
@@ -113,9 +110,9 @@ class RowSampling:
     scoring: PromptScoring | None = None
 
     def pack(self) -> tuple[Any, ...]:
-        """As a msgpack value."""
-        *settings, processors, scoring = values_of(self)
-        parts = (None if part is None else values_of(part) for part in (processors, scoring))
+        """Return the fields as msgpack values."""
+        *settings, processors, scoring = field_values(self)
+        parts = (None if part is None else field_values(part) for part in (processors, scoring))
         return *settings, *parts
 
     @staticmethod
@@ -130,11 +127,11 @@ class RowSampling:
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence in full, put into a row: one that starts, or that comes back after a preemption or a failure.
+    """A sequence in full, put into a row: a new one, or one that resumes after a preemption or a failure.
 
     Attributes:
-        token_ids: prompt and whatever was generated before.
-        num_computed_tokens: of token_ids, those whose KV the blocks hold already (a prefix hit).
+        token_ids: the prompt, then every token generated before.
+        num_computed_tokens: leading tokens of token_ids whose KV the blocks already hold (a prefix cache hit).
         block_ids: its block table so far.
     """
 
@@ -148,15 +145,15 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step of every rank. All arrays are int32; the module's docstring says how they are applied.
+    """One step of every rank. All arrays are int32; the module's docstring gives the order of application.
 
     Attributes:
         step_id: counts the steps of an epoch from 1.
-        epoch: counts the lives of the worker group; answers of an earlier epoch are refused.
-        digest: of the block tables after steps 1 to 3.
-        copies: [n, 2] block ids, source and destination; no block is both (copy-on-write).
-        swap_out: [n, 2] device block and host block that it is copied to.
-        swap_in: [n, 2] host block and device block that it is copied to.
+        epoch: counts the restarts of the worker group; results of an earlier epoch are dropped.
+        digest: of the block tables after points 1 to 3.
+        copies: [n, 2] source and destination block ids; no block is both (copy-on-write).
+        swap_out: [n, 2] device block id, host block id that receives its copy.
+        swap_in: [n, 2] host block id, device block id that receives its copy.
     """
 
     step_id: int
@@ -176,7 +173,7 @@ class StepPlan:
     chunk_lens: IntArray = field(default_factory=lambda: NO_INTS)
 
     def encode(self) -> bytes:
-        return _pack(
+        return _codec.encode(
             (
                 self.step_id,
                 self.epoch,
@@ -198,19 +195,19 @@ class StepPlan:
 
     @staticmethod
     def decode(frame: bytes) -> StepPlan:
-        """Raises ProtocolError on an unknown version or shape."""
-        return _unpack(frame, _decode_plan)
+        """Return the plan of a frame; raise ProtocolError if the version or the shape is unknown."""
+        return _codec.decode(frame, _decode_plan)
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of those sampled tokens whose rows asked for them.
+    """Log-probabilities of the sampled tokens whose rows request them.
 
     Attributes:
-        index: [n] int32, positions in the token array that this goes with.
+        index: [n] int32, positions in the accompanying token array.
         chosen: [n] float32, of the sampled tokens.
-        top_ids: [n, k] int32, likeliest tokens first; k is the most that any row asked for.
-        top: [n, k] float32.
+        top_ids: [n, k] int32, most likely tokens first; k is the largest number that any row requests.
+        top: [n, k] float32, log-probabilities of top_ids.
     """
 
     index: IntArray
@@ -219,7 +216,10 @@ class Logprobs:
     top: FloatArray
 
     def select(self, positions: IntArray) -> Logprobs | None:
-        """The entries for `positions` (ascending, of the token array), renumbered to count within them."""
+        """Return the entries for `positions` (ascending, in the token array), with `index` into `positions`.
+
+        Returns None if there are none.
+        """
         keep = np.isin(self.index, positions)
         if not keep.any():
             return None
@@ -227,38 +227,38 @@ class Logprobs:
         return Logprobs(index, self.chosen[keep], self.top_ids[keep], self.top[keep])
 
     def pack(self) -> tuple[Any, ...]:
-        """As a msgpack value."""
-        floats = self.chosen.astype("<f4").tobytes(), self.top.astype("<f4").tobytes()
-        return pack_ints(self.index), floats[0], self.top_ids.shape[1], pack_ints(self.top_ids), floats[1]
+        """Return the fields as msgpack values."""
+        index, chosen = pack_ints(self.index), pack_floats(self.chosen)
+        return index, chosen, self.top_ids.shape[1], pack_ints(self.top_ids), pack_floats(self.top)
 
     @staticmethod
     def unpack(value: Any) -> Logprobs:
-        index, chosen, width, top_ids, top = value
+        index, raw_chosen, width, raw_top_ids, raw_top = value
+        chosen = unpack_floats(raw_chosen)
+        shape = (len(chosen), width) if width == 0 else (-1, width)
         return Logprobs(
-            ints(index),
-            np.frombuffer(chosen, dtype="<f4"),
-            ints(top_ids).reshape(-1, width) if width else np.zeros((len(chosen) // 4, 0), np.int32),
-            np.frombuffer(top, dtype="<f4").reshape(-1, width)
-            if width
-            else np.zeros((len(chosen) // 4, 0), "<f4"),
+            unpack_ints(index),
+            chosen,
+            unpack_ints(raw_top_ids).reshape(shape),
+            unpack_floats(raw_top).reshape(shape),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of tokens of prompts.
+    """Log-probabilities of prompt tokens.
 
     Attributes:
-        owners: [n] int32, whose each is: its row in a StepResult, its handle in a TokenBatch. Those of an owner are
-            together, in the order of its prompt.
-        logprobs: of all; its `index` is the token's place in its prompt, from 1 on.
+        owners: [n] int32, the owner of each token: a row in a StepResult, a handle in a TokenBatch. The tokens of
+            one owner are adjacent, in prompt order.
+        logprobs: of all tokens; its `index` is the token's position in its prompt, from 1 on.
     """
 
     owners: IntArray
     logprobs: Logprobs
 
     def select(self, mask: npt.NDArray[np.bool_], owners: IntArray) -> PromptLogprobs | None:
-        """The entries under a mask, which then belong to `owners`; None where there are none."""
+        """Return the entries under `mask` with `owners` as their owners; None if there are none."""
         all_ = self.logprobs
         if not mask.any():
             return None
@@ -266,24 +266,24 @@ class PromptLogprobs:
         return PromptLogprobs(owners, kept)
 
     def pack(self) -> tuple[Any, ...]:
-        """As a msgpack value."""
+        """Return the fields as msgpack values."""
         return pack_ints(self.owners), self.logprobs.pack()
 
     @staticmethod
     def unpack(value: Any) -> PromptLogprobs:
         owners, logprobs = value
-        return PromptLogprobs(ints(owners), Logprobs.unpack(logprobs))
+        return PromptLogprobs(unpack_ints(owners), Logprobs.unpack(logprobs))
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a rank answers. Rank 0's carries the tokens; the others', which sampled the same, only that they did.
+    """A rank's reply to a step. Rank 0's carries the tokens; other ranks sample the same tokens and only confirm.
 
     Attributes:
-        token_ids: [rows that sampled] int32, by ascending row; empty from other ranks than 0.
-        prompt_logprobs: of the prompt tokens that were scored in the step.
-        stage_times: seconds by stage (``apply``, ``forward``, ``sample``); and ``wait``, from the answer before until
-            this step's plan was there.
+        token_ids: [rows that sampled] int32, by ascending row; empty from ranks other than 0.
+        prompt_logprobs: of the prompt tokens scored in the step.
+        stage_times: seconds by stage (``apply``, ``forward``, ``sample``); and ``wait``, from the previous reply
+            until the arrival of this step's plan.
     """
 
     step_id: int
@@ -298,16 +298,16 @@ class StepResult:
         logprobs = None if self.logprobs is None else self.logprobs.pack()
         of_prompts = None if self.prompt_logprobs is None else self.prompt_logprobs.pack()
         step = self.step_id, self.epoch, self.rank
-        return _pack(("ok", *step, pack_ints(self.token_ids), logprobs, self.stage_times, of_prompts))
+        return _codec.encode(("ok", *step, pack_ints(self.token_ids), logprobs, self.stage_times, of_prompts))
 
 
 @dataclass(frozen=True, slots=True)
 class StepFailure:
-    """A rank's own word that it cannot do a step.
+    """A rank's report of its own failure.
 
     Attributes:
         step_id: 0 outside a step.
-        stage: where it happened: ``apply``, ``forward``, ``sample``, ...
+        stage: the stage that failed: ``apply``, ``forward``, ``sample``, ...
         reason: one line.
     """
 
@@ -318,43 +318,12 @@ class StepFailure:
     reason: str
 
     def encode(self) -> bytes:
-        return _pack(("failed", self.step_id, self.epoch, self.rank, self.stage, self.reason))
+        return _codec.encode(("failed", self.step_id, self.epoch, self.rank, self.stage, self.reason))
 
 
 def decode_reply(frame: bytes) -> StepResult | StepFailure:
-    """Raises ProtocolError on an unknown version or shape."""
-    return _unpack(frame, _decode_reply)
-
-
-def ints(raw: bytes) -> IntArray:
-    """A read-only [n] int32 view of little-endian bytes."""
-    return np.frombuffer(raw, dtype="<i4")
-
-
-def pack_ints(values: IntArray) -> bytes:
-    """The array as little-endian int32 bytes; `ints` reads them."""
-    return np.ascontiguousarray(values, dtype="<i4").tobytes()
-
-
-def values_of(instance: Any) -> tuple[Any, ...]:
-    """A dataclass's fields, in order. Unlike `astuple` it copies nothing: some have tens of thousands of ids."""
-    return tuple(getattr(instance, member.name) for member in fields(instance))
-
-
-def _pack(values: tuple[Any, ...]) -> bytes:
-    packed: bytes = msgpack.packb(values)
-    return bytes((VERSION,)) + packed
-
-
-def _unpack(frame: bytes, decode: Callable[[Any], Message]) -> Message:
-    if not frame or frame[0] != VERSION:
-        raise ProtocolError(
-            f"step message of version {frame[0] if frame else 'none'}; this side speaks {VERSION}"
-        )
-    try:
-        return decode(msgpack.unpackb(memoryview(frame)[1:]))
-    except (ValueError, TypeError, IndexError, KeyError) as error:
-        raise ProtocolError(f"step message cannot be read: {error}") from error
+    """Return the reply of a frame; raise ProtocolError if the version or the shape is unknown."""
+    return _codec.decode(frame, _decode_reply)
 
 
 def _encode_new(sequence: NewSequence) -> tuple[Any, ...]:
@@ -371,19 +340,21 @@ def _encode_new(sequence: NewSequence) -> tuple[Any, ...]:
 def _decode_new(value: Any) -> NewSequence:
     row, seq_id, token_ids, num_computed_tokens, block_ids, sampling = value
     settings = RowSampling.unpack(sampling)
-    return NewSequence(row, seq_id, ints(token_ids), num_computed_tokens, ints(block_ids), settings)
+    return NewSequence(
+        row, seq_id, unpack_ints(token_ids), num_computed_tokens, unpack_ints(block_ids), settings
+    )
 
 
 def _decode_plan(fields: Any) -> StepPlan:
     step_id, epoch, digest, released, new, *arrays = fields
     rows, ids, copies, swap_out, swap_in, chosen_rows, chosen_ids, held, chunk_rows, chunk_lens = map(
-        ints, arrays
+        unpack_ints, arrays
     )
     return StepPlan(
         step_id=step_id,
         epoch=epoch,
         digest=digest,
-        released_rows=ints(released),
+        released_rows=unpack_ints(released),
         new=tuple(_decode_new(value) for value in new),
         appended_rows=rows,
         appended_ids=ids,
@@ -407,4 +378,4 @@ def _decode_reply(fields: Any) -> StepResult | StepFailure:
     step_id, epoch, rank, token_ids, logprobs, stage_times, of_prompts = rest
     unpacked = None if logprobs is None else Logprobs.unpack(logprobs)
     scored = None if of_prompts is None else PromptLogprobs.unpack(of_prompts)
-    return StepResult(step_id, epoch, rank, ints(token_ids), unpacked, stage_times, scored)
+    return StepResult(step_id, epoch, rank, unpack_ints(token_ids), unpacked, stage_times, scored)

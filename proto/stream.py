@@ -1,7 +1,7 @@
-"""What gateways and a replica's scheduler say to each other: msgpack frames over a ZeroMQ DEALER and ROUTER.
+"""Messages between gateways and a replica's scheduler: msgpack frames over a ZeroMQ DEALER and ROUTER.
 
-A gateway numbers its sequences by *handles*; the scheduler answers with one TokenBatch a step and gateway, never
-one message a request.
+A gateway numbers its sequences with *handles*. The scheduler sends one TokenBatch per step and gateway, never one
+message per request.
 
     gateway -> scheduler    Submit, Abort, Stop, StatusQuery, CacheQuery, Drain
     scheduler -> gateway    TokenBatch, ReplicaStatus, CacheReport
@@ -14,16 +14,16 @@ from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import msgpack
-
 from .block_tables import IntArray
-from .errors import InvalidRequest, ProtocolError
+from .codec import FrameCodec, field_values, pack_ints, unpack_ints
 from .sampling import SamplingParams
-from .step import NO_INTS, Logprobs, PromptLogprobs, ints, pack_ints, values_of
+from .step import NO_INTS, Logprobs, PromptLogprobs
 
 VERSION = 2
-# Of a block's digest in a CacheReport: enough to choose a replica by, and never to share a block by.
+# Bytes of a block's digest in a CacheReport: enough to route by, too few to share a block by.
 CACHE_HASH_BYTES = 8
+
+_codec = FrameCodec("stream", VERSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,18 @@ class Submit:
     """A sequence to run.
 
     Attributes:
-        handle: the gateway's own number for it, unique among its running ones.
-        request_id: the client's name for it, for logs and errors.
-        sampling: checked already; its seed is set, so that the sequence can be run again anywhere.
-            Stop strings are the gateway's to find. With ``n`` answers, answer i has the handle ``handle + i``.
-        tenant: whose request it is, for the fair policy.
-        priority: higher goes first; the same in the order of arrival.
-        timeout_s: time left to its deadline; None: none.
+        handle: the gateway's number for the sequence, unique among its running sequences.
+        request_id: the client's name for the request, for logs and errors.
+        sampling: validated by the gateway, with its seed set, so that any replica can run the sequence again.
+            The gateway itself matches stop strings. With ``n`` outputs, output i has the handle ``handle + i``.
+        tenant: the request's tenant, for the fair policy.
+        priority: higher runs first; equal priorities run in order of arrival.
+        timeout_s: seconds left to the deadline; None for no deadline.
         salt: prefixes are shared only between equal salts.
-        generated_token_ids: what the sequence has generated elsewhere already. Its answer goes on after them as it
-            would have gone on there, and limits, seeds and the account count from its beginning; only new tokens are
-            told. One answer then: answer i of n is submitted alone, with ``seed`` + i.
+        generated_token_ids: tokens that the sequence has generated on another replica. The output continues after
+            them exactly as it would have there: limits, seeds and usage count from the sequence's start, and only
+            new tokens are sent. Then the message holds one output: output i of n is submitted alone, with
+            ``seed`` + i.
     """
 
     handle: int
@@ -57,32 +58,32 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Ends a sequence and frees its blocks; nothing more is said of it. Unknown handles are ignored."""
+    """Aborts a sequence and frees its blocks; the scheduler sends no Finish. Unknown handles are ignored."""
 
     handle: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Ends a sequence whose gateway found a stop string: an Abort that is answered with the sequence's Finish."""
+    """Ends a sequence in which the gateway found a stop string. Unlike after an Abort, its Finish is sent."""
 
     handle: int
 
 
 @dataclass(frozen=True, slots=True)
 class StatusQuery:
-    """Asks for a ReplicaStatus."""
+    """Requests a ReplicaStatus."""
 
     query_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Asks the replica to get empty. From now on it takes no request: what comes or waits is MOVED.
+    """Drains the replica: new and waiting requests finish as MOVED from now on.
 
     Attributes:
-        grace_s: how long running sequences may still take; what is left then is MOVED. A later Drain can only
-            shorten it.
+        grace_s: seconds that running sequences may still take; the rest then finish as MOVED. A later Drain can
+            only shorten the time.
     """
 
     grace_s: float
@@ -90,17 +91,17 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class CacheQuery:
-    """Asks for a CacheReport.
+    """Requests a CacheReport.
 
     Attributes:
-        since: the version of the last one that came from this replica; 0: none has.
+        since: version of the last report received from this replica; 0 before the first.
     """
 
     since: int
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. MOVED is no end: the replica gives it back, to be run elsewhere from where it is."""
+    """Reason for a Finish. MOVED is not an end: the gateway continues the sequence on another replica."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -110,7 +111,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where a sequence's time went, in seconds; see Timings in inference.proto."""
+    """Seconds of a sequence's life by stage; see Timings in inference.proto."""
 
     queued_s: float = 0.0
     prefill_s: float = 0.0
@@ -125,10 +126,10 @@ class Finish:
     """The end of a sequence.
 
     Attributes:
-        stop_token_id: the request's own stop token that ended it; None for the model's end of sequence.
-        num_completion_tokens: sampled tokens, the one that stopped it included.
-        score: beam search: the summed log-probability, length penalty applied; else None.
-        grpc_status: with reason ERROR, the status of the error (`errors.from_status` makes it again).
+        stop_token_id: the stop token of the request that ended the sequence; None for the model's end of sequence.
+        num_completion_tokens: sampled tokens, the final stop token included.
+        score: beam search: the summed log-probability with the length penalty applied; else None.
+        grpc_status: with reason ERROR, the status of the error (`errors.from_status` rebuilds the error).
     """
 
     handle: int
@@ -145,15 +146,15 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One step's news for one gateway.
+    """The updates of one step for one gateway.
 
     Attributes:
-        step_id: the step that sampled them; 0 for news outside a step.
-        handles: [n] int32, whose token each is; a handle may repeat, its tokens in order.
+        step_id: the step that sampled the tokens; 0 for updates outside a step.
+        handles: [n] int32, the sequence of each token; a handle may repeat, with its tokens in order.
         token_ids: [n] int32.
         finished: sequences that ended, after their tokens above.
-        prompt_logprobs: of tokens of prompts, by handle, in a batch without anything else; they come in order, and
-            after a move perhaps again.
+        prompt_logprobs: of prompt tokens, by handle, in a batch of their own; sent in prompt order, and possibly
+            a second time after a move.
     """
 
     step_id: int
@@ -166,13 +167,13 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """Which prefixes a replica holds, or how that has changed. Hashes stand one after the other.
+    """The cached prefixes of a replica, in full or as a diff.
 
     Attributes:
-        version: of this state; later reports may be asked for from here on.
-        since: the version that `added` and `removed` change. 0: `added` is all there is (of a very large cache the
-            newest), and what was known before is void.
-        added, removed: CACHE_HASH_BYTES each; see `prefix_cache.prefix_hashes` for what is hashed.
+        version: of this state; a CacheQuery can ask for the changes since.
+        since: the version to which `added` and `removed` apply. 0: `added` is the full state (of a very large
+            cache, its newest part) and replaces every earlier one.
+        added, removed: concatenated hashes of CACHE_HASH_BYTES each; see `prefix_cache.prefix_hashes`.
     """
 
     version: int
@@ -183,6 +184,8 @@ class CacheReport:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
+    """A rank's process and the stage it is in."""
+
     rank: int
     pid: int
     node: str
@@ -192,17 +195,17 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """A replica's state in numbers; the fields mean what admin.proto says of them.
+    """A replica's state in numbers; admin.proto documents the fields that are not listed here.
 
     Attributes:
-        draining: it takes no new requests.
-        queued_tokens: prompt tokens not planned yet, of waiting and of running sequences.
-        kv_use: share of its blocks that running sequences hold.
-        oldest_wait_s: how long the one has waited that waits longest for its first row.
-        tokens_per_s: computed, prompt and sampled ones together, a second in which it computed at all; recent seconds
-            count most. 0: nothing was computed yet.
-        cache_version: of its prefix cache, as in CacheReport.
-        mean_plan_wait_s: how long its ranks waited for a plan when the step before was done; idle times left out.
+        draining: the replica takes no new requests.
+        queued_tokens: prompt tokens not planned yet, of waiting and running sequences.
+        kv_use: share of the blocks that running sequences hold.
+        oldest_wait_s: longest time that a sequence without a row has waited for its first one.
+        tokens_per_s: tokens computed (prompt and sampled) per busy second, recent seconds weighted most; 0 before
+            the first token.
+        cache_version: version of the prefix cache, as in CacheReport.
+        mean_plan_wait_s: mean time that the ranks waited for a plan after finishing a step, idle times left out.
     """
 
     query_id: int
@@ -243,42 +246,39 @@ ReplicaMessage = TokenBatch | ReplicaStatus | CacheReport
 
 
 def encode(message: GatewayMessage | ReplicaMessage) -> bytes:
-    """The message as a frame: a version byte, then a msgpack array of a tag and positional fields."""
-    packed: bytes = msgpack.packb(_ENCODERS[type(message)](message))
-    return bytes((VERSION,)) + packed
+    """Return the message as a frame, whose array is a tag and positional fields."""
+    return _codec.encode(_ENCODERS[type(message)](message))
 
 
 def decode(frame: bytes) -> GatewayMessage | ReplicaMessage:
-    """Raises ProtocolError on an unknown version, tag or shape."""
-    if not frame or frame[0] != VERSION:
-        raise ProtocolError(
-            f"stream message of version {frame[0] if frame else 'none'}; this side speaks {VERSION}"
-        )
-    try:
-        tag, *values = msgpack.unpackb(memoryview(frame)[1:])
-        return _DECODERS[tag](values)
-    except (ValueError, TypeError, IndexError, KeyError, InvalidRequest) as error:
-        raise ProtocolError(f"stream message cannot be read: {error}") from error
+    """Return the message of a frame; raise ProtocolError if the version, the tag or the shape is unknown."""
+    return _codec.decode(frame, _decode_tagged)
+
+
+def _decode_tagged(values: list[Any]) -> GatewayMessage | ReplicaMessage:
+    tag, *rest = values
+    return _DECODERS[tag](rest)
 
 
 def _encode_submit(message: Submit) -> tuple[Any, ...]:
     prompt, generated = pack_ints(message.prompt_token_ids), pack_ints(message.generated_token_ids)
-    standing = message.tenant, message.priority, message.timeout_s, message.salt
+    admission = message.tenant, message.priority, message.timeout_s, message.salt
     return (
         "submit",
         message.handle,
         message.request_id,
         prompt,
         generated,
-        values_of(message.sampling),
-        *standing,
+        field_values(message.sampling),
+        *admission,
     )
 
 
 def _decode_submit(values: list[Any]) -> Submit:
     handle, request_id, prompt, generated, sampling, tenant, priority, timeout_s, salt = values
-    standing = tenant, priority, timeout_s, salt
-    return Submit(handle, request_id, ints(prompt), SamplingParams(*sampling), *standing, ints(generated))
+    admission = tenant, priority, timeout_s, salt
+    params = SamplingParams(*sampling)
+    return Submit(handle, request_id, unpack_ints(prompt), params, *admission, unpack_ints(generated))
 
 
 def _encode_batch(message: TokenBatch) -> tuple[Any, ...]:
@@ -294,7 +294,7 @@ def _decode_batch(values: list[Any]) -> TokenBatch:
     unpacked = None if logprobs is None else Logprobs.unpack(logprobs)
     scored = None if of_prompts is None else PromptLogprobs.unpack(of_prompts)
     ends = tuple(map(_decode_finish, finished))
-    return TokenBatch(step_id, ints(handles), ints(token_ids), unpacked, ends, scored)
+    return TokenBatch(step_id, unpack_ints(handles), unpack_ints(token_ids), unpacked, ends, scored)
 
 
 def _decode_finish(values: list[Any]) -> Finish:

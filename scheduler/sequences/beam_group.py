@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...proto.block_tables import IntArray
-from ...proto.step import FloatArray
+from ...proto.codec import FloatArray
 from .beam_search import BeamSearch, Child
 
 

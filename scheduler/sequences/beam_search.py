@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...proto.block_tables import IntArray
-from ...proto.step import FloatArray
+from ...proto.codec import FloatArray
 
 
 class Child(NamedTuple):

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ...kernels.logits import Biases, LogitsProcessors, Masks, Penalties
 from ...proto.block_tables import IntArray
-from ...proto.step import FloatArray, NewSequence, RowLogitsProcessors
+from ...proto.codec import FloatArray
+from ...proto.step import NewSequence, RowLogitsProcessors
 from ..comm.communicator import Shard
 from ..memory.host_to_device import to_device, to_device_together
 from .token_counts import TokenCounts, num_words, packed
