@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 SOURCE := build/source/quire
 FOLDERS := proto kernels worker scheduler cluster
 
-.PHONY: help venv demo test test-all check proto clean
+.PHONY: help venv demo test test-all check layers proto figures clean
 
 help:
 	@echo "make demo      run the main job: two tensor-parallel workers answer concurrent gRPC requests"
@@ -15,11 +15,12 @@ help:
 	@echo "make test-all  the slow tests too"
 	@echo "make check     linters, types, import layers, generated code"
 	@echo "make proto     generate the gRPC code anew"
+	@echo "make figures   regenerate docs/benchmarks.md from benchmarks/results/"
 	@echo "make venv      the environment that all of these make by themselves"
 
 venv: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
@@ -39,9 +40,16 @@ check: venv $(SOURCE)
 	MYPYPATH=build/source $(BIN)/mypy $(addprefix -p quire.,$(FOLDERS)) -m quire
 	PYTHONPATH=build/source $(BIN)/lint-imports
 	$(BIN)/python proto/generate.py --check
+	$(BIN)/python -m benchmarks.figures_page --check
+
+layers: venv $(SOURCE)
+	PYTHONPATH=build/source $(BIN)/lint-imports
 
 proto: venv
 	$(BIN)/python proto/generate.py
+
+figures: venv
+	$(BIN)/python -m benchmarks.figures_page
 
 $(SOURCE): Makefile
 	@rm -rf $@ && mkdir -p $@

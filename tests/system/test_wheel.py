@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = "proto", "kernels", "worker", "scheduler", "cluster"
-FILES = "__init__.py", "py.typed", "pyproject.toml", "README.md", "LICENSE"
+FILES = "__init__.py", "py.typed", "setup.py", "pyproject.toml", "README.md", "LICENSE"
 
 USE = """
 import sys, quire, quire.cluster.demo

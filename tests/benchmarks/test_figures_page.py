@@ -1,0 +1,33 @@
+"""docs/benchmarks.md is generated from the result files."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import figures_page
+
+
+def test_page_is_up_to_date() -> None:
+    assert figures_page.PAGE.read_text() == figures_page.page(), "run python -m benchmarks.figures_page"
+
+
+def test_page_names_every_result_file() -> None:
+    shown = {section.file for section in figures_page.SECTIONS}
+    assert shown == {path.stem for path in figures_page.RESULTS.glob("*.json")}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(718.7489, "718.7"), (0.0189, "0.0189"), (16383.0, "16,383"), (0.0, "0"), (-2.5, "-2.5")],
+)
+def test_number_has_four_significant_digits_without_exponent(value: float, text: str) -> None:
+    assert figures_page._number(value) == text
+
+
+def test_engine_that_did_not_finish_is_shown_with_its_time() -> None:
+    figures = {
+        "peers.quire.w1.output_tokens_per_s": {"value": 5.0, "unit": "tokens/s", "note": ""},
+        "peers.other.w1.failed_after_s": {"value": 80.1, "unit": "s", "note": ""},
+    }
+    table = figures_page.engines(figures)
+    assert table[-2:] == ["| quire | 5 |", "| other | not finished in 80 s |"]
