@@ -1,4 +1,4 @@
-"""FleetThreads: what blocks is done beside the fleet's event loop, and has a deadline there."""
+"""BlockingCalls: what blocks is done beside the fleet's event loop, and has a deadline there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_LAUNCHES = 512
 T = TypeVar("T")
 
 
-class FleetThreads:
+class BlockingCalls:
     """Two sets of threads: launches take as long as machines do to come, and must hold up nothing else."""
 
     def __init__(self) -> None:

@@ -18,14 +18,16 @@ from ...proto.errors import InvalidRequest, ModelNotFound
 from ..config.deployment import Deployment
 from ..controller_api.demand import Demand
 from ..controller_api.fleet_state import DeploymentEntry, FleetState, ReplicaState
+from ..host.backoff import Backoff
+from ..host.change_notifier import ChangeNotifier
 from .autoscaler import Decision, ScalingState, decide
+from .blocking_calls import BlockingCalls
 from .fleet_store import FleetStore
 from .interfaces import Launcher, Store
 from .nodes import LEAVE_PATIENCE_S, NodeWatch
-from .reconcile import Backoff, plan
+from .reconcile import plan
 from .replica_lifecycle import LifecycleContext, ReplicaLifecycle
 from .snapshot import DemandBook, observe
-from .threads import FleetThreads
 
 TICK_S = 1.0
 # How often the cluster's nodes are looked at.
@@ -38,6 +40,11 @@ _ENDED = ReplicaState.STOPPED, ReplicaState.FAILED
 _log = logging.getLogger(__name__)
 
 
+def _start_backoff() -> Backoff:
+    """Return the delays between launches after replicas failed to start."""
+    return Backoff(first_s=1.0, max_s=120.0)
+
+
 @dataclass(slots=True)
 class _Model:
     """A deployment and how it goes."""
@@ -45,7 +52,7 @@ class _Model:
     deployment: Deployment
     scaling: ScalingState
     decision: Decision
-    backoff: Backoff = field(default_factory=Backoff)
+    backoff: Backoff = field(default_factory=_start_backoff)
     demand: DemandBook = field(default_factory=DemandBook)
     problem: str = ""
 
@@ -74,7 +81,7 @@ class Fleet:
         self._memory = FleetStore(store)
         self._clock = clock
         self._tick_s = tick_s
-        self._threads = FleetThreads()
+        self._threads = BlockingCalls()
         self._models: dict[str, _Model] = {}
         self._replicas: dict[str, ReplicaLifecycle] = {}
         self._surroundings = LifecycleContext(
@@ -88,7 +95,7 @@ class Fleet:
         )
         self._nodes_seen_at = -math.inf
         self._epoch, self._version = secrets.token_hex(4), 0
-        self._changed = asyncio.Event()
+        self._changes = ChangeNotifier()
         self._due = asyncio.Event()
         # Changes of what is wanted come one after the other, so that memory and deployments stay the same.
         self._changing = asyncio.Lock()
@@ -145,7 +152,7 @@ class Fleet:
                 self._add_model(deployment)
             else:
                 if model.deployment.version != deployment.version:
-                    model.backoff, model.problem = Backoff(), ""
+                    model.backoff, model.problem = _start_backoff(), ""
                 model.deployment = deployment
         self._note_change()
         self._due.set()
@@ -214,7 +221,7 @@ class Fleet:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while since == f"{self._epoch}-{self._version}":
-                    await self._changed.wait()
+                    await self._changes.wait()
                 return self.table()
         return None
 
@@ -265,7 +272,7 @@ class Fleet:
         for replica in (self._replicas[name] for name in todo.drain):
             replica.drain(replica.leave_reason or _why_drained(model, replica))
         if any(each.is_proven(now) and each.deployment.version == version for each in replicas):
-            model.backoff.succeed()
+            model.backoff.reset()
         for _ in range(self._num_starts(model, todo.num_starts)):
             self._add_replica(f"replica-{secrets.token_hex(4)}", model.deployment).launch()
 
@@ -275,7 +282,7 @@ class Fleet:
             return num_wanted
         replicas = self._replicas_of(model.deployment.name)
         is_tried = any(each.state is ReplicaState.STARTING for each in replicas)
-        return 0 if is_tried or not model.backoff.may_start(self._clock()) else min(num_wanted, 1)
+        return 0 if is_tried or not model.backoff.is_due(self._clock()) else min(num_wanted, 1)
 
     def _take_state(self, replica: ReplicaLifecycle) -> None:
         """A replica has come to another state."""
@@ -309,8 +316,7 @@ class Fleet:
 
     def _note_change(self) -> None:
         self._version += 1
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._changes.notify()
 
 
 def _why_drained(model: _Model, replica: ReplicaLifecycle) -> str:

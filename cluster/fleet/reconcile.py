@@ -110,32 +110,3 @@ def _newest(replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
 
 def _ids(replicas: Sequence[ReplicaView]) -> tuple[str, ...]:
     return tuple(each.replica_id for each in replicas)
-
-
-@dataclass(slots=True)
-class Backoff:
-    """When the next replica may be started after others have failed to start: 1 s, 2 s, 4 s, ... later.
-
-    Attributes:
-        num_failures: in a row.
-    """
-
-    num_failures: int = 0
-    _next_start: float = 0.0
-
-    FIRST_S = 1.0
-    LONGEST_S = 120.0
-
-    def may_start(self, now: float) -> bool:
-        return now >= self._next_start
-
-    def fail(self, now: float) -> float:
-        """Another one failed; how long to wait now."""
-        wait_s = min(self.FIRST_S * 2.0**self.num_failures, self.LONGEST_S)
-        self.num_failures += 1
-        self._next_start = now + wait_s
-        return wait_s
-
-    def succeed(self) -> None:
-        self.num_failures = 0
-        self._next_start = 0.0

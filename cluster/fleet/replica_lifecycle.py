@@ -20,14 +20,15 @@ from ...proto.stream import Drain, ReplicaStatus
 from ..config.deployment import Deployment
 from ..controller_api.fleet_state import ReplicaEntry, ReplicaState
 from ..host.background import run_in_background
+from ..host.backoff import Backoff
 from ..replica.canary import run_canary
 from ..replica.client import PATIENCE_S, ReplicaClient
 from ..replica.launch_progress import LaunchProgress, LaunchStage
 from ..replica.replica import ReplicaRecord
+from .blocking_calls import CALL_TIMEOUT_S, BlockingCalls
 from .fleet_store import FleetStore
 from .interfaces import Launcher, LiveReplica
 from .reconcile import ReplicaView
-from .threads import CALL_TIMEOUT_S, FleetThreads
 
 # Beyond its grace, before a draining replica is ended with what it still has.
 DRAIN_SLACK_S = 10.0
@@ -53,7 +54,7 @@ class LifecycleContext:
 
     launcher: Launcher
     memory: FleetStore
-    threads: FleetThreads
+    threads: BlockingCalls
     clock: Callable[[], float]
     canary_timeout_s: float
     on_state: Callable[[ReplicaLifecycle], None]
@@ -261,15 +262,15 @@ class ReplicaLifecycle:
 
     async def _end(self) -> None:
         """Leaves nothing of it, however often that has to be tried: what it holds would be lost to the fleet."""
-        retry_s = FIRST_RETRY_S
+        backoff = Backoff(FIRST_RETRY_S, LONGEST_RETRY_S)
         while True:
             try:
                 await self._remove()
                 return
             except Exception:
+                retry_s = backoff.fail(self._around.clock())
                 _log.exception("%s could not be ended; it is tried again in %g s", self.replica_id, retry_s)
             await asyncio.sleep(retry_s)
-            retry_s = min(2 * retry_s, LONGEST_RETRY_S)
 
     async def _remove(self) -> None:
         call, around, name = self._around.threads.call, self._around, self.replica_id

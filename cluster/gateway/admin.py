@@ -13,7 +13,7 @@ from ...proto.errors import ConfigError, PermissionDenied, ReplicaUnavailable
 from ..api.response_messages import replica_to_message
 from ..api.security import ADMIN_TENANT, Security
 from ..config.deployment import Deployment
-from .handlers import answering_errors, authorization
+from .handlers import authorization, convert_errors
 from .replica_pool import ReplicaPool
 from .served_models import ServedModels
 
@@ -52,7 +52,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._security = security
         self._fleet = fleet
 
-    @answering_errors
+    @convert_errors
     async def GetStatus(
         self, message: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.GetStatusResponse:
@@ -67,7 +67,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 known.MergeFrom(seen)
         return response
 
-    @answering_errors
+    @convert_errors
     async def Deploy(
         self, message: admin_pb2.DeployRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.DeployResponse:
@@ -76,14 +76,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         await fleet.deploy(deployment)
         return admin_pb2.DeployResponse(version=deployment.version)
 
-    @answering_errors
+    @convert_errors
     async def Delete(
         self, message: admin_pb2.DeleteRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.DeleteResponse:
         await self._changeable(context).delete(message.model)
         return admin_pb2.DeleteResponse()
 
-    @answering_errors
+    @convert_errors
     async def Drain(
         self, message: admin_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.DrainResponse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from ..controller_api.controller_client import Controller
 from ..controller_api.demand import Demand
 from ..controller_api.fleet_state import DeploymentEntry, FleetState, ReplicaEntry, ReplicaState
 from ..host.background import run_in_background
+from ..host.backoff import Backoff
 from ..replica.client import PATIENCE_S, ReplicaClient
 from ..replica.replica import ReplicaRecord
 from ..requests.request import RequestChecker
@@ -108,7 +110,7 @@ class ControllerSync:
 
     async def _follow(self) -> None:
         """Takes over every table that the controller gives out."""
-        retry_s = FIRST_RETRY_S
+        backoff = Backoff(FIRST_RETRY_S, LONGEST_RETRY_S)
         while True:
             try:
                 self._keys = self._keys or await self._controller.keys()
@@ -119,12 +121,12 @@ class ControllerSync:
             except Exception as error:
                 # Whatever it is, the gateway serves on with what it knows, and has another try at the rest.
                 self._note_problem(error)
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+                await asyncio.sleep(backoff.fail(time.monotonic()))
                 continue
-            if self._problem and retry_s > FIRST_RETRY_S:
+            if self._problem and backoff.num_failures:
                 _log.info("the fleet's controller answers again")
-            self._problem, retry_s = "", FIRST_RETRY_S
+            self._problem = ""
+            backoff.reset()
 
     def _note_problem(self, error: Exception) -> None:
         problem = str(error) if isinstance(error, QuireError) else f"the gateway cannot follow it: {error!r}"
@@ -171,8 +173,8 @@ class ControllerSync:
             )
             self._models.add(served)
         self._bound(known, reachable)
-        known.served.can_be_woken = deployment.limits.min_replicas == 0
-        self._models.note_change()
+        known.served.scales_from_zero = deployment.limits.min_replicas == 0
+        self._models.notify_change()
 
     def _bound(self, known: _Model, reachable: Sequence[ReplicaEntry]) -> None:
         """What the smallest replica cannot hold is refused here."""
@@ -191,7 +193,7 @@ class ControllerSync:
             is_fixed=False,
             max_waiting=config.scheduler.max_queue_len,
             on_demand=self._must_report.set,
-            on_change=self._models.note_change,
+            on_change=self._models.notify_change,
             explain=lambda: self._why_none(name),
         )
 

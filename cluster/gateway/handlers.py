@@ -1,4 +1,4 @@
-"""What every gRPC handler of quire does alike: its errors become statuses, and its calls say who makes them."""
+"""Helpers of every gRPC handler: errors become statuses, and the token is read from the call's metadata."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ResponseT = TypeVar("ResponseT")
 Handler = Callable[[Any, RequestT, grpc.aio.ServicerContext[Any, Any]], Awaitable[ResponseT]]
 
 
-def answering_errors(handler: Handler[RequestT, ResponseT]) -> Handler[RequestT, ResponseT]:
-    """Turns what the handler raises into a gRPC status; a fault of ours is logged, and INTERNAL."""
+def convert_errors(handler: Handler[RequestT, ResponseT]) -> Handler[RequestT, ResponseT]:
+    """Turn what the handler raises into a gRPC status; an unexpected exception is logged and becomes INTERNAL."""
 
-    async def answering(
+    async def converting(
         self: Any, request: RequestT, context: grpc.aio.ServicerContext[Any, Any]
     ) -> ResponseT:
         try:
@@ -31,14 +31,14 @@ def answering_errors(handler: Handler[RequestT, ResponseT]) -> Handler[RequestT,
         except grpc.aio.AbortError:
             raise
         except Exception:
-            _log.exception("a call failed")
-            fault = ProtocolError("the gateway failed on this call; its log says why")
+            _log.exception("a call failed unexpectedly")
+            fault = ProtocolError("the gateway failed on this call; its log has the traceback")
             await context.abort_with_status(to_grpc_status(fault))
-        raise AssertionError("abort raises")
+        raise AssertionError("abort_with_status raises")
 
-    return answering
+    return converting
 
 
 def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | bytes | None:
-    """The call's metadata entry that carries its token."""
+    """Return the call's ``authorization`` metadata, or None if it has none."""
     return dict(metadata or ()).get("authorization")

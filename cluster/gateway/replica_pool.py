@@ -14,6 +14,7 @@ from ...proto.stream import CacheQuery, CacheReport, ReplicaStatus
 from ...scheduler.kv.prefix_cache import prefix_hashes
 from ..controller_api.demand import Demand
 from ..host.background import run_in_background
+from ..host.change_notifier import ChangeNotifier
 from ..replica.canary import run_canary
 from ..replica.client import ReplicaClient
 from ..requests.request import Request
@@ -99,7 +100,7 @@ class ReplicaPool:
         self._router = Router(block_size)
         self._num_requests = self._num_tokens = 0
         self._num_waiting = self._num_waiting_tokens = 0
-        self._changed = asyncio.Event()
+        self._changes = ChangeNotifier()
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
@@ -204,11 +205,10 @@ class ReplicaPool:
         try:
             async with asyncio.timeout(wait_s):
                 while True:
-                    changed = self._changed
                     if (client := self.choose(request)) is not None:
                         return client
                     self._check_can_come()
-                    await changed.wait()
+                    await self._changes.wait()
         except TimeoutError:
             why = self._explain()
             reason = f"no replica of {self.model} was ready in {wait_s:.0f} s" + (f": {why}" if why else "")
@@ -282,8 +282,7 @@ class ReplicaPool:
             await client.wait_until(well=True)
 
     def _note_change(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._changes.notify()
         self._on_change()
 
     async def _close(self, member: _Member, reason: str) -> None:

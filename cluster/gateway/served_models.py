@@ -1,13 +1,13 @@
-"""ServedModels: what one gateway serves, by name. The table may change while it serves."""
+"""ServedModels: the models that one gateway serves, by name. The set may change while the gateway runs."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...proto.config import EngineConfig
 from ...proto.errors import InvalidRequest, ModelNotFound
+from ..host.change_notifier import ChangeNotifier
 from ..replica.client import ReplicaClient
 from ..requests.request import RequestChecker
 from ..requests.tokenizer import Tokenizer
@@ -16,17 +16,17 @@ from .replica_pool import ReplicaPool
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """A model, and the replicas that run it.
+    """A model and the replicas that run it.
 
     Attributes:
-        can_be_woken: it may be without a replica while nobody asks, and gets one as soon as somebody does.
+        scales_from_zero: the model may have no replica while idle; the first request starts one.
     """
 
     config: EngineConfig
     tokenizer: Tokenizer
     checker: RequestChecker
     pool: ReplicaPool
-    can_be_woken: bool = False
+    scales_from_zero: bool = False
 
     @property
     def name(self) -> str:
@@ -34,8 +34,8 @@ class ServedModel:
 
     @property
     def is_ready(self) -> bool:
-        """A request would be answered without an operator doing anything."""
-        return self.pool.is_ready or self.can_be_woken
+        """A request would be served without an operator's help."""
+        return self.pool.is_ready or self.scales_from_zero
 
 
 class ServedModels:
@@ -43,7 +43,7 @@ class ServedModels:
 
     def __init__(self) -> None:
         self._by_name: dict[str, ServedModel] = {}
-        self._changed = asyncio.Event()
+        self._changes = ChangeNotifier()
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(tuple(self._by_name.values()))
@@ -52,22 +52,22 @@ class ServedModels:
         return name in self._by_name
 
     def add(self, model: ServedModel) -> None:
-        """A model more, or another description of one."""
+        """Add a model, or replace the one of the same name."""
         self._by_name[model.name] = model
-        self.note_change()
+        self.notify_change()
 
     def remove(self, name: str) -> ServedModel:
-        """The model is served no longer. What runs goes on until its pool is closed."""
+        """Stop serving the model. Its running requests continue until its pool is closed."""
         model = self._by_name.pop(name)
-        self.note_change()
+        self.notify_change()
         return model
 
     def find(self, name: str) -> ServedModel:
-        """The model that a request means; an empty name is that of the only one.
+        """Return the model of that name; an empty name selects the only model.
 
         Raises:
-            ModelNotFound: it is not served here.
-            InvalidRequest: several are, and the request names none.
+            ModelNotFound: the model is not served here.
+            InvalidRequest: several models are served and the name is empty.
         """
         if name in self._by_name:
             return self._by_name[name]
@@ -84,25 +84,24 @@ class ServedModels:
     def is_ready(self) -> bool:
         return any(model.is_ready for model in self)
 
-    def note_change(self) -> None:
-        """Something of what can be told of a model may have changed."""
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+    def notify_change(self) -> None:
+        """Wake waiters: a model or its readiness may have changed."""
+        self._changes.notify()
 
     async def wait_for_change(self) -> None:
-        await self._changed.wait()
+        await self._changes.wait()
 
     async def close(self) -> None:
-        """Ends what still runs."""
+        """Remove every model and end its running requests."""
         for model in self:
             await self.remove(model.name).pool.close()
 
 
-def serve_alone(config: EngineConfig, tokenizer: Tokenizer, replica: ReplicaClient) -> ServedModels:
-    """One model on one replica, whose client has been started; with it, everything ends."""
+def serve_single_replica(config: EngineConfig, tokenizer: Tokenizer, replica: ReplicaClient) -> ServedModels:
+    """Return one model with one fixed replica, whose client has been started."""
     models = ServedModels()
     pool = ReplicaPool(
-        config.model.name, config.cache.block_size, is_fixed=True, on_change=models.note_change
+        config.model.name, config.cache.block_size, is_fixed=True, on_change=models.notify_change
     )
     pool.add(replica)
     models.add(ServedModel(config, tokenizer, RequestChecker(config, tokenizer), pool))

@@ -13,8 +13,8 @@ from ..config.deployment import Deployment
 from ..controller_api.controller_client import ControllerClient
 from ..fleet.controller import ClusterOptions, find_or_start_controller
 from ..gateway.controller_sync import ControllerSync
-from ..gateway.gateway import Gateway
 from ..gateway.served_models import ServedModels
+from ..gateway.server import Gateway
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
 from ..ray_runtime.launch_target import DEFAULT_NAMESPACE
 from ..ray_runtime.local_cluster import attach

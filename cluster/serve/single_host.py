@@ -12,8 +12,8 @@ from ...proto.config import EngineConfig
 from ...proto.errors import ReplicaUnavailable
 from ..api.security import Security
 from ..config.engine_options import EngineOptions
-from ..gateway.gateway import Gateway
-from ..gateway.served_models import serve_alone
+from ..gateway.served_models import serve_single_replica
+from ..gateway.server import Gateway
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
 from ..host.stopwatch import Stopwatch
 from ..ray_runtime.local_cluster import LocalCluster
@@ -86,7 +86,7 @@ async def _serve_replica(
     patience_s = config.scheduler.step_timeout_s + PATIENCE_S
     client = ReplicaClient(replica.address, replica.replica_id, patience_s=patience_s)
     client.start()
-    models = serve_alone(config, tokenizer, client)
+    models = serve_single_replica(config, tokenizer, client)
     gateway = Gateway(models, front.listen, security=security, insecure=front.insecure)
     try:
         address = await gateway.start()

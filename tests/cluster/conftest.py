@@ -15,8 +15,8 @@ from local_replica import DEADLINE_S, Brake, local_replica
 
 from quire.cluster.api.security import Security
 from quire.cluster.config.resolve import resolve
-from quire.cluster.gateway.gateway import Gateway
-from quire.cluster.gateway.served_models import ServedModels, serve_alone
+from quire.cluster.gateway.served_models import ServedModels, serve_single_replica
+from quire.cluster.gateway.server import Gateway
 from quire.cluster.replica.client import ReplicaClient
 from quire.cluster.requests.tokenizer import Tokenizer
 from quire.proto.config import EngineConfig
@@ -83,7 +83,7 @@ def serve(make_model: Callable[..., Path]) -> ServerFactory:
             replica = ReplicaClient(local.address, "replica-0", patience_s=patience_s, heartbeat_s=0.1)
             replica.start()
             tokenizer = Tokenizer(str(model))
-            models = serve_alone(local.config, tokenizer, replica)
+            models = serve_single_replica(local.config, tokenizer, replica)
             gateway = Gateway(models, security=security)
             target = await gateway.start()
             try:

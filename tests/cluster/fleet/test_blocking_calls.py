@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from quire.cluster.fleet import threads
-from quire.cluster.fleet.threads import FleetThreads
+from quire.cluster.fleet import blocking_calls
+from quire.cluster.fleet.blocking_calls import BlockingCalls
 from quire.proto.errors import ReplicaUnavailable
 
 
@@ -16,10 +16,10 @@ def test_a_call_that_hangs_is_named_and_the_next_one_answered(monkeypatch: pytes
     may_end = threading.Event()
 
     async def scenario() -> None:
-        made = FleetThreads()
+        made = BlockingCalls()
         try:
             with monkeypatch.context() as hasty:
-                hasty.setattr(threads, "CALL_TIMEOUT_S", 0.05)
+                hasty.setattr(blocking_calls, "CALL_TIMEOUT_S", 0.05)
                 with pytest.raises(ReplicaUnavailable, match=r"looking at the nodes took more than 0.05 s"):
                     await made.call("looking at the nodes", may_end.wait, 60)
             assert await made.call("counting", len, "abc") == 3

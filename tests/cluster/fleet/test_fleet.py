@@ -15,8 +15,8 @@ from quire.cluster.config.scaling_limits import ScalingLimits
 from quire.cluster.controller_api.demand import Demand
 from quire.cluster.controller_api.fleet_state import ReplicaEntry, ReplicaState
 from quire.cluster.fleet.autoscaler import Decision, FleetSnapshot, ScalingState, decide
+from quire.cluster.fleet.blocking_calls import MAX_CALLS
 from quire.cluster.fleet.fleet import Fleet
-from quire.cluster.fleet.threads import MAX_CALLS
 from quire.proto.errors import InvalidRequest, ModelNotFound, ReplicaUnavailable
 
 TICK_S = 0.02

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cluster.controller_api.fleet_state import ReplicaState
-from quire.cluster.fleet.reconcile import ROOM_PATIENCE_S, Backoff, Plan, ReplicaView, plan
+from quire.cluster.fleet.reconcile import ROOM_PATIENCE_S, Plan, ReplicaView, plan
 
 NEW, OLD = "new", "old"
 NOW = 1000.0
@@ -119,14 +119,3 @@ def test_a_rolling_update_keeps_as_many_ready_as_are_wanted(target: int, num_new
     fleet = [ready(f"old-{i}", OLD) for i in range(target)] + [ready(f"new-{i}") for i in range(num_new)]
     todo = plan(target, NEW, fleet, NOW)
     assert len(fleet) - len(todo.drain) >= target
-
-
-def test_backoff_doubles_to_a_bound() -> None:
-    backoff = Backoff()
-    assert backoff.may_start(0.0)
-    assert [backoff.fail(10.0) for _ in range(9)] == [1, 2, 4, 8, 16, 32, 64, 120, 120]
-    assert not backoff.may_start(129.9)
-    assert backoff.may_start(130.0)
-    backoff.succeed()
-    assert backoff.may_start(0.0)
-    assert backoff.fail(0.0) == 1

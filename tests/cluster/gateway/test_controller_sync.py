@@ -18,8 +18,8 @@ from quire.cluster.config.deployment import Deployment
 from quire.cluster.controller_api.fleet_state import DeploymentEntry, FleetState, ReplicaEntry, ReplicaState
 from quire.cluster.fleet.fleet import Fleet
 from quire.cluster.gateway.controller_sync import ControllerSync
-from quire.cluster.gateway.gateway import Gateway
 from quire.cluster.gateway.served_models import ServedModels
+from quire.cluster.gateway.server import Gateway
 from quire.cluster.replica.replica import ReplicaRecord
 from quire.cluster.requests.outputs import Completion
 from quire.proto import admin_pb2

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.cluster.api.security import Security, Token
 from quire.cluster.client.client import AsyncClient, Client
-from quire.cluster.gateway.gateway import Gateway
+from quire.cluster.gateway.server import Gateway
 from quire.cluster.requests.outputs import Delta, Event, Finished, Started
 from quire.cluster.requests.request import RequestChecker
 from quire.proto import inference_pb2, inference_pb2_grpc
