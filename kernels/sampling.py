@@ -113,7 +113,7 @@ def sample_top_k_top_p(
     return sample_among(values, token_ids, keep, keys)
 
 
-@on_gpu("topk_tokens")
+@on_gpu("topk")
 def topk_tokens(
     logits: Tensor,
     num_top: int,
