@@ -98,7 +98,7 @@ def embed(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor
 
 def _can_pack(weight: Tensor) -> bool:
     """Whether oneDNN multiplies in this dtype here, as it does in bfloat16 on some processors."""
-    if not weight.is_cpu or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not weight.is_cpu or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

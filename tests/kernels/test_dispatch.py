@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ from quire.kernels import (
     fused_qk_norm_rope_kv_write as fused_qk_norm_rope_kv_write,
 )
 
-OPS = {
+OPS: dict[str, list[Callable[..., Any]]] = {
     "activation": [activation.silu_and_mul, activation.gelu_tanh_and_mul],
     "all_reduce_norm": [all_reduce_norm.all_reduce_add_rms_norm],
     "block_tables": [block_tables.put_entries],
@@ -39,7 +40,7 @@ OPS = {
     "quantize_tokens": [quantized_linear.quantize_tokens],
     "quantized_linear": [quantized_linear.quantized_linear],
     "fused_qk_norm_rope_kv_write": [fused_qk_norm_rope_kv_write.fused_qk_norm_rope_kv_write],
-    "topk_tokens": [sampling.topk_tokens],
+    "topk": [sampling.topk_tokens],
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -27,18 +28,23 @@ SHAPES = [(64, 64), (64, 32), (80, 20), (32, 0), (128, 96), (24, 8)]
 def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     if request.param == "triton":
         pytest.importorskip("triton")
-        from quire.kernels.gpu.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write as fused
+        from quire.kernels.gpu import fused_qk_norm_rope_kv_write as kernel
 
-        def on_device(*args: Tensor | float | None, kv_scales: Tensor | None) -> Tensor:
+        fused: Callable[..., Tensor] = kernel.fused_qk_norm_rope_kv_write
+
+        def on_device(heads: Tensor, cache: Tensor, *rest: Any, kv_scales: Tensor | None) -> Tensor:
             """Caches are filled in place, so they come back to where they were."""
-            device = DEVICE.values[0]
-            moved = [arg.to(device) if isinstance(arg, Tensor) else arg for arg in args]
-            scales = None if kv_scales is None else kv_scales.to(device)
-            out = fused(*moved, kv_scales=scales).cpu()
-            args[1].copy_(moved[1])
-            if kv_scales is not None:
-                kv_scales.copy_(scales)
-            return out
+            device = torch.device(str(DEVICE.values[0]))
+            moved_cache = cache.to(device)
+            moved = [arg.to(device) if isinstance(arg, Tensor) else arg for arg in rest]
+            if kv_scales is None:
+                out = fused(heads.to(device), moved_cache, *moved)
+            else:
+                moved_scales = kv_scales.to(device)
+                out = fused(heads.to(device), moved_cache, *moved, kv_scales=moved_scales)
+                kv_scales.copy_(moved_scales)
+            cache.copy_(moved_cache)
+            return out.cpu()
 
         return on_device
     if request.param == "twin":

@@ -94,14 +94,14 @@ def test_rotate_and_store(device: str, head_dim: int, has_norm: bool, dtype: tor
     angles = torch.randn(len(slots), head_dim // 2)
     cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(device, dtype)
     sin = torch.cat((-angles.sin(), angles.sin()), dim=-1).to(device, dtype)
-    norms = [torch.rand(head_dim).to(device, dtype) + 0.5 if has_norm else None for _ in "qk"]
+    q_norm, k_norm = (torch.rand(head_dim).to(device, dtype) + 0.5 if has_norm else None for _ in "qk")
     cache = torch.zeros(4, 2, num_kv_heads, block_size, head_dim, device=device, dtype=dtype)
     expected_cache = exact(cache)
     expected_q = fused_qk_norm_rope_kv_write.fused_qk_norm_rope_kv_write(
         exact(heads), expected_cache, slots.cpu(), exact(cos), exact(sin),
-        *(None if weight is None else exact(weight) for weight in norms), 1e-6,
+        None if q_norm is None else exact(q_norm), None if k_norm is None else exact(k_norm), 1e-6,
     )  # fmt: skip
-    q = fused(heads, cache, slots, cos, sin, *norms, 1e-6)
+    q = fused(heads, cache, slots, cos, sin, q_norm, k_norm, 1e-6)
     close(q, expected_q)
     # Block 0 is the twin's scratch for padding; the kernel writes none.
     assert not cache[0].any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from logits_processors import to_device
 from torch import Tensor
 
 from quire.kernels import sampling
@@ -12,7 +13,7 @@ from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
 
 OFF = {"top_k": 1 << 20, "top_p": 2.0, "min_p": 0.0}
 
-CUTS = {
+CUTS: dict[str, dict[str, float]] = {
     "none": {},
     "top_k 1": {"top_k": 1},
     "top_k 5": {"top_k": 5},
@@ -146,7 +147,7 @@ def test_fewer_tokens_are_allowed_than_top_k(device: str) -> None:
     logits = random_logits(3, 100, tied=True, device=device)
     logits[:2, 3:] = -torch.inf
     logits[2] = -torch.inf
-    cuts = [{"top_k": 50}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.9, "min_p": 0.1}]
+    cuts: list[dict[str, float]] = [{"top_k": 50}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.9, "min_p": 0.1}]
     expect_draws_of_the_twin(logits, cuts, device)
 
 
@@ -162,12 +163,12 @@ def test_broken_rows_draw_some_token(device: str, poison: float) -> None:
 def test_candidates_are_few_and_all_that_is_needed(device: str) -> None:
     """Of 20,000 tokens: one pass bounds them, and the next collects every token from the bound up."""
     from quire.kernels.gpu.logits import source_of
-    from quire.kernels.gpu.topk_candidates import Cuts, find_candidates
+    from quire.kernels.gpu.topk_candidates import Truncation, find_candidates
 
     torch.manual_seed(0)
     logits = 3 * torch.randn(3, 20_000, device=device)
     top_k, top_p = torch.tensor([50, 1 << 20, 1 << 20]), torch.tensor([2.0, 0.5, 2.0], dtype=torch.float64)
-    cuts = Cuts(*(cut.to(device) for cut in (top_k, top_p, torch.tensor([0.0, 0.0, 0.05]).log())))
+    cuts = Truncation(*(cut.to(device) for cut in (top_k, top_p, torch.tensor([0.0, 0.0, 0.05]).log())))
     source, num_rows = source_of(logits, None, None, None)
     found = find_candidates(source, num_rows, cuts, 0)
     values = logits.double().cpu()
@@ -218,17 +219,18 @@ def test_no_rows_have_no_tokens(device: str) -> None:
     assert topk_tokens(logits, 3)[0].shape == (0, 3)
 
 
-def draw_arguments(cuts: list[dict[str, float]], device: str) -> list[Tensor]:
+def draw_arguments(
+    cuts: list[dict[str, float]], device: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What sample_top_k_top_p wants besides logits."""
     settings = {name: torch.tensor([(OFF | row)[name] for row in cuts]) for name in OFF}
-    arguments = [
-        torch.linspace(0.6, 1.4, len(cuts)),
-        settings["top_k"].long(),
-        settings["top_p"].double(),
-        settings["min_p"].float(),
-        keys_of(len(cuts), "cpu"),
-    ]
-    return [argument.to(device) for argument in arguments]
+    return (
+        torch.linspace(0.6, 1.4, len(cuts)).to(device),
+        settings["top_k"].long().to(device),
+        settings["top_p"].double().to(device),
+        settings["min_p"].float().to(device),
+        keys_of(len(cuts), device),
+    )
 
 
 def expect_draws_of_the_twin(
@@ -242,8 +244,6 @@ def expect_draws_of_the_twin(
 
     expected = sampling.sample_top_k_top_p(logits.cpu(), *draw_arguments(cuts, "cpu"), rows, adjustments)
     if rows is not None and adjustments is not None:
-        num_tokens, *kinds = adjustments
-        moved = (type(kind)(*(tensor.to(device) for tensor in kind)) for kind in kinds)
-        rows, adjustments = rows.to(device), LogitsProcessors(num_tokens, *moved)
+        rows, adjustments = rows.to(device), to_device(adjustments, device)
     token_ids = sample_top_k_top_p(logits, *draw_arguments(cuts, device), rows, adjustments)
     assert token_ids.tolist() == expected.tolist()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from logits_processors import to_device
 from torch import Tensor
 from triton_device import DEVICE
 
@@ -35,12 +36,8 @@ def adjust(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     monkeypatch.setattr(survey, "BLOCK_VOCAB", 32)
 
     def by_kernel(logits: Tensor, adjustments: LogitsProcessors) -> Tensor:
-        device = DEVICE.values[0]
-        num_tokens, *kinds = adjustments
-        moved = (type(kind)(*(tensor.to(device) for tensor in kind)) for kind in kinds)
-        found = topk_tokens(
-            logits.to(device), logits.shape[1], adjustments=LogitsProcessors(num_tokens, *moved)
-        )
+        device = str(DEVICE.values[0])
+        found = topk_tokens(logits.to(device), logits.shape[1], adjustments=to_device(adjustments, device))
         values, columns, _ = (tensor.cpu() for tensor in found)
         # What is -inf is not among them.
         rows, places = values.isfinite().nonzero(as_tuple=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def test_long_sequences(stored: str, variant: str) -> None:
     made = VARIANTS[variant](4, "cpu")
     made = replace(made, window=700) if made.window > 1 else made
     q = torch.randn(len(lens), 4, 64)
-    options = {"variant": made, "kv_scales": paged.scales}
+    options: dict[str, Any] = {"variant": made, "kv_scales": paged.scales}
     out = paged_decode_attention(q, paged.cache, paged.tables, paged.lens, 0.3, **options)
     for row in range(len(lens)):
         own = slice(row, row + 1)

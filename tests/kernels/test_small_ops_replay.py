@@ -98,9 +98,11 @@ def test_the_sampler_from_penalties_to_draws() -> None:
         words: Tensor,
         factors: Tensor,
         temperature: Tensor,
-        *cuts_and_seeds: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
     ) -> list[Tensor]:
-        *cuts, seeds = cuts_and_seeds
         keys = random_keys(seeds, seeds)
         adjustments = LogitsProcessors(
             vocab_len,
@@ -109,7 +111,7 @@ def test_the_sampler_from_penalties_to_draws() -> None:
             Masks(slots, words),
         )
         return [
-            sample_top_k_top_p(logits, temperature, *cuts, keys, rows, adjustments),
+            sample_top_k_top_p(logits, temperature, top_k, top_p, min_p, keys, rows, adjustments),
             *sample_full(logits, temperature, keys, 0, rows, adjustments),
             *sample_greedy(logits, 0, rows, adjustments),
             *topk_tokens(logits, 20, temperature, rows, adjustments),

@@ -174,7 +174,7 @@ def test_constraints_may_be_given_in_any_form_and_are_the_same() -> None:
     assert given.allowed_token_ids == (4, 2)
     assert replace(given, n=2) == replace(given, logit_bias=((3, -1.5), (9, 2.0)), n=2)
     assert SamplingParams(bad_words="a b").bad_words == ("a b",)  # type: ignore[arg-type]
-    numpy_ids = SamplingParams(allowed_token_ids=np.arange(3), logit_bias={np.int32(4): np.float32(1)})  # type: ignore[arg-type]
+    numpy_ids = SamplingParams(allowed_token_ids=np.arange(3), logit_bias={np.int32(4): np.float32(1)})  # type: ignore[arg-type, dict-item]
     assert numpy_ids == SamplingParams(allowed_token_ids=(0, 1, 2), logit_bias={4: 1.0})
     assert type((numpy_ids.allowed_token_ids or ())[0]) is int
 

@@ -6,14 +6,16 @@ import itertools
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 from fakes import FakeWorkerGroup, small_config
 
 from quire.cluster.config.deployment import Deployment
-from quire.cluster.controller_api.fleet_state import NodeEntry
+from quire.cluster.controller_api.demand import Demand
+from quire.cluster.controller_api.fleet_state import FleetState, NodeEntry
+from quire.cluster.fleet.fleet import Fleet
 from quire.cluster.replica.client import ReplicaClient
 from quire.cluster.replica.launch_progress import LaunchProgress, LaunchStage, Tell
 from quire.cluster.replica.replica import ReplicaRecord
@@ -204,16 +206,16 @@ class DirectLine:
         fleet: None: the controller is away.
     """
 
-    def __init__(self, fleet: object) -> None:
+    def __init__(self, fleet: Fleet | None) -> None:
         self.fleet = fleet
 
     async def keys(self) -> None:
         return None
 
-    async def watch(self, since: str, timeout_s: float) -> object:
+    async def watch(self, since: str, timeout_s: float) -> FleetState | None:
         return await self._present().watch(since, min(timeout_s, 1.0))
 
-    async def report(self, gateway_id: str, demand: Mapping[str, object]) -> None:
+    async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
         self._present().report(gateway_id, demand)
 
     async def deploy(self, deployment: Deployment) -> None:
@@ -222,10 +224,10 @@ class DirectLine:
     async def delete(self, model: str) -> None:
         await self._present().delete(model)
 
-    async def drain(self, target: str) -> object:
+    async def drain(self, target: str) -> Sequence[str]:
         return await self._present().drain(target)
 
-    def _present(self) -> object:
+    def _present(self) -> Fleet:
         if self.fleet is None:
             raise ReplicaUnavailable("the fleet's controller is away")
         return self.fleet

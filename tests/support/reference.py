@@ -42,7 +42,8 @@ class Reference:
             eos_token_id=None,
             pad_token_id=0,
         )
-        return out[0, len(prompt) :].tolist()
+        generated: list[int] = out[0, len(prompt) :].tolist()
+        return generated
 
     def check_generate(self, prompt: list[int], generated: list[int]) -> None:
         """Fails unless `generated` is what transformers generates, up to a proven near-tie."""

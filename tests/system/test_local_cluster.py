@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import ray
 
-from quire.cluster.ray_runtime import local_cluster
 from quire.cluster.ray_runtime.local_cluster import LocalCluster, attach
 from quire.proto.errors import ReplicaUnavailable
 
@@ -42,7 +41,7 @@ class FailingStart:
 @pytest.fixture
 def failing_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FailingStart:
     start = FailingStart(request.param)
-    monkeypatch.setattr(local_cluster.ray, "init", start)
+    monkeypatch.setattr(ray, "init", start)
     return start
 
 
@@ -72,6 +71,6 @@ def test_a_cluster_that_is_not_there_cannot_be_joined(monkeypatch: pytest.Monkey
     def refuse(address: str, **options: object) -> None:
         raise ConnectionError(f"nobody at {address}")
 
-    monkeypatch.setattr(local_cluster.ray, "init", refuse)
+    monkeypatch.setattr(ray, "init", refuse)
     with pytest.raises(ReplicaUnavailable, match=r"no Ray cluster at 127.0.0.1:1 can be joined: nobody at"):
         attach("127.0.0.1:1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ _DECODE = on_one_launch("paged_decode_attention", decode)
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[TapeBackend]:
+def backend(monkeypatch: pytest.MonkeyPatch) -> TapeBackend:
     """A tape that sees every operation: none of them hidden in C++."""
     monkeypatch.setattr(cpu, "takes", lambda x, length: False)
     monkeypatch.setattr(linear, "max_linear_tokens", lambda *panels: 0)

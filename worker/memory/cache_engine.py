@@ -50,7 +50,7 @@ class CacheEngine:
         self.layers = [LayerCache(*tensors) for tensors in zip(*self._parts, strict=True)]
         self._swaps: torch.cuda.Stream | None = None
         if self._host_parts and device.type == "cuda":
-            self._swaps = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._swaps = torch.cuda.Stream(device)
 
     def copy(self, pairs: Tensor) -> None:
         """Copies blocks in every layer.

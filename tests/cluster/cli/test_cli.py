@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from quire.cluster import cli
-from quire.cluster.cli import FAILED, INTERRUPTED, WRONG_USE
+from quire.cluster.cli.exit_status import FAILED, INTERRUPTED, WRONG_USE
 from quire.cluster.config.units import parse_num_bytes
 from quire.proto.errors import ConfigError
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -83,9 +84,10 @@ class TestUp:
         assert fleet.run(1, waiting) == [2]
 
     @pytest.mark.parametrize("use", ["kv_use", "row_use"])
-    def test_full_memory_brings_replicas_without_a_queue(self, use):
+    def test_full_memory_brings_replicas_without_a_queue(self, use: str) -> None:
         fleet = Fleet(replace(LIMITS, target_memory_use=0.8), 2)
-        assert fleet.run(1, replace(BUSY, **{use: 0.9})) == [3]
+        full: dict[str, Any] = {use: 0.9}
+        assert fleet.run(1, replace(BUSY, **full)) == [3]
 
     def test_a_long_wait_brings_one_at_a_time(self) -> None:
         fleet, snapshot = Fleet(LIMITS, 2), FleetSnapshot(0.0, (replace(BUSY, oldest_wait_s=6.0),) * 2)
@@ -219,7 +221,7 @@ class TestBounds:
             ({"idle_timeout_s": 0.0}, "idle_timeout_s"),
         ],
     )
-    def test_limits_are_checked(self, options, word):
+    def test_limits_are_checked(self, options: dict[str, Any], word: str) -> None:
         with pytest.raises(ConfigError, match=word):
             ScalingLimits(**options)
 
@@ -269,7 +271,7 @@ def at_times(seen: list[FleetSnapshot]) -> list[FleetSnapshot]:
 
 @given(st.lists(snapshots, min_size=1, max_size=25), limits)
 @settings(max_examples=60)
-def test_bounds_and_steps_hold_whatever_is_seen(seen, limits) -> None:
+def test_bounds_and_steps_hold_whatever_is_seen(seen: list[FleetSnapshot], limits: ScalingLimits) -> None:
     state, before = ScalingState(), None
     for snapshot in at_times(seen):
         decision = decide(snapshot, limits, state)
@@ -283,7 +285,9 @@ def test_bounds_and_steps_hold_whatever_is_seen(seen, limits) -> None:
 
 @given(st.lists(snapshots, min_size=1, max_size=15), limits, st.integers(0, 10**6))
 @settings(max_examples=60)
-def test_more_that_waits_never_wants_fewer(seen, limits, more) -> None:
+def test_more_that_waits_never_wants_fewer(
+    seen: list[FleetSnapshot], limits: ScalingLimits, more: int
+) -> None:
     state = ScalingState()
     for snapshot in at_times(seen):
         worse = replace(snapshot, buffered_tokens=snapshot.buffered_tokens + more, buffered_requests=101)
@@ -294,7 +298,7 @@ def test_more_that_waits_never_wants_fewer(seen, limits, more) -> None:
 
 @given(st.lists(snapshots, min_size=1, max_size=25), limits)
 @settings(max_examples=60)
-def test_the_last_replica_goes_only_when_idle(seen, limits) -> None:
+def test_the_last_replica_goes_only_when_idle(seen: list[FleetSnapshot], limits: ScalingLimits) -> None:
     limits, state, busy_at = replace(limits, min_replicas=0), ScalingState(), -math.inf
     for snapshot in at_times(seen):
         if snapshot.arrived_requests or snapshot.buffered_requests:
@@ -308,7 +312,9 @@ def test_the_last_replica_goes_only_when_idle(seen, limits) -> None:
 
 @given(samples, st.integers(1, 10), limits, st.integers(0, 5000))
 @settings(max_examples=40, deadline=None)
-def test_no_flapping_on_constant_load(sample, num_replicas, limits, tokens) -> None:
+def test_no_flapping_on_constant_load(
+    sample: ReplicaSample, num_replicas: int, limits: ScalingLimits, tokens: int
+) -> None:
     """A load that does not react to the fleet's size: the target moves one way at most, and stays."""
     fleet = Fleet(limits, num_replicas)
     sample = replace(sample, state=READY, oldest_wait_s=0.0, kv_use=0.0, row_use=0.0, queued_tokens=0)

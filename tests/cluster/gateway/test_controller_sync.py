@@ -294,7 +294,9 @@ def test_a_table_that_cannot_be_followed_is_told_of_and_the_next_one_followed(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     deployment = Deployment.from_table({"model": str(make_model("llama")), "device": "cpu"})
-    monkeypatch.setattr("quire.cluster.gateway.controller_sync.Tokenizer", lambda path: {}["a fault"])
+    monkeypatch.setattr(
+        "quire.cluster.gateway.controller_sync.Tokenizer", lambda path: dict[str, Any]()["a fault"]
+    )
 
     async def scenario() -> None:
         tables, models = Tables(), ServedModels()

@@ -141,7 +141,7 @@ def test_a_request_goes_on_when_its_replica_dies(launcher: FakeLauncher) -> None
 @pytest.mark.parametrize("how", ["drain", "kill"])
 @pytest.mark.parametrize("answers", [{"n": 3}, {"n": 1, "best_of": 3}])
 def test_answers_of_one_request_move_each_by_itself(
-    launcher: FakeLauncher, answers: dict[str, int], how: str
+    launcher: FakeLauncher, answers: dict[str, Any], how: str
 ) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a", "b")
@@ -250,7 +250,7 @@ def test_a_request_that_fails_replicas_is_given_up(launcher: FakeLauncher) -> No
         names = [f"r{number}" for number in range(MAX_FAILED_REPLICAS + 1)]
         await fleet.ready(*names)
         asked = asyncio.ensure_future(follow(fleet.pool.submit(request())))
-        killed = set()
+        killed: set[str] = set()
         while not asked.done():
             for name in {name for name, client in fleet.pool.clients.items() if client.num_running} - killed:
                 fleet.replicas[name].kill("out of memory")

@@ -98,7 +98,7 @@ async def take(moving: MigratingRequest, count: int) -> list[tuple[int, Sequence
 
 def test_usage_and_times_are_those_of_the_whole_request() -> None:
     async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
-        moving = MigratingRequest(request(logprobs=2), places, clock)  # type: ignore[arg-type]
+        moving = MigratingRequest(request(logprobs=2), places, clock)
         moving.start()
         places.a.say(0, 0, 10, 11)
         places.a.say(
@@ -126,7 +126,7 @@ def test_usage_and_times_are_those_of_the_whole_request() -> None:
 
 def test_tokens_that_came_with_the_failure_are_told() -> None:
     async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
-        moving = MigratingRequest(request(), places, clock)  # type: ignore[arg-type]
+        moving = MigratingRequest(request(), places, clock)
         moving.start()
         clock.now = 2.0
         places.drained.append("a")
@@ -145,7 +145,7 @@ def test_tokens_that_came_with_the_failure_are_told() -> None:
 
 def test_answers_go_on_with_their_own_seeds() -> None:
     async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
-        moving = MigratingRequest(request(n=3), places, clock)  # type: ignore[arg-type]
+        moving = MigratingRequest(request(n=3), places, clock)
         moving.start()
         places.a.say(0, 1, 10, reason=FinishReason.STOP)
         for index in (0, 2):
@@ -164,7 +164,7 @@ def test_answers_go_on_with_their_own_seeds() -> None:
 
 def test_a_request_of_which_nothing_came_moves_whole() -> None:
     async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
-        moving = MigratingRequest(request(n=3), places, clock)  # type: ignore[arg-type]
+        moving = MigratingRequest(request(n=3), places, clock)
         moving.start()
         for index in range(3):
             places.a.say(0, index, reason=FinishReason.MOVED)
@@ -179,7 +179,7 @@ def test_a_request_of_which_nothing_came_moves_whole() -> None:
 
 def test_errors_of_the_request_itself_end_it() -> None:
     async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
-        moving = MigratingRequest(request(), places, clock)  # type: ignore[arg-type]
+        moving = MigratingRequest(request(), places, clock)
         moving.start()
         places.a.say(0, 0, reason=FinishReason.ERROR, grpc_status="DEADLINE_EXCEEDED", error="too late")
         ((_, news),) = await take(moving, 1)
@@ -192,7 +192,7 @@ def test_errors_of_the_request_itself_end_it() -> None:
 
 def test_the_deadline_counts_from_the_beginning() -> None:
     async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
-        moving = MigratingRequest(request(), places, clock)  # type: ignore[arg-type]
+        moving = MigratingRequest(request(), places, clock)
         moving.start()
         clock.now = 60.0
         places.a.say(0, 0, 10, reason=FinishReason.MOVED)
@@ -205,7 +205,7 @@ def test_the_deadline_counts_from_the_beginning() -> None:
 
 def test_a_replica_that_fails_under_several_answers_fails_once() -> None:
     async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
-        moving = MigratingRequest(request(n=3), places, clock)  # type: ignore[arg-type]
+        moving = MigratingRequest(request(n=3), places, clock)
         moving.start()
         for index in range(3):
             places.a.say(0, index, 10 + index, reason=FinishReason.MOVED)
@@ -225,7 +225,7 @@ def test_a_replica_that_fails_again_and_again_is_given_up() -> None:
     """It may have come back meanwhile, under the same name."""
 
     async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
-        moving = MigratingRequest(request(), places, clock)  # type: ignore[arg-type]
+        moving = MigratingRequest(request(), places, clock)
         moving.start()
         for number in range(MAX_FAILED_REPLICAS):
             await settle()
@@ -242,7 +242,7 @@ def test_a_fault_of_ours_in_placing_a_request_ends_it() -> None:
             raise KeyError("a fault")
 
         places.wait_for_replica = stumble  # type: ignore[method-assign]
-        moving = MigratingRequest(request(), places, clock)  # type: ignore[arg-type]
+        moving = MigratingRequest(request(), places, clock)
         moving.start()
         places.a.say(0, 0, 10, reason=FinishReason.MOVED)
         with pytest.raises(ProtocolError, match="its log says why"):

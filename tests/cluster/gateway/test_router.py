@@ -180,7 +180,7 @@ class TestTenants:
 
 
 @given(st.data())
-def test_never_chooses_one_that_is_overloaded(data) -> None:
+def test_never_chooses_one_that_is_overloaded(data: st.DataObject) -> None:
     names = [f"r{i}" for i in range(data.draw(st.integers(1, 6)))]
     loads = {
         name: ReplicaLoad(data.draw(st.integers(0, 50_000)), data.draw(st.floats(0, 1))) for name in names

@@ -15,6 +15,7 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from narrowing import instance_of
 
 from quire.cluster.api.security import Security, Token
 from quire.cluster.client.client import AsyncClient, Client
@@ -72,11 +73,11 @@ def test_stream_and_unary_give_the_same_answer(serve: ServerFactory) -> None:
         async with serve() as server, AsyncClient(server.target) as client:
             whole = await client.generate(PROMPT, GREEDY)
             events = [event async for event in client.generate_stream(PROMPT, GREEDY, request_id="mine")]
-        started, *deltas, finished = events
+        started, *updates, finished = events
         assert isinstance(started, Started)
         assert isinstance(finished, Finished)
         assert (started.request_id, started.model) == ("mine", "tiny")
-        assert all(isinstance(delta, Delta) for delta in deltas)
+        deltas = [instance_of(Delta, event) for event in updates]
         assert "".join(delta.text for delta in deltas) == whole.text
         assert tuple(token_id for delta in deltas for token_id in delta.token_ids) == whole.token_ids
         assert [delta.sequence_number for delta in deltas] == list(range(1, len(deltas) + 1))
@@ -456,7 +457,7 @@ def test_reflection_lists_the_services(serve: ServerFactory) -> None:
             serve(ready=False, patience_s=3.0) as server,
             grpc.aio.insecure_channel(server.target) as channel,
         ):
-            stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+            stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
             call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
             answer = await call.read()
             names = {service.name for service in answer.list_services_response.service}

@@ -56,7 +56,7 @@ def check_numbers(events: list[Event], n: int) -> None:
     )
     ended: set[int] = set()
     for event in events[1:]:
-        assert not isinstance(event, Started)
+        assert isinstance(event, Delta | Finished)
         assert event.index not in ended
         if isinstance(event, Finished):
             ended.add(event.index)

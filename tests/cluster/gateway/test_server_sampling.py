@@ -85,14 +85,14 @@ def test_constraints_over_the_network(serve: ServerFactory) -> None:
                 temperature=0.0, max_tokens=6, allowed_token_ids=(70, 80), logit_bias={80: 100}
             )
             assert (await client.generate(PROMPT, allowed)).token_ids == (80,) * 6
-            forbidden = SamplingParams(temperature=0.0, max_tokens=6, bad_words=[free[:2]], ignore_eos=True)  # type: ignore[arg-type]
+            forbidden = SamplingParams(temperature=0.0, max_tokens=6, bad_words=(free[:2],), ignore_eos=True)
             assert (await client.generate(PROMPT, forbidden)).token_ids[:2] != free[:2]
             for asked, field in (
                 ({"logit_bias": {10**6: 1.0}}, "sampling.logit_bias[0]"),
                 ({"bad_words": ["x" * 129]}, "sampling.bad_words"),
             ):
                 with pytest.raises(InvalidRequest) as caught:
-                    await client.generate(PROMPT, SamplingParams(**asked))  # type: ignore[arg-type]
+                    await client.generate(PROMPT, SamplingParams(**asked))
                 assert caught.value.field == field
 
     run(scenario())
@@ -101,9 +101,14 @@ def test_constraints_over_the_network(serve: ServerFactory) -> None:
 def test_a_prompt_of_text_without_special_tokens(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
-            asked = []
+            asked: list[dict[str, Any]] = []
             encode = server.tokenizer.encode
-            server.tokenizer.encode = lambda text, **how: (asked.append(how), encode(text, **how))[1]
+
+            def recorded(text: str, **how: Any) -> list[int]:
+                asked.append(how)
+                return encode(text, **how)
+
+            server.tokenizer.encode = recorded
             await client.generate(PROMPT, GREEDY)
             await client.generate(PROMPT, GREEDY, add_special_tokens=False)
             assert asked == [{"add_special_tokens": True}, {"add_special_tokens": False}]

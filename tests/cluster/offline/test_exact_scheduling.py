@@ -6,7 +6,6 @@ its keys, in windows, positions and experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def served(request: pytest.FixtureRequest, make_model: Any) -> Iterator[tuple[str, Reference]]:
+def served(request: pytest.FixtureRequest, make_model: Any) -> tuple[str, Reference]:
     folder = make_model(request.param, seed=7, **KINDS[request.param])
     return str(folder), Reference(folder)
 

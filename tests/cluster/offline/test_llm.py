@@ -68,12 +68,14 @@ def test_greedy_tokens_equal_transformers(llm: LLM, model_dir: Path) -> None:
 
 def test_prompts_in_all_their_forms(llm: LLM) -> None:
     ids = llm.generate(PROMPTS[0], GREEDY)[0].prompt_token_ids
-    for prompts in (PROMPTS[0], [PROMPTS[0]], ids, [ids], tuple(ids), np.array(ids), [np.array(ids)]):
+    forms: list[Any] = [PROMPTS[0], [PROMPTS[0]], ids, [ids], tuple(ids), np.array(ids), [np.array(ids)]]
+    for prompts in forms:
         (result,) = llm.generate(prompts, GREEDY)
         assert result.prompt_token_ids == ids
         assert result.outputs[0].index == 0
     assert llm.generate([], GREEDY) == []
-    mixed = llm.generate([PROMPTS[1], ids], [GREEDY, SamplingParams(max_tokens=1)])
+    prompts_of_both_kinds: list[str | list[int]] = [PROMPTS[1], ids]
+    mixed = llm.generate(prompts_of_both_kinds, [GREEDY, SamplingParams(max_tokens=1)])
     assert [result.prompt for result in mixed] == [PROMPTS[1], None]
     assert [len(result.outputs[0].token_ids) for result in mixed] == [20, 1]
 
@@ -98,7 +100,8 @@ def test_wrong_use_starts_nothing(llm: LLM, prompts: Any, params: Any, field: st
 def test_a_stop_string_cuts_the_text_and_ends_the_sequence(llm: LLM) -> None:
     whole = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0]
     stop = whole.text[8:11]
-    cut = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=300, stop=stop))[0].outputs[0]
+    params = SamplingParams(temperature=0.0, max_tokens=300, stop=(stop,))
+    cut = llm.generate(PROMPTS[0], params)[0].outputs[0]
     assert cut.text == whole.text[: whole.text.find(stop)]
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]

@@ -24,7 +24,7 @@ PROMPTS = [
 ]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True, seed=11)
-PENALTIES = {"repetition_penalty": 1.4, "frequency_penalty": 0.8, "presence_penalty": 0.3}
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.4, "frequency_penalty": 0.8, "presence_penalty": 0.3}
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +89,14 @@ def test_constraints_hold_in_any_batch_after_a_preemption_and_for_each_of_severa
 ) -> None:
     params = [
         replace(SAMPLED, n=2, **PENALTIES),
-        replace(SAMPLED, bad_words=["e", "the"], presence_penalty=1.0),
-        replace(SAMPLED, top_p=0.9, logit_bias={5: 4.0}, allowed_token_ids=range(300), frequency_penalty=2.0),
+        replace(SAMPLED, bad_words=("e", "the"), presence_penalty=1.0),
+        replace(
+            SAMPLED,
+            top_p=0.9,
+            logit_bias={5: 4.0},
+            allowed_token_ids=tuple(range(300)),
+            frequency_penalty=2.0,
+        ),
     ]
     alone = [
         answers(llm.generate(prompt, sampling)) for prompt, sampling in zip(PROMPTS, params, strict=True)
@@ -117,7 +123,7 @@ def test_forbidden_words_are_not_written(llm: LLM) -> None:
     forbidden = {spelling for word in words for spelling in tokenizer.spellings(word)}
     assert any(has(tokens, spelling) for tokens in answers(free) for spelling in forbidden)
     assert any(len(spelling) > 1 for spelling in forbidden)
-    params = replace(SAMPLED, bad_words=sorted(words))
+    params = replace(SAMPLED, bad_words=tuple(sorted(words)))
     for tokens in answers(llm.generate(PROMPTS, params)):
         assert len(tokens) == 24
         assert not any(has(tokens, spelling) for spelling in forbidden)
@@ -189,7 +195,7 @@ def test_what_ended_an_answer_may_stay_in_its_text(llm: LLM) -> None:
         assert result.outputs[0].stop_reason == stop
     silent, spoken = (
         llm.generate(
-            PROMPTS[0], replace(SAMPLED, stop_token_ids=token_ids[6:7], include_stop_str_in_output=keep)
+            PROMPTS[0], replace(SAMPLED, stop_token_ids=(token_ids[6],), include_stop_str_in_output=keep)
         )[0].outputs[0]
         for keep in (False, True)
     )
@@ -200,7 +206,7 @@ def test_what_ended_an_answer_may_stay_in_its_text(llm: LLM) -> None:
 
 def test_special_tokens_are_shown_where_asked(llm: LLM) -> None:
     (end,) = llm.config.model.eos_token_ids
-    forced = replace(GREEDY, allowed_token_ids=[end], max_tokens=2)
+    forced = replace(GREEDY, allowed_token_ids=(end,), max_tokens=2)
     (hidden,) = llm.generate(PROMPTS[0], forced)
     (shown,) = llm.generate(PROMPTS[0], replace(forced, skip_special_tokens=False))
     assert hidden.outputs[0].token_ids == shown.outputs[0].token_ids == [end, end]
@@ -224,7 +230,7 @@ def test_tokens_that_do_not_exist_are_refused(llm: LLM, asked: dict[str, Any], f
 
 
 def test_tenants_and_salts_are_told_the_scheduler(llm: LLM) -> None:
-    prompt = np.arange(40)
+    prompt: Any = np.arange(40)
     (first,) = llm.generate(prompt, replace(GREEDY, max_tokens=1), cache_salt="mine", tenant="gold")
     hits = llm._engine._engine.scheduler.blocks  # type: ignore[attr-defined]
     before = hits.num_hit_tokens

@@ -43,7 +43,7 @@ def test_requests_that_move_are_answered_as_if_they_had_stayed(config: EngineCon
 
 def run(config: EngineConfig, moves: tuple[int, ...]) -> dict[int, list[int]]:
     """All answers, by handle, after that many steps each moved to a replica that knows nothing of what was before."""
-    engine, requests = InProcessEngine(config), {}
+    engine, requests = InProcessEngine(config), dict[int, tuple[Request, int]]()
     for settings in SETTINGS.values():
         first, request = len(requests), Request("moving", PROMPT, settings)
         engine.submit(first, request)

@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from quire.cluster import cli
-from quire.cluster.provision import cluster_file, ray_launcher
+from quire.cluster.provision import ray_launcher
 from quire.cluster.provision.cluster_file import ClusterFile, example
 from quire.cluster.provision.instance_types import instance_types
 from quire.proto.errors import ConfigError, ReplicaUnavailable
@@ -217,7 +218,7 @@ def test_up_and_down_run_rays_own_in_the_folder_of_the_file(
     assert down[3:] == ["down", "cluster.yaml", "--yes"]
 
 
-def _parameters(command: str) -> list[cluster_file.Any]:
+def _parameters(command: str) -> list[Any]:
     import typer
 
     return list(typer.main.get_command(cli.app).commands[command].params)  # type: ignore[attr-defined]

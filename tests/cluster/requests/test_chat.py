@@ -20,7 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from quire import LLM, AsyncClient, SamplingParams
-from quire.cluster.cli import INTERRUPTED
+from quire.cluster.cli.exit_status import INTERRUPTED
 from quire.cluster.requests.chat import MAX_MESSAGES, Chat
 from quire.cluster.requests.outputs import Delta, Finished, Started
 from quire.cluster.requests.tokenizer import Tokenizer

@@ -6,6 +6,7 @@ import logging
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ sleep 0.3
 cp "{library}" "$2"
 """
 
-GATES = {
+GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu_and_mul": torch.nn.functional.silu,
     "gelu_tanh_and_mul": partial(torch.nn.functional.gelu, approximate="tanh"),
 }

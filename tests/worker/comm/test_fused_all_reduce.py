@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from cuda_graphs import capture
+from torch.multiprocessing.spawn import spawn
 
 from quire.cluster.config.resolve import resolve
 from quire.kernels.all_reduce_norm import NUM_SIGNALS, Peers, all_reduce_add_rms_norm
@@ -39,7 +41,7 @@ def test_tokens_are_those_of_the_communicators_sums(
     """
     folder = make_model(kind, seed=3)
     calls: list[int] = []
-    fused = decoder.all_reduce_add_rms_norm
+    fused: Callable[..., torch.Tensor] = all_reduce_add_rms_norm
 
     def count(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         calls.append(len(x))
@@ -58,7 +60,7 @@ def test_tokens_are_those_of_the_communicators_sums(
     expected = generate()
     monkeypatch.setattr(decoder, "all_reduce_add_rms_norm", count)
     monkeypatch.setattr(decoder, "share_memory", peers_of)
-    make_context = layers.LoadContext.__init__
+    make_context: Callable[..., None] = layers.LoadContext.__init__
 
     def with_fused(self: Any, *arguments: Any) -> None:
         make_context(self, *arguments[:5], True)
@@ -80,7 +82,7 @@ def test_it_is_for_ranks_on_gpus(demo_model_dir: Any) -> None:
 def test_ranks_on_gpus_agree_to_the_bit() -> None:
     """Eager calls and replays of one graph, whose calls follow each other without a pause."""
     store, port = open_store(HOST)
-    torch.multiprocessing.spawn(be_rank, (2, port), nprocs=2)
+    spawn(be_rank, (2, port), nprocs=2)
     del store
 
 

@@ -11,6 +11,7 @@ from quire.cluster.config.resolve import resolve
 from quire.proto.errors import ConfigError
 from quire.worker import runner as module
 from quire.worker.comm.communicator import SingleRank
+from quire.worker.memory.cache_engine import bytes_per_block
 from quire.worker.memory.host_memory import available_bytes
 from quire.worker.runner import ModelRunner
 
@@ -53,12 +54,12 @@ def test_this_machine_has_some_memory_left() -> None:
     ],
 )
 def test_more_than_there_is_is_refused(
-    options: dict[str, int], named: str, make_model: Any, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], named: str, make_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = resolve(str(make_model("llama")), device="cpu", **options)
     assert config.cache.num_blocks is not None
     runner = ModelRunner(config, SingleRank())
-    per_block = module.bytes_per_block(config, module.DTYPES[config.model.dtype])
+    per_block = bytes_per_block(config, module.DTYPES[config.model.dtype])
     monkeypatch.setattr(module, "available_bytes", lambda: 9 * per_block - 1)
     with pytest.raises(ConfigError, match=rf"rank 0 .* GiB of KV memory.*{named}"):
         runner.allocate_cache(config.cache.num_blocks)

@@ -13,7 +13,7 @@ from quire.proto.step import RowSampling
 
 GREEDY = RowSampling(temperature=0.0)
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-two-kv-heads": {"num_key_value_heads": 2, "intermediate_size": 130},
     "llama-tied-biased": {

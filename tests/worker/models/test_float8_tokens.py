@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from quire.kernels import quantized_linear
+from quire.kernels import norm, quantized_linear
 from quire.proto.step import RowSampling
 from quire.worker.models import decoder
 from quire.worker.models.layers import ColumnParallelLinear
@@ -26,7 +27,7 @@ def test_the_norm_rounds_for_the_linear_layer(
         lambda weight: weight.codes.dtype == quantized_linear.FLOAT8 and weight.is_per_output,
     )
     num_calls = 0
-    rounding_norm = decoder.add_rms_norm_float8
+    rounding_norm: Callable[..., Any] = norm.add_rms_norm_float8
 
     def count(*arguments: Any) -> Any:
         nonlocal num_calls

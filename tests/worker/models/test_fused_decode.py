@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from narrowing import instance_of, not_none
 from torch import Tensor
 
 from quire.cluster.config.model_config import describe_model
@@ -19,6 +20,7 @@ from quire.worker.memory.cache_engine import QUANTIZED_DTYPES
 from quire.worker.models.decoder import Decoder
 from quire.worker.models.layers import LoadContext
 from quire.worker.models.registry import check_supported
+from quire.worker.models.spec import DecoderSpec
 from quire.worker.weights.checkpoint import Checkpoint
 from quire.worker.weights.quantization import Quantization
 
@@ -70,7 +72,7 @@ def make_decoder(make_model: Any) -> MakeDecoder:
         kind: str, dtype: torch.dtype = torch.float32, quantization: Quantization | None = None
     ) -> Decoder:
         folder = make_model(kind.split("-")[0], seed=3, **(FIT | UNFIT)[kind])
-        spec = check_supported(describe_model(folder, kind), 1)
+        spec = instance_of(DecoderSpec, check_supported(describe_model(folder, kind), 1))
         load = LoadContext(Checkpoint(folder), SingleRank(), dtype, torch.device("cpu"), quantization)
         return Decoder(load, spec, NUM_POSITIONS)
 
@@ -133,7 +135,7 @@ def assert_equal_bits(decoder: Decoder, dtype: torch.dtype, stored: torch.dtype)
         assert torch.equal(hidden, expected)
         for one, other in zip(caches, by_ops, strict=True):
             assert torch.equal(one.blocks.view(torch.uint8), other.blocks.view(torch.uint8))
-            assert one.scales is None or torch.equal(one.scales, other.scales)
+            assert one.scales is None or torch.equal(one.scales, not_none(other.scales))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

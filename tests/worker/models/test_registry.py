@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from narrowing import instance_of
 
 from quire.proto.config import EngineConfig, ParallelConfig
 from quire.proto.errors import ConfigError
 from quire.worker.models.registry import check_supported
+from quire.worker.models.spec import DecoderSpec
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -29,6 +31,10 @@ def model(make_model: Any, engine_config: Any) -> Any:
 
 def changed(model: Any, **settings: Any) -> Any:
     return replace(model, hf=model.hf | settings)
+
+
+def spec_of(model: Any, tensor_parallel_size: int = 1) -> DecoderSpec:
+    return instance_of(DecoderSpec, check_supported(model, tensor_parallel_size))
 
 
 def as_transformers_would(architecture: str, model_type: str, model: Any, **settings: Any) -> Any:
@@ -120,7 +126,7 @@ def test_settings_that_mean_nothing(model: Any, settings: dict[str, Any]) -> Non
 
 def test_more_ranks_than_kv_heads(model: Any) -> None:
     config = replace(EngineConfig(model), parallel=ParallelConfig(8))
-    assert check_supported(model, 8).num_kv_heads == 4
+    assert spec_of(model, 8).num_kv_heads == 4
     assert config.num_kv_heads_per_rank == 1
 
 
@@ -154,7 +160,7 @@ def test_features_that_are_not_computed_are_refused_by_name(
 
 
 def windows(model: Any, **settings: Any) -> list[int]:
-    return [layer.window for layer in check_supported(changed(model, **settings), 1).layers]
+    return [layer.window for layer in spec_of(changed(model, **settings)).layers]
 
 
 def test_windows_are_of_the_layers_that_have_them(make_model: Any, engine_config: Any) -> None:
@@ -171,7 +177,7 @@ def test_layers_with_experts(make_model: Any, engine_config: Any) -> None:
     model = engine_config(make_model("qwen3_moe")).model
 
     def sparse(**settings: Any) -> list[bool]:
-        return [layer.has_experts for layer in check_supported(changed(model, **settings), 1).layers]
+        return [layer.has_experts for layer in spec_of(changed(model, **settings)).layers]
 
     assert sparse() == [True, True, True]
     assert sparse(mlp_only_layers=[0]) == [False, True, True]
@@ -183,7 +189,7 @@ def test_layers_with_experts(make_model: Any, engine_config: Any) -> None:
 def test_old_and_new_spellings_of_rope_mean_the_same(model: Any) -> None:
     new = changed(model, rope_parameters=LLAMA3_ROPE | {"rope_theta": 5e5})
     old = changed(model, rope_parameters=None, rope_theta=5e5, rope_scaling=LLAMA3_ROPE)
-    assert check_supported(new, 1).ropes == check_supported(old, 1).ropes
+    assert spec_of(new).ropes == spec_of(old).ropes
 
 
 def test_the_registry_imports_no_torch() -> None:

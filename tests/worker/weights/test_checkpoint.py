@@ -29,7 +29,7 @@ def load(engine_config: Any) -> Callable[[Path], ModelRunner]:
     return lambda folder: ModelRunner(engine_config(folder), SingleRank())
 
 
-def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
