@@ -31,8 +31,8 @@ from quire.kernels.linear import PackedWeight, linear, pack, pack_int8
 from quire.kernels.norm import add_rms_norm
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
 from quire.kernels.sampling import sample_full, sample_greedy
-from quire.worker.comm.communicator import open_store
-from quire.worker.comm.shared_memory import SharedMemory, join
+from quire.worker.comm.shared_memory import SharedMemoryCommunicator, join_group
+from quire.worker.comm.torch_distributed import create_store
 
 Op = Callable[[], object]
 
@@ -284,7 +284,7 @@ def samplers(repetitions: int) -> list[Case]:
 
 def all_reduces(repetitions: int) -> dict[str, Figure]:
     """Two ranks, this process and a child, on one thread each."""
-    store, port = open_store(HOST)
+    store, port = create_store(HOST)
     join_in = f"from benchmarks.kernels_cpu import be_peer; be_peer({port}, {repetitions})"
     child = subprocess.Popen([sys.executable, "-c", join_in])
     threads = torch.get_num_threads()
@@ -312,8 +312,8 @@ def be_peer(port: int, repetitions: int) -> None:
 
 def reduce_in_turns(rank: int, port: int, repetitions: int) -> dict[int, dict[str, float]]:
     """By bytes: median seconds over shared memory and over gloo."""
-    comm = join(rank, 2, HOST, port, "gloo", 60)
-    if not isinstance(comm, SharedMemory):
+    comm = join_group(rank, 2, HOST, port, "gloo", 60)
+    if not isinstance(comm, SharedMemoryCommunicator):
         return {}
     seconds = {}
     for num_bytes in ALL_REDUCE_BYTES:

@@ -1,7 +1,7 @@
-"""WorkerActor: one tensor-parallel rank as a process of its own, made a Ray actor by the cluster.
+"""WorkerActor: the process of one tensor-parallel rank; the cluster makes it a Ray actor.
 
-Ray starts it and watches it; plans and results travel over the step channel. It wants two concurrent calls:
-`run` occupies one for the rank's whole life, and the other answers `where` meanwhile.
+Ray starts and monitors the process; plans and results travel over the step channel. The actor needs a concurrency of
+two: `run` occupies one call for the rank's whole life, and `status` is answered by the other.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a rank says once its weights are in place.
+    """Report of a rank that has loaded its weights.
 
     Attributes:
-        num_blocks: KV blocks that its memory holds.
+        num_blocks: KV blocks that fit into its memory.
         seconds: by stage: ``import``, ``join``, ``weights``, ``profile``.
     """
 
@@ -45,7 +45,7 @@ class LoadReport:
 
 
 class WorkerActor:
-    """One rank: joins its group, loads its shard, executes plans until told to end."""
+    """One rank: joins its group, loads its shard, and executes plans until the channel closes."""
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
         self._config = config
@@ -55,14 +55,14 @@ class WorkerActor:
         self._seconds: dict[str, float] = {}
         self._runner: ModelRunner | None = None
         self._bytes_read = 0, 0
-        # Imported here, so that a driver, which only names this class, does not load torch.
+        # Imported here so that the driver, which only names this class, does not load torch.
         with self._timed("import"):
             import torch
 
             from . import runner
-            from .comm import communicator as parallel
-            from .comm import shared_memory
-        self._parallel, self._runner_module, self._join_group = parallel, runner, shared_memory.join
+            from .comm import communicator, shared_memory, torch_distributed
+        self._single_rank, self._create_store = communicator.SingleRank, torch_distributed.create_store
+        self._runner_class, self._join_group = runner.ModelRunner, shared_memory.join_group
         if self._device == "cuda":
             ordinal = _assigned_gpu()
             torch.cuda.set_device(ordinal)
@@ -71,75 +71,78 @@ class WorkerActor:
             # Ray sets OMP_NUM_THREADS to 1.
             torch.set_num_threads(config.parallel.threads_per_rank)
 
-    def open_store(self, one_host: bool) -> tuple[str, int]:
-        """Opens the store at which the ranks meet, on rank 0 only.
+    def create_store(self, one_host: bool) -> tuple[str, int]:
+        """Create the store for the rendezvous of the ranks; on rank 0 only.
 
         Args:
-            one_host: every rank is on this host, so loopback will do.
+            one_host: all ranks are on this host, so the store listens on loopback.
 
         Returns:
-            Its host and port.
+            the store's host and port.
         """
         host = _LOOPBACK if one_host else str(ray.util.get_node_ip_address())
-        self._store, port = self._parallel.open_store(host)
+        self._store, port = self._create_store(host)
         return host, port
 
     def load(self, store: tuple[str, int] | None) -> LoadReport:
-        """Joins the group at rank 0's store (None: this is the only rank) and loads the weights.
+        """Join the group and load the weights.
+
+        Args:
+            store: host and port of rank 0's store; None if this is the only rank.
 
         Raises:
             ModelLoadError: the model directory cannot be read.
         """
         with self._timed("join"):
-            comm = self._parallel.SingleRank() if store is None else self._join(*store)
+            comm = self._single_rank() if store is None else self._join(*store)
         with self._timed("weights"):
-            self._runner = self._runner_module.ModelRunner(self._config, comm, self._note_read)
+            self._runner = self._runner_class(self._config, comm, self._on_progress)
         with self._timed("profile"):
             num_blocks = self._runner.num_blocks_that_fit()
-        return LoadReport(self.where(), num_blocks, dict(self._seconds))
+        return LoadReport(self.status(), num_blocks, dict(self._seconds))
 
     def bytes_read(self) -> tuple[int, int]:
-        """Bytes of its weights that the rank has read, and those that it will read in all."""
+        """Return the bytes of weights read so far, and the total for this rank."""
         return self._bytes_read
 
     def allocate(self, num_blocks: int) -> float:
-        """Allocates the KV cache: the same number of blocks on every rank. Returns blocks/s to host memory."""
+        """Allocate the KV cache, with the same number of blocks on all ranks; return the swap rate in blocks/s."""
         assert self._runner is not None
         return self._runner.allocate_cache(num_blocks)
 
     def run(self, address: ChannelAddress) -> None:
-        """Executes the channel's plans until the sender ends.
+        """Execute the channel's plans until the sender closes it.
 
-        A step that fails is answered with a StepFailure, and the rank ends: leaving the group fails the
-        collective that the other ranks may wait in.
+        The rank replies to a failed step with a StepFailure and ends. Leaving the group fails the collective that
+        the other ranks may wait in.
         """
         assert self._runner is not None
         receiver = StepReceiver(address, self._rank)
         try:
-            answered_at = time.perf_counter()
+            replied_at = time.perf_counter()
             while (frame := receiver.receive()) is not None:
-                waited_s = time.perf_counter() - answered_at
-                reply = self._reply_to(frame, self._runner)
+                waited_s = time.perf_counter() - replied_at
+                reply = self._execute(frame, self._runner)
                 if isinstance(reply, StepResult):
                     reply.stage_times["wait"] = waited_s
                 receiver.reply(reply.encode())
                 if isinstance(reply, StepFailure):
                     return
-                if (failure := self._finish(reply, self._runner)) is not None:
+                if (failure := self._after_step(reply, self._runner)) is not None:
                     receiver.reply(failure.encode())
                     return
-                answered_at = time.perf_counter()
+                replied_at = time.perf_counter()
         finally:
             receiver.close()
             self._runner.close()
             self._stage = "ended"
 
-    def where(self) -> RankStatus:
-        """Who this is and what it is doing."""
+    def status(self) -> RankStatus:
+        """Return the process, device and current stage of the rank."""
         stage = self._stage if self._runner is None or self._stage == "ended" else self._runner.stage
         return RankStatus(self._rank, os.getpid(), socket.gethostname(), self._device, stage)
 
-    def _reply_to(self, frame: bytes, runner: ModelRunner) -> StepResult | StepFailure:
+    def _execute(self, frame: bytes, runner: ModelRunner) -> StepResult | StepFailure:
         step_id = epoch = 0
         try:
             plan = StepPlan.decode(frame)
@@ -150,15 +153,15 @@ class WorkerActor:
         except Exception as error:
             return StepFailure(step_id, epoch, self._rank, runner.stage, in_one_line(error))
 
-    def _finish(self, result: StepResult, runner: ModelRunner) -> StepFailure | None:
-        """What the runner does after the answer; its failure is that of the step to come."""
+    def _after_step(self, result: StepResult, runner: ModelRunner) -> StepFailure | None:
+        """Run the work deferred until after the reply; a failure is that of the next step."""
         try:
             runner.after_step()
         except Exception as error:
             return StepFailure(result.step_id + 1, result.epoch, self._rank, runner.stage, in_one_line(error))
         return None
 
-    def _note_read(self, num_read: int, num_expected: int) -> None:
+    def _on_progress(self, num_read: int, num_expected: int) -> None:
         self._bytes_read = num_read, num_expected
 
     def _join(self, host: str, port: int) -> Communicator:
@@ -181,7 +184,7 @@ class WorkerActor:
 
 
 def _assigned_gpu() -> int:
-    """The device ordinal of the GPU that Ray assigned, which is an id as CUDA_VISIBLE_DEVICES counts them."""
+    """Return the device ordinal of the GPU that Ray assigned by its id in CUDA_VISIBLE_DEVICES."""
     (assigned,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",").index(assigned) if visible else int(assigned)

@@ -14,7 +14,7 @@ from ..proto.step import StepPlan
 from .attention import AttentionInputs
 from .device_rows import DeviceRows
 from .memory.host_to_device import to_device_together
-from .sampling.prompt_logprobs import ScoredTokens, find_scored
+from .sampling.prompt_logprobs import ScoredTokens, select_scored_tokens
 
 LongArray = npt.NDArray[np.int64]
 
@@ -119,7 +119,7 @@ def _scored(rows: DeviceRows, plan: StepPlan, starts: IntArray, sources: IntArra
     """
     if not rows.sampling.scores[plan.chunk_rows].any():
         return None
-    return find_scored(rows.sampling.scoring, plan.chunk_rows, starts, plan.chunk_lens, sources)
+    return select_scored_tokens(rows.sampling.scoring, plan.chunk_rows, starts, plan.chunk_lens, sources)
 
 
 def _decoding_rows(rows: DeviceRows, plan: StepPlan) -> IntArray:

@@ -10,7 +10,7 @@ from ..kernels.block_tables import put_entries
 from ..proto.block_tables import BlockTables, IntArray
 from ..proto.config import EngineConfig
 from ..proto.step import NewSequence, StepPlan
-from .comm.communicator import Shard
+from .comm.shard import Shard
 from .memory.host_to_device import to_device, to_device_together
 from .sampling.logits_processors import LogitsProcessorState
 from .sampling.sampling_table import SamplingTable
@@ -31,7 +31,7 @@ class DeviceRows:
         num_computed: [R] int32, tokens whose KV is in the cache.
         decoding: [R] bool, rows that compute their newest token in each step.
         sampling: how each row samples.
-        constraints: what rows do to their logits before.
+        logits_processors: what rows do to their logits before.
 
     Args:
         shard: this rank's part of the vocabulary.
@@ -47,14 +47,14 @@ class DeviceRows:
         self.num_computed: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.decoding = np.zeros(num_rows, dtype=np.bool_)
         self.sampling = SamplingTable(num_rows, config.model.vocab_size)
-        self.constraints = LogitsProcessorState(shard, self.token_ids)
+        self.logits_processors = LogitsProcessorState(shard, self.token_ids)
 
     def apply(self, plan: StepPlan) -> None:
         """Steps 1 to 3 and 5 of the plan: released, new, appended and chosen. The caller compares digests."""
         self.tables.release(plan.released_rows)
         self.device_tables.release(plan.released_rows)
         self.decoding[plan.released_rows] = False
-        self.constraints.release(plan.released_rows)
+        self.logits_processors.release(plan.released_rows)
         for sequence in plan.new:
             self._put(sequence)
         self.tables.append(plan.appended_rows, plan.appended_ids)
@@ -73,7 +73,7 @@ class DeviceRows:
             token_ids: [N] int32 on the device, by row.
         """
         self._write(rows, self.lens[rows], token_ids)
-        self.constraints.append(rows, token_ids)
+        self.logits_processors.append(rows, token_ids)
         self.lens[rows] += 1
         self.decoding[rows] = True
 
@@ -92,7 +92,7 @@ class DeviceRows:
         self.decoding[row] = False
         self.tables.append(np.full(len(sequence.block_ids), row, dtype=np.int32), sequence.block_ids)
         self.sampling.put(row, sequence.sampling)
-        self.constraints.put(sequence)
+        self.logits_processors.put(sequence)
 
 
 class DeviceTables:

@@ -19,7 +19,8 @@ from ..proto.errors import ConfigError, RankFailed, in_one_line
 from ..proto.step import Logprobs, PromptLogprobs, StepPlan, StepResult
 from .attention import AttentionInputs
 from .batch import Batch, gather_batch
-from .comm.communicator import Communicator, device_of
+from .comm.communicator import Communicator
+from .comm.torch_distributed import device_of
 from .device_rows import DeviceRows
 from .graphs import CudaGraphs, DecodeGraphs, DecodeInputs, GraphBackend, graph_sizes
 from .memory.cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine, bytes_per_block
@@ -28,7 +29,7 @@ from .memory.host_to_device import to_device
 from .memory.kv_budget import measure_left_for_kv
 from .models.build import Model, build_model
 from .models.layers import LoadContext
-from .sampling.prompt_logprobs import score
+from .sampling.prompt_logprobs import compute_prompt_logprobs
 from .sampling.sampler import SampledLogprobs, Sampler
 from .weights.checkpoint import Checkpoint, ProgressCallback
 from .weights.quantization import read_quantization
@@ -203,7 +204,9 @@ class ModelRunner:
         hidden = self._model.forward(batch.token_ids, batch.positions, self._kv.layers, batch.attention)
         scores = None
         if batch.scored is not None:
-            found = score(batch.scored, hidden, self._rows.token_ids, self._model.logits, self._sampler)
+            found = compute_prompt_logprobs(
+                batch.scored, hidden, self._rows.token_ids, self._model.logits, self._sampler
+            )
             scores = found if self._comm.rank == 0 else None
         if batch.sampled_rows.size == 0:
             return None, scores
@@ -213,7 +216,7 @@ class ModelRunner:
 
     def _sample(self, rows: IntArray, logits: Tensor, result: StepResult) -> StepResult:
         token_ids, logprobs = self._sampler.sample(
-            logits, self._rows.sampling, rows, self._rows.lens[rows], self._rows.constraints
+            logits, self._rows.sampling, rows, self._rows.lens[rows], self._rows.logits_processors
         )
         self._rows.append(rows, token_ids)
         if self._comm.rank != 0:

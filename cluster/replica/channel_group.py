@@ -168,7 +168,7 @@ class ChannelWorkerGroup:
 
     def _stages(self, ranks: list[int]) -> dict[int, str | None]:
         """rank |-> the stage it says it is in; None for a process that does not answer at once."""
-        answers = {rank: self._workers[rank].where.remote() for rank in ranks}
+        answers = {rank: self._workers[rank].status.remote() for rank in ranks}
         if not answers:
             return {}
         ready, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=_STAGE_TIMEOUT_S)

@@ -143,7 +143,7 @@ class _Launch:
         self._actors.append(self._start(SchedulerActor, "scheduler", 0, self._replica_id))
         for rank in range(size):
             self._actors.append(self._start(WorkerActor, f"rank-{rank}", 1 + rank, self._config, rank))
-        calls = {"the scheduler": self.scheduler.where.remote()} | self._call_workers("where")
+        calls = {"the scheduler": self.scheduler.where.remote()} | self._call_workers("status")
         (self._scheduler_host, pid), *ranks = await_all(calls, _PROCESS_TIMEOUT_S, "starting its process")
         self._pids = (pid, *(rank.pid for rank in ranks))
 
@@ -153,8 +153,8 @@ class _Launch:
         store = None
         if len(self._workers) > 1:
             one_host = len(set(self._node_ids[1:])) == 1
-            opening = {"rank 0": self._workers[0].open_store.remote(one_host=one_host)}
-            (store,) = await_all(opening, _PROCESS_TIMEOUT_S, "opening its store")
+            creating = {"rank 0": self._workers[0].create_store.remote(one_host=one_host)}
+            (store,) = await_all(creating, _PROCESS_TIMEOUT_S, "creating its store")
         with LoadingBar(len(self._workers)) as bar:
             watch = partial(self._show_bytes_read, bar) if bar.is_shown else None
             return await_all(self._call_workers("load", store), _LOAD_TIMEOUT_S, "loading", watch)

@@ -37,7 +37,7 @@ class ObedientRank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def where(self) -> RankStatus:
+    def status(self) -> RankStatus:
         return RankStatus(self.rank, os.getpid(), f"host-{self.rank}", "cpu", "forward")
 
     def run(self, address: ChannelAddress) -> None:
@@ -85,7 +85,7 @@ def cluster() -> Iterator[LocalCluster]:
 def started(cluster: LocalCluster) -> Iterator[Started]:
     remote = ray.remote(ObedientRank).options(max_concurrency=2, num_cpus=1)
     workers = tuple(remote.remote(rank) for rank in range(NUM_RANKS))
-    statuses = tuple(ray.get([worker.where.remote() for worker in workers], timeout=60))
+    statuses = tuple(ray.get([worker.status.remote() for worker in workers], timeout=60))
     maker = ChannelGroupMaker(ChannelAddress.in_directory(cluster.directory), workers, statuses, 30.0)
     group = maker()
     yield Started(group, [status.pid for status in statuses])

@@ -12,7 +12,8 @@ from triton_device import DEVICE
 
 from quire.kernels import decode_splits, dispatch
 from quire.proto.step import NO_INTS, NewSequence, RowLogitsProcessors, RowSampling
-from quire.worker.comm.communicator import Shard, SingleRank
+from quire.worker.comm.communicator import SingleRank
+from quire.worker.comm.shard import Shard
 from quire.worker.sampling.logits_processors import LogitsProcessorState
 from quire.worker.sampling.sampler import SampledLogprobs, Sampler
 from quire.worker.sampling.sampling_table import SamplingTable
@@ -59,14 +60,14 @@ def sample_all(logits: torch.Tensor, device: str) -> tuple[list[int], SampledLog
     """One step of the sampler, a row for each kind of sampling; all report log-probabilities, as many as row."""
     num_rows, vocab_len = logits.shape
     table, shard = SamplingTable(num_rows, vocab_len), Shard(0, 1, vocab_len)
-    constraints = LogitsProcessorState(shard, torch.zeros(num_rows, 32, dtype=torch.int32, device=device))
+    processors = LogitsProcessorState(shard, torch.zeros(num_rows, 32, dtype=torch.int32, device=device))
     for row, sampling in enumerate(SAMPLING):
         sampling = replace(sampling, logprobs=row)
         table.put(row, sampling)
-        constraints.put(NewSequence(row, row, np.array([8, 9, 7], np.int32), 0, NO_INTS, sampling))
+        processors.put(NewSequence(row, row, np.array([8, 9, 7], np.int32), 0, NO_INTS, sampling))
     rows, lens = np.arange(num_rows, dtype=np.int32), np.full(num_rows, 3, dtype=np.int32)
     sampler = Sampler(shard, SingleRank(), torch.device(device))
-    token_ids, logprobs = sampler.sample(logits.to(device), table, rows, lens, constraints)
+    token_ids, logprobs = sampler.sample(logits.to(device), table, rows, lens, processors)
     assert logprobs is not None
     return token_ids.tolist(), logprobs
 

@@ -1,4 +1,4 @@
-"""SharedMemory: the collectives of ranks on one host, over memory that they share."""
+"""SharedMemoryCommunicator: the collectives of ranks on one host, over shared memory."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from torch import Tensor
 
 from ...kernels.native.ops import ops
 from ...kernels.shm_collectives import SLOT_BYTES, SharedMemoryCollectives, can_sum, segment_bytes
-from .communicator import Communicator, TorchDistributed
+from .communicator import Communicator
+from .torch_distributed import TorchDistributed
 
-# How often a rank that waits looks whether the others are alive.
-_LOOK_US = 100_000
+# How often a waiting rank checks whether the others are alive.
+_LIVENESS_CHECK_US = 100_000
 # struct flock: type, whence, start, length, process id.
 _FLOCK = struct.Struct("hh4xqqi4x")
-# The memory begins with a page that holds a random number: another host's process may have the same ids.
+# The first page of the memory holds a random number, since a process of another host may have the same id.
 _TOKEN = struct.Struct("q")
 
 _log = logging.getLogger(__name__)
 
 
-def join(rank: int, size: int, host: str, port: int, backend: str, timeout_s: float) -> Communicator:
-    """Joins a group as TorchDistributed does; where all ranks can map the same memory, they meet there.
+def join_group(rank: int, size: int, host: str, port: int, backend: str, timeout_s: float) -> Communicator:
+    """Join a group as TorchDistributed does, over shared memory if all ranks can map the same memory.
 
     Raises:
-        ConnectionError: not every rank came in time.
+        ConnectionError: a rank did not join within `timeout_s`.
     """
     group = TorchDistributed(rank, size, host, port, backend, timeout_s)
     if backend != "gloo":
@@ -44,24 +45,25 @@ def join(rank: int, size: int, host: str, port: int, backend: str, timeout_s: fl
     except ConnectionError:
         group.close()
         raise
-    return group if segment is None else SharedMemory(group, *segment, timeout_s)
+    return group if segment is None else SharedMemoryCommunicator(group, *segment, timeout_s)
 
 
-class SharedMemory:
-    """A group whose ranks share memory.
+class SharedMemoryCommunicator:
+    """Communicator of ranks that share memory.
 
-    The memory has no name, so nothing is left of it when its ranks are gone, however they went. Each rank holds
-    a lock on a byte of its file, by which the others see that it lives; the system releases it when a rank is killed.
+    The memory has no name, so the system frees it when the ranks have ended, even if they were killed. Each rank
+    locks one byte of the file to show the others that it is alive; the system releases the lock when the rank ends.
 
     Args:
-        file: of the memory, opened by this rank.
+        group: the same ranks over gloo.
+        file: descriptor of the memory's file, opened by this rank.
         timeout_s: how long to wait for the other ranks in each collective.
 
     Attributes:
-        group: the same ranks over gloo, which has the collectives of other dtypes and of long gathers.
+        group: carries the sums of other dtypes and the gathers that are too long for the shared memory.
 
     Raises:
-        ConnectionError: from every collective; names the rank that did not come.
+        ConnectionError: from every collective; names the rank that did not arrive.
     """
 
     def __init__(self, group: TorchDistributed, file: int, memory: mmap.mmap, timeout_s: float) -> None:
@@ -76,18 +78,19 @@ class SharedMemory:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if not can_sum(tensor):
             return self.group.all_reduce(tensor)
-        exchange = self._open
+        collectives = self._open
         flat, step = tensor.view(-1), SLOT_BYTES // tensor.element_size()
         for start in range(0, len(flat), step):
-            self._finish("all-reduce", exchange, exchange.sum(flat[start : start + step], _LOOK_US))
+            late = collectives.sum(flat[start : start + step], _LIVENESS_CHECK_US)
+            self._wait("all-reduce", collectives, late)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         if tensor.nbytes > SLOT_BYTES:
             return self.group.all_gather(tensor)
-        exchange, tensor = self._open, tensor.contiguous()
+        collectives, tensor = self._open, tensor.contiguous()
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        self._finish("all-gather", exchange, exchange.gather(tensor, gathered, _LOOK_US))
+        self._wait("all-gather", collectives, collectives.gather(tensor, gathered, _LIVENESS_CHECK_US))
         return gathered
 
     def barrier(self) -> None:
@@ -106,34 +109,34 @@ class SharedMemory:
             raise ConnectionError(f"rank {self.rank} has left the group")
         return self._collectives
 
-    def _finish(self, what: str, exchange: SharedMemoryCollectives, late: int | None) -> None:
-        """Waits on for the rank that is late, as long as it lives and the time lasts."""
+    def _wait(self, operation: str, collectives: SharedMemoryCollectives, late: int | None) -> None:
+        """Wait for the late rank until it arrives, is found dead, or the deadline passes."""
         deadline = time.monotonic() + self._timeout_s
         while late is not None:
             if time.monotonic() > deadline:
-                raise self._failure(what, late, f"did not come in {self._timeout_s:g} s")
-            # A rank that is gone may have come before it went.
+                raise self._failure(operation, late, f"did not arrive within {self._timeout_s:g} s")
+            # A dead rank may have arrived before it ended.
             is_alive = _is_locked(self._file, late)
-            awaited, late = late, exchange.resume(_LOOK_US if is_alive else 0)
+            awaited, late = late, collectives.resume(_LIVENESS_CHECK_US if is_alive else 0)
             if late == awaited and not is_alive:
-                raise self._failure(what, late, "is gone")
+                raise self._failure(operation, late, "has ended")
 
-    def _failure(self, what: str, late: int, reason: str) -> ConnectionError:
+    def _failure(self, operation: str, late: int, reason: str) -> ConnectionError:
         return ConnectionError(
-            f"{what} of rank {self.rank} with the others of {self.size} failed: rank {late} {reason}"
+            f"{operation} of rank {self.rank} with the others of {self.size} failed: rank {late} {reason}"
         )
 
 
 def _share_segment(group: TorchDistributed) -> tuple[int, mmap.mmap] | None:
-    """This rank's file and map of the memory that rank 0 makes; None on all ranks if one of them cannot have it."""
+    """Return this rank's file and map of rank 0's memory. Returns None on all ranks if one of them cannot map it."""
     with ExitStack() as opened:
         file = _create_segment(group.size, opened) if group.rank == 0 else None
         number = -1 if file is None else file
-        announced = torch.tensor([_host(), os.getpid(), number, secrets.randbits(62)])
-        everyone = group.all_gather(announced)
-        _, process, number, token = everyone[0].tolist()
-        if (everyone[:, 0] != everyone[0, 0]).any():
-            return None  # several hosts: the same process id is another process there
+        own = torch.tensor([_host(), os.getpid(), number, secrets.randbits(62)])
+        all_ranks = group.all_gather(own)
+        _, process, number, token = all_ranks[0].tolist()
+        if (all_ranks[:, 0] != all_ranks[0, 0]).any():
+            return None  # several hosts: process ids of rank 0 are not valid on the others
         if group.rank == 0:
             memory = None if file is None else _map_segment(file, group)
             if memory is not None:
@@ -146,12 +149,12 @@ def _share_segment(group: TorchDistributed) -> tuple[int, mmap.mmap] | None:
         if group.all_gather(torch.tensor([is_same])).all() and file is not None and memory is not None:
             opened.pop_all()
             return file, memory
-    _log.warning("rank %d cannot share memory with all the others; gloo carries the collectives", group.rank)
+    _log.warning("rank %d: not all ranks can map the same memory; using gloo for the collectives", group.rank)
     return None
 
 
 def _host() -> int:
-    """Equal for processes that see each other by their ids: those of one host and one pid namespace."""
+    """Return a number that is equal for processes of one host and one pid namespace."""
     with suppress(OSError):
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()
         namespace = os.stat("/proc/self/ns/pid")
@@ -161,7 +164,7 @@ def _host() -> int:
 
 
 def _create_segment(size: int, opened: ExitStack) -> int | None:
-    """The file of a new segment, which is closed with `opened`; None where there can be none."""
+    """Return the file of a new segment, to be closed with `opened`. Returns None if it cannot be created."""
     if ops() is None:
         return None
     try:
@@ -174,19 +177,19 @@ def _create_segment(size: int, opened: ExitStack) -> int | None:
 
 
 def _open_segment(process: int, number: int, opened: ExitStack) -> int | None:
-    """Rank 0's file, opened anew: a lock belongs to who opened the file. It is closed with `opened`."""
+    """Open rank 0's file, to be closed with `opened`: a lock belongs to the open file description."""
     if number < 0 or ops() is None:
         return None
     try:
         file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
-    except OSError:  # another host, or another view of the processes
+    except OSError:  # another host or pid namespace
         return None
     opened.callback(os.close, file)
     return file
 
 
 def _map_segment(file: int, group: TorchDistributed) -> mmap.mmap | None:
-    """Maps the memory and locks this rank's byte."""
+    """Map the memory and lock this rank's byte. Returns None if that fails."""
     length = mmap.PAGESIZE + segment_bytes(group.size)
     try:
         if os.fstat(file).st_size != length:
@@ -198,6 +201,6 @@ def _map_segment(file: int, group: TorchDistributed) -> mmap.mmap | None:
 
 
 def _is_locked(file: int, rank: int) -> bool:
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
-    kind: int = _FLOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))[0]
+    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
+    kind: int = _FLOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, request))[0]
     return kind != fcntl.F_UNLCK

@@ -1,4 +1,4 @@
-"""GPU memory that all ranks of a group can read: torch's symmetric memory, for kernels.all_reduce_norm."""
+"""Symmetric memory: GPU memory that all ranks of a group can read, for kernels.all_reduce_norm."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ import torch
 from ...kernels.all_reduce_norm import NUM_SIGNALS, Peers
 from ...kernels.dispatch import has_kernels
 from ...proto.errors import ConfigError, first_line
-from .communicator import Communicator, TorchDistributed
+from .communicator import Communicator
+from .torch_distributed import TorchDistributed
 
-# Above it NCCL, which moves each byte once and not to every rank, is as fast.
+# For larger tensors NCCL is as fast: it moves each byte once, not to every rank.
 MAX_BYTES = 1 << 20
 
 _GROUP_NAME = "quire"
 
 
-def share_memory(comm: Communicator, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Peers:
-    """Opens the memory of sums of [T, hidden_size]; every rank calls it.
+def open_symmetric_memory(
+    comm: Communicator, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> Peers:
+    """Open the memory for sums of [T, hidden_size] tensors; all ranks call it.
 
     Raises:
-        ConfigError: the ranks do not meet over NCCL, or their GPUs cannot read each other's memory.
+        ConfigError: the ranks do not use NCCL, or their GPUs cannot read each other's memory.
     """
     if not isinstance(comm, TorchDistributed) or not has_kernels(torch.empty(0, device=device)):
         raise ConfigError("fused_all_reduce needs several ranks, each on a GPU of its own, and Triton")
     max_tokens = max(1, MAX_BYTES // (hidden_size * dtype.itemsize))
     part_bytes = max_tokens * hidden_size * dtype.itemsize
-    signals_start = math.ceil(part_bytes / 16) * 16  # bytes, and a whole number of signals
+    signals_start = math.ceil(part_bytes / 16) * 16  # in bytes, aligned for the int32 signals
     num_signals = NUM_SIGNALS * comm.size
     try:
         symmetric: Any = torch._C._distributed_c10d._SymmetricMemory
@@ -46,5 +49,5 @@ def share_memory(comm: Communicator, hidden_size: int, dtype: torch.dtype, devic
     except RuntimeError as error:
         reason = first_line(error)
         raise ConfigError(f"fused_all_reduce: the GPUs cannot read each other's memory: {reason}") from error
-    comm.barrier()  # nobody signals before all are zeroed
+    comm.barrier()  # no rank may signal before the memory of all is zeroed
     return Peers(comm.rank, parts, signals)

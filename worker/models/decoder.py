@@ -15,7 +15,7 @@ from ...kernels.linear import PackedWeight
 from ...kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from ...kernels.quantized_linear import Float8Tokens
 from ..attention import AttentionInputs, LayerCache, paged_attention
-from ..comm.symmetric_memory import share_memory
+from ..comm.symmetric_memory import open_symmetric_memory
 from ..weights.linear_weight import PlainWeight
 from .fused_decode import plan_fused_decode
 from .layers import (
@@ -265,7 +265,7 @@ class Decoder:
         )
         peers = None
         if load.fused_all_reduce:
-            peers = share_memory(load.comm, spec.hidden_size, load.dtype, load.device)
+            peers = open_symmetric_memory(load.comm, spec.hidden_size, load.dtype, load.device)
         self.layers = [
             DecoderLayer(load, spec, layer, f"model.layers.{index}", peers)
             for index, layer in enumerate(spec.layers)

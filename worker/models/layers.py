@@ -18,7 +18,8 @@ from torch import Tensor
 from ...kernels.all_reduce_norm import Peers
 from ...kernels.linear import PackedWeight, embed, pack
 from ...kernels.quantized_linear import Float8Tokens
-from ..comm.communicator import Communicator, Shard
+from ..comm.communicator import Communicator
+from ..comm.shard import Shard
 from ..weights.checkpoint import Checkpoint
 from ..weights.linear_weight import Float8Weight, LinearWeight, PlainWeight, read_linear
 from ..weights.quantization import Quantization

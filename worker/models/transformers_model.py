@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, first_line
 from ..attention import AttentionInputs, LayerCache
-from ..comm.communicator import Shard
+from ..comm.shard import Shard
 from ..weights.checkpoint import Checkpoint
 from .attention_adapters import ADAPTERS
 from .layers import (

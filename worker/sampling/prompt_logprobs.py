@@ -1,4 +1,4 @@
-"""Scoring prompts: the log-probabilities of their tokens, taken as chunk after chunk is computed."""
+"""Log-probabilities of prompt tokens, computed chunk by chunk with the prompt."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ...proto.step import Logprobs, PromptLogprobs, PromptScoring
 from ..memory.host_to_device import to_device
 from .sampler import Sampler
 
-# Logits of one rank that are held at once: a chunk of a long prompt would have gigabytes of them.
+# Bytes of one rank's logits that are held at once: those of a whole long chunk would take gigabytes.
 SLICE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """Tokens of prompts whose logits a step computes.
+    """Prompt tokens whose log-probabilities a step computes.
 
     Attributes:
-        rows: [n] int32, those of a row together.
-        positions: [n] int32, places in the prompt, ascending.
-        sources: [n] int64, where among the step's tokens the ones before them are.
-        num_top: the most likeliest tokens that any row asked for.
+        rows: [n] int32; the tokens of a row are adjacent.
+        positions: [n] int32, in the prompt, ascending within a row.
+        sources: [n] int64, index among the step's T tokens of the token before each.
+        num_top: the largest number of most likely tokens that any row reports.
     """
 
     rows: IntArray
@@ -35,47 +35,48 @@ class ScoredTokens:
     num_top: int
 
 
-def find_scored(
+def select_scored_tokens(
     scoring: list[PromptScoring | None], rows: IntArray, starts: IntArray, lens: IntArray, sources: IntArray
 ) -> ScoredTokens | None:
-    """The tokens that can be scored in a step; None if there are none.
+    """Return the prompt tokens to score in a step. Returns None if there are none.
 
     Args:
-        scoring: [R], what each row asks for.
+        scoring: [R], the request of each row.
         rows: [C] rows that compute a chunk.
         starts: [C], the first position of each chunk.
-        lens: [C], its length.
-        sources: [C], where among the step's tokens it begins.
+        lens: [C], tokens of each chunk.
+        sources: [C], index of each chunk's first token among the step's T tokens.
     """
     parts = []
     num_top = 0
     for row, start, length, source in zip(
         *map(np.ndarray.tolist, (rows, starts, lens, sources)), strict=True
     ):
-        asked = scoring[row]
-        if asked is None:
+        requested = scoring[row]
+        if requested is None:
             continue
-        # The logits at one position are about the token at the next.
-        positions = np.arange(max(start + 1, asked.start), min(start + length + 1, asked.end), dtype=np.int32)
+        # The logits at one position predict the token at the next.
+        first, end = max(start + 1, requested.start), min(start + length + 1, requested.end)
+        positions = np.arange(first, end, dtype=np.int32)
         parts.append((np.full_like(positions, row), positions, positions - 1 - start + source))
-        num_top = max(num_top, asked.num_top)
+        num_top = max(num_top, requested.num_top)
     if not any(positions.size for _, positions, _ in parts):
         return None
     all_rows, positions, indices = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return ScoredTokens(all_rows, positions, indices, num_top)
 
 
-def score(
+def compute_prompt_logprobs(
     scored: ScoredTokens,
     hidden: Tensor,
     token_ids: Tensor,
     head: Callable[[Tensor], Tensor],
     sampler: Sampler,
 ) -> PromptLogprobs:
-    """Their log-probabilities; every rank calls it.
+    """Return the log-probabilities of prompt tokens; a collective.
 
     Args:
-        hidden: [T, E], the step's tokens after the last norm.
+        hidden: [T, E], hidden states of the step's tokens after the last norm.
         token_ids: [R, L] int32, the tokens of all rows.
         head: [n, E] |-> this rank's logits, [n, padded part of the vocabulary] float32.
     """

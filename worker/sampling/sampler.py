@@ -1,14 +1,15 @@
-"""The sampler: each row's next token, a pure function of (logits, settings, seed, position).
+"""The sampler: each row's next token as a pure function of (logits, parameters, seed, position).
 
-Each rank has the logits of its part of the vocabulary. Candidates are gathered, never whole logits, except for rows
-whose nucleus is wider than the candidates. From the gathered numbers every rank works out the same tokens.
+Each rank has the logits of its part of the vocabulary. Ranks gather candidates, and whole logits only for rows whose
+nucleus is larger than the candidates. Every rank computes the same tokens from the gathered numbers.
 
-- Greedy rows and rows that draw from the whole vocabulary need one candidate a rank: the largest logit, or the
-  largest sum of logit and Gumbel noise (kernels.gumbel).
-- Rows with top_k, top_p or min_p need the likeliest NUM_CANDIDATES of each rank and the sum over the vocabulary; a
-  GPU that has the whole vocabulary cuts it as it is.
+- Greedy rows and rows without truncation need one candidate per rank: the largest logit, or the largest sum of logit
+  and Gumbel noise (kernels.gumbel).
+- Rows with top_k, top_p or min_p need the NUM_CANDIDATES most likely tokens of each rank and the sum over the
+  vocabulary. A GPU that has the whole vocabulary truncates it directly.
 
-Kernels read each row's logits once for the first, twice for the second, adjust them as they read and write none.
+Kernels read each row's logits once for the first kind and twice for the second. They apply the logits processors
+while reading and write no logits.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ import torch
 from torch import Tensor
 
 from ...kernels import dispatch
-from ...kernels.gumbel import random_keys
 from ...kernels.logits import LogitsProcessors, apply_logits_processors
 from ...kernels.sampling import sample_among, sample_full, sample_greedy, sample_top_k_top_p, topk_tokens
 from ...proto.block_tables import IntArray
-from ..comm.communicator import Communicator, Shard
-from ..memory.host_to_device import to_device, to_device_together
-from .candidates import Candidates, SamplingBatch, kept_candidates, sort_candidates
+from ..comm.communicator import Communicator
+from ..comm.shard import Shard
+from ..memory.host_to_device import to_device
+from .candidates import Candidates, sort_candidates, truncate_candidates
 from .logits_processors import LogitsProcessorState
-from .sampling_table import SamplingTable
+from .sampling_table import SamplingBatch, SamplingTable
 
 NUM_CANDIDATES = 128
 
-# Token ids travel beside logits as float32, which is exact below this.
+# Ranks exchange token ids as float32, together with logits; float32 is exact below this.
 MAX_VOCAB_SIZE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs:
-    """Log-probabilities of the model itself, before temperature and cuts, for rows that asked.
+    """Log-probabilities of the unprocessed logits, before temperature and truncation, of the rows that report them.
 
     Attributes:
-        index: [n] int32, which of the sampled rows.
-        chosen: [n] float32.
-        top_ids: [n, k] int64, likeliest first; k is the most that any row asked for.
+        index: [n] int32, indices of these rows among the sampled rows.
+        chosen: [n] float32, of the sampled tokens.
+        top_ids: [n, k] int64, most likely first; k is the largest number that any row reports.
         top: [n, k] float32.
     """
 
@@ -54,7 +55,7 @@ class SampledLogprobs:
 
 
 class Sampler:
-    """Samples the rows of a step together with the other ranks.
+    """Samples the rows of a step; every method is a collective of the tensor-parallel group.
 
     Args:
         shard: this rank's part of the vocabulary; logits are [N, shard.padded_len], -inf where there is no token.
@@ -68,7 +69,7 @@ class Sampler:
 
     @property
     def num_logits(self) -> int:
-        """Of a row, on each rank."""
+        """Logits of a row on each rank."""
         return self._shard.padded_len
 
     def sample(
@@ -77,107 +78,129 @@ class Sampler:
         table: SamplingTable,
         rows: IntArray,
         lens: IntArray,
-        constraints: LogitsProcessorState | None = None,
+        processor_state: LogitsProcessorState | None = None,
     ) -> tuple[Tensor, SampledLogprobs | None]:
-        """One token a row.
+        """Sample one token per row.
 
         Args:
             logits: [N, padded_len] float32.
-            table: how rows sample.
+            table: sampling parameters of all rows.
             rows: [N] int32, the rows in `table`.
             lens: [N] int32, each sequence's length, which is the position of its new token.
-            constraints: what rows do to their logits first; None: nothing.
+            processor_state: logits processors of all rows; None applies none.
 
         Returns:
-            token ids [N] int32, the same on every rank, and the log-probabilities that were asked for.
+            token ids [N] int32, the same on every rank, and the log-probabilities that rows report, if any do.
         """
-        adjustments = None if constraints is None else constraints.adjustments(rows, lens)
-        changed = logits
-        if adjustments is not None and not dispatch.has_kernels(logits):
-            # Once for all kinds of rows.
-            changed, adjustments = apply_logits_processors(logits, adjustments), None
-        token_ids = self._choose(changed, adjustments, table, rows, lens)
-        wants_logprobs = np.flatnonzero(table.num_logprobs[rows] >= 0).astype(np.int32)
-        if wants_logprobs.size == 0:
+        processors = None if processor_state is None else processor_state.gather(rows, lens)
+        processed = logits
+        if processors is not None and not dispatch.has_kernels(logits):
+            # Applied once for all kinds of rows.
+            processed, processors = apply_logits_processors(logits, processors), None
+        token_ids = self._sample_tokens(processed, processors, table, rows, lens)
+        reporting = np.flatnonzero(table.num_logprobs[rows] >= 0).astype(np.int32)
+        if reporting.size == 0:
             return token_ids, None
-        index = to_device(wants_logprobs, self._device, torch.int64)
+        index = to_device(reporting, self._device, torch.int64)
         num_top = int(table.num_logprobs[rows].max())
         chosen, top_ids, top = self.logprobs(logits, token_ids[index], num_top, index)
-        return token_ids, SampledLogprobs(wants_logprobs, chosen, top_ids, top)
+        return token_ids, SampledLogprobs(reporting, chosen, top_ids, top)
 
-    def _choose(
+    def logprobs(
+        self, logits: Tensor, token_ids: Tensor, num_top: int, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-probabilities of given tokens and of the most likely ones.
+
+        Args:
+            logits: [N, padded_len] float32.
+            token_ids: [n] int32.
+            rows: [n] int64, the row of `logits` for each token; None for all N rows in order.
+
+        Returns:
+            of the given tokens [n] float32; the most likely token ids [n, num_top] int64 and theirs
+            [n, num_top] float32.
+        """
+        num_local = min(num_top, logits.shape[1])
+        top, top_columns, log_total = topk_tokens(logits, num_local, None, rows)
+        columns = token_ids.long() - self._shard.start
+        is_local = (columns >= 0) & (columns < len(self._shard))
+        if rows is None:
+            rows = torch.arange(len(logits), device=logits.device)
+        chosen = logits[rows, columns.masked_fill(~is_local, 0)].masked_fill(~is_local, -torch.inf)
+        local = (top, (top_columns + self._shard.start).float(), chosen.unsqueeze(1), log_total.unsqueeze(1))
+        gathered = self._comm.all_gather(torch.cat(local, dim=-1))
+        top, top_ids, chosen, log_total = gathered.split_with_sizes([num_local, num_local, 1, 1], dim=-1)
+        log_total = log_total.logsumexp(dim=0)
+        merged = _concat_ranks(top)
+        top, order = merged.topk(min(num_top, merged.shape[1]), dim=-1)
+        return (
+            (chosen.amax(dim=0) - log_total).squeeze(1),
+            _concat_ranks(top_ids).gather(1, order).long(),
+            top - log_total,
+        )
+
+    def _sample_tokens(
         self,
         logits: Tensor,
-        adjustments: LogitsProcessors | None,
+        processors: LogitsProcessors | None,
         table: SamplingTable,
         rows: IntArray,
         lens: IntArray,
     ) -> Tensor:
-        """Each kind of rows by its op; the ops take all logits, and which rows of them are meant."""
+        """Sample each kind of rows by its own op; an op gets all logits and the indices of its rows."""
         if table.greedy[rows].all():
-            return self._sample_greedy(logits, adjustments)
-        is_cut = table.filtered[rows] & ~table.greedy[rows]
+            return self._sample_greedy(logits, processors)
+        is_truncated = table.filtered[rows] & ~table.greedy[rows]
         token_ids = torch.empty(len(rows), dtype=torch.int32, device=self._device)
-        for members, choose in ((~is_cut, self._sample_full), (is_cut, self._sample_top_k_top_p)):
+        for members, op in ((~is_truncated, self._sample_full), (is_truncated, self._sample_top_k_top_p)):
             if members.all():
-                return choose(logits, adjustments, self._settings_of(table, rows, lens), None)
+                return op(logits, processors, table.gather(rows, lens, self._device), None)
             if members.any():
-                draw = self._settings_of(table, rows[members], lens[members])
+                batch = table.gather(rows[members], lens[members], self._device)
                 index = to_device(np.flatnonzero(members), self._device, torch.int64)
-                token_ids[index] = choose(logits, adjustments, draw, index)
+                token_ids[index] = op(logits, processors, batch, index)
         return token_ids
 
-    def _settings_of(self, table: SamplingTable, rows: IntArray, lens: IntArray) -> SamplingBatch:
-        temperature, top_k, top_p, min_p, seeds, positions = to_device_together(
-            [
-                np.where(table.greedy[rows], np.float32(0), table.temperature[rows]),
-                table.top_k[rows],
-                table.top_p[rows].astype(np.float64),
-                table.min_p[rows],
-                table.seed[rows],
-                lens.astype(np.int64),
-            ],
-            self._device,
-        )
-        return SamplingBatch(temperature, top_k, top_p, min_p, random_keys(seeds, positions))
-
-    def _sample_greedy(self, logits: Tensor, adjustments: LogitsProcessors | None) -> Tensor:
-        return self._best_of_ranks(*sample_greedy(logits, self._shard.start, None, adjustments))
+    def _sample_greedy(self, logits: Tensor, processors: LogitsProcessors | None) -> Tensor:
+        return self._best_of_ranks(*sample_greedy(logits, self._shard.start, None, processors))
 
     def _sample_full(
-        self, logits: Tensor, adjustments: LogitsProcessors | None, draw: SamplingBatch, index: Tensor | None
+        self, logits: Tensor, processors: LogitsProcessors | None, batch: SamplingBatch, index: Tensor | None
     ) -> Tensor:
         first_id = self._shard.start
         return self._best_of_ranks(
-            *sample_full(logits, draw.temperature, draw.keys, first_id, index, adjustments)
+            *sample_full(logits, batch.temperature, batch.keys, first_id, index, processors)
         )
 
     def _sample_top_k_top_p(
-        self, logits: Tensor, adjustments: LogitsProcessors | None, draw: SamplingBatch, index: Tensor | None
+        self, logits: Tensor, processors: LogitsProcessors | None, batch: SamplingBatch, index: Tensor | None
     ) -> Tensor:
         if self._comm.size == 1 and dispatch.has_kernels(logits):
-            return sample_top_k_top_p(logits, *draw, index, adjustments)
-        candidates = self._gather_candidates(logits, adjustments, draw, index)
-        keep, covered = kept_candidates(candidates, draw, self._shard.full_len)
-        token_ids = sample_among(candidates.values, candidates.token_ids, keep, draw.keys)
-        uncovered = (~covered).nonzero().squeeze(1)
-        if uncovered.numel():
+            return sample_top_k_top_p(logits, *batch, index, processors)
+        candidates = self._gather_candidates(logits, processors, batch, index)
+        keep, is_exact = truncate_candidates(candidates, batch, self._shard.full_len)
+        token_ids = sample_among(candidates.values, candidates.token_ids, keep, batch.keys)
+        inexact = (~is_exact).nonzero().squeeze(1)
+        if inexact.numel():
             # Only the last ranks' parts are padded.
-            everything = self._gather_rows(
-                logits, adjustments, uncovered if index is None else index[uncovered]
-            )
-            everything = everything[:, : self._shard.full_len]
-            token_ids[uncovered] = sample_top_k_top_p(everything, *draw.select(uncovered))
+            whole = self._gather_logits(logits, processors, inexact if index is None else index[inexact])
+            whole = whole[:, : self._shard.full_len]
+            token_ids[inexact] = sample_top_k_top_p(whole, *batch.select(inexact))
         return token_ids
 
-    def _gather_rows(self, logits: Tensor, adjustments: LogitsProcessors | None, rows: Tensor) -> Tensor:
-        """Adjusted logits of some rows, of all ranks: [len(rows), size * padded_len]."""
-        if adjustments is not None:
-            logits = apply_logits_processors(logits, adjustments)
-        return _beside_each_other(self._comm.all_gather(logits[rows]))
+    def _gather_logits(self, logits: Tensor, processors: LogitsProcessors | None, rows: Tensor) -> Tensor:
+        """Return processed logits of some rows, of all ranks: [len(rows), size * padded_len]."""
+        if processors is not None:
+            logits = apply_logits_processors(logits, processors)
+        return _concat_ranks(self._comm.all_gather(logits[rows]))
 
     def _best_of_ranks(self, best: Tensor, token_ids: Tensor) -> Tensor:
-        """Token of the largest score, the first of equals; each rank gives its best, [N] and [N] int32."""
+        """Return the tokens of the largest scores of all ranks, [N] int32; the lowest rank wins a tie.
+
+        Args:
+            best: [N], this rank's largest scores.
+            token_ids: [N] int32, their tokens.
+        """
         if self._comm.size == 1:
             return token_ids
         local = torch.stack((best, token_ids.float()), dim=-1)
@@ -185,57 +208,25 @@ class Sampler:
         return token_ids.gather(0, best.argmax(dim=0, keepdim=True)).squeeze(0).int()
 
     def _gather_candidates(
-        self, logits: Tensor, adjustments: LogitsProcessors | None, draw: SamplingBatch, index: Tensor | None
+        self, logits: Tensor, processors: LogitsProcessors | None, batch: SamplingBatch, index: Tensor | None
     ) -> Candidates:
-        """The likeliest tokens of each rank, sorted together."""
+        """Return the most likely tokens of each rank, sorted together."""
         num_local = min(NUM_CANDIDATES, logits.shape[1])
-        values, columns, log_total = topk_tokens(logits, num_local, draw.temperature, index, adjustments)
-        sent_all = num_local == logits.shape[1]
-        floor = torch.full_like(values[:, :1], -torch.inf) if sent_all else values[:, -1:]
+        values, columns, log_total = topk_tokens(logits, num_local, batch.temperature, index, processors)
+        sends_all = num_local == logits.shape[1]
+        floor = torch.full_like(values[:, :1], -torch.inf) if sends_all else values[:, -1:]
         gathered = self._comm.all_gather(
             torch.cat((values, (columns + self._shard.start).float(), floor, log_total.unsqueeze(1)), dim=-1)
         )
         values, token_ids, floor, log_total = gathered.split_with_sizes([num_local, num_local, 1, 1], dim=-1)
         return sort_candidates(
-            _beside_each_other(values),
-            _beside_each_other(token_ids).int(),
+            _concat_ranks(values),
+            _concat_ranks(token_ids).int(),
             floor.amax(0).squeeze(1),
             log_total.logsumexp(0).squeeze(1),
         )
 
-    def logprobs(
-        self, logits: Tensor, token_ids: Tensor, num_top: int, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of tokens, and of the likeliest beside each; every rank calls it.
 
-        Args:
-            logits: [N, padded_len] float32.
-            token_ids: [n] int32.
-            rows: [n] int64, whose logits are each token's; None: those of all N rows.
-
-        Returns:
-            of the tokens [n] float32; the likeliest token ids [n, num_top] int64, and theirs [n, num_top] float32.
-        """
-        num_local = min(num_top, logits.shape[1])
-        top, top_columns, log_total = topk_tokens(logits, num_local, None, rows)
-        columns = token_ids.long() - self._shard.start
-        owned = (columns >= 0) & (columns < len(self._shard))
-        if rows is None:
-            rows = torch.arange(len(logits), device=logits.device)
-        chosen = logits[rows, columns.masked_fill(~owned, 0)].masked_fill(~owned, -torch.inf)
-        local = (top, (top_columns + self._shard.start).float(), chosen.unsqueeze(1), log_total.unsqueeze(1))
-        gathered = self._comm.all_gather(torch.cat(local, dim=-1))
-        top, top_ids, chosen, log_total = gathered.split_with_sizes([num_local, num_local, 1, 1], dim=-1)
-        log_total = log_total.logsumexp(dim=0)
-        merged = _beside_each_other(top)
-        top, order = merged.topk(min(num_top, merged.shape[1]), dim=-1)
-        return (
-            (chosen.amax(dim=0) - log_total).squeeze(1),
-            _beside_each_other(top_ids).gather(1, order).long(),
-            top - log_total,
-        )
-
-
-def _beside_each_other(gathered: Tensor) -> Tensor:
+def _concat_ranks(gathered: Tensor) -> Tensor:
     """[size, N, C] by rank -> [N, size * C]."""
     return gathered.transpose(0, 1).flatten(1)

@@ -1,24 +1,53 @@
-"""SamplingTable: sampling parameters of running rows as arrays."""
+"""SamplingTable: sampling parameters of the running rows as arrays, and the SamplingBatch gathered from them."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+import torch
+from torch import Tensor
 
+from ...kernels.gumbel import random_keys
+from ...proto.block_tables import IntArray
 from ...proto.step import PromptScoring, RowSampling
+from ..memory.host_to_device import to_device_together
 
-# Below this a temperature is taken for 0: dividing by it would leave float32.
+# Lower temperatures count as 0: dividing by them would overflow float32.
 GREEDY_TEMPERATURE = 1e-5
 
 
-class SamplingTable:
-    """How each row samples, [R] each; what is switched off has a value that changes nothing.
+class SamplingBatch(NamedTuple):
+    """Sampling parameters of N rows of one step, in the argument order of kernels.sampling.sample_top_k_top_p.
 
     Attributes:
-        greedy: takes the likeliest token.
-        filtered: draws from what top_k, top_p or min_p leave.
-        num_logprobs: how many likeliest tokens to report; -1 where none and not the sampled one's either.
-        scoring: which tokens of the prompt to score, as in RowSampling.
-        scores: where there is scoring.
+        temperature: [N] float32; 0 for greedy rows.
+        top_k: [N] int64.
+        top_p: [N] float64.
+        min_p: [N] float32.
+        keys: [N, 2] int32, of the rows' random numbers.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    keys: Tensor
+
+    def select(self, rows: Tensor) -> SamplingBatch:
+        """Return the parameters of these rows only."""
+        return SamplingBatch(*(parameter[rows] for parameter in self))
+
+
+class SamplingTable:
+    """Sampling parameters of every row, [R] each; a disabled parameter has a value without effect.
+
+    Attributes:
+        greedy: rows that take the most likely token.
+        filtered: rows with top_k, top_p or min_p.
+        num_logprobs: number of most likely tokens to report; -1 if the row reports no log-probabilities at all.
+        scoring: prompt tokens to score, as in RowSampling.
+        scores: rows that have `scoring`.
     """
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
@@ -35,15 +64,36 @@ class SamplingTable:
         self.scores = np.zeros(num_rows, dtype=np.bool_)
 
     def put(self, row: int, sampling: RowSampling) -> None:
+        """Set the parameters of a row."""
         top_k = sampling.top_k if 0 < sampling.top_k < self._vocab_size else self._vocab_size
         self.greedy[row] = sampling.temperature < GREEDY_TEMPERATURE
         self.filtered[row] = top_k < self._vocab_size or sampling.top_p < 1 or sampling.min_p > 0
         self.temperature[row] = sampling.temperature
         self.top_k[row] = top_k
-        # 2 where it is off: rounded sums of probabilities reach 1 too early.
+        # 2 if disabled: a rounded sum of probabilities can reach 1 before the last token.
         self.top_p[row] = sampling.top_p if sampling.top_p < 1 else 2.0
         self.min_p[row] = sampling.min_p
         self.seed[row] = np.uint64(sampling.seed & (1 << 64) - 1).astype(np.int64)
         self.num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         self.scoring[row] = sampling.scoring
         self.scores[row] = sampling.scoring is not None
+
+    def gather(self, rows: IntArray, positions: IntArray, device: torch.device) -> SamplingBatch:
+        """Return the parameters of these rows on the device.
+
+        Args:
+            rows: [N] int32.
+            positions: [N] int32, of the tokens to sample; with the seeds they determine the random keys.
+        """
+        temperature, top_k, top_p, min_p, seeds, device_positions = to_device_together(
+            [
+                np.where(self.greedy[rows], np.float32(0), self.temperature[rows]),
+                self.top_k[rows],
+                self.top_p[rows].astype(np.float64),
+                self.min_p[rows],
+                self.seed[rows],
+                positions.astype(np.int64),
+            ],
+            device,
+        )
+        return SamplingBatch(temperature, top_k, top_p, min_p, random_keys(seeds, device_positions))

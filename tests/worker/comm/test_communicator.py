@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from quire.proto.step import RowSampling, StepResult, decode_reply
-from quire.worker.comm.communicator import Shard, SingleRank, TorchDistributed, interface_of, open_store
+from quire.worker.comm.communicator import SingleRank
+from quire.worker.comm.shard import Shard
+from quire.worker.comm.torch_distributed import TorchDistributed, create_store, interface_of
 
 HOST = "127.0.0.1"
 
@@ -22,7 +24,7 @@ HOST = "127.0.0.1"
 RANK = """
 import pickle, sys
 from quire.proto.step import StepPlan
-from quire.worker.comm.communicator import TorchDistributed
+from quire.worker.comm.torch_distributed import TorchDistributed
 from quire.worker.runner import ModelRunner
 
 rank, config, port, num_blocks, frames = pickle.load(sys.stdin.buffer)
@@ -43,7 +45,7 @@ def test_two_processes_over_gloo_give_the_tokens_of_two_threads(
     sequences = [planned(list(range(9, 9 + 20 * n)), 8, s) for n, s in enumerate(settings, start=1)]
     frames: list[bytes] = []
     expected = engine.generate(sequences, chunk_len=24, record=frames)
-    store, port = open_store(HOST)
+    store, port = create_store(HOST)
     orders = [pickle.dumps((rank, engine_config(folder, 2), port, 64, frames)) for rank in range(2)]
     with ThreadPoolExecutor(2) as threads:
         ran = list(threads.map(run_rank, orders))
@@ -70,7 +72,7 @@ def run_rank(order: bytes) -> list[bytes]:
 
 
 def test_collectives() -> None:
-    store, port = open_store(HOST)
+    store, port = create_store(HOST)
     results: dict[int, tuple[list[float], list[list[float]]]] = {}
 
     def on_rank(rank: int) -> None:
@@ -88,7 +90,7 @@ def test_collectives() -> None:
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
-    store, port = open_store(HOST)
+    store, port = create_store(HOST)
     with pytest.raises(
         ConnectionError, match=r"joining at 127\.0\.0\.1:\d+ of rank 0 with the others of 2 failed"
     ):
@@ -97,7 +99,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
 
 
 def test_a_rank_that_leaves_fails_the_collective_of_the_others() -> None:
-    store, port = open_store(HOST)
+    store, port = create_store(HOST)
     left = threading.Event()
 
     def leave() -> None:
@@ -131,7 +133,7 @@ def test_shards_cover_a_dimension_once(full_len: int, size: int) -> None:
 
 
 def test_a_store_listens_on_its_own_address_only() -> None:
-    store, port = open_store("127.0.0.2")
+    store, port = create_store("127.0.0.2")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
     socket.create_connection(("127.0.0.2", port), timeout=5).close()

@@ -14,8 +14,9 @@ from quire.cluster.config.resolve import resolve
 from quire.kernels.all_reduce_norm import NUM_SIGNALS, Peers, all_reduce_add_rms_norm
 from quire.proto.errors import ConfigError
 from quire.proto.step import RowSampling
-from quire.worker.comm.communicator import SingleRank, TorchDistributed, open_store
-from quire.worker.comm.symmetric_memory import share_memory
+from quire.worker.comm.communicator import SingleRank
+from quire.worker.comm.symmetric_memory import open_symmetric_memory
+from quire.worker.comm.torch_distributed import TorchDistributed, create_store
 from quire.worker.models import decoder, layers
 
 HOST = "127.0.0.1"
@@ -59,7 +60,7 @@ def test_tokens_are_those_of_the_communicators_sums(
 
     expected = generate()
     monkeypatch.setattr(decoder, "all_reduce_add_rms_norm", count)
-    monkeypatch.setattr(decoder, "share_memory", peers_of)
+    monkeypatch.setattr(decoder, "open_symmetric_memory", peers_of)
     make_context: Callable[..., None] = layers.LoadContext.__init__
 
     def with_fused(self: Any, *arguments: Any) -> None:
@@ -74,14 +75,14 @@ def test_it_is_for_ranks_on_gpus(demo_model_dir: Any) -> None:
     with pytest.raises(ConfigError, match="fused_all_reduce is for several ranks on GPUs"):
         resolve("demo", device="cpu", tensor_parallel_size=2, fused_all_reduce=True)
     with pytest.raises(ConfigError, match="fused_all_reduce needs several ranks"):
-        share_memory(SingleRank(), 64, torch.float32, torch.device("cpu"))
+        open_symmetric_memory(SingleRank(), 64, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_ranks_on_gpus_agree_to_the_bit() -> None:
     """Eager calls and replays of one graph, whose calls follow each other without a pause."""
-    store, port = open_store(HOST)
+    store, port = create_store(HOST)
     spawn(be_rank, (2, port), nprocs=2)
     del store
 
@@ -90,7 +91,7 @@ def be_rank(rank: int, size: int, port: int) -> None:
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     comm = TorchDistributed(rank, size, HOST, port, "nccl", 120)
-    peers = share_memory(comm, 96, torch.bfloat16, device)
+    peers = open_symmetric_memory(comm, 96, torch.bfloat16, device)
     torch.manual_seed(0)
     parts = torch.randn(size, 40, 96, dtype=torch.bfloat16)
     residual, weight = torch.randn(40, 96).bfloat16(), torch.randn(96).bfloat16()

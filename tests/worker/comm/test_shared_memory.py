@@ -19,8 +19,9 @@ from torch import Tensor
 from quire.kernels.native.ops import ops
 from quire.kernels.shm_collectives import SLOT_BYTES
 from quire.worker.comm import shared_memory
-from quire.worker.comm.communicator import Communicator, TorchDistributed, open_store
-from quire.worker.comm.shared_memory import SharedMemory, join
+from quire.worker.comm.communicator import Communicator
+from quire.worker.comm.shared_memory import SharedMemoryCommunicator, join_group
+from quire.worker.comm.torch_distributed import TorchDistributed, create_store
 
 HOST = "127.0.0.1"
 
@@ -29,10 +30,10 @@ pytestmark = pytest.mark.skipif(ops() is None, reason="there is no C++ compiler"
 
 def on_ranks(size: int, function: Callable[[Communicator], Any]) -> list[Any]:
     """The function on each of `size` ranks of one group, as threads; closes the ranks."""
-    store, port = open_store(HOST)
+    store, port = create_store(HOST)
 
     def run(rank: int) -> Any:
-        comm = join(rank, size, HOST, port, "gloo", timeout_s=60)
+        comm = join_group(rank, size, HOST, port, "gloo", timeout_s=60)
         try:
             return function(comm)
         finally:
@@ -68,7 +69,7 @@ def test_sums_are_made_in_rank_order_with_the_same_bits_everywhere(size: int, dt
 
 def test_gathers_of_any_dtype_and_shape() -> None:
     def gather(comm: Communicator) -> list[Tensor]:
-        assert isinstance(comm, SharedMemory)
+        assert isinstance(comm, SharedMemoryCommunicator)
         wide = torch.full((SLOT_BYTES // 4 + 1,), float(comm.rank))
         return [
             comm.all_gather(torch.tensor([[comm.rank, 7]])),
@@ -100,9 +101,11 @@ def test_a_rank_that_does_not_come_is_named_after_the_deadline() -> None:
         if comm.rank == 1:
             assert given_up.wait(60)
             return
-        assert isinstance(comm, SharedMemory)
+        assert isinstance(comm, SharedMemoryCommunicator)
         comm._timeout_s = 0.3  # to join took what time it needed
-        with pytest.raises(ConnectionError, match=r"all-gather of rank 0 .* rank 1 did not come in 0\.3 s"):
+        with pytest.raises(
+            ConnectionError, match=r"all-gather of rank 0 .* rank 1 did not arrive within 0\.3 s"
+        ):
             comm.barrier()
         given_up.set()
 
@@ -113,7 +116,7 @@ def test_a_rank_that_leaves_is_named_at_once() -> None:
     def meet(comm: Communicator) -> None:
         comm.barrier()
         if comm.rank == 0:
-            with pytest.raises(ConnectionError, match="rank 1 is gone"):
+            with pytest.raises(ConnectionError, match="rank 1 has ended"):
                 comm.barrier()
 
     on_ranks(2, meet)
@@ -157,7 +160,7 @@ def test_a_group_that_fails_while_it_joins_leaves_no_memory(monkeypatch: pytest.
 
 
 def fail(*_: object) -> None:
-    raise ConnectionError("rank 0 is gone")
+    raise ConnectionError("rank 0 has ended")
 
 
 def num_segments() -> int:
@@ -167,8 +170,8 @@ def num_segments() -> int:
 
 VICTIM = """
 import os, sys, torch
-from quire.worker.comm.shared_memory import join
-comm = join(1, 2, "127.0.0.1", int(sys.argv[1]), "gloo", 120)
+from quire.worker.comm.shared_memory import join_group
+comm = join_group(1, 2, "127.0.0.1", int(sys.argv[1]), "gloo", 120)
 comm.all_reduce(torch.ones(4))
 print("ready", flush=True)
 sys.stdin.read()
@@ -176,19 +179,19 @@ sys.stdin.read()
 
 
 def test_a_killed_rank_is_noticed_long_before_the_deadline() -> None:
-    store, port = open_store(HOST)
+    store, port = create_store(HOST)
     victim = subprocess.Popen(
         [sys.executable, "-c", VICTIM, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    comm = join(0, 2, HOST, port, "gloo", 120)
-    assert isinstance(comm, SharedMemory)
+    comm = join_group(0, 2, HOST, port, "gloo", 120)
+    assert isinstance(comm, SharedMemoryCommunicator)
     comm.all_reduce(torch.ones(4))
     assert victim.stdout is not None
     assert victim.stdout.readline() == b"ready\n"
     victim.send_signal(signal.SIGKILL)
     victim.wait(60)
     with pytest.raises(
-        ConnectionError, match="all-reduce of rank 0 with the others of 2 failed: rank 1 is gone"
+        ConnectionError, match="all-reduce of rank 0 with the others of 2 failed: rank 1 has ended"
     ):
         comm.all_reduce(torch.ones(4))
     comm.close()

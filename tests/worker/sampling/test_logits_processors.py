@@ -22,7 +22,8 @@ from transformers import (
 
 from quire.kernels.logits import apply_logits_processors
 from quire.proto.step import NO_INTS, NewSequence, RowLogitsProcessors, RowSampling
-from quire.worker.comm.communicator import Shard, SingleRank
+from quire.worker.comm.communicator import SingleRank
+from quire.worker.comm.shard import Shard
 from quire.worker.sampling.logits_processors import LogitsProcessorState
 from quire.worker.sampling.sampler import Sampler
 from quire.worker.sampling.sampling_table import SamplingTable
@@ -77,9 +78,9 @@ def sequence_of(
     asked: RowLogitsProcessors | None, row: int = 0, prompt: list[int] = PROMPT, answer: list[int] = ANSWER
 ) -> NewSequence:
     """A sequence that comes back with an answer begun."""
-    constraints = asked and replace(asked, num_prompt_tokens=len(prompt))
+    processors = asked and replace(asked, num_prompt_tokens=len(prompt))
     tokens = np.array(prompt + answer, np.int32)
-    return NewSequence(row, row, tokens, 0, NO_INTS, RowSampling(logits_processors=constraints))
+    return NewSequence(row, row, tokens, 0, NO_INTS, RowSampling(logits_processors=processors))
 
 
 class Rank:
@@ -89,18 +90,18 @@ class Rank:
         self.shard = shard
         self.token_ids = torch.zeros(num_rows, MAX_LEN, dtype=torch.int32)
         self.lens = np.zeros(num_rows, np.int32)
-        self.constraints = LogitsProcessorState(shard, self.token_ids)
+        self.processors = LogitsProcessorState(shard, self.token_ids)
 
     def put(self, sequence: NewSequence) -> None:
         self.token_ids[sequence.row, : len(sequence.token_ids)] = torch.from_numpy(sequence.token_ids)
         self.lens[sequence.row] = len(sequence.token_ids)
-        self.constraints.put(sequence)
+        self.processors.put(sequence)
 
     def append(self, rows: list[int], token_ids: list[int]) -> None:
         places = np.array(rows, np.int32)
         tokens = torch.tensor(token_ids, dtype=torch.int32)
         self.token_ids[rows, self.lens[places]] = tokens
-        self.constraints.append(places, tokens)
+        self.processors.append(places, tokens)
         self.lens[places] += 1
 
     def apply(self, logits: Tensor, rows: list[int]) -> Tensor:
@@ -108,8 +109,8 @@ class Rank:
         local = torch.full((len(rows), self.shard.padded_len), -torch.inf)
         local[:, : len(self.shard)] = logits[:, self.shard.start : self.shard.end]
         places = np.array(rows, np.int32)
-        adjustments = self.constraints.adjustments(places, self.lens[places])
-        changed = local if adjustments is None else apply_logits_processors(local, adjustments)
+        processors = self.processors.gather(places, self.lens[places])
+        changed = local if processors is None else apply_logits_processors(local, processors)
         return changed[:, : len(self.shard)]
 
 
@@ -178,16 +179,16 @@ def test_the_state_of_a_row_is_that_of_its_tokens(case: str) -> None:
 
 def test_memory_is_taken_by_rows_that_penalise_and_given_back() -> None:
     rank = ranks_of(1, num_rows=40)[0]
-    counts = rank.constraints._counts
+    counts = rank.processors._counts
     for row in range(20):
         rank.put(sequence_of(CASES["bias"], row=row))
     assert len(counts.counts) == 0
     for turn in range(3):
         for row in range(6):
             rank.put(sequence_of(CASES["repetition"], row=(7 * turn + row) % 40))
-        rank.constraints.release(np.arange(40, dtype=np.int32))
+        rank.processors.release(np.arange(40, dtype=np.int32))
     assert len(counts.counts) == 8
-    assert rank.constraints.adjustments(np.arange(40, dtype=np.int32), np.zeros(40, np.int32)) is None
+    assert rank.processors.gather(np.arange(40, dtype=np.int32), np.zeros(40, np.int32)) is None
     logits = random_logits(1)
     assert torch.equal(rank.apply(logits, [3]), logits)
 
@@ -225,7 +226,7 @@ def sample_constrained(
         comm = SingleRank() if size == 1 else group.communicator(rank)
         rows = np.arange(num_rows, dtype=np.int32)
         return Sampler(shard, comm, CPU).sample(
-            local, table, rows, np.array(lens, np.int32), state.constraints
+            local, table, rows, np.array(lens, np.int32), state.processors
         )
 
     with ThreadPoolExecutor(size) as threads:

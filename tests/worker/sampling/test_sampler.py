@@ -13,7 +13,8 @@ from chi_square import assert_chi_square
 from torch import Tensor
 
 from quire.proto.step import RowSampling
-from quire.worker.comm.communicator import Shard, SingleRank
+from quire.worker.comm.communicator import SingleRank
+from quire.worker.comm.shard import Shard
 from quire.worker.sampling.sampler import NUM_CANDIDATES, SampledLogprobs, Sampler
 from quire.worker.sampling.sampling_table import SamplingTable
 

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from quire.proto.step import RowSampling
-from quire.worker.comm.communicator import Shard, SingleRank
+from quire.worker.comm.communicator import SingleRank
+from quire.worker.comm.shard import Shard
 from quire.worker.sampling.sampler import Sampler
 from quire.worker.sampling.sampling_table import SamplingTable
 

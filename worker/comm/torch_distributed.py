@@ -1,0 +1,152 @@
+"""TorchDistributed: the collectives of a tensor-parallel group over gloo or NCCL."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from ...proto.errors import first_line
+
+# The stubs of torch's process groups and stores lack what is used here.
+dist: Any = torch.distributed
+
+# Linux ioctl that returns the IPv4 address of an interface in a struct ifreq.
+_SIOCGIFADDR = 0x8915
+_IFREQ_BYTES = 256
+
+
+class TorchDistributed:
+    """Communicator over gloo or NCCL, with a TCPStore for the rendezvous.
+
+    It has a process group of its own and does not touch torch's default group.
+
+    Args:
+        rank, size: index of this rank and number of ranks.
+        host, port: address of rank 0's store; see create_store.
+        backend: ``gloo`` or ``nccl``.
+        timeout_s: how long to wait for the other ranks, both to join and in each collective.
+
+    Attributes:
+        store: the store of the rendezvous.
+
+    Raises:
+        ConnectionError: from the constructor and every collective; names the operation and the rank.
+    """
+
+    def __init__(self, rank: int, size: int, host: str, port: int, backend: str, timeout_s: float) -> None:
+        self.rank, self.size = rank, size
+        self._device = device_of("cuda" if backend == "nccl" else "cpu")
+        timeout = timedelta(seconds=timeout_s)
+        self._group: Any | None = None
+        try:
+            self.store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+            self._group = _BACKENDS[backend](self.store, rank, size, host, port, timeout)
+            self.barrier()
+        except (RuntimeError, ConnectionError) as error:
+            self.close()
+            raise ConnectionError(self._describe(f"joining at {host}:{port}", error)) from error
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self._wait("all-reduce", self._open_group.allreduce([tensor]))
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        self._wait("all-gather", self._open_group.allgather([list(gathered.unbind())], [tensor.contiguous()]))
+        return gathered
+
+    def barrier(self) -> None:
+        # item() makes the host wait on a GPU as well.
+        self.all_reduce(torch.ones(1, device=self._device)).item()
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = None
+
+    @property
+    def _open_group(self) -> Any:
+        if self._group is None:
+            raise ConnectionError(f"rank {self.rank} has left the group")
+        return self._group
+
+    def _wait(self, operation: str, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise ConnectionError(self._describe(operation, error)) from error
+
+    def _describe(self, operation: str, error: Exception) -> str:
+        return f"{operation} of rank {self.rank} with the others of {self.size} failed: {first_line(error)}"
+
+
+def create_store(host: str) -> tuple[Any, int]:
+    """Create the store for the rendezvous of a group, on a free port of `host`, an address of this machine.
+
+    Returns:
+        the TCPStore, which listens as long as it is referenced, and its port.
+    """
+    # Without a listener of its own, the store listens on every address of the machine.
+    family = socket.getaddrinfo(host, None)[0][0]
+    listener = socket.create_server((host, 0), family=family)
+    port: int = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
+def device_of(kind: str) -> torch.device:
+    """Return the device for ``cpu``, or this process's current CUDA device."""
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.cuda.current_device())
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface with an IPv4 address. Returns None if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = name.encode()[:15].ljust(_IFREQ_BYTES, b"\0")
+            with suppress(OSError):  # an interface without an IPv4 address
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(reply[20:24]) == address:
+                    return name
+    return None
+
+
+def _make_gloo(store: Any, rank: int, size: int, host: str, port: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    # By default gloo listens on the address that the host name resolves to.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host, port))]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _make_nccl(store: Any, rank: int, size: int, host: str, port: int, timeout: timedelta) -> Any:
+    # By default NCCL uses the first network it finds, which the other hosts may not be on.
+    interface = interface_of(_own_address(host, port))
+    if interface is not None:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+_BACKENDS: dict[str, Callable[..., Any]] = {"gloo": _make_gloo, "nccl": _make_nccl}
+
+
+def _own_address(host: str, port: int) -> str:
+    """Return this machine's address on the route to `host`: loopback for loopback."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        own: str = probe.getsockname()[0]
+    return own
