@@ -23,6 +23,7 @@ from ..config.deployment import Deployment
 from ..controller_api.controller_client import ControllerClient
 from ..controller_api.demand import Demand
 from ..controller_api.fleet_state import FleetState
+from ..ray_runtime.compat import HEAD_NODE_RESOURCE
 from .fleet import Fleet
 from .ray_launcher import KeyValueStore, RayLauncher
 from .spot import NOTICES
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     pass
 
 ACTOR_NAME = "quire/controller"
-# The head node lives as long as the cluster; Ray gives it this resource.
-_HEAD_RESOURCE = {"node:__internal_head__": 0.001}
+# The controller runs on the head node, which lives as long as the cluster.
+_HEAD_RESOURCE = {HEAD_NODE_RESOURCE: 0.001}
 # Every gateway has one call waiting in it.
 _MAX_CALLS = 1000
 _CALL_TIMEOUT_S = 30.0

@@ -6,16 +6,13 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 
 import ray
-from ray._private.state import state as cluster_state
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
-from ray.core.generated.autoscaler_pb2 import DrainNodeReason
-from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...proto.errors import ReplicaUnavailable
 from ...proto.transport.network import CurveKeys
 from ..config.deployment import Deployment
 from ..controller_api.fleet_state import NodeEntry
+from ..ray_runtime import compat
 from ..ray_runtime.launch_target import FleetLaunchTarget
 from ..replica.client import ReplicaClient
 from ..replica.launch import launch_replica
@@ -63,7 +60,7 @@ class RayLauncher:
         return known_replicas(self._namespace)
 
     def nodes(self) -> tuple[NodeEntry, ...]:
-        draining = cluster_state.get_draining_nodes()
+        draining = compat.draining_nodes()
         return tuple(
             NodeEntry(
                 node["NodeID"],
@@ -79,10 +76,7 @@ class RayLauncher:
         )
 
     def cordon(self, node_id: str) -> None:
-        gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
-        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-        accepted, problem = gcs.drain_node(node_id, reason, "quire drain", 0)
-        if not accepted:
+        if problem := compat.drain_node(node_id, "quire drain"):
             raise ReplicaUnavailable(f"Ray does not drain node {node_id}: {problem}")
 
     def connect(self, record: ReplicaRecord, patience_s: float) -> ReplicaClient:
@@ -106,14 +100,14 @@ class KeyValueStore:
 
     def read(self) -> Mapping[str, str]:
         found = {}
-        for name in internal_kv._internal_kv_list(b"", namespace=self._namespace):
-            text = internal_kv._internal_kv_get(name, namespace=self._namespace)
+        for name in compat.kv_keys(self._namespace):
+            text = compat.kv_get(name, self._namespace)
             if text is not None:  # it was deleted just now
                 found[name.decode()] = text.decode()
         return found
 
     def write(self, name: str, text: str) -> None:
-        internal_kv._internal_kv_put(name.encode(), text.encode(), namespace=self._namespace)
+        compat.kv_put(name.encode(), text.encode(), self._namespace)
 
     def delete(self, name: str) -> None:
-        internal_kv._internal_kv_del(name.encode(), namespace=self._namespace)
+        compat.kv_delete(name.encode(), self._namespace)

@@ -12,9 +12,9 @@ from typing import Any
 
 import jsonschema
 import yaml
-from ray.autoscaler._private.util import prepare_config, validate_config
 
 from ...proto.errors import ConfigError
+from ..ray_runtime.compat import complete_cluster_file
 from .instance_types import InstanceType, instance_types
 
 EXAMPLES = ("aws", "gcp", "azure", "onprem", "kuberay")
@@ -158,14 +158,12 @@ def _refuse_placeholders(path: Path, text: str) -> None:
 
 def _with_ray_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = prepare_config(copy.deepcopy(raw))
-        validate_config(config)
+        return complete_cluster_file(copy.deepcopy(raw))
     except jsonschema.ValidationError as error:
         raise ConfigError(f"{path}: {error.json_path.removeprefix('$.')}: {error.message}") from error
     except Exception as error:  # Ray raises whatever it stumbles over
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(f"{path}: Ray does not accept it: {reason}") from error
-    return config
 
 
 def _node_type(provider: str, name: str, settings: Mapping[str, Any], is_head: bool) -> NodeType:

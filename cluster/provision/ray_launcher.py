@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-import sys
 from typing import Literal
 
-from ...proto.errors import ConfigError, QuireError, ReplicaUnavailable
+from ...proto.errors import ConfigError, ReplicaUnavailable
+from ..ray_runtime.compat import RAY_COMMAND
 from .cluster_file import ClusterFile
 
 # What Ray imports to reach a provider, and the extra of quire that installs it.
@@ -25,19 +25,16 @@ def run_ray(command: Literal["up", "down"], cluster: ClusterFile) -> None:
     """Runs `ray up` or `ray down` on the file, its output on this terminal; asks nothing.
 
     Raises:
-        QuireError: it failed; its own output says why.
+        ReplicaUnavailable: the command failed; its own output says why.
     """
     arguments = ["--yes", "--disable-usage-stats"] if command == "up" else ["--yes"]
-    # The launcher is Ray's command line; there is no function of it that Ray promises to keep.
-    ray = [sys.executable, "-m", "ray.scripts.scripts", command, cluster.path.name, *arguments]
+    ray = [*RAY_COMMAND, command, cluster.path.name, *arguments]
     # Paths in the file are relative to it.
     status = subprocess.run(ray, cwd=cluster.path.parent, check=False).returncode
     if status:
-        raise _failure(command, status)
-
-
-def _failure(command: str, status: int) -> QuireError:
-    return ReplicaUnavailable(f"`ray {command}` failed with exit status {status}; what it printed says why")
+        raise ReplicaUnavailable(
+            f"`ray {command}` failed with exit status {status}; its output above says why"
+        )
 
 
 def _is_installed(module: str) -> bool:

@@ -13,13 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import ray
-from ray._private import worker as ray_worker
 
 from ...proto.errors import ConfigError, ReplicaUnavailable
 from ...proto.transport.channel import ChannelAddress
 from ..host.closing import Closing
 from ..host.janitor import PrivateDirectory
 from ..host.processes import ProcessTree, children
+from . import compat
 from .launch_target import DEFAULT_NAMESPACE
 
 # Ray carries no step and no token; its smallest store is enough.
@@ -107,8 +107,9 @@ class LocalCluster(Closing):
         _set_ray_environment()
         others = children(os.getpid())
         try:
-            ray.init(
-                address="local",
+            # Ray lets every user of the machine enter its folder, so the folder is inside a private one.
+            compat.start_local(
+                self.directory / "r",
                 namespace=self.namespace,
                 num_cpus=num_cpus,
                 num_gpus=num_gpus,
@@ -117,13 +118,11 @@ class LocalCluster(Closing):
                 log_to_driver=False,
                 configure_logging=False,
                 logging_level=logging.ERROR,
-                # Ray opens its own folder to everybody.
-                _temp_dir=str(self.directory / "r"),
             )
         finally:
             self._ray_pids = children(os.getpid()) - others
             self.guard()
-        _silence_ray()
+        compat.mute_process_messages()
 
 
 class AttachedCluster(Closing):
@@ -161,7 +160,7 @@ def attach(address: str, namespace: str = DEFAULT_NAMESPACE) -> AttachedCluster:
         ray.shutdown()
         where = f"at {address}" if address != "auto" else "that this machine is a node of"
         raise ReplicaUnavailable(f"no Ray cluster {where} can be joined: {_in_one_line(error)}") from error
-    _silence_ray()
+    compat.mute_process_messages()
     return AttachedCluster()
 
 
@@ -181,7 +180,7 @@ def _set_ray_environment() -> None:
         # Ray's own handler of SIGTERM would wait for its node to drain.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }
-    _read_environment_again()
+    compat.reload_environment()
 
 
 def _choose_authentication() -> None:
@@ -189,17 +188,7 @@ def _choose_authentication() -> None:
     has_token = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if "RAY_AUTH_MODE" not in os.environ and (has_token or Path("~/.ray/auth_token").expanduser().is_file()):
         os.environ["RAY_AUTH_MODE"] = "token"
-    _read_environment_again()
-
-
-def _read_environment_again() -> None:
-    """Ray reads its environment when it is imported."""
-    ray._raylet.Config.initialize("")
-
-
-def _silence_ray() -> None:
-    """Ray prints its own account of every process that dies to this process's stdout. Ours names the rank."""
-    ray_worker.print_to_stdstream = lambda *_, **__: None
+    compat.reload_environment()
 
 
 def _why_not_started(error: Exception, directory: Path) -> str:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 import yaml
-from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
-from ray._private.state import state as cluster_state
-from ray.autoscaler.v2.schema import ClusterStatus
-from ray.autoscaler.v2.sdk import get_cluster_status
-from ray.experimental.internal_kv import _internal_kv_get
 
 from ...proto.config import EngineConfig
 from ...proto.errors import ConfigError
+from ..ray_runtime import compat
+from ..ray_runtime.compat import AutoscalerStatus
 from ..ray_runtime.errors import describe
 
 Resources = Mapping[str, float]
@@ -87,7 +81,7 @@ class ClusterView:
             node_types = read_node_types(Path(autoscaling_config))
         elif left_by_ray_up.is_file():
             node_types = read_node_types(left_by_ray_up)
-        return ClusterView(tuple(_live_nodes()), node_types, tuple(_launches()))
+        return ClusterView(tuple(_live_nodes()), node_types, tuple(_read_launches()))
 
 
 def bundles_for(config: EngineConfig, resources_per_rank: Resources | None = None) -> list[dict[str, float]]:
@@ -163,50 +157,28 @@ def read_node_types(autoscaling_config: Path) -> tuple[NodeType, ...]:
 
 
 def _live_nodes() -> Iterable[Node]:
-    free = cluster_state.available_resources_per_node()
+    free = compat.free_resources()
     for node in ray.nodes():
         if node["Alive"]:
             node_id = node["NodeID"]
             yield Node(node_id, node["NodeManagerAddress"], node["Resources"], free.get(node_id, {}))
 
 
-def _launches() -> Iterable[str]:
-    """What the autoscaler says; where it cannot be understood, that. No launch fails of it."""
+def _read_launches() -> list[str]:
+    """Return a line per node type that the autoscaler starts or failed to start.
+
+    An unreadable status is a line too: placement does not depend on it.
+    """
     try:
-        return list(_told_launches())
+        return _describe_launches(compat.autoscaler_status())
     except Exception as error:
-        return [f"what the autoscaler does cannot be read: {describe(error)}"]
+        return [f"the autoscaler's status cannot be read: {describe(error)}"]
 
 
-def _told_launches() -> Iterable[str]:
-    """The first autoscaler leaves a report in Ray's key-value store, the second one answers."""
-    raw = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
-    if raw:
-        return _launches_in_report(json.loads(raw).get("autoscaler_report") or {})
-    return _launches_in_status(get_cluster_status(ray.get_runtime_context().gcs_address))
-
-
-def _launches_in_report(report: Mapping[str, Any]) -> Iterable[str]:
-    pending = Counter(report.get("pending_launches") or {})
-    pending.update(kind for _, kind, _ in report.get("pending_nodes") or ())
-    yield from _being_started(pending)
-    availabilities = (report.get("node_availability_summary") or {}).get("node_availabilities") or {}
-    for kind, availability in availabilities.items():
-        problem = availability.get("unavailable_node_information")
-        if problem:
-            yield f"{kind} could not be started: {problem.get('category')}: {problem.get('description')}"
-
-
-def _launches_in_status(status: ClusterStatus) -> Iterable[str]:
-    pending = Counter({launch.ray_node_type_name: launch.count for launch in status.pending_launches})
-    pending.update(node.ray_node_type_name for node in status.pending_nodes)
-    yield from _being_started(pending)
-    for launch in status.failed_launches:
-        yield f"{launch.ray_node_type_name} could not be started: {launch.details}"
-
-
-def _being_started(pending: Counter[str]) -> Iterable[str]:
-    return (f"{count} of {kind} being started" for kind, count in pending.items() if count)
+def _describe_launches(status: AutoscalerStatus) -> list[str]:
+    pending = [f"{count} of {node_type} being started" for node_type, count in status.num_pending.items()]
+    failed = [f"{node_type} could not be started: {reason}" for node_type, reason in status.failures]
+    return pending + failed
 
 
 def _why_impossible(bundles: Sequence[Resources], view: ClusterView) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from fakes import small_config
-from ray.autoscaler.v2.schema import ClusterStatus, LaunchRequest
 
+from quire.cluster.ray_runtime import compat
+from quire.cluster.ray_runtime.compat import AutoscalerStatus
 from quire.cluster.replica import placement
 from quire.cluster.replica.placement import (
     PACK,
@@ -110,42 +111,16 @@ def test_a_file_that_is_none_for_ray_up_is_refused(tmp_path: Path, text: str | N
         read_node_types(path)
 
 
-def test_what_the_first_autoscaler_reports_is_told() -> None:
-    report = {
-        "pending_launches": {"gpu-small": 2, "idle": 0},
-        "pending_nodes": [["10.0.0.9", "gpu-small", "setting-up"]],
-        "node_availability_summary": {
-            "node_availabilities": {
-                "gpu-small": {"unavailable_node_information": None},
-                "gpu-big": {
-                    "unavailable_node_information": {
-                        "category": "InsufficientCapacity",
-                        "description": "no p5",
-                    }
-                },
-            }
-        },
-    }
-    assert list(placement._launches_in_report(report)) == [
+def test_launches_of_the_autoscaler_are_a_line_per_node_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = AutoscalerStatus({"gpu-small": 3}, [("gpu-big", "no quota")])
+    monkeypatch.setattr(compat, "autoscaler_status", lambda: status)
+    assert placement._read_launches() == [
         "3 of gpu-small being started",
-        "gpu-big could not be started: InsufficientCapacity: no p5",
-    ]
-    assert list(placement._launches_in_report({})) == []
-
-
-def test_what_the_second_autoscaler_answers_is_told() -> None:
-    pending, failed = LaunchRequest.Status.PENDING, LaunchRequest.Status.FAILED
-    status = ClusterStatus(
-        pending_launches=[LaunchRequest("g5", "gpu-small", 2, pending, 0)],
-        failed_launches=[LaunchRequest("p5", "gpu-big", 1, failed, 0, 1, "no quota")],
-    )
-    assert list(placement._launches_in_status(status)) == [
-        "2 of gpu-small being started",
         "gpu-big could not be started: no quota",
     ]
 
 
-def test_an_autoscaler_that_cannot_be_understood_fails_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "_internal_kv_get", lambda name: b"{not JSON")
-    (line,) = placement._launches()
-    assert line.startswith("what the autoscaler does cannot be read: JSONDecodeError")
+def test_unreadable_autoscaler_status_is_a_line_and_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "kv_get", lambda key: b"{not JSON")
+    (line,) = placement._read_launches()
+    assert line.startswith("the autoscaler's status cannot be read: JSONDecodeError")
