@@ -37,7 +37,7 @@ test-all: venv
 check: venv $(SOURCE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPYPATH=build/source $(BIN)/mypy $(addprefix -p quire.,$(FOLDERS)) -m quire
+	$(BIN)/mypy
 	PYTHONPATH=build/source $(BIN)/lint-imports
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python -m benchmarks.figures_page --check

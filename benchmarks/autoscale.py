@@ -25,11 +25,12 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks.common import Figure, parser, picture, report
 from benchmarks.fleet_model import DECISION_INTERVAL_S, FleetRun, Policy, ReplicaModel, SimulatedFleet
-from benchmarks.trace import Trace, read_trace
+from benchmarks.trace import Trace, TracedRequest, read_trace
 from quire.cluster.config.scaling_limits import ScalingLimits
 from quire.cluster.controller_api.fleet_state import ReplicaState
 from quire.cluster.fleet.autoscaler import FleetSnapshot, ScalingState, decide
@@ -95,7 +96,7 @@ class OngoingRequests:
 def shift_of(trace: Trace, seed: int = 0) -> Trace:
     """Eight hours made of the trace: repeated, and thinned by a cosine from LEAST_LOAD to 1 and back."""
     rng, length = random.Random(seed), trace.requests[-1].arrival_s
-    requests = []
+    requests: list[TracedRequest] = []
     for repeat in range(math.ceil(SHIFT_S / length)):
         for request in trace.requests:
             at = repeat * length + request.arrival_s
@@ -118,10 +119,14 @@ def smallest_fixed(trace: Trace, model: ReplicaModel) -> tuple[int, FleetRun]:
     mean = sum(each.num_prompt_tokens for each in trace.requests) / trace.requests[-1].arrival_s
     least = max(1, math.floor(mean * model.roofline.flops_per_token / model.roofline.flops_per_s))
     for size in range(least, 10 * MAX_REPLICAS):
-        run = SimulatedFleet(trace, lambda _, size=size: size, model, size).run()
+        run = SimulatedFleet(trace, partial(_keep, size), model, size).run()
         if run.within(TARGET_WAIT_S) >= TARGET_SHARE:
             return size, run
     raise ValueError(f"no fleet of {10 * MAX_REPLICAS} is enough for {trace.name}")
+
+
+def _keep(size: int, _: FleetSnapshot) -> int:
+    return size
 
 
 def compare(trace: Trace, model: ReplicaModel, limits: ScalingLimits) -> dict[str, tuple[FleetRun, str]]:
@@ -160,7 +165,8 @@ def main() -> None:
     limits = ScalingLimits(min_replicas=1, max_replicas=MAX_REPLICAS, target_wait_s=TARGET_WAIT_S)
     figures, drawn = {}, []
     for name in NAMES:
-        (path,) = [*arguments.traces.glob(f"{name}.csv"), *arguments.traces.glob(f"{name}.csv.gz")]
+        folder: Path = arguments.traces
+        (path,) = [*folder.glob(f"{name}.csv"), *folder.glob(f"{name}.csv.gz")]
         recorded = read_trace(path)
         shift = shift_of(recorded)
         for trace in (recorded, half_of(recorded, 0), half_of(recorded, 1), shift):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 # Compiled for every shape anew: what is measured has its own code.
-flex_by_compiler = torch.compile(flex_attention, dynamic=False)
+flex_by_compiler: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
 
 
 def causal_after(cached_len: int, chunk_len: int) -> BlockMask:

@@ -78,7 +78,7 @@ def time_in_turns(ops: dict[str, Op], repetitions: int) -> dict[str, float]:
 def measure_roof(repetitions: int) -> Roof:
     source = torch.randn(ROTATED_BYTES // 4)
     target, square = torch.empty_like(source), torch.randn(2048, 2048)
-    ops = {"copy": lambda: target.copy_(source), "matmul": lambda: square @ square}
+    ops: dict[str, Op] = {"copy": lambda: target.copy_(source), "matmul": lambda: square @ square}
     seconds = time_in_turns(ops, repetitions)
     return Roof(2 * source.nbytes / seconds["copy"], 2 * len(square) ** 3 / seconds["matmul"])
 
@@ -165,7 +165,7 @@ def decode_by_sdpa(kv_cache: Tensor, q: Tensor, tables: Tensor, seq_len: int) ->
     return F.scaled_dot_product_attention(grouped, *gathered(kv_cache, tables, seq_len), scale=SCALE)
 
 
-def decode_by_flex(kv_cache: Tensor, q: Tensor, tables: Tensor, seq_len: int) -> object:
+def decode_by_flex(kv_cache: Tensor, q: Tensor, tables: Tensor, seq_len: int) -> Tensor:
     keys, values = gathered(kv_cache, tables, seq_len)
     return flex_by_compiler(q.unsqueeze(2), keys, values, scale=SCALE, enable_gqa=True)
 
@@ -192,12 +192,14 @@ def prefill(kv_cache: Tensor, q: Tensor, tables: Tensor, starts: Tensor, lens: T
 
 
 def prefill_by_sdpa(kv_cache: Tensor, q: Tensor, tables: Tensor, mask: Tensor) -> Tensor:
-    keys_values = gathered(kv_cache, tables, mask.shape[1])
-    wide = (x.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=1) for x in keys_values)
-    return F.scaled_dot_product_attention(q.transpose(0, 1)[None], *wide, attn_mask=mask, scale=SCALE)
+    keys, values = (
+        x.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=1)
+        for x in gathered(kv_cache, tables, mask.shape[1])
+    )
+    return F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys, values, mask, scale=SCALE)
 
 
-def prefill_by_flex(kv_cache: Tensor, q: Tensor, tables: Tensor, mask: BlockMask) -> object:
+def prefill_by_flex(kv_cache: Tensor, q: Tensor, tables: Tensor, mask: BlockMask) -> Tensor:
     keys, values = gathered(kv_cache, tables, mask.seq_lengths[1])
     queries = q.transpose(0, 1)[None]
     return flex_by_compiler(queries, keys, values, block_mask=mask, scale=SCALE, enable_gqa=True)
@@ -252,7 +254,7 @@ def small_ops(repetitions: int) -> list[Case]:
     return cases + samplers(repetitions)
 
 
-def make_heads(num_tokens: int) -> tuple[Tensor, ...]:
+def make_heads(num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What fused_qk_norm_rope_kv_write takes: heads as projected, a cache, slots in no order, cosines and sines."""
     heads = torch.randn(num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
     (cache, *_), tables, _ = make_cache(1, num_tokens)

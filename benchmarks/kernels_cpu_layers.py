@@ -56,9 +56,12 @@ def measure(repetitions: int) -> list[Case]:
 
 
 def make_layer() -> DenseLayer:
-    weights = [pack(torch.randn(shape) / shape[1] ** 0.5) for shape in WEIGHTS]
+    qkv, output, gate_up, down = (pack(torch.randn(shape) / shape[1] ** 0.5) for shape in WEIGHTS)
     return DenseLayer(
-        *weights,
+        qkv,
+        output,
+        gate_up,
+        down,
         qkv_bias=None,
         gate_up_bias=None,
         before_attention=torch.ones(HIDDEN_SIZE),

@@ -86,7 +86,8 @@ def prefills() -> list[Case]:
         cache, tables = random_cache(1, length)
         q, k, v = (random(length, heads, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
         starts = torch.tensor([0, length], dtype=torch.int32, device="cuda")
-        packed = tuple(x.transpose(0, 1).unsqueeze(0).contiguous() for x in (q, k, v))
+        packed_q, packed_k, packed_v = (x.transpose(0, 1).unsqueeze(0).contiguous() for x in (q, k, v))
+        packed = packed_q, packed_k, packed_v
         mask = create_block_mask(lambda b, h, query, key: query >= key, None, None, length, length)
         cases.append(
             case(
@@ -104,6 +105,7 @@ def prefills() -> list[Case]:
 def small_ops() -> list[Case]:
     cases = []
     norm, swiglu = torch.compile(norm_by_torch), torch.compile(swiglu_by_torch)
+    own: Op
     for num_tokens in NUM_TOKENS:
         x, residual = random(num_tokens, HIDDEN_SIZE), random(num_tokens, HIDDEN_SIZE)
         weight, gate_up = random(HIDDEN_SIZE), random(num_tokens, 2 * INTERMEDIATE_SIZE)

@@ -109,7 +109,7 @@ def measure(variant: Variant, prompts: list[list[int]], workspace: Path) -> floa
     if variant.scheme is not None:
         folder = workspace / "model"
         write_checkpoint(DEMO_MODEL_PATH, folder, variant.scheme)
-    options = {"dtype": "float32", "num_kv_blocks": 1024} | variant.options
+    options: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 1024} | variant.options
     with ExitStack() as stack:
         if variant.multiplies_float8:
             stack.enter_context(mock.patch.object(linear_weight, "multiplies_float8", return_value=True))

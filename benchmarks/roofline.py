@@ -86,7 +86,7 @@ def plot(path: Path, title: str, roof: Roof, cases: Sequence[Case]) -> None:
     axes.annotate(f"copy: {roof.copy / 1e9:,.0f} GB/s", (low, 1.25 * low * roof.copy / 1e9))
     label = f"matmul: {roof.matmul / 1e9:,.0f} GFLOP/s"
     axes.annotate(label, (high, 0.9 * roof.matmul / 1e9), ha="right", va="top")
-    for (op, own), color in zip(by_op.items(), matplotlib.colormaps["tab20"].colors, strict=False):
+    for (op, own), color in zip(by_op.items(), matplotlib.color_sequences["tab20"], strict=False):
         heights = [
             place * case.num_bytes / case.seconds[QUIRE] / 1e9
             for place, case in zip(places[op], own, strict=True)

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import TextIO
 
 Requests = list[tuple[list[int], int]]  # prompt ids and the length of the answer
 Generate = Callable[[Requests], list[int]]  # the lengths of the answers, greedy and with ends ignored
@@ -42,5 +43,5 @@ def serve(load: Callable[[], Generate]) -> None:
         _tell(answers, seconds=seconds)
 
 
-def _tell(answers: object, **fields: float) -> None:
-    print(json.dumps(fields), file=answers, flush=True)  # type: ignore[call-overload]
+def _tell(answers: TextIO, **fields: float) -> None:
+    print(json.dumps(fields), file=answers, flush=True)

@@ -130,7 +130,7 @@ def main() -> None:
         import llama_cpp as lib
         from gguf_file import write_gguf
 
-        @lib.llama_log_callback
+        @lib.llama_log_callback  # type: ignore[untyped-decorator]
         def log(level: int, text: bytes, _: object) -> None:
             if level >= LOG_ERROR:
                 print(text.decode(errors="replace"), end="")

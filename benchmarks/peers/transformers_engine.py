@@ -1,6 +1,7 @@
 """transformers: `generate` for one request, continuous batching for several."""
 
 import os
+from typing import Any
 
 from engine import Generate, Requests, parse_arguments, serve
 
@@ -23,7 +24,7 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
         dtype = getattr(torch, arguments.dtype)
 
-        def load_model(attention: str) -> object:
+        def load_model(attention: str) -> Any:
             return AutoModelForCausalLM.from_pretrained(
                 arguments.model_dir, dtype=dtype, attn_implementation=attention
             ).eval()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+from narrowing import not_none
 
 from benchmarks.autoscale import OngoingRequests, half_of, quire_policy, shift_of, smallest_fixed
 from benchmarks.fleet_model import FleetRun, ReplicaModel, SimulatedFleet
@@ -38,35 +39,35 @@ def run(trace: Trace, policy: Callable[[FleetSnapshot], int], num_replicas: int)
 
 
 class TestFleetModel:
-    def test_one_after_the_other_at_one_replica(self):
+    def test_one_after_the_other_at_one_replica(self) -> None:
         done = run(make_trace(0.0, 0.0, 0.0, 10.0), lambda _: 1, 1)
         assert [request.first_token_s for request in done.requests] == pytest.approx([1.0, 2.0, 3.0, 11.0])
         assert [request.wait_s for request in done.requests] == pytest.approx([0.0, 1.0, 2.0, 0.0], abs=0.11)
         assert done.within(1.5) == 0.75
 
-    def test_two_replicas_share(self):
+    def test_two_replicas_share(self) -> None:
         done = run(make_trace(0.0, 0.0, 20.0), lambda _: 2, 2)
-        assert max(request.first_token_s - request.arrival_s for request in done.requests) <= 1.1
+        assert max(not_none(each.first_token_s) - each.arrival_s for each in done.requests) <= 1.1
         assert done.replica_seconds == pytest.approx(42.0, abs=0.5)
 
-    def test_running_sequences_take_their_share_of_a_step(self):
+    def test_running_sequences_take_their_share_of_a_step(self) -> None:
         """100 tokens a step of 0.1 s: the second prompt beside a decode has 99 of them."""
         done = run(make_trace(0.0, 5.0, num_prompt_tokens=990, num_output_tokens=100), lambda _: 1, 1)
         first, second = done.requests
         assert first.first_token_s == pytest.approx(0.99)
-        assert second.first_token_s - second.arrival_s < 1.2
+        assert not_none(second.first_token_s) - second.arrival_s < 1.2
 
-    def test_what_does_not_fit_into_kv_memory_waits(self):
+    def test_what_does_not_fit_into_kv_memory_waits(self) -> None:
         trace = make_trace(0.0, 0.0, num_prompt_tokens=6000, num_output_tokens=50)
         first, second = run(trace, lambda _: 1, 1).requests
-        assert second.first_step_s > first.first_token_s
+        assert not_none(second.first_step_s) > not_none(first.first_token_s)
 
-    def test_a_replica_is_there_after_its_cold_start_and_gets_what_waited(self):
+    def test_a_replica_is_there_after_its_cold_start_and_gets_what_waited(self) -> None:
         done = run(make_trace(0.0, 30.0), lambda snapshot: 1, 0)
         assert done.requests[0].first_step_s == pytest.approx(20.0)
         assert done.replica_seconds == pytest.approx(31.0, abs=1.0)
 
-    def test_a_drained_replica_ends_its_requests_and_loses_none(self):
+    def test_a_drained_replica_ends_its_requests_and_loses_none(self) -> None:
         trace = make_trace(*[0.0] * 10, 60.0)
         done = run(trace, lambda snapshot: 1 if snapshot.time_s >= 1 else 2, 2)
         assert all(request.first_token_s is not None for request in done.requests)
@@ -74,7 +75,7 @@ class TestFleetModel:
 
 
 class TestPolicies:
-    def test_quire_follows_a_step_of_load(self):
+    def test_quire_follows_a_step_of_load(self) -> None:
         steady = [second / 2 for second in range(1200)]
         trace = make_trace(*steady, *[200 + second / 2 for second in range(600)])
         trace = Trace("step", tuple(sorted(trace.requests, key=lambda each: each.arrival_s)))

@@ -22,10 +22,10 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @torch.inference_mode()
 def test_rotations() -> None:
-    inputs = make_heads(19)
-    ours, theirs = tuple(x.clone() for x in inputs), tuple(x.clone() for x in inputs)
-    torch.testing.assert_close(rotate_by_torch(*theirs), fused_qk_norm_rope_kv_write(*ours))
-    torch.testing.assert_close(theirs[1], ours[1])
+    heads, cache, slots, cos, sin = make_heads(19)
+    by_torch = rotate_by_torch(heads.clone(), by_torch_cache := cache.clone(), slots, cos, sin)
+    torch.testing.assert_close(by_torch, fused_qk_norm_rope_kv_write(heads, cache, slots, cos, sin))
+    torch.testing.assert_close(by_torch_cache, cache)
 
 
 @torch.inference_mode()

@@ -43,7 +43,7 @@ def test_prompts_alone_are_cached_as_in_an_lru_cache(num_blocks: int) -> None:
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, float]:
-    measured = {}
+    measured: dict[str, float] = {}
     traces = [trace for trace in read_traces(BUNDLED) if trace.name in FEW]
     for job in jobs(traces, Extent(most_requests=3, most_output_tokens=600, num_beams=4)):
         measured |= {name: figure.value for name, figure in job().items()}

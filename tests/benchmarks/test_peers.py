@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -164,9 +165,9 @@ def test_an_environment_is_never_cleared(
     if is_link:
         (tmp_path / "vllm").symlink_to(home)
     commands: list[list[str]] = []
-    real = install.venv.create
-    monkeypatch.setattr(install.venv, "create", lambda path, with_pip, **more: real(path, **more))
-    monkeypatch.setattr(install.subprocess, "run", lambda command, **_: commands.append(command))
+    real = venv.create
+    monkeypatch.setattr(venv, "create", lambda path, with_pip, **more: real(path, **more))
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
     install.install(tmp_path, "vllm")
     assert (home / "bin" / "kept").exists()
     assert bool(commands) is not is_link

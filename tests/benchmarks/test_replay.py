@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def test_prompts_without_hashes_share_nothing() -> None:
     assert (one != two).mean() > 0.95
 
 
-def test_traces_with_large_blocks_are_shortened(tmp_path) -> None:
+def test_traces_with_large_blocks_are_shortened(tmp_path: Path) -> None:
     row = {"arrival_s": 2.5, "prompt_tokens": 1025, "output_tokens": 7, "block_size": 512}
     path = tmp_path / "chat.jsonl.gz"
     with gzip.open(path, "wt") as file:
@@ -40,7 +41,7 @@ def test_traces_with_large_blocks_are_shortened(tmp_path) -> None:
     assert read.requests == (TracedRequest(0, 2.5, 33, 7, (0, 1, 2)),)
 
 
-def test_lengths_without_arrivals_arrive_at_random(tmp_path) -> None:
+def test_lengths_without_arrivals_arrive_at_random(tmp_path: Path) -> None:
     path = tmp_path / "lengths_x.csv"
     path.write_text("prompt_tokens,output_tokens\n" + "10,2\n" * 400)
     arrivals = [request.arrival_s for request in read_trace(path).requests]

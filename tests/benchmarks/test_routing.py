@@ -8,7 +8,7 @@ from benchmarks.trace import BLOCK_TOKENS, Trace, TracedRequest
 
 def make_conversations(num_conversations: int, num_turns: int) -> Trace:
     """Each turn's prompt is the last one's and 8 blocks more."""
-    requests = []
+    requests: list[TracedRequest] = []
     for turn in range(1, num_turns + 1):
         for conversation in range(num_conversations):
             blocks = tuple(1000 * conversation + block for block in range(8 * turn))
@@ -26,7 +26,7 @@ def test_conversations_stay_where_their_prefix_is() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_imbalance_is_at_least_one(policy) -> None:
+def test_imbalance_is_at_least_one(policy: str) -> None:
     hit_rate, imbalance = route(make_conversations(4, 2), 2, policy)
     assert 0.0 <= hit_rate < 1.0
     assert imbalance >= 1.0

@@ -22,7 +22,7 @@ PARAMS = (
     SamplingParams(
         max_tokens=24, temperature=0.8, seed=5, n=2, ignore_eos=True, repetition_penalty=1.3, frequency_penalty=0.5,
         presence_penalty=0.5, logit_bias={20: 2.0, 2000: -5.0}, bad_words=("the", "night air"), prompt_logprobs=3,
-        allowed_token_ids=range(10, 2900),
+        allowed_token_ids=tuple(range(10, 2900)),
     ),
 )  # fmt: skip
 

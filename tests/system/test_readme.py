@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from quire.cluster.demo.server import ServerProcess
+
 README = Path(__file__).parents[2] / "README.md"
 
 
@@ -13,7 +15,9 @@ def python_examples() -> list[str]:
 
 
 @pytest.mark.cluster
-def test_the_client_example_streams_an_answer(server, capsys) -> None:
+def test_the_client_example_streams_an_answer(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
     (example,) = [code for code in python_examples() if "Client(" in code]
     assert len(example.strip().splitlines()) <= 10
     exec(compile(example.replace("127.0.0.1:50051", server.address), str(README), "exec"), {})
@@ -22,7 +26,7 @@ def test_the_client_example_streams_an_answer(server, capsys) -> None:
     assert "length" in printed or "stop" in printed
 
 
-def test_the_offline_example_answers(capsys) -> None:
+def test_the_offline_example_answers(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = [code for code in python_examples() if "LLM(" in code]
     exec(compile(example, str(README), "exec"), {})
     assert len(capsys.readouterr().out) > 20

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ assert "ray" not in sys.modules
 """
 
 
-def run(*command: str, **options: str) -> str:
+def run(*command: str, **options: Any) -> str:
     """Its output; from a folder that is not the repository."""
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **options)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -68,10 +69,10 @@ def test_wheel_holds_the_package_and_nothing_else(installed: Path) -> None:
 
 def test_installed_package_generates(installed: Path, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
-    run(sys.executable, "-c", USE, str(installed), cwd=str(tmp_path), env=environment)  # type: ignore[arg-type]
+    run(sys.executable, "-c", USE, str(installed), cwd=str(tmp_path), env=environment)
 
 
 def test_installed_command_line_answers(installed: Path, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(installed)}
-    output = run(str(installed / "bin" / "quire"), "--help", cwd=str(tmp_path), env=environment)  # type: ignore[arg-type]
+    output = run(str(installed / "bin" / "quire"), "--help", cwd=str(tmp_path), env=environment)
     assert "serve" in output
