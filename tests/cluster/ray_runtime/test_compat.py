@@ -16,6 +16,7 @@ import jsonschema
 import pytest
 import ray
 from ray._private import worker as ray_worker
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray.autoscaler.v2.schema import ClusterStatus, LaunchRequest, NodeInfo
 
 from quire.cluster.ray_runtime import compat
@@ -87,7 +88,7 @@ def test_autoscaler_status_is_empty_without_an_autoscaler(cluster: LocalCluster)
 
 @pytest.mark.cluster
 def test_autoscaler_status_reads_the_report_of_version_1(cluster: LocalCluster) -> None:
-    key = compat.DEBUG_AUTOSCALING_STATUS.encode()
+    key = DEBUG_AUTOSCALING_STATUS.encode()
     compat.kv_put(key, json.dumps({"autoscaler_report": REPORT}).encode(), namespace=None)
     try:
         assert compat.autoscaler_status() == REPORTED
@@ -165,7 +166,7 @@ def test_drained_node_is_listed_while_it_still_runs_something(cluster: LocalClus
         def ready(self) -> bool:
             return True
 
-    busy = Busy.remote()
+    busy = Busy.remote()  # type: ignore[attr-defined]
     assert ray.get(busy.ready.remote(), timeout=60)
     assert compat.draining_nodes() == {}
     assert compat.drain_node(node_id, "a test") == ""
