@@ -140,12 +140,12 @@ def samplers() -> list[Case]:
         top_p, no_min_p = 0.9 * ones.double(), 0 * ones
         top_k = torch.full((num_rows,), 50, device="cuda")
         keys = torch.arange(2 * num_rows, dtype=torch.int32, device="cuda").view(-1, 2)
-        adjustments = random_adjustments(num_rows)
+        logits_processors = random_logits_processors(num_rows)
         draw = partial(sample_full, logits, ones, keys)
         kept = partial(sample_top_k_top_p, logits, ones, top_k, top_p, no_min_p, keys)
         nucleus = partial(sample_top_k_top_p, logits, ones, VOCAB_SIZE + 0 * top_k, top_p, no_min_p, keys)
         num_bytes = logits.nbytes
-        num_more = adjustments.penalties.counts.nbytes + 2 * adjustments.masks.words.nbytes
+        num_more = logits_processors.penalties.counts.nbytes + 2 * logits_processors.masks.words.nbytes
         likeliest, multinomial = partial(logits.max, dim=-1), partial(draw_by_torch, logits)
         cases += [
             case(f"sample_greedy.{num_rows}", num_bytes, 0, partial(sample_greedy, logits), torch=likeliest),
@@ -154,7 +154,7 @@ def samplers() -> list[Case]:
                 f"sample_full.apply_logits_processors.{num_rows}",
                 num_bytes + num_more,
                 0,
-                partial(draw, adjustments=adjustments),
+                partial(draw, logits_processors=logits_processors),
             ),
             case(f"sample_top_k_top_p.{num_rows}", num_bytes, 0, kept),
             case(f"sample_top_k_top_p.nucleus.{num_rows}", num_bytes, 0, nucleus),
@@ -173,7 +173,7 @@ def draw_by_torch(logits: Tensor) -> Tensor:
     return logits.softmax(dim=-1).multinomial(1)
 
 
-def random_adjustments(num_rows: int) -> LogitsProcessors:
+def random_logits_processors(num_rows: int) -> LogitsProcessors:
     """For every row a mask of half the vocabulary, penalties, and ten biases."""
     device, rows = "cuda", torch.arange(num_rows, device="cuda")
     counts = torch.randint(0, 2, (num_rows, VOCAB_SIZE), dtype=torch.int16, device=device)

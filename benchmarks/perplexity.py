@@ -112,7 +112,7 @@ def measure(variant: Variant, prompts: list[list[int]], workspace: Path) -> floa
     options: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 1024} | variant.options
     with ExitStack() as stack:
         if variant.multiplies_float8:
-            stack.enter_context(mock.patch.object(linear_weight, "multiplies_float8", return_value=True))
+            stack.enter_context(mock.patch.object(linear_weight, "supports_float8_linear", return_value=True))
         return math.exp(mean_nats(stack.enter_context(LLM(str(folder), **options)), prompts))
 
 

@@ -28,4 +28,4 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def _cpu_takes(gate_up: Tensor) -> bool:
-    return gate_up.is_contiguous() and cpu.takes(gate_up, gate_up.shape[1] // 2)
+    return gate_up.is_contiguous() and cpu.supports(gate_up, gate_up.shape[1] // 2)

@@ -30,21 +30,21 @@ class Peers:
 
     Attributes:
         max_tokens: that fit in a part.
-        part_addresses, signal_addresses: [ranks] int64, of the above, on the device.
+        buffer_addresses, signal_addresses: [ranks] int64, of the above, on the device.
     """
 
     def __init__(self, rank: int, parts: Sequence[Tensor], signals: Sequence[Tensor]) -> None:
         assert all(len(signal) >= NUM_SIGNALS * len(parts) for signal in signals)
         self.rank = rank
-        self.parts, self.signals = tuple(parts), tuple(signals)
+        self.buffers, self.signals = tuple(parts), tuple(signals)
         self.max_tokens = len(parts[0])
         device = parts[rank].device
-        self.part_addresses = torch.tensor([part.data_ptr() for part in parts], device=device)
+        self.buffer_addresses = torch.tensor([part.data_ptr() for part in parts], device=device)
         self.signal_addresses = torch.tensor([signal.data_ptr() for signal in signals], device=device)
 
     @property
     def size(self) -> int:
-        return len(self.parts)
+        return len(self.buffers)
 
 
 @on_gpu("all_reduce_norm")
@@ -58,6 +58,6 @@ def all_reduce_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: fl
         weight: [E].
     """
     num_tokens = len(x)
-    peers.parts[peers.rank][:num_tokens] = x
-    total = torch.stack([part[:num_tokens] for part in peers.parts]).sum(dim=0, dtype=torch.float32)
+    peers.buffers[peers.rank][:num_tokens] = x
+    total = torch.stack([part[:num_tokens] for part in peers.buffers]).sum(dim=0, dtype=torch.float32)
     return add_rms_norm(total.to(x.dtype), residual, weight, eps)

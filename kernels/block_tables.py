@@ -8,7 +8,7 @@ from .dispatch import on_gpu
 
 
 @on_gpu("block_tables")
-def put_entries(tables: Tensor, entries: Tensor) -> None:
+def update_block_tables(tables: Tensor, entries: Tensor) -> None:
     """Writes entries of block tables.
 
     Args:

@@ -16,6 +16,7 @@ from torch import Tensor
 from .attention_variant import AttentionVariant
 from .linear import PackedWeight
 from .native import ops as cpu
+from .native.library import library
 from .native.panels import STORED, Panels, max_linear_tokens
 from .quantized_kv import LIMITS, MIN_MAGNITUDE
 
@@ -61,7 +62,7 @@ class DenseLayer:
     variant: AttentionVariant
 
     @property
-    def is_computed_here(self) -> bool:
+    def has_native_ops(self) -> bool:
         """Whether there are C++ ops for all of it."""
         weights = self.qkv, self.output, self.gate_up, self.down
         panels = [weight.panels for weight in weights if weight.panels is not None]
@@ -69,10 +70,10 @@ class DenseLayer:
             return False
         lengths = self.head_dim, *(weight.in_features for weight in panels)
         assert self.variant.alibi_slopes is None
-        return all(cpu.takes(self.before_attention, length) for length in lengths)
+        return all(cpu.supports(self.before_attention, length) for length in lengths)
 
 
-def takes_tokens(num_tokens: int) -> bool:
+def prefers_native_linear(num_tokens: int) -> bool:
     """Whether so many are few enough that our own linear layers are the fastest."""
     return num_tokens <= max_linear_tokens()
 
@@ -81,13 +82,13 @@ class DecodeLayers:
     """Layers whose steps are calls of one function with the addresses of everything that is the same in each.
 
     Args:
-        layers: all is_computed_here, of one dtype and the same sizes.
+        layers: all has_native_ops, of one dtype and the same sizes.
         last_norm: [E], of RMSNorm over what comes of them.
     """
 
     def __init__(self, layers: Sequence[DenseLayer], last_norm: Tensor) -> None:
-        assert all(layer.is_computed_here for layer in layers)
-        assert ctypes.sizeof(_Layer) == cpu.ops().quire_decode_layer_bytes()
+        assert all(layer.has_native_ops for layer in layers)
+        assert ctypes.sizeof(_Layer) == library().quire_decode_layer_bytes()
         self._layers, self._last_norm = layers, last_norm  # keeps the memory
         self._native = (_Layer * len(layers))(*map(_native, layers))
         self._caches: Sequence[tuple[Tensor, Tensor | None]] = ()
@@ -95,7 +96,7 @@ class DecodeLayers:
         self._scratch_len = max(map(_scratch_len, self._native))
 
     @property
-    def num_halves(self) -> int:
+    def num_sublayers(self) -> int:
         """Those of the layers, and the last norm."""
         return 2 * len(self._layers) + 1
 
@@ -146,7 +147,7 @@ class DecodeLayers:
         assert block_tables.dtype == seq_lens.dtype == torch.int32
         turned = (_Rotation * len(rotations))(*[_native_rotation(cos, sin) for cos, sin in rotations])
         scratch = torch.empty(num_tokens * self._scratch_len, dtype=self._dtype)
-        cpu.ops().quire_decode_layers(
+        library().quire_decode_layers(
             ctypes.addressof(self._native), len(self._layers), self._last_norm.data_ptr(), halves.start, halves.stop,
             cpu.DTYPES[self._dtype], num_tokens, ctypes.addressof(turned), slot_mapping.data_ptr(),
             block_tables.data_ptr(), block_tables.stride(0), seq_lens.data_ptr(), x.data_ptr(), residual.data_ptr(),

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .native.library import is_available
 from .native.memory import use_huge_pages
-from .native.ops import ops
 from .native.panels import PANEL_LEN, Panels, max_linear_tokens, panel_linear, panel_rows, row_inputs
 
 # oneDNN lays a weight out for a number of tokens. Laid out for 32 it was as fast at 1 to 1,024 tokens as laid out
@@ -50,7 +50,7 @@ class PackedWeight:
     panels: Panels | None = None
 
     @property
-    def has_rows(self) -> bool:
+    def can_embed(self) -> bool:
         """Whether `embed` can read it."""
         return self.layout is Layout.PLAIN or self.panels is not None
 
@@ -89,7 +89,7 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
 
 
 def embed(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Rows of a weight [N, K] that has_rows: [T] -> [T, K]."""
+    """Rows of a weight [N, K] that can_embed: [T] -> [T, K]."""
     if weight.layout is Layout.PLAIN:
         return F.embedding(token_ids, weight.weight)
     assert weight.panels is not None
@@ -106,7 +106,7 @@ def _can_pack(weight: Tensor) -> bool:
 
 
 def _takes_panels(weight: Tensor) -> bool:
-    return weight.is_cpu and ops() is not None and weight.shape[1] % row_inputs(weight.dtype) == 0
+    return weight.is_cpu and is_available() and weight.shape[1] % row_inputs(weight.dtype) == 0
 
 
 def _pack_panels(weight: Tensor, scales: Tensor | None = None) -> PackedWeight:
@@ -130,7 +130,7 @@ def _panels_of(packed: Tensor, weight: Tensor) -> Panels | None:
     num_panels = -(-out_features // PANEL_LEN)
     panel_len, rest = divmod(num_bytes // weight.element_size(), num_panels)
     if (
-        ops() is None
+        not is_available()
         or rest
         or in_features % depth
         or panel_len % (PANEL_LEN * depth)

@@ -76,13 +76,13 @@ class LogitsProcessors(NamedTuple):
     masks: Masks
 
 
-def apply_logits_processors(logits: Tensor, adjustments: LogitsProcessors) -> Tensor:
+def apply_logits_processors(logits: Tensor, logits_processors: LogitsProcessors) -> Tensor:
     """A copy of logits [N, C] float32 with everything applied."""
     logits = logits.clone()
-    _add(logits, adjustments.biases)
-    part = logits[:, : adjustments.num_tokens]
-    _penalise(part, adjustments.penalties)
-    _forbid(part, adjustments.masks)
+    _add(logits, logits_processors.biases)
+    part = logits[:, : logits_processors.num_tokens]
+    _penalise(part, logits_processors.penalties)
+    _forbid(part, logits_processors.masks)
     return logits
 
 

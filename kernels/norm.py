@@ -18,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: [..., E].
         weight: [E].
     """
-    if x.dim() <= 3 and x.stride(-1) == 1 and cpu.takes(x, x.shape[-1]):
+    if x.dim() <= 3 and x.stride(-1) == 1 and cpu.supports(x, x.shape[-1]):
         return cpu.rms_norm(x, weight, eps)
     return torch.rms_norm(x, (x.shape[-1],), weight, eps)
 
@@ -31,7 +31,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
         x, residual: [T, E].
         weight: [E].
     """
-    if x.is_contiguous() and residual.is_contiguous() and cpu.takes(x, x.shape[-1]):
+    if x.is_contiguous() and residual.is_contiguous() and cpu.supports(x, x.shape[-1]):
         return cpu.add_rms_norm(x, residual, weight, eps)
     return rms_norm(residual.add_(x), weight, eps)
 

@@ -53,7 +53,7 @@ def paged_decode_attention(
     Returns:
         [S, Hq, D].
     """
-    if cpu.takes_attention(q, kv_cache):
+    if cpu.supports_attention(q, kv_cache):
         return cpu.paged_decode_attention(q, kv_cache, block_tables, seq_lens, scale, variant, kv_scales)
     cache = _Cache(kv_cache, kv_scales, q.dtype)
     block_size = kv_cache.shape[3]
@@ -95,7 +95,7 @@ def paged_prefill_attention(
     Returns:
         [T, Hq, D].
     """
-    if cpu.takes_attention(q, kv_cache):
+    if cpu.supports_attention(q, kv_cache):
         return cpu.paged_prefill_attention(
             q, kv_cache, block_tables, query_start, seq_lens, scale, variant, kv_scales
         )

@@ -21,7 +21,7 @@ def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scales: Tens
         kv_scales: [N, 2, Hkv, B] float32, where kv_cache is quantised (see kernels.quantized_kv).
     """
     is_storable = kv.dtype == kv_cache.dtype or kv_scales is not None
-    if cpu.takes(kv, kv.shape[3]) and is_storable and kv_cache.is_contiguous():
+    if cpu.supports(kv, kv.shape[3]) and is_storable and kv_cache.is_contiguous():
         cpu.write_kv(kv, kv_cache, slot_mapping, kv_scales)
         return
     block_size = kv_cache.shape[3]

@@ -138,7 +138,7 @@ def has_quantized_kernel(weight: QuantizedWeight) -> bool:
     return weight.codes.dtype != FLOAT8 or torch.cuda.get_device_capability(weight.codes.device) >= (8, 9)
 
 
-def multiplies_float8(weight: QuantizedWeight) -> bool:
+def supports_float8_linear(weight: QuantizedWeight) -> bool:
     """Whether float8_linear takes this weight where it is: tensor cores of Hopper or later, sizes that they take."""
     return (
         weight.codes.is_cuda

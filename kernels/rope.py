@@ -16,7 +16,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         sin: [T, R], likewise, negative in the first half.
     """
     rotated_dim = cos.shape[1]
-    if x.stride(1) == x.shape[2] and cpu.takes(x, x.shape[2]):
+    if x.stride(1) == x.shape[2] and cpu.supports(x, x.shape[2]):
         cpu.apply_rope(x, cos, sin)
         return
     rotated = x[..., :rotated_dim]

@@ -21,24 +21,27 @@ from .native import ops as cpu
 
 @on_gpu("sample_full")
 def sample_greedy(
-    logits: Tensor, first_id: int = 0, rows: Tensor | None = None, adjustments: LogitsProcessors | None = None
+    logits: Tensor,
+    vocab_start: int = 0,
+    rows: Tensor | None = None,
+    logits_processors: LogitsProcessors | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The largest logit of each row, or of a rank's part of it.
 
     Args:
         logits: [N, V] float32.
-        first_id: the token of the first column.
+        vocab_start: the token of the first column.
         rows: [M] int64; None: all N.
-        adjustments: of all N rows; None: nothing.
+        logits_processors: of all N rows; None: nothing.
 
     Returns:
         Logits [M] float32 and token ids [M] int32, the first of equals.
     """
-    logits = _of_rows(logits, rows, adjustments)
-    if cpu.takes_logits(logits):
-        return cpu.sample_greedy(logits, first_id)
+    logits = _of_rows(logits, rows, logits_processors)
+    if cpu.supports_logits(logits):
+        return cpu.sample_greedy(logits, vocab_start)
     best, index = logits.max(dim=-1)
-    return best, index.int() + first_id
+    return best, index.int() + vocab_start
 
 
 @on_gpu("sample_full")
@@ -46,9 +49,9 @@ def sample_full(
     logits: Tensor,
     temperature: Tensor,
     keys: Tensor,
-    first_id: int = 0,
+    vocab_start: int = 0,
     rows: Tensor | None = None,
-    adjustments: LogitsProcessors | None = None,
+    logits_processors: LogitsProcessors | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draws from the softmax of each row, or from a rank's part of it: the largest of the ranks' scores wins.
 
@@ -56,28 +59,30 @@ def sample_full(
         logits: [N, V] float32.
         temperature: [M] float32; 0 takes the likeliest, whose score is its logit.
         keys: [M, 2] int32, from random_keys.
-        first_id: the token of the first column.
+        vocab_start: the token of the first column.
         rows: [M] int64; None: all N.
-        adjustments: of all N rows; None: nothing.
+        logits_processors: of all N rows; None: nothing.
 
     Returns:
         Scores [M] float32 and token ids [M] int32 of the winners, the first of equals.
     """
-    logits = _of_rows(logits, rows, adjustments)
+    logits = _of_rows(logits, rows, logits_processors)
     is_drawn = temperature > 0
-    if cpu.takes_logits(logits):
+    if cpu.supports_logits(logits):
         if is_drawn.all():
-            return cpu.sample_full(logits, temperature, keys, first_id)
-        best, token_ids = cpu.sample_greedy(logits, first_id)
+            return cpu.sample_full(logits, temperature, keys, vocab_start)
+        best, token_ids = cpu.sample_greedy(logits, vocab_start)
         drawn = is_drawn.nonzero().squeeze(1)
         best[drawn], token_ids[drawn] = cpu.sample_full(
-            logits[drawn], temperature[drawn], keys[drawn], first_id
+            logits[drawn], temperature[drawn], keys[drawn], vocab_start
         )
         return best, token_ids
-    token_ids = torch.arange(first_id, first_id + logits.shape[1], dtype=torch.int32, device=logits.device)
+    token_ids = torch.arange(
+        vocab_start, vocab_start + logits.shape[1], dtype=torch.int32, device=logits.device
+    )
     noise = gumbel_noise(keys, token_ids.unsqueeze(0)).mul_(is_drawn.unsqueeze(1))
     best, index = noise.add_(logits / temperature.where(is_drawn, 1).unsqueeze(1)).max(dim=-1)
-    return best, index.int() + first_id
+    return best, index.int() + vocab_start
 
 
 @on_gpu("sample_top_k_top_p")
@@ -89,7 +94,7 @@ def sample_top_k_top_p(
     min_p: Tensor,
     keys: Tensor,
     rows: Tensor | None = None,
-    adjustments: LogitsProcessors | None = None,
+    logits_processors: LogitsProcessors | None = None,
 ) -> Tensor:
     """Draws from what the cuts leave of the softmax of each row.
 
@@ -101,54 +106,54 @@ def sample_top_k_top_p(
         min_p: [M] float32; 0 for no cut.
         keys: [M, 2] int32, from random_keys.
         rows: [M] int64; None: all N.
-        adjustments: of all N rows; None: nothing.
+        logits_processors: of all N rows; None: nothing.
 
     Returns:
         Token ids, [M] int32.
     """
-    values = _of_rows(logits, rows, adjustments) / temperature.unsqueeze(1)
+    values = _of_rows(logits, rows, logits_processors) / temperature.unsqueeze(1)
     values, token_ids = values.sort(dim=-1, descending=True, stable=True)
     token_ids = token_ids.int()
-    keep = kept_of_sorted(values, values.logsumexp(-1), logits.shape[1], top_k, top_p, min_p)
-    return sample_among(values, token_ids, keep, keys)
+    keep = truncation_mask(values, values.logsumexp(-1), logits.shape[1], top_k, top_p, min_p)
+    return sample_masked(values, token_ids, keep, keys)
 
 
-@on_gpu("topk")
+@on_gpu("topk_tokens")
 def topk_tokens(
     logits: Tensor,
     num_top: int,
     temperature: Tensor | None = None,
     rows: Tensor | None = None,
-    adjustments: LogitsProcessors | None = None,
+    logits_processors: LogitsProcessors | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The largest values of each row, or of a rank's part of it, and the sum over all.
 
     Args:
         logits: [N, V] float32.
-        num_top: K, at most V; at most kernels.gpu.survey.MAX_CANDIDATES on a GPU.
+        num_top: K, at most V; at most kernels.gpu.topk_candidates.MAX_CANDIDATES on a GPU.
         temperature: [M] float32, above 0; None: 1.
         rows: [M] int64; None: all N.
-        adjustments: of all N rows; None: nothing.
+        logits_processors: of all N rows; None: nothing.
 
     Returns:
         Values [M, K] float32, largest first; their columns [M, K] int32, of equals any; and [M] float32, the log of
         the sum of exp over the whole row.
     """
-    values = _of_rows(logits, rows, adjustments)
+    values = _of_rows(logits, rows, logits_processors)
     if temperature is not None:
         values = values / temperature.unsqueeze(1)
     top, columns = values.topk(num_top, dim=-1)
     return top, columns.int(), values.logsumexp(dim=-1)
 
 
-def _of_rows(logits: Tensor, rows: Tensor | None, adjustments: LogitsProcessors | None) -> Tensor:
+def _of_rows(logits: Tensor, rows: Tensor | None, logits_processors: LogitsProcessors | None) -> Tensor:
     """What the model's logits of those rows, of all without `rows`, become."""
-    if adjustments is not None:
-        logits = apply_logits_processors(logits, adjustments)
+    if logits_processors is not None:
+        logits = apply_logits_processors(logits, logits_processors)
     return logits if rows is None else logits[rows]
 
 
-def kept_of_sorted(
+def truncation_mask(
     values: Tensor, log_total: Tensor, vocab_size: int, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
     """Which of the likeliest tokens the cuts leave.
@@ -171,7 +176,7 @@ def kept_of_sorted(
     return keep
 
 
-def sample_among(values: Tensor, token_ids: Tensor, keep: Tensor, keys: Tensor) -> Tensor:
+def sample_masked(values: Tensor, token_ids: Tensor, keep: Tensor, keys: Tensor) -> Tensor:
     """Draws from the softmax of the kept: token ids, [N] int32.
 
     Args:

@@ -8,7 +8,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from .native.ops import ops
+from .native.library import library
 
 # A slot; what is larger goes in several rounds.
 SLOT_BYTES = 1 << 20
@@ -19,10 +19,10 @@ _SUMS = {torch.float32: 1, torch.bfloat16: 2}
 
 def segment_bytes(size: int) -> int:
     """Bytes of the shared memory of `size` ranks; zeros to begin with."""
-    return int(ops().quire_shm_collective_bytes(size, SLOT_BYTES))
+    return int(library().quire_shm_collective_bytes(size, SLOT_BYTES))
 
 
-def can_sum(tensor: Tensor) -> bool:
+def can_reduce(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.dtype in _SUMS and tensor.is_contiguous()
 
 
@@ -42,11 +42,11 @@ class SharedMemoryCollectives:
         self._round = 0
         self._pending: tuple[int, int, int, int] = (0, 0, 0, 0)
 
-    def sum(self, data: Tensor, wait_us: int) -> int | None:
+    def all_reduce(self, data: Tensor, wait_us: int) -> int | None:
         """Makes `data`, at most SLOT_BYTES, the sum over the ranks, the same bits on each."""
         return self._start(_SUMS[data.dtype], data.data_ptr(), data.data_ptr(), data.nbytes, wait_us)
 
-    def gather(self, data: Tensor, out: Tensor, wait_us: int) -> int | None:
+    def all_gather(self, data: Tensor, out: Tensor, wait_us: int) -> int | None:
         """Fills `out` with every rank's `data`, at most SLOT_BYTES, one after the other."""
         return self._start(_GATHER, data.data_ptr(), out.data_ptr(), data.nbytes, wait_us)
 
@@ -54,9 +54,9 @@ class SharedMemoryCollectives:
         """Waits on in the call that was not done; its tensors must live."""
         return self._run(1, wait_us)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Ends the waits of the others for this rank."""
-        ops().quire_shm_collective_leave(self._address, self._rank)
+        library().quire_shm_collective_close(self._address, self._rank)
 
     def _start(self, kind: int, source: int, out: int, num_bytes: int, wait_us: int) -> int | None:
         assert num_bytes <= SLOT_BYTES
@@ -65,7 +65,7 @@ class SharedMemoryCollectives:
         return self._run(0, wait_us)
 
     def _run(self, written: int, wait_us: int) -> int | None:
-        late: int = ops().quire_shm_collective(
+        late: int = library().quire_shm_collective(
             self._address, self._rank, self._size, SLOT_BYTES, self._round, *self._pending, written, wait_us
         )
         return None if late < 0 else late

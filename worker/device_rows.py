@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.block_tables import put_entries
+from ..kernels.block_tables import update_block_tables
 from ..proto.block_tables import BlockTables, IntArray
 from ..proto.config import EngineConfig
 from ..proto.step import NewSequence, StepPlan
@@ -125,5 +125,5 @@ class DeviceTables:
         ends = np.cumsum(added)
         index = np.arange(rows.size) + np.repeat(self._tables.lens - ends, added)
         entries = np.stack((rows, index, self._tables.ids[rows, index]), axis=1)
-        put_entries(self.ids, to_device(entries, self.ids.device, torch.int32))
+        update_block_tables(self.ids, to_device(entries, self.ids.device, torch.int32))
         self._num_sent[:] = self._tables.lens

@@ -72,7 +72,7 @@ def _all_reduce_add_rms_norm(
 def all_reduce_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers) -> Tensor:
     """See kernels.all_reduce_norm; nothing is rounded before the sum with the residual is."""
     num_rows, num_columns = x.shape
-    own_part = peers.parts[peers.rank]
+    own_part = peers.buffers[peers.rank]
     assert x.stride(1) == residual.stride(1) == 1
     assert num_rows <= peers.max_tokens
     assert own_part.is_contiguous()
@@ -81,7 +81,7 @@ def all_reduce_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: fl
     block = triton.next_power_of_2(num_columns)
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
     _all_reduce_add_rms_norm[(min(num_rows, MAX_PROGRAMS),)](
-        x, residual, weight, out, peers.part_addresses, peers.signal_addresses, peers.rank, eps, num_rows,
+        x, residual, weight, out, peers.buffer_addresses, peers.signal_addresses, peers.rank, eps, num_rows,
         x.stride(0), residual.stride(0), SIZE=peers.size, NUM_COLUMNS=num_columns,
         BLOCK_E=block, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip

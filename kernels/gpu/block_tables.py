@@ -24,7 +24,7 @@ def _put_entries(
     tl.store(tables_ptr + rows * stride_table + index, block_ids, mask=mask)
 
 
-def put_entries(tables: Tensor, entries: Tensor) -> None:
+def update_block_tables(tables: Tensor, entries: Tensor) -> None:
     """See kernels.block_tables."""
     num_entries = entries.shape[0]
     assert tables.stride(1) == 1

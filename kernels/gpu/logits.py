@@ -22,28 +22,31 @@ class Source(NamedTuple):
         logits: [N, V] float32.
         rows: [M] int64; None: all N.
         temperature: [M] float32; None: 1.
-        adjustments: of all N rows; None: nothing.
+        logits_processors: of all N rows; None: nothing.
     """
 
     logits: Tensor
     rows: Tensor | None
     temperature: Tensor | None
-    adjustments: LogitsProcessors | None
+    logits_processors: LogitsProcessors | None
     vocab_len: int
     stride: int
 
 
 def source_of(
-    logits: Tensor, temperature: Tensor | None, rows: Tensor | None, adjustments: LogitsProcessors | None
+    logits: Tensor,
+    temperature: Tensor | None,
+    rows: Tensor | None,
+    logits_processors: LogitsProcessors | None,
 ) -> tuple[Source, int]:
     """The source, checked, and how many rows it has."""
     assert logits.stride(1) == 1
-    if adjustments is not None:
-        assert adjustments.penalties.counts.is_contiguous()
-        assert adjustments.penalties.prompt_mask.is_contiguous()
-        assert adjustments.penalties.factors.is_contiguous()
-        assert adjustments.masks.words.is_contiguous()
-    source = Source(logits, rows, temperature, adjustments, logits.shape[1], logits.stride(0))
+    if logits_processors is not None:
+        assert logits_processors.penalties.counts.is_contiguous()
+        assert logits_processors.penalties.prompt_mask.is_contiguous()
+        assert logits_processors.penalties.factors.is_contiguous()
+        assert logits_processors.masks.words.is_contiguous()
+    source = Source(logits, rows, temperature, logits_processors, logits.shape[1], logits.stride(0))
     return source, len(logits) if rows is None else len(rows)
 
 
@@ -63,11 +66,11 @@ def load_logits(source, row, tile_start, columns, TILE_LEN: tl.constexpr):
     """
     mask = columns < source.vocab_len
     logits = tl.load(source.logits + row * source.stride + columns, mask=mask, other=float("-inf"))
-    if source.adjustments is not None:
-        adjustments = source.adjustments
-        logits = _add(logits, columns, row, tile_start, tile_start + TILE_LEN, adjustments.biases)
-        logits = _penalise(logits, columns, row, adjustments.num_tokens, adjustments.penalties)
-        logits = _forbid(logits, columns, row, adjustments.num_tokens, adjustments.masks)
+    if source.logits_processors is not None:
+        logits_processors = source.logits_processors
+        logits = _add(logits, columns, row, tile_start, tile_start + TILE_LEN, logits_processors.biases)
+        logits = _penalise(logits, columns, row, logits_processors.num_tokens, logits_processors.penalties)
+        logits = _forbid(logits, columns, row, logits_processors.num_tokens, logits_processors.masks)
     return tl.where(logits == logits, tl.minimum(logits, LARGEST_FLOAT), float("-inf"))
 
 

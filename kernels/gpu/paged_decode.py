@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..attention_variant import PLAIN, AttentionVariant
 from ..decode_splits import DecodeSplits, split_decodes
-from .attend_keys import attend_keys, load_slopes, score_arguments
+from .attention_inner import attend_keys, load_slopes, score_arguments
 from .quantized_kv import as_stored
-from .tiles import DECODE_TILES, INTERPRETED, find_tile
+from .tile_configs import DECODE_TILES, INTERPRETED, find_tile
 from .workspace import float_workspace
 
 # Items merged a turn of the loop.

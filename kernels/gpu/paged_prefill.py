@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention_variant import PLAIN, AttentionVariant
-from .attend_keys import attend_keys, load_slopes, score_arguments
+from .attention_inner import attend_keys, load_slopes, score_arguments
 from .quantized_kv import as_stored
-from .tiles import INTERPRETED, LARGE_PREFILL_TILES, SMALL_PREFILL_TILES, find_tile
+from .tile_configs import INTERPRETED, LARGE_PREFILL_TILES, SMALL_PREFILL_TILES, find_tile
 
 # Mean (query, head) pairs a sequence and KV head from which the large tile wastes less than it wins.
 LARGE_TILE_ROWS = 64

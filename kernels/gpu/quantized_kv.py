@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import INTERPRETED
+from .tile_configs import INTERPRETED
 
 # From this compute capability on the hardware converts float8_e4m3.
 CONVERTS_FP8 = (8, 9)

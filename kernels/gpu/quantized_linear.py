@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..quantized_linear import QuantizedWeight
-from .tiles import INTERPRETED, MIN_ROWS
+from .tile_configs import INTERPRETED, MIN_ROWS
 
 
 class Tile(NamedTuple):

@@ -1,5 +1,5 @@
 """Exact thresholds of whole rows by pivots, two bits of a float a pass: for rows with more tokens to keep than there
-is room for candidates (kernels.gpu.survey).
+is room for candidates (kernels.gpu.topk_candidates).
 
 One program does a row, whose logits stay in the second-level cache between the passes.
 """

@@ -27,7 +27,7 @@ def _score_pieces(
     keys_ptr,  # [M, 2]
     scores_ptr,  # [M, pieces]
     token_ids_ptr,  # [M, pieces]
-    first_id,
+    vocab_start,
     BLOCK_V: tl.constexpr,
 ):
     # grid: (M, pieces)
@@ -35,7 +35,7 @@ def _score_pieces(
     tile_start = piece * BLOCK_V
     columns = tile_start + tl.arange(0, BLOCK_V)
     scores = load_logits(source, find_row(source, member), tile_start, columns, BLOCK_V)
-    token_ids = first_id + columns
+    token_ids = vocab_start + columns
     if keys_ptr is not None:
         temperature = tl.load(source.temperature + member)
         if temperature > 0:
@@ -68,41 +68,44 @@ def _merge_pieces(
 
 
 def sample_greedy(
-    logits: Tensor, first_id: int = 0, rows: Tensor | None = None, adjustments: LogitsProcessors | None = None
+    logits: Tensor,
+    vocab_start: int = 0,
+    rows: Tensor | None = None,
+    logits_processors: LogitsProcessors | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See kernels.sampling."""
-    return _launch(logits, None, None, first_id, rows, adjustments)
+    return _launch(logits, None, None, vocab_start, rows, logits_processors)
 
 
 def sample_full(
     logits: Tensor,
     temperature: Tensor,
     keys: Tensor,
-    first_id: int = 0,
+    vocab_start: int = 0,
     rows: Tensor | None = None,
-    adjustments: LogitsProcessors | None = None,
+    logits_processors: LogitsProcessors | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See kernels.sampling."""
     assert keys.is_contiguous()
-    return _launch(logits, temperature, keys, first_id, rows, adjustments)
+    return _launch(logits, temperature, keys, vocab_start, rows, logits_processors)
 
 
 def _launch(
     logits: Tensor,
     temperature: Tensor | None,
     keys: Tensor | None,
-    first_id: int,
+    vocab_start: int,
     rows: Tensor | None,
-    adjustments: LogitsProcessors | None,
+    logits_processors: LogitsProcessors | None,
 ) -> tuple[Tensor, Tensor]:
-    source, num_rows = source_of(logits, temperature, rows, adjustments)
+    source, num_rows = source_of(logits, temperature, rows, logits_processors)
     num_pieces = triton.cdiv(source.vocab_len, BLOCK_VOCAB)
     scores = logits.new_empty((num_rows, num_pieces))
     token_ids = torch.empty((num_rows, num_pieces), dtype=torch.int32, device=logits.device)
     best, winners = logits.new_empty(num_rows), token_ids.new_empty(num_rows)
     if num_rows:
         _score_pieces[(num_rows, num_pieces)](
-            source, keys, scores, token_ids, first_id, BLOCK_V=BLOCK_VOCAB, num_warps=8, **EXACT
+            source, keys, scores, token_ids, vocab_start, BLOCK_V=BLOCK_VOCAB, num_warps=8, **EXACT
         )  # fmt: skip
         _merge_pieces[(num_rows,)](
             scores, token_ids, best, winners, num_pieces, BLOCK_P=triton.next_power_of_2(num_pieces)

@@ -1,7 +1,7 @@
 """Exact top_k, top_p and min_p in two passes over the logits, without a sort.
 
-Rows draw from their candidates (kernels.gpu.survey). Those that keep more than there are candidates, as with a wide
-nucleus, look for their thresholds in all tokens (kernels.gpu.pivots).
+A row samples from its candidates (kernels.gpu.topk_candidates). A row that keeps more tokens than there are
+candidates, as with a wide nucleus, searches all tokens for its threshold (kernels.gpu.radix_threshold).
 """
 
 import torch
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..logits import LogitsProcessors
-from . import topk_candidates as survey
+from . import topk_candidates
 from .gumbel import gumbel_noise
 from .logits import EXACT, find_row, load_values, source_of
 from .radix_threshold import BLOCK_VOCAB, find_threshold, keep_tile, sum_above
@@ -145,10 +145,10 @@ def sample_top_k_top_p(
     min_p: Tensor,
     keys: Tensor,
     rows: Tensor | None = None,
-    adjustments: LogitsProcessors | None = None,
+    logits_processors: LogitsProcessors | None = None,
 ) -> Tensor:
     """See kernels.sampling."""
-    source, num_rows = source_of(logits, temperature, rows, adjustments)
+    source, num_rows = source_of(logits, temperature, rows, logits_processors)
     assert keys.is_contiguous()
     token_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows == 0:
@@ -157,7 +157,7 @@ def sample_top_k_top_p(
     cuts = Truncation(top_k, top_p, min_p.log())
     candidates = find_candidates(source, num_rows, cuts, 0)
     _sample_from_candidates[(num_rows,)](
-        candidates, cuts, keys, token_ids, suffices, source.vocab_len, MAX_CANDIDATES=survey.MAX_CANDIDATES,
+        candidates, cuts, keys, token_ids, suffices, source.vocab_len, MAX_CANDIDATES=topk_candidates.MAX_CANDIDATES,
         BLOCK_O=BLOCK_OTHERS, num_warps=8, **EXACT,
     )  # fmt: skip
     _sample_from_rows[(num_rows,)](

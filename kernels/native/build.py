@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def load_library() -> ctypes.CDLL | None:
     """The compiled ops, built if need be; None where they cannot be built."""
     try:
         return ctypes.CDLL(str(_built(_find_compiler())))

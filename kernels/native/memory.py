@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from .ops import ops
+from .library import is_available, library
 
 
 def use_huge_pages(address: int, num_bytes: int) -> None:
     """Asks for huge pages under memory that is written already and will be read as a whole, often."""
-    if ops() is not None:
-        ops().quire_use_huge_pages(address, num_bytes)
+    if is_available():
+        library().quire_use_huge_pages(address, num_bytes)
 
 
 def keep_freed_memory(num_bytes: int) -> None:
     """Has this process keep up to so much of the memory that it frees, below 2 GiB, for what it takes next."""
-    if ops() is not None:
-        ops().quire_keep_freed_memory(num_bytes)
+    if is_available():
+        library().quire_keep_freed_memory(num_bytes)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .ops import DTYPES, address_of, ops
+from .library import library
+from .ops import DTYPES, address_of
 
 # Outputs of a panel.
 PANEL_LEN = 64
@@ -43,7 +44,7 @@ def row_inputs(dtype: torch.dtype) -> int:
 @functools.cache
 def max_linear_tokens() -> int:
     """Up to how many tokens panel_linear is faster than oneDNN, if that multiplies in the weight's dtype."""
-    return int(ops().quire_max_linear_tokens())
+    return int(library().quire_max_linear_tokens())
 
 
 def panel_linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
@@ -62,7 +63,7 @@ def panel_linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
     assert panels.dtype in (x.dtype, torch.int8)
     assert bias is None or bias.dtype == x.dtype
     out = torch.empty((num_tokens, panels.out_features), dtype=x.dtype)
-    ops().quire_linear(
+    library().quire_linear(
         STORED[panels.dtype], DTYPES[x.dtype], x.data_ptr(), panels.address, address_of(panels.scales),
         address_of(bias), out.data_ptr(), num_tokens, in_features, panels.out_features, panels.stride,
         torch.get_num_threads(),
@@ -74,7 +75,7 @@ def panel_rows(panels: Panels, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of the weight in float32 or bfloat16, [T, K]; ids [T] int64."""
     assert ids.dtype == torch.int64
     out = torch.empty((len(ids), panels.in_features), dtype=dtype)
-    ops().quire_panel_rows(
+    library().quire_panel_rows(
         STORED[panels.dtype], DTYPES[dtype], panels.address, address_of(panels.scales), ids.data_ptr(),
         out.data_ptr(), len(ids), panels.in_features, panels.stride, torch.get_num_threads(),
     )  # fmt: skip

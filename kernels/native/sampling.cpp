@@ -89,29 +89,29 @@ void for_rows(int64_t rows, int64_t length, int threads, const Choose& choose) {
 
 extern "C" {
 
-// values [N] and token ids [N] of the largest of logits [N, V], whose first column is token `first_id`.
+// values [N] and token ids [N] of the largest of logits [N, V], whose first column is token `vocab_start`.
 void quire_sample_greedy(const float* logits, float* values, int32_t* token_ids, int64_t rows, int64_t length,
-                          int64_t stride, int32_t first_id, int threads) {
+                          int64_t stride, int32_t vocab_start, int threads) {
   for_rows(rows, length, threads, [&](int64_t row) {
     const Best best = best_of(logits + row * stride, length, [](Vec logit, IntVec) { return logit; });
     values[row] = best.value;
-    token_ids[row] = first_id + best.index;
+    token_ids[row] = vocab_start + best.index;
   });
 }
 
 // Likewise of logits / temperature + Gumbel noise; keys [N, 2].
 void quire_sample_full(const float* logits, const float* temperature, const uint32_t* keys, float* scores,
-                         int32_t* token_ids, int64_t rows, int64_t length, int64_t stride, int32_t first_id,
+                         int32_t* token_ids, int64_t rows, int64_t length, int64_t stride, int32_t vocab_start,
                          int threads) {
   for_rows(rows, length, threads, [&](int64_t row) {
     const float divisor = temperature[row];
     const uint32_t key_low = keys[2 * row], key_high = keys[2 * row + 1];
     const Best best = best_of(logits + row * stride, length, [&](Vec logit, IntVec index) {
-      const BitVec token_ids = __builtin_convertvector(index + first_id, BitVec);
+      const BitVec token_ids = __builtin_convertvector(index + vocab_start, BitVec);
       return logit / divisor + gumbel_noise(token_ids, key_low, key_high);
     });
     scores[row] = best.value;
-    token_ids[row] = first_id + best.index;
+    token_ids[row] = vocab_start + best.index;
   });
 }
 }

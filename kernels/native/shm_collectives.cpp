@@ -92,7 +92,7 @@ int quire_shm_collective(char* segment, int rank, int size, int64_t capacity, ui
 }
 
 // Says that this rank writes no further round.
-void quire_shm_collective_leave(char* segment, int rank) {
+void quire_shm_collective_close(char* segment, int rank) {
   Header& header = reinterpret_cast<Header*>(segment)[rank];
   header.has_left.store(1);
   wake(header.round);

@@ -7,14 +7,14 @@ import torch
 
 from quire.kernels import sampling
 from quire.kernels.gumbel import gumbel_noise, random_keys
-from quire.kernels.native import ops as cpu
+from quire.kernels.native.library import is_available
 
 LENGTHS = pytest.mark.parametrize("length", [1, 7, 16, 33, 4100])
 
 
 @pytest.fixture(autouse=True)
 def native() -> None:
-    if cpu.ops() is None:
+    if not is_available():
         pytest.skip("there is no C++ compiler")
 
 
@@ -22,7 +22,7 @@ def native() -> None:
 def test_the_likeliest_is_the_first_of_equals(length: int) -> None:
     torch.manual_seed(0)
     logits = torch.randn(30, length + 3).round()[:, :length]
-    values, token_ids = sampling.sample_greedy(logits, first_id=100)
+    values, token_ids = sampling.sample_greedy(logits, vocab_start=100)
     expected, _ = logits.max(dim=1)
     assert torch.equal(values, expected)
     assert (token_ids - 100).tolist() == [row.index(max(row)) for row in logits.tolist()]
@@ -48,7 +48,7 @@ def test_draws_are_those_of_the_definition(length: int) -> None:
     logits[:, length // 2 + 1 :] = -torch.inf
     temperature = torch.linspace(0.3, 1.5, 20)
     keys = random_keys(torch.arange(20) - 9, 7 * torch.arange(20))
-    scores, token_ids = sampling.sample_full(logits, temperature, keys, first_id=50_000)
+    scores, token_ids = sampling.sample_full(logits, temperature, keys, vocab_start=50_000)
     ids = torch.arange(50_000, 50_000 + length, dtype=torch.int32).unsqueeze(0)
     expected, index = (logits / temperature.unsqueeze(1) + gumbel_noise(keys, ids)).max(dim=1)
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
@@ -59,7 +59,7 @@ def test_noise_is_right_to_its_tails() -> None:
     """A single token's score is its noise; 200,000 keys reach far into both tails."""
     count = 200_000
     keys = random_keys(torch.arange(count), torch.zeros(count, dtype=torch.int64))
-    noise, _ = sampling.sample_full(torch.zeros(count, 1), torch.ones(count), keys, first_id=3)
+    noise, _ = sampling.sample_full(torch.zeros(count, 1), torch.ones(count), keys, vocab_start=3)
     expected = gumbel_noise(keys, torch.tensor([[3]], dtype=torch.int32)).squeeze(1)
     assert expected.max() > 11
     torch.testing.assert_close(noise, expected, atol=2e-5, rtol=1e-5)

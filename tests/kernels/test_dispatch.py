@@ -15,6 +15,7 @@ from quire.kernels import (
     all_reduce_norm,
     block_tables,
     dispatch,
+    fused_qk_norm_rope_kv_write,
     gumbel,
     norm,
     paged_attention,
@@ -22,14 +23,11 @@ from quire.kernels import (
     quantized_linear,
     sampling,
 )
-from quire.kernels import (
-    fused_qk_norm_rope_kv_write as fused_qk_norm_rope_kv_write,
-)
 
 OPS: dict[str, list[Callable[..., Any]]] = {
     "activation": [activation.silu_and_mul, activation.gelu_tanh_and_mul],
     "all_reduce_norm": [all_reduce_norm.all_reduce_add_rms_norm],
-    "block_tables": [block_tables.put_entries],
+    "block_tables": [block_tables.update_block_tables],
     "sample_full": [sampling.sample_full, sampling.sample_greedy],
     "sample_top_k_top_p": [sampling.sample_top_k_top_p],
     "gumbel": [gumbel.random_keys],
@@ -40,7 +38,7 @@ OPS: dict[str, list[Callable[..., Any]]] = {
     "quantize_tokens": [quantized_linear.quantize_tokens],
     "quantized_linear": [quantized_linear.quantized_linear],
     "fused_qk_norm_rope_kv_write": [fused_qk_norm_rope_kv_write.fused_qk_norm_rope_kv_write],
-    "topk": [sampling.topk_tokens],
+    "topk_tokens": [sampling.topk_tokens],
 }
 
 

@@ -6,15 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import (
-    activation,
-    block_tables,
-    norm,
-    paged_cache,
-)
-from quire.kernels import (
-    fused_qk_norm_rope_kv_write as fused_qk_norm_rope_kv_write,
-)
+from quire.kernels import activation, block_tables, fused_qk_norm_rope_kv_write, norm, paged_cache
 
 # One rounding of the result; the interpreter cuts bfloat16 off, which is at most twice as far.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -110,14 +102,14 @@ def test_rotate_and_store(device: str, head_dim: int, has_norm: bool, dtype: tor
 
 
 def test_entries_of_block_tables(device: str) -> None:
-    from quire.kernels.gpu.block_tables import put_entries
+    from quire.kernels.gpu.block_tables import update_block_tables
 
     tables = torch.randint(0, 99, (5, 70), dtype=torch.int32)
     places = torch.randperm(350)[:300]
     entries = torch.stack((places // 70, places % 70, torch.arange(300) + 100), dim=1).int()
     on_device = tables.to(device)
-    put_entries(on_device, entries.to(device))
-    block_tables.put_entries(tables, entries)
+    update_block_tables(on_device, entries.to(device))
+    block_tables.update_block_tables(tables, entries)
     assert torch.equal(on_device.cpu(), tables)
 
 

@@ -94,21 +94,13 @@ def test_keys_are_those_of_the_twin(device: str) -> None:
 
 @pytest.fixture(params=["one tile", "tiles"])
 def tiled(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.kernels.gpu import (
-        sample_top_k_top_p as sample_top_k_top_p,
-    )
-    from quire.kernels.gpu import (
-        topk as topk_tokens,
-    )
-    from quire.kernels.gpu import (
-        topk_candidates as survey,
-    )
+    from quire.kernels.gpu import sample_top_k_top_p, topk_candidates, topk_tokens
 
     if request.param == "tiles":
         for module, name, length in (
-            (survey, "GROUP_LEN", 4),
-            (survey, "NUM_GROUPS", 16),
-            (survey, "BLOCK_VOCAB", 32),
+            (topk_candidates, "GROUP_LEN", 4),
+            (topk_candidates, "NUM_GROUPS", 16),
+            (topk_candidates, "BLOCK_VOCAB", 32),
             (sample_top_k_top_p, "BLOCK_VOCAB", 64),
             (topk_tokens, "BLOCK_VOCAB", 64),
         ):
@@ -122,9 +114,9 @@ def tiled(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.Monke
 )
 def test_draw_from_kept(device: str, tied: bool, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row for each cut; with little room most of them look through all tokens."""
-    from quire.kernels.gpu import topk_candidates as survey
+    from quire.kernels.gpu import topk_candidates
 
-    monkeypatch.setattr(survey, "MAX_CANDIDATES", room)
+    monkeypatch.setattr(topk_candidates, "MAX_CANDIDATES", room)
     logits = random_logits(len(CUTS), 300, tied=tied, device=device)
     expect_draws_of_the_twin(logits, list(CUTS.values()), device)
 
@@ -138,9 +130,9 @@ def test_draw_from_kept_of_adjusted_rows(device: str) -> None:
         torch.tensor([0, 0, 2, 2, 3]).int(), torch.tensor([3, 199, 0]).int(), torch.tensor([5.0, -9.0, 2.0])
     )
     penalties = Penalties(torch.tensor([1, -1, 0, 0]), counts, words, torch.rand(4, 3) + 0.5)
-    adjustments = LogitsProcessors(200, biases, penalties, Masks(torch.tensor([-1, 1, 0, -1]), words))
+    logits_processors = LogitsProcessors(200, biases, penalties, Masks(torch.tensor([-1, 1, 0, -1]), words))
     rows = torch.tensor([3, 1])
-    expect_draws_of_the_twin(logits, [CUTS["all"], CUTS["top_p 0.95"]], device, rows, adjustments)
+    expect_draws_of_the_twin(logits, [CUTS["all"], CUTS["top_p 0.95"]], device, rows, logits_processors)
 
 
 def test_fewer_tokens_are_allowed_than_top_k(device: str) -> None:
@@ -170,7 +162,7 @@ def test_candidates_are_few_and_all_that_is_needed(device: str) -> None:
     top_k, top_p = torch.tensor([50, 1 << 20, 1 << 20]), torch.tensor([2.0, 0.5, 2.0], dtype=torch.float64)
     cuts = Truncation(*(cut.to(device) for cut in (top_k, top_p, torch.tensor([0.0, 0.0, 0.05]).log())))
     source, num_rows = source_of(logits, None, None, None)
-    found = find_candidates(source, num_rows, cuts, 0)
+    found = find_candidates(source, num_rows, truncation, 0)
     values = logits.double().cpu()
     ordered, order = values.sort(dim=1, descending=True)
     likelier = ordered.softmax(dim=1).cumsum(1)
@@ -190,10 +182,10 @@ def test_candidates_are_few_and_all_that_is_needed(device: str) -> None:
 @pytest.mark.parametrize("tied", [False, True, "all"])
 def test_take_top(device: str, num_top: int, tied: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equals come by id, also where there are more of them than candidates are held."""
-    from quire.kernels.gpu import topk_candidates as survey
-    from quire.kernels.gpu.topk import topk_tokens
+    from quire.kernels.gpu import topk_candidates
+    from quire.kernels.gpu.topk_tokens import topk_tokens
 
-    monkeypatch.setattr(survey, "MAX_CANDIDATES", 128)
+    monkeypatch.setattr(topk_candidates, "MAX_CANDIDATES", 128)
     logits = random_logits(3, 300, tied=bool(tied), device=device)
     if tied == "all":
         logits[:2] = 1.5
@@ -211,7 +203,7 @@ def test_take_top(device: str, num_top: int, tied: bool | str, monkeypatch: pyte
 def test_no_rows_have_no_tokens(device: str) -> None:
     from quire.kernels.gpu.sample_full import sample_greedy
     from quire.kernels.gpu.sample_top_k_top_p import sample_top_k_top_p
-    from quire.kernels.gpu.topk import topk_tokens
+    from quire.kernels.gpu.topk_tokens import topk_tokens
 
     logits = torch.zeros(0, 50, device=device)
     assert sample_greedy(logits)[1].shape == (0,)
@@ -238,12 +230,12 @@ def expect_draws_of_the_twin(
     cuts: list[dict[str, float]],
     device: str,
     rows: Tensor | None = None,
-    adjustments: LogitsProcessors | None = None,
+    logits_processors: LogitsProcessors | None = None,
 ) -> None:
     from quire.kernels.gpu.sample_top_k_top_p import sample_top_k_top_p
 
-    expected = sampling.sample_top_k_top_p(logits.cpu(), *draw_arguments(cuts, "cpu"), rows, adjustments)
-    if rows is not None and adjustments is not None:
-        rows, adjustments = rows.to(device), to_device(adjustments, device)
-    token_ids = sample_top_k_top_p(logits, *draw_arguments(cuts, device), rows, adjustments)
+    expected = sampling.sample_top_k_top_p(logits.cpu(), *draw_arguments(cuts, "cpu"), rows, logits_processors)
+    if rows is not None and logits_processors is not None:
+        rows, logits_processors = rows.to(device), to_device(logits_processors, device)
+    token_ids = sample_top_k_top_p(logits, *draw_arguments(cuts, device), rows, logits_processors)
     assert token_ids.tolist() == expected.tolist()

@@ -10,7 +10,7 @@ from paged import Paged
 from torch import Tensor
 from variants import VARIANTS
 
-from quire.kernels.block_tables import put_entries
+from quire.kernels.block_tables import update_block_tables
 from quire.kernels.decode_splits import split_decodes
 from quire.kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
@@ -126,7 +126,7 @@ def test_block_tables() -> None:
 
     def step() -> Tensor:
         tables = torch.zeros(3, 8, dtype=torch.int32, device=DEVICE)
-        put_entries(tables, entries)
+        update_block_tables(tables, entries)
         return tables
 
     expect_replayed(step, {entries: torch.tensor([[1, 0, 5], [0, 2, 6]])})

@@ -11,7 +11,7 @@ import torch
 
 from quire.kernels import linear as module
 from quire.kernels.linear import Layout, PackedWeight, embed, linear, pack, pack_int8
-from quire.kernels.native import ops as cpu
+from quire.kernels.native.library import is_available
 from quire.kernels.native.panels import panel_linear
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -22,12 +22,7 @@ def collapses_pages() -> bool:
     """Whether the system makes huge pages of written memory, as Linux does from 6.1 on unless told not to."""
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     version = [int(number) for number in re.findall(r"\d+", platform.release())[:2]]
-    return (
-        cpu.ops() is not None
-        and setting.exists()
-        and "[never]" not in setting.read_text()
-        and version >= [6, 1]
-    )
+    return is_available() and setting.exists() and "[never]" not in setting.read_text() and version >= [6, 1]
 
 
 def huge_page_bytes() -> int:
@@ -108,7 +103,7 @@ def test_int8(num_tokens: int, dtype: torch.dtype) -> None:
 def test_rows_of_a_packed_weight_are_embeddings(dtype: torch.dtype, implementation: str) -> None:
     weight, ids = torch.randn(200, 96).to(dtype), torch.tensor([0, 199, 64, 63, 64] * 50, dtype=torch.int32)
     packed = pack(weight.clone())
-    if packed.has_rows:
+    if packed.can_embed:
         assert torch.equal(embed(ids, packed, dtype), weight[ids.long()])
     else:
         assert packed.layout is Layout.ONE_DNN

@@ -28,16 +28,16 @@ def adjust(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     if request.param == "twin":
         return apply_logits_processors
     pytest.importorskip("triton")
-    from quire.kernels.gpu import topk_candidates as survey
-    from quire.kernels.gpu.topk import topk_tokens
+    from quire.kernels.gpu import topk_candidates
+    from quire.kernels.gpu.topk_tokens import topk_tokens
 
-    monkeypatch.setattr(survey, "GROUP_LEN", 4)
-    monkeypatch.setattr(survey, "NUM_GROUPS", 8)
-    monkeypatch.setattr(survey, "BLOCK_VOCAB", 32)
+    monkeypatch.setattr(topk_candidates, "GROUP_LEN", 4)
+    monkeypatch.setattr(topk_candidates, "NUM_GROUPS", 8)
+    monkeypatch.setattr(topk_candidates, "BLOCK_VOCAB", 32)
 
-    def by_kernel(logits: Tensor, adjustments: LogitsProcessors) -> Tensor:
+    def by_kernel(logits: Tensor, logits_processors: LogitsProcessors) -> Tensor:
         device = str(DEVICE.values[0])
-        found = topk_tokens(logits.to(device), logits.shape[1], adjustments=to_device(adjustments, device))
+        found = topk_tokens(logits.to(device), logits.shape[1], logits_processors=to_device(logits_processors, device))
         values, columns, _ = (tensor.cpu() for tensor in found)
         # What is -inf is not among them.
         rows, places = values.isfinite().nonzero(as_tuple=True)

@@ -13,6 +13,7 @@ from variants import VARIANTS
 
 from quire.kernels import paged_attention
 from quire.kernels.native import ops as cpu
+from quire.kernels.native.library import is_available
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -24,8 +25,8 @@ STORED = {"as computed": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both of a CPU's: the C++ op, where there is one for the shape, and PyTorch."""
     if request.param == "twin":
-        monkeypatch.setattr(cpu, "takes_attention", lambda q, kv_cache: False)
-    elif cpu.lanes() == 0:
+        monkeypatch.setattr(cpu, "supports_attention", lambda q, kv_cache: False)
+    elif not is_available():
         pytest.skip("there is no C++ compiler")
 
 
@@ -118,7 +119,7 @@ def test_long_sequences(stored: str, variant: str) -> None:
             q[own], paged.cache, paged.tables[own], paged.lens[own], 0.3, **options
         )
         torch.testing.assert_close(alone, out[own], atol=1e-6, rtol=1e-6)
-        if cpu.takes_attention(q, paged.cache):
+        if cpu.supports_attention(q, paged.cache):
             assert torch.equal(alone, out[own])
     start, end = 4097 - 70, 4097
     q = torch.randn(end - start, 4, 64)

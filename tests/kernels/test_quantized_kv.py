@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire.kernels.native import ops as cpu
+from quire.kernels.native.library import is_available
 from quire.kernels.paged_cache import write_kv
 from quire.kernels.quantized_kv import LIMITS, dequantize, quantize
 
@@ -17,8 +18,8 @@ DTYPES = pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.fixture(params=["native", "twin"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "twin":
-        monkeypatch.setattr(cpu, "takes", lambda x, length: False)
-    elif cpu.lanes() == 0:
+        monkeypatch.setattr(cpu, "supports", lambda x, length: False)
+    elif not is_available():
         pytest.skip("there is no C++ compiler")
 
 

@@ -133,7 +133,7 @@ def test_tokens_in_float8(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_float8_by_float8(device: str, dtype: torch.dtype, has_bias: bool) -> None:
     weight = random_weight("fp8", 64, 96).to(device)
-    if device == "cuda" and not twins.multiplies_float8(weight):
+    if device == "cuda" and not twins.supports_float8_linear(weight):
         pytest.skip("this GPU does not multiply float8")
     x, bias = torch.randn(9, 96).to(device, dtype), torch.randn(64).to(device, dtype)
     y = twins.float8_linear(x, weight, bias if has_bias else None)
@@ -146,4 +146,4 @@ def test_float8_by_float8(device: str, dtype: torch.dtype, has_bias: bool) -> No
 
 
 def test_a_cpu_does_not_multiply_float8() -> None:
-    assert not twins.multiplies_float8(random_weight("fp8", 64, 64))
+    assert not twins.supports_float8_linear(random_weight("fp8", 64, 64))

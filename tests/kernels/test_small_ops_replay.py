@@ -104,17 +104,17 @@ def test_the_sampler_from_penalties_to_draws() -> None:
         seeds: Tensor,
     ) -> list[Tensor]:
         keys = random_keys(seeds, seeds)
-        adjustments = LogitsProcessors(
+        logits_processors = LogitsProcessors(
             vocab_len,
             Biases(starts, columns, amounts),
             Penalties(slots, counts, words, factors),
             Masks(slots, words),
         )
         return [
-            sample_top_k_top_p(logits, temperature, top_k, top_p, min_p, keys, rows, adjustments),
-            *sample_full(logits, temperature, keys, 0, rows, adjustments),
-            *sample_greedy(logits, 0, rows, adjustments),
-            *topk_tokens(logits, 20, temperature, rows, adjustments),
+            sample_top_k_top_p(logits, temperature, top_k, top_p, min_p, keys, rows, logits_processors),
+            *sample_full(logits, temperature, keys, 0, rows, logits_processors),
+            *sample_greedy(logits, 0, rows, logits_processors),
+            *topk_tokens(logits, 20, temperature, rows, logits_processors),
         ]
 
     torch.manual_seed(0)

@@ -27,6 +27,7 @@ from quire.kernels.gpu import (
     activation,
     all_reduce_norm,
     block_tables,
+    fused_qk_norm_rope_kv_write,
     gumbel,
     norm,
     paged_cache,
@@ -34,24 +35,15 @@ from quire.kernels.gpu import (
     paged_prefill,
     quantize_tokens,
     quantized_linear,
-)
-from quire.kernels.gpu import (
-    fused_qk_norm_rope_kv_write as fused_qk_norm_rope_kv_write,
-)
-from quire.kernels.gpu import (
-    sample_full as sample_full,
-)
-from quire.kernels.gpu import (
-    sample_top_k_top_p as sample_top_k_top_p,
-)
-from quire.kernels.gpu import (
-    topk as topk_tokens,
+    sample_full,
+    sample_top_k_top_p,
+    topk_tokens,
 )
 from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
 from quire.kernels.quantized_linear import QuantizedWeight
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
-# What attention may spill: see kernels.gpu.tiles.
+# What attention may spill: see kernels.gpu.tile_configs.
 MAX_STACK_BYTES = 16
 POINTERS = {
     torch.float32: "*fp32",
@@ -97,7 +89,7 @@ def launch_everything() -> None:
     ids = torch.zeros(3, dtype=torch.int64)
     paged_cache.copy_blocks(torch.zeros(2, 4, 2, 2, 16, 64), ids, ids)
     tables = torch.zeros(3, 64, dtype=torch.int32)
-    block_tables.put_entries(tables, torch.zeros(5, 3, dtype=torch.int32))
+    block_tables.update_block_tables(tables, torch.zeros(5, 3, dtype=torch.int32))
 
 
 def launch_sampler() -> None:
@@ -108,15 +100,17 @@ def launch_sampler() -> None:
     biases = Biases(torch.zeros(4, dtype=torch.int32), torch.zeros(5, dtype=torch.int32), torch.ones(5))
     penalties = Penalties(ids, counts, words, torch.ones(3, 3))
     gumbel.random_keys(ids, ids)
-    for rows, adjustments in (
+    for rows, logits_processors in (
         (None, None),
         (ids, LogitsProcessors(32000, biases, penalties, Masks(ids, words))),
     ):
-        sample_full.sample_greedy(logits, 0, rows, adjustments)
-        sample_full.sample_full(logits, ones, keys, 0, rows, adjustments)
-        sample_top_k_top_p.sample_top_k_top_p(logits, ones, ids, ones.double(), ones, keys, rows, adjustments)
-        topk_tokens.topk_tokens(logits, 128, ones, rows, adjustments)
-        topk_tokens.topk_tokens(logits, 20, None, rows, adjustments)
+        sample_full.sample_greedy(logits, 0, rows, logits_processors)
+        sample_full.sample_full(logits, ones, keys, 0, rows, logits_processors)
+        sample_top_k_top_p.sample_top_k_top_p(
+            logits, ones, ids, ones.double(), ones, keys, rows, logits_processors
+        )
+        topk_tokens.topk_tokens(logits, 128, ones, rows, logits_processors)
+        topk_tokens.topk_tokens(logits, 20, None, rows, logits_processors)
 
 
 def launch_quantized_linear(capability: int) -> None:

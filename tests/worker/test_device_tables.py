@@ -66,7 +66,7 @@ def test_only_what_is_new_is_sent(
     tables.append(ints(0, 0, 1), ints(4, 5, 6))
     device_tables.update()
     monkeypatch.setattr(
-        "quire.worker.device_rows.put_entries", lambda ids, entries: sent.extend(entries.tolist())
+        "quire.worker.device_rows.update_block_tables", lambda ids, entries: sent.extend(entries.tolist())
     )
     sent: list[list[int]] = []
     tables.append(ints(0), ints(7))

@@ -37,7 +37,7 @@ _DECODE = on_one_launch("paged_decode_attention", decode)
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> TapeBackend:
     """A tape that sees every operation: none of them hidden in C++."""
-    monkeypatch.setattr(cpu, "takes", lambda x, length: False)
+    monkeypatch.setattr(cpu, "supports", lambda x, length: False)
     monkeypatch.setattr(linear, "max_linear_tokens", lambda *panels: 0)
     monkeypatch.setattr(
         attention,

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...kernels.native.ops import ops
-from ...kernels.shm_collectives import SLOT_BYTES, SharedMemoryCollectives, can_sum, segment_bytes
+from ...kernels.native.library import is_available
+from ...kernels.shm_collectives import SLOT_BYTES, SharedMemoryCollectives, can_reduce, segment_bytes
 from .communicator import Communicator
 from .torch_distributed import TorchDistributed
 
@@ -76,12 +76,12 @@ class SharedMemoryCommunicator:
         )
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        if not can_sum(tensor):
+        if not can_reduce(tensor):
             return self.group.all_reduce(tensor)
         collectives = self._open
         flat, step = tensor.view(-1), SLOT_BYTES // tensor.element_size()
         for start in range(0, len(flat), step):
-            late = collectives.sum(flat[start : start + step], _LIVENESS_CHECK_US)
+            late = collectives.all_reduce(flat[start : start + step], _LIVENESS_CHECK_US)
             self._wait("all-reduce", collectives, late)
         return tensor
 
@@ -90,7 +90,7 @@ class SharedMemoryCommunicator:
             return self.group.all_gather(tensor)
         collectives, tensor = self._open, tensor.contiguous()
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        self._wait("all-gather", collectives, collectives.gather(tensor, gathered, _LIVENESS_CHECK_US))
+        self._wait("all-gather", collectives, collectives.all_gather(tensor, gathered, _LIVENESS_CHECK_US))
         return gathered
 
     def barrier(self) -> None:
@@ -98,7 +98,7 @@ class SharedMemoryCommunicator:
 
     def close(self) -> None:
         if self._collectives is not None:
-            self._collectives.leave()
+            self._collectives.close()
             self._collectives = None
             os.close(self._file)
         self.group.close()
@@ -165,7 +165,7 @@ def _host() -> int:
 
 def _create_segment(size: int, opened: ExitStack) -> int | None:
     """Return the file of a new segment, to be closed with `opened`. Returns None if it cannot be created."""
-    if ops() is None:
+    if not is_available():
         return None
     try:
         file = os.memfd_create("quire-collectives")
@@ -178,7 +178,7 @@ def _create_segment(size: int, opened: ExitStack) -> int | None:
 
 def _open_segment(process: int, number: int, opened: ExitStack) -> int | None:
     """Open rank 0's file, to be closed with `opened`: a lock belongs to the open file description."""
-    if number < 0 or ops() is None:
+    if number < 0 or not is_available():
         return None
     try:
         file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)

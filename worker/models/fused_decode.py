@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.decode_layers import DecodeLayers, DenseLayer, takes_tokens
+from ...kernels.decode_layers import DecodeLayers, DenseLayer, prefers_native_linear
 from ..attention import AttentionInputs, LayerCache
 from ..comm.communicator import Communicator
 
@@ -27,7 +27,7 @@ class FusedDecode:
 
     def takes(self, num_tokens: int, inputs: AttentionInputs) -> bool:
         """Whether it computes this step: one of decoding rows, and not too many of them."""
-        return inputs.num_decodes == num_tokens and takes_tokens(num_tokens)
+        return inputs.num_decodes == num_tokens and prefers_native_linear(num_tokens)
 
     def forward(
         self,
@@ -47,7 +47,7 @@ class FusedDecode:
             self._caches = kv_caches
         x = torch.empty_like(hidden)
         step = rotations, inputs.slot_mapping, inputs.block_tables, inputs.seq_lens
-        halves = range(self._layers.num_halves)
+        halves = range(self._layers.num_sublayers)
         if self._comm.size > 1:
             for half in halves[:-1]:
                 self._layers.run(halves[half : half + 1], x, hidden, *step)
@@ -61,5 +61,5 @@ def plan_fused_decode(
     layers: Sequence[DenseLayer | None], last_norm: Tensor, comm: Communicator
 ) -> FusedDecode | None:
     """None where a layer is not dense, or lacks ops of our own."""
-    dense = [layer for layer in layers if layer is not None and layer.is_computed_here]
+    dense = [layer for layer in layers if layer is not None and layer.has_native_ops]
     return FusedDecode(dense, last_norm, comm) if len(dense) == len(layers) else None

@@ -239,7 +239,7 @@ class VocabParallelEmbedding:
     def lay_out(self) -> PackedWeight:
         """The matrix for a head that shares it. Where it can be looked up as it lies then, it is held only once."""
         packed = pack(self.weight.weight)
-        if packed.has_rows:
+        if packed.can_embed:
             self.weight = packed
         return packed
 

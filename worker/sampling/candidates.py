@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.sampling import kept_of_sorted
+from ...kernels.sampling import truncation_mask
 from .sampling_table import SamplingBatch
 
 
@@ -44,7 +44,7 @@ def truncate_candidates(
         the candidates to keep, [N, K] bool; and the rows for which these are exactly the tokens that truncation of
         the whole vocabulary keeps, [N] bool.
     """
-    keep = kept_of_sorted(
+    keep = truncation_mask(
         candidates.values, candidates.log_total, vocab_size, batch.top_k, batch.top_p, batch.min_p
     )
     num_above_floor = (candidates.values > candidates.floor.unsqueeze(1)).sum(dim=-1)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...kernels import dispatch
 from ...kernels.logits import LogitsProcessors, apply_logits_processors
-from ...kernels.sampling import sample_among, sample_full, sample_greedy, sample_top_k_top_p, topk_tokens
+from ...kernels.sampling import sample_full, sample_greedy, sample_masked, sample_top_k_top_p, topk_tokens
 from ...proto.block_tables import IntArray
 from ..comm.communicator import Communicator
 from ..comm.shard import Shard
@@ -179,7 +179,7 @@ class Sampler:
             return sample_top_k_top_p(logits, *batch, index, processors)
         candidates = self._gather_candidates(logits, processors, batch, index)
         keep, is_exact = truncate_candidates(candidates, batch, self._shard.full_len)
-        token_ids = sample_among(candidates.values, candidates.token_ids, keep, batch.keys)
+        token_ids = sample_masked(candidates.values, candidates.token_ids, keep, batch.keys)
         inexact = (~is_exact).nonzero().squeeze(1)
         if inexact.numel():
             # Only the last ranks' parts are padded.

@@ -17,9 +17,9 @@ from ...kernels.quantized_linear import (
     dequantize,
     float8_linear,
     has_quantized_kernel,
-    multiplies_float8,
     quantize,
     quantized_linear,
+    supports_float8_linear,
 )
 from ..memory.scratch import scratch
 from .checkpoint import Checkpoint
@@ -121,7 +121,7 @@ def read_linear(
 
 def lay_out(weight: QuantizedWeight, dtype: torch.dtype) -> LinearWeight:
     """The fastest form for the device that it is on; where nothing reads codes they are dequantised for good."""
-    if multiplies_float8(weight):
+    if supports_float8_linear(weight):
         return Float8Weight(weight)
     if has_quantized_kernel(weight):
         return QuantizedLinearWeight(weight)

@@ -31,13 +31,13 @@ GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh_and_mul": partial(torch.nn.functional.gelu, approximate="tanh"),
 }
 
-LOAD = "from quire.kernels.native.build import library; assert library() is not None"
+LOAD = "from quire.kernels.native.build import load_library; assert load_library() is not None"
 
 
 @pytest.fixture
 def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A compiler that copies the library that is there and notes each time; its log."""
-    found = native.library()
+    found = native.load_library()
     if found is None:
         pytest.skip("there is no C++ compiler")
     compiler, log = tmp_path / "compiler", tmp_path / "log"
@@ -97,7 +97,7 @@ def test_without_a_compiler_the_log_says_so(
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    load = native.library.__wrapped__
+    load = native.load_library.__wrapped__
     with caplog.at_level(logging.WARNING):
         assert load() is None
     (record,) = caplog.records
@@ -109,7 +109,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    assert native.library.__wrapped__() is None
+    assert native.load_library.__wrapped__() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,7 +8,7 @@ import resource
 import pytest
 import torch
 
-from quire.kernels.native import ops as cpu
+from quire.kernels.native.library import is_available
 from quire.kernels.native.memory import keep_freed_memory
 
 NUM_BYTES = 24 << 20
@@ -20,7 +20,7 @@ def num_faults() -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
 def test_what_was_freed_is_used_again() -> None:
-    if cpu.ops() is None:
+    if not is_available():
         pytest.skip("there is no C++ compiler")
     keep_freed_memory(256 << 20)
     for _ in range(2):

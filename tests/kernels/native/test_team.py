@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from quire.kernels.linear import linear, pack_int8
-from quire.kernels.native import ops as cpu
+from quire.kernels.native.library import is_available
 
 TASKS = Path("/proc/self/task")
 
 
 @pytest.fixture(autouse=True)
 def three_threads() -> Iterator[None]:
-    if cpu.ops() is None:
+    if not is_available():
         pytest.skip("there is no C++ compiler")
     before = torch.get_num_threads()
     torch.set_num_threads(3)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.native.ops import ops
+from quire.kernels.native.library import is_available
 from quire.kernels.shm_collectives import SLOT_BYTES
 from quire.worker.comm import shared_memory
 from quire.worker.comm.communicator import Communicator
@@ -25,7 +25,7 @@ from quire.worker.comm.torch_distributed import TorchDistributed, create_store
 
 HOST = "127.0.0.1"
 
-pytestmark = pytest.mark.skipif(ops() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
 
 
 def on_ranks(size: int, function: Callable[[Communicator], Any]) -> list[Any]:

@@ -23,7 +23,7 @@ def test_the_norm_rounds_for_the_linear_layer(
     """On the PyTorch twins, as if they were tensor cores that multiply float8; a mixture rounds by itself."""
     monkeypatch.setattr(
         linear_weight,
-        "multiplies_float8",
+        "supports_float8_linear",
         lambda weight: weight.codes.dtype == quantized_linear.FLOAT8 and weight.is_per_output,
     )
     num_calls = 0

@@ -11,8 +11,8 @@ from narrowing import instance_of, not_none
 from torch import Tensor
 
 from quire.cluster.config.model_config import describe_model
-from quire.kernels.decode_layers import takes_tokens
-from quire.kernels.native import ops as cpu
+from quire.kernels.decode_layers import prefers_native_linear
+from quire.kernels.native.library import is_available
 from quire.proto.step import RowSampling
 from quire.worker.attention import AttentionInputs, LayerCache
 from quire.worker.comm.communicator import SingleRank
@@ -57,7 +57,7 @@ MakeDecoder = Callable[..., Decoder]
 
 @pytest.fixture(autouse=True)
 def two_threads() -> Any:
-    if cpu.ops() is None:
+    if not is_available():
         pytest.skip("there is no C++ compiler")
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -126,7 +126,7 @@ def assert_equal_bits(decoder: Decoder, dtype: torch.dtype, stored: torch.dtype)
     by_ops = clone(caches)
     for num_tokens in (1, 2, 7):
         token_ids, positions, inputs = make_step(num_tokens)
-        assert fused.takes(num_tokens, inputs) == takes_tokens(num_tokens)
+        assert fused.takes(num_tokens, inputs) == prefers_native_linear(num_tokens)
         hidden = decoder.forward(token_ids, positions, caches, inputs)
         decoder.fused_decode = None
         expected = decoder.forward(token_ids, positions, by_ops, inputs)

@@ -122,7 +122,7 @@ def test_a_device_that_multiplies_float8_is_given_it(
 ) -> None:
     quantized, twin = folders["float8"]
     part = WeightSlice("model.layers.1.mlp.up_proj", (128, 64), 0, 64, 64)
-    monkeypatch.setattr(linear_weight, "multiplies_float8", lambda weight: weight.is_per_output)
+    monkeypatch.setattr(linear_weight, "supports_float8_linear", lambda weight: weight.is_per_output)
     found = read_linear(
         Checkpoint(quantized), [part], torch.float32, CPU, scheme_of(quantized, engine_config)
     )

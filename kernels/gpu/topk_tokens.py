@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..logits import LogitsProcessors
-from . import topk_candidates as survey
+from . import topk_candidates
 from .logits import EXACT, find_row, load_values, source_of
 from .radix_threshold import BLOCK_VOCAB, find_threshold, keep_tile, sum_above
 from .topk_candidates import (
@@ -74,11 +74,11 @@ def topk_tokens(
     num_top: int,
     temperature: Tensor | None = None,
     rows: Tensor | None = None,
-    adjustments: LogitsProcessors | None = None,
+    logits_processors: LogitsProcessors | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See kernels.sampling; equals come by id, and what is -inf as -inf in column 0."""
-    source, num_rows = source_of(logits, temperature, rows, adjustments)
-    assert num_top <= min(survey.MAX_CANDIDATES, source.vocab_len)
+    source, num_rows = source_of(logits, temperature, rows, logits_processors)
+    assert num_top <= min(topk_candidates.MAX_CANDIDATES, source.vocab_len)
     values = torch.empty((num_rows, num_top), dtype=torch.float32, device=logits.device)
     columns = torch.empty((num_rows, num_top), dtype=torch.int32, device=logits.device)
     if num_rows == 0:
@@ -86,11 +86,11 @@ def topk_tokens(
     candidates = find_candidates(source, num_rows, None, max(1, num_top))
     if num_top > 0:
         _collect_from_rows[(num_rows,)](
-            source, candidates, num_top, MAX_CANDIDATES=survey.MAX_CANDIDATES, BLOCK_V=BLOCK_VOCAB,
+            source, candidates, num_top, MAX_CANDIDATES=topk_candidates.MAX_CANDIDATES, BLOCK_V=BLOCK_VOCAB,
             num_warps=8, **EXACT,
         )  # fmt: skip
         _store_in_order[(num_rows,)](
-            candidates, values, columns, num_top, MAX_CANDIDATES=survey.MAX_CANDIDATES,
+            candidates, values, columns, num_top, MAX_CANDIDATES=topk_candidates.MAX_CANDIDATES,
             BLOCK_O=BLOCK_OTHERS, num_warps=8,
         )  # fmt: skip
     return values, columns, candidates.log_totals
