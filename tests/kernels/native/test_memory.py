@@ -23,7 +23,7 @@ def test_what_was_freed_is_used_again() -> None:
     if not is_available():
         pytest.skip("there is no C++ compiler")
     keep_freed_memory(256 << 20)
-    for _ in range(2):
+    for _ in range(8):
         torch.ones(NUM_BYTES, dtype=torch.uint8)
     before = num_faults()
     for _ in range(10):
