@@ -8,7 +8,7 @@ BLOCK_LEN = 256
 
 
 @triton.jit
-def _put_entries(
+def _update_block_tables(
     tables_ptr,  # [R, M]
     entries_ptr,  # [n, 3]
     num_entries,
@@ -30,4 +30,4 @@ def update_block_tables(tables: Tensor, entries: Tensor) -> None:
     assert tables.stride(1) == 1
     assert entries.is_contiguous()
     grid = (triton.cdiv(num_entries, BLOCK_LEN),)
-    _put_entries[grid](tables, entries, num_entries, tables.stride(0), BLOCK_N=BLOCK_LEN)
+    _update_block_tables[grid](tables, entries, num_entries, tables.stride(0), BLOCK_N=BLOCK_LEN)
