@@ -160,7 +160,7 @@ def test_candidates_are_few_and_all_that_is_needed(device: str) -> None:
     torch.manual_seed(0)
     logits = 3 * torch.randn(3, 20_000, device=device)
     top_k, top_p = torch.tensor([50, 1 << 20, 1 << 20]), torch.tensor([2.0, 0.5, 2.0], dtype=torch.float64)
-    cuts = Truncation(*(cut.to(device) for cut in (top_k, top_p, torch.tensor([0.0, 0.0, 0.05]).log())))
+    truncation = Truncation(*(cut.to(device) for cut in (top_k, top_p, torch.tensor([0.0, 0.0, 0.05]).log())))
     source, num_rows = source_of(logits, None, None, None)
     found = find_candidates(source, num_rows, truncation, 0)
     values = logits.double().cpu()
@@ -234,7 +234,9 @@ def expect_draws_of_the_twin(
 ) -> None:
     from quire.kernels.gpu.sample_top_k_top_p import sample_top_k_top_p
 
-    expected = sampling.sample_top_k_top_p(logits.cpu(), *draw_arguments(cuts, "cpu"), rows, logits_processors)
+    expected = sampling.sample_top_k_top_p(
+        logits.cpu(), *draw_arguments(cuts, "cpu"), rows, logits_processors
+    )
     if rows is not None and logits_processors is not None:
         rows, logits_processors = rows.to(device), to_device(logits_processors, device)
     token_ids = sample_top_k_top_p(logits, *draw_arguments(cuts, device), rows, logits_processors)

@@ -37,7 +37,8 @@ def adjust(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
 
     def by_kernel(logits: Tensor, logits_processors: LogitsProcessors) -> Tensor:
         device = str(DEVICE.values[0])
-        found = topk_tokens(logits.to(device), logits.shape[1], logits_processors=to_device(logits_processors, device))
+        processors = to_device(logits_processors, device)
+        found = topk_tokens(logits.to(device), logits.shape[1], logits_processors=processors)
         values, columns, _ = (tensor.cpu() for tensor in found)
         # What is -inf is not among them.
         rows, places = values.isfinite().nonzero(as_tuple=True)
