@@ -1,19 +1,19 @@
-"""Every error quire raises on purpose, each leaf with the one gRPC status it becomes at the edge.
+"""Every error that quire raises on purpose, each leaf with its one gRPC status.
 
 QuireError
-├── InvalidRequest            INVALID_ARGUMENT     the caller's request can never be served as it is
+├── InvalidRequest            INVALID_ARGUMENT     the request can never be served as it is
 ├── ModelNotFound             NOT_FOUND            no such model is served here
 ├── Unauthenticated           UNAUTHENTICATED      the token is missing or wrong
-├── PermissionDenied          PERMISSION_DENIED    the token is not one of an operator
+├── PermissionDenied          PERMISSION_DENIED    the token is not an operator's
 ├── DuplicateRequest          ALREADY_EXISTS       a running request has this request_id
-├── Overloaded                RESOURCE_EXHAUSTED   the queue is full: come back later
+├── Overloaded                RESOURCE_EXHAUSTED   the queue is full; retry later
 ├── RequestAborted            CANCELLED            ended by its caller or by an operator
 ├── DeadlineExpired           DEADLINE_EXCEEDED    the caller's deadline passed
-├── ConfigError               FAILED_PRECONDITION  the operator asked for what cannot be started
-│   └── ModelLoadError        FAILED_PRECONDITION  a model directory that cannot be read
+├── ConfigError               FAILED_PRECONDITION  the configuration cannot be started
+│   └── ModelLoadError        FAILED_PRECONDITION  the model directory cannot be read
 ├── ReplicaUnavailable        UNAVAILABLE          no replica answers
 │   └── RankFailed            UNAVAILABLE          a rank died, hung or diverged; names it, the step and the stage
-└── ProtocolError             INTERNAL             a message that one side wrote and the other cannot read
+└── ProtocolError             INTERNAL             a message between processes cannot be read
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_REASON_CHARS = 500
 
 
 class QuireError(Exception):
-    """Base of every error that quire raises on purpose."""
+    """Base class of every error that quire raises on purpose."""
 
     grpc_status = "UNKNOWN"
 
@@ -31,8 +31,8 @@ class InvalidRequest(QuireError):
     """The request can never be served as it is.
 
     Args:
-        field: name of the request's field at fault, as in quire.v1 (for example ``sampling.temperature``).
-        problem: what is wrong with it, with the number that was given and the one that is allowed.
+        field: the request's invalid field, as named in quire.v1 (for example ``sampling.temperature``).
+        problem: the given value and the allowed values.
     """
 
     grpc_status = "INVALID_ARGUMENT"
@@ -44,7 +44,7 @@ class InvalidRequest(QuireError):
 
 
 class ModelNotFound(QuireError):
-    """No replica serves the model that was asked for."""
+    """No replica serves the requested model."""
 
     grpc_status = "NOT_FOUND"
 
@@ -56,13 +56,13 @@ class Unauthenticated(QuireError):
 
 
 class PermissionDenied(QuireError):
-    """The call's token is one of this server's, but not one that may do this."""
+    """The call's token is valid here but does not permit the call."""
 
     grpc_status = "PERMISSION_DENIED"
 
 
 class DuplicateRequest(QuireError):
-    """A request with this request_id is running already."""
+    """A request with this request_id is already running."""
 
     grpc_status = "ALREADY_EXISTS"
 
@@ -80,19 +80,19 @@ class RequestAborted(QuireError):
 
 
 class DeadlineExpired(QuireError):
-    """The caller's deadline passed before the answer was complete."""
+    """The caller's deadline passed before the output was complete."""
 
     grpc_status = "DEADLINE_EXCEEDED"
 
 
 class ConfigError(QuireError):
-    """The operator asked for something that cannot be started as it is."""
+    """The configuration cannot be started as it is."""
 
     grpc_status = "FAILED_PRECONDITION"
 
 
 class ModelLoadError(ConfigError):
-    """A model directory that cannot be read: which file, which tensor, and why."""
+    """The model directory cannot be read; names the file, the tensor and the reason."""
 
 
 class ReplicaUnavailable(QuireError):
@@ -105,10 +105,10 @@ class RankFailed(ReplicaUnavailable):
     """A rank died, hung, or holds block tables that differ from the scheduler's.
 
     Args:
-        rank: the rank at fault.
-        reason: what was seen.
-        step_id: the step it was waited for, or None outside a step.
-        stage: the last stage it reported (``forward``, ``sample``, ...), if known.
+        rank: the failed rank.
+        reason: the observed failure.
+        step_id: the step that waited for the rank; None outside a step.
+        stage: the last stage that the rank reported (``forward``, ``sample``, ...), if known.
     """
 
     def __init__(self, rank: int, reason: str, step_id: int | None = None, stage: str | None = None) -> None:
@@ -121,29 +121,35 @@ class RankFailed(ReplicaUnavailable):
         self.stage = stage
 
     def __reduce__(self) -> tuple[type[RankFailed], tuple[int, str, int | None, str | None]]:
-        # Ray carries this error between processes; the default would rebuild it from its message alone.
+        # Ray pickles this error; the default would rebuild it from its message alone.
         return RankFailed, (self.rank, self.reason, self.step_id, self.stage)
 
 
 class ProtocolError(QuireError):
-    """A message of an unknown version or shape."""
+    """A message between processes has an unknown version or shape."""
 
     grpc_status = "INTERNAL"
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, in one line of bounded length; its kind where it says nothing."""
+    """Return the first line of an error's message, cut to MAX_REASON_CHARS; its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:MAX_REASON_CHARS]
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error's kind and what it says, in one line of bounded length."""
-    kind, said = type(error).__name__, first_line(error)
-    return kind if said == kind else f"{kind}: {said}"
+    """Return an error's type and the first line of its message, cut to MAX_REASON_CHARS."""
+    kind, message = type(error).__name__, first_line(error)
+    return kind if message == kind else f"{kind}: {message}"
+
+
+def joined_lines(error: BaseException) -> str:
+    """Return an error's whole message and those of its causes in one line; its type if the message is empty."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    return message if error.__cause__ is None else f"{message}: {joined_lines(error.__cause__)}"
 
 
 def from_status(grpc_status: str, message: str) -> QuireError:
-    """The error of that status, made again on the other side of a process border."""
+    """Rebuild an error from the status and message that another process sent."""
     if grpc_status == InvalidRequest.grpc_status:
         field, _, problem = message.partition(": ")
         return InvalidRequest(field, problem)

@@ -23,6 +23,7 @@ from ..config.deployment import Deployment
 from ..controller_api.controller_client import ControllerClient
 from ..controller_api.demand import Demand
 from ..controller_api.fleet_state import FleetState
+from ..host.logs import log_to_stderr
 from ..ray_runtime.compat import HEAD_NODE_RESOURCE
 from .fleet import Fleet
 from .ray_launcher import KeyValueStore, RayLauncher
@@ -69,8 +70,7 @@ class FleetController:
     """
 
     def __init__(self, keys: CurveKeys, namespace: str, options: ClusterOptions) -> None:
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        logging.getLogger("quire").setLevel(logging.INFO)
+        log_to_stderr()
         self._keys = keys
         self._fleet: Future[Fleet] = Future()
         launcher = RayLauncher(keys, namespace, options.autoscaling_config, options.spot_notices)

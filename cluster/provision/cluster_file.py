@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import yaml
 
-from ...proto.errors import ConfigError
+from ...proto.errors import ConfigError, first_line, joined_lines
 from ..ray_runtime.compat import complete_cluster_file
 from .instance_types import InstanceType, instance_types
 
@@ -74,7 +74,7 @@ class ClusterFile:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from error
         except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+            raise ConfigError(f"{path} is not YAML: {joined_lines(error)}") from error
         if not isinstance(raw, dict):
             raise ConfigError(f"{path} is not a cluster file: it holds no settings")
         _refuse_placeholders(path, text)
@@ -162,8 +162,7 @@ def _with_ray_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
     except jsonschema.ValidationError as error:
         raise ConfigError(f"{path}: {error.json_path.removeprefix('$.')}: {error.message}") from error
     except Exception as error:  # Ray raises whatever it stumbles over
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ConfigError(f"{path}: Ray does not accept it: {reason}") from error
+        raise ConfigError(f"{path}: Ray does not accept the file: {first_line(error)}") from error
 
 
 def _node_type(provider: str, name: str, settings: Mapping[str, Any], is_head: bool) -> NodeType:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
-from ...proto.errors import QuireError, ReplicaUnavailable
+from ...proto.errors import QuireError, ReplicaUnavailable, in_one_line
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -23,8 +23,7 @@ def describe(error: BaseException) -> str:
         error = error.cause
     if isinstance(error, (RayActorError, ActorDiedError, WorkerCrashedError)):
         return "its process died"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return in_one_line(error)
 
 
 def unwrap(error: BaseException, who: str) -> QuireError:

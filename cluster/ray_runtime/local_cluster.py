@@ -14,7 +14,7 @@ from pathlib import Path
 
 import ray
 
-from ...proto.errors import ConfigError, ReplicaUnavailable
+from ...proto.errors import ConfigError, ReplicaUnavailable, joined_lines
 from ...proto.transport.channel import ChannelAddress
 from ..host.closing import Closing
 from ..host.janitor import PrivateDirectory
@@ -159,7 +159,7 @@ def attach(address: str, namespace: str = DEFAULT_NAMESPACE) -> AttachedCluster:
     except Exception as error:
         ray.shutdown()
         where = f"at {address}" if address != "auto" else "that this machine is a node of"
-        raise ReplicaUnavailable(f"no Ray cluster {where} can be joined: {_in_one_line(error)}") from error
+        raise ReplicaUnavailable(f"no Ray cluster {where} can be joined: {joined_lines(error)}") from error
     compat.mute_process_messages()
     return AttachedCluster()
 
@@ -193,7 +193,7 @@ def _choose_authentication() -> None:
 
 def _why_not_started(error: Exception, directory: Path) -> str:
     """The error, and what Ray's processes wrote last."""
-    reasons = [_in_one_line(error)]
+    reasons = [joined_lines(error)]
     for name in _LOGS:
         for log in sorted(directory.glob(f"r/session_*/logs/{name}")):
             if log.parent.parent.is_symlink():  # session_latest
@@ -205,12 +205,6 @@ def _why_not_started(error: Exception, directory: Path) -> str:
                 if lines:
                     reasons.append(f"{name}: " + " | ".join(lines[-_MAX_LOG_LINES:]))
     return "; ".join(reasons)
-
-
-def _in_one_line(error: BaseException) -> str:
-    """What it says, and what it came of."""
-    words = " ".join(str(error).split()) or type(error).__name__
-    return words if error.__cause__ is None else f"{words}: {_in_one_line(error.__cause__)}"
 
 
 def _end(processes: ProcessTree) -> None:

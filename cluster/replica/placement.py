@@ -10,7 +10,7 @@ import ray
 import yaml
 
 from ...proto.config import EngineConfig
-from ...proto.errors import ConfigError
+from ...proto.errors import ConfigError, joined_lines
 from ..ray_runtime import compat
 from ..ray_runtime.compat import AutoscalerStatus
 from ..ray_runtime.errors import describe
@@ -150,9 +150,8 @@ def read_node_types(autoscaling_config: Path) -> tuple[NodeType, ...]:
             if name != config.get("head_node_type")
         )
     except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
-        problem = " ".join(str(error).split())
         raise ConfigError(
-            f"{autoscaling_config} is no cluster file of Ray's autoscaler: {problem}"
+            f"{autoscaling_config} is not a cluster file of Ray's autoscaler: {joined_lines(error)}"
         ) from error
 
 

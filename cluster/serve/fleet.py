@@ -15,10 +15,11 @@ from ..fleet.controller import ClusterOptions, find_or_start_controller
 from ..gateway.controller_sync import ControllerSync
 from ..gateway.served_models import ServedModels
 from ..gateway.server import Gateway
+from ..host.logs import log_to_stderr
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
 from ..ray_runtime.launch_target import DEFAULT_NAMESPACE
 from ..ray_runtime.local_cluster import attach
-from .server_options import ServerOptions, check_listen, log_to_stderr
+from .server_options import ServerOptions, check_listen
 
 # For running streams to end after a signal; other gateways take the new calls meanwhile.
 GRACE_S = 30.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +31,6 @@ class ServerOptions:
     def security(self) -> Security:
         """Raises ConfigError on a file that cannot be used."""
         return Security.load(tls_cert=self.tls_cert, tls_key=self.tls_key, token_file=self.token_file)
-
-
-def log_to_stderr() -> None:
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("quire").setLevel(logging.INFO)
 
 
 def check_listen(text: str, security: Security, insecure: bool) -> None:

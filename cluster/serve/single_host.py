@@ -14,6 +14,7 @@ from ..api.security import Security
 from ..config.engine_options import EngineOptions
 from ..gateway.served_models import serve_single_replica
 from ..gateway.server import Gateway
+from ..host.logs import log_to_stderr
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
 from ..host.stopwatch import Stopwatch
 from ..ray_runtime.local_cluster import LocalCluster
@@ -21,7 +22,7 @@ from ..replica.client import PATIENCE_S, ReplicaClient
 from ..replica.launch import launch_replica
 from ..replica.replica import Replica, new_replica_id
 from ..requests.tokenizer import Tokenizer
-from .server_options import ServerOptions, check_listen, log_to_stderr
+from .server_options import ServerOptions, check_listen
 
 CANARY_TIMEOUT_S = 60.0
 # For running streams to end after a signal, and to be told after a failure.

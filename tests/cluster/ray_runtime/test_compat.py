@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import jsonschema
 import pytest
@@ -161,12 +162,11 @@ def test_unknown_setting_of_a_cluster_file_is_refused() -> None:
 # Last, as it takes the cluster's only node away.
 @pytest.mark.cluster
 def test_drained_node_is_listed_while_it_still_runs_something(cluster: LocalCluster, node_id: str) -> None:
-    @ray.remote(num_cpus=1)
-    class Busy:
+    class Actor:
         def ready(self) -> bool:
             return True
 
-    busy = Busy.remote()  # type: ignore[attr-defined]
+    busy: Any = ray.remote(num_cpus=1)(Actor).remote()
     assert ray.get(busy.ready.remote(), timeout=60)
     assert compat.draining_nodes() == {}
     assert compat.drain_node(node_id, "a test") == ""

@@ -107,7 +107,7 @@ def test_a_file_that_is_none_for_ray_up_is_refused(tmp_path: Path, text: str | N
     path = tmp_path / "cluster.yaml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigError, match=r"cluster.yaml is no cluster file of Ray's autoscaler"):
+    with pytest.raises(ConfigError, match=r"cluster.yaml is not a cluster file of Ray's autoscaler"):
         read_node_types(path)
 
 
