@@ -1,1 +1,1 @@
-"""The bundled demo model, and `make demo`."""
+"""Bundled demo model and the program behind `make demo`."""

@@ -1,7 +1,7 @@
-"""The main job, `make demo`: two tensor-parallel workers answer concurrent gRPC requests, then all is gone again.
+"""`make demo`: two tensor-parallel workers serve concurrent gRPC requests, then the server shuts down.
 
-DEMO_JSON=FILE writes the figures to FILE as well. Exit status 0: every request was answered and nothing is left;
-1: not so; 130: Ctrl-C, after which nothing is left either.
+DEMO_JSON=FILE also writes the figures to FILE. The exit status is 0 if every request finished and the server left
+nothing behind, 130 after Ctrl-C with nothing left behind, and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _run(console: Console, server: ServerProcess) -> int:
 
 
 def _shut_down(console: Console, server: ServerProcess) -> bool:
-    """Ends the server; whether it did so in order and nothing of it is left."""
+    """Stop the server; return True if it shut down cleanly and left nothing behind."""
     with server:
         status = server.stop()
         left = server.leftovers()
@@ -88,7 +88,7 @@ def _shut_down(console: Console, server: ServerProcess) -> bool:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    # A second one must not interrupt the shutdown that the first one begins.
+    # A second signal must not interrupt the shutdown that the first one starts.
     for other in _SIGNALS:
         signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt

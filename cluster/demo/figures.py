@@ -1,4 +1,4 @@
-"""What the demo measured: a table for the terminal and a record for a file."""
+"""The demo's measurements, as a table for the terminal and as a JSON record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .streams import Streams
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number; `label` is for the table only."""
+    """One measured number; `label` is shown in the table only."""
 
     label: str
     value: float
@@ -27,11 +27,11 @@ class Figure:
 
 
 def measure(streams: Streams, replica: Replica, ready_s: float) -> dict[str, Figure]:
-    """Name |-> figure.
+    """Return the figures, name |-> figure.
 
     Args:
-        replica: its state once every request has ended.
-        ready_s: from the start of the server to its first token.
+        replica: the replica's state after every request has ended.
+        ready_s: seconds from the server's start until it was ready.
     """
     kv = replica.kv
     num_tokens = sum(stream.num_tokens for stream in streams.streams)
@@ -77,7 +77,7 @@ def table(figures: dict[str, Figure]) -> Table:
 
 
 def write(path: Path, command: str, figures: dict[str, Figure]) -> None:
-    """Writes {"command", "date", "machine", "figures": {name: {"value", "unit", "note"}}}."""
+    """Write {"command", "date", "machine", "figures": {name: {"value", "unit", "note"}}} as JSON."""
     plain = {name: asdict(figure) for name, figure in figures.items()}
     for figure in plain.values():
         del figure["label"]
@@ -87,7 +87,7 @@ def write(path: Path, command: str, figures: dict[str, Figure]) -> None:
 
 
 def _percentile(values: list[float], percent: int) -> float:
-    """Not a number where there are no values."""
+    """Return a percentile of the values, NaN if there are none."""
     if len(values) < 2:
         return values[0] if values else float("nan")
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]

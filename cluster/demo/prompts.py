@@ -1,4 +1,4 @@
-"""The demo's requests: different lengths and sampling settings, and beginnings that several of them share."""
+"""The demo's requests: different lengths and sampling settings, some with a shared prompt prefix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAY = "KING RICHARD:\nWhat news, my lord? The night is dark, and I have heard 
 
 @dataclass(frozen=True, slots=True)
 class DemoRequest:
-    """One request; the title says how it is sampled."""
+    """One request; `title` describes its sampling."""
 
     title: str
     prompt: str

@@ -1,4 +1,4 @@
-"""Screen: the streams side by side while they run on a terminal; one after the other where there is none."""
+"""Live view of the streams, side by side on a terminal; otherwise one after the other at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARGIN_LINES = 1
 
 
 def follow(console: Console, streams: Streams, timeout_s: float) -> bool:
-    """Shows the streams until all have ended; False when they have not in time."""
+    """Show the streams until all have ended; return False if the timeout passes first."""
     if not console.is_terminal:
         in_time = streams.wait(timeout_s)
         for stream in streams.streams:
@@ -34,7 +34,7 @@ def follow(console: Console, streams: Streams, timeout_s: float) -> bool:
 
 
 def _grid(console: Console, streams: list[Stream]) -> Table:
-    """As many columns as fit; every panel shows the end of its text."""
+    """Lay out one panel per stream in as many columns as fit; each panel shows the end of its text."""
     num_columns = max(1, min(_MAX_COLUMNS, console.width // _MIN_PANEL_WIDTH))
     num_rows = -(-len(streams) // num_columns)
     height = max(_MIN_PANEL_HEIGHT, (console.height - _MARGIN_LINES) // num_rows)

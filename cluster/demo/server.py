@@ -1,4 +1,4 @@
-"""ServerProcess: `quire serve` as a child process, and what it leaves behind when it has ended."""
+"""`quire serve` as a child process, with a check for leftovers after it has ended."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _SHARED_MEMORY = "/dev/shm/"
 
 
 class ServerProcess(Closing):
-    """A server of its own process and session, so that Ctrl-C reaches only us, and we end it in order.
+    """`quire serve` in a session of its own: Ctrl-C reaches only the parent, which stops the server cleanly.
 
     Args:
-        arguments: of `quire serve`; it listens on a loopback port that the system chooses.
+        arguments: of `quire serve`; the server listens on a loopback port that the system chooses.
 
     Attributes:
-        address: its ``HOST:PORT``, once it is ready.
-        temporary: the folder that it takes for temporary files.
+        address: ``HOST:PORT`` of the server; empty until it is ready.
+        temporary: the server's folder for temporary files.
     """
 
     def __init__(self, *arguments: str) -> None:
@@ -40,7 +40,7 @@ class ServerProcess(Closing):
         self._folder = tempfile.TemporaryDirectory(prefix="q")
         self.temporary = Path(self._folder.name)
         self._log = self.temporary / "log"
-        self._shared_memory: set[Path] = set()  # that its processes were seen to use
+        self._shared_memory: set[Path] = set()  # mapped by the server's processes when last looked at
         self._trees: list[ProcessTree] = []
         command = [sys.executable, "-c", "from quire.cluster.cli import main; main()", "serve", *arguments]
         with self._log.open("wb") as log:
@@ -55,14 +55,14 @@ class ServerProcess(Closing):
 
     @property
     def log(self) -> str:
-        """What it wrote to stderr so far."""
+        """The server's stderr so far."""
         return self._log.read_text(errors="replace")
 
     def wait_ready(self, timeout_s: float) -> str:
-        """Its address, once a token has come through all ranks.
+        """Wait until a token has come through all ranks and return the server's address.
 
         Raises:
-            ReplicaUnavailable: it ended, or was not ready in time; with its last word.
+            ReplicaUnavailable: the server was not ready in time or ended; then with the last line of its log.
         """
         assert self.process.stdout is not None
         deadline = time.monotonic() + timeout_s
@@ -74,13 +74,13 @@ class ServerProcess(Closing):
             last = self.log.strip().rpartition("\n")[2]
             raise ReplicaUnavailable(f"the server ended with exit status {status}: {last}")
         self.address = line.removeprefix(READY).strip()
-        self._note_processes()
+        self._record_processes()
         return self.address
 
     def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> int:
-        """Has it end in order, and kills it when it does not in time; its exit status. Safe to call twice."""
+        """Send SIGTERM, kill the server if the timeout passes, and return its exit status. Safe to call twice."""
         if self.process.poll() is None:
-            self._note_processes()
+            self._record_processes()
             self.process.send_signal(signal.SIGTERM)
             try:
                 self.process.wait(timeout_s)
@@ -89,7 +89,10 @@ class ServerProcess(Closing):
         return self.process.wait(_EXIT_TIMEOUT_S)
 
     def leftovers(self, timeout_s: float = _EXIT_TIMEOUT_S) -> list[str]:
-        """What is left of it after its end, in words; nothing should be. Waits for processes that are ending."""
+        """Describe the processes, files, shared memory and socket that are left after the server has ended.
+
+        Waits up to `timeout_s` for processes that are still ending.
+        """
         deadline = time.monotonic() + timeout_s
         pids = {pid for tree in self._trees for pid in tree.wait(max(0.0, deadline - time.monotonic()))}
         left = [f"process {pid}" for pid in sorted(pids)]
@@ -100,7 +103,7 @@ class ServerProcess(Closing):
         return left
 
     def close(self) -> None:
-        """Ends it, if it runs, and everything that it started."""
+        """Stop the server if it runs, kill every process that it started, and delete its temporary folder."""
         self.stop()
         for tree in self._trees:
             tree.kill()
@@ -109,17 +112,17 @@ class ServerProcess(Closing):
             self.process.stdout.close()
         self._folder.cleanup()
 
-    def _note_processes(self) -> None:
+    def _record_processes(self) -> None:
         tree = ProcessTree([self.process.pid])
         self._trees.append(tree)
         self._shared_memory |= shared_memory_of(tree.wait(0.0))
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
-    """Named shared memory that the processes have mapped; what others on the machine have is none of theirs."""
+    """Return the named shared memory that these processes have mapped."""
     found = set()
     for pid in pids:
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process has just ended
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                 path = line[line.find("/") :]
                 if path.startswith(_SHARED_MEMORY) and not path.endswith(" (deleted)"):

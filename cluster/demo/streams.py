@@ -1,4 +1,4 @@
-"""Streams: every request of the demo in a thread of its own, and what has come of each so far."""
+"""Client side of the demo: each request runs in its own thread and records its progress."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .prompts import DemoRequest
 
 @dataclass(slots=True)
 class Stream:
-    """One request under way. Its thread writes, others read.
+    """A running request. Only its thread writes; other threads read.
 
     Attributes:
-        first_token_s: from the submission to the first token; None before it.
-        gaps_s: between tokens that followed; those that came together share the time since the last ones.
-        finished: how it ended; None while it runs or when it failed.
-        error: why it failed.
+        first_token_s: seconds from submission to the first token; None before the first token.
+        gaps_s: seconds between consecutive tokens; tokens of one delta share the time since the previous delta.
+        finished: the final event; None while the request runs or if it failed.
+        error: the reason of a failure.
     """
 
     request: DemoRequest
@@ -36,13 +36,13 @@ class Stream:
         return self.finished is not None or self.error is not None
 
     def run(self, client: Client) -> None:
-        """Submits the request and follows it to its end."""
+        """Submit the request and read its events until it ends."""
         submitted = last = time.monotonic()
         try:
             for event in client.generate_stream(self.request.prompt, self.request.params):
                 if isinstance(event, Delta) and event.token_ids:
                     now = time.monotonic()
-                    self._take(event, now - last, now - submitted)
+                    self._append(event, now - last, now - submitted)
                     last = now
                 elif isinstance(event, Delta):
                     self.text += event.text
@@ -51,7 +51,7 @@ class Stream:
         except QuireError as error:
             self.error = error
 
-    def _take(self, delta: Delta, gap_s: float, since_submission_s: float) -> None:
+    def _append(self, delta: Delta, gap_s: float, since_submission_s: float) -> None:
         self.text += delta.text
         num_tokens = len(delta.token_ids)
         if self.first_token_s is None:
@@ -62,7 +62,7 @@ class Stream:
 
 
 class Streams:
-    """All requests at once."""
+    """All requests, running concurrently."""
 
     def __init__(self, client: Client, requests: tuple[DemoRequest, ...]) -> None:
         self.streams = [Stream(request) for request in requests]
@@ -77,7 +77,7 @@ class Streams:
             thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all have ended, waiting at most this long."""
+        """Wait until all requests have ended; return False if the timeout passes first."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""What a server is said to have left is its own."""
+"""Shared memory is reported only for the processes that map it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from quire.cluster.demo.server import shared_memory_of
 
 
-def test_shared_memory_is_told_of_those_who_map_it() -> None:
+def test_shared_memory_of_names_only_what_the_processes_map() -> None:
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     memory = SharedMemory(create=True, size=4096)
     try:
@@ -20,7 +20,7 @@ def test_shared_memory_is_told_of_those_who_map_it() -> None:
         assert path not in shared_memory_of([other.pid])
     finally:
         memory.unlink()
-    assert path not in shared_memory_of([os.getpid()])  # it has no name any more, and goes with who maps it
+    assert path not in shared_memory_of([os.getpid()])  # unlinked: freed once no process maps it
     memory.close()
     other.communicate(b"\n")
     assert shared_memory_of([other.pid]) == set()
