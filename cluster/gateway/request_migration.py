@@ -1,7 +1,7 @@
-"""MigratingRequest: a request that outlives its replica.
+"""MigratingRequest: a request that survives the loss of its replica.
 
-What a replica gives back (it drains) or dies with goes on at another, from the tokens that are there already. Each
-draw is a function of seed and position, so the answer is token for token what it would have been.
+Sequences that a draining replica hands off, or that a failed replica loses, resume at another replica from the tokens
+already generated. Sampling is a function of seed and position, so the output is the same token for token.
 """
 
 from __future__ import annotations
@@ -21,59 +21,78 @@ from ..requests.request import Request
 from ..requests.request_stream import UpdateQueue
 from ..requests.sequence_update import SequenceUpdate
 
-# Replicas that may fail under one request before it is taken for the cause.
+# After this many replica failures under one request, the request is assumed to be their cause.
 MAX_FAILED_REPLICAS = 3
 
 
 class ReplicaPicker(Protocol):
-    """Where requests can run.
+    """Chooses replicas for requests.
 
     Attributes:
-        is_fixed: a request whose replica fails fails with it.
+        is_fixed: no replica will be added; a request fails with its replica.
     """
 
     is_fixed: bool
 
     def drain(self, replica_id: str) -> None:
-        """The replica gives requests back: it is not to be chosen any more."""
+        """Stop choosing the replica: it drains."""
         ...
 
     def choose(self, request: Request) -> ReplicaClient | None:
-        """The replica that should take it now; None: there is none."""
+        """Return the replica to run the request, or None if none takes requests now."""
         ...
 
     async def wait_for_replica(self, request: Request, timeout_s: float | None) -> ReplicaClient:
-        """As `choose`, once there is one. Raises QuireError where none will come, or none came in time."""
+        """Return the result of `choose` as soon as there is one.
+
+        Raises:
+            QuireError: no replica can become ready, or none did in time.
+        """
         ...
 
 
 @dataclass(slots=True)
-class _Answer:
-    """One answer, over all replicas that it has been at.
+class _Output:
+    """State of one output sequence across all replicas that ran it.
 
     Attributes:
-        part: what runs it now; None while it waits for a replica.
-        since: when it was handed to the present replica, or lost the last one.
-        timings: of the replicas that it has left, and of the waits between them.
-        num_cached_tokens: as the first replica counted them.
+        attempt: runs the sequence now; None while it waits for a replica.
+        since: when the present replica got the sequence, or when the last replica lost it.
+        timings: of earlier replicas, and of the waits between them.
+        num_cached_tokens: as counted by the first replica; None before that.
     """
 
     since: float
     token_ids: list[int] = field(default_factory=list)
-    part: _Attempt | None = None
+    attempt: _Attempt | None = None
     timings: Timings = field(default_factory=Timings)
     num_cached_tokens: int | None = None
     num_moves: int = 0
     is_stopped: bool = False
 
-    def leave(self, now: float, spent: Timings) -> None:
+    def place(self, attempt: _Attempt, now: float) -> None:
+        """Account for the wait: queueing before the first replica, preemption after it."""
+        waited_s = now - self.since
+        waited = Timings(preempted_s=waited_s) if self.num_moves else Timings(queued_s=waited_s)
+        self.timings = _add(self.timings, waited)
+        self.attempt, self.since = attempt, now
+
+    def unplace(self, now: float, spent: Timings) -> None:
+        """Account for the time at the replica that the sequence leaves."""
         self.timings = _add(self.timings, spent)
-        self.part, self.since = None, now
+        self.attempt, self.since = None, now
         self.num_moves += 1
+
+    def merge(self, finish: Finish, num_prompt_tokens: int) -> Finish:
+        """Return the finish with timings and cached tokens of all replicas."""
+        cached = finish.num_cached_tokens if self.num_cached_tokens is None else self.num_cached_tokens
+        timings = replace(_add(self.timings, finish.timings), num_moves=self.num_moves)
+        # A later replica may have found tokens of the output itself in its cache.
+        return replace(finish, num_cached_tokens=min(cached, num_prompt_tokens), timings=timings)
 
 
 class _Attempt:
-    """Answers of a request that were handed to one replica together: its receiver there."""
+    """Receiver of the sequences that were submitted to one replica together."""
 
     def __init__(
         self, owner: MigratingRequest, client: ReplicaClient, indices: tuple[int, ...], handles: range
@@ -84,13 +103,13 @@ class _Attempt:
         self.client = client
         self.handles = handles
 
-    def put(self, handle: int, news: SequenceUpdate) -> None:
+    def put(self, handle: int, update: SequenceUpdate) -> None:
         """See `Receiver`."""
-        self._owner.take(self, self._index_of[handle], news)
+        self._owner._on_update(self, self._index_of[handle], update)
 
     def fail(self, error: QuireError) -> None:
         """See `Receiver`."""
-        self._owner.lose(self, error)
+        self._owner._on_replica_lost(self, error)
 
     def stop(self, index: int) -> None:
         self.client.stop(self._handle_of[index])
@@ -100,43 +119,43 @@ class _Attempt:
 
 
 class MigratingRequest(UpdateQueue):
-    """A request under way; see `Running`.
+    """A running request; see `Running`.
 
     Args:
-        places: where it may run.
-        clock: seconds that only grow.
+        picker: chooses the replicas.
+        clock: monotonic time in seconds.
     """
 
     def __init__(
-        self, request: Request, places: ReplicaPicker, clock: Callable[[], float] = time.monotonic
+        self, request: Request, picker: ReplicaPicker, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(request.sampling.num_sequences)
         self._request = request
-        self._places = places
+        self._picker = picker
         self._clock = clock
         now = clock()
         self._deadline = None if request.timeout_s is None else now + request.timeout_s
-        self._answers = [_Answer(now) for _ in self.open]
-        self._problem: QuireError | None = None  # why it lost its last replica
+        self._outputs = [_Output(now) for _ in self.open]
+        self._last_failure: QuireError | None = None  # why the last replica was lost
         self._num_failures = 0
-        # That have failed since something was placed there: each part that was there tells of the same failure.
+        # Replicas that failed since something was placed there: every attempt at a replica reports the same failure.
         self._failed_replicas: set[str] = set()
         self._placing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Hands it to a replica, at once where there is one."""
-        client = self._places.choose(self._request)
+        """Submit the request to a replica, immediately if one is ready."""
+        client = self._picker.choose(self._request)
         if client is None or not self._place(client):
-            self._place_soon()
+            self._start_placing()
 
     def stop(self, index: int) -> None:
         """See `Running`."""
-        answer = self._answers[index]
-        if index not in self.open or answer.is_stopped:
+        output = self._outputs[index]
+        if index not in self.open or output.is_stopped:
             return
-        answer.is_stopped = True
-        if answer.part is not None:
-            answer.part.stop(index)
+        output.is_stopped = True
+        if output.attempt is not None:
+            output.attempt.stop(index)
         else:
             self._finish_stopped(index)
 
@@ -144,8 +163,8 @@ class MigratingRequest(UpdateQueue):
         """See `Running`."""
         if self._placing is not None:
             self._placing.cancel()
-        for part in self._parts():
-            part.abort()
+        for attempt in {output.attempt for output in self._outputs if output.attempt is not None}:
+            attempt.abort()
         self.open.clear()
 
     def end(self, error: QuireError) -> None:
@@ -153,114 +172,106 @@ class MigratingRequest(UpdateQueue):
         self.abort()
         self.fail(error)
 
-    def take(self, part: _Attempt, index: int, news: SequenceUpdate) -> None:
-        """For its parts only: what came of an answer."""
-        answer, finish = self._answers[index], news.finish
-        answer.token_ids += news.token_ids
+    def _on_update(self, attempt: _Attempt, index: int, update: SequenceUpdate) -> None:
+        output, finish = self._outputs[index], update.finish
+        output.token_ids += update.token_ids
         is_moved = finish is not None and finish.reason is FinishReason.MOVED
         is_lost = finish is not None and finish.grpc_status == ReplicaUnavailable.grpc_status
         if finish is None or is_moved or is_lost:
-            # Whatever came before the end goes on to the reader: the next replica begins after it.
-            self.add(index, replace(news, finish=None))
+            # Tokens that came with the end go to the reader: the next replica continues after them.
+            self.add(index, replace(update, finish=None))
         else:
-            answer.part = None
-            self.add(index, replace(news, finish=self._in_all(answer, finish)))
+            output.attempt = None
+            self.add(index, replace(update, finish=self._merge(output, finish)))
         if finish is not None and is_moved:
-            self._let_go(part, index, finish)
+            self._on_moved(attempt, index, finish)
         elif finish is not None and is_lost:
-            self.lose(part, from_status(finish.grpc_status, finish.error))
+            self._on_replica_lost(attempt, from_status(finish.grpc_status, finish.error))
 
-    def lose(self, part: _Attempt, error: QuireError) -> None:
-        """For its parts only: their replica has failed."""
-        part.abort()
+    def _on_moved(self, attempt: _Attempt, index: int, finish: Finish) -> None:
+        """A draining replica handed the sequence off."""
+        output = self._outputs[index]
+        if output.num_cached_tokens is None:
+            output.num_cached_tokens = finish.num_cached_tokens
+        output.unplace(self._clock(), finish.timings)
+        self._picker.drain(attempt.client.replica_id)
+        self._last_failure = ReplicaUnavailable(f"replica {attempt.client.replica_id} drains")
+        self._resume()
+
+    def _on_replica_lost(self, attempt: _Attempt, error: QuireError) -> None:
+        attempt.abort()
         now = self._clock()
         for index in sorted(self.open):
-            answer = self._answers[index]
-            if answer.part is part:
-                # The replica took its account with it. What it did before the first token was mostly waiting.
-                spent_s = now - answer.since
-                answer.leave(
-                    now, Timings(decode_s=spent_s) if answer.token_ids else Timings(queued_s=spent_s)
-                )
-        self._num_failures += part.client.replica_id not in self._failed_replicas
-        self._failed_replicas.add(part.client.replica_id)
-        self._problem = error
-        if self._places.is_fixed:
+            output = self._outputs[index]
+            if output.attempt is attempt:
+                # The replica's own timings are lost with it. Most of the time before the first token was queueing.
+                spent_s = now - output.since
+                spent = Timings(decode_s=spent_s) if output.token_ids else Timings(queued_s=spent_s)
+                output.unplace(now, spent)
+        self._num_failures += attempt.client.replica_id not in self._failed_replicas
+        self._failed_replicas.add(attempt.client.replica_id)
+        self._last_failure = error
+        if self._picker.is_fixed:
             self.end(error)
         elif self._num_failures >= MAX_FAILED_REPLICAS:
-            reason = f"{self._num_failures} replicas failed under it; the last: {error}"
+            reason = f"{self._num_failures} replicas failed while running this request; the last: {error}"
             self.end(ReplicaUnavailable(reason))
         else:
-            self._settle()
+            self._resume()
 
-    def _let_go(self, part: _Attempt, index: int, finish: Finish) -> None:
-        """The replica gives the answer back."""
-        answer = self._answers[index]
-        if answer.num_cached_tokens is None:
-            answer.num_cached_tokens = finish.num_cached_tokens
-        answer.leave(self._clock(), finish.timings)
-        self._places.drain(part.client.replica_id)
-        self._problem = ReplicaUnavailable(f"replica {part.client.replica_id} drains")
-        self._settle()
-
-    def _settle(self) -> None:
-        """Ends the answers that need no replica any more; the others get one."""
-        for index in self._homeless():
-            if self._answers[index].is_stopped:
+    def _resume(self) -> None:
+        """Finish unplaced outputs that were stopped; place the other ones."""
+        for index in self._unplaced():
+            if self._outputs[index].is_stopped:
                 self._finish_stopped(index)
-        if self._homeless():
-            self._place_soon()
+        if self._unplaced():
+            self._start_placing()
 
-    def _place_soon(self) -> None:
+    def _start_placing(self) -> None:
         if self._placing is None or self._placing.done():
-            self._placing = run_in_background(self._place_all(), "placing a request", self._note_fault)
+            self._placing = run_in_background(self._place_all(), "placing a request", self._on_placing_failed)
 
     async def _place_all(self) -> None:
-        """Waits for a replica until every answer has one."""
+        """Wait for replicas until every output is placed."""
         try:
-            while self._homeless():
-                client = await self._places.wait_for_replica(self._request, self._time_left_s())
+            while self._unplaced():
+                client = await self._picker.wait_for_replica(self._request, self._time_left_s())
                 self._place(client)
         except QuireError as error:
-            self.end(self._explained(error))
+            self.end(self._with_last_failure(error))
 
-    def _note_fault(self, error: BaseException) -> None:
-        self.end(ProtocolError("the gateway failed on this request; its log says why"))
+    def _on_placing_failed(self, error: BaseException) -> None:
+        self.end(ProtocolError("the gateway failed on this request; its log has the traceback"))
 
     def _place(self, client: ReplicaClient) -> bool:
-        """Hands what waits to the replica; False where that has just failed."""
-        for indices, request in self._waiting_parts():
+        """Submit all unplaced outputs to the replica. Returns False if the replica has just failed."""
+        for indices, request in self._unplaced_requests():
             try:
-                part = client.place(request, partial(_Attempt, self, client, indices))
+                attempt = client.place(request, partial(_Attempt, self, client, indices))
             except ReplicaUnavailable as error:
-                self._problem = error
+                self._last_failure = error
                 return False
             self._failed_replicas.discard(client.replica_id)
             now = self._clock()
             for index in indices:
-                answer = self._answers[index]
-                waited_s = now - answer.since
-                spent = Timings(preempted_s=waited_s) if answer.num_moves else Timings(queued_s=waited_s)
-                answer.timings, answer.part, answer.since = _add(answer.timings, spent), part, now
+                self._outputs[index].place(attempt, now)
         return True
 
-    def _waiting_parts(self) -> list[tuple[tuple[int, ...], Request]]:
-        """What to submit: the whole request where nothing of it is there yet, or else the rest of each answer."""
-        homeless = self._homeless()
+    def _unplaced_requests(self) -> list[tuple[tuple[int, ...], Request]]:
+        """Return (output indices, request) pairs to submit: the whole request if nothing of it has begun."""
+        unplaced = self._unplaced()
         request = replace(self._request, timeout_s=self._time_left_s())
-        is_untouched = len(homeless) == len(self._answers) and not any(a.token_ids for a in self._answers)
-        if is_untouched or self._request.sampling.beam_width is not None:
-            return [(homeless, request)] if homeless else []
-        return [((index,), request.resumed(index, self._answers[index].token_ids)) for index in homeless]
+        has_begun = len(unplaced) < len(self._outputs) or any(output.token_ids for output in self._outputs)
+        if not has_begun or self._request.sampling.beam_width is not None:
+            return [(unplaced, request)] if unplaced else []
+        return [((index,), request.resumed(index, self._outputs[index].token_ids)) for index in unplaced]
 
-    def _homeless(self) -> tuple[int, ...]:
-        return tuple(index for index in sorted(self.open) if self._answers[index].part is None)
-
-    def _parts(self) -> set[_Attempt]:
-        return {answer.part for answer in self._answers if answer.part is not None}
+    def _unplaced(self) -> tuple[int, ...]:
+        """Return the indices of open outputs that no replica runs."""
+        return tuple(index for index in sorted(self.open) if self._outputs[index].attempt is None)
 
     def _time_left_s(self) -> float | None:
-        """Raises DeadlineExpired where none is left."""
+        """Return the time until the caller's deadline. Raises DeadlineExpired if it has passed."""
         if self._deadline is None:
             return None
         left_s = self._deadline - self._clock()
@@ -268,24 +279,22 @@ class MigratingRequest(UpdateQueue):
             raise DeadlineExpired("the caller's deadline passed while the request waited for a replica")
         return left_s
 
-    def _explained(self, error: QuireError) -> QuireError:
-        """A replica's failure says more than that there is no other."""
-        if self._problem is None or not isinstance(error, ReplicaUnavailable):
+    def _with_last_failure(self, error: QuireError) -> QuireError:
+        """Return an error that names the last replica's failure, if the error only says that no replica is left."""
+        if self._last_failure is None or not isinstance(error, ReplicaUnavailable):
             return error
-        return self._problem if self._num_failures else ReplicaUnavailable(f"{self._problem}; {error}")
+        return (
+            self._last_failure if self._num_failures else ReplicaUnavailable(f"{self._last_failure}; {error}")
+        )
 
     def _finish_stopped(self, index: int) -> None:
-        """An answer that its reader stopped while no replica had it."""
-        finish = Finish(0, FinishReason.STOP, num_completion_tokens=len(self._answers[index].token_ids))
-        self.add(index, SequenceUpdate(finish=self._in_all(self._answers[index], finish)))
+        """Finish an output whose reader stopped it while no replica ran it."""
+        output = self._outputs[index]
+        finish = Finish(0, FinishReason.STOP, num_completion_tokens=len(output.token_ids))
+        self.add(index, SequenceUpdate(finish=self._merge(output, finish)))
 
-    def _in_all(self, answer: _Answer, finish: Finish) -> Finish:
-        """The finish with the account of all replicas that the answer was at."""
-        cached = finish.num_cached_tokens if answer.num_cached_tokens is None else answer.num_cached_tokens
-        timings = replace(_add(answer.timings, finish.timings), num_moves=answer.num_moves)
-        # A later replica may have found tokens of the answer itself in its cache.
-        cached = min(cached, len(self._request.prompt_token_ids))
-        return replace(finish, num_cached_tokens=cached, timings=timings)
+    def _merge(self, output: _Output, finish: Finish) -> Finish:
+        return output.merge(finish, len(self._request.prompt_token_ids))
 
 
 def _add(left: Timings, right: Timings) -> Timings:

@@ -230,7 +230,9 @@ def test_a_replica_that_fails_again_and_again_is_given_up() -> None:
         for number in range(MAX_FAILED_REPLICAS):
             await settle()
             places.a.placed[number][1].fail(ReplicaUnavailable("it was silent"))
-        with pytest.raises(ReplicaUnavailable, match="3 replicas failed under it; the last: it was silent"):
+        with pytest.raises(
+            ReplicaUnavailable, match="3 replicas failed while running this request; the last: it was silent"
+        ):
             await take(moving, 1)
 
     run(scenario)
@@ -245,7 +247,7 @@ def test_a_fault_of_ours_in_placing_a_request_ends_it() -> None:
         moving = MigratingRequest(request(), places, clock)
         moving.start()
         places.a.say(0, 0, 10, reason=FinishReason.MOVED)
-        with pytest.raises(ProtocolError, match="its log says why"):
+        with pytest.raises(ProtocolError, match="its log has the traceback"):
             await take(moving, 2)
 
     run(scenario)
