@@ -117,12 +117,12 @@ def route(trace: Trace, num_replicas: int, policy: str) -> tuple[float, float]:
         if request.arrival_s >= report_at:
             for replica_id, replica in replicas.items():
                 replica.advance(request.arrival_s)
-                router.update(replica_id, replica.tell())
+                router.apply_report(replica_id, replica.tell())
             report_at = request.arrival_s + REPORT_S
         hashes = prefix_hashes(request.prompt(), BLOCK_SIZE, model=config.model.name)
         replica_id = choose(hashes, {name: replica.load for name, replica in replicas.items()})
-        num_cached_tokens = BLOCK_SIZE * router.match(replica_id, hashes)
-        router.note_submit(replica_id, hashes)
+        num_cached_tokens = BLOCK_SIZE * router.num_cached_blocks(replica_id, hashes)
+        router.record_submit(replica_id, hashes)
         replica = replicas[replica_id]
         replica.advance(request.arrival_s)
         replica.submit(_submit(request))
@@ -172,7 +172,7 @@ def time_choices() -> dict[str, Figure]:
     router, caches = Router(BLOCK_SIZE, random.Random(0)), {}
     for number in range(8):
         caches[f"replica-{number}"] = os.urandom(65_536 * CACHE_HASH_BYTES)
-        router.update(f"replica-{number}", CacheReport(1, 0, caches[f"replica-{number}"], b""))
+        router.apply_report(f"replica-{number}", CacheReport(1, 0, caches[f"replica-{number}"], b""))
     loads = {name: ReplicaLoad(0, 0.0) for name in caches}
     figures = {}
     for num_blocks in (0, 64, 512):

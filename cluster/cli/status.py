@@ -29,7 +29,7 @@ def status(target: Target = "127.0.0.1:50051", token_file: TokenFile = None, tls
         status = client.fleet()
     console = Console()
     if status.problem:
-        console.print(f"[red]the fleet is as it was last seen[/]: {escape(status.problem)}")
+        console.print(f"[red]the fleet's state is out of date[/]: {escape(status.problem)}")
     for part in _describe_fleet(status):
         console.print(part)
     for replica in status.replicas:

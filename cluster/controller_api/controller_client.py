@@ -1,4 +1,4 @@
-"""ControllerClient: the fleet controller, called from another process."""
+"""ControllerClient: calls the fleet controller from another process."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class Controller(Protocol):
-    """The fleet's controller, from another process. Every call raises ReplicaUnavailable while it is away."""
+    """The fleet's controller. Every call raises ReplicaUnavailable if the controller does not answer."""
 
     async def keys(self) -> CurveKeys | None:
-        """What it takes to speak to replicas."""
+        """Return the keys for connections to replicas, or None if they need none."""
         ...
 
     async def watch(self, since: str, timeout_s: float) -> FleetState | None:
@@ -54,47 +54,51 @@ class Controller(Protocol):
 
 
 class ControllerClient:
-    """The controller, called from another process."""
+    """Controller behind a Ray actor handle."""
 
     def __init__(self, actor: ActorHandle) -> None:
         self._actor = actor
 
     async def keys(self) -> CurveKeys:
         """See `Controller`."""
-        return await self._answer("keys", self._actor.keys.remote)
+        return await self._call("keys", self._actor.keys.remote)
 
     async def watch(self, since: str, timeout_s: float) -> FleetState | None:
         """See `Controller`."""
-        ask = partial(self._actor.watch.remote, since, timeout_s)
-        return await self._answer("watch", ask, timeout_s + _CALL_TIMEOUT_S)
+        submit = partial(self._actor.watch.remote, since, timeout_s)
+        return await self._call("watch", submit, timeout_s + _CALL_TIMEOUT_S)
 
     async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
         """See `Controller`."""
-        await self._answer("report", partial(self._actor.report.remote, gateway_id, dict(demand)))
+        await self._call("report", partial(self._actor.report.remote, gateway_id, dict(demand)))
 
     async def deploy(self, deployment: Deployment) -> None:
         """See `Controller`."""
-        await self._answer("deploy", partial(self._actor.deploy.remote, deployment.to_json()))
+        await self._call("deploy", partial(self._actor.deploy.remote, deployment.to_json()))
 
     async def delete(self, model: str) -> None:
         """See `Controller`."""
-        await self._answer("delete", partial(self._actor.delete.remote, model))
+        await self._call("delete", partial(self._actor.delete.remote, model))
 
     async def drain(self, target: str) -> Sequence[str]:
         """See `Controller`."""
-        return await self._answer("drain", partial(self._actor.drain.remote, target))
+        return await self._call("drain", partial(self._actor.drain.remote, target))
 
-    async def _answer(
-        self, what: str, ask: Callable[[], ObjectRef[T]], timeout_s: float = _CALL_TIMEOUT_S
+    async def _call(
+        self, name: str, submit: Callable[[], ObjectRef[T]], timeout_s: float = _CALL_TIMEOUT_S
     ) -> T:
-        """Raises QuireError: what the controller raised, or ReplicaUnavailable where it does not answer."""
+        """Return the call's result.
+
+        Raises:
+            QuireError: the controller raised it; ReplicaUnavailable if the controller does not answer.
+        """
         try:
             async with asyncio.timeout(timeout_s):
-                answer: T = await ask()
-                return answer
+                result: T = await submit()
+                return result
         except TimeoutError:
             raise ReplicaUnavailable(
-                f"the fleet's controller did not answer {what!r} in {timeout_s:g} s"
+                f"the fleet's controller did not answer {name!r} in {timeout_s:g} s"
             ) from None
         except (RayError, QuireError) as error:
             raise unwrap(error, "the fleet's controller") from None

@@ -1,8 +1,8 @@
-"""FleetState: what the controller tells gateways and operators of the fleet. Plain data."""
+"""FleetState: the controller's view of the fleet, for gateways and operators. Plain data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from ..config.deployment import Deployment
@@ -10,7 +10,7 @@ from ..replica.replica import ReplicaRecord
 
 
 class ReplicaState(StrEnum):
-    """Where a replica stands. FAILED and STOPPED ones have no process any more."""
+    """Stage of a replica's life. FAILED and STOPPED replicas have no processes."""
 
     STARTING = "starting"
     READY = "ready"
@@ -21,12 +21,12 @@ class ReplicaState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DeploymentEntry:
-    """A deployment, and what the controller makes of it.
+    """A deployment and its scaling target.
 
     Attributes:
-        target: replicas that the autoscaler wants.
-        reason: why so many.
-        problem: why the last replica that was to be started was not; empty once one was.
+        target: number of replicas that the autoscaler wants.
+        reason: why that number.
+        problem: why the last start of a replica failed; empty after one succeeded.
     """
 
     deployment: Deployment
@@ -40,8 +40,8 @@ class ReplicaEntry:
     """A replica.
 
     Attributes:
-        reason: what it waits for, or why it drains or failed.
-        record: how to reach it; None while it has not loaded.
+        reason: what a starting replica waits for, or why a replica drains or failed.
+        record: how to reach the replica; None until it has loaded.
     """
 
     replica_id: str
@@ -57,8 +57,8 @@ class NodeEntry:
     """A live node of the cluster.
 
     Attributes:
-        is_draining: Ray places nothing on it any more.
-        gone_at: when it will be gone, in Unix time; 0: it is not known.
+        is_draining: Ray places nothing on the node any more.
+        gone_at: Unix time at which the node ends; 0 if that is not known.
     """
 
     node_id: str
@@ -73,10 +73,14 @@ class FleetState:
     """The fleet at one moment.
 
     Attributes:
-        version: differs from that of any other state, of earlier controllers too.
+        version: differs between any two states, also of different controllers.
     """
 
     version: str
     deployments: tuple[DeploymentEntry, ...] = ()
     replicas: tuple[ReplicaEntry, ...] = ()
-    nodes: tuple[NodeEntry, ...] = field(default=())
+    nodes: tuple[NodeEntry, ...] = ()
+
+    def replicas_of(self, model: str) -> list[ReplicaEntry]:
+        """Return the replicas of a model."""
+        return [entry for entry in self.replicas if entry.model == model]

@@ -1,4 +1,4 @@
-"""quire.v1.Admin of one gateway: what operators see of the replicas, and change of the fleet."""
+"""AdminService: quire.v1.Admin of one gateway, for operators."""
 
 from __future__ import annotations
 
@@ -24,19 +24,24 @@ class Fleet(Protocol):
     """The fleet behind a gateway."""
 
     def describe(self) -> admin_pb2.GetStatusResponse:
-        """All but the figures that replicas tell themselves."""
+        """Return the fleet's state, without the load figures that only replicas have."""
         ...
 
     async def deploy(self, deployment: Deployment) -> None:
-        """Raises ConfigError where it cannot be, ReplicaUnavailable where the fleet does not answer."""
+        """Raises ConfigError if the model cannot be served, ReplicaUnavailable if the controller does not answer."""
         ...
 
     async def delete(self, model: str) -> None:
-        """Raises ModelNotFound, or ReplicaUnavailable where the fleet does not answer."""
+        """Raises ModelNotFound, or ReplicaUnavailable if the controller does not answer."""
         ...
 
     async def drain(self, target: str) -> Sequence[str]:
-        """The replicas that drain. Raises InvalidRequest, or ReplicaUnavailable where the fleet does not answer."""
+        """Drain a replica or a node, by id or unique prefix; return the ids of the replicas that drain.
+
+        Raises:
+            InvalidRequest: no replica or node matches, or more than one does.
+            ReplicaUnavailable: the controller does not answer.
+        """
         ...
 
 
@@ -44,7 +49,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     """quire.v1.Admin.
 
     Args:
-        fleet: None: there is one replica, which cannot be changed.
+        fleet: None if the gateway has one replica of its own, which cannot be changed.
     """
 
     def __init__(self, models: ServedModels, security: Security, fleet: Fleet | None) -> None:
@@ -58,20 +63,24 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.GetStatusResponse:
         response = admin_pb2.GetStatusResponse() if self._fleet is None else self._fleet.describe()
         described = {replica.replica_id: replica for replica in response.replicas}
-        asked = [(model.pool, name) for model in self._models for name in model.pool.clients]
-        for seen in await asyncio.gather(*(_replica_status(pool, name) for pool, name in asked)):
-            known = described.get(seen.replica_id)
+        queries = [
+            _replica_status(model.pool, replica_id)
+            for model in self._models
+            for replica_id in model.pool.clients
+        ]
+        for status in await asyncio.gather(*queries):
+            known = described.get(status.replica_id)
             if known is None:
-                response.replicas.append(seen)
+                response.replicas.append(status)
             else:
-                known.MergeFrom(seen)
+                known.MergeFrom(status)
         return response
 
     @convert_errors
     async def Deploy(
         self, message: admin_pb2.DeployRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.DeployResponse:
-        fleet = self._changeable(context)
+        fleet = self._writable_fleet(context)
         deployment = Deployment.from_json(message.deployment_json)
         await fleet.deploy(deployment)
         return admin_pb2.DeployResponse(version=deployment.version)
@@ -80,32 +89,37 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Delete(
         self, message: admin_pb2.DeleteRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.DeleteResponse:
-        await self._changeable(context).delete(message.model)
+        await self._writable_fleet(context).delete(message.model)
         return admin_pb2.DeleteResponse()
 
     @convert_errors
     async def Drain(
         self, message: admin_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.DrainResponse:
-        return admin_pb2.DrainResponse(replica_ids=await self._changeable(context).drain(message.target))
+        return admin_pb2.DrainResponse(replica_ids=await self._writable_fleet(context).drain(message.target))
 
-    def _changeable(self, context: grpc.aio.ServicerContext[Any, Any]) -> Fleet:
-        """The fleet, for a caller who may change it."""
+    def _writable_fleet(self, context: grpc.aio.ServicerContext[Any, Any]) -> Fleet:
+        """Return the fleet for a caller that may change it.
+
+        Raises:
+            PermissionDenied: the call's token is not the admin tenant's.
+            ConfigError: there is no fleet.
+        """
         token = self._security.check_call(authorization(context.invocation_metadata()))
         if token is not None and token.tenant != ADMIN_TENANT:
-            raise PermissionDenied(f"this needs a token of the tenant {ADMIN_TENANT!r}")
+            raise PermissionDenied(f"this call needs a token of the tenant {ADMIN_TENANT!r}")
         if self._fleet is None:
             raise ConfigError("this server has one replica of its own; only a fleet can be changed")
         return self._fleet
 
 
 async def _replica_status(pool: ReplicaPool, replica_id: str) -> admin_pb2.Replica:
-    """A replica's own account; one that does not answer is described, not an error."""
+    """Return the replica's status; if the replica does not answer, a message that names the problem."""
     client = pool.clients.get(replica_id)
-    if client is None:  # it went while the others were asked
+    if client is None:  # removed since GetStatus listed the clients
         return admin_pb2.Replica(replica_id=replica_id, model=pool.model, problem="it has just ended")
     try:
         status = await client.status(STATUS_TIMEOUT_S)
     except ReplicaUnavailable as error:
         return admin_pb2.Replica(replica_id=replica_id, model=pool.model, problem=str(error))
-    return replica_to_message(status, client.problem or status.problem or pool.why_closed(replica_id))
+    return replica_to_message(status, client.problem or status.problem or pool.why_unavailable(replica_id))

@@ -1,4 +1,4 @@
-"""ControllerSync: how a gateway learns of the fleet, tells it what waits, and passes on what operators want."""
+"""ControllerSync: keeps a gateway's models in step with the fleet controller and reports demand to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -17,27 +17,35 @@ from ...proto.transport.network import CurveKeys
 from ..config.deployment import Deployment
 from ..controller_api.controller_client import Controller
 from ..controller_api.demand import Demand
-from ..controller_api.fleet_state import DeploymentEntry, FleetState, ReplicaEntry, ReplicaState
+from ..controller_api.fleet_state import FleetState, ReplicaEntry, ReplicaState
 from ..host.background import run_in_background
 from ..host.backoff import Backoff
 from ..replica.client import PATIENCE_S, ReplicaClient
 from ..replica.replica import ReplicaRecord
 from ..requests.request import RequestChecker
 from ..requests.tokenizer import Tokenizer
+from .fleet_messages import fleet_state_to_message
 from .replica_pool import ReplicaPool
 from .served_models import ServedModel, ServedModels
 
-WATCH_S = 30.0
-REPORT_S = 1.0
+WATCH_TIMEOUT_S = 30.0
+REPORT_INTERVAL_S = 1.0
 FIRST_RETRY_S = 0.2
-LONGEST_RETRY_S = 5.0
+MAX_RETRY_S = 5.0
+
+_ENDED = ReplicaState.STOPPED, ReplicaState.FAILED
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Model:
-    """A model as this gateway serves it now."""
+class _SyncedModel:
+    """A model that the controller deploys.
+
+    Attributes:
+        version: of the deployment that `served` was read from.
+        patience_s: silence after which a replica of that version counts as failed.
+    """
 
     version: str
     served: ServedModel
@@ -45,10 +53,10 @@ class _Model:
 
 
 class ControllerSync:
-    """Keeps a gateway's models as the controller has them; while it is away, as they were last.
+    """Applies each state of the controller to a gateway's models. They stay unchanged while the controller is away.
 
     Args:
-        models: what the gateway serves; this fills it.
+        models: the gateway's models; this object adds and removes them.
     """
 
     def __init__(self, controller: Controller, models: ServedModels) -> None:
@@ -56,22 +64,22 @@ class ControllerSync:
         self._models = models
         self._gateway_id = secrets.token_hex(8)
         self._keys: CurveKeys | None = None
-        self._table = FleetState("")
-        self._linked: dict[str, _Model] = {}
-        self._retired: list[ReplicaPool] = []
+        self._state = FleetState("")
+        self._synced: dict[str, _SyncedModel] = {}
+        self._retired: list[ReplicaPool] = []  # of deleted models, while they have replicas
         self._problem = "the fleet's controller has not answered yet"
-        self._must_report = asyncio.Event()
+        self._report_due = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begins to follow the controller. Call it in the gateway's event loop."""
+        """Begin to follow the controller. Call it in the gateway's event loop."""
         self._tasks = [
-            run_in_background(self._follow(), "following the controller"),
-            run_in_background(self._report(), "reporting to the controller"),
+            run_in_background(self._watch_loop(), "following the controller"),
+            run_in_background(self._report_loop(), "reporting to the controller"),
         ]
 
     async def close(self) -> None:
-        """Ends what still runs."""
+        """Stop following, and end what still runs."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -92,35 +100,21 @@ class ControllerSync:
 
     def describe(self) -> admin_pb2.GetStatusResponse:
         """See `admin.Fleet`."""
-        table = self._table
-        return admin_pb2.GetStatusResponse(
-            replicas=map(_replica_to_message, table.replicas),
-            deployments=map(_deployment_to_message, table.deployments),
-            nodes=[
-                admin_pb2.Node(
-                    node_id=node.node_id,
-                    address=node.address,
-                    draining=node.is_draining,
-                    resources=dict(node.resources),
-                )
-                for node in table.nodes
-            ],
-            problem=self._problem,
-        )
+        return fleet_state_to_message(self._state, self._problem)
 
-    async def _follow(self) -> None:
-        """Takes over every table that the controller gives out."""
-        backoff = Backoff(FIRST_RETRY_S, LONGEST_RETRY_S)
+    async def _watch_loop(self) -> None:
+        """Apply every new state of the controller."""
+        backoff = Backoff(FIRST_RETRY_S, MAX_RETRY_S)
         while True:
             try:
                 self._keys = self._keys or await self._controller.keys()
-                table = await self._controller.watch(self._table.version, WATCH_S)
-                if table is not None:
-                    await self._apply(table)
-                    self._table = table
+                state = await self._controller.watch(self._state.version, WATCH_TIMEOUT_S)
+                if state is not None:
+                    await self._apply(state)
+                    self._state = state
             except Exception as error:
-                # Whatever it is, the gateway serves on with what it knows, and has another try at the rest.
-                self._note_problem(error)
+                # On any error the gateway serves on with the last state, and tries again.
+                self._on_sync_failed(error)
                 await asyncio.sleep(backoff.fail(time.monotonic()))
                 continue
             if self._problem and backoff.num_failures:
@@ -128,62 +122,53 @@ class ControllerSync:
             self._problem = ""
             backoff.reset()
 
-    def _note_problem(self, error: Exception) -> None:
-        problem = str(error) if isinstance(error, QuireError) else f"the gateway cannot follow it: {error!r}"
+    def _on_sync_failed(self, error: Exception) -> None:
+        is_unexpected = not isinstance(error, QuireError)
+        problem = f"the gateway cannot apply the fleet's state: {error!r}" if is_unexpected else str(error)
         if problem != self._problem:
-            fault = None if isinstance(error, QuireError) else error
-            _log.warning("the fleet is as it was last seen: %s", problem, exc_info=fault)
+            traceback = error if is_unexpected else None
+            _log.warning("the fleet's state is out of date: %s", problem, exc_info=traceback)
         self._problem = problem
 
-    async def _apply(self, table: FleetState) -> None:
-        _log_changes(self._table, table)
-        for entry in table.deployments:
-            await self._apply_deployment(entry, _reachable(table, entry.deployment.name))
-        for name in set(self._linked) - {entry.deployment.name for entry in table.deployments}:
-            pool = self._linked.pop(name).served.pool
-            self._models.remove(name)
-            pool.retire()
-            self._retired.append(pool)
-        pools = [*(model.served.pool for model in self._linked.values()), *self._retired]
-        for pool in pools:
-            self._take_away(pool, table)
-        for model in self._linked.values():
-            self._add_ready(model, table)
+    async def _apply(self, state: FleetState) -> None:
+        _log_changes(self._state, state)
+        for entry in state.deployments:
+            await self._apply_deployment(entry.deployment, state)
+        self._retire_deleted(state)
+        for pool in [*(model.served.pool for model in self._synced.values()), *self._retired]:
+            _remove_ended(pool, state)
+            _drain_draining(pool, state)
+        for model in self._synced.values():
+            self._add_ready(model, state)
         for pool in [pool for pool in self._retired if not pool.clients]:
             self._retired.remove(pool)
             await pool.close()
 
-    async def _apply_deployment(self, entry: DeploymentEntry, reachable: Sequence[ReplicaEntry]) -> None:
-        """The model as it is to be served from now on. A new version is, once a replica of it is ready."""
-        deployment = entry.deployment
-        known = self._linked.get(deployment.name)
-        ready = {each.version for each in reachable if each.state is ReplicaState.READY}
-        if known is None or (
-            known.version != deployment.version and (deployment.version in ready or not ready)
-        ):
+    async def _apply_deployment(self, deployment: Deployment, state: FleetState) -> None:
+        """Serve the deployment, or update the model that is served already."""
+        reachable = [entry for entry in state.replicas_of(deployment.name) if entry.record is not None]
+        model = self._synced.get(deployment.name)
+        if model is None or _must_switch(model.version, deployment.version, reachable):
             try:
-                config, tokenizer = await asyncio.to_thread(_read, deployment)
+                config, tokenizer = await asyncio.to_thread(_read_model, deployment)
             except QuireError as error:
                 _log.error("%s cannot be served by this gateway: %s", deployment.name, error)
                 return
-            pool = self._new_pool(config) if known is None else known.served.pool
+            pool = self._new_pool(config) if model is None else model.served.pool
             served = ServedModel(config, tokenizer, RequestChecker(config, tokenizer), pool)
-            known = self._linked[deployment.name] = _Model(
-                deployment.version, served, config.scheduler.step_timeout_s + PATIENCE_S
-            )
+            patience_s = config.scheduler.step_timeout_s + PATIENCE_S
+            model = self._synced[deployment.name] = _SyncedModel(deployment.version, served, patience_s)
             self._models.add(served)
-        self._bound(known, reachable)
-        known.served.scales_from_zero = deployment.limits.min_replicas == 0
+        _limit_to_smallest_replica(model.served, reachable)
+        model.served.scales_from_zero = deployment.limits.min_replicas == 0
         self._models.notify_change()
 
-    def _bound(self, known: _Model, reachable: Sequence[ReplicaEntry]) -> None:
-        """What the smallest replica cannot hold is refused here."""
-        sizes = [each.record.num_kv_blocks for each in reachable if each.record is not None]
-        config = known.served.config
-        if sizes and config.cache.num_blocks != min(sizes):
-            config = replace(config, cache=replace(config.cache, num_blocks=min(sizes)))
-            known.served.config = config
-            known.served.checker = RequestChecker(config, known.served.tokenizer)
+    def _retire_deleted(self, state: FleetState) -> None:
+        for name in set(self._synced) - {entry.deployment.name for entry in state.deployments}:
+            pool = self._synced.pop(name).served.pool
+            self._models.remove(name)
+            pool.retire()
+            self._retired.append(pool)
 
     def _new_pool(self, config: EngineConfig) -> ReplicaPool:
         name = config.model.name
@@ -192,115 +177,101 @@ class ControllerSync:
             config.cache.block_size,
             is_fixed=False,
             max_waiting=config.scheduler.max_queue_len,
-            on_demand=self._must_report.set,
+            on_demand=self._report_due.set,
             on_change=self._models.notify_change,
-            explain=lambda: self._why_none(name),
+            explain_unavailable=lambda: self._explain_unavailable(name),
         )
 
-    def _take_away(self, pool: ReplicaPool, table: FleetState) -> None:
-        """The pool is left by what has ended, and gives nothing more to what drains."""
-        entries = _entries(table, pool.model)
-        for replica_id in pool.clients:
-            entry = entries.get(replica_id)
-            if entry is None or entry.state in (ReplicaState.STOPPED, ReplicaState.FAILED):
-                pool.remove(replica_id, "it was ended" if entry is None else entry.reason or "it was ended")
-            elif entry.state is ReplicaState.DRAINING:
-                pool.drain(replica_id)
-
-    def _add_ready(self, model: _Model, table: FleetState) -> None:
-        """Replicas whose canary has passed. Those of a model that is served no longer are of no use."""
+    def _add_ready(self, model: _SyncedModel, state: FleetState) -> None:
+        """Add the replicas that have become ready. Not for deleted models: their pools get no more requests."""
         pool = model.served.pool
-        for entry in _entries(table, pool.model).values():
+        for entry in state.replicas_of(pool.model):
             is_new = entry.replica_id not in pool.clients
             if is_new and entry.state is ReplicaState.READY and entry.record is not None:
-                pool.add(self._client(entry.record, model.patience_s))
+                pool.add(self._connect(entry.record, model.patience_s))
 
-    def _client(self, record: ReplicaRecord, patience_s: float) -> ReplicaClient:
+    def _connect(self, record: ReplicaRecord, patience_s: float) -> ReplicaClient:
         client = ReplicaClient(record.endpoint, record.replica_id, patience_s=patience_s, keys=self._keys)
         client.start()
         return client
 
-    def _why_none(self, name: str) -> str:
-        """Why the model has no replica now, in the controller's words."""
+    def _explain_unavailable(self, name: str) -> str:
+        """Return why the model has no replica, from the controller's last state."""
         lines = [
-            f"{entry.replica_id} is {entry.state}{f' ({entry.reason})' if entry.reason else ''}"
-            for entry in self._table.replicas
-            if entry.model == name and entry.state is not ReplicaState.STOPPED
+            f"{entry.replica_id} is {entry.state}{_in_parentheses(entry.reason)}"
+            for entry in self._state.replicas_of(name)
+            if entry.state is not ReplicaState.STOPPED
         ]
-        lines += [
-            each.problem for each in self._table.deployments if each.deployment.name == name and each.problem
-        ]
-        return "; ".join(dict.fromkeys([*lines, *([self._problem] if self._problem else [])]))
+        lines += [entry.problem for entry in self._state.deployments if entry.deployment.name == name]
+        lines.append(self._problem)
+        return "; ".join(dict.fromkeys(filter(None, lines)))
 
-    async def _report(self) -> None:
-        """Tells the controller what comes, each second in which something does; at once where something waits."""
-        told: dict[str, Demand] = {}
+    async def _report_loop(self) -> None:
+        """Report demand every second in which there is any, and immediately when a request begins to wait."""
+        last_reported: dict[str, Demand] = {}
         while True:
-            counts = {model.name: model.pool.take_demand() for model in self._models}
-            # That nothing waits any more is news, too.
-            waited = {name for name, demand in told.items() if demand.num_waiting}
-            demand = {name: count for name, count in counts.items() if count != Demand() or name in waited}
-            told = counts
-            if demand:
-                with suppress(QuireError):  # what is lost is made up for by what waits
-                    await self._controller.report(self._gateway_id, demand)
+            collected = {model.name: model.pool.collect_demand() for model in self._models}
+            # A model without demand is reported once more after requests waited for it: the controller must know.
+            had_waiting = {name for name, demand in last_reported.items() if demand.num_waiting}
+            report = {
+                name: demand
+                for name, demand in collected.items()
+                if demand != Demand() or name in had_waiting
+            }
+            last_reported = collected
+            if report:
+                with suppress(QuireError):  # the next report has the requests that still wait
+                    await self._controller.report(self._gateway_id, report)
             with suppress(TimeoutError):
-                async with asyncio.timeout(REPORT_S):
-                    await self._must_report.wait()
-            self._must_report.clear()
+                async with asyncio.timeout(REPORT_INTERVAL_S):
+                    await self._report_due.wait()
+            self._report_due.clear()
+
+
+def _must_switch(served_version: str, version: str, reachable: Iterable[ReplicaEntry]) -> bool:
+    """Return whether to serve a new version: once a replica of it is ready, or if no replica is ready at all."""
+    ready_versions = {entry.version for entry in reachable if entry.state is ReplicaState.READY}
+    return served_version != version and (version in ready_versions or not ready_versions)
+
+
+def _limit_to_smallest_replica(served: ServedModel, reachable: Iterable[ReplicaEntry]) -> None:
+    """Reject requests that do not fit into the smallest replica: a request may run on any of them."""
+    sizes = [entry.record.num_kv_blocks for entry in reachable if entry.record is not None]
+    config = served.config
+    if sizes and config.cache.num_blocks != min(sizes):
+        config = replace(config, cache=replace(config.cache, num_blocks=min(sizes)))
+        served.config = config
+        served.checker = RequestChecker(config, served.tokenizer)
+
+
+def _remove_ended(pool: ReplicaPool, state: FleetState) -> None:
+    entries = {entry.replica_id: entry for entry in state.replicas_of(pool.model)}
+    for replica_id in pool.clients:
+        entry = entries.get(replica_id)
+        if entry is None or entry.state in _ENDED:
+            pool.remove(replica_id, (entry.reason if entry is not None else "") or "it was ended")
+
+
+def _drain_draining(pool: ReplicaPool, state: FleetState) -> None:
+    for entry in state.replicas_of(pool.model):
+        if entry.state is ReplicaState.DRAINING:
+            pool.drain(entry.replica_id)
 
 
 def _log_changes(before: FleetState, after: FleetState) -> None:
-    """What an operator at this gateway wants to read in its log."""
+    """Log every replica whose state or reason changed."""
     known = {entry.replica_id: (entry.state, entry.reason) for entry in before.replicas}
     for entry in after.replicas:
         if known.get(entry.replica_id) != (entry.state, entry.reason):
-            why = f": {entry.reason}" if entry.reason else ""
-            _log.info("%s of %s is %s%s", entry.replica_id, entry.model, entry.state, why)
+            reason = f": {entry.reason}" if entry.reason else ""
+            _log.info("%s of %s is %s%s", entry.replica_id, entry.model, entry.state, reason)
 
 
-def _read(deployment: Deployment) -> tuple[EngineConfig, Tokenizer]:
-    """What a gateway needs of a model, from its directory on this machine; its ranks run elsewhere."""
+def _read_model(deployment: Deployment) -> tuple[EngineConfig, Tokenizer]:
+    """Read config and tokenizer from the model's directory on this machine; the ranks may run elsewhere."""
     config = deployment.resolve(has_gpus=deployment.engine.device == "cuda")
     return config, Tokenizer(config.model.path)
 
 
-def _entries(table: FleetState, model: str) -> dict[str, ReplicaEntry]:
-    return {entry.replica_id: entry for entry in table.replicas if entry.model == model}
-
-
-def _reachable(table: FleetState, model: str) -> list[ReplicaEntry]:
-    return [entry for entry in table.replicas if entry.model == model and entry.record is not None]
-
-
-_STATES = {
-    ReplicaState.STARTING: admin_pb2.REPLICA_STATE_STARTING,
-    ReplicaState.READY: admin_pb2.REPLICA_STATE_READY,
-    ReplicaState.DRAINING: admin_pb2.REPLICA_STATE_DRAINING,
-    ReplicaState.STOPPED: admin_pb2.REPLICA_STATE_STOPPED,
-    ReplicaState.FAILED: admin_pb2.REPLICA_STATE_FAILED,
-}
-
-
-def _replica_to_message(entry: ReplicaEntry) -> admin_pb2.Replica:
-    return admin_pb2.Replica(
-        replica_id=entry.replica_id,
-        model=entry.model,
-        state=_STATES[entry.state],
-        version=entry.version,
-        problem=entry.reason,
-        node_ids=() if entry.record is None else entry.record.node_ids,
-    )
-
-
-def _deployment_to_message(entry: DeploymentEntry) -> admin_pb2.Deployment:
-    limits = entry.deployment.limits
-    return admin_pb2.Deployment(
-        model=entry.deployment.name,
-        version=entry.deployment.version,
-        min_replicas=limits.min_replicas,
-        max_replicas=limits.max_replicas,
-        target_replicas=entry.target,
-        reason=entry.reason,
-        problem=entry.problem,
-    )
+def _in_parentheses(text: str) -> str:
+    return f" ({text})" if text else ""

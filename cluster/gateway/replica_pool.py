@@ -1,4 +1,4 @@
-"""ReplicaPool: one model's replicas as one gateway sees them. It decides who gets a request, and holds what waits."""
+"""ReplicaPool: one gateway's view of one model's replicas. Chooses replicas and holds requests that wait for one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .router import ReplicaLoad, Router
 
 CANARY_TIMEOUT_S = 60.0
 CANARY_RETRY_S = 1.0
-# Of prompts without a cached beginning, what a router could find is looked for in so many blocks.
+# Blocks of a prompt that are hashed for routing, at most.
 MAX_HASHED_BLOCKS = 4096
 
 _log = logging.getLogger(__name__)
@@ -31,49 +31,52 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A replica that the pool knows.
+    """A replica of the pool.
 
     Attributes:
-        is_ready: a canary has come through all its ranks to this gateway since it last had a problem.
-        is_draining: its owner wants it empty.
-        cache_version: of its prefix cache, as far as the router knows it.
-        sent_tokens: prompt tokens to compute that were handed to it since its last status.
+        is_ready: a canary token has come through all ranks to this gateway since the replica's last problem.
+        is_draining: the replica must get no more requests.
+        cache_version: version of the replica's prefix cache that the router has.
+        num_sent_tokens: prompt tokens to compute that were sent to the replica since its last status.
     """
 
     client: ReplicaClient
     is_ready: bool = False
     is_draining: bool = False
     cache_version: int = 0
-    sent_tokens: int = 0
+    num_sent_tokens: int = 0
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
-    def is_open(self) -> bool:
-        """It can be given a request."""
+    def takes_requests(self) -> bool:
         status = self.client.latest
         drains = self.is_draining or (status is not None and status.draining)
         return self.is_ready and not drains and not self.client.problem
 
     @property
+    def may_become_ready(self) -> bool:
+        return not self.client.has_failed and not self.is_draining
+
+    @property
     def load(self) -> ReplicaLoad:
         status = self.client.latest
-        assert status is not None, "a replica that is ready has told its status"
-        return ReplicaLoad(queued_tokens=status.queued_tokens + self.sent_tokens, kv_use=status.kv_use)
+        assert status is not None, "a ready replica has sent a status"
+        return ReplicaLoad(queued_tokens=status.queued_tokens + self.num_sent_tokens, kv_use=status.kv_use)
 
 
 class ReplicaPool:
-    """Runs requests on the replicas that it is told of. For one event loop.
+    """Runs requests on the replicas that are added to it. For one event loop.
 
     Args:
-        model: the name that the replicas serve.
-        block_size: tokens a KV block.
-        is_fixed: nobody will bring another replica: a request without one fails at once, and one whose replica
-            failed fails with it. Otherwise requests wait for replicas, and go on at others.
+        model: name of the model that the replicas serve.
+        block_size: tokens per KV block.
+        is_fixed: no replica will be added: a request without a ready replica fails at once, and a request fails with
+            its replica. Otherwise requests wait for replicas and resume at other replicas.
         max_waiting: requests that may wait for a replica.
-        max_wait_s: how long each may.
+        max_wait_s: time that each request may wait for a replica.
         on_demand: called when a request begins to wait.
-        on_change: called when what can be told of the pool may have changed.
-        explain: why there is no replica, for those that waited in vain.
+        on_change: called when the readiness of the pool may have changed.
+        explain_unavailable: returns why there is no replica, for the error of requests that waited in vain.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class ReplicaPool:
         max_wait_s: float = 600.0,
         on_demand: Callable[[], None] = lambda: None,
         on_change: Callable[[], None] = lambda: None,
-        explain: Callable[[], str] = lambda: "",
+        explain_unavailable: Callable[[], str] = lambda: "",
     ) -> None:
         self.model = model
         self.is_fixed = is_fixed
@@ -95,144 +98,144 @@ class ReplicaPool:
         self._block_size = block_size
         self._on_demand = on_demand
         self._on_change = on_change
-        self._explain = explain
+        self._explain_unavailable = explain_unavailable
         self._members: dict[str, _Member] = {}
         self._router = Router(block_size)
-        self._num_requests = self._num_tokens = 0
+        self._num_arrived_requests = self._num_arrived_tokens = 0
         self._num_waiting = self._num_waiting_tokens = 0
         self._changes = ChangeNotifier()
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def is_ready(self) -> bool:
-        """A request would be handed to a replica at once."""
-        return any(member.is_open for member in self._members.values())
+        """A request would be sent to a replica at once."""
+        return any(member.takes_requests for member in self._members.values())
 
     @property
     def clients(self) -> Mapping[str, ReplicaClient]:
-        """replica_id |-> the line to it."""
+        """replica_id |-> its client."""
         return {replica_id: member.client for replica_id, member in self._members.items()}
 
-    def why_closed(self, replica_id: str) -> str:
-        """Why the replica is given no requests; empty where it is."""
+    def why_unavailable(self, replica_id: str) -> str:
+        """Return why the replica gets no requests; empty if it gets requests."""
         member = self._members.get(replica_id)
         if member is None:
-            return "it is gone"
-        if member.is_open:
+            return "removed from the pool"
+        if member.takes_requests:
             return ""
-        return "it drains" if member.is_draining else "no canary token has come through all ranks yet"
+        return "draining" if member.is_draining else "no canary token has come through all ranks yet"
 
     def add(self, client: ReplicaClient) -> None:
-        """A replica, its client started. It gets requests once a canary token has come back from it."""
+        """Add a replica whose client has been started. It gets requests after its first canary token."""
         member = _Member(client)
         self._members[client.replica_id] = member
-        client.listen(lambda message: self._hear(member, message))
+        client.listen(lambda message: self._on_message(member, message))
         member.tasks = [
-            run_in_background(self._keep_ready(member), f"proving {client.replica_id}"),
-            run_in_background(self._tell_failures(client), f"watching {client.replica_id}"),
+            run_in_background(self._maintain_readiness(member), f"checking {client.replica_id}"),
+            run_in_background(self._notify_on_failures(client), f"watching {client.replica_id}"),
         ]
 
     def drain(self, replica_id: str) -> None:
-        """The replica gets no more requests; what runs there goes on until the replica gives it back."""
+        """Send the replica no more requests. Its running requests continue until it hands them off."""
         member = self._members.get(replica_id)
         if member is not None and not member.is_draining:
             member.is_draining = True
-            self._note_change()
+            self._notify_change()
 
     def retire(self) -> None:
-        """The model is served no longer: nobody will bring a replica any more."""
+        """The model was deleted: no replica will be added any more."""
         self.is_fixed = True
-        self._note_change()
+        self._notify_change()
 
     def remove(self, replica_id: str, reason: str) -> None:
-        """The replica is gone, or will be: what still runs there goes on elsewhere."""
+        """Close the client of a replica that has ended or will end; its running requests move to other replicas."""
         member = self._members.pop(replica_id)
-        self._router.forget(replica_id)
-        closing = run_in_background(self._close(member, reason), f"closing the line to {replica_id}")
+        self._router.remove_replica(replica_id)
+        closing = run_in_background(self._close_member(member, reason), f"closing the client of {replica_id}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """Ends what still runs."""
+        """Remove every replica, and end what runs there."""
         for replica_id in list(self._members):
             self.remove(replica_id, "its gateway was closed")
         await asyncio.gather(*self._closing)
 
     def submit(self, request: Request) -> MigratingRequest:
-        """Runs the request.
+        """Run the request.
 
         Raises:
             Overloaded: too many requests wait for a replica already.
-            ReplicaUnavailable: there is no replica, and none will come.
+            ReplicaUnavailable: there is no replica, and none will be added.
         """
-        self._num_requests += 1
-        self._num_tokens += len(request.prompt_token_ids)
+        self._num_arrived_requests += 1
+        self._num_arrived_tokens += len(request.prompt_token_ids)
         if not self.is_ready:
-            self._check_can_wait()
+            self._check_may_wait()
         running = MigratingRequest(request, self)
         running.start()
         return running
 
-    def take_demand(self) -> Demand:
-        """What has come since the last call."""
-        demand = Demand(self._num_requests, self._num_tokens, self._num_waiting, self._num_waiting_tokens)
-        self._num_requests = self._num_tokens = 0
+    def collect_demand(self) -> Demand:
+        """Return the requests that arrived since the last call, and those that wait now."""
+        demand = Demand(
+            self._num_arrived_requests, self._num_arrived_tokens, self._num_waiting, self._num_waiting_tokens
+        )
+        self._num_arrived_requests = self._num_arrived_tokens = 0
         return demand
 
     def choose(self, request: Request) -> ReplicaClient | None:
-        """See `Places`."""
-        candidates = {name: member for name, member in self._members.items() if member.is_open}
+        """See `ReplicaPicker`."""
+        candidates = {name: member for name, member in self._members.items() if member.takes_requests}
         if not candidates:
             return None
         num_cached_tokens = 0
-        if len(candidates) == 1:  # nothing to choose by
+        if len(candidates) == 1:  # no hashing for a choice of one
             (replica_id,) = candidates
         else:
             hashes = self._hashes(request)
             loads = {name: member.load for name, member in candidates.items()}
             replica_id = self._router.choose(hashes, request.salt, loads)
-            num_cached_tokens = self._block_size * self._router.match(replica_id, hashes)
-            self._router.note_submit(replica_id, hashes)
-        candidates[replica_id].sent_tokens += len(request.prompt_token_ids) - num_cached_tokens
+            num_cached_tokens = self._block_size * self._router.num_cached_blocks(replica_id, hashes)
+            self._router.record_submit(replica_id, hashes)
+        candidates[replica_id].num_sent_tokens += len(request.prompt_token_ids) - num_cached_tokens
         return candidates[replica_id].client
 
     async def wait_for_replica(self, request: Request, timeout_s: float | None) -> ReplicaClient:
-        """See `Places`. What runs already waits beyond the bound, too."""
+        """See `ReplicaPicker`. Requests that have begun wait even if `max_waiting` requests wait already."""
         wait_s = self.max_wait_s if timeout_s is None else min(timeout_s, self.max_wait_s)
         self._num_waiting += 1
         self._num_waiting_tokens += len(request.prompt_token_ids)
         self._on_demand()
         try:
             async with asyncio.timeout(wait_s):
-                while True:
-                    if (client := self.choose(request)) is not None:
-                        return client
-                    self._check_can_come()
+                while (client := self.choose(request)) is None:
+                    self._check_may_become_ready()
                     await self._changes.wait()
+                return client
         except TimeoutError:
-            why = self._explain()
+            why = self._explain_unavailable()
             reason = f"no replica of {self.model} was ready in {wait_s:.0f} s" + (f": {why}" if why else "")
             raise ReplicaUnavailable(reason) from None
         finally:
             self._num_waiting -= 1
             self._num_waiting_tokens -= len(request.prompt_token_ids)
 
-    def _check_can_wait(self) -> None:
-        self._check_can_come()
+    def _check_may_wait(self) -> None:
+        self._check_may_become_ready()
         if self._num_waiting >= self.max_waiting:
             raise Overloaded(
                 f"no replica of {self.model} is ready, and {self._num_waiting} requests wait for one already"
             )
 
-    def _check_can_come(self) -> None:
-        """Raises ReplicaUnavailable where no replica can become ready."""
-        if self.is_fixed and all(
-            member.client.has_failed or member.is_draining for member in self._members.values()
-        ):
-            problems = [member.client.problem for member in self._members.values()]
-            raise ReplicaUnavailable(
-                "; ".join(filter(None, problems)) or f"no replica of {self.model} takes requests"
-            )
+    def _check_may_become_ready(self) -> None:
+        """Raise ReplicaUnavailable if no replica can become ready."""
+        if not self.is_fixed or any(member.may_become_ready for member in self._members.values()):
+            return
+        problems = [member.client.problem for member in self._members.values()]
+        raise ReplicaUnavailable(
+            "; ".join(filter(None, problems)) or f"no replica of {self.model} takes requests"
+        )
 
     def _hashes(self, request: Request) -> list[bytes]:
         tokens = request.prompt_token_ids
@@ -242,21 +245,23 @@ class ReplicaPool:
             tokens[: MAX_HASHED_BLOCKS * self._block_size], self._block_size, request.salt, model=self.model
         )
 
-    def _hear(self, member: _Member, message: ReplicaStatus | CacheReport) -> None:
-        """Keeps the router's picture of the replica's cache; a lone replica needs none."""
-        replica_id = member.client.replica_id
+    def _on_message(self, member: _Member, message: ReplicaStatus | CacheReport) -> None:
         if isinstance(message, ReplicaStatus):
-            member.sent_tokens = 0
-            if len(self._members) > 1 and message.cache_version != member.cache_version:
-                member.client.send(CacheQuery(member.cache_version))
-            if message.draining:
-                self.drain(replica_id)
-        elif replica_id in self._members and message.since in (0, member.cache_version):
+            self._on_status(member, message)
+        elif member.client.replica_id in self._members and message.since in (0, member.cache_version):
             member.cache_version = message.version
-            self._router.update(replica_id, message)
+            self._router.apply_report(member.client.replica_id, message)
 
-    async def _keep_ready(self, member: _Member) -> None:
-        """Ready from a canary token on, until the replica has a problem; then again."""
+    def _on_status(self, member: _Member, status: ReplicaStatus) -> None:
+        """Reset the load estimate, and query the replica's cache unless it is the only replica."""
+        member.num_sent_tokens = 0
+        if len(self._members) > 1 and status.cache_version != member.cache_version:
+            member.client.send(CacheQuery(member.cache_version))
+        if status.draining:
+            self.drain(member.client.replica_id)
+
+    async def _maintain_readiness(self, member: _Member) -> None:
+        """Mark the replica ready after a canary token, and not ready while it has a problem."""
         client = member.client
         while True:
             await client.wait_until(well=True)
@@ -269,25 +274,25 @@ class ReplicaPool:
                 await asyncio.sleep(CANARY_RETRY_S)
                 continue
             member.is_ready = True
-            self._note_change()
+            self._notify_change()
             await client.wait_until(well=False)
             member.is_ready = False
-            self._note_change()
+            self._notify_change()
 
-    async def _tell_failures(self, client: ReplicaClient) -> None:
-        """Whoever waits for a replica looks anew when one fails, were it ready or not."""
+    async def _notify_on_failures(self, client: ReplicaClient) -> None:
+        """Wake waiting requests when the replica fails, even if it was not ready before."""
         while True:
             await client.wait_until_failed()
-            self._note_change()
+            self._notify_change()
             await client.wait_until(well=True)
 
-    def _note_change(self) -> None:
+    def _notify_change(self) -> None:
         self._changes.notify()
         self._on_change()
 
-    async def _close(self, member: _Member, reason: str) -> None:
+    async def _close_member(self, member: _Member, reason: str) -> None:
         for task in member.tasks:
             task.cancel()
         await asyncio.gather(*member.tasks, return_exceptions=True)
-        self._note_change()
+        self._notify_change()
         await member.client.close(reason)

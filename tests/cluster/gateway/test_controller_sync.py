@@ -304,7 +304,7 @@ def test_a_table_that_cannot_be_followed_is_told_of_and_the_next_one_followed(
         link.start()
         try:
             tables.put("1", deployment)
-            while "cannot follow it: KeyError('a fault')" not in link.describe().problem:
+            while "cannot apply the fleet's state: KeyError('a fault')" not in link.describe().problem:
                 await asyncio.sleep(0.01)
             monkeypatch.undo()
             tables.put("2", deployment)
@@ -314,4 +314,4 @@ def test_a_table_that_cannot_be_followed_is_told_of_and_the_next_one_followed(
             await link.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 2 * DEADLINE_S))
-    assert "the fleet is as it was last seen" in caplog.text
+    assert "the fleet's state is out of date" in caplog.text

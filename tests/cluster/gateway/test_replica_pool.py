@@ -57,7 +57,7 @@ class Fleet:
         for replica_id in replica_ids:
             self.add(replica_id)
         async with asyncio.timeout(DEADLINE_S):
-            while not all(self.pool.why_closed(replica_id) == "" for replica_id in replica_ids):
+            while not all(self.pool.why_unavailable(replica_id) == "" for replica_id in replica_ids):
                 await asyncio.sleep(0.01)
 
     def busy(self) -> str:
@@ -210,8 +210,8 @@ def test_requests_wait_for_a_replica_and_are_told_of(launcher: FakeLauncher) -> 
         running = fleet.pool.submit(request())
         await asyncio.sleep(0)
         assert told == [True]
-        assert fleet.pool.take_demand() == Demand(1, len(PROMPT), 1, len(PROMPT))
-        assert fleet.pool.take_demand() == Demand(0, 0, 1, len(PROMPT))
+        assert fleet.pool.collect_demand() == Demand(1, len(PROMPT), 1, len(PROMPT))
+        assert fleet.pool.collect_demand() == Demand(0, 0, 1, len(PROMPT))
         with pytest.raises(Overloaded, match="1 requests wait for one already"):
             fleet.pool.submit(request())
         await fleet.ready("a")
@@ -219,7 +219,7 @@ def test_requests_wait_for_a_replica_and_are_told_of(launcher: FakeLauncher) -> 
         assert tokens == EXPECTED
         assert finish.timings.queued_s > 0
         assert finish.timings.num_moves == 0
-        assert fleet.pool.take_demand() == Demand(1, len(PROMPT))
+        assert fleet.pool.collect_demand() == Demand(1, len(PROMPT))
 
     run(launcher, scenario, max_waiting=1, on_demand=lambda: told.append(True))
 
@@ -232,9 +232,9 @@ def test_a_request_that_waits_in_vain_says_why(launcher: FakeLauncher) -> None:
         aborted.end(RequestAborted("by the test"))
         with pytest.raises(RequestAborted):
             await follow(aborted)
-        assert fleet.pool.take_demand().num_waiting == 0
+        assert fleet.pool.collect_demand().num_waiting == 0
 
-    run(launcher, scenario, max_wait_s=0.05, explain=lambda: "no GPU is left")
+    run(launcher, scenario, max_wait_s=0.05, explain_unavailable=lambda: "no GPU is left")
 
 
 def test_the_callers_deadline_holds_while_it_waits(launcher: FakeLauncher) -> None:
@@ -257,7 +257,8 @@ def test_a_request_that_fails_replicas_is_given_up(launcher: FakeLauncher) -> No
                 killed.add(name)
             await asyncio.sleep(0)
         with pytest.raises(
-            ReplicaUnavailable, match=f"{MAX_FAILED_REPLICAS} replicas failed under it.*out of memory"
+            ReplicaUnavailable,
+            match=f"{MAX_FAILED_REPLICAS} replicas failed while running this request.*out of memory",
         ):
             await asked
         assert len(killed) == MAX_FAILED_REPLICAS
@@ -308,7 +309,7 @@ def test_whoever_waits_for_the_only_replica_hears_that_it_failed_before_it_was_r
         fleet.pool.add(client)
         waiting = asyncio.ensure_future(follow(fleet.pool.submit(request())))
         await asyncio.sleep(0)
-        assert fleet.pool.take_demand().num_waiting == 1
+        assert fleet.pool.collect_demand().num_waiting == 1
         client.fail("its scheduler was killed")
         with pytest.raises(ReplicaUnavailable, match="a failed: its scheduler was killed"):
             await waiting

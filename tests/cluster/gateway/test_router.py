@@ -28,7 +28,7 @@ def make_router(seed: int = 0, **options: int) -> Router:
 def tell(
     router: Router, replica_id: str, added: list[bytes], removed: list[bytes] | None = None, since: int = 0
 ) -> None:
-    router.update(replica_id, CacheReport(since + 1, since, b"".join(added), b"".join(removed or [])))
+    router.apply_report(replica_id, CacheReport(since + 1, since, b"".join(added), b"".join(removed or [])))
 
 
 class TestCachedPrefix:
@@ -42,36 +42,36 @@ class TestCachedPrefix:
         router, hashes = make_router(), make_hashes(10)
         tell(router, "gap", hashes[:2] + hashes[3:])
         tell(router, "whole", hashes[:3])
-        assert router.match("gap", hashes) == 2
+        assert router.num_cached_blocks("gap", hashes) == 2
         assert router.choose(hashes, b"", {"gap": IDLE, "whole": IDLE}) == "whole"
 
     def test_a_prefix_just_sent_counts(self) -> None:
         router, hashes = make_router(), make_hashes(8)
         loads = {f"r{i}": IDLE for i in range(8)}
         first = router.choose(hashes, b"", loads)
-        router.note_submit(first, hashes)
+        router.record_submit(first, hashes)
         assert [router.choose(hashes, b"", loads) for _ in range(20)] == [first] * 20
 
     def test_deltas_add_and_remove(self) -> None:
         router, hashes = make_router(), make_hashes(6)
         tell(router, "a", hashes[:3])
         tell(router, "a", hashes[3:], since=1)
-        assert router.match("a", hashes) == 6
+        assert router.num_cached_blocks("a", hashes) == 6
         tell(router, "a", [], hashes[4:], since=2)
-        assert router.match("a", hashes) == 4
+        assert router.num_cached_blocks("a", hashes) == 4
 
     def test_a_whole_report_voids_what_was_known(self) -> None:
         router, old, new = make_router(), make_hashes(4), make_hashes(4)
         tell(router, "a", old)
         tell(router, "a", new)
-        assert (router.match("a", old), router.match("a", new)) == (0, 4)
+        assert (router.num_cached_blocks("a", old), router.num_cached_blocks("a", new)) == (0, 4)
 
     def test_who_is_gone_is_forgotten(self) -> None:
         router, hashes = make_router(), make_hashes(4)
         tell(router, "a", hashes)
-        router.forget("a")
-        router.forget("a")
-        assert router.match("a", hashes) == 0
+        router.remove_replica("a")
+        router.remove_replica("a")
+        assert router.num_cached_blocks("a", hashes) == 0
 
     def test_only_those_that_take_requests_are_chosen(self) -> None:
         router, hashes = make_router(), make_hashes(4)
@@ -81,9 +81,9 @@ class TestCachedPrefix:
     def test_memory_is_bounded_and_keeps_the_latest(self) -> None:
         router, hashes = make_router(max_hashes=100), make_hashes(250)
         for start in range(0, 250, 10):
-            router.note_submit("a", hashes[start : start + 10])
-        assert router.match("a", hashes[150:]) == 100
-        assert router.match("a", hashes[:150]) == 0
+            router.record_submit("a", hashes[start : start + 10])
+        assert router.num_cached_blocks("a", hashes[150:]) == 100
+        assert router.num_cached_blocks("a", hashes[:150]) == 0
 
     def test_hashes_are_those_that_replicas_report(self) -> None:
         """From tokens to a choice, through the replica's own cache and journal."""
@@ -97,9 +97,9 @@ class TestCachedPrefix:
             cache.insert(CacheKey(digest, parent, content), block_id)
             parent = digest
         router = make_router()
-        router.update("a", journal.report(0))
-        assert router.match("a", prefix_hashes(tokens, BLOCK_SIZE, b"salt", model="m")) == 4
-        assert router.match("a", prefix_hashes(tokens, BLOCK_SIZE, b"other", model="m")) == 0
+        router.apply_report("a", journal.report(0))
+        assert router.num_cached_blocks("a", prefix_hashes(tokens, BLOCK_SIZE, b"salt", model="m")) == 4
+        assert router.num_cached_blocks("a", prefix_hashes(tokens, BLOCK_SIZE, b"other", model="m")) == 0
 
 
 class TestLoad:
@@ -141,7 +141,7 @@ class TestLoad:
         for _ in range(200):
             loads = {name: ReplicaLoad(tokens, 0.0) for name, tokens in queued.items()}
             chosen = router.choose(hashes, b"", loads)
-            router.note_submit(chosen, hashes)
+            router.record_submit(chosen, hashes)
             queued[chosen] += 500
         assert max(queued.values()) - min(queued.values()) <= 2 * QUEUE_SLACK_TOKENS
 
@@ -190,13 +190,13 @@ def test_never_chooses_one_that_is_overloaded(data: st.DataObject) -> None:
     for name in names:
         tell(router, name, hashes[: data.draw(st.integers(0, len(hashes)))])
     chosen = router.choose(hashes, data.draw(st.sampled_from([b"", b"a", b"b"])), loads)
-    longest = max(router.match(name, hashes) for name in names)
-    if router.match(chosen, hashes) == longest > 0 or len(names) == 1:
+    longest = max(router.num_cached_blocks(name, hashes) for name in names)
+    if router.num_cached_blocks(chosen, hashes) == longest > 0 or len(names) == 1:
         return
     # It went elsewhere: all who know the prefix best have a longer queue than it saves, or fuller memory.
     queued = min(load.queued_tokens for load in loads.values())
     kv_use = min(load.kv_use for load in loads.values())
     for name in names:
-        if longest and router.match(name, hashes) == longest:
+        if longest and router.num_cached_blocks(name, hashes) == longest:
             slack = max(longest * BLOCK_SIZE, QUEUE_SLACK_TOKENS)
             assert loads[name].queued_tokens > queued + slack or loads[name].kv_use > kv_use + KV_SLACK
