@@ -26,7 +26,7 @@ from .graphs import CudaGraphs, DecodeGraphs, DecodeInputs, GraphBackend, graph_
 from .memory.cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine, bytes_per_block
 from .memory.host_memory import available_bytes
 from .memory.host_to_device import to_device
-from .memory.kv_budget import measure_left_for_kv
+from .memory.kv_budget import profile_kv_bytes
 from .models.build import Model, build_model
 from .models.layers import LoadContext
 from .sampling.prompt_logprobs import compute_prompt_logprobs
@@ -188,7 +188,7 @@ class ModelRunner:
 
     def _compute(self, batch: Batch, result: StepResult) -> StepResult:
         with self._staged("forward", result.stage_times):
-            self._kv.join_swaps()
+            self._kv.wait_for_swaps()
             logits = None if self._graphs is None else self._graphs.replay(batch)
             if logits is None:
                 logits, scores = self._forward(batch)
@@ -260,7 +260,7 @@ class ModelRunner:
     def _free_gpu_bytes(self) -> int:
         """What the largest possible step and the graphs leave of this process's share of the GPU."""
         share = self._config.cache.gpu_memory_utilization
-        left = measure_left_for_kv(self._device, share, self._run_largest_step)
+        left = profile_kv_bytes(self._device, share, self._profile_run)
         if not self._records_graphs:
             return left
         sizes = graph_sizes(self._config.scheduler.max_num_seqs)
@@ -268,7 +268,7 @@ class ModelRunner:
         return max(0, left - logits_bytes - GRAPH_POOL_BYTES)
 
     @torch.inference_mode()
-    def _run_largest_step(self) -> None:
+    def _profile_run(self) -> None:
         """A forward pass of as many tokens and sampled rows as a step may have, all in the scratch block."""
         scheduler, block_size = self._config.scheduler, self._config.cache.block_size
         num_seqs = -(-scheduler.max_num_batched_tokens // block_size)

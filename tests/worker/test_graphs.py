@@ -16,7 +16,7 @@ from quire.kernels.native import ops as cpu
 from quire.proto.step import RowSampling
 from quire.worker import attention, graphs
 from quire.worker.graphs import CAPTURE_INTERVAL, DecodeGraphs, graph_sizes
-from quire.worker.memory.kv_budget import left_for_kv
+from quire.worker.memory.kv_budget import available_kv_bytes
 
 GREEDY = RowSampling(temperature=0.0)
 
@@ -171,14 +171,14 @@ def test_graph_sizes(max_num_seqs: int, sizes: list[int]) -> None:
     assert graph_sizes(max_num_seqs) == sizes
 
 
-def test_memory_left_for_kv() -> None:
+def test_memory_available_kv_bytes() -> None:
     gib = 1 << 30
-    assert left_for_kv(80 * gib, 60 * gib, 20 * gib, 20 * gib, 0.9) == 52 * gib
+    assert available_kv_bytes(80 * gib, 60 * gib, 20 * gib, 20 * gib, 0.9) == 52 * gib
     # A neighbour has 10 GiB; our peak is above what is reserved at the moment.
-    assert left_for_kv(80 * gib, 50 * gib, 20 * gib, 22 * gib, 0.9) == 40 * gib
+    assert available_kv_bytes(80 * gib, 50 * gib, 20 * gib, 22 * gib, 0.9) == 40 * gib
     # One left while it was measured: more is free than what the device had left.
-    assert left_for_kv(80 * gib, 79 * gib, 20 * gib, 20 * gib, 0.9) == 52 * gib
-    assert left_for_kv(80 * gib, 1 * gib, 20 * gib, 20 * gib, 0.9) == 0
+    assert available_kv_bytes(80 * gib, 79 * gib, 20 * gib, 20 * gib, 0.9) == 52 * gib
+    assert available_kv_bytes(80 * gib, 1 * gib, 20 * gib, 20 * gib, 0.9) == 0
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""CacheEngine: the KV memory of one rank, in blocks that the scheduler alone assigns."""
+"""CacheEngine: the KV cache of one rank; the scheduler alone assigns its blocks."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from ...proto.config import EngineConfig
 from ..attention import LayerCache
 
 DEFAULT_CPU_KV_BYTES = 512 << 20
-# Blocks moved to learn how fast they move.
+# Blocks moved by a measurement of the swap rate.
 MEASURED_BLOCKS = 64
-# CacheConfig.kv_dtype |-> what the cache holds; "auto" is what the model computes in.
+# CacheConfig.kv_dtype |-> element type of the cache; "auto" is the model's dtype.
 QUANTIZED_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class CacheEngine:
-    """The paged keys and values of this rank's KV heads, and the host memory that they are swapped to.
+    """The paged keys and values of this rank's KV heads, and the host memory for swapped blocks.
 
-    On a GPU, swaps run on a stream of their own, which waits for what has been launched before them; whoever uses
-    the cache afterwards waits for them by `join_swaps`. The host waits for neither.
+    On a GPU, swaps run on a stream of their own, after everything launched before them. Call `wait_for_swaps` before
+    launching anything that uses the cache. The host waits for neither.
 
     Args:
-        dtype: what the model computes in.
+        dtype: the model's dtype.
 
     Attributes:
-        layers: the cache, a layer each; block 0 is scratch for padding rows.
+        layers: the cache of each layer; block 0 is scratch for padding rows.
     """
 
     def __init__(
         self, config: EngineConfig, num_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         num_layers, num_host_blocks = config.model.num_layers, config.cache.num_host_blocks
-        # What a block consists of: keys and values, and their scales where they are quantised. Each tensor is
-        # [L, num_blocks, 2, Hkv, block_size, ...]; in host memory [L, num_host_blocks + 1, ...], block 0 unused.
+        # The parts of a block: keys and values, and their scales if they are quantized. Each tensor is
+        # [L, num_blocks, 2, Hkv, B, ...]; in host memory [L, num_host_blocks + 1, ...], block 0 unused.
         self._parts, self._host_parts = [], []
         for block, part_dtype in _block_parts(config, dtype):
             self._parts.append(_zeros((num_layers, num_blocks, *block), part_dtype, device))
@@ -48,54 +48,54 @@ class CacheEngine:
                 shape = num_layers, num_host_blocks + 1, *block
                 self._host_parts.append(_host_zeros(shape, part_dtype, device))
         self.layers = [LayerCache(*tensors) for tensors in zip(*self._parts, strict=True)]
-        self._swaps: torch.cuda.Stream | None = None
+        self._swap_stream: torch.cuda.Stream | None = None
         if self._host_parts and device.type == "cuda":
-            self._swaps = torch.cuda.Stream(device)
+            self._swap_stream = torch.cuda.Stream(device)
 
     def copy(self, pairs: Tensor) -> None:
-        """Copies blocks in every layer.
+        """Copy blocks in every layer.
 
         Args:
             pairs: [n, 2] int64, source and destination.
         """
-        self.join_swaps()
+        self.wait_for_swaps()
         for part in self._parts:
             copy_blocks(part, pairs[:, 0], pairs[:, 1])
 
     def swap_out(self, pairs: Tensor) -> None:
-        """Copies device blocks to host memory, in every layer.
+        """Copy device blocks to host memory, in every layer.
 
         Args:
             pairs: [n, 2] int64 on the host, device block and host block.
         """
-        with self._swapping():
+        with self._on_swap_stream():
             for part, host_part in zip(self._parts, self._host_parts, strict=True):
                 swap_blocks(part, host_part, pairs)
 
     def swap_in(self, pairs: Tensor) -> None:
-        """Copies host blocks to the device, in every layer.
+        """Copy host blocks to the device, in every layer.
 
         Args:
             pairs: [n, 2] int64 on the host, host block and device block.
         """
-        with self._swapping():
+        with self._on_swap_stream():
             for part, host_part in zip(self._parts, self._host_parts, strict=True):
                 swap_blocks(host_part, part, pairs)
 
-    def join_swaps(self) -> None:
-        """Makes what is launched from now on wait for the swaps: they read blocks that a step may write."""
-        if self._swaps is not None:
-            torch.cuda.current_stream(self._swaps.device).wait_stream(self._swaps)
+    def wait_for_swaps(self) -> None:
+        """Make later launches on the current stream wait for the swaps, which read blocks that a step may write."""
+        if self._swap_stream is not None:
+            torch.cuda.current_stream(self._swap_stream.device).wait_stream(self._swap_stream)
 
     def measure_swap_rate(self) -> float:
-        """Blocks a second that move to host memory and back, each way; 0 without a host tier."""
+        """Return the measured swap rate to host memory and back, in blocks/s each way; 0 without host memory."""
         if not self._host_parts:
             return 0.0
         count = min(self._parts[0].shape[1], self._host_parts[0].shape[1], MEASURED_BLOCKS + 1) - 1
         if count < 1:
             return 0.0
         pairs = torch.arange(1, count + 1).repeat(2, 1).T
-        self.swap_out(pairs)  # touches the pages for the first time
+        self.swap_out(pairs)  # touches the pages of the host memory for the first time
         self._synchronize()
         started = time.perf_counter()
         self.swap_out(pairs)
@@ -104,28 +104,28 @@ class CacheEngine:
         return 2 * count / (time.perf_counter() - started)
 
     @contextmanager
-    def _swapping(self) -> Iterator[None]:
-        """On the swaps' stream, after everything launched so far; on a CPU copies are made at once."""
-        if self._swaps is None:
+    def _on_swap_stream(self) -> Iterator[None]:
+        """Run the body on the swap stream, after everything launched so far; on a CPU run it directly."""
+        if self._swap_stream is None:
             yield
             return
-        self._swaps.wait_stream(torch.cuda.current_stream(self._swaps.device))
-        with torch.cuda.stream(self._swaps):
+        self._swap_stream.wait_stream(torch.cuda.current_stream(self._swap_stream.device))
+        with torch.cuda.stream(self._swap_stream):
             yield
 
     def _synchronize(self) -> None:
-        if self._swaps is not None:
-            self._swaps.synchronize()
+        if self._swap_stream is not None:
+            self._swap_stream.synchronize()
 
 
 def bytes_per_block(config: EngineConfig, dtype: torch.dtype) -> int:
-    """KV bytes that a block takes on one rank, all layers together, where the model computes in `dtype`."""
+    """Return the KV bytes of a block on one rank, in all layers, for a model of `dtype`."""
     parts = _block_parts(config, dtype)
     return config.model.num_layers * sum(math.prod(shape) * part.itemsize for shape, part in parts)
 
 
 def _block_parts(config: EngineConfig, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of what a block of one layer consists of."""
+    """Return shape and dtype of each part of a block in one layer."""
     slots = 2, config.num_kv_heads_per_rank, config.cache.block_size
     quantized = QUANTIZED_DTYPES.get(config.cache.kv_dtype)
     if quantized is None:
@@ -134,7 +134,7 @@ def _block_parts(config: EngineConfig, dtype: torch.dtype) -> list[tuple[tuple[i
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Pinned where a device copies from it."""
+    """Return zeros in host memory, pinned if the device is a GPU."""
     zeros = _zeros(shape, dtype, torch.device("cpu"))
     return zeros.pin_memory() if device.type == "cuda" else zeros
 
@@ -142,7 +142,7 @@ def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's lie on huge pages where the system has some. They are written here and not by steps: the first touch
-    # took a ninth of the time of a prompt, and memory that is not there is better missed now.
+    # numpy allocates on huge pages if the system has some. The pages are touched here, not by the first steps: the
+    # first touch took a ninth of a prompt's time, and missing memory is better found now.
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.empty(num_bytes, dtype=np.uint8)).zero_().view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""How much memory a process on this machine may still take."""
+"""Memory that a process on this machine can still allocate."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import re
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
-# Of the container that the process is in, where that has a limit (Linux's cgroup v2).
+# Memory limit of the container, if it has one (Linux cgroup v2).
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
-    """What the machine can give without swapping and the container may have; None where neither says so."""
-    known = [found for found in (_left_on_machine(meminfo), _left_in_container(cgroup)) if found is not None]
+    """Return the bytes that neither swap nor exceed the container's limit. Returns None if neither is known."""
+    known = [num for num in (_machine_bytes(meminfo), _container_bytes(cgroup)) if num is not None]
     return min(known, default=None)
 
 
-def _left_on_machine(meminfo: Path) -> int | None:
+def _machine_bytes(meminfo: Path) -> int | None:
     try:
         found = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(), re.MULTILINE)
     except OSError:
@@ -24,8 +24,8 @@ def _left_on_machine(meminfo: Path) -> int | None:
     return None if found is None else 1024 * int(found[1])
 
 
-def _left_in_container(cgroup: Path) -> int | None:
-    """Files that the system keeps in memory count as used, but give way."""
+def _container_bytes(cgroup: Path) -> int | None:
+    """Return the bytes left below the container's limit; inactive page cache counts as free."""
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         used = int((cgroup / "memory.current").read_text())

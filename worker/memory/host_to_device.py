@@ -1,4 +1,4 @@
-"""From the host to the device."""
+"""Copies from the host to the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# Where arrays of one transfer begin: kernels are compiled anew for a tensor that lies otherwise.
+# Alignment in bytes of each array of a transfer: Triton recompiles a kernel for tensors of another alignment.
 _ALIGNMENT = 16
 _DTYPES = {
     "bool": torch.bool,
@@ -21,19 +21,19 @@ _DTYPES = {
 
 
 def to_device(values: npt.ArrayLike, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A copy on the device; the host does not wait for it."""
+    """Copy values to the device; the host does not wait for the transfer."""
     return _send(torch.from_numpy(np.array(values)).to(dtype), device)
 
 
 def to_device_together(arrays: list[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Copies of several arrays in one transfer, in their own types; the host does not wait for it."""
+    """Copy several arrays in one transfer, each in its own dtype; the host does not wait for the transfer."""
     if device.type == "cpu":
         return [torch.from_numpy(array.copy()) for array in arrays]
     return unpack(_send(pack(arrays), device), arrays)
 
 
 def pack(arrays: list[npt.NDArray[Any]]) -> Tensor:
-    """All of them in one tensor of bytes."""
+    """Pack arrays into one tensor of bytes."""
     starts = _starts(arrays)
     packed = np.empty(starts[-1], dtype=np.uint8)
     for array, start in zip(arrays, starts, strict=False):
@@ -42,7 +42,7 @@ def pack(arrays: list[npt.NDArray[Any]]) -> Tensor:
 
 
 def unpack(packed: Tensor, arrays: list[npt.NDArray[Any]]) -> list[Tensor]:
-    """Views of what `pack` has made of arrays of these shapes and types."""
+    """Return views of a tensor packed from arrays of these shapes and dtypes."""
     return [
         packed[start : start + array.nbytes].view(_DTYPES[array.dtype.name]).view(array.shape)
         for array, start in zip(arrays, _starts(arrays), strict=False)
@@ -50,7 +50,7 @@ def unpack(packed: Tensor, arrays: list[npt.NDArray[Any]]) -> list[Tensor]:
 
 
 def _starts(arrays: list[npt.NDArray[Any]]) -> list[int]:
-    """Where each begins, and the length of all."""
+    """Return the offset of each array, and the total length in bytes."""
     starts = [0]
     for array in arrays:
         starts.append(starts[-1] + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT)

@@ -1,4 +1,4 @@
-"""How much memory of a GPU is left for keys and values."""
+"""Memory of a GPU that is available for the KV cache."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Callable
 import torch
 
 
-def left_for_kv(total: int, free: int, reserved: int, peak: int, share: float) -> int:
-    """Bytes of a GPU that keys and values may take.
+def available_kv_bytes(total: int, free: int, reserved: int, peak: int, utilization: float) -> int:
+    """Return the bytes of a GPU that the KV cache may take.
 
     Args:
-        total, free: of the whole GPU, as it says itself.
-        reserved: what this process holds at that moment.
-        peak: the most that this process needs besides.
-        share: of the GPU, for everything that runs on it.
+        total, free: of the whole GPU, as the driver reports them.
+        reserved: by this process at the time of `free`.
+        peak: largest allocation of this process during the profile run.
+        utilization: fraction of the GPU that all processes together may use.
     """
-    # Neighbours come and go while this is measured: what is free may be more than what they seem to leave.
-    taken_by_others = max(0, total - free - reserved)
-    return max(0, int(total * share) - taken_by_others - peak)
+    # Other processes start and end during the profile run: `free + reserved` can exceed `total`.
+    used_by_others = max(0, total - free - reserved)
+    return max(0, int(total * utilization) - used_by_others - peak)
 
 
-def measure_left_for_kv(device: torch.device, share: float, run_largest_step: Callable[[], None]) -> int:
-    """left_for_kv of this GPU, with the peak of a step that is run for it."""
+def profile_kv_bytes(device: torch.device, utilization: float, profile_run: Callable[[], None]) -> int:
+    """Return available_kv_bytes of this GPU, with the peak of one `profile_run`."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    run_largest_step()
+    profile_run()
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
-    return left_for_kv(total, free, reserved, peak, share)
+    return available_kv_bytes(total, free, reserved, peak, utilization)

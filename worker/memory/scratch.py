@@ -1,4 +1,4 @@
-"""Memory that is given back to the system as soon as it is freed."""
+"""Temporary memory that returns to the system as soon as it is freed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 
-def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor for numbers on their way to somewhere else.
+def empty_scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialized tensor for temporary data.
 
-    On a CPU it bypasses the allocator, in whose heap the holes that a layer's numbers leave, once they have been
-    laid out anew, come to a tenth of a model.
+    On a CPU it bypasses the allocator: after the weights have been packed, the freed originals would leave holes in
+    the heap that add up to a tenth of the model.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes == 0:

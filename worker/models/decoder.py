@@ -283,7 +283,7 @@ class Decoder:
             soft_cap=spec.logits_soft_cap,
         )
         # Some checkpoints store the head although it is tied.
-        load.checkpoint.expect_all_read(ignoring=["lm_head.weight"] if spec.tied_embeddings else [])
+        load.checkpoint.check_all_read(ignoring=["lm_head.weight"] if spec.tied_embeddings else [])
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: list[LayerCache], inputs: AttentionInputs

@@ -85,7 +85,7 @@ def _name_fused_experts(
     gate_up, down = (experts.count, 2 * inner, hidden_size), (experts.count, hidden_size, inner)
     gate_part, up_part, down_part = parts
     for index in range(experts.count):
-        own, rename = f"{name}.{index}", load.checkpoint.name_part
+        own, rename = f"{name}.{index}", load.checkpoint.alias_rows
         rename(f"{own}.{gate_part}.weight", f"{name}.gate_up_proj", gate_up, index, 0, inner)
         rename(f"{own}.{up_part}.weight", f"{name}.gate_up_proj", gate_up, index, inner, inner)
         rename(f"{own}.{down_part}.weight", f"{name}.down_proj", down, index, 0, hidden_size)

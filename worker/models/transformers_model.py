@@ -64,7 +64,7 @@ class TransformersModel:
         self.head = self._place_head(tied)
         self._place_linears()
         self._place_rest()
-        load.checkpoint.expect_all_read(self._names_without_use())
+        load.checkpoint.check_all_read(self._names_without_use())
         # From here on the body runs by itself, and what is around it only makes logits.
         setattr(self._causal, self._prefix, _GivenStates())
         self._causal.eval()
@@ -147,7 +147,7 @@ class TransformersModel:
         num_outputs, num_inputs = module.weight.shape
         if isinstance(module, Conv1D):  # stored with the inputs first
             num_inputs, num_outputs = num_outputs, num_inputs
-            self._load.checkpoint.transpose(f"{name}.weight", (num_inputs, num_outputs))
+            self._load.checkpoint.alias_transpose(f"{name}.weight", (num_inputs, num_outputs))
         has_bias = module.bias is not None
         if style == ROW:
             return RowParallelLinear(self._load, name, num_inputs, num_outputs, has_bias)

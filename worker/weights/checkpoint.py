@@ -1,4 +1,4 @@
-"""Reading a checkpoint: safetensors only, tensor by tensor, each rank no more than its slices."""
+"""Checkpoint: the tensors of a model directory in safetensors files, of which each rank reads only its slices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .safetensors_file import SafetensorsFile, StoredTensor
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
-# Constants that some checkpoints carry and that are computed instead, from the configuration or as they are needed.
+# Stored in some checkpoints, but ignored: quire computes these constants.
 _COMPUTED_SUFFIXES = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 
 ProgressCallback = Callable[[int, int], None]
@@ -24,13 +24,13 @@ ProgressCallback = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class _Alias:
-    """A matrix that lies within a stored tensor.
+    """A matrix that is part of a stored tensor.
 
     Attributes:
-        stored_shape: what the stored tensor must have.
-        index: of the matrix in the stored tensor's first dimension, where that has three.
-        start, length: its rows.
-        transposed: it is stored with its rows as columns.
+        stored_shape: expected shape of the stored tensor.
+        index: of the matrix in the first dimension of a stored tensor of three dimensions.
+        start, length: rows of the matrix.
+        transposed: the rows of the matrix are stored as columns.
     """
 
     stored: str
@@ -42,20 +42,20 @@ class _Alias:
 
 
 class Checkpoint:
-    """The tensors of a model directory by name. Reads nothing but headers until asked.
+    """The tensors of a model directory by name. The constructor reads only the headers of the files.
 
     Args:
-        folder: has model.safetensors, or model.safetensors.index.json and the files that it names.
-        on_progress: called with bytes that this rank has read and bytes that it will read in all. Those are
-            estimated, as a rank's part of every tensor of two dimensions and more and the whole of the others;
-            the last call says how many they were.
-        num_ranks: that share the tensors.
+        folder: has model.safetensors, or model.safetensors.index.json and the files that it lists.
+        on_progress: called with the bytes that this rank has read and the expected total. The total is an estimate:
+            this rank's share of each tensor of two or more dimensions, and all of the others. The last call has the
+            exact total.
+        num_ranks: ranks that share the tensors.
 
     Attributes:
-        num_bytes_read: so far.
+        num_bytes_read: bytes read so far.
 
     Raises:
-        ModelLoadError: no weights, or a file that is missing, truncated or malformed; names it.
+        ModelLoadError: there are no weights, or a file is missing, truncated or malformed; names the file.
     """
 
     def __init__(
@@ -77,37 +77,37 @@ class Checkpoint:
         self.num_bytes_read = 0
 
     def close(self) -> None:
-        """Closes the files; nothing can be read afterwards. Safe to call twice."""
+        """Close the files. Safe to call twice."""
         for file in self._files.values():
             file.close()
 
     def has(self, name: str) -> bool:
-        """Whether there is such a tensor, or one was given that name."""
+        """Return whether a stored tensor or an alias has this name."""
         return name in self._file_of or name in self._aliases
 
     def names(self) -> list[str]:
-        """All that is stored."""
+        """Return the names of all stored tensors."""
         return list(self._file_of)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Of a stored tensor. Raises ModelLoadError if there is none of that name."""
+        """Return the shape of a stored tensor. Raises ModelLoadError if there is none of this name."""
         return self._find(name).shape
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """In which a tensor is stored. Raises ModelLoadError if there is none of that name."""
+        """Return the stored dtype of a tensor. Raises ModelLoadError if there is none of this name."""
         return self._find(name).dtype
 
-    def drop(self, name: str) -> None:
-        """Says that the model has no use for a tensor, should there be one of that name."""
+    def ignore(self, name: str) -> None:
+        """Accept that a tensor is not read; there may be none of this name."""
         self._unread.discard(name)
 
-    def drop_if_zero(self, name: str) -> None:
-        """Likewise, unless it holds something."""
+    def ignore_if_zero(self, name: str) -> None:
+        """Accept that a tensor is not read if all of its elements are 0; there may be none of this name."""
         if name in self._file_of and self.read(name, self.shape_of(name)).any():
             self._unread.add(name)
 
     def rename(self, stored: str, name: str) -> None:
-        """Has a stored tensor known by another name from now on."""
+        """Give a stored tensor another name."""
         file_name = self._file_of.pop(stored)
         tensors = self._files[file_name].tensors
         tensors[name] = tensors.pop(stored)
@@ -115,55 +115,55 @@ class Checkpoint:
         self._unread.remove(stored)
         self._unread.add(name)
 
-    def name_part(
+    def alias_rows(
         self, name: str, stored: str, stored_shape: tuple[int, int, int], index: int, start: int, length: int
     ) -> None:
-        """Gives rows of one matrix of a stack of matrices a name of their own."""
+        """Name `length` rows from `start` on of matrix `index` in a stored stack of matrices."""
         self._aliases[name] = _Alias(stored, stored_shape, index, start, length)
 
-    def transpose(self, name: str, stored_shape: tuple[int, int]) -> None:
-        """Has a stored matrix read as its transpose from now on."""
+    def alias_transpose(self, name: str, stored_shape: tuple[int, int]) -> None:
+        """Make reads of a stored matrix return its transpose."""
         self._aliases[name] = _Alias(name, stored_shape, transposed=True)
 
     def read_into(self, out: Tensor, name: str, shape: tuple[int, ...], dim: int = 0, start: int = 0) -> None:
-        """Copies a part of a tensor into `out`, converting to its dtype and device.
+        """Copy a slice of a tensor into `out`, converted to the dtype and device of `out`.
 
         Args:
-            out: as long as the part in dimension `dim`, and as the whole tensor in the others.
-            shape: what the whole tensor must have.
-            dim, start: the part begins at `start` of dimension `dim`.
+            out: has the slice's length in dimension `dim` and the tensor's in the others.
+            shape: expected shape of the whole tensor.
+            dim, start: the slice begins at `start` of dimension `dim`.
 
         Raises:
-            ModelLoadError: no such tensor, or one of another shape.
+            ModelLoadError: the tensor is missing or has another shape.
         """
         self._read(out, name, shape, [start if axis == dim else 0 for axis in range(len(shape))])
 
     def read(self, name: str, shape: tuple[int, ...], *ranges: tuple[int, int]) -> Tensor:
-        """A part of a tensor, in the dtype that it is stored in.
+        """Return a slice of a tensor in its stored dtype.
 
         Args:
-            shape: what the whole tensor must have.
-            ranges: start and length in the first dimensions; all of the others.
+            shape: expected shape of the whole tensor.
+            ranges: start and length of the slice in the first dimensions; it has all of the others.
 
         Raises:
-            ModelLoadError: no such tensor, or one of another shape.
+            ModelLoadError: the tensor is missing or has another shape.
         """
-        boxed = [*ranges, *((0, length) for length in shape[len(ranges) :])]
-        out = torch.empty([length for _, length in boxed], dtype=self.dtype_of(name))
-        self._read(out, name, shape, [start for start, _ in boxed])
+        box = [*ranges, *((0, length) for length in shape[len(ranges) :])]
+        out = torch.empty([length for _, length in box], dtype=self.dtype_of(name))
+        self._read(out, name, shape, [start for start, _ in box])
         return out
 
-    def expect_all_read(self, ignoring: Iterable[str] = ()) -> None:
-        """Call at the end: a tensor that nothing asked for means that the model was misunderstood.
+    def check_all_read(self, ignoring: Iterable[str] = ()) -> None:
+        """Check that all tensors were read, which shows that the model definition matches the checkpoint.
 
         Raises:
-            ModelLoadError: names the tensors left over.
+            ModelLoadError: tensors were not read; names them.
         """
-        left = {name for name in self._unread.difference(ignoring) if not name.endswith(_COMPUTED_SUFFIXES)}
-        if left:
-            some = ", ".join(sorted(left)[:5])
+        unread = {name for name in self._unread.difference(ignoring) if not name.endswith(_COMPUTED_SUFFIXES)}
+        if unread:
+            some = ", ".join(sorted(unread)[:5])
             raise ModelLoadError(
-                f"{self._folder} has {len(left)} tensors that the model has no use for: {some}"
+                f"{self._folder} has {len(unread)} tensors that the model does not use: {some}"
             )
         if self._on_progress is not None:
             self._on_progress(self.num_bytes_read, self.num_bytes_read)
@@ -175,7 +175,7 @@ class Checkpoint:
         elif alias.transposed:
             self._read_stored(out.t(), alias.stored, alias.stored_shape, starts[::-1])
         else:
-            assert shape[0] == alias.length, f"{name!r} was named with {alias.length} rows"
+            assert shape[0] == alias.length, f"{name!r} is an alias of {alias.length} rows, not {shape[0]}"
             starts = [alias.index, alias.start + starts[0], *starts[1:]]
             self._read_stored(out.unsqueeze(0), alias.stored, alias.stored_shape, starts)
 
@@ -188,7 +188,7 @@ class Checkpoint:
         try:
             self.num_bytes_read += self._files[file_name].read_into(out, name, starts)
         except (OSError, ValueError) as error:
-            raise _unreadable(self._folder / file_name, error) from error
+            raise _read_error(self._folder / file_name, error) from error
         self._unread.discard(name)
         if self._on_progress is not None:
             self._on_progress(min(self.num_bytes_read, self._num_bytes_expected), self._num_bytes_expected)
@@ -200,7 +200,7 @@ class Checkpoint:
         return self._files[self._file_of[stored]].tensors[stored]
 
     def _locate_tensors(self) -> dict[str, str]:
-        """Tensor name |-> file name; opens all files."""
+        """Open all files; return tensor name |-> file name."""
         if (self._folder / SINGLE_FILE).is_file():
             return dict.fromkeys(self._open(SINGLE_FILE), SINGLE_FILE)
         index_path = self._folder / INDEX_FILE
@@ -208,11 +208,11 @@ class Checkpoint:
             raise ModelLoadError(f"{self._folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
         file_of = _read_index(index_path)
         for file_name in sorted(set(file_of.values())):
-            held = set(self._open(file_name))
-            absent = sorted(name for name, home in file_of.items() if home == file_name and name not in held)
-            if absent:
+            stored = set(self._open(file_name))
+            listed = {name for name, listed_in in file_of.items() if listed_in == file_name}
+            if missing := sorted(listed - stored):
                 raise ModelLoadError(
-                    f"{self._folder / file_name} lacks {absent[0]!r}, which {INDEX_FILE} puts there"
+                    f"{self._folder / file_name} has no tensor {missing[0]!r}, but {INDEX_FILE} lists it there"
                 )
         return file_of
 
@@ -221,7 +221,7 @@ class Checkpoint:
         try:
             self._files[file_name] = SafetensorsFile(path)
         except (OSError, ValueError) as error:
-            raise _unreadable(path, error) from error
+            raise _read_error(path, error) from error
         return list(self._files[file_name].tensors)
 
 
@@ -235,11 +235,11 @@ def _read_index(path: Path) -> dict[str, str]:
         file_of = {str(name): str(file_name) for name, file_name in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    strays = sorted(name for name in set(file_of.values()) if name != Path(name).name)
-    if strays:
-        raise ModelLoadError(f"{path} names a file outside its folder: {strays[0]!r}")
+    outside = sorted(name for name in set(file_of.values()) if name != Path(name).name)
+    if outside:
+        raise ModelLoadError(f"{path} lists a file outside its folder: {outside[0]!r}")
     return file_of
 
 
-def _unreadable(path: Path, error: Exception) -> ModelLoadError:
+def _read_error(path: Path, error: Exception) -> ModelLoadError:
     return ModelLoadError(f"{path} cannot be read (truncated or damaged?): {error}")

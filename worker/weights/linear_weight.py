@@ -1,4 +1,4 @@
-"""LinearWeight: what a linear layer multiplies by, made of the parts of a checkpoint's matrices that a rank holds."""
+"""LinearWeight: the weight of a linear layer, read from a rank's slices of the checkpoint's matrices."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from ...kernels.quantized_linear import (
     quantized_linear,
     supports_float8_linear,
 )
-from ..memory.scratch import scratch
+from ..memory.scratch import empty_scratch
 from .checkpoint import Checkpoint
 from .quantization import Quantization
 from .quantized_layouts import read_quantized
 from .weight_slice import WeightSlice
 
 ONLINE_TYPES = {"int8": torch.int8, "fp8": FLOAT8}
-# Numbers of a matrix that are in float32 at a time while it is quantised or dequantised.
-CHUNK_NUMBERS = 1 << 24
+# Elements of a matrix that are in float32 at a time while it is quantized or dequantized.
+CHUNK_ELEMENTS = 1 << 24
 
 
 class LinearWeight(Protocol):
-    """A matrix [N, K], laid out for the device."""
+    """A matrix [N, K] in a layout for the device."""
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x @ matrix.T + bias``: [T, K] -> [T, N]."""
+        """Return ``x @ matrix.T + bias``: [T, K] -> [T, N]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlainWeight:
-    """Numbers as kernels.linear lays them out: in the model's dtype, or in int8 where the CPU computes on that."""
+    """A weight packed by kernels.linear: in the model's dtype, or in int8 for CPUs that compute in int8."""
 
     packed: PackedWeight
 
@@ -52,27 +52,27 @@ class PlainWeight:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinearWeight:
-    """Numbers that are widened as they are read."""
+    """A quantized weight whose kernel dequantizes while reading (weight-only quantization)."""
 
-    coded: QuantizedWeight
+    quantized: QuantizedWeight
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return quantized_linear(x, self.coded, bias)
+        return quantized_linear(x, self.quantized, bias)
 
 
 @dataclass(frozen=True, slots=True)
 class Float8Weight:
-    """Numbers that are multiplied in float8, for which tokens are rounded to it as well."""
+    """A float8 weight that is multiplied in float8; the activations are quantized to float8 as well."""
 
-    coded: QuantizedWeight
+    quantized: QuantizedWeight
 
     def multiply(self, x: Tensor | Float8Tokens, bias: Tensor | None = None) -> Tensor:
-        return float8_linear(x, self.coded, bias)
+        return float8_linear(x, self.quantized, bias)
 
 
 @dataclass(frozen=True, slots=True)
 class StackedWeight:
-    """Matrices below each other that are quantised differently."""
+    """Concatenated matrices with different quantization."""
 
     weights: tuple[LinearWeight, ...]
 
@@ -88,39 +88,41 @@ def read_linear(
     device: torch.device,
     quantization: Quantization | None = None,
 ) -> LinearWeight:
-    """Reads a layer's matrix.
+    """Read a layer's matrix.
 
     Args:
-        parts: what the matrix consists of, from above.
-        quantization: how the checkpoint stores it, unless in full precision, or how to quantise it.
+        parts: slices whose rows are concatenated, in this order.
+        quantization: of the checkpoint or online; None for full precision. Layers of a quantized checkpoint may be
+            stored in full precision.
 
     Raises:
         ModelLoadError: a tensor is missing or has another shape.
-        ConfigError: numbers that are stored together would be cut apart.
+        ConfigError: a slice begins or ends inside a word that packs several numbers.
     """
     if quantization is None:
         return _read_plain(checkpoint, parts, dtype, device)
     if quantization.is_online:
         online = ONLINE_TYPES[quantization.method]
-        return lay_out(_join([_quantize_part(checkpoint, part, online, device) for part in parts])[0], dtype)
-    coded = [read_quantized(checkpoint, part, quantization) for part in parts]
-    stored = [weight for weight in coded if weight is not None]
+        quantized = [_quantize_part(checkpoint, part, online, device) for part in parts]
+        return make_linear_weight(_merge(quantized)[0], dtype)
+    read = [read_quantized(checkpoint, part, quantization) for part in parts]
+    stored = [weight for weight in read if weight is not None]
     if not stored:
         return _read_plain(checkpoint, parts, dtype, device)
     if len(stored) == len(parts):
-        weights = [lay_out(weight.to(device), dtype) for weight in _join(stored)]
+        weights = [make_linear_weight(weight.to(device), dtype) for weight in _merge(stored)]
     else:
         weights = [
             _read_plain(checkpoint, [part], dtype, device)
             if weight is None
-            else lay_out(weight.to(device), dtype)
-            for part, weight in zip(parts, coded, strict=True)
+            else make_linear_weight(weight.to(device), dtype)
+            for part, weight in zip(parts, read, strict=True)
         ]
     return weights[0] if len(weights) == 1 else StackedWeight(tuple(weights))
 
 
-def lay_out(weight: QuantizedWeight, dtype: torch.dtype) -> LinearWeight:
-    """The fastest form for the device that it is on; where nothing reads codes they are dequantised for good."""
+def make_linear_weight(weight: QuantizedWeight, dtype: torch.dtype) -> LinearWeight:
+    """Return the fastest form for the weight's device; dequantize the weight if the device has no kernel for it."""
     if supports_float8_linear(weight):
         return Float8Weight(weight)
     if has_quantized_kernel(weight):
@@ -129,18 +131,18 @@ def lay_out(weight: QuantizedWeight, dtype: torch.dtype) -> LinearWeight:
         packed = pack_int8(weight.codes, weight.scales[0])
         if packed is not None:
             return PlainWeight(packed)
-    numbers = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.codes.device)
-    step = max(1, CHUNK_NUMBERS // weight.in_features)
+    matrix = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.codes.device)
+    step = max(1, CHUNK_ELEMENTS // weight.in_features)
     for start in range(0, weight.out_features, step):
-        numbers[start : start + step] = dequantize(weight.rows(start, start + step))
-    return PlainWeight(pack(numbers))
+        matrix[start : start + step] = dequantize(weight.rows(start, start + step))
+    return PlainWeight(pack(matrix))
 
 
 def _read_plain(
     checkpoint: Checkpoint, parts: Sequence[WeightSlice], dtype: torch.dtype, device: torch.device
 ) -> PlainWeight:
     num_outputs = [part.outputs[1] for part in parts]
-    weight = scratch((sum(num_outputs), parts[0].inputs[1]), dtype, device)
+    weight = empty_scratch((sum(num_outputs), parts[0].inputs[1]), dtype, device)
     for out, part in zip(weight.split_with_sizes(num_outputs), parts, strict=True):
         checkpoint.read_into(out, f"{part.name}.weight", part.shape, part.dim, part.start)
     return PlainWeight(pack(weight))
@@ -149,12 +151,12 @@ def _read_plain(
 def _quantize_part(
     checkpoint: Checkpoint, part: WeightSlice, dtype: torch.dtype, device: torch.device
 ) -> QuantizedWeight:
-    """Rounds a part as its matrix would be as a whole: its numbers do not depend on how many ranks there are."""
+    """Quantize a slice with the scales of the whole matrix, so that results do not depend on the number of ranks."""
     first_output, num_outputs = part.outputs
     first_input, num_inputs = part.inputs
     codes = torch.empty(num_outputs, num_inputs, dtype=dtype, device=device)
     scales = torch.empty(1, num_outputs, dtype=torch.float32, device=device)
-    step = max(1, CHUNK_NUMBERS // part.shape[1])
+    step = max(1, CHUNK_ELEMENTS // part.shape[1])
     for start in range(0, num_outputs, step):
         rows = first_output + start, min(step, num_outputs - start)
         whole = checkpoint.read(f"{part.name}.weight", part.shape, rows).to(device)
@@ -164,10 +166,10 @@ def _quantize_part(
     return QuantizedWeight(codes, scales)
 
 
-def _join(weights: list[QuantizedWeight]) -> list[QuantizedWeight]:
-    """One weight where they are quantised alike; otherwise as they are."""
+def _merge(weights: list[QuantizedWeight]) -> list[QuantizedWeight]:
+    """Concatenate weights to one if their quantization is the same; return them unchanged otherwise."""
     first = weights[0]
-    if not all(_alike(first, weight) for weight in weights[1:]):
+    if not all(_same_format(first, weight) for weight in weights[1:]):
         return weights
     zeros = None
     if first.zeros is not None:
@@ -177,7 +179,7 @@ def _join(weights: list[QuantizedWeight]) -> list[QuantizedWeight]:
     return [QuantizedWeight(codes, scales, zeros, first.group_index)]
 
 
-def _alike(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+def _same_format(one: QuantizedWeight, other: QuantizedWeight) -> bool:
     if one.group_index is None or other.group_index is None:
         same_groups = one.group_index is other.group_index
     else:

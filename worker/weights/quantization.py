@@ -1,7 +1,7 @@
-"""Quantization: how the linear layers of a model are stored or are to be stored. Imports no torch.
+"""Quantization: the format of a model's quantized linear layers. Imports no torch.
 
-A checkpoint says it by the ``quantization_config`` of its config.json; an operator may ask for it where the
-checkpoint is in full precision.
+A quantized checkpoint has a ``quantization_config`` in its config.json. For a checkpoint in full precision, the
+``quantization`` option requests online quantization.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Any
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
 
-# What an operator may ask for: 8-bit integers, or 8-bit floating point (e4m3).
+# Values of the `quantization` option: 8-bit integers, or 8-bit floating point (e4m3).
 ONLINE_METHODS = ("int8", "fp8")
 
 COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 COMPRESSED_WEIGHTS = (("int", 4), ("int", 8), ("float", 8))
-# What compressed-tensors calls a layer's weights while they are stored in full precision.
+# Values of compressed-tensors' quantization_status for weights stored in full precision.
 UNCOMPRESSED_STATUS = ("initialized", "calibration", "frozen")
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How linear layers are quantised.
+    """Quantization of the linear layers.
 
     Attributes:
-        method: one of ONLINE_METHODS, made while a full-precision checkpoint is read; or the layout that the
-            checkpoint stores them in: ``awq``, ``gptq``, ``compressed`` or ``float8``.
-        bits, group_len: of a number, and inputs that share a scale (None: all of an output's); of a compressed
-            checkpoint its tensors tell.
-        zero_offset: gptq: stored zero points are less by it.
-        block_shape: outputs and inputs that share a scale, where scales come in blocks.
+        method: one of ONLINE_METHODS, applied while a full-precision checkpoint is read; or the layout of a quantized
+            checkpoint: ``awq``, ``gptq``, ``compressed`` or ``float8``.
+        bits: per number; unused for ``compressed``, where the tensors' shapes determine it.
+        group_len: inputs that share a scale; None if all inputs of an output do. Unused for ``compressed``.
+        zero_offset: added to the stored zero points of ``gptq``.
+        block_shape: outputs and inputs that share a scale, if scales are per block.
     """
 
     method: str
@@ -47,14 +47,15 @@ class Quantization:
 
 
 def read_quantization(model: ModelConfig) -> Quantization | None:
-    """How the model's linear layers are quantised; None: not at all.
+    """Return the quantization of the model's linear layers. Returns None if there is none.
 
     Raises:
-        ConfigError: an unknown method or variant; names it. Or the operator asks for another than the checkpoint's.
+        ConfigError: the method or variant is not supported; or online quantization is requested for a checkpoint
+            that is quantized already.
     """
     stored: dict[str, Any] | None = model.hf.get("quantization_config")
     if model.quantization is not None:
-        return _read_wish(model, stored)
+        return _online_quantization(model, stored)
     if not stored:
         return None
     method = stored.get("quant_method")
@@ -73,16 +74,16 @@ def read_quantization(model: ModelConfig) -> Quantization | None:
         ) from error
 
 
-def _read_wish(model: ModelConfig, stored: dict[str, Any] | None) -> Quantization:
-    wish = model.quantization
-    if wish not in ONLINE_METHODS:
-        raise ConfigError(f"quantization is {wish!r}, must be {' or '.join(ONLINE_METHODS)}")
+def _online_quantization(model: ModelConfig, stored: dict[str, Any] | None) -> Quantization:
+    method = model.quantization
+    if method not in ONLINE_METHODS:
+        raise ConfigError(f"quantization is {method!r}, must be {' or '.join(ONLINE_METHODS)}")
     if stored:
         raise ConfigError(
-            f"{model.name}: quantization {wish} is made of full precision, but the checkpoint is quantized "
+            f"{model.name}: quantization {method} needs a checkpoint in full precision, but this one is quantized "
             f"already ({stored.get('quant_method', 'unknown')}); leave the option out"
         )
-    return Quantization(wish)
+    return Quantization(method)
 
 
 def _read_gptq(stored: dict[str, Any]) -> Quantization:
@@ -133,7 +134,7 @@ def _group_len(value: Any) -> int | None:
     if value == -1:
         return None
     if not isinstance(value, int) or value < 1:
-        raise ValueError(f"a group of {value}")
+        raise ValueError(f"group size {value!r}")
     return value
 
 
@@ -142,7 +143,7 @@ def _pair(value: Any) -> tuple[int, int]:
         value = value.split("x")
     rows, columns = map(int, value)
     if rows < 1 or columns < 1:
-        raise ValueError(f"a block of {rows} x {columns}")
+        raise ValueError(f"block size {rows} x {columns}")
     return rows, columns
 
 

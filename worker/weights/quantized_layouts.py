@@ -1,16 +1,15 @@
-"""The layouts in which checkpoints store quantised linear layers, read part by part.
+"""Storage layouts of quantized linear layers in checkpoints, read slice by slice.
 
-- gptq (Frantar et al., 2023): ``qweight`` [K / 8, N] int32, eight numbers of neighbouring inputs, the first lowest;
-  ``qzeros`` [G, N / 8], eight neighbouring outputs; ``scales`` [G, N]; ``g_idx`` [K], the group of each input.
-- awq (Lin et al., 2024, in its GEMM version): ``qweight`` [K, N / 8] and ``qzeros`` [G, N / 8], eight neighbouring
+- gptq (Frantar et al., 2023): ``qweight`` [K / 8, N] int32, eight adjacent inputs per word, the first in the lowest
+  bits; ``qzeros`` [G, N / 8], eight adjacent outputs; ``scales`` [G, N]; ``g_idx`` [K], the group of each input.
+- awq (Lin et al., 2024, in its GEMM version): ``qweight`` [K, N / 8] and ``qzeros`` [G, N / 8], eight adjacent
   outputs in AWQ_ORDER; ``scales`` [G, N].
 - compressed (compressed-tensors): ``weight_packed`` [N, K / 8] int32, or ``weight`` [N, K] int8 or float8;
-  ``weight_scale`` [N, G], or one for all, or one a block; where they are needed ``weight_zero_point`` and
-  ``weight_g_idx``.
-- float8 (as published for DeepSeek-V3 and Qwen3): ``weight`` [N, K]; ``weight_scale_inv`` a block, or
-  ``weight_scale``; either is a factor.
+  ``weight_scale`` [N, G], or one for all, or one per block; optionally ``weight_zero_point`` and ``weight_g_idx``.
+- float8 (as published for DeepSeek-V3 and Qwen3): ``weight`` [N, K]; ``weight_scale_inv`` per block, or
+  ``weight_scale``; both are factors.
 
-Which layers are left in full precision their tensors tell: such a layer has a plain ``weight``.
+A layer in full precision has a plain ``weight`` instead.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from .checkpoint import Checkpoint
 from .quantization import Quantization
 from .weight_slice import Range, WeightSlice
 
-# Outputs of the eight numbers of a word, the lowest bits first.
+# Output of each of the eight numbers of a word, lowest bits first.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 WORD_BITS = 32
-# What weights of 8 bits are less than their unsigned form.
+# Offset between the unsigned and the signed form of an 8-bit weight.
 SIGN = 128
-# Numbers that are stored one by one.
+# Dtypes of weights that are stored unpacked.
 CODE_TYPES = (torch.int8, FLOAT8)
-# What a layer may store beside its weight and what computing with more exact activations has no use for.
+# Stored beside a weight for quantized activations; unused, since activations are more precise here.
 UNUSED = ("weight_shape", "input_scale", "input_zero_point", "output_scale", "activation_scale")
 
 Reader = Callable[[Checkpoint, WeightSlice, Quantization], QuantizedWeight | None]
@@ -43,24 +42,24 @@ Reader = Callable[[Checkpoint, WeightSlice, Quantization], QuantizedWeight | Non
 def read_quantized(
     checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization
 ) -> QuantizedWeight | None:
-    """A part of a matrix as the checkpoint quantises it; None: it is stored in full precision.
+    """Read a slice of a quantized matrix. Returns None if the checkpoint stores it in full precision.
 
     Raises:
         ModelLoadError: a tensor is missing or has another shape, or a group is out of range.
-        ConfigError: the part begins or ends inside a word that holds several numbers.
+        ConfigError: the slice begins or ends inside a word that packs several numbers.
     """
     return _READERS[quantization.method](checkpoint, part, quantization)
 
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """The groups of a part's inputs.
+    """The quantization groups of a slice's inputs.
 
     Attributes:
-        count: all groups of the layer.
-        range: those of them that the part needs.
-        index: [K] int32, the group of each of its inputs, counted from the first of these; None: runs of equal
-            length.
+        count: groups of the whole layer.
+        range: the groups that the slice needs.
+        index: [K] int32, the group of each input of the slice, relative to the first of `range`; None if the groups
+            are runs of equal length.
     """
 
     count: int
@@ -92,7 +91,7 @@ def _read_gptq(
         groups.range,
         _in_words(part, part.outputs, per_word),
     )
-    checkpoint.drop_if_zero(f"{part.name}.bias")
+    checkpoint.ignore_if_zero(f"{part.name}.bias")
     bytes_of_words = words.view(torch.uint8).view(*words.shape, 4)
     codes = bytes_of_words.transpose(0, 1).flatten(1)
     zeros = _unpack(zeros, quantization.bits).to(torch.int16) + quantization.zero_offset
@@ -139,7 +138,7 @@ def _read_compressed(
         _in_words(part, part.inputs, per_word),
     )
     zeros = _read_zeros(checkpoint, part, groups, bits)
-    _drop_unused(checkpoint, part)
+    _ignore_unused(checkpoint, part)
     middle = 1 << bits - 1
     zeros = torch.full(scales.shape, middle, dtype=torch.int16) if zeros is None else zeros + middle
     return _unsigned(words.view(torch.uint8), bits, scales, zeros, groups)
@@ -148,7 +147,7 @@ def _read_compressed(
 def _read_codes(
     checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization
 ) -> QuantizedWeight | None:
-    """Weights of 8 bits that lie in the checkpoint as they are."""
+    """Read weights of 8 bits that are stored unpacked."""
     name = f"{part.name}.weight"
     if not checkpoint.has(name) or checkpoint.dtype_of(name) not in CODE_TYPES:
         return None
@@ -158,7 +157,7 @@ def _read_codes(
     scales, groups = _read_scales(checkpoint, name, part, quantization.block_shape)
     codes = checkpoint.read(f"{part.name}.weight", part.shape, part.outputs, part.inputs)
     zeros = _read_zeros(checkpoint, part, groups, 8)
-    _drop_unused(checkpoint, part)
+    _ignore_unused(checkpoint, part)
     return QuantizedWeight(codes, scales, _unless_zero(zeros), groups.index)
 
 
@@ -173,7 +172,7 @@ _READERS: dict[str, Reader] = {
 def _read_scales_by_group(
     checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization, stored: Tensor | None = None
 ) -> tuple[Tensor, _Groups]:
-    """Scales [G, N] of a part, as gptq and awq store them, and its groups; `stored` as for _find_groups."""
+    """Read the scales [G, N] of a slice from gptq or awq, and find its groups; `stored` as for _find_groups."""
     num_outputs, num_inputs = part.shape
     group_len = quantization.group_len or num_inputs
     groups = _find_groups(part, -(-num_inputs // group_len), group_len, stored)
@@ -184,7 +183,7 @@ def _read_scales_by_group(
 def _read_scales(
     checkpoint: Checkpoint, name: str, part: WeightSlice, block_shape: tuple[int, int] | None
 ) -> tuple[Tensor, _Groups]:
-    """Scales [G, N] of a part and its groups, whatever the scales are for: blocks, groups, outputs, or all."""
+    """Read the scales [G, N] of a slice, stored per block, group or output or for all, and find its groups."""
     (num_outputs, num_inputs), shape = part.shape, checkpoint.shape_of(name)
     if shape in ((), (1,)):
         scale = checkpoint.read(name, shape, *((0, 1) for _ in shape))
@@ -197,7 +196,7 @@ def _read_scales(
     stored = None
     if checkpoint.has(f"{part.name}.weight_g_idx"):
         stored = checkpoint.read(f"{part.name}.weight_g_idx", (num_inputs,), part.inputs)
-        # Filled with -1 where inputs were not ordered after all.
+        # All -1 if the inputs are not reordered.
         stored = None if (stored < 0).all() else stored
     groups = _find_groups(part, -(-num_inputs // group_len), group_len, stored)
     start, length = part.outputs
@@ -209,7 +208,7 @@ def _read_scales(
 
 
 def _read_zeros(checkpoint: Checkpoint, part: WeightSlice, groups: _Groups, bits: int) -> Tensor | None:
-    """Zero points [G, N] int16 of a compressed part: stored one by one, or in words of neighbouring outputs."""
+    """Read the zero points [G, N] int16 of a compressed slice, stored unpacked or in words of adjacent outputs."""
     name = f"{part.name}.weight_zero_point"
     if not checkpoint.has(name):
         return None
@@ -224,11 +223,11 @@ def _read_zeros(checkpoint: Checkpoint, part: WeightSlice, groups: _Groups, bits
 
 
 def _find_groups(part: WeightSlice, num_groups: int, group_len: int, stored: Tensor | None = None) -> _Groups:
-    """The groups of a part's inputs.
+    """Return the groups of a slice's inputs.
 
     Args:
-        stored: [K of the part], the group of each input, where the checkpoint orders inputs by their weight
-            (act-order); None: neighbours share a group.
+        stored: [K of the slice], the group of each input, for checkpoints with act-order; None if adjacent inputs
+            share a group.
     """
     if num_groups == 1:
         return _Groups(1, (0, 1))
@@ -236,7 +235,10 @@ def _find_groups(part: WeightSlice, num_groups: int, group_len: int, stored: Ten
     index = torch.arange(start, start + length, dtype=torch.int32) // group_len
     if stored is not None and not torch.equal(stored, index):
         if stored.min() < 0 or stored.max() >= num_groups:
-            raise ModelLoadError(f"{part.name!r} has inputs in groups beyond its {num_groups}")
+            lowest, highest = int(stored.min()), int(stored.max())
+            raise ModelLoadError(
+                f"{part.name!r} has group indices from {lowest} to {highest}, must be 0 to {num_groups - 1}"
+            )
         return _Groups(num_groups, (0, num_groups), stored.int())
     first, last = start // group_len, (start + length - 1) // group_len
     needed = first, last + 1 - first
@@ -246,37 +248,37 @@ def _find_groups(part: WeightSlice, num_groups: int, group_len: int, stored: Ten
 
 
 def _read_words(checkpoint: Checkpoint, name: str, shape: tuple[int, int], *ranges: Range) -> Tensor:
-    """As checkpoint.read, of words that hold several numbers."""
+    """Read words that pack several numbers; arguments as for Checkpoint.read."""
     if checkpoint.has(name) and checkpoint.dtype_of(name) != torch.int32:
         raise ModelLoadError(f"{name!r} is stored as {checkpoint.dtype_of(name)}, expected torch.int32")
     return checkpoint.read(name, shape, *ranges)
 
 
 def _in_words(part: WeightSlice, numbers: Range, per_word: int) -> Range:
-    """A range of numbers as one of words that hold several."""
+    """Convert a range of numbers to a range of the words that pack them."""
     start, length = numbers
     if start % per_word or length % per_word:
         raise ConfigError(
-            f"{part.name}: a rank's part from {start} to {start + length} would cut a word of {per_word} numbers; "
-            "give a smaller tensor_parallel_size"
+            f"{part.name}: a rank's slice from {start} to {start + length} is not aligned to words of {per_word} "
+            "numbers; use a smaller tensor_parallel_size"
         )
     return start // per_word, length // per_word
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    """[A, W] int32 -> the numbers of each row, the lowest bits first, [A, W * 32 / bits] uint8."""
+    """[A, W] int32 -> the numbers of each row, lowest bits first, [A, W * 32 / bits] uint8."""
     numbers = words.view(torch.uint8)
     return numbers if bits == 8 else unpack_nibbles(numbers)
 
 
 def _unpack_awq(words: Tensor) -> Tensor:
-    """[A, W] int32 -> [A, 8 W] uint8, by output."""
+    """[A, W] int32 -> [A, 8 W] uint8 in the order of the outputs."""
     places = torch.tensor(AWQ_ORDER).argsort()
     return _unpack(words, 4).view(*words.shape, len(AWQ_ORDER))[:, :, places].flatten(1)
 
 
 def _unsigned(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor, groups: _Groups) -> QuantizedWeight:
-    """A weight whose codes and zero points are counted from 0; codes of 4 bits are packed."""
+    """Return a weight from unsigned codes and zero points; codes of 4 bits are packed."""
     if bits == 4:
         return QuantizedWeight(codes.contiguous(), scales.contiguous(), zeros.contiguous(), groups.index)
     signed = (codes ^ SIGN).contiguous().view(torch.int8)
@@ -287,6 +289,6 @@ def _unless_zero(zeros: Tensor | None) -> Tensor | None:
     return zeros.contiguous() if zeros is not None and zeros.any() else None
 
 
-def _drop_unused(checkpoint: Checkpoint, part: WeightSlice) -> None:
+def _ignore_unused(checkpoint: Checkpoint, part: WeightSlice) -> None:
     for name in UNUSED:
-        checkpoint.drop(f"{part.name}.{name}")
+        checkpoint.ignore(f"{part.name}.{name}")

@@ -1,8 +1,8 @@
-"""Reading one safetensors file: only the bytes that are asked for, through a buffer of bounded size.
+"""SafetensorsFile: reads slices of one safetensors file through a buffer of bounded size.
 
-The safetensors library maps files into memory, where the pages that a slice of columns touches are those of nearly
-the whole tensor; what is read here grows the process by what it keeps, and by nothing else. The format: eight
-bytes of header length (little-endian), the header as JSON (name |-> dtype, shape, data_offsets), the data.
+The safetensors library maps files into memory, where a slice of columns touches the pages of nearly the whole tensor.
+Reads here grow the process only by what they return. The format: eight bytes of header length (little-endian), the
+header as JSON (name |-> dtype, shape, data_offsets), the data.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a tensor is, and where it lies.
+    """Type and location of a tensor.
 
     Attributes:
         offset: of its first byte in the file.
@@ -56,18 +56,18 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """An open file.
+    """An open safetensors file.
 
     Attributes:
         tensors: by name.
 
     Raises:
-        OSError: it cannot be opened.
-        ValueError: it is no safetensors file, or not all of one.
+        OSError: the file cannot be opened.
+        ValueError: the file is not in safetensors format, or truncated.
     """
 
     def __init__(self, path: Path) -> None:
-        # Held open, so that a model that is replaced on disk while it loads is still read as one.
+        # Kept open so that a model replaced on disk during the load is still read consistently.
         self._file = path.open("rb", buffering=0)
         try:
             self.tensors = _read_header(self._file.fileno())
@@ -76,18 +76,18 @@ class SafetensorsFile:
             raise
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the file. Safe to call twice."""
         self._file.close()
 
     def read_into(self, out: Tensor, name: str, starts: Sequence[int]) -> int:
-        """Copies a box of a tensor into `out`, converting to its dtype and device.
+        """Copy a box (a slice in every dimension) of a tensor into `out`, converted to the dtype and device of `out`.
 
         Args:
-            out: of the box's shape, with any strides.
-            starts: of the box, in each dimension.
+            out: has the box's shape and any strides.
+            starts: of the box in each dimension.
 
         Returns:
-            Bytes read.
+            bytes read.
         """
         tensor = self.tensors[name]
         fits = len(starts) == len(tensor.shape) == out.dim() and all(
@@ -119,7 +119,7 @@ class SafetensorsFile:
         starts: tuple[int, ...],
         lengths: Sequence[int],
     ) -> None:
-        """Fills `target` with the box, run by run of bytes that lie together in the file."""
+        """Fill `target` with the box, one read per run of bytes that are contiguous in the file."""
         itemsize = tensor.dtype.itemsize
         place = 0
         for first, length in _runs(shape, starts, lengths):
@@ -130,15 +130,15 @@ class SafetensorsFile:
         while len(target):
             count = os.preadv(self._file.fileno(), [target], offset)
             if count == 0:
-                raise ValueError("the file ends before its data do")
+                raise ValueError("the file ends before its data")
             target, offset = target[count:], offset + count
 
 
 def _runs(
     shape: tuple[int, ...], starts: tuple[int, ...], lengths: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """First number and count of each run of a box's numbers that are neighbours in the tensor, in the box's order."""
-    inner = len(shape) - 1  # the innermost dimension of which the box has a part only
+    """Yield first index and length of each contiguous run of a box's elements, in the order of the box."""
+    inner = len(shape) - 1  # the innermost dimension that the box covers only in part
     while inner > 0 and lengths[inner] == shape[inner]:
         inner -= 1
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -156,14 +156,15 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def _read_header(fd: int) -> dict[str, StoredTensor]:
     file_len = os.fstat(fd).st_size
     header_len = int.from_bytes(_read_exactly(fd, 8, 0), "little")
-    if header_len > min(MAX_HEADER_BYTES, file_len - 8):
-        raise ValueError(f"its header would have {header_len} bytes")
+    max_len = min(MAX_HEADER_BYTES, file_len - 8)
+    if header_len > max_len:
+        raise ValueError(f"its header length is {header_len} bytes, must be at most {max_len}")
     try:
         header = json.loads(_read_exactly(fd, header_len, 8))
     except RecursionError as error:
-        raise ValueError("its header is nested too deep") from error
+        raise ValueError("its header is nested too deeply") from error
     if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     data_start = 8 + header_len
     return {
         name: _read_entry(name, entry, data_start, file_len)
@@ -176,16 +177,18 @@ def _read_entry(name: str, entry: Any, data_start: int, file_len: int) -> Stored
     try:
         dtype, shape = _DTYPES.get(entry["dtype"]), tuple(entry["shape"])
         begin, end = entry["data_offsets"]
-        sound = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        is_valid = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
     except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"its header describes {name!r} wrongly: {error}") from error
+        raise ValueError(f"its header has a malformed entry for {name!r}: {error}") from error
     if dtype is None:
         raise ValueError(f"{name!r} has dtype {entry['dtype']}, which is not supported")
-    if not sound:
-        raise ValueError(f"its header describes {name!r} with numbers that are none")
+    if not is_valid:
+        raise ValueError(
+            f"its header has an invalid shape or offset for {name!r}: {entry['shape']}, {entry['data_offsets']}"
+        )
     tensor = StoredTensor(dtype, shape, data_start + begin)
     if end - begin != tensor.num_bytes or data_start + end > file_len:
-        raise ValueError(f"{name!r} lies outside it, or is not as long as its shape says")
+        raise ValueError(f"{name!r} ends beyond the file, or its length does not match its shape")
     return tensor
 
 

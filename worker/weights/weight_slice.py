@@ -9,13 +9,13 @@ Range = tuple[int, int]  # start and length
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """Rows or columns of one stored matrix. A linear layer's matrix is its parts below each other.
+    """Rows or columns of one stored matrix. A linear layer's matrix is the concatenation of its slices' rows.
 
     Attributes:
-        name: of the layer that stores it, without ``.weight``.
+        name: of the stored layer, without ``.weight``.
         shape: [N, K] of the whole matrix, outputs and inputs.
-        dim: 0 for a part of its outputs, 1 for one of its inputs.
-        start, length: the part, along `dim`.
+        dim: 0 for a slice of the outputs, 1 for a slice of the inputs.
+        start, length: of the slice, along `dim`.
     """
 
     name: str

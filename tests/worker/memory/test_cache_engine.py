@@ -1,4 +1,4 @@
-"""Blocks of the KV cache, copied and swapped byte for byte, with the scales of quantised ones."""
+"""CacheEngine: copies and swaps preserve every byte of a block, including scales."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config(request: pytest.FixtureRequest) -> EngineConfig:
 
 @pytest.fixture
 def make_engine(config: EngineConfig) -> Callable[[str], CacheEngine]:
-    """On a device, with random bytes everywhere."""
+    """`make_engine(device)`: a CacheEngine filled with random bytes."""
 
     def make(device: str) -> CacheEngine:
         torch.manual_seed(0)
@@ -39,7 +39,7 @@ def make_engine(config: EngineConfig) -> Callable[[str], CacheEngine]:
 
 
 def parts(engine: CacheEngine) -> Iterator[Tensor]:
-    """What each layer's blocks consist of, as bytes."""
+    """Yield the parts of each layer's blocks, as bytes."""
     for layer in engine.layers:
         yield layer.blocks.view(torch.uint8)
         if layer.scales is not None:
@@ -51,7 +51,7 @@ def contents(engine: CacheEngine) -> Tensor:
     return torch.cat([part.flatten(start_dim=1) for part in parts(engine)], dim=1)
 
 
-def test_a_block_is_of_the_chosen_type(
+def test_block_has_kv_dtype_and_scales(
     config: EngineConfig, make_engine: Callable[[str], CacheEngine]
 ) -> None:
     engine = make_engine("cpu")
@@ -67,26 +67,26 @@ def test_a_block_is_of_the_chosen_type(
         assert layer.scales.shape == layer.blocks.shape[:-1]
 
 
-def test_the_bytes_of_a_block_are_what_is_allocated(
+def test_bytes_per_block_equals_allocated_bytes(
     config: EngineConfig, make_engine: Callable[[str], CacheEngine]
 ) -> None:
     allocated = sum(part.nbytes for part in parts(make_engine("cpu")))
     assert NUM_BLOCKS * bytes_per_block(config, torch.bfloat16) == allocated
 
 
-def test_copies_are_the_same_bytes(make_engine: Callable[[str], CacheEngine]) -> None:
+def test_copy_preserves_bytes(make_engine: Callable[[str], CacheEngine]) -> None:
     engine = make_engine("cpu")
     before = contents(engine)
     engine.copy(torch.tensor([[1, 3], [8, 4], [1, 2]]))
     assert torch.equal(contents(engine), before[[0, 1, 1, 1, 8, 5, 6, 7, 8]])
 
 
-# Runs and single blocks, upwards and downwards.
+# Runs and single blocks, ascending and descending.
 OUT = [[3, 2], [4, 3], [5, 4], [8, 6], [1, 1]]
 BACK = [[2, 7], [6, 8], [3, 2], [4, 3], [1, 6]]
 
 
-def test_swaps_are_the_same_bytes(make_engine: Callable[[str], CacheEngine]) -> None:
+def test_swap_out_and_in_preserves_bytes(make_engine: Callable[[str], CacheEngine]) -> None:
     engine = make_engine("cpu")
     before = contents(engine)
     swap_there_and_back(engine)
@@ -95,8 +95,8 @@ def test_swaps_are_the_same_bytes(make_engine: Callable[[str], CacheEngine]) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_swaps_wait_for_the_computation_and_it_for_them(make_engine: Callable[[str], CacheEngine]) -> None:
-    """Nothing here waits on the host, so that copies which came too early or too late would find other bytes."""
+def test_swaps_are_ordered_with_computation_on_gpu(make_engine: Callable[[str], CacheEngine]) -> None:
+    """The host waits for nothing, so a copy that ran too early or too late would read other bytes."""
     engine = make_engine("cuda")
     before = contents(engine)
     busy = torch.randn(4096, 4096, device="cuda")
@@ -110,7 +110,7 @@ def test_swaps_wait_for_the_computation_and_it_for_them(make_engine: Callable[[s
 
 
 def put(engine: CacheEngine, blocks: Tensor) -> None:
-    """The inverse of `contents`."""
+    """Write blocks in the format of `contents`."""
     widths = [part.flatten(start_dim=1).shape[1] for part in parts(engine)]
     for part, own in zip(parts(engine), blocks.split(widths, dim=1), strict=True):
         part.copy_(own.view(part.shape))
@@ -118,11 +118,11 @@ def put(engine: CacheEngine, blocks: Tensor) -> None:
 
 def swap_there_and_back(engine: CacheEngine) -> None:
     engine.swap_out(torch.tensor(OUT))
-    engine.join_swaps()
+    engine.wait_for_swaps()
     for part in parts(engine):
         part.zero_()
     engine.swap_in(torch.tensor(BACK))
-    engine.join_swaps()
+    engine.wait_for_swaps()
 
 
 def expected(before: Tensor) -> Tensor:
@@ -133,11 +133,11 @@ def expected(before: Tensor) -> Tensor:
     return after
 
 
-def test_the_speed_of_swaps_is_measured(make_engine: Callable[[str], CacheEngine]) -> None:
+def test_measure_swap_rate_is_positive(make_engine: Callable[[str], CacheEngine]) -> None:
     assert make_engine("cpu").measure_swap_rate() > 0
 
 
-def test_without_host_memory_there_is_no_speed(config: EngineConfig) -> None:
+def test_measure_swap_rate_is_zero_without_host_memory(config: EngineConfig) -> None:
     config = replace(config, cache=replace(config.cache, num_host_blocks=0))
     engine = CacheEngine(config, NUM_BLOCKS, torch.bfloat16, torch.device("cpu"))
     assert engine.measure_swap_rate() == 0.0

@@ -1,4 +1,4 @@
-"""What memory there is for KV on a host: read from the system, and more than that is refused before it is taken."""
+"""Host memory: available_bytes, and allocations beyond it raise before they are made."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write(folder: Path, **files: str) -> Path:
 @pytest.mark.parametrize(
     ("limit", "left"), [("max", 8 * GIB), (str(5 * GIB), 3 * GIB), (str(64 * GIB), 8 * GIB), ("0", 0)]
 )
-def test_the_smaller_of_machine_and_container_counts(tmp_path: Path, limit: str, left: int) -> None:
+def test_available_bytes_is_minimum_of_machine_and_container(tmp_path: Path, limit: str, left: int) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemTotal:       99 kB\nMemAvailable:   {8 << 20} kB\nBuffers: 7 kB\n")
     stat = f"anon {2 * GIB}\ninactive_file {GIB}\nactive_file 5\n"
@@ -35,12 +35,12 @@ def test_the_smaller_of_machine_and_container_counts(tmp_path: Path, limit: str,
     assert available_bytes(meminfo, cgroup) == left
 
 
-def test_where_the_system_says_nothing_nothing_is_known(tmp_path: Path) -> None:
+def test_available_bytes_is_none_without_system_files(tmp_path: Path) -> None:
     assert available_bytes(tmp_path / "meminfo", tmp_path) is None
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="no Linux")
-def test_this_machine_has_some_memory_left() -> None:
+def test_available_bytes_of_this_machine_is_plausible() -> None:
     left = available_bytes()
     assert left is not None
     assert 0 < left < 1 << 50
@@ -53,7 +53,7 @@ def test_this_machine_has_some_memory_left() -> None:
         ({"num_kv_blocks": 2, "num_host_kv_blocks": 9}, "num_host_kv_blocks"),
     ],
 )
-def test_more_than_there_is_is_refused(
+def test_kv_memory_beyond_available_raises_config_error(
     options: dict[str, Any], named: str, make_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = resolve(str(make_model("llama")), device="cpu", **options)

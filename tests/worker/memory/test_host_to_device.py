@@ -1,4 +1,4 @@
-"""Several arrays in one transfer come out as they went in, each where a kernel may assume it."""
+"""Arrays of one transfer arrive unchanged and aligned."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Together = Callable[[list[np.ndarray[Any, Any]]], list[Tensor]]
 
 @pytest.fixture(params=["copied", "packed"])
 def together(request: pytest.FixtureRequest) -> Together:
-    """As on a CPU, and as on other devices."""
+    """The path for a CPU, and the one for other devices."""
     if request.param == "copied":
         return lambda arrays: to_device_together(arrays, torch.device("cpu"))
     return lambda arrays: unpack(pack(arrays), arrays)
 
 
-def test_arrays_of_every_kind_and_length(together: Together) -> None:
+def test_arrays_of_every_dtype_and_length_arrive_unchanged(together: Together) -> None:
     arrays = [
         np.arange(5, dtype=np.int32),
         np.array([True, False, True]),
@@ -43,5 +43,5 @@ def test_arrays_of_every_kind_and_length(together: Together) -> None:
     assert len({tensor.data_ptr() % 16 for tensor in sent if tensor.numel()}) == 1
 
 
-def test_nothing(together: Together) -> None:
+def test_no_arrays_give_no_tensors(together: Together) -> None:
     assert together([]) == []

@@ -61,7 +61,7 @@ def test_a_published_checkpoint_of_a_base_model(
         ),
         (
             lambda tensors: tensors.update(extra=torch.ones(1)),
-            "1 tensors that the model has no use for: extra",
+            "1 tensors that the model does not use: extra",
         ),
         (
             lambda tensors: tensors.update({"transformer.ln_f.weight": torch.ones(63)}),

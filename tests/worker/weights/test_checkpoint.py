@@ -1,4 +1,4 @@
-"""Checkpoints: what is read, and what is said when it cannot be."""
+"""Checkpoint: the tensors that each rank reads, and the errors for damaged files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.worker.weights.checkpoint import Checkpoint
 
 @pytest.fixture
 def folder(make_model: Callable[..., Path], tmp_path: Path) -> Path:
-    """A model directory that the test may spoil."""
+    """A copy of a model directory that the test may modify."""
     return Path(shutil.copytree(make_model("llama"), tmp_path / "model"))
 
 
@@ -37,7 +37,7 @@ def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> N
 
 
 def shard(folder: Path) -> dict[str, str]:
-    """Splits the single file into two and an index; returns tensor |-> file."""
+    """Split the single file into two and an index; return tensor |-> file."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -49,21 +49,21 @@ def shard(folder: Path) -> dict[str, str]:
     return file_of
 
 
-def test_no_weights(folder: Path, load: Any) -> None:
+def test_directory_without_weights_raises(folder: Path, load: Any) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=r"has no weights: neither model\.safetensors nor"):
         load(folder)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 1000, -1])
-def test_a_truncated_file_is_named(folder: Path, load: Any, keep: int) -> None:
+def test_truncated_file_error_names_file(folder: Path, load: Any, keep: int) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ModelLoadError, match=r"model\.safetensors cannot be read \(truncated or damaged\?\)"):
         load(folder)
 
 
-def test_a_damaged_header_is_named(folder: Path, load: Any) -> None:
+def test_damaged_header_error_names_file(folder: Path, load: Any) -> None:
     path = folder / "model.safetensors"
     raw = bytearray(path.read_bytes())
     raw[8:24] = b"x" * 16
@@ -72,7 +72,7 @@ def test_a_damaged_header_is_named(folder: Path, load: Any) -> None:
         load(folder)
 
 
-def test_a_missing_tensor_is_named_with_its_shape(folder: Path, load: Any) -> None:
+def test_missing_tensor_error_names_expected_shape(folder: Path, load: Any) -> None:
     edit(folder, lambda tensors: tensors.pop("model.layers.1.mlp.down_proj.weight"))
     with pytest.raises(
         ModelLoadError, match=r"no tensor 'model\.layers\.1\.mlp\.down_proj\.weight'.*\[64, 128\]"
@@ -80,25 +80,25 @@ def test_a_missing_tensor_is_named_with_its_shape(folder: Path, load: Any) -> No
         load(folder)
 
 
-def test_an_extra_tensor_is_named(folder: Path, load: Any) -> None:
+def test_unused_tensor_error_names_tensor(folder: Path, load: Any) -> None:
     edit(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(128)}))
-    with pytest.raises(ModelLoadError, match=r"1 tensors? that the model has no use for: .*q_proj\.bias"):
+    with pytest.raises(ModelLoadError, match=r"1 tensors? that the model does not use: .*q_proj\.bias"):
         load(folder)
 
 
-def test_computed_constants_are_no_extra_tensors(folder: Path, load: Any) -> None:
+def test_computed_constants_are_ignored(folder: Path, load: Any) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     edit(folder, lambda tensors: tensors.update({name: torch.zeros(8)}))
     load(folder)
 
 
-def test_a_wrong_shape_is_named_with_both_shapes(folder: Path, load: Any) -> None:
+def test_wrong_shape_error_names_both_shapes(folder: Path, load: Any) -> None:
     edit(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)}))
     with pytest.raises(ModelLoadError, match=r"'model\.norm\.weight' .* has shape \[65\], expected \[64\]"):
         load(folder)
 
 
-def test_a_sharded_checkpoint_gives_the_same_model(
+def test_sharded_checkpoint_gives_same_tokens(
     folder: Path, make_model: Any, make_engine: Any, planned: Any
 ) -> None:
     from quire.proto.step import RowSampling
@@ -110,21 +110,21 @@ def test_a_sharded_checkpoint_gives_the_same_model(
     assert sequences[0].generated == sequences[1].generated
 
 
-def test_an_index_that_names_an_absent_file(folder: Path, load: Any) -> None:
+def test_index_with_missing_file_raises(folder: Path, load: Any) -> None:
     shard(folder)
     (folder / "two.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=r"two\.safetensors cannot be read"):
         load(folder)
 
 
-def test_an_index_that_is_wrong_about_a_file(folder: Path, load: Any) -> None:
+def test_index_with_wrong_file_of_tensor_raises(folder: Path, load: Any) -> None:
     file_of = shard(folder)
     file_of["lm_head.weight"] = {"one.safetensors": "two.safetensors"}.get(
         file_of["lm_head.weight"], "one.safetensors"
     )
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
     with pytest.raises(
-        ModelLoadError, match=r"lacks 'lm_head\.weight', which model\.safetensors\.index\.json"
+        ModelLoadError, match=r"no tensor 'lm_head\.weight', but model\.safetensors\.index\.json lists it"
     ):
         load(folder)
 
@@ -132,7 +132,7 @@ def test_an_index_that_is_wrong_about_a_file(folder: Path, load: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"lm_head.weight": "../../etc/passwd"}}']
 )
-def test_an_index_that_is_no_index(folder: Path, load: Any, text: str) -> None:
+def test_malformed_index_raises(folder: Path, load: Any, text: str) -> None:
     shard(folder)
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelLoadError, match=r"model\.safetensors\.index\.json"):
@@ -161,7 +161,7 @@ def test_each_rank_reads_only_its_slices(
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_progress_counts_the_bytes_of_a_ranks_own_parts(
+def test_progress_counts_bytes_of_own_slices(
     make_model: Any, engine_config: Any, thread_group: Any, size: int
 ) -> None:
     seen: list[tuple[int, int]] = []
@@ -171,7 +171,7 @@ def test_progress_counts_the_bytes_of_a_ranks_own_parts(
         thread_group(size).communicator(size - 1),
         lambda done, total: seen.append((done, total)),
     )
-    # Matrices and the biases of q, k and v are shared out; norms are held by all.
+    # Matrices and the biases of q, k and v are split over the ranks; norms are not.
     tensors = load_file(folder / "model.safetensors")
     own = sum(x.nbytes if "norm" in name else x.nbytes // size for name, x in tensors.items())
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -180,7 +180,7 @@ def test_progress_counts_the_bytes_of_a_ranks_own_parts(
     assert abs(seen[0][1] - own) < 0.02 * own
 
 
-def test_weights_are_converted_to_the_models_dtype(folder: Path, make_model: Any, engine_config: Any) -> None:
+def test_read_into_converts_to_dtype_of_out(folder: Path, make_model: Any, engine_config: Any) -> None:
     edit(folder, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
     checkpoint = Checkpoint(folder)
     out = torch.empty(64)

@@ -1,4 +1,4 @@
-"""What a rank reads and holds while it loads: its own part of the weights, and hardly more at any time."""
+"""Bytes that a rank reads and memory that it holds during a load: its own slices and little more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-# Runs by itself, so that nothing else counts: loads rank 1 of 2 and prints what that took, in bytes.
+# Runs in a process of its own: loads rank 1 of 2 and prints peak memory and bytes read.
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -56,7 +56,9 @@ print(json.dumps({"peak": peak - resident, "read": read_after - read}))
         ("gpt_neox", {"num_hidden_layers": 12, "intermediate_size": 2048}),  # by transformers' modules
     ],
 )
-def test_a_rank_grows_by_its_part_of_the_weights(make_model: Any, kind: str, sizes: dict[str, int]) -> None:
+def test_peak_memory_and_reads_are_those_of_own_slices(
+    make_model: Any, kind: str, sizes: dict[str, int]
+) -> None:
     heads = {"num_attention_heads": 8, "vocab_size": 2048}
     if kind == "llama":
         heads |= {"num_key_value_heads": 8, "head_dim": 64}
@@ -68,6 +70,6 @@ def test_a_rank_grows_by_its_part_of_the_weights(make_model: Any, kind: str, siz
     measured = json.loads(done.stdout.splitlines()[-1])
     whole = (folder / "model.safetensors").stat().st_size
     assert whole > 100e6
-    # The half of every matrix; norms and the biases of row-parallel layers in full are a thousandth of that.
+    # Half of each matrix; norms and biases of row-parallel layers, read in full, add a thousandth.
     assert whole / 2 < measured["read"] < 1.02 * whole / 2, measured
     assert measured["peak"] < 1.15 * whole / 2, measured

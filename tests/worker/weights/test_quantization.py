@@ -1,4 +1,4 @@
-"""Quantised models: greedy tokens equal those of a full-precision model with the dequantised weights."""
+"""Quantized models: greedy tokens equal those of a full-precision model with the dequantized weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SCHEMES = {
 def folders(
     make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, Path]]:
-    """Scheme |-> the quantised model and its twin of dequantised weights."""
+    """Scheme |-> the quantized model and its twin of dequantized weights."""
     source = make_model("qwen2", seed=3)
     return {
         name: write_quantized(source, tmp_path_factory.mktemp("quantized"), scheme)
@@ -68,9 +68,7 @@ def scheme_of(folder: Path, engine_config: Any) -> Quantization:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_parts_of_every_size_are_the_numbers_that_were_written(
-    name: str, folders: Any, engine_config: Any
-) -> None:
+def test_read_quantized_slices_equal_written_weights(name: str, folders: Any, engine_config: Any) -> None:
     quantized, twin = folders[name]
     checkpoint, quantization = Checkpoint(quantized), scheme_of(quantized, engine_config)
     expected = load_file(twin / "model.safetensors")
@@ -90,7 +88,7 @@ def test_parts_of_every_size_are_the_numbers_that_were_written(
 
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_greedy_tokens_are_those_of_the_dequantised_weights(
+def test_quantized_model_gives_tokens_of_dequantized_weights(
     name: str, tp: int, folders: Any, make_engine: Any, planned: Any
 ) -> None:
     prompts = [[7, 21, 300, 45, 12], [101, 9]]
@@ -104,10 +102,10 @@ def test_greedy_tokens_are_those_of_the_dequantised_weights(
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "int8", "some-layers-left"])
-def test_codes_that_stay_codes_give_the_same_tokens(
+def test_quantized_kernel_gives_tokens_of_dequantized_weights(
     name: str, folders: Any, make_engine: Any, planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where a kernel reads them; here its twin does."""
+    """The weights stay quantized as on a GPU; the kernel's PyTorch twin multiplies."""
     monkeypatch.setattr(linear_weight, "has_quantized_kernel", lambda weight: True)
     generated = []
     for folder in folders[name]:
@@ -117,7 +115,7 @@ def test_codes_that_stay_codes_give_the_same_tokens(
     assert generated[0] == generated[1]
 
 
-def test_a_device_that_multiplies_float8_is_given_it(
+def test_read_linear_returns_float8_weight_if_supported(
     folders: Any, engine_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantized, twin = folders["float8"]
@@ -130,13 +128,13 @@ def test_a_device_that_multiplies_float8_is_given_it(
     x = torch.randn(3, 64)
     expected = read_linear(Checkpoint(twin), [part], torch.float32, CPU).multiply(x)
     error = (found.multiply(x) - expected).abs()
-    assert 0 < error.max() < 0.2  # the tokens have been rounded
+    assert 0 < error.max() < 0.2  # the activations are rounded to float8
 
 
-def test_groups_that_ranks_cut_are_right(
+def test_groups_split_across_ranks_give_same_tokens(
     make_model: Any, tmp_path: Path, make_engine: Any, planned: Any
 ) -> None:
-    """Four ranks have 32 inputs of the feed-forward's second layer each, half of a group."""
+    """Four ranks have 32 inputs of down_proj each, half of a group."""
     quantized, twin = write_quantized(make_model("llama", seed=3), tmp_path, Scheme("awq", group_len=64))
     tokens = []
     for folder in (quantized, twin):
@@ -146,22 +144,24 @@ def test_groups_that_ranks_cut_are_right(
     assert tokens[0] == tokens[1]
 
 
-def test_words_that_ranks_would_cut_are_refused(
+def test_unaligned_slice_of_packed_words_raises_config_error(
     make_model: Any, tmp_path: Path, engine_config: Any, thread_group: Any
 ) -> None:
     source = make_model("llama", intermediate_size=112)
     quantized, _ = write_quantized(source, tmp_path, Scheme("gptq", group_len=None))
     comm = thread_group(4).communicator(1)
-    with pytest.raises(ConfigError, match=r"gate_proj: a rank's part from 28 to 56 would cut a word of 8"):
+    with pytest.raises(
+        ConfigError, match=r"gate_proj: a rank's slice from 28 to 56 is not aligned to words of 8"
+    ):
         ModelRunner(engine_config(quantized, 4), comm)
 
 
 @pytest.mark.parametrize("method", ["int8", "fp8"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_full_precision_is_quantised_as_it_is_read(
+def test_online_quantization_equals_quantized_checkpoint(
     method: str, tp: int, make_model: Any, tmp_path: Path, engine_config: Any, thread_group: Any
 ) -> None:
-    """The layers of each rank are those of the compressed checkpoint of the same rounding."""
+    """Each rank's layer equals that of a compressed checkpoint with the same rounding."""
     source = make_model("llama", seed=3)
     scheme = Scheme("codes", bits=8, group_len=None, symmetric=True, is_float=method == "fp8")
     quantized, _ = write_quantized(source, tmp_path, scheme)
@@ -171,7 +171,7 @@ def test_full_precision_is_quantised_as_it_is_read(
         part = WeightSlice("model.layers.2.mlp.down_proj", shape, 1, rank * 128 // tp, 128 // tp)
         online = read_linear(Checkpoint(source), [part], torch.float32, CPU, Quantization(method))
         read = read_linear(Checkpoint(quantized), [part], torch.float32, CPU, stored)
-        # Scales of that checkpoint are of 11 bits.
+        # The scales of that checkpoint have 11 bits.
         torch.testing.assert_close(online.multiply(x), read.multiply(x), rtol=2e-2, atol=2e-2)
         plain = read_linear(Checkpoint(source), [part], torch.float32, CPU)
         error = (online.multiply(x) - plain.multiply(x)).abs().max()
@@ -179,7 +179,7 @@ def test_full_precision_is_quantised_as_it_is_read(
 
 
 @pytest.mark.parametrize("method", ["int8", "fp8"])
-def test_tokens_do_not_depend_on_the_ranks(
+def test_online_quantization_gives_same_tokens_on_any_number_of_ranks(
     method: str, make_model: Any, make_engine: Any, planned: Any
 ) -> None:
     tokens = []
@@ -191,7 +191,7 @@ def test_tokens_do_not_depend_on_the_ranks(
     assert tokens[0] == tokens[1] == tokens[2]
 
 
-def test_projections_that_are_quantised_differently_are_stacked(
+def test_projections_with_different_quantization_are_stacked(
     make_model: Any, tmp_path: Path, engine_config: Any
 ) -> None:
     source = make_model("llama")
@@ -205,10 +205,10 @@ def test_projections_that_are_quantised_differently_are_stacked(
     torch.testing.assert_close(found.multiply(x, bias), expected.multiply(x, bias), rtol=1e-4, atol=1e-4)
 
 
-def test_an_empty_bias_beside_quantised_weights_is_no_surprise(
+def test_zero_bias_of_gptq_is_ignored_and_nonzero_raises(
     folders: Any, tmp_path: Path, engine_config: Any
 ) -> None:
-    """Some writers of gptq store a bias of zeros for every layer."""
+    """Some gptq tools store a bias of zeros for every layer."""
     folder = Path(shutil.copytree(folders["gptq"][0], tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.bias"
@@ -219,16 +219,20 @@ def test_an_empty_bias_beside_quantised_weights_is_no_surprise(
         ModelRunner(engine_config(folder), SingleRank())
 
 
-def test_groups_out_of_range_are_refused(folders: Any, tmp_path: Path, engine_config: Any) -> None:
+def test_group_index_out_of_range_raises_model_load_error(
+    folders: Any, tmp_path: Path, engine_config: Any
+) -> None:
     folder = Path(shutil.copytree(folders["gptq"][0], tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.down_proj.g_idx"][5] = 99
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ModelLoadError, match=r"down_proj' has inputs in groups beyond its 4"):
+    with pytest.raises(ModelLoadError, match=r"down_proj' has group indices from 0 to 99, must be 0 to 3"):
         ModelRunner(engine_config(folder), SingleRank())
 
 
-def test_words_of_another_type_are_refused(folders: Any, tmp_path: Path, engine_config: Any) -> None:
+def test_packed_words_of_wrong_dtype_raise_model_load_error(
+    folders: Any, tmp_path: Path, engine_config: Any
+) -> None:
     folder = Path(shutil.copytree(folders["awq"][0], tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.qweight"
@@ -243,10 +247,10 @@ def test_words_of_another_type_are_refused(folders: Any, tmp_path: Path, engine_
         ({"quant_method": "bitsandbytes"}, "method 'bitsandbytes' is not supported; supported: gptq, awq"),
         ({"quant_method": "gptq", "bits": 3}, "gptq bits 3 is not supported; supported: 4, 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq version 'gemv' is not supported"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "cannot be read: ValueError: a group of 0"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "cannot be read: ValueError: group size 0"),
         ({"quant_method": "gptq"}, "quantization_config cannot be read: KeyError: 'bits'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 fmt 'e5m2' is not supported"),
-        ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "cannot be read: ValueError: a block of 0 x 1"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "cannot be read: ValueError: block size 0 x 1"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "nvfp4-pack-quantized"}}},
          "compressed-tensors format 'nvfp4-pack-quantized' is not supported"),
         ({"quant_method": "compressed-tensors", "quantization_status": "frozen", "config_groups": {}},
@@ -255,7 +259,7 @@ def test_words_of_another_type_are_refused(folders: Any, tmp_path: Path, engine_
           "config_groups": {"a": {"weights": {"type": "int", "num_bits": 2}}}}, r"weights \('int', 2\)"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_refused_by_name(
+def test_unsupported_quantization_config_raises_config_error(
     change: dict[str, Any], words: str, make_model: Any, engine_config: Any
 ) -> None:
     model = engine_config(make_model("llama")).model
@@ -264,13 +268,15 @@ def test_what_cannot_be_read_is_refused_by_name(
         check_supported(model, 1)
 
 
-def test_a_quantised_checkpoint_is_not_quantised_again(folders: Any, engine_config: Any) -> None:
+def test_online_quantization_of_quantized_checkpoint_raises_config_error(
+    folders: Any, engine_config: Any
+) -> None:
     model = replace(engine_config(folders["awq"][0]).model, quantization="int8")
     with pytest.raises(ConfigError, match=r"is quantized already \(awq\); leave the option out"):
         check_supported(model, 1)
 
 
-def test_an_unknown_wish_is_refused(make_model: Any, engine_config: Any) -> None:
+def test_unknown_quantization_option_raises_config_error(make_model: Any, engine_config: Any) -> None:
     model = replace(engine_config(make_model("llama")).model, quantization="int3")
     with pytest.raises(ConfigError, match="quantization is 'int3', must be int8 or fp8"):
         check_supported(model, 1)
@@ -279,8 +285,8 @@ def test_an_unknown_wish_is_refused(make_model: Any, engine_config: Any) -> None
 @pytest.mark.parametrize(
     ("layout", "word"), [("gptq", 0x76543210), ("packed", 0x76543210), ("awq", 0x75316420)]
 )
-def test_a_word_of_eight_numbers(layout: str, word: int, tmp_path: Path) -> None:
-    """The numbers 0 to 7 in a word, as those tools have them: inputs in a row, or outputs in AWQ's order."""
+def test_packed_word_has_documented_bit_order(layout: str, word: int, tmp_path: Path) -> None:
+    """The word of the numbers 0 to 7 as each tool packs it: adjacent inputs, or outputs in AWQ's order."""
     words, one = torch.tensor([[word]], dtype=torch.int32), torch.ones(8, 8).half()
     zeros = torch.zeros(8, 1, dtype=torch.int32)
     tensors = {

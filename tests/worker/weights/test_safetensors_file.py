@@ -1,4 +1,4 @@
-"""Boxes of stored tensors, read as torch would slice them, and files that are not what they say."""
+"""SafetensorsFile: boxes equal torch's slices, and malformed files raise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 100, 4 << 20])
-def test_any_box_in_any_dtype(
+def test_read_into_equals_torch_slice(
     tensors: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
 ) -> None:
     monkeypatch.setattr(safetensors_file, "BUFFER_BYTES", buffer_bytes)
@@ -67,37 +67,37 @@ def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
 @pytest.mark.parametrize(
     ("header", "words"),
     [
-        (b"[]", "no JSON object"),
+        (b"[]", "not a JSON object"),
         (b"{", "Expecting"),
-        (b"[" * 200_000, "nested too deep"),
-        ({"x": 3}, "describes 'x' wrongly"),
-        ({"x": {"dtype": "F32", "shape": [2]}}, "describes 'x' wrongly"),
+        (b"[" * 200_000, "nested too deeply"),
+        ({"x": 3}, "malformed entry for 'x'"),
+        ({"x": {"dtype": "F32", "shape": [2]}}, "malformed entry for 'x'"),
         (entry(dtype="F3"), "dtype F3, which is not supported"),
-        (entry(dtype=["F32"]), "describes 'x' wrongly"),
-        (entry(shape=["2"]), "numbers that are none"),
-        (entry(shape=[-2]), "numbers that are none"),
-        (entry(shape=[2.0]), "numbers that are none"),
-        (entry(shape=[3]), "not as long as its shape"),
-        (entry(offsets=[4, 12]), "lies outside it"),
-        (entry(shape=[1 << 60], offsets=[0, 1 << 62]), "lies outside it"),
-        (entry(offsets=[8, 0]), "not as long"),
+        (entry(dtype=["F32"]), "malformed entry for 'x'"),
+        (entry(shape=["2"]), "invalid shape or offset for 'x'"),
+        (entry(shape=[-2]), "invalid shape or offset for 'x'"),
+        (entry(shape=[2.0]), "invalid shape or offset for 'x'"),
+        (entry(shape=[3]), "does not match its shape"),
+        (entry(offsets=[4, 12]), "ends beyond the file"),
+        (entry(shape=[1 << 60], offsets=[0, 1 << 62]), "ends beyond the file"),
+        (entry(offsets=[8, 0]), "does not match its shape"),
     ],
 )
-def test_headers_that_lie(tmp_path: Path, header: Any, words: str) -> None:
+def test_malformed_header_raises(tmp_path: Path, header: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SafetensorsFile(write(tmp_path / "x.safetensors", header, bytes(8)))
 
 
 @pytest.mark.parametrize("header_len", [1 << 63, 1 << 20, 200])
-def test_headers_longer_than_the_file(tmp_path: Path, header_len: int) -> None:
-    with pytest.raises(ValueError, match=f"its header would have {header_len} bytes"):
+def test_header_longer_than_file_raises(tmp_path: Path, header_len: int) -> None:
+    with pytest.raises(ValueError, match=f"its header length is {header_len} bytes, must be at most"):
         SafetensorsFile(write(tmp_path / "x.safetensors", entry(), bytes(8), header_len))
 
 
-def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
+def test_file_truncated_after_open_raises(tmp_path: Path) -> None:
     path = write(tmp_path / "x.safetensors", entry(), bytes(8))
     file = SafetensorsFile(path)
     with path.open("r+b") as opened:
         opened.truncate(path.stat().st_size - 4)
-    with pytest.raises(ValueError, match="ends before its data do"):
+    with pytest.raises(ValueError, match="ends before its data"):
         file.read_into(torch.empty(2), "x", [0])
