@@ -1,6 +1,6 @@
-"""Fixtures for all tests: small models on disk, built once a session, and the bundled demo model.
+"""Fixtures for all tests: tiny models on disk, built once per session, and the bundled demo model.
 
-Heavy libraries are imported where they are used, so that tests of the control plane start at once.
+Heavy libraries are imported inside functions, so that tests of the control plane start at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-# Nothing in the tests may look for a network; transformers would, for files that a tiny model lacks.
+# Tests must not use the network; transformers would, to look for files that a tiny model lacks.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 ModelFactory = Callable[..., Path]
@@ -44,13 +44,13 @@ SENTENCES = [
 
 
 def pytest_configure() -> None:
-    # A shell starts what it puts in the background with Ctrl-C ignored, and child processes would inherit that.
+    # A shell starts background jobs with SIGINT ignored, and child processes would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _make_hypothesis_repeatable()
 
 
 def _make_hypothesis_repeatable() -> None:
-    """The same examples in each run, however slow the machine is: what fails was broken by what was changed."""
+    """Draw the same examples in each run, without deadlines, so that a new failure comes from a change."""
     from hypothesis import HealthCheck, settings
 
     settings.register_profile(
@@ -63,9 +63,9 @@ def _make_hypothesis_repeatable() -> None:
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFactory:
     """`make_model(kind="llama", seed=0, **overrides) -> Path`: a tiny random model directory with a tokenizer.
 
-    Kinds are transformers' model types: llama, gemma2, gpt2 and so on. Overrides are fields of its configuration
-    of that kind; `checkpoint` arguments of save_pretrained. The same arguments give the same directory, which
-    tests must leave as it is (copy it to change it).
+    A kind is a model type of transformers: llama, gemma2, gpt2 and so on. Overrides are fields of its
+    configuration; `checkpoint` holds arguments of save_pretrained. The same arguments return the same directory:
+    a test that changes a model must copy it first.
     """
     built: dict[str, Path] = {}
 
@@ -80,7 +80,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFactory:
 
 @pytest.fixture(scope="session")
 def demo_model_dir() -> Path:
-    """The model that is bundled with the package."""
+    """The directory of the bundled demo model."""
     import quire.cluster.demo
 
     folder = Path(quire.cluster.demo.__file__).parent / "model"
@@ -101,7 +101,7 @@ def _build_model(folder: Path, kind: str, seed: int, overrides: dict[str, Any]) 
     tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     config = transformers.AutoConfig.for_model(kind, **(defaults | tokens | overrides))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _randomise(model, seed)
+    _randomize(model, seed)
     model.save_pretrained(folder, **how_to_save)
     tokenizer.save_pretrained(folder)
     return folder
@@ -122,14 +122,14 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
 }
-# Fields of TINY that configurations of these kinds do not have.
+# Fields of TINY that the configurations of these kinds lack.
 _KINDS_LACK = dict.fromkeys(("olmo", "phi3"), ("head_dim",)) | dict.fromkeys(
     ("gpt2", "gpt_neox", "opt", "bloom", "falcon"), ("head_dim", "num_key_value_heads")
 )
 
 
-def _randomise(model: PreTrainedModel, seed: int) -> None:
-    """Weights with which greedy decoding wanders: the usual small ones make a model that repeats one token."""
+def _randomize(model: PreTrainedModel, seed: int) -> None:
+    """Draw weights large enough that greedy decoding varies; the usual small ones repeat one token."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -157,12 +157,12 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
                 weight.copy_(normal(weight, sharpness * inputs**-0.5))
 
 
-# Attention that looks at few tokens.
+# Weights that are drawn larger, so that attention concentrates on few tokens.
 _SHARP = ("q_proj.", "k_proj.", "q_norm.", "k_norm.", "c_attn.", "query_key_value.", "qkv_proj.")
 
 
 def _train_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of 384 tokens at most, the end-of-text token included."""
+    """Train a byte-level BPE tokenizer of at most 384 tokens, including the end-of-text token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

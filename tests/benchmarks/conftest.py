@@ -1,6 +1,6 @@
-"""Makes the benchmarks importable, which are no part of the package.
+"""Makes the benchmarks importable, which are not part of the package.
 
-Some import Triton, which decides at that moment whether its kernels are interpreted: as the kernels' tests want it.
+triton_device comes first: Triton decides at import whether kernels are interpreted, and some benchmarks import it.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Whether counts follow a distribution."""
+"""Chi-square test of counts against expected counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 def assert_chi_square(counts: Tensor, expected: Tensor) -> None:
-    """Rejects at about 1 in 10,000; rare outcomes are put together."""
+    """Assert that counts follow a distribution, with a false alarm about once in 10,000 calls.
+
+    Outcomes with an expected count below 5 are pooled.
+    """
     common = expected >= 5
     observed = torch.cat((counts[common], counts[~common].sum(0, keepdim=True)))
     wanted = torch.cat((expected[common], expected[~common].sum(0, keepdim=True)))

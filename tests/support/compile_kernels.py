@@ -1,9 +1,9 @@
-"""Compiles every Triton kernel for a GPU that need not be there: ``python compile_kernels.py 80``.
+"""Compiles every Triton kernel for a compute capability, without such a GPU: ``python compile_kernels.py 80``.
 
-The wrappers are called on CPU tensors while launches are recorded instead of made; then each recorded kernel is
-compiled for the compute capability with the types, the tile and the options that it would have been launched with.
-Prints one line a kernel: name, bytes of shared memory, bytes of stack a thread. Fails where one needs more shared
-memory than the GPU has, and where attention in 16-bit types needs more registers, which spill to the stack.
+The wrappers run on CPU tensors while launches are recorded instead of made. Each recorded kernel is then compiled
+with the types, tiles and options of its launch. Prints one line per kernel: name, bytes of shared memory, bytes of
+stack per thread. Fails if a kernel needs more shared memory than the GPU has, or if attention in a 16-bit type
+spills registers to the stack.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
 from quire.kernels.quantized_linear import QuantizedWeight
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
-# What attention may spill: see kernels.gpu.tile_configs.
+# Bytes per thread that attention may spill: see kernels.gpu.tile_configs.
 MAX_STACK_BYTES = 16
 POINTERS = {
     torch.float32: "*fp32",
@@ -93,7 +93,7 @@ def launch_everything() -> None:
 
 
 def launch_sampler() -> None:
-    """Of all rows as they are, and of some that are apply_logits_processors."""
+    """Launch the sampling kernels for all rows, and for some rows with logits processors."""
     logits, ones, ids = torch.zeros(3, 32000), torch.ones(3), torch.zeros(3, dtype=torch.int64)
     keys = torch.zeros(3, 2, dtype=torch.int32)
     counts, words = torch.zeros(3, 32000, dtype=torch.int16), torch.zeros(3, 1000, dtype=torch.int32)
@@ -114,7 +114,7 @@ def launch_sampler() -> None:
 
 
 def launch_quantized_linear(capability: int) -> None:
-    """Few, some and many tokens by weights of 8 and 4 bits; float8 where the GPU converts it."""
+    """Launch few, some and many tokens with weights of 8 and 4 bits, and float8 if the GPU converts it."""
     for num_tokens in (3, 40, 300):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             x, bias = torch.zeros(num_tokens, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
@@ -174,7 +174,7 @@ def launch_attention(
 
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> Any:
-    """The compiled kernel."""
+    """Compile a recorded launch."""
     names = kernel.arg_names
     values = dict(zip(names, args, strict=False)) | {
         name: kwargs.pop(name) for name in names if name in kwargs
@@ -183,7 +183,7 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], c
     attributes: dict[tuple[int, ...], Any] = {}
 
     def type_of(value: Any, path: tuple[int, ...], is_constant: bool) -> Any:
-        """The type that Triton gives an argument; what else it assumes goes to `constants` and `attributes`."""
+        """Return Triton's type of an argument; fill `constants` and `attributes` with its specializations."""
         if isinstance(value, tuple):
             parts = [type_of(part, (*path, place), False) for place, part in enumerate(value)]
             return type(value)(*parts)
@@ -205,7 +205,7 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], c
 
 
 def stack_bytes(cubin: bytes) -> int:
-    """What a thread of a compiled kernel keeps in memory because its registers do not suffice."""
+    """Return the bytes of registers that a thread of a compiled kernel spills to its stack."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

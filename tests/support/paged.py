@@ -1,4 +1,4 @@
-"""Paged: random sequences in a paged cache, and exact attention to them."""
+"""Random sequences in a paged KV cache, and exact attention to them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from quire.kernels.quantized_kv import dequantize, quantize
 
 
 class Paged:
-    """Random sequences whose keys and values lie in shuffled blocks of a pool that holds NaN elsewhere.
+    """Random sequences whose keys and values are in shuffled blocks of a pool; all other slots hold NaN.
 
     Args:
         dtype: of keys and values.
-        stored: what the cache holds them in, if it is another type; then there are `scales`, and the sequences are
-            what can be read back.
+        stored: dtype of a quantized cache, which has `scales`; the sequences are then the dequantized values.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class Paged:
         ids = (torch.randperm(sum(counts)) + 1).tolist()
         shape = sum(counts) + 1, 2, num_kv_heads, block_size, head_dim
         self.scales = None if stored is None else torch.full(shape[:-1], torch.nan)
-        # int8 has no NaN: there the scales alone are poisonous.
+        # int8 has no NaN: there only the scales are poisoned.
         poison = 127 if stored == torch.int8 else torch.nan
         self.cache = torch.full(shape, poison, dtype=stored or dtype)
         self.tables = torch.zeros(len(lens), max(counts) + 1, dtype=torch.int32)
@@ -48,7 +47,7 @@ class Paged:
         self.scales = None if self.scales is None else self.scales.to(device)
 
     def _put(self, kv: Tensor, block_ids: list[int]) -> Tensor:
-        """Stores keys and values; returns what can be read back."""
+        """Store keys and values and return them as they read back."""
         blocks, offsets = self._slots(block_ids, kv.shape[1])
         if self.scales is None:
             self.cache[blocks, :, :, offsets] = kv.transpose(0, 1)
@@ -59,20 +58,20 @@ class Paged:
         return dequantize(numbers, scales, torch.float64)
 
     def poison_before(self, firsts: list[int]) -> None:
-        """Makes the tokens before each sequence's `first` what nobody may read."""
+        """Overwrite the tokens before each sequence's `first` with NaN."""
         for table, first in zip(self.tables.tolist(), firsts, strict=True):
             blocks, offsets = self._slots(table, first)
             poisoned = self.cache if self.scales is None else self.scales
             poisoned[blocks, :, :, offsets] = torch.nan
 
     def _slots(self, block_ids: list[int], count: int) -> tuple[Tensor, Tensor]:
-        """Blocks and places in them of a sequence's first tokens."""
+        """Return the block ids and offsets of a sequence's first `count` tokens."""
         block_size = self.cache.shape[3]
         places = torch.arange(count)
         return torch.tensor(block_ids, dtype=torch.int64)[places // block_size], places % block_size
 
     def expected(self, row: int, q: Tensor, scale: float, variant: AttentionVariant = PLAIN) -> Tensor:
-        """Attention of the row's last tokens, [n, Hq, D], in float64 on the CPU."""
+        """Return the attention output of the row's last n tokens, [n, Hq, D], in float64 on the CPU."""
         q = q.cpu()
         keys, values = (
             self.sequences[row].double().repeat_interleave(q.shape[1] // self.cache.shape[2], dim=2)

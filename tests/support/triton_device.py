@@ -1,6 +1,6 @@
-"""Where Triton kernels are tested: on a GPU if there is one, otherwise on a CPU in Triton's interpreter.
+"""Device for tests of Triton kernels: a GPU if there is one, otherwise the CPU with Triton's interpreter.
 
-To be imported before anything imports Triton, which looks at its environment then; quire imports it on GPUs alone.
+Import this module before Triton, which reads TRITON_INTERPRET at import; quire itself imports Triton on GPUs only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole servers: `quire serve` as a child process, asked over gRPC."""
+"""Fixtures with whole servers: `quire serve` as a child process, reached over gRPC."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _start(*arguments: str) -> ServerProcess:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
-    """Two ranks of the demo model with a pool of 63 usable blocks, each step audited. Leave it as it was."""
+    """Two ranks of the demo model with 63 usable blocks, audited at each step. Tests must leave it idle."""
     arguments = (
         "demo",
         "--tensor-parallel-size",
@@ -52,7 +52,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """`serve(*arguments) -> ServerProcess`: a server of the test's own, ready."""
+    """`serve(*arguments) -> ServerProcess`: a ready server for one test."""
     started: list[ServerProcess] = []
 
     def start(*arguments: str) -> ServerProcess:
@@ -66,7 +66,7 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture
 def run_quire() -> RunQuire:
-    """`run_quire(*arguments) -> CompletedProcess`: the command `quire`, run to its end."""
+    """`run_quire(*arguments) -> CompletedProcess`: runs the command `quire` to its end."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", "from quire.cluster.cli import main; main()", *arguments]

@@ -1,4 +1,4 @@
-"""The main job from the outside, as `make demo` runs it."""
+"""The demo as a child process, as `make demo` runs it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIGURES = (
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """A short path: Unix sockets live under it."""
+    """A folder with a short path, because Unix sockets are created under it."""
     with tempfile.TemporaryDirectory(prefix="q") as folder:
         yield Path(folder)
 
@@ -38,7 +38,7 @@ def left_in(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name.startswith("q")]
 
 
-def test_demo_answers_everything_and_leaves_nothing(temporary: Path, tmp_path: Path) -> None:
+def test_demo_finishes_every_request_and_leaves_nothing(temporary: Path, tmp_path: Path) -> None:
     record = tmp_path / "demo.json"
     environment = os.environ | {"TMPDIR": str(temporary), "DEMO_JSON": str(record)}
     result = subprocess.run(
@@ -73,7 +73,7 @@ def test_ctrl_c_shuts_down_and_leaves_nothing(moment: str, temporary: Path) -> N
         if line.startswith(moment):
             break
     if moment == "starting":
-        time.sleep(3)  # somewhere in Ray's own start
+        time.sleep(3)  # while Ray is starting
     os.killpg(demo.pid, signal.SIGINT)
     rest, _ = demo.communicate(timeout=180)
     assert demo.returncode == 130, [*lines, rest]

@@ -1,4 +1,4 @@
-"""What is killed or hangs is named, within a deadline, and nothing is left of the server."""
+"""A killed or hanging process is named within a deadline, and the server leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.cluster
 Serve = Callable[..., ServerProcess]
 NUM_STREAMS = 4
 END_TIMEOUT_S = 90.0
-# For a stream to end once its rank has, on a busy machine; the deadline of a step itself is 60 s.
+# Most that a stream may take to end after its rank, on a busy machine; the deadline of a step itself is 60 s.
 PROMPT_S = 30.0
 
 
 @dataclass
 class Follower:
-    """Long streams, one after the other, followed in a thread until one fails; `error` is of what."""
+    """A thread that reads long streams, one after the other, until one fails with `error`."""
 
     client: Client
     is_running: threading.Event = field(default_factory=threading.Event)
@@ -41,7 +41,7 @@ class Follower:
     def _follow(self) -> None:
         params = SamplingParams(max_tokens=1000, ignore_eos=True, seed=1)
         try:
-            while True:  # a stream that ends just in time is none that was cut off
+            while True:  # a stream may end just before the fault; then the next one fails
                 for event in self.client.generate_stream("It was", params):
                     if isinstance(event, Delta):
                         self.is_running.set()
@@ -56,7 +56,7 @@ class Follower:
 
 @pytest.fixture
 def follow() -> Iterator[Callable[[ServerProcess], list[Follower]]]:
-    """Streams that are under way when it returns."""
+    """`follow(server) -> followers` whose streams have all begun."""
     clients: list[Client] = []
 
     def start(server: ServerProcess) -> list[Follower]:
@@ -134,7 +134,7 @@ def test_stopped_rank_is_named_at_the_step_deadline(
     assert_server_failed(server, "rank 1 failed at step", "does not answer")
 
 
-def test_sigterm_under_load_ends_in_order(serve: Serve, follow: Callable[..., list[Follower]]) -> None:
+def test_sigterm_under_load_shuts_down_cleanly(serve: Serve, follow: Callable[..., list[Follower]]) -> None:
     server = serve("demo", "--tensor-parallel-size", "2")
     followers = follow(server)
     assert server.stop() == 0, server.log

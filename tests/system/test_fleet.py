@@ -1,4 +1,4 @@
-"""A fleet on a real Ray cluster: served, drained, updated, left by its controller, and found again."""
+"""A fleet on a real Ray cluster: draining, an update, and a killed controller."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ RunQuire = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    """Room for four replicas of one rank."""
+    """A Ray cluster with room for four replicas of one rank."""
     with RayNodes({"CPU": 8}) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def server(nodes: RayNodes) -> Iterator[ServerProcess]:
-    """A gateway, and behind it two replicas."""
+    """A gateway with two replicas."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in nodes.environment.items():
             patch.setenv(name, value)
@@ -72,10 +72,10 @@ def test_a_fleet_serves_drains_updates_and_outlives_its_controller(
 
             os.kill(controller_pid(nodes), signal.SIGKILL)
             kept = {replica.replica_id for replica in ready(client.fleet())}
-            assert len(kept) == 2  # the gateway serves on with what it knows
+            assert len(kept) == 2  # the gateway keeps serving from its last state
             done = run_quire("deploy", "demo", *OPTIONS, "--revision", "2", "--target", server.address)
             deadline = time.monotonic() + READY_TIMEOUT_S
-            while done.returncode and time.monotonic() < deadline:  # the controller is away for a moment
+            while done.returncode and time.monotonic() < deadline:  # the controller is restarting
                 assert "controller" in done.stderr
                 done = run_quire("deploy", "demo", *OPTIONS, "--revision", "2", "--target", server.address)
             assert done.returncode == 0, done.stderr
@@ -101,7 +101,7 @@ def test_a_fleet_serves_drains_updates_and_outlives_its_controller(
 
 
 def controller_pid(nodes: RayNodes) -> int:
-    """Of this cluster: there may be others on the machine."""
+    """Return the pid of this cluster's controller; the machine may run others."""
     (pid,) = [
         process.pid
         for process in psutil.Process(nodes.head_pid).children(recursive=True)

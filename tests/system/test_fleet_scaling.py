@@ -1,4 +1,4 @@
-"""Fleets whose machines come and go, by Ray's own autoscaler: each request is answered, and rightly."""
+"""Fleets whose nodes Ray's autoscaler adds and removes: every request finishes, with the right tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RunQuire = Callable[..., "subprocess.CompletedProcess[str]"]
 PARAMS = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
 PROMPTS = [f"Chapter {number}. It was a dark evening, and" for number in range(1, 9)]
 
-# On the fakes a rank computes on the CPU, and its GPU is only counted.
+# On the fake cloud a rank computes on the CPU; its GPU is only a Ray resource.
 RANK = ("--device", "cpu", "--rank-resource", "GPU=1", "--num-kv-blocks", "256", "--drain-grace-s", "1")
 
 
@@ -39,7 +39,7 @@ def greedy(demo_model_dir: Path) -> Greedy:
 
 @contextmanager
 def fleet(cloud: FakeCloud, *options: str) -> Iterator[ServerProcess]:
-    """`quire serve demo` on the cloud."""
+    """Run `quire serve demo` on the fake cloud."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in cloud.environment.items():
             patch.setenv(name, value)
@@ -54,7 +54,7 @@ def fleet(cloud: FakeCloud, *options: str) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def cloud() -> Iterator[FakeCloud]:
-    """A head with a CPU for nothing but itself, and up to three nodes with a GPU."""
+    """A head node without room for a replica, and up to three nodes with one GPU each."""
     with FakeCloud({"CPU": 1}, {"CPU": 2, "GPU": 1}, max_nodes=3) as started:
         yield started
 
@@ -66,7 +66,7 @@ def check(greedy: Greedy, answers: list[tuple[str, tuple[int, ...]]]) -> None:
         greedy.check(prompt, answer)
 
 
-def test_replicas_and_machines_follow_the_load_from_none_to_three_and_back(
+def test_replicas_and_nodes_scale_with_load_from_zero_to_three_and_back(
     cloud: FakeCloud, greedy: Greedy
 ) -> None:
     options = (
@@ -74,7 +74,7 @@ def test_replicas_and_machines_follow_the_load_from_none_to_three_and_back(
         "--down-delay-s", "5", "--idle-timeout-s", "10", "--max-num-seqs", "4",
     )  # fmt: skip
     with fleet(cloud, *options) as server, Client(server.address, timeout_s=600) as client:
-        assert client.is_ready()  # asleep, and to be woken
+        assert client.is_ready()  # scaled to zero: a request starts a replica
         assert cloud.node_pids() == {}
         with Load(client, PROMPTS, PARAMS, num_threads=1) as light:
             wait_for(client, lambda status: len(ready(status)) == 1, READY_TIMEOUT_S)
@@ -92,7 +92,9 @@ def test_replicas_and_machines_follow_the_load_from_none_to_three_and_back(
         check(greedy, light.answers + heavy.answers + again.answers)
 
 
-def test_a_replica_that_fits_nowhere_says_why(cloud: FakeCloud, run_quire: RunQuire, greedy: Greedy) -> None:
+def test_replica_that_fits_nowhere_reports_the_reason(
+    cloud: FakeCloud, run_quire: RunQuire, greedy: Greedy
+) -> None:
     with fleet(cloud) as server, Client(server.address) as client:
         done = run_quire(
             "deploy", "demo", "--served-model-name", "large", "--tensor-parallel-size", "4", *RANK, "--rank-resource",
@@ -106,7 +108,7 @@ def test_a_replica_that_fits_nowhere_says_why(cloud: FakeCloud, run_quire: RunQu
         assert "8 GPU" in waiting.problem
         assert "worker offers" in waiting.problem
         assert "max 3 nodes" in waiting.problem
-        answer = client.generate(PROMPTS[0], PARAMS, model="demo")  # the other model goes on
+        answer = client.generate(PROMPTS[0], PARAMS, model="demo")  # the other model is still served
         check(greedy, [(PROMPTS[0], answer.token_ids)])
         shown = run_quire("status", "--target", server.address)
         assert shown.returncode == 1
@@ -115,7 +117,7 @@ def test_a_replica_that_fits_nowhere_says_why(cloud: FakeCloud, run_quire: RunQu
         wait_for(client, lambda status: all(each.model == "demo" for each in status.deployments), 120)
 
 
-def test_a_machine_lost_while_the_fleet_grows(cloud: FakeCloud, greedy: Greedy) -> None:
+def test_node_lost_while_the_fleet_grows_is_replaced(cloud: FakeCloud, greedy: Greedy) -> None:
     with (
         fleet(cloud, "--min-replicas", "2", "--max-replicas", "2") as server,
         Client(server.address) as client,
@@ -125,7 +127,7 @@ def test_a_machine_lost_while_the_fleet_grows(cloud: FakeCloud, greedy: Greedy) 
             while len(nodes := cloud.node_pids()) < 2:
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
-            os.kill(nodes[max(nodes)], signal.SIGKILL)  # the second one, as soon as it is there
+            os.kill(nodes[max(nodes)], signal.SIGKILL)  # the second node, as soon as it has started
             lost = max(nodes)
             wait_for(
                 client,
@@ -137,7 +139,7 @@ def test_a_machine_lost_while_the_fleet_grows(cloud: FakeCloud, greedy: Greedy) 
         check(greedy, load.answers)
 
 
-def test_a_machine_that_ray_drains_is_left_under_load(cloud: FakeCloud, greedy: Greedy) -> None:
+def test_replica_on_a_node_that_ray_drains_moves_under_load(cloud: FakeCloud, greedy: Greedy) -> None:
     with (
         fleet(cloud, "--min-replicas", "2", "--max-replicas", "2") as server,
         Client(server.address) as client,
@@ -161,7 +163,9 @@ def test_a_machine_that_ray_drains_is_left_under_load(cloud: FakeCloud, greedy: 
         check(greedy, load.answers)
 
 
-def test_a_new_version_takes_over_under_load(cloud: FakeCloud, run_quire: RunQuire, greedy: Greedy) -> None:
+def test_new_version_replaces_the_old_one_under_load(
+    cloud: FakeCloud, run_quire: RunQuire, greedy: Greedy
+) -> None:
     limits = ("--min-replicas", "2", "--max-replicas", "2")
     with fleet(cloud, *limits) as server, Client(server.address) as client:
         wait_for(client, lambda status: len(ready(status)) == 2, READY_TIMEOUT_S)
@@ -175,8 +179,7 @@ def test_a_new_version_takes_over_under_load(cloud: FakeCloud, run_quire: RunQui
         check(greedy, load.answers)
 
 
-def test_ray_is_left_as_it_was_found(cloud: FakeCloud) -> None:
-    """A deleted model leaves no actor and no placement group, whoever looks."""
+def test_deleted_model_leaves_no_actor_and_no_placement_group(cloud: FakeCloud) -> None:
     with fleet(cloud) as server, Client(server.address) as client:
         client.delete("demo")
         wait_for(client, lambda status: not ready(status) and not status.deployments, 120)

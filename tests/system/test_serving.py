@@ -1,4 +1,4 @@
-"""A server of two tensor-parallel ranks answers what clients send."""
+"""A server of two tensor-parallel ranks, used through its clients."""
 
 from __future__ import annotations
 
@@ -79,26 +79,26 @@ def test_greedy_tokens_of_mixed_batches_equal_transformers(client: Client, demo_
     model = AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(demo_model_dir)
 
-    def ask(index: int) -> tuple[int, ...]:
+    def generate(index: int) -> tuple[int, ...]:
         params = SamplingParams(max_tokens=LENGTHS[index], temperature=0.0, ignore_eos=True)
         return client.generate(PROMPTS[index], params).token_ids
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        answers = list(pool.map(ask, range(len(PROMPTS))))
-    for prompt, length, answer in zip(PROMPTS, LENGTHS, answers, strict=True):
+        outputs = list(pool.map(generate, range(len(PROMPTS))))
+    for prompt, length, output in zip(PROMPTS, LENGTHS, outputs, strict=True):
         prompt_ids = tokenizer(prompt, return_tensors="pt").input_ids
-        assert len(answer) == length
-        # One pass over the whole answer: each token must be the best one, or within float noise of it.
+        assert len(output) == length
+        # One forward pass over the whole output: each token must have the top logit, up to float rounding.
         with torch.inference_mode():
-            logits = model(torch.cat([prompt_ids, torch.tensor([answer])], dim=1)).logits[
+            logits = model(torch.cat([prompt_ids, torch.tensor([output])], dim=1)).logits[
                 0, prompt_ids.shape[1] - 1 : -1
             ]
-        chosen = logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+        chosen = logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
         assert (logits.amax(dim=1) - chosen).max() < 1e-4, prompt
         expected = model.generate(prompt_ids, max_new_tokens=length, min_new_tokens=length, do_sample=False)
         top_two = logits.topk(2, dim=1).values
         if (top_two[:, 0] - top_two[:, 1]).min() > 1e-4:
-            assert list(answer) == expected[0, prompt_ids.shape[1] :].tolist(), prompt
+            assert list(output) == expected[0, prompt_ids.shape[1] :].tolist(), prompt
 
 
 def test_client_that_disconnects_frees_its_blocks(client: Client) -> None:
@@ -118,24 +118,24 @@ def test_client_that_disconnects_frees_its_blocks(client: Client) -> None:
     assert replica.queue.num_finished == num_finished
 
 
-def test_thousand_requests_at_once_on_a_small_pool_are_all_answered(server: ServerProcess) -> None:
-    async def ask_all() -> list[int]:
+def test_thousand_concurrent_requests_on_a_small_pool_all_finish(server: ServerProcess) -> None:
+    async def generate_all() -> list[int]:
         async with AsyncClient(server.address) as client:
 
-            async def ask(number: int) -> int:
+            async def generate(number: int) -> int:
                 params = SamplingParams(max_tokens=1 + number % 6, seed=number, ignore_eos=True)
-                answer = await client.generate([1 + number % 3000, 7, 9], params)
-                return len(answer.token_ids)
+                output = await client.generate([1 + number % 3000, 7, 9], params)
+                return len(output.token_ids)
 
-            return await asyncio.gather(*(ask(number) for number in range(1000)))
+            return await asyncio.gather(*(generate(number) for number in range(1000)))
 
-    assert asyncio.run(ask_all()) == [1 + number % 6 for number in range(1000)]
+    assert asyncio.run(generate_all()) == [1 + number % 6 for number in range(1000)]
     with Client(server.address) as client:
         assert wait_until(lambda: replica_of(client).kv.num_used_blocks == 0)
         assert replica_of(client).ready
 
 
-def test_prompt_beyond_the_pool_is_refused_and_the_server_goes_on(client: Client) -> None:
+def test_prompt_beyond_the_pool_is_refused_and_the_server_keeps_serving(client: Client) -> None:
     with pytest.raises(errors.InvalidRequest):
         client.generate([5] * 1020, SamplingParams(max_tokens=1))
     with pytest.raises(errors.InvalidRequest):
@@ -145,7 +145,7 @@ def test_prompt_beyond_the_pool_is_refused_and_the_server_goes_on(client: Client
     assert len(client.generate("The", SamplingParams(max_tokens=2, ignore_eos=True)).token_ids) == 2
 
 
-def test_same_seed_gives_the_same_tokens_alone_and_in_a_crowd(client: Client) -> None:
+def test_same_seed_gives_the_same_tokens_alone_and_in_a_batch(client: Client) -> None:
     params = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.9, seed=11, ignore_eos=True)
     alone = client.generate(PROMPTS[0], params).token_ids
     crowd = [
@@ -159,7 +159,9 @@ def test_same_seed_gives_the_same_tokens_alone_and_in_a_crowd(client: Client) ->
         thread.join()
 
 
-def test_four_ranks_write_what_two_ranks_write(client: Client, serve: Callable[..., ServerProcess]) -> None:
+def test_four_ranks_generate_the_same_tokens_as_two(
+    client: Client, serve: Callable[..., ServerProcess]
+) -> None:
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
     expected = [client.generate(prompt, params).token_ids for prompt in PROMPTS[:3]]
     with Client(serve("demo", "--tensor-parallel-size", "4").address) as four:

@@ -1,4 +1,4 @@
-"""The wheel as a stranger gets it: built, installed into an empty folder and used from there."""
+"""The wheel: built, installed into an empty folder and used from there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ assert "ray" not in sys.modules
 
 
 def run(*command: str, **options: Any) -> str:
-    """Its output; from a folder that is not the repository."""
+    """Run a command and return its stdout."""
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **options)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -35,7 +35,7 @@ def run(*command: str, **options: Any) -> str:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the wheel is installed into."""
+    """The folder into which the wheel is installed."""
     source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
     for name in FOLDERS:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -72,7 +72,7 @@ def test_installed_package_generates(installed: Path, tmp_path: Path) -> None:
     run(sys.executable, "-c", USE, str(installed), cwd=str(tmp_path), env=environment)
 
 
-def test_installed_command_line_answers(installed: Path, tmp_path: Path) -> None:
+def test_installed_command_prints_help(installed: Path, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(installed)}
     output = run(str(installed / "bin" / "quire"), "--help", cwd=str(tmp_path), env=environment)
     assert "serve" in output

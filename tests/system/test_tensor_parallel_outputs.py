@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks give the several answers that one rank gives."""
+"""Two tensor-parallel ranks generate the same outputs as one rank, for requests with several sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARAMS = (
     SamplingParams(max_tokens=24, temperature=0.8, seed=5, n=4, ignore_eos=True),
     SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=5, n=2, best_of=4, ignore_eos=True),
     SamplingParams(max_tokens=20, beam_width=4, n=3, length_penalty=0.8),
-    # More candidates a beam than a request may ask log-probabilities for.
+    # Needs more candidates per beam than the log-probabilities that a request may ask for.
     SamplingParams(max_tokens=20, min_tokens=4, beam_width=4, n=4, stop_token_ids=tuple(range(5, 60, 5))),
     SamplingParams(
         max_tokens=24, temperature=0.8, seed=5, n=2, ignore_eos=True, repetition_penalty=1.3, frequency_penalty=0.5,
@@ -28,25 +28,25 @@ PARAMS = (
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[LLM]:
+def one_rank() -> Iterator[LLM]:
     with LLM("demo", device="cpu", num_kv_blocks=64) as llm:
         yield llm
 
 
-def test_answers_equal_those_of_one_rank(server: ServerProcess, alone: LLM) -> None:
+def test_outputs_of_two_ranks_equal_outputs_of_one(server: ServerProcess, one_rank: LLM) -> None:
     cases = [(prompt, params) for params in PARAMS for prompt in PROMPTS]
-    expected = alone.generate([prompt for prompt, _ in cases], [params for _, params in cases])
+    expected = one_rank.generate([prompt for prompt, _ in cases], [params for _, params in cases])
     with Client(server.address) as client, ThreadPoolExecutor(len(cases)) as pool:
-        answers = list(pool.map(lambda case: client.generate(*case), cases))
+        results = list(pool.map(lambda case: client.generate(*case), cases))
         (replica,) = client.status()
-    for case, answer, result in zip(cases, answers, expected, strict=True):
-        tokens = [list(output.token_ids) for output in answer.outputs]
-        assert tokens == [output.token_ids for output in result.outputs], case
-        scores = [output.score for output in answer.outputs]
-        assert scores == pytest.approx([output.score for output in result.outputs], abs=1e-4)
-        told = [entry and entry.chosen for entry in answer.prompt_logprobs or ()]
-        pairs = zip(result.prompt_token_ids, result.prompt_logprobs or (), strict=bool(told))
-        assert told == pytest.approx(
+    for case, result, one in zip(cases, results, expected, strict=True):
+        tokens = [list(output.token_ids) for output in result.outputs]
+        assert tokens == [output.token_ids for output in one.outputs], case
+        scores = [output.score for output in result.outputs]
+        assert scores == pytest.approx([output.score for output in one.outputs], abs=1e-4)
+        logprobs = [entry and entry.chosen for entry in result.prompt_logprobs or ()]
+        pairs = zip(one.prompt_token_ids, one.prompt_logprobs or (), strict=bool(logprobs))
+        assert logprobs == pytest.approx(
             [entry and entry[token_id].logprob for token_id, entry in pairs], abs=1e-4
         )
     assert replica.kv.num_used_blocks == 0

@@ -1,4 +1,4 @@
-"""What an operator gets wrong ends `quire serve` in one line and an exit status, never in a traceback."""
+"""A wrong setting ends `quire serve` with a one-line error and an exit status, without a traceback."""
 
 from __future__ import annotations
 
