@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.common import Figure, parser, picture, report
+from benchmarks.common import Figure, image_path, make_parser, report
 from benchmarks.fleet_model import DECISION_INTERVAL_S, FleetRun, Policy, ReplicaModel, SimulatedFleet
 from benchmarks.trace import Trace, TracedRequest, read_trace
 from quire.cluster.config.scaling_limits import ScalingLimits
@@ -156,11 +156,11 @@ def figures_of(trace: Trace, runs: dict[str, tuple[FleetRun, str]]) -> dict[str,
 
 
 def main() -> None:
-    line = parser(__doc__)
-    line.add_argument("--traces", type=Path, default=TRACES, metavar="DIR", help=f"with {', '.join(NAMES)}")
-    line.add_argument("--plot", type=picture, metavar="FILE", help="draw load, replicas and waits")
-    line.add_argument("--cold-start-s", type=float, default=ReplicaModel().cold_start_s)
-    arguments = line.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--traces", type=Path, default=TRACES, metavar="DIR", help=f"with {', '.join(NAMES)}")
+    parser.add_argument("--plot", type=image_path, metavar="FILE", help="draw load, replicas and waits")
+    parser.add_argument("--cold-start-s", type=float, default=ReplicaModel().cold_start_s)
+    arguments = parser.parse_args()
     model = ReplicaModel(cold_start_s=arguments.cold_start_s)
     limits = ScalingLimits(min_replicas=1, max_replicas=MAX_REPLICAS, target_wait_s=TARGET_WAIT_S)
     figures, drawn = {}, []

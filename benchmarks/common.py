@@ -70,16 +70,16 @@ def _portable(argument: str) -> str:
     return "DIR" if Path(argument).is_dir() else "FILE"
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     """A command line with --json."""
-    line = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    line.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
-    return line
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
+    return parser
 
 
-def picture(path: str) -> Path:
+def image_path(path: str) -> Path:
     """The type of arguments that name a picture to draw: refused at once, not after minutes, without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError(
@@ -88,7 +88,7 @@ def picture(path: str) -> Path:
     return Path(path)
 
 
-def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+def names_from(known: Iterable[str]) -> Callable[[str], list[str]]:
     """The type of arguments that name some of those that are known, between commas."""
 
     def names(text: str) -> list[str]:

@@ -234,10 +234,14 @@ def _number(value: float) -> str:
 
 
 def main() -> None:
-    line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    line.add_argument("--check", action="store_true", help="exit with 1 if docs/benchmarks.md is out of date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 if docs/benchmarks.md is out of date"
+    )
     text = page()
-    if not line.parse_args().check:
+    if not parser.parse_args().check:
         PAGE.write_text(text)
     elif not PAGE.exists() or PAGE.read_text() != text:
         sys.exit("docs/benchmarks.md is out of date: run python -m benchmarks.figures_page")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 
-from benchmarks.common import Figure, parser, report
+from benchmarks.common import Figure, make_parser, report
 from quire import SamplingParams
 from quire.cluster.config.resolve import resolve
 from quire.cluster.ray_runtime.local_cluster import LocalCluster
@@ -64,12 +64,12 @@ def measure(
 
 
 def main() -> None:
-    line = parser(__doc__)
-    line.add_argument("--model", default="demo")
-    line.add_argument("--tensor-parallel-size", type=int, default=2)
-    line.add_argument("--requests", type=int, default=16)
-    line.add_argument("--tokens", type=int, default=200)
-    arguments = line.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--tensor-parallel-size", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=200)
+    arguments = parser.parse_args()
     figures: dict[str, Figure] = {}
     for steps_in_flight in (1, 2):
         figures |= measure(

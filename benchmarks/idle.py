@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.common import Figure, parser, report
+from benchmarks.common import Figure, make_parser, report
 from quire import Client
 from quire.cluster.host.processes import ProcessTree
 from quire.cluster.ray_runtime.local_cluster import attach
@@ -47,10 +47,10 @@ NUM_BARE_ACTORS = 2
 
 
 def main() -> None:
-    line = parser(__doc__)
-    line.add_argument("--seconds", type=float, default=30.0, help="how long to count")
-    line.add_argument("--bare", metavar="ADDRESS", help="only hold actors there that do nothing")
-    arguments = line.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long to count")
+    parser.add_argument("--bare", metavar="ADDRESS", help="only hold actors there that do nothing")
+    arguments = parser.parse_args()
     if arguments.bare is not None:
         hold_bare_actors(arguments.bare)
         return

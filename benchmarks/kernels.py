@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.common import Figure, parser, picture, report
+from benchmarks.common import Figure, image_path, make_parser, report
 from benchmarks.roofline import plot
 
 
 def main() -> None:
-    line = parser(__doc__)
-    line.add_argument("--plot", type=picture, metavar="FILE", help="draw a roofline")
-    line.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
-    line.add_argument(
+    parser = make_parser(__doc__)
+    parser.add_argument("--plot", type=image_path, metavar="FILE", help="draw a roofline")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
+    parser.add_argument(
         "--repetitions", type=int, default=20, help="of each op on a CPU (default: %(default)s)"
     )
-    arguments = line.parse_args()
+    arguments = parser.parse_args()
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        line.error("this machine has no CUDA GPU")
+        parser.error("this machine has no CUDA GPU")
     torch.manual_seed(0)
     with torch.inference_mode():
         if device == "cuda":

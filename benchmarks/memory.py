@@ -35,7 +35,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from benchmarks.common import Figure, parser, report
+from benchmarks.common import Figure, make_parser, report
 from benchmarks.replay import Roofline, ZipfCandidates, replay
 from benchmarks.trace import Trace, draw_lengths, read_traces
 from quire.proto.sampling import SamplingParams
@@ -193,13 +193,13 @@ def cut(trace: Trace, extent: Extent) -> Trace:
 
 
 def main() -> None:
-    line = parser(__doc__)
-    line.add_argument(
+    parser = make_parser(__doc__)
+    parser.add_argument(
         "--traces", type=Path, metavar="DIR",
         help="whole traces (see benchmarks/traces/README.md); default: the first requests, which are bundled",
     )  # fmt: skip
-    line.add_argument("--quick", action="store_true", help="a few requests of each: does it run?")
-    arguments = line.parse_args()
+    parser.add_argument("--quick", action="store_true", help="a few requests of each: does it run?")
+    arguments = parser.parse_args()
     extent = _extent(arguments)
     figures: Figures = {}
     for job in track(

@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from benchmarks.common import Figure, names_of, parser, report, write_figures
+from benchmarks.common import Figure, make_parser, names_from, report, write_figures
 from benchmarks.peers.comparison import Comparison, Limits
 from benchmarks.peers.engine import Requests
 from benchmarks.peers.process import MODULES, TENSOR_PARALLEL, Engine
@@ -128,28 +128,30 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    line = parser(__doc__)
-    line.add_argument("--model", choices=MODELS, default="s", help="which to make (default: %(default)s)")
-    line.add_argument(
+    parser = make_parser(__doc__)
+    parser.add_argument("--model", choices=MODELS, default="s", help="which to make (default: %(default)s)")
+    parser.add_argument(
         "--model-dir", type=Path, help="a model directory; made there if it is empty or missing"
     )
-    line.add_argument("--workloads", type=names_of(WORKLOADS), default="w1,w3,w4,w5", metavar="NAME,...",
+    parser.add_argument("--workloads", type=names_from(WORKLOADS), default="w1,w3,w4,w5", metavar="NAME,...",
                       help=f"of {', '.join(WORKLOADS)} (default: %(default)s)")  # fmt: skip
-    line.add_argument("--repetitions", type=int, default=3, help="of each workload (default: %(default)s)")
-    line.add_argument("--dtype", default="float32")
-    line.add_argument("--tensor-parallel-size", type=int, default=1, metavar="RANKS")
-    line.add_argument("--peers", type=Path, metavar="DIR", help="measure other engines, too; where they are")
-    line.add_argument("--engines", type=names_of(MODULES), metavar="NAME,...",
+    parser.add_argument("--repetitions", type=int, default=3, help="of each workload (default: %(default)s)")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="RANKS")
+    parser.add_argument(
+        "--peers", type=Path, metavar="DIR", help="measure other engines, too; where they are"
+    )
+    parser.add_argument("--engines", type=names_from(MODULES), metavar="NAME,...",
                       help=f"with --peers (default: {','.join(MODULES)}; with several ranks those that have them)"
                       )  # fmt: skip
-    line.add_argument("--limit", type=float, default=180.0, metavar="SECONDS",
+    parser.add_argument("--limit", type=float, default=180.0, metavar="SECONDS",
                       help="with --peers, for one engine and workload (default: %(default)s)")  # fmt: skip
-    line.add_argument("--minutes", type=float, default=30.0,
+    parser.add_argument("--minutes", type=float, default=30.0,
                       help="with --peers, for the whole run (default: %(default)s)")  # fmt: skip
-    arguments = line.parse_args()
+    arguments = parser.parse_args()
     able = MODULES if arguments.tensor_parallel_size == 1 else TENSOR_PARALLEL
     if unable := set(arguments.engines or ()) - set(able):
-        line.error(f"one rank only: {', '.join(sorted(unable))}")
+        parser.error(f"one rank only: {', '.join(sorted(unable))}")
     arguments.engines = arguments.engines or list(able)
     return arguments
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.common import Figure, names_of, parser, report
+from benchmarks.common import Figure, make_parser, names_from, report
 from benchmarks.demo_model.works import read_works, split_held_out
 from benchmarks.quantized_checkpoints import Scheme, write_checkpoint
 from quire import LLM, SamplingParams
@@ -117,11 +117,11 @@ def measure(variant: Variant, prompts: list[list[int]], workspace: Path) -> floa
 
 
 def main() -> None:
-    line = parser(__doc__)
-    line.add_argument("--text", type=Path, metavar="DIR", help="the works that the model was trained on")
-    line.add_argument("--variants", type=names_of(VARIANTS), default=",".join(VARIANTS), metavar="NAME,...",
+    parser = make_parser(__doc__)
+    parser.add_argument("--text", type=Path, metavar="DIR", help="the works that the model was trained on")
+    parser.add_argument("--variants", type=names_from(VARIANTS), default=",".join(VARIANTS), metavar="NAME,...",
                       help="of %(default)s")  # fmt: skip
-    arguments = line.parse_args()
+    arguments = parser.parse_args()
     prompts = windows(read_texts(arguments.text), DEMO_MODEL_PATH)
     num_tokens = sum(len(prompt) - 1 for prompt in prompts)
     figures: dict[str, Figure] = {}

@@ -258,12 +258,14 @@ WRITERS = {
 
 
 def main() -> None:
-    line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    line.add_argument("source", type=Path)
-    line.add_argument("out", type=Path)
-    line.add_argument("--layout", choices=("gptq", "awq", "packed"), default="gptq")
-    line.add_argument("--group-len", type=int, default=128)
-    arguments = line.parse_args()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--layout", choices=("gptq", "awq", "packed"), default="gptq")
+    parser.add_argument("--group-len", type=int, default=128)
+    arguments = parser.parse_args()
     write_checkpoint(arguments.source, arguments.out, Scheme(arguments.layout, group_len=arguments.group_len))
 
 

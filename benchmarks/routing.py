@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
-from benchmarks.common import Figure, median, parser, report
+from benchmarks.common import Figure, make_parser, median, report
 from benchmarks.replay import GATEWAY, Roofline, SimulatedClock, SimulatedGroup, make_config
 from benchmarks.trace import Trace, TracedRequest, read_traces
 from quire.cluster.gateway.router import ReplicaLoad, Router
@@ -193,10 +193,10 @@ def _first_hashes(cache: bytes, num_blocks: int) -> list[bytes]:
 
 
 def main() -> None:
-    line = parser(__doc__)
-    line.add_argument("--traces", type=Path, default=TRACES, metavar="DIR", help="whole traces")
-    line.add_argument("--requests", type=int, default=1000, help="most of each trace")
-    arguments = line.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--traces", type=Path, default=TRACES, metavar="DIR", help="whole traces")
+    parser.add_argument("--requests", type=int, default=1000, help="most of each trace")
+    arguments = parser.parse_args()
     figures = time_choices()
     for whole in read_traces(arguments.traces):
         if not whole.shares_prefixes:

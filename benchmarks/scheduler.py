@@ -18,7 +18,7 @@ from collections import deque
 
 import numpy as np
 
-from benchmarks.common import Figure, median, parser, report
+from benchmarks.common import Figure, make_parser, median, report
 from quire.proto.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import StepPlan, StepResult
@@ -235,13 +235,13 @@ def measure_scaling(running: list[int], repetitions: int) -> dict[str, Figure]:
 
 
 def main() -> None:
-    line = parser(__doc__)
-    line.add_argument("--running", type=int, nargs="+", default=[64, 256, 1024], metavar="N")
-    line.add_argument("--repetitions", type=int, default=3)
-    line.add_argument(
+    parser = make_parser(__doc__)
+    parser.add_argument("--running", type=int, nargs="+", default=[64, 256, 1024], metavar="N")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument(
         "--scaling", action="store_true", help="also with growing pools and queues (a few minutes)"
     )
-    arguments = line.parse_args()
+    arguments = parser.parse_args()
     figures = measure_steps(arguments.running, arguments.repetitions)
     if arguments.scaling:
         figures |= measure_scaling(arguments.running, arguments.repetitions)

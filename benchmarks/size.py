@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .common import Figure, parser, report
+from .common import Figure, make_parser, report
 
 ROOT = Path(__file__).parents[1]
 ENGINE = ("proto", "kernels", "worker", "scheduler")
@@ -51,9 +51,11 @@ class Function:
 
 
 def main() -> None:
-    line = parser(__doc__)
-    line.add_argument("--functions", action="store_true", help="list the longest and most branched functions")
-    arguments = line.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--functions", action="store_true", help="list the longest and most branched functions"
+    )
+    arguments = parser.parse_args()
     figures: dict[str, Figure] = {}
     for folder in FOLDERS:
         figures |= folder_figures(folder)

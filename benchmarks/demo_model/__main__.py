@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.common import parser, report
+from benchmarks.common import make_parser, report
 from benchmarks.demo_model.card import measure, model_card, sample
 from benchmarks.demo_model.training import END, SEED, encode_passages, new_model, train, train_tokenizer
 from benchmarks.demo_model.works import read_works, split_held_out, split_passages
@@ -43,13 +43,13 @@ def publish(staging: Path, out: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    line = parser(__doc__)
-    line.add_argument("--text", type=Path, metavar="DIR", required=True, help="with the files of WORKS")
-    line.add_argument("--out", type=Path, metavar="DIR", required=True, help="where the model goes")
-    line.add_argument("--minutes", type=float, default=30.0, help="of training (default: %(default)s)")
-    line.add_argument("--checkpoint", type=Path, default=Path(tempfile.gettempdir(), "quire_demo_model.pt"),
+    parser = make_parser(__doc__)
+    parser.add_argument("--text", type=Path, metavar="DIR", required=True, help="with the files of WORKS")
+    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="where the model goes")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of training (default: %(default)s)")
+    parser.add_argument("--checkpoint", type=Path, default=Path(tempfile.gettempdir(), "quire_demo_model.pt"),
                       metavar="FILE", help="state of training, resumed from where it exists")  # fmt: skip
-    return line.parse_args()
+    return parser.parse_args()
 
 
 def main() -> None:

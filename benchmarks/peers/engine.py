@@ -18,12 +18,12 @@ Generate = Callable[[Requests], list[int]]  # the lengths of the answers, greedy
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
-    line = argparse.ArgumentParser(description=description)
-    line.add_argument("--model-dir", required=True)
-    line.add_argument("--dtype", default="float32")
-    line.add_argument("--threads", type=int, required=True)
-    line.add_argument("--tensor-parallel-size", type=int, default=1)
-    return line.parse_args()
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model-dir", required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    return parser.parse_args()
 
 
 def serve(load: Callable[[], Generate]) -> None:

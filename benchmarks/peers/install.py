@@ -18,7 +18,7 @@ import venv
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.common import names_of
+from benchmarks.common import names_from
 
 TORCH = "torch==2.13.0"
 
@@ -80,11 +80,13 @@ def install(folder: Path, name: str) -> None:
 
 
 def main() -> None:
-    line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    line.add_argument("folder", type=Path)
-    line.add_argument("--only", type=names_of(ENVIRONMENTS), default=",".join(ENVIRONMENTS), metavar="NAME,...",
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", type=names_from(ENVIRONMENTS), default=",".join(ENVIRONMENTS), metavar="NAME,...",
                       help="of %(default)s")  # fmt: skip
-    arguments = line.parse_args()
+    arguments = parser.parse_args()
     failed = []
     for name in arguments.only:
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common import picture
+from benchmarks.common import image_path
 from benchmarks.roofline import QUIRE, Case, Roof, plot
 
 ROOF = Roof(copy=100.0, matmul=800.0)
@@ -34,7 +34,7 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
 
 def test_a_picture_is_refused_at_once_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert picture("x.png") == Path("x.png")
+    assert image_path("x.png") == Path("x.png")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(argparse.ArgumentTypeError, match="matplotlib"):
-        picture("x.png")
+        image_path("x.png")
