@@ -1,8 +1,6 @@
-"""ResultProcessor: applies step results to sequences and collects updates for gateways."""
+"""ResultProcessor: applies step results to sequences and builds the TokenBatches for gateways."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 
@@ -13,9 +11,9 @@ from ...proto.stream import Finish, FinishReason, TokenBatch
 from ..sequences.beam_group import BeamGroup
 from ..sequences.beam_search import BeamHypothesis
 from ..sequences.sequence import Sequence
-from .state import InFlight, SchedulerState, row_of
-
-News = list[tuple[bytes, TokenBatch]]
+from .in_flight import InFlightStep
+from .outbox import Outgoing
+from .state import SchedulerState, row_of
 
 
 class ResultProcessor:
@@ -27,64 +25,90 @@ class ResultProcessor:
         self._is_fair = state.config.scheduler.policy == "fair"
         self._eos = np.asarray(state.config.model.eos_token_ids, np.int32)
 
-    def take(self, result: StepResult, now: float) -> News:
-        """Advances the sequences of the earliest step in flight; returns the news, as (gateway, news).
+    def apply(self, result: StepResult, now: float) -> Outgoing:
+        """Advance the sequences of the oldest step in flight; return the messages for gateways.
 
         Raises:
             ProtocolError: the result is of another step or epoch, or has the wrong number of tokens.
         """
         state, rows_state = self._state, self._state.rows
-        step = self._take_step(result)
-        state.blocks.lift_fences(step.step_id)
+        step = self._pop_step(result)
+        state.blocks.free_fenced(step.step_id)
         state.throughput.count_step(step.num_tokens, step.planned_at, now)
-        self._learn_costs(step, result)
+        self._observe_cost(step, result)
         rows, token_ids, logprobs = step.rows, result.token_ids, result.logprobs
         alive = rows_state.entered_at_step[rows] <= step.step_id
         if not alive.all():  # stopped, aborted or preempted since: their tokens are dropped
             rows, token_ids, logprobs = _select(alive, rows, token_ids, logprobs)
-        self._note_first_tokens(step, now)
-        scores = self._take_scores(step, result.prompt_logprobs)
+        self._set_first_token_times(step, now)
+        outgoing = self._prompt_logprobs(step, result.prompt_logprobs)
         is_beam = rows_state.is_beam[rows]
         if is_beam.any():
-            self._take_beams(rows, is_beam, logprobs, now)
+            self._add_candidates(rows, is_beam, logprobs, now)
             rows, token_ids, logprobs = _select(~is_beam, rows, token_ids, logprobs)
         self._append(rows, token_ids)
         handles, gateways = rows_state.handle[rows], rows_state.gateway[rows]
-        finished = self._end_finished(rows, token_ids, now)
-        return scores + self._news(step.step_id, gateways, handles, token_ids, logprobs, finished)
+        finished = self._finish_sequences(rows, token_ids, now)
+        return outgoing + self._token_batches(step.step_id, gateways, handles, token_ids, logprobs, finished)
 
-    def _learn_costs(self, step: InFlight, result: StepResult) -> None:
-        """A step of few tokens takes as long as one of many, and tells nothing of how fast prompts are computed."""
-        costs, budget = self._state.costs, self._state.config.scheduler.max_num_batched_tokens
-        if 2 * step.num_prompt_tokens >= budget or costs.has_launched:
-            seconds = sum(result.stage_times.get(stage, 0.0) for stage in ("forward", "sample"))
-            costs.observe(step.num_tokens, seconds, is_done=step.rows.size > 0)
-
-    def _take_step(self, result: StepResult) -> InFlight:
-        in_flight = self._state.in_flight
-        if not in_flight:
+    def _pop_step(self, result: StepResult) -> InFlightStep:
+        step = self._state.in_flight.oldest
+        if step is None:
             raise ProtocolError(f"a result of step {result.step_id} came, and no step is in flight")
-        step = in_flight[0]
         got, due = (result.epoch, result.step_id), (self._epoch, step.step_id)
         if got != due:
             raise ProtocolError(f"the result of (epoch, step) {got} came, {due} is due")
         if result.token_ids.size != step.rows.size:
             raise ProtocolError(f"step {due} samples {step.rows.size} tokens, {result.token_ids.size} came")
-        return in_flight.popleft()
+        return self._state.in_flight.pop()
+
+    def _observe_cost(self, step: InFlightStep, result: StepResult) -> None:
+        """Update the cost model from steps full of prompt tokens.
+
+        A step of few tokens takes as long as one of many, so it does not show how fast prompts are computed.
+        """
+        costs, max_num_tokens = self._state.costs, self._state.config.scheduler.max_num_batched_tokens
+        if 2 * step.num_prompt_tokens >= max_num_tokens or costs.has_launched:
+            seconds = sum(result.stage_times.get(stage, 0.0) for stage in ("forward", "sample"))
+            costs.observe(step.num_tokens, seconds, is_done=step.rows.size > 0)
+
+    def _set_first_token_times(self, step: InFlightStep, now: float) -> None:
+        for row in step.first_rows:
+            if self._state.rows.entered_at_step[row] <= step.step_id:
+                sequence = self._state.running[row]
+                if sequence.first_token_at is None:
+                    sequence.first_token_at = now
+
+    def _prompt_logprobs(self, step: InFlightStep, scores: PromptLogprobs | None) -> Outgoing:
+        """Return the log-probabilities of prompts, except of sequences that have lost their rows since."""
+        if scores is None:
+            return []
+        state, rows = self._state, scores.owners
+        alive = state.rows.entered_at_step[rows] <= step.step_id
+        for row, count in zip(*np.unique(rows[alive], return_counts=True), strict=True):
+            state.running[int(row)].num_scored_tokens += int(count)
+        outgoing = []
+        for gateway, number in state.requests.gateways.items():
+            mask = alive & (state.rows.gateway[rows] == number)
+            selected = scores.select(mask, state.rows.handle[rows[mask]])
+            if selected is not None:
+                outgoing.append((gateway, TokenBatch(step.step_id, prompt_logprobs=selected)))
+        return outgoing
+
+    # Tokens
 
     def _append(self, rows: IntArray, token_ids: IntArray) -> None:
-        """One more known token a row."""
+        """Append one known token to each row."""
         full = self._state.rows.full_tails(rows)
         if full.size:
             self._flush(full)
         self._state.rows.append(rows, token_ids)
 
     def _flush(self, rows: IntArray) -> None:
-        """Moves a full block of tokens out of each row and makes it findable; its KV has been computed."""
+        """Move a full block of tokens out of each row and publish the block; its KV has been computed."""
         state, block_size = self._state, self._state.blocks.block_size
-        raw, starts = state.rows.tail[rows].tobytes(), state.rows.num_flushed[rows]
+        raw, starts = state.rows.flush(rows)
         block_ids = state.blocks.tables.ids[rows, starts // block_size]
-        state.rows.num_flushed[rows] = starts + block_size
         width = 4 * block_size
         for number, (row, start, block_id) in enumerate(
             zip(rows.tolist(), starts.tolist(), block_ids.tolist(), strict=True)
@@ -97,43 +121,23 @@ class ResultProcessor:
                 self._charge(sequence, start, start + block_size)
 
     def _charge(self, sequence: Sequence, start: int, end: int) -> None:
-        """Counts the sampled ones among tokens `start` to `end` as service to the sequence's tenant."""
-        self._state.waiting.charge(sequence.tenant, 0, max(0, end - max(start, sequence.num_prompt_tokens)))
-
-    def _note_first_tokens(self, step: InFlight, now: float) -> None:
-        for row in step.first_rows:
-            if self._state.rows.entered_at_step[row] <= step.step_id:
-                sequence = self._state.running[row]
-                if sequence.first_token_at is None:
-                    sequence.first_token_at = now
-
-    def _take_scores(self, step: InFlight, scores: PromptLogprobs | None) -> News:
-        """Hands on the log-probabilities of prompts, but for those of sequences that have lost their rows since."""
-        if scores is None:
-            return []
-        state, rows = self._state, scores.owners
-        alive = state.rows.entered_at_step[rows] <= step.step_id
-        for row, count in zip(*np.unique(rows[alive], return_counts=True), strict=True):
-            state.running[int(row)].num_scored_tokens += int(count)
-        news = []
-        for gateway, number in state.gateways.items():
-            mine = alive & (state.rows.gateway[rows] == number)
-            told = scores.select(mine, state.rows.handle[rows[mine]])
-            if told is not None:
-                news.append((gateway, TokenBatch(step.step_id, prompt_logprobs=told)))
-        return news
+        """Charge the sampled tokens among tokens `start` to `end` to the sequence's tenant."""
+        num_output_tokens = max(0, end - max(start, sequence.num_prompt_tokens))
+        self._state.waiting.charge(sequence.tenant, 0, num_output_tokens)
 
     # Ends
 
-    def _end_finished(self, rows: IntArray, token_ids: IntArray, now: float) -> list[tuple[bytes, Finish]]:
-        """Ends the sequences that these tokens stop, as (gateway, account)."""
+    def _finish_sequences(
+        self, rows: IntArray, token_ids: IntArray, now: float
+    ) -> list[tuple[bytes, Finish]]:
+        """End the sequences that these tokens stop; return their ends, as (gateway, Finish)."""
         state = self._state.rows
-        ends = state.num_tokens[rows] >= state.limit[rows]
+        ends = state.num_tokens[rows] >= state.max_len[rows]
         at_eos = (token_ids[:, None] == self._eos).any(axis=1) & state.stops_at_eos[rows]
-        stopped_by = self._own_stops(rows, token_ids, at_eos)
+        own_stops = self._own_stops(rows, token_ids, at_eos)
         finished = []
-        for position in np.flatnonzero(ends | at_eos | (stopped_by >= 0)).tolist():
-            row, stop = int(rows[position]), int(stopped_by[position])
+        for position in np.flatnonzero(ends | at_eos | (own_stops >= 0)).tolist():
+            row, stop = int(rows[position]), int(own_stops[position])
             stopped = at_eos[position] or stop >= 0
             sequence = self._state.running[row]
             self._charge(sequence, int(state.num_flushed[row]), int(state.num_tokens[row]))
@@ -146,20 +150,20 @@ class ResultProcessor:
             )
             finished.append((sequence.gateway, finish))
             self._state.end_request((sequence.gateway, sequence.handle))
-        self._state.stats.num_finished += len(finished)
+        self._state.stats.count_finished(len(finished))
         return finished
 
     def _own_stops(self, rows: IntArray, token_ids: IntArray, at_eos: np.ndarray) -> IntArray:
-        """For each row the request's own stop token that it sampled; -1: none."""
-        stopped_by = np.full(rows.size, -1, np.int32)
+        """Return, for each row, the request's own stop token that it sampled, or -1."""
+        own_stops = np.full(rows.size, -1, np.int32)
         for position in np.flatnonzero(self._state.rows.has_own_stops[rows] & ~at_eos).tolist():
             token_id = int(token_ids[position])
             if token_id in self._state.running[int(rows[position])].sampling.stop_token_ids:
-                stopped_by[position] = token_id
-        return stopped_by
+                own_stops[position] = token_id
+        return own_stops
 
     def _keep_partial(self, sequence: Sequence) -> None:
-        """What is in the last block of a sequence that ends may serve its next turn."""
+        """Publish the last, partly filled block of a sequence that ends: its next turn may use it."""
         row, rows = row_of(sequence), self._state.rows
         flushed = int(rows.num_flushed[row])
         num_computed = int(rows.num_tokens[row]) - 1 - flushed
@@ -169,105 +173,85 @@ class ResultProcessor:
 
     # Beams
 
-    def _take_beams(self, rows: IntArray, is_beam: np.ndarray, logprobs: Logprobs | None, now: float) -> None:
-        """Hands each beam's candidates to its search, and advances the searches that have all of theirs."""
-        assert logprobs is not None, "a beam's logprobs did not come"
+    def _add_candidates(
+        self, rows: IntArray, is_beam: np.ndarray, logprobs: Logprobs | None, now: float
+    ) -> None:
+        """Pass each beam's candidates to its search, and advance the searches that have those of all beams."""
+        assert logprobs is not None, "the ranks sent no log-probabilities for a beam"
         complete = []
         for position in np.flatnonzero(is_beam).tolist():
             sequence = self._state.running[int(rows[position])]
             (entry,) = np.flatnonzero(logprobs.index == position)
             assert sequence.beams is not None
-            if sequence.beams.deposit(sequence.seq_id, logprobs.top_ids[entry], logprobs.top[entry]):
+            if sequence.beams.add_candidates(sequence.seq_id, logprobs.top_ids[entry], logprobs.top[entry]):
                 complete.append(sequence.beams)
         for group in complete:
             self._advance_beams(group, now)
 
     def _advance_beams(self, group: BeamGroup, now: float) -> None:
-        """The search has chosen: some beams go on in their rows, some fork, some end."""
+        """Apply the search's choice: some beams continue in their rows, some fork, some end."""
         parents = [self._state.alive[seq_id] for seq_id in group.members]
-        children = group.advance()
-        if not children:
-            self._end_beams(group, now)
+        continuations = group.advance()
+        if not continuations:
+            self._finish_beams(group, now)
             return
         members: list[int] = []
-        continued: dict[int, int] = {}  # parent |-> the token it goes on with
-        for child in children:
-            parent = parents[child.parent]
-            if child.parent in continued:
-                members.append(self._fork(parent, child.token_id).seq_id)
+        continued: dict[int, int] = {}  # number of the parent |-> token with which it continues
+        for parent_number, token_id in continuations:
+            parent = parents[parent_number]
+            if parent_number in continued:
+                members.append(self._state.fork(parent, token_id).seq_id)
             else:
-                continued[child.parent] = child.token_id
+                continued[parent_number] = token_id
                 members.append(parent.seq_id)
         group.members = members
         for number, parent in enumerate(parents):
             if number in continued:
-                self._choose(parent, continued[number])
+                self._continue_beam(parent, continued[number])
             else:
                 self._state.discard(parent)
 
-    def _fork(self, parent: Sequence, token_id: int) -> Sequence:
-        """A new sequence that is `parent` so far, and then `token_id`."""
-        tokens = self._state.known_tokens(parent)
-        tokens.append(token_id)
-        child = replace(
-            parent,
-            seq_id=self._state.next_seq_id(),
-            token_ids=tokens,
-            block_digests=list(parent.block_digests),
-            row=None,
-            host_blocks=[],
-            num_lost_tokens=0,
-            is_parked=False,
-        )
-        self._state.add(child)
-        self._state.forks.append((child, parent))
-        return child
-
-    def _choose(self, sequence: Sequence, token_id: int) -> None:
-        """The sequence goes on with a token that it did not sample itself."""
-        if sequence.is_parked:
-            sequence.token_ids.append(token_id)
-            sequence.is_parked = False
-            self._state.waiting.push(sequence)
+    def _continue_beam(self, sequence: Sequence, token_id: int) -> None:
+        """Append the token that the search chose, which may differ from the token that the ranks sampled."""
+        if sequence.is_suspended:
+            self._state.resume(sequence, token_id)
             return
-        assert sequence.row is not None, "a beam that its search has candidates of waits"
-        row = np.array([sequence.row], np.int32)
-        self._append(row, np.array([token_id], np.int32))
-        self._state.rows.frozen[row] = False
-        self._state.chosen.append((sequence.row, token_id))
-        self._state.invalidate_advancing_rows()
+        row = row_of(sequence)
+        self._append(np.array([row], np.int32), np.array([token_id], np.int32))
+        self._state.rows.unfreeze(row)
+        self._state.deltas.choose_token(row, token_id)
 
-    def _end_beams(self, group: BeamGroup, now: float) -> None:
-        """Tells the best answers of a search that is over."""
+    def _finish_beams(self, group: BeamGroup, now: float) -> None:
+        """End a search and add its best hypotheses to the outbox."""
         first = self._state.alive[group.members[0]]
-        answers = group.search.answers[: group.num_answers]
-        handles = [first.handle + index for index in range(len(answers))]
+        best = group.search.hypotheses[: group.num_outputs]
+        handles = [first.handle + index for index in range(len(best))]
         finished = tuple(
-            self._beam_finish(first, answer, handle, now)
-            for handle, answer in zip(handles, answers, strict=True)
+            self._beam_finish(first, hypothesis, handle, now)
+            for handle, hypothesis in zip(handles, best, strict=True)
         )
-        lengths = [len(answer.token_ids) for answer in answers]
-        token_ids = np.array([token for answer in answers for token in answer.token_ids], np.int32)
+        lengths = [len(hypothesis.token_ids) for hypothesis in best]
+        token_ids = np.array([token for hypothesis in best for token in hypothesis.token_ids], np.int32)
         self._state.end_request((first.gateway, first.handle))
-        self._state.stats.num_finished += len(answers)
+        self._state.stats.count_finished(len(best))
         batch = TokenBatch(0, np.repeat(np.array(handles, np.int32), lengths), token_ids, None, finished)
-        self._state.news.append((first.gateway, batch))
+        self._state.outbox.add(first.gateway, batch)
 
-    def _beam_finish(self, sequence: Sequence, answer: BeamHypothesis, handle: int, now: float) -> Finish:
-        last = answer.token_ids[-1]
-        own_stop = answer.at_eos and last not in sequence.eos_token_ids
+    def _beam_finish(self, sequence: Sequence, hypothesis: BeamHypothesis, handle: int, now: float) -> Finish:
+        last = hypothesis.token_ids[-1]
+        own_stop = hypothesis.at_eos and last not in sequence.eos_token_ids
         return sequence.finish(
-            FinishReason.STOP if answer.at_eos else FinishReason.LENGTH,
-            sequence.num_prompt_tokens + len(answer.token_ids),
+            FinishReason.STOP if hypothesis.at_eos else FinishReason.LENGTH,
+            sequence.num_prompt_tokens + len(hypothesis.token_ids),
             now,
             stop_token_id=last if own_stop else None,
-            score=answer.score,
+            score=hypothesis.score,
             handle=handle,
         )
 
-    # News
+    # Messages
 
-    def _news(
+    def _token_batches(
         self,
         step_id: int,
         gateways: IntArray,
@@ -275,27 +259,27 @@ class ResultProcessor:
         token_ids: IntArray,
         logprobs: Logprobs | None,
         finished: list[tuple[bytes, Finish]],
-    ) -> News:
-        """One TokenBatch for each gateway that has news."""
-        names = self._state.gateways
+    ) -> Outgoing:
+        """Return one TokenBatch per gateway with new tokens."""
+        numbers = self._state.requests.gateways
         if not handles.size:
             return []
-        if len(names) == 1:
+        if len(numbers) == 1:
             ends = tuple(finish for _, finish in finished)
-            return [(next(iter(names)), TokenBatch(step_id, handles, token_ids, logprobs, ends))]
-        news = []
-        for gateway, number in names.items():
-            mine = gateways == number
-            if mine.any():
+            return [(next(iter(numbers)), TokenBatch(step_id, handles, token_ids, logprobs, ends))]
+        outgoing = []
+        for gateway, number in numbers.items():
+            mask = gateways == number
+            if mask.any():
                 ends = tuple(finish for owner, finish in finished if owner == gateway)
-                own_handles, own_ids, own_logprobs = _select(mine, handles, token_ids, logprobs)
-                news.append((gateway, TokenBatch(step_id, own_handles, own_ids, own_logprobs, ends)))
-        return news
+                own_handles, own_ids, own_logprobs = _select(mask, handles, token_ids, logprobs)
+                outgoing.append((gateway, TokenBatch(step_id, own_handles, own_ids, own_logprobs, ends)))
+        return outgoing
 
 
 def _select(
     mask: np.ndarray, rows: IntArray, token_ids: IntArray, logprobs: Logprobs | None
 ) -> tuple[IntArray, IntArray, Logprobs | None]:
-    """The entries under a mask, of arrays that go together."""
+    """Return the entries under a mask, of arrays that go together."""
     kept = np.flatnonzero(mask).astype(np.int32)
     return rows[kept], token_ids[kept], None if logprobs is None else logprobs.select(kept)

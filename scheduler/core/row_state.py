@@ -1,90 +1,149 @@
-"""RowState: the state of running sequences as arrays, so that a decode step costs what changes and not what runs."""
+"""RowState: running sequences as arrays over rows (batch slots): a decode step is a few array operations."""
 
 from __future__ import annotations
 
-from array import array
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ...proto.block_tables import IntArray
+from ..sequences.sequence import Sequence
 
-Bools = npt.NDArray[np.bool_]
 NEVER = np.iinfo(np.int64).max
+
+DType = TypeVar("DType", bound=np.generic)
 
 
 class RowState:
-    """row |-> what changes each step. All arrays are [num_rows].
+    """row |-> the state that changes in each step. Only the methods write the arrays, all of which are [num_rows].
 
     Attributes:
         num_tokens: known tokens, prompt included.
-        num_scheduled: tokens whose KV has been planned, computed or in flight; while a sampled token is in
-            flight this is one ahead of num_tokens.
-        num_flushed: tokens that the Sequence has; the rest, less than two blocks, is in `tail`.
-        limit: number of tokens at which the sequence ends by length.
+        num_scheduled: tokens whose KV is cached, computed or planned. While a sampled token is in flight this is
+            one more than num_tokens.
+        num_flushed: tokens in the Sequence; the rest, less than two blocks, is in `tail`.
+        max_len: number of tokens at which the sequence ends by length.
         decoding: every known token has been planned (see proto.step).
-        entered_at_step: first step of the row's present sequence; NEVER when the row is free.
-        is_beam: what it samples is for its beam search to choose from.
-        frozen: a beam that waits for the others of its search.
-        stops_at_eos, has_own_stops: which of the stop tests a sampled token needs.
-        handle, gateway: whom to tell; gateway is its number in the scheduler's list.
+        entered_at_step: first step of the row's present sequence; NEVER if the row is free.
+        is_beam: the row's samples are candidates for its beam search.
+        frozen: the beam waits for the other beams of its search.
+        stops_at_eos, has_own_stops: stop tests that a sampled token needs.
+        handle: the sequence's handle at its gateway.
+        gateway: number of the sequence's gateway (see RequestTable).
         tail: [num_rows, block_size] int32, the newest, not yet flushed tokens.
     """
 
     def __init__(self, num_rows: int, block_size: int) -> None:
         self.num_rows = num_rows
         self.block_size = block_size
-        self.num_tokens: IntArray = np.zeros(num_rows, np.int32)
-        self.num_scheduled: IntArray = np.zeros(num_rows, np.int32)
-        self.num_flushed: IntArray = np.zeros(num_rows, np.int32)
-        self.limit: IntArray = np.zeros(num_rows, np.int32)
-        self.decoding: Bools = np.zeros(num_rows, np.bool_)
-        self.entered_at_step = np.full(num_rows, NEVER, np.int64)
-        self.is_beam: Bools = np.zeros(num_rows, np.bool_)
-        self.frozen: Bools = np.zeros(num_rows, np.bool_)
-        self.stops_at_eos: Bools = np.zeros(num_rows, np.bool_)
-        self.has_own_stops: Bools = np.zeros(num_rows, np.bool_)
-        self.handle = np.zeros(num_rows, np.int32)
-        self.gateway: IntArray = np.zeros(num_rows, np.int32)
-        self.tail: IntArray = np.zeros((num_rows, block_size), np.int32)
+        self._num_tokens, self.num_tokens = _array(num_rows, np.int32)
+        self._num_scheduled, self.num_scheduled = _array(num_rows, np.int32)
+        self._num_flushed, self.num_flushed = _array(num_rows, np.int32)
+        self._max_len, self.max_len = _array(num_rows, np.int32)
+        self._decoding, self.decoding = _array(num_rows, np.bool_)
+        self._entered_at_step, self.entered_at_step = _array(num_rows, np.int64)
+        self._entered_at_step[:] = NEVER
+        self._is_beam, self.is_beam = _array(num_rows, np.bool_)
+        self._frozen, self.frozen = _array(num_rows, np.bool_)
+        self._stops_at_eos, self.stops_at_eos = _array(num_rows, np.bool_)
+        self._has_own_stops, self.has_own_stops = _array(num_rows, np.bool_)
+        self._handle, self.handle = _array(num_rows, np.int32)
+        self._gateway, self.gateway = _array(num_rows, np.int32)
+        self._tail, self.tail = _array((num_rows, block_size), np.int32)
         self._free = list(range(num_rows - 1, -1, -1))
+        self._advancing: IntArray | None = None
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, token_ids: array[int], limit: int, step_id: int) -> int:
-        """A free row, filled with a sequence's known tokens."""
+    def allocate(self, sequence: Sequence, gateway: int, step_id: int) -> int:
+        """Put a sequence with its known tokens into a free row; return the row. Nothing of it is scheduled yet."""
         row = self._free.pop()
-        num_tokens = len(token_ids)
+        num_tokens = len(sequence.token_ids)
         rest = num_tokens % self.block_size
-        self.num_tokens[row] = num_tokens
-        self.num_scheduled[row] = 0
-        self.num_flushed[row] = num_tokens - rest
-        self.limit[row] = limit
-        self.decoding[row] = False
-        self.entered_at_step[row] = step_id
-        self.tail[row, :rest] = token_ids[num_tokens - rest :]
+        self._num_tokens[row] = num_tokens
+        self._num_flushed[row] = num_tokens - rest
+        self._max_len[row] = sequence.max_len
+        self._entered_at_step[row] = step_id
+        self._is_beam[row] = sequence.beams is not None
+        self._stops_at_eos[row] = bool(sequence.eos_token_ids)
+        self._has_own_stops[row] = bool(sequence.sampling.stop_token_ids)
+        self._handle[row] = sequence.handle
+        self._gateway[row] = gateway
+        self._tail[row, :rest] = sequence.token_ids[num_tokens - rest :]
         return row
 
     def free(self, row: int) -> None:
-        self.decoding[row] = self.frozen[row] = self.is_beam[row] = False
-        self.num_scheduled[row] = 0
-        self.entered_at_step[row] = NEVER
+        self._decoding[row] = self._frozen[row] = self._is_beam[row] = False
+        self._num_scheduled[row] = 0
+        self._entered_at_step[row] = NEVER
         self._free.append(row)
+        self._advancing = None
+
+    # Planning
+
+    def advancing(self) -> IntArray:
+        """Return the decoding rows with a token to compute, ascending: not frozen, and the last not in flight."""
+        if self._advancing is None:
+            ready = self._decoding & ~self._frozen & (self._num_scheduled < self._max_len - 1)
+            self._advancing = np.flatnonzero(ready).astype(np.int32)
+        return self._advancing
+
+    def schedule(self, row: int, num_tokens: int) -> None:
+        """Count the row's next `num_tokens` known tokens as cached or planned."""
+        self._num_scheduled[row] += num_tokens
+
+    def start_decoding(self, rows: IntArray) -> None:
+        """Mark rows whose last known token has been planned."""
+        self._decoding[rows] = True
+        self._advancing = None
+
+    def advance(self, rows: IntArray) -> None:
+        """Count one more token of each decoding row as planned."""
+        num_scheduled = self._num_scheduled[rows] + 1
+        self._num_scheduled[rows] = num_scheduled
+        if (num_scheduled >= self._max_len[rows] - 1).any():
+            self._advancing = None
+
+    def freeze(self, rows: IntArray) -> None:
+        """Hold rows of beams until their search has chosen their next token (`unfreeze`)."""
+        self._frozen[rows] = True
+        self._advancing = None
+
+    def unfreeze(self, row: int) -> None:
+        self._frozen[row] = False
+        self._advancing = None
+
+    # Results
 
     def append(self, rows: IntArray, token_ids: IntArray) -> None:
-        """One more known token for each row, whose tail has room for it."""
-        known = self.num_tokens[rows]
-        self.tail[rows, known % self.block_size] = token_ids
-        self.num_tokens[rows] = known + 1
+        """Append one known token to each row, whose tail must have room for it."""
+        known = self._num_tokens[rows]
+        self._tail[rows, known % self.block_size] = token_ids
+        self._num_tokens[rows] = known + 1
 
     def full_tails(self, rows: IntArray) -> IntArray:
-        """Those rows whose tail must be flushed before the next token comes."""
-        full: IntArray = rows[self.num_tokens[rows] - self.num_flushed[rows] == self.block_size]
+        """Return those rows whose tail must be flushed before the next `append`."""
+        full: IntArray = rows[self._num_tokens[rows] - self._num_flushed[rows] == self.block_size]
         return full
 
+    def flush(self, rows: IntArray) -> tuple[bytes, IntArray]:
+        """Empty full tails; return their tokens, int32, one after the other, and the position of each one's first."""
+        tokens, starts = self._tail[rows].tobytes(), self._num_flushed[rows]
+        self._num_flushed[rows] = starts + self.block_size
+        return tokens, starts
+
     def unflushed(self, row: int) -> IntArray:
-        """The tokens in the row's tail, in order; a copy."""
-        count = int(self.num_tokens[row] - self.num_flushed[row])
-        return self.tail[row, :count].copy()
+        """Return a copy of the tokens in the row's tail, in order."""
+        count = int(self._num_tokens[row] - self._num_flushed[row])
+        return self._tail[row, :count].copy()
+
+
+def _array(shape: int | tuple[int, int], dtype: type[DType]) -> tuple[npt.NDArray[DType], npt.NDArray[DType]]:
+    """Return a new array of zeros and a read-only view of it."""
+    array = np.zeros(shape, dtype)
+    view = array.view()
+    view.flags.writeable = False
+    return array, view

@@ -1,274 +1,279 @@
-"""SchedulerState: what planning and taking-in share, and the verbs that move a sequence between its places.
+"""SchedulerState: the state that planning and result processing share, and the verbs that move sequences in it.
 
-A sequence is *waiting* (in the queue), *attached* (to a leader whose prompt it shares, until that is computed),
-*running* (it has a row) or *parked* (a beam that lost its row when only others of its search were left to compute).
+A sequence is *waiting* (in the queue), *attached* (to a parent whose prompt it shares, until that is computed),
+*forked* (a beam that the next plan starts), *running* (it has a row) or *suspended* (a preempted beam whose search
+waits for other beams only).
+
+Each part of the state has one owner with its own verbs. `running`, `alive` and `parents` are read-only views.
 """
 
 from __future__ import annotations
 
-import heapq
 from array import array
-from collections import deque
-from dataclasses import dataclass
+from bisect import insort
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
 
-import numpy as np
-
-from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
-from ...proto.stream import Finish, FinishReason, TokenBatch
+from ...proto.errors import QuireError
 from ..kv.block_manager import BlockManager
 from ..sequences.beam_group import BeamGroup
 from ..sequences.sequence import Sequence
+from .deadlines import DeadlineQueue
+from .in_flight import InFlightSteps
 from .metrics import SchedulerStats, Throughput
-from .policy import CostModel
+from .outbox import Outbox
+from .plan_deltas import PlanDeltas
+from .policy import CostModel, by_precedence
+from .requests import RequestKey, RequestTable
 from .row_state import RowState
 from .waiting import WaitingQueue
 
-RequestKey = tuple[bytes, int]  # gateway and handle
 
+class PrefillQueue:
+    """Running sequences with prompt tokens left to plan, in order of precedence."""
 
-@dataclass(slots=True)
-class InFlight:
-    """A step whose result is awaited.
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
 
-    Attributes:
-        rows: those that sample, ascending.
-        first_rows: of them, those that sample the first token after a prefill.
-        num_tokens: computed in the step, over all rows.
-        planned_at: on the scheduler's clock.
-    """
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
 
-    step_id: int
-    rows: IntArray
-    first_rows: list[int]
-    num_tokens: int
-    planned_at: float
+    def add(self, sequence: Sequence) -> None:
+        insort(self._sequences, sequence, key=by_precedence)
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """All but one for each row that decodes."""
-        return self.num_tokens - (self.rows.size - len(self.first_rows))
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a sequence if it is in the queue."""
+        if sequence in self._sequences:
+            self._sequences.remove(sequence)
 
 
 class SchedulerState:
-    """Sequences, rows, blocks, the queue and the steps in flight of one replica.
+    """Sequences, rows, blocks, queues and steps in flight of one replica.
 
     Attributes:
         running: row |-> sequence.
-        prefilling: running sequences with prompt tokens left to plan, by arrival.
-        leaders: running sequences with siblings attached.
-        forks: (child, parent) of beam searches, to be started by the next plan.
-        requests: (gateway, handle) |-> who answers it.
-        alive: every sequence that has not ended.
-        released: rows emptied since the last plan.
-        chosen: (row, token) that beam searches chose since the last plan.
-        news: what is to be told beside the results of steps.
+        alive: seq_id |-> sequence, for all that have not ended.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         limits = config.scheduler
-        self.config = config
-        self.blocks = BlockManager(config)
-        self.rows = RowState(limits.max_num_seqs, config.cache.block_size)
-        self.waiting = WaitingQueue(limits.policy, self.blocks.num_cached_tokens, limits.tenant_weights)
-        self.costs = CostModel(config.cache.swap_blocks_per_s)
-        self.running: dict[int, Sequence] = {}
-        self.prefilling: list[Sequence] = []
-        self.leaders: list[Sequence] = []
-        self.forks: list[tuple[Sequence, Sequence]] = []
-        self.requests: dict[RequestKey, Sequence | BeamGroup] = {}
-        self.alive: dict[int, Sequence] = {}
-        self.gateways: dict[bytes, int] = {}  # gateway |-> its number in rows.gateway
-        self.in_flight: deque[InFlight] = deque()
-        self.released: list[int] = []
-        self.chosen: list[tuple[int, int]] = []
-        self.news: list[tuple[bytes, TokenBatch]] = []
-        self.stats = SchedulerStats()
-        self.throughput = Throughput()
-        self.num_sequences_made = 0
-        self._num_gateways_seen = 0
-        self._deadlines: list[tuple[float, int]] = []
-        self._advancing: IntArray | None = None
+        self._running: dict[int, Sequence] = {}
+        self._alive: dict[int, Sequence] = {}
+        self._parents: list[Sequence] = []
+        self._num_sequences_made = 0
+        self.config: Final = config
+        self.running: Final[Mapping[int, Sequence]] = MappingProxyType(self._running)
+        self.alive: Final[Mapping[int, Sequence]] = MappingProxyType(self._alive)
+        self.blocks: Final = BlockManager(config)
+        self.rows: Final = RowState(limits.max_num_seqs, config.cache.block_size)
+        self.waiting: Final = WaitingQueue(
+            limits.policy, self.blocks.num_cached_tokens, limits.tenant_weights
+        )
+        self.prefilling: Final = PrefillQueue()
+        self.requests: Final = RequestTable()
+        self.deltas: Final = PlanDeltas()
+        self.in_flight: Final = InFlightSteps()
+        self.outbox: Final = Outbox()
+        self.costs: Final = CostModel(config.cache.swap_blocks_per_s)
+        self.stats: Final = SchedulerStats()
+        self.throughput: Final = Throughput()
+        self._deadlines = DeadlineQueue(self._alive)
 
     @property
-    def fence_step(self) -> int | None:
-        """The newest step in flight, which may still touch what is released now."""
-        return self.in_flight[-1].step_id if self.in_flight else None
+    def parents(self) -> tuple[Sequence, ...]:
+        """Return the running sequences with children attached."""
+        return tuple(self._parents)
 
     def next_seq_id(self) -> int:
-        self.num_sequences_made += 1
-        return self.num_sequences_made
-
-    def advancing_rows(self) -> IntArray:
-        """Decoding rows that have a token to compute, ascending: not frozen, and not with their last in flight."""
-        if self._advancing is None:
-            rows = self.rows
-            ready = rows.decoding & ~rows.frozen & (rows.num_scheduled < rows.limit - 1)
-            self._advancing = np.flatnonzero(ready).astype(np.int32)
-        return self._advancing
-
-    def invalidate_advancing_rows(self) -> None:
-        """The set of advancing rows has changed."""
-        self._advancing = None
+        self._num_sequences_made += 1
+        return self._num_sequences_made
 
     def known_tokens(self, sequence: Sequence) -> array[int]:
-        """Prompt and all tokens sampled and taken in so far; a copy."""
+        """Return a copy of the prompt and all tokens sampled and applied so far."""
         tokens = sequence.token_ids[:]
         if sequence.row is not None:
             del tokens[int(self.rows.num_flushed[sequence.row]) :]
             tokens.frombytes(self.rows.unflushed(sequence.row).tobytes())
         return tokens
 
-    # Moving between places
+    # Requests
 
-    def add(self, sequence: Sequence) -> None:
-        """A new sequence; where it waits is for the caller to say."""
-        self.alive[sequence.seq_id] = sequence
-        if sequence.gateway not in self.gateways:
-            self.gateways[sequence.gateway] = self._num_gateways_seen
-            self._num_gateways_seen += 1
-        if sequence.deadline is not None:
-            self._forget_met_deadlines()
-            heapq.heappush(self._deadlines, (sequence.deadline, sequence.seq_id))
+    def add_request(self, sequences: list[Sequence], beams: BeamGroup | None) -> None:
+        """Queue a request: the first sequence waits, the others are attached to it.
 
-    def enter(self, sequence: Sequence, row: int, num_cached_tokens: int, now: float) -> None:
-        """A sequence has got a row, filled with its tokens; the first `num_cached_tokens` are computed."""
-        rows = self.rows
+        Args:
+            beams: the beam search that the only sequence begins; None for sampled outputs.
+        """
+        first, *children = sequences
+        for sequence in sequences:
+            self._add(sequence)
+            self.requests.add((sequence.gateway, sequence.handle), sequence)
+        for child in children:
+            child.parent = first
+        first.children = children
+        if beams is not None:
+            first.beams = beams
+            for handle in range(first.handle, first.handle + beams.num_outputs):
+                self.requests.add((first.gateway, handle), beams)
+        self.waiting.push(first)
+
+    def end_request(self, key: RequestKey) -> list[RequestKey]:
+        """End all sequences that produce a handle's output; return all handles that ended with it."""
+        producer = self.requests.remove(key)
+        if not isinstance(producer, BeamGroup):
+            self.discard(producer)
+            return [key]
+        first = self.alive[producer.members[0]].handle
+        handles = range(first, first + producer.num_outputs)
+        others = [(key[0], handle) for handle in handles if handle != key[1]]
+        for other in others:
+            self.requests.remove(other)
+        for seq_id in producer.members:
+            self.discard(self.alive[seq_id])
+        return [key, *others]
+
+    def fail_request(self, key: RequestKey, error: QuireError) -> None:
+        """End a request with an error that is reported to its gateway."""
+        gateway, _ = key
+        self.outbox.fail(gateway, (handle for _, handle in self.end_request(key)), error)
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Return sequences whose deadline has passed, each of them once."""
+        return self._deadlines.expire(now)
+
+    def abandon_steps(self) -> None:
+        """Forget the steps in flight: no results will follow."""
+        while self.in_flight:
+            self.blocks.free_fenced(self.in_flight.pop().step_id)
+
+    # Sequences
+
+    def start(self, sequence: Sequence, step_id: int) -> int:
+        """Give a sequence a row, with its tokens but without blocks; return the row."""
+        row = self.rows.allocate(sequence, self.requests.gateways[sequence.gateway], step_id)
         sequence.row = row
-        self.running[row] = sequence
-        rows.num_scheduled[row] = num_cached_tokens
-        rows.handle[row] = sequence.handle
-        rows.gateway[row] = self.gateways[sequence.gateway]
-        rows.is_beam[row] = sequence.beams is not None
-        rows.stops_at_eos[row] = bool(sequence.eos_token_ids)
-        rows.has_own_stops[row] = bool(sequence.sampling.stop_token_ids)
-        sequence.entered(num_cached_tokens, now)
-        if sequence.siblings:
-            self.leaders.append(sequence)
+        self._running[row] = sequence
+        if sequence.children:
+            self._parents.append(sequence)
+        return row
 
-    def leave(self, sequence: Sequence) -> None:
-        """Takes a running sequence's row and blocks."""
-        row = row_of(sequence)
-        self.blocks.close(row, self.fence_step)
-        self.rows.free(row)
-        self.released.append(row)
-        self.chosen = [(chosen, token) for chosen, token in self.chosen if chosen != row]
-        self.invalidate_advancing_rows()
-        del self.running[row]
-        sequence.row = None
-        if sequence in self.prefilling:
-            self.prefilling.remove(sequence)
-        self.detach(sequence)
+    def detach(self, child: Sequence) -> None:
+        """Separate a child from its running parent: it starts, or has ended."""
+        parent = child.parent
+        assert parent is not None, f"sequence {child.seq_id} has no parent"
+        child.parent = None
+        parent.children.remove(child)
+        if not parent.children and parent in self._parents:
+            self._parents.remove(parent)
 
-    def detach(self, leader: Sequence) -> None:
-        """Siblings that cannot be forked from a running leader any more wait like any other sequence."""
-        for sibling in leader.siblings:
-            sibling.leader = None
-            self.waiting.push(sibling)
-        leader.siblings = []
-        if leader in self.leaders:
-            self.leaders.remove(leader)
+    def fork(self, parent: Sequence, token_id: int) -> Sequence:
+        """Make a beam that has the tokens of `parent` so far, and then `token_id`; the next plan starts it."""
+        tokens = self.known_tokens(parent)
+        tokens.append(token_id)
+        child = replace(
+            parent,
+            seq_id=self.next_seq_id(),
+            token_ids=tokens,
+            block_digests=list(parent.block_digests),
+            row=None,
+            host_blocks=[],
+            num_lost_tokens=0,
+            is_suspended=False,
+        )
+        self._add(child)
+        self.deltas.fork(child, parent)
+        return child
 
     def preempt(self, sequence: Sequence, now: float) -> None:
-        """Takes a running sequence's row and blocks; it keeps its place and comes back.
+        """Take a running sequence's row and blocks; it keeps its place in the order of arrival and resumes later.
 
-        Its KV goes to host memory, or is computed again, whichever costs less. A token of it that is in flight is
-        dropped and will be sampled again, the same.
+        Its KV goes to host memory or is recomputed, whichever costs less. A token in flight is dropped and will be
+        sampled again, the same.
         """
         row = row_of(sequence)
         sequence.token_ids = self.known_tokens(sequence)
         num_tokens = min(int(self.rows.num_scheduled[row]), len(sequence.token_ids) - 1)
         sequence.num_lost_tokens = num_tokens
-        # A prompt that is being scored is computed again: scores that are in flight are dropped with the row.
+        # A prompt that is being scored is recomputed: scores in flight are dropped with the row.
         may_swap = num_tokens > 0 and not sequence.is_scoring
         if may_swap and self.costs.swap_is_cheaper(self.blocks.num_blocks_for(num_tokens), num_tokens):
             sequence.host_blocks = self.blocks.swap_out(row, num_tokens) or []
             sequence.num_host_tokens = num_tokens if sequence.host_blocks else 0
         sequence.preempted_at = now
-        self.leave(sequence)
+        self._release_row(sequence)
         if sequence.beams is None or sequence.beams.is_waiting_for(sequence.seq_id):
             self.waiting.push(sequence)
         else:
-            sequence.is_parked = True
-        self.stats.num_preemptions += 1
+            sequence.is_suspended = True
+        self.stats.count_preemption()
+
+    def resume(self, sequence: Sequence, token_id: int) -> None:
+        """Let a suspended beam wait for a row; its search has chosen its next token."""
+        sequence.token_ids.append(token_id)
+        sequence.is_suspended = False
+        self.waiting.push(sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        """Ends a sequence, wherever it is, and frees all it has."""
-        del self.alive[sequence.seq_id]
+        """End a sequence, wherever it is, and free its row and blocks."""
+        del self._alive[sequence.seq_id]
         if sequence.row is not None:
-            self.leave(sequence)
+            self._release_row(sequence)
             return
         self.blocks.drop_host_blocks(sequence.host_blocks)
         sequence.host_blocks = []
-        self.detach(sequence)
-        pending = [pair for pair in self.forks if pair[0] is not sequence]
-        if sequence.is_parked:
+        self._detach_children(sequence)
+        if sequence.is_suspended:
             return
-        if sequence.leader is not None:
-            sequence.leader.siblings.remove(sequence)
-        elif len(pending) < len(self.forks):
-            self.forks = pending
-        else:
+        if sequence.parent is not None:
+            self.detach(sequence)
+        elif not self.deltas.cancel_fork(sequence):
             self.waiting.remove(sequence)
 
-    def end_request(self, key: RequestKey) -> list[RequestKey]:
-        """Ends all sequences that answer a handle; returns every handle that ended with it."""
-        owner = self.requests.pop(key)
-        if not isinstance(owner, BeamGroup):
-            self.discard(owner)
-            return [key]
-        first = self.alive[owner.members[0]].handle
-        handles = range(first, first + owner.num_answers)
-        others = [(key[0], handle) for handle in handles if handle != key[1]]
-        for other in others:
-            del self.requests[other]
-        for seq_id in owner.members:
-            self.discard(self.alive[seq_id])
-        return [key, *others]
-
-    # Deadlines
-
-    def _forget_met_deadlines(self) -> None:
-        """Most requests end before their deadline: the heap must not keep all of them until then."""
-        if len(self._deadlines) > 2 * len(self.alive) + 1024:
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self.alive]
-            heapq.heapify(self._deadlines)
-
-    def expired(self, now: float) -> list[Sequence]:
-        """Sequences whose deadline has passed, each told once."""
-        late = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, seq_id = heapq.heappop(self._deadlines)
-            if seq_id in self.alive:
-                late.append(self.alive[seq_id])
-        return late
-
-    def fail_request(self, key: RequestKey, grpc_status: str, error: str) -> None:
-        """Ends what answers a handle, with an error that is told."""
-        ends = tuple(
-            Finish(handle, FinishReason.ERROR, grpc_status=grpc_status, error=error)
-            for _, handle in self.end_request(key)
-        )
-        self.news.append((key[0], TokenBatch(0, finished=ends)))
-
     def check_integrity(self) -> None:
-        """Recounts blocks, rows and queues; raises AssertionError on the first thing that is out of place."""
+        """Recount blocks, rows and queues. Raises AssertionError at the first inconsistency."""
         self.blocks.check_integrity([b for sequence in self.alive.values() for b in sequence.host_blocks])
         rows, tables = self.rows, self.blocks.tables
-        assert len(self.running) + rows.num_free == rows.num_rows, "rows are lost or doubled"
-        aside = sum(len(s.siblings) + s.is_parked for s in self.alive.values()) + len(self.forks)
-        places = len(self.running) + len(self.waiting) + aside
+        assert len(self.running) + rows.num_free == rows.num_rows, "rows are lost or counted twice"
+        attached = sum(len(sequence.children) for sequence in self.alive.values())
+        suspended = sum(sequence.is_suspended for sequence in self.alive.values())
+        places = len(self.running) + len(self.waiting) + attached + suspended + self.deltas.num_forks
         assert len(self.alive) == places, f"{len(self.alive)} sequences are in {places} places"
         for row, sequence in self.running.items():
-            assert sequence.row == row, (
-                f"sequence {sequence.seq_id} believes in row {sequence.row}, has {row}"
-            )
+            assert sequence.row == row, f"sequence {sequence.seq_id} in row {row} has row {sequence.row}"
             assert sequence.seq_id in self.alive, f"sequence {sequence.seq_id} runs after its end"
             held, planned = int(tables.lens[row]), int(rows.num_scheduled[row])
             assert held == self.blocks.num_blocks_for(planned), (
                 f"row {row} has {held} blocks for {planned} tokens"
             )
             assert planned <= int(rows.num_tokens[row]) + len(self.in_flight), f"row {row} runs ahead"
+
+    # Details
+
+    def _add(self, sequence: Sequence) -> None:
+        self._alive[sequence.seq_id] = sequence
+        self._deadlines.add(sequence)
+
+    def _release_row(self, sequence: Sequence) -> None:
+        row = row_of(sequence)
+        self.blocks.close(row, self.in_flight.newest_id)
+        self.rows.free(row)
+        self.deltas.release_row(row)
+        del self._running[row]
+        sequence.row = None
+        self.prefilling.discard(sequence)
+        self._detach_children(sequence)
+
+    def _detach_children(self, parent: Sequence) -> None:
+        """Let children wait on their own: their parent lost its row or ended."""
+        children, parent.children = parent.children, []
+        for child in children:
+            child.parent = None
+            self.waiting.push(child)
+        if parent in self._parents:
+            self._parents.remove(parent)
 
 
 def row_of(sequence: Sequence) -> int:

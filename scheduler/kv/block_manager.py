@@ -273,8 +273,8 @@ class BlockManager:
         """Another plan is in the making: what the last one filled is full."""
         self._filling.clear()
 
-    def lift_fences(self, step_id: int) -> None:
-        self._pool.lift_fences(step_id)
+    def free_fenced(self, step_id: int) -> None:
+        self._pool.free_fenced(step_id)
 
     def check_integrity(self, host_blocks: list[int]) -> None:
         """Recounts the pools against the tables; raises AssertionError on any difference.

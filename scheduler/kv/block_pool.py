@@ -74,7 +74,7 @@ class BlockPool:
 
         Args:
             fence_step: the newest step in flight, which may still touch the blocks: they are kept until
-                `lift_fences` says that it is done. None: nothing is in flight.
+                `free_fenced` says that it is done. None: nothing is in flight.
         """
         for block_id in block_ids:
             self._ref_counts[block_id] -= 1
@@ -94,7 +94,7 @@ class BlockPool:
                 self._cached.pop(block_id, None)
                 self._fence(block_id, fence_step)
 
-    def lift_fences(self, step_id: int) -> None:
+    def free_fenced(self, step_id: int) -> None:
         """The results of all steps up to `step_id` are in."""
         while self._fenced and self._fenced[0][0] <= step_id:
             step, block_id = self._fenced.popleft()

@@ -1,44 +1,47 @@
-"""BeamGroup: the running sequences of one beam search."""
+"""BeamGroup: the sequences of one beam search."""
 
 from __future__ import annotations
 
 from ...proto.block_tables import IntArray
 from ...proto.codec import FloatArray
-from .beam_search import BeamSearch, Child
+from .beam_search import BeamSearch, Continuation
 
 
 class BeamGroup:
-    """Beams step together: each waits, frozen, until all have been computed, then the search chooses.
+    """The beams of one search, which step together: each is frozen until all have been computed.
+
+    Args:
+        first: seq_id of the sequence that begins the search.
 
     Attributes:
         search: the algorithm and its state.
-        members: seq_ids of its running beams, in the order of the search.
-        num_answers: how many of its answers are told.
+        members: seq_ids of its beams, in the order of the search.
+        num_outputs: number of hypotheses that are returned.
     """
 
-    def __init__(self, search: BeamSearch, num_answers: int) -> None:
+    def __init__(self, search: BeamSearch, num_outputs: int, first: int) -> None:
         self.search = search
-        self.members: list[int] = []
-        self.num_answers = num_answers
-        self._candidates: dict[int, tuple[IntArray, FloatArray]] = {}  # seq_id |-> of the present step
+        self.members = [first]
+        self.num_outputs = num_outputs
+        self._candidates: dict[int, tuple[IntArray, FloatArray]] = {}  # seq_id |-> candidates of this step
 
     @property
     def num_candidates(self) -> int:
-        """Likeliest tokens that a rank must report for each beam."""
+        """Return the number of most likely tokens that a rank must report for each beam."""
         return self.search.num_candidates
 
     def is_waiting_for(self, seq_id: int) -> bool:
-        """Must the beam still be computed before the search can choose?"""
+        """Return whether the candidates of a beam are still missing."""
         return seq_id not in self._candidates
 
-    def deposit(self, seq_id: int, token_ids: IntArray, logprobs: FloatArray) -> bool:
-        """Takes a beam's candidates, likeliest first; True when those of every beam are in."""
+    def add_candidates(self, seq_id: int, token_ids: IntArray, logprobs: FloatArray) -> bool:
+        """Add a beam's candidates, most likely first; return whether those of every beam are known."""
         count = self.num_candidates
         self._candidates[seq_id] = token_ids[:count], logprobs[:count]
         return len(self._candidates) == len(self.members)
 
-    def advance(self) -> list[Child]:
-        """The beams of the next step; empty when the search is over. `members` are still the old ones."""
+    def advance(self) -> list[Continuation]:
+        """Return the beams of the next step, empty at the end of the search. Does not change `members`."""
         candidates = [self._candidates[seq_id] for seq_id in self.members]
         self._candidates.clear()
         return self.search.advance(candidates)

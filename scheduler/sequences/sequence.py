@@ -13,31 +13,31 @@ from .beam_group import BeamGroup
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """What the scheduler knows of a sequence beside its row.
+    """The scheduler's state of a sequence, except the arrays of its row.
 
-    While it runs, its newest tokens are in its row's tail (`RowState`); `token_ids` has the full blocks before it.
+    While it runs, its newest tokens are in its row's tail (`RowState`); `token_ids` has the full blocks before them.
 
     Attributes:
         seq_id: unique in the replica.
-        arrival: the seq_id of its request's first sequence: the order of arrival.
-        gateway: who submitted it, and is told of it.
-        seed: the request's, plus the number of this answer.
-        limit: prompt plus answer at which it ends by length.
+        arrival: order of arrival: the seq_id of its request's first sequence.
+        gateway: gateway that submitted it and receives its tokens.
+        seed: seed of the request plus the index of this output.
+        max_len: number of tokens, prompt included, at which it ends by length.
         token_ids: prompt and generated tokens, as far as they were moved out of the row.
-        root: where the chain of its block digests begins.
-        block_digests: the prefix-cache digest of each full block of token_ids.
+        root: start of the chain of its block digests.
+        block_digests: prefix-cache digest of each full block of token_ids.
         deadline: on the scheduler's clock.
-        row: its row while it runs.
+        row: its row (batch slot) while it runs.
         has_run: it had a row, or was forked from a sequence that had.
-        leader: whose prompt it will share, until it starts.
-        siblings: those whose leader it is: further answers to the same prompt.
-        beams: the beam search that it is part of.
-        is_parked: a preempted beam that has no token to compute until its search goes on.
-        host_blocks: where a preemption by swap put its KV, and of how many tokens that is.
-        num_lost_tokens: computed tokens that the last preemption gave up.
-        times_overtaken: by later arrivals, under the longest-prefix policy.
-        scores_prompt: it reports the log-probabilities of its prompt, for itself and its siblings.
-        num_scored_tokens: tokens of the prompt whose log-probabilities are known; the first has none.
+        parent: sequence from which it is forked once the prompt that they share is computed; None once it starts.
+        children: sequences attached to it as their parent: further outputs for the same prompt.
+        beams: beam search that it is part of.
+        is_suspended: it is a preempted beam without a token to compute until its search continues.
+        host_blocks: host blocks that hold the KV of its first `num_host_tokens` tokens after a preemption by swap.
+        num_lost_tokens: computed tokens that the last preemption discarded.
+        times_overtaken: number of later arrivals admitted before it, under the longest-prefix policy.
+        scores_prompt: it reports the log-probabilities of its prompt, for itself and its children.
+        num_scored_tokens: prompt tokens with known log-probabilities; the first prompt token has none.
     """
 
     seq_id: int
@@ -48,7 +48,7 @@ class Sequence:
     sampling: SamplingParams
     seed: int
     num_prompt_tokens: int
-    limit: int
+    max_len: int
     token_ids: array[int]
     eos_token_ids: tuple[int, ...]
     arrived_at: float
@@ -59,10 +59,10 @@ class Sequence:
     block_digests: list[bytes] = field(default_factory=list)
     row: int | None = None
     has_run: bool = False
-    leader: Sequence | None = None
-    siblings: list[Sequence] = field(default_factory=list)
+    parent: Sequence | None = None
+    children: list[Sequence] = field(default_factory=list)
     beams: BeamGroup | None = None
-    is_parked: bool = False
+    is_suspended: bool = False
     host_blocks: list[int] = field(default_factory=list)
     num_host_tokens: int = 0
     num_cached_tokens: int = 0
@@ -78,16 +78,16 @@ class Sequence:
 
     @property
     def is_scoring(self) -> bool:
-        """Log-probabilities of its prompt are still to be told."""
+        """Return whether log-probabilities of its prompt are still missing."""
         return self.scores_prompt and self.num_scored_tokens < self.num_prompt_tokens - 1
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Tokens whose logits nobody needs, so that their KV may come from a cache: always short of the last."""
+        """Return the first tokens whose KV may come from a cache, because their logits are not needed."""
         return self.num_scored_tokens if self.is_scoring else len(self.token_ids) - 1
 
     def row_sampling(self) -> RowSampling:
-        """What a rank needs to sample for this sequence."""
+        """Return the parameters with which a rank samples for this sequence."""
         params, settings = self.sampling, SamplingDefaults().under(self.sampling)
         scoring = None
         if self.is_scoring:
@@ -120,8 +120,8 @@ class Sequence:
         )
         return None if logits_processors == RowLogitsProcessors(num_prompt_tokens) else logits_processors
 
-    def entered(self, num_cached_tokens: int, now: float) -> None:
-        """It got a row, for the first time or again, with the KV of its first tokens at hand."""
+    def on_start(self, num_cached_tokens: int, now: float) -> None:
+        """Record that it got a row, for the first time or again, with the KV of its first tokens."""
         if self.first_run_at is None:
             self.first_run_at = now
             self.num_cached_tokens = num_cached_tokens
@@ -141,7 +141,12 @@ class Sequence:
         score: float | None = None,
         handle: int | None = None,
     ) -> Finish:
-        """Its account. `num_tokens`: prompt and all that was sampled. `handle`: the answer's, where not its own."""
+        """Return its Finish.
+
+        Args:
+            num_tokens: prompt and sampled tokens.
+            handle: handle of the output, if it is not the sequence's own.
+        """
         return Finish(
             handle=self.handle if handle is None else handle,
             reason=reason,
@@ -156,7 +161,7 @@ class Sequence:
     def _timings(self, now: float) -> Timings:
         first_run_at = now if self.first_run_at is None else self.first_run_at
         first_token_at = now if self.first_token_at is None else self.first_token_at
-        # Time spent preempted is told apart, whichever of the two phases it interrupted.
+        # Time spent preempted is reported separately and is part of the phase that it interrupted as well.
         return Timings(
             queued_s=first_run_at - self.arrived_at,
             prefill_s=first_token_at - first_run_at,

@@ -18,8 +18,8 @@ from ...proto.config import EngineConfig
 from ...proto.transport.network import CurveKeys
 from ..core.scheduler import Scheduler
 from .loop import StepLoop
-from .mailbox import ZmqMailbox
 from .worker_group import WorkerGroup
+from .zmq_mailbox import ZmqMailbox
 
 WATCH_GROUP = "watch"
 

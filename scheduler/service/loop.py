@@ -1,4 +1,4 @@
-"""StepLoop: messages in, plans out, results in, news out. A replica's heartbeat."""
+"""StepLoop: drives one scheduler and its ranks, for gateways behind a mailbox."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ...proto.stream import (
     CacheQuery,
     Drain,
     Finish,
-    FinishReason,
     GatewayMessage,
     ReplicaStatus,
     StatusQuery,
@@ -22,15 +21,15 @@ from ...proto.stream import (
     Submit,
     TokenBatch,
 )
-from ..core.result_processor import News
+from ..core.outbox import Outgoing, error_finish
 from ..core.scheduler import Scheduler
 from .mailbox import Mailbox
 from .worker_group import WorkerGroup
 
-# An idle loop wakes this often to ask whether every rank is alive.
+# Interval at which an idle loop checks that every rank is alive.
 IDLE_CHECK_S = 1.0
-# Most of them are gone for good.
-MAX_UNTOLD_GATEWAYS = 64
+# Bounds the list: most such gateways never return.
+MAX_DROPPED_GATEWAYS = 64
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ class StepLoop:
     """Drives one scheduler and its ranks.
 
     Args:
-        clock: seconds that only grow; the scheduler knows no other time.
+        clock: monotonic time, seconds; the only time that the scheduler sees.
     """
 
     def __init__(
@@ -58,39 +57,39 @@ class StepLoop:
         self._clock = clock
         self._started_at = clock()
         self._stopping = threading.Event()
-        # gateway |-> handles that were ended when it could not be told.
-        self._untold: dict[bytes, list[int]] = {}
-        # Whether nothing is in flight for want of requests, and the latest step that came after such a time.
+        # gateway |-> handles that were ended while it did not read.
+        self._dropped: dict[bytes, list[int]] = {}
+        # Whether no step is in flight for want of requests, and the first step after the latest such time.
         self._is_idle = True
         self._step_after_idle = 0
 
     def run(self) -> None:
-        """Serves until `stop`. Whatever ends it, every gateway is told first.
+        """Serve until `stop`, then end all requests with ReplicaUnavailable.
 
         Raises:
-            RankFailed: a rank died, hung or diverged.
+            RankFailed: a rank died, hung or diverged. All requests were ended with this error.
         """
         try:
             while not self._stopping.is_set():
                 busy = self.step()
-                self._take_messages(0.0 if busy else IDLE_CHECK_S)
+                self.handle_messages(0.0 if busy else IDLE_CHECK_S)
         except QuireError as error:
-            self._give_up(error)
+            self._fail_all(error)
             raise
         except Exception as error:
-            self._give_up(
+            self._fail_all(
                 ReplicaUnavailable(f"the scheduler of replica {self._replica_id} failed: {error!r}")
             )
             raise
-        self._give_up(ReplicaUnavailable(f"replica {self._replica_id} is shutting down"))
+        self._fail_all(ReplicaUnavailable(f"replica {self._replica_id} is shutting down"))
 
     def stop(self) -> None:
-        """Ends `run` after the present step; from any thread."""
+        """End `run` after the present step; from any thread."""
         self._stopping.set()
         self._mailbox.wake()
 
     def step(self) -> bool:
-        """Plans and broadcasts while there is room in flight, then takes in one result; False: nothing to do."""
+        """Plan and broadcast up to max_steps_in_flight, then apply one result. Returns False if nothing ran."""
         scheduler, limits = self._scheduler, self._config.scheduler
         while scheduler.num_in_flight < limits.max_steps_in_flight:
             plan = scheduler.schedule(self._clock())
@@ -99,7 +98,7 @@ class StepLoop:
             if self._is_idle:
                 self._step_after_idle, self._is_idle = plan.step_id, False
             self._group.broadcast(plan)
-        self._tell(scheduler.take_news())
+        self._send_all(scheduler.take_outgoing())
         if not scheduler.num_in_flight:
             self._is_idle = True
             self._group.check()
@@ -107,85 +106,85 @@ class StepLoop:
         result = self._group.gather(limits.step_timeout_s)
         if result.step_id != self._step_after_idle:
             scheduler.stats.count_gap(result.stage_times.get("wait", 0.0))
-        self._tell(scheduler.apply(result, self._clock()))
+        self._send_all(scheduler.apply(result, self._clock()))
         if limits.audit:
             scheduler.check_integrity()
         return True
 
-    def _take_messages(self, timeout_s: float) -> None:
+    def handle_messages(self, timeout_s: float) -> None:
+        """Handle the messages that have arrived; wait up to `timeout_s` for the first."""
         for gateway, message in self._mailbox.receive(timeout_s):
-            self._take(gateway, message)
+            self._handle(gateway, message)
 
-    def _take(self, gateway: bytes, message: GatewayMessage) -> None:
-        if gateway in self._untold:
-            self._tell_late(gateway)
+    def _handle(self, gateway: bytes, message: GatewayMessage) -> None:
+        if gateway in self._dropped:
+            self._report_dropped(gateway)
         match message:
             case Submit():
-                self._tell_end(gateway, self._scheduler.add(gateway, message, self._clock()))
+                self._send_finish(gateway, self._scheduler.add(gateway, message, self._clock()))
             case Abort():
                 self._scheduler.abort(gateway, message.handle)
             case Stop():
-                self._tell_end(gateway, self._scheduler.stop(gateway, message.handle, self._clock()))
+                self._send_finish(gateway, self._scheduler.stop(gateway, message.handle, self._clock()))
             case StatusQuery():
                 self._mailbox.send(gateway, self.status(message.query_id))
             case CacheQuery():
                 self._mailbox.send(gateway, self._scheduler.blocks.journal.report(message.since))
             case Drain():
-                _log.info("%s drains: running sequences have %g s", self._replica_id, message.grace_s)
+                _log.info("%s is draining: running sequences have %g s", self._replica_id, message.grace_s)
                 self._scheduler.drain(message.grace_s, self._clock())
 
-    def _tell_end(self, gateway: bytes, finish: Finish | None) -> None:
+    def _send_finish(self, gateway: bytes, finish: Finish | None) -> None:
         if finish is not None:
-            self._tell([(gateway, TokenBatch(0, finished=(finish,)))])
+            self._send_all([(gateway, TokenBatch(0, finished=(finish,)))])
 
-    def _tell(self, news: News) -> None:
-        for gateway, batch in news:
+    def _send_all(self, outgoing: Outgoing) -> None:
+        for gateway, batch in outgoing:
             if not self._mailbox.send(gateway, batch):
                 _log.warning("gateway %s is gone or does not read: its requests are ended", gateway.hex())
-                self._drop(gateway, batch)
+                self._drop_gateway(gateway, batch)
 
-    def _drop(self, gateway: bytes, unsent: TokenBatch) -> None:
-        """Ends the requests of a gateway that cannot be told of them; it is, should it speak again."""
+    def _drop_gateway(self, gateway: bytes, unsent: TokenBatch) -> None:
+        """End the requests of a gateway that does not read; `_report_dropped` reports them if it comes back."""
         handles = [finish.handle for finish in unsent.finished] + self._scheduler.drop_gateway(gateway)
-        self._untold[gateway] = self._untold.pop(gateway, []) + handles
-        if len(self._untold) > MAX_UNTOLD_GATEWAYS:
-            del self._untold[next(iter(self._untold))]
+        self._dropped[gateway] = self._dropped.pop(gateway, []) + handles
+        if len(self._dropped) > MAX_DROPPED_GATEWAYS:
+            del self._dropped[next(iter(self._dropped))]
 
-    def _tell_late(self, gateway: bytes) -> None:
-        """Tells a gateway that was taken for dead what was ended meanwhile: it would wait for it for ever."""
-        reason = ReplicaUnavailable(f"{self._replica_id} ended it: its gateway did not take its answers")
-        ends = tuple(
-            Finish(handle, FinishReason.ERROR, grpc_status=reason.grpc_status, error=str(reason))
-            for handle in self._untold[gateway]
+    def _report_dropped(self, gateway: bytes) -> None:
+        """Report ended requests to a gateway that came back: it still waits for their ends."""
+        error = ReplicaUnavailable(
+            f"{self._replica_id} ended the request: its gateway did not read the output"
         )
+        ends = tuple(error_finish(handle, error) for handle in self._dropped[gateway])
         if self._mailbox.send(gateway, TokenBatch(0, finished=ends)):
-            del self._untold[gateway]
+            del self._dropped[gateway]
 
-    def _give_up(self, error: QuireError) -> None:
-        """Ends every request and tells its gateway.
+    def _fail_all(self, error: QuireError) -> None:
+        """End every request with an error and report it to the gateways.
 
-        After a fault of our own nothing need be in order any more: whatever can still be told is.
+        After an error inside the scheduler its state may be inconsistent, so each part continues past exceptions.
         """
-        with self._noting_faults():
-            self._take_messages(0.0)  # what came in the meantime is to be told as well
-        with self._noting_faults():
-            self._send(self._scheduler.fail_all(error))
-        with self._noting_faults():
-            self._send(self._scheduler.take_news())
+        with self._logging_exceptions():
+            self.handle_messages(0.0)  # requests that arrived during the last step are reported as well
+        with self._logging_exceptions():
+            self._send_unchecked(self._scheduler.fail_all(error))
+        with self._logging_exceptions():
+            self._send_unchecked(self._scheduler.take_outgoing())
 
-    def _send(self, news: News) -> None:
-        for gateway, batch in news:
+    def _send_unchecked(self, outgoing: Outgoing) -> None:
+        for gateway, batch in outgoing:
             self._mailbox.send(gateway, batch)
 
     @contextmanager
-    def _noting_faults(self) -> Iterator[None]:
+    def _logging_exceptions(self) -> Iterator[None]:
         try:
             yield
         except Exception:
             _log.exception("%s could not end in order", self._replica_id)
 
     def status(self, query_id: int = 0, problem: str = "") -> ReplicaStatus:
-        """The replica's state in numbers."""
+        """Return the replica's state in numbers."""
         scheduler, stats, blocks = self._scheduler, self._scheduler.stats, self._scheduler.blocks
         host, now = blocks.host, self._clock()
         return ReplicaStatus(

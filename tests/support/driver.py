@@ -61,7 +61,7 @@ class Driver:
 
     def replace(self) -> None:
         """Another replica takes the place of this one, which has nothing left to do."""
-        self._hear(self.scheduler.take_news())
+        self._hear(self.scheduler.take_outgoing())
         assert not self.scheduler.has_work
         assert self.scheduler.blocks.num_held_blocks == 0
         self.scheduler = Scheduler(self.config)
@@ -70,7 +70,7 @@ class Driver:
     def plan(self) -> StepPlan | None:
         """Plans and broadcasts one step, if there is anything to do."""
         plan = self.scheduler.schedule(self.now)
-        self._hear(self.scheduler.take_news())
+        self._hear(self.scheduler.take_outgoing())
         self.scheduler.check_integrity()
         if plan is not None:
             self.plans.append(plan)

@@ -110,7 +110,7 @@ def beam_oracle(
             candidates.append((order, logprobs[order]))
         children = search.advance(candidates)
         if not children:
-            return [list(answer.token_ids) for answer in search.answers[:n]]
+            return [list(answer.token_ids) for answer in search.hypotheses[:n]]
         states = [chain(states[child.parent], child.token_id) for child in children]
 
 

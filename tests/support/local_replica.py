@@ -13,7 +13,7 @@ from quire.proto.config import EngineConfig
 from quire.proto.step import StepPlan
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.service.loop import StepLoop
-from quire.scheduler.service.mailbox import ZmqMailbox
+from quire.scheduler.service.zmq_mailbox import ZmqMailbox
 
 DEADLINE_S = 60.0
 

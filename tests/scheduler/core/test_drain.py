@@ -17,7 +17,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def told(driver: Driver) -> None:
     """Gives the scheduler a chance to say what it has to say, without computing anything."""
-    driver._hear(driver.scheduler.take_news())
+    driver._hear(driver.scheduler.take_outgoing())
 
 
 def test_what_waits_is_given_back_at_once_and_what_runs_may_finish() -> None:
@@ -130,7 +130,7 @@ def test_limits_and_positions_of_a_moved_sequence_count_from_its_beginning() -> 
     assert new.token_ids.tolist() == prompt(6) + generated
     assert new.sampling.seed == 3
     guard = driver.scheduler._state.running[0]
-    assert (guard.num_prompt_tokens, guard.limit) == (6, 15)
+    assert (guard.num_prompt_tokens, guard.max_len) == (6, 15)
     driver.take_result()
     driver.run()
     assert len(driver.answers[0]) <= 4
@@ -149,9 +149,9 @@ def test_a_moved_sequence_goes_before_new_ones_and_tells_what_was_recomputed() -
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"n": 2}, "are of one answer"),
-        ({"best_of": 2}, "are of one answer"),
-        ({"beam_width": 2}, "are of one answer"),
+        ({"n": 2}, "are of one output"),
+        ({"best_of": 2}, "are of one output"),
+        ({"beam_width": 2}, "are of one output"),
         ({"max_tokens": 3}, "are 3 tokens, must be fewer than the 3"),
         ({"max_tokens": None}, None),
     ],

@@ -212,6 +212,6 @@ def test_aborted_requests_that_never_come_up_are_forgotten(policy: str) -> None:
 def make_sequence(number: int, num_prompt_tokens: int, priority: int) -> Sequence:
     return Sequence(
         seq_id=number, arrival=number, gateway=b"", handle=number, request_id="", sampling=SamplingParams(),
-        seed=0, num_prompt_tokens=num_prompt_tokens, limit=9, token_ids=array("i"), eos_token_ids=(),
+        seed=0, num_prompt_tokens=num_prompt_tokens, max_len=9, token_ids=array("i"), eos_token_ids=(),
         arrived_at=0.0, priority=priority,
     )  # fmt: skip

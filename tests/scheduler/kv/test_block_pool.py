@@ -66,9 +66,9 @@ def test_a_fenced_block_waits_for_its_step() -> None:
     pool.release(blocks, fence_step=7)
     assert pool.num_free == 0
     assert pool.num_fenced == 2
-    pool.lift_fences(6)
+    pool.free_fenced(6)
     assert pool.num_free == 0
-    pool.lift_fences(7)
+    pool.free_fenced(7)
     assert pool.num_free == 2
 
 
@@ -78,12 +78,12 @@ def test_a_fenced_block_that_is_shared_again_is_not_freed_by_the_old_fence() -> 
     pool.keep_content(block)
     pool.release([block], fence_step=3)
     pool.share([block])
-    pool.lift_fences(3)
+    pool.free_fenced(3)
     assert pool.num_held == 1
     pool.release([block], fence_step=5)
-    pool.lift_fences(4)
+    pool.free_fenced(4)
     assert pool.num_fenced == 1
-    pool.lift_fences(5)
+    pool.free_fenced(5)
     assert pool.num_cached == 1
     pool.check_integrity({})
 

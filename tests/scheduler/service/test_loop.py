@@ -29,7 +29,8 @@ from quire.proto.transport.network import CurveKeys, connect, tcp_endpoint
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.kv.prefix_cache import prefix_hashes
 from quire.scheduler.service.loop import StepLoop
-from quire.scheduler.service.mailbox import MAX_MESSAGES_AT_ONCE, Mailbox, ZmqMailbox
+from quire.scheduler.service.mailbox import Mailbox
+from quire.scheduler.service.zmq_mailbox import MAX_MESSAGES_AT_ONCE, ZmqMailbox
 
 
 class FakeMailbox:
@@ -61,7 +62,7 @@ def make_loop(mailbox: Mailbox, **limits: Any) -> tuple[StepLoop, Scheduler, Fak
 
 def run_until_idle(loop: StepLoop, mailbox: FakeMailbox) -> None:
     while mailbox.script or loop.step():
-        loop._take_messages(0.0)
+        loop.handle_messages(0.0)
 
 
 def answer(mailbox: FakeMailbox, handle: int) -> list[int]:
@@ -101,9 +102,9 @@ def test_a_status_query_is_answered_in_numbers() -> None:
     )
     loop, _, _ = make_loop(mailbox)
     loop.step()
-    loop._take_messages(0.0)
+    loop.handle_messages(0.0)
     loop.step()
-    loop._take_messages(0.0)
+    loop.handle_messages(0.0)
     (status,) = [message for _, message in mailbox.sent if isinstance(message, ReplicaStatus)]
     assert (status.query_id, status.replica_id, status.num_running) == (7, "replica-0", 1)
     assert status.num_used_blocks == 3

@@ -1,0 +1,66 @@
+"""InFlightSteps: the steps whose results are awaited, and the counter of step ids."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from ...proto.block_tables import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    """A step whose result is awaited.
+
+    Attributes:
+        rows: rows that sample, ascending.
+        first_rows: of these, the rows that sample their first token after a prefill.
+        num_tokens: tokens computed in the step, over all rows.
+        planned_at: on the scheduler's clock.
+    """
+
+    step_id: int
+    rows: IntArray
+    first_rows: list[int]
+    num_tokens: int
+    planned_at: float
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Return all tokens except one for each row that decodes."""
+        return self.num_tokens - (self.rows.size - len(self.first_rows))
+
+
+class InFlightSteps:
+    """Queue of steps in flight, oldest first. Step ids count from 1."""
+
+    def __init__(self) -> None:
+        self._steps: deque[InFlightStep] = deque()
+        self._last_id = 0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def next_id(self) -> int:
+        """Return the id of the step that `add` takes next."""
+        return self._last_id + 1
+
+    @property
+    def newest_id(self) -> int | None:
+        """Return the newest step in flight, or None. It may still use blocks that are released now."""
+        return self._steps[-1].step_id if self._steps else None
+
+    @property
+    def oldest(self) -> InFlightStep | None:
+        """Return the step whose result is due next, or None."""
+        return self._steps[0] if self._steps else None
+
+    def add(self, step: InFlightStep) -> None:
+        assert step.step_id == self.next_id, f"step {step.step_id} was planned, {self.next_id} is next"
+        self._last_id = step.step_id
+        self._steps.append(step)
+
+    def pop(self) -> InFlightStep:
+        """Remove the oldest step."""
+        return self._steps.popleft()

@@ -1,0 +1,52 @@
+"""PlanDeltas: changes between two plans that the next plan carries to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ...proto.block_tables import IntArray
+from ..sequences.sequence import Sequence
+
+
+class PlanDeltas:
+    """Rows released, tokens chosen and sequences forked since the last plan."""
+
+    def __init__(self) -> None:
+        self._released: list[int] = []
+        self._chosen: dict[int, int] = {}  # row |-> token
+        self._forks: dict[int, tuple[Sequence, Sequence]] = {}  # seq_id of the child |-> child and parent
+
+    @property
+    def num_forks(self) -> int:
+        return len(self._forks)
+
+    def release_row(self, row: int) -> None:
+        """Add a row that was emptied; a token chosen for it is dropped."""
+        self._released.append(row)
+        self._chosen.pop(row, None)
+
+    def choose_token(self, row: int, token_id: int) -> None:
+        """Add the token with which a beam search continues a row."""
+        self._chosen[row] = token_id
+
+    def fork(self, child: Sequence, parent: Sequence) -> None:
+        """Add a beam that continues another beam; the next plan starts it."""
+        self._forks[child.seq_id] = child, parent
+
+    def cancel_fork(self, child: Sequence) -> bool:
+        """Drop a fork. Returns False if it is not pending."""
+        return self._forks.pop(child.seq_id, None) is not None
+
+    def take_forks(self) -> Iterable[tuple[Sequence, Sequence]]:
+        """Return all pending forks, as (child, parent), and forget them."""
+        forks, self._forks = self._forks, {}
+        return forks.values()
+
+    def take(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Return released rows, rows of chosen tokens and the chosen tokens, and forget them."""
+        released = np.array(self._released, np.int32)
+        rows, token_ids = np.array([*self._chosen], np.int32), np.array([*self._chosen.values()], np.int32)
+        self._released, self._chosen = [], {}
+        return released, rows, token_ids
