@@ -1,26 +1,28 @@
-"""One rank in this process: the scheduler and the worker of a cluster, without one. No Ray, no other process."""
+"""InProcessEngine: scheduler, step loop and one rank in this process. No Ray, no ZeroMQ, no other process."""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
-import time
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ...proto.config import EngineConfig
-from ...proto.errors import from_status
 from ...proto.step import StepPlan, StepResult
-from ...proto.stream import RankStatus
+from ...proto.stream import RankStatus, ReplicaMessage, Stop, TokenBatch
 from ...scheduler.core.scheduler import Scheduler
+from ...scheduler.service.loop import StepLoop
+from ...scheduler.service.mailbox import InMemoryMailbox
 from ...worker.comm.communicator import SingleRank
 from ...worker.runner import ModelRunner
 from ..host.stopwatch import Stopwatch
 from ..replica.loading_bar import LoadingBar
-from ..requests.request import Request
 from ..requests.sequence_update import SequenceUpdate, split
+from .engine import OutputCollector
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ _GATEWAY = b"in-process"
 
 
 class InProcessGroup:
-    """A WorkerGroup of one rank that executes each plan as it is broadcast."""
+    """WorkerGroup of one rank, which executes each plan when it is broadcast."""
 
     def __init__(self, runner: ModelRunner, device: str) -> None:
         self._runner = runner
@@ -40,11 +42,11 @@ class InProcessGroup:
         self._runner.after_step()
 
     def gather(self, timeout_s: float) -> StepResult:
-        """Never waits: broadcast has done the work."""
+        """Return the result without waiting: `broadcast` has executed the plan."""
         return self._results.popleft()
 
     def check(self) -> None:
-        """This process is alive."""
+        """Never raises: the rank is this process."""
 
     def statuses(self) -> tuple[RankStatus, ...]:
         return (RankStatus(0, os.getpid(), socket.gethostname(), self._device, self._runner.stage),)
@@ -54,7 +56,7 @@ class InProcessGroup:
 
 
 def load_in_process(config: EngineConfig) -> tuple[EngineConfig, InProcessGroup]:
-    """Loads the model and allocates its KV cache; the configuration comes back with the number of blocks.
+    """Load the model and allocate its KV cache; return the config with the number of blocks resolved, and the rank.
 
     Raises:
         ModelLoadError: the model directory cannot be read.
@@ -74,39 +76,101 @@ def load_in_process(config: EngineConfig) -> tuple[EngineConfig, InProcessGroup]
 
 
 class InProcessEngine:
-    """Runs requests to their end, all together.
+    """The scheduler, step loop and worker of a replica, in this process. Implements `Engine`.
+
+    Steps run on a thread of their own, because a Ctrl-C in the middle of a step would leave it half done. All calls
+    use the same thread, since OpenMP's worker threads and memory that is used again belong to it.
 
     Attributes:
-        config: with the number of KV blocks filled in.
-        scheduler: to look at; the engine drives it.
+        config: configuration with the number of KV blocks resolved.
+        scheduler: for statistics and tests; the step loop drives it.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config, self._group = load_in_process(config)
         self.scheduler = Scheduler(self.config)
+        self._thread = ThreadPoolExecutor(1, "steps")
+        self._stepping = threading.Lock()
 
-    def submit(self, handle: int, request: Request) -> None:
-        """Queues a request; answer i is named `handle` + i. Raises the QuireError of a refusal."""
-        refusal = self.scheduler.add(_GATEWAY, request.submit(handle), time.monotonic())
-        if refusal is not None:
-            raise from_status(refusal.grpc_status, refusal.error)
+    def run(self, collectors: list[OutputCollector], advance: Callable[[], None]) -> None:
+        mailbox = InMemoryMailbox()
+        loop = StepLoop(self.scheduler, self._group, mailbox, self.config.model.name)
+        batch = _Batch(collectors, advance, mailbox, loop)
+        try:
+            self._thread.submit(self._serve, batch, loop).result()
+        finally:
+            batch.end()
+            with self._stepping:
+                pass  # until the step loop has ended
+        if batch.error is not None:
+            raise batch.error
 
-    def stop(self, handle: int) -> SequenceUpdate:
-        """Ends an answer in which a stop string was found; its Finish."""
-        return SequenceUpdate(finish=self.scheduler.stop(_GATEWAY, handle, time.monotonic()))
-
-    def abort(self, handle: int) -> None:
-        """Ends an answer and frees its blocks; unknown handles are ignored."""
-        self.scheduler.abort(_GATEWAY, handle)
-
-    def step(self) -> Iterator[tuple[int, SequenceUpdate]]:
-        """One step of everything queued: handle |-> its news."""
-        plan = self.scheduler.schedule(time.monotonic())
-        assert plan is not None, "sequences wait, none runs and none can start"
-        self._group.broadcast(plan)
-        result = self._group.gather(self.config.scheduler.step_timeout_s)
-        for _, batch in self.scheduler.apply(result, time.monotonic()):
-            yield from split(batch)
+    def _serve(self, batch: _Batch, loop: StepLoop) -> None:
+        with self._stepping:
+            batch.submit()
+            loop.run()
 
     def close(self) -> None:
+        self._thread.shutdown()
         self._group.close()
+
+
+class _Batch:
+    """The requests of one `InProcessEngine.run`, as a gateway of the step loop.
+
+    Attributes:
+        error: first error that ended a request, or that its output raised.
+    """
+
+    def __init__(
+        self,
+        collectors: list[OutputCollector],
+        advance: Callable[[], None],
+        mailbox: InMemoryMailbox,
+        loop: StepLoop,
+    ) -> None:
+        self.error: Exception | None = None
+        self._collectors = collectors
+        self._advance = advance
+        self._mailbox = mailbox
+        self._loop = loop
+        self._running: dict[int, tuple[OutputCollector, int]] = {}  # handle |-> collector and output index
+        self._has_ended = False
+        mailbox.connect(_GATEWAY, self._on_message)
+
+    def submit(self) -> None:
+        """Post all requests."""
+        for collector in self._collectors:
+            first = len(self._running)
+            for index in range(collector.request.sampling.num_sequences):
+                self._running[first + index] = collector, index
+            self._mailbox.post(_GATEWAY, collector.request.submit(first))
+        if not self._running:
+            self.end()
+
+    def end(self) -> None:
+        """End the step loop, which aborts what still runs; later output is ignored. From any thread."""
+        self._has_ended = True
+        self._loop.stop()
+
+    def _on_message(self, message: ReplicaMessage) -> None:
+        assert isinstance(message, TokenBatch), f"a {type(message).__name__} was never asked for"
+        if self._has_ended:
+            return
+        try:
+            for handle, update in split(message):
+                self._on_update(handle, update)
+        except Exception as error:
+            self.error = error
+        if self.error is not None or not self._running:
+            self.end()
+
+    def _on_update(self, handle: int, update: SequenceUpdate) -> None:
+        collector, index = self._running[handle]
+        collector.on_update(index, update)
+        if update.finish is not None:
+            del self._running[handle]
+            if collector.answers.is_over:
+                self._advance()
+        elif collector.answers.is_complete(index):  # at a stop string
+            self._mailbox.post(_GATEWAY, Stop(handle))

@@ -6,15 +6,11 @@ more, a private local cluster is started.
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 from rich.progress import Progress
@@ -23,14 +19,11 @@ from ...proto.config import EngineConfig
 from ...proto.errors import InvalidRequest
 from ...proto.sampling import SamplingParams
 from ..config.resolve import resolve
-from ..replica.client import ReplicaClient
 from ..requests.chat import Chat, Message
-from ..requests.output_processor import Answers, Piece
-from ..requests.outputs import Output, TokenLogprobs, collect, collect_prompt_logprobs
-from ..requests.request import Prompt, Request, RequestChecker
-from ..requests.request_stream import follow
-from ..requests.sequence_update import SequenceUpdate
+from ..requests.outputs import Output, TokenLogprobs, collect_prompt_logprobs
+from ..requests.request import Prompt, RequestChecker
 from ..requests.tokenizer import Tokenizer
+from .engine import Engine, OutputCollector
 
 # Offline, the caller holds all prompts anyway; nothing is gained by refusing some.
 _MAX_QUEUE_LEN = 1 << 30
@@ -157,7 +150,7 @@ class LLM:
             seed=seed,
         )
         self._tokenizer = Tokenizer(config.model.path)
-        self._engine: _Engine = _OneProcess(config) if tensor_parallel_size == 1 else _Cluster(config)
+        self._engine = _make_engine(config)
         # Also when the interpreter exits: a local cluster must not outlive its owner.
         self._close = weakref.finalize(self, self._engine.close)
         self.config = self._engine.config
@@ -207,11 +200,11 @@ class LLM:
                 several, params, priorities, tenants, salts, strict=True
             )
         ]
-        writers = [_Writer(request, self._tokenizer) for request in requests]
+        collectors = [OutputCollector(request, self._tokenizer) for request in requests]
         with Progress(disable=not progress) as bar:
-            task = bar.add_task("requests", total=len(writers))
-            self._engine.run(writers, lambda: bar.advance(task))
-        return [self._result(prompt, writer) for prompt, writer in zip(several, writers, strict=True)]
+            task = bar.add_task("requests", total=len(collectors))
+            self._engine.run(collectors, lambda: bar.advance(task))
+        return [self._result(*pair) for pair in zip(several, collectors, strict=True)]
 
     def chat(
         self,
@@ -258,8 +251,8 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _result(self, prompt: Prompt, writer: _Writer) -> RequestOutput:
-        request = writer.request
+    def _result(self, prompt: Prompt, collector: OutputCollector) -> RequestOutput:
+        request = collector.request
         completions = [
             CompletionOutput(
                 index=output.index,
@@ -271,14 +264,14 @@ class LLM:
                 cumulative_logprob=output.cumulative_logprob,
                 score=output.score,
             )
-            for output in writer.outputs
+            for output in collector.outputs
         ]
         text, token_ids = prompt if isinstance(prompt, str) else None, request.prompt_token_ids.tolist()
         of_prompt = None
         if request.sampling.prompt_logprobs is not None:
             of_prompt = [
                 None if entry is None else self._logprobs_at(token_id, entry)
-                for token_id, entry in zip(token_ids, collect_prompt_logprobs(writer.pieces), strict=True)
+                for token_id, entry in zip(token_ids, collect_prompt_logprobs(collector.pieces), strict=True)
             ]
         return RequestOutput(request.request_id, text, token_ids, completions, of_prompt)
 
@@ -294,143 +287,14 @@ class LLM:
         return {token_id: Logprob(entry.chosen, rank, text(token_id))} | found
 
 
-class _Writer:
-    """Writes down what one request is answered."""
-
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
-        self.request = request
-        self.answers = Answers(request, tokenizer)
-        self.pieces: list[Piece] = []
-
-    @property
-    def outputs(self) -> tuple[Output, ...]:
-        assert self.answers.is_over, "the request still runs"
-        return collect(self.pieces)
-
-    def take(self, index: int, news: SequenceUpdate) -> None:
-        """Raises the QuireError that ended the request."""
-        self.pieces += self.answers.take(index, news)
-
-
-class _Engine(Protocol):
-    config: EngineConfig
-
-    def run(self, writers: list[_Writer], advance: Callable[[], None]) -> None:
-        """Runs every writer's request to its end; calls `advance` at each end."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class _OneProcess:
-    def __init__(self, config: EngineConfig) -> None:
+def _make_engine(config: EngineConfig) -> Engine:
+    if config.parallel.tensor_parallel_size == 1:
         from .in_process import InProcessEngine  # torch, which a larger LLM leaves to its ranks
 
-        self._engine = InProcessEngine(config)
-        # Steps have a thread of their own, because a Ctrl-C in the middle of one would leave half of it done. They
-        # keep it: others that share their work, and memory that is used again, belong to the thread.
-        self._pool = ThreadPoolExecutor(1, "steps")
-        self._stepping = threading.Lock()
-        self.config = self._engine.config
+        return InProcessEngine(config)
+    from .cluster_engine import ClusterEngine  # Ray and ZeroMQ, which one rank does without
 
-    def run(self, writers: list[_Writer], advance: Callable[[], None]) -> None:
-        interrupted = threading.Event()
-        try:
-            self._pool.submit(self._run, writers, advance, interrupted).result()
-        finally:
-            interrupted.set()
-            with self._stepping:
-                pass  # until the steps have noticed
-
-    def _run(self, writers: list[_Writer], advance: Callable[[], None], interrupted: threading.Event) -> None:
-        with self._stepping:
-            self._run_to_end(writers, advance, interrupted)
-
-    def _run_to_end(
-        self, writers: list[_Writer], advance: Callable[[], None], interrupted: threading.Event
-    ) -> None:
-        running: dict[int, tuple[_Writer, int]] = {}  # handle |-> whose answer it is, and which
-        try:
-            for writer in writers:
-                first = len(running)
-                self._engine.submit(first, writer.request)
-                for index in range(writer.request.sampling.num_sequences):
-                    running[first + index] = writer, index
-            while running and not interrupted.is_set():
-                for handle, news in self._engine.step():
-                    writer, index = running[handle]
-                    if self._take(handle, writer, index, news):
-                        del running[handle]
-                        if writer.answers.is_over:
-                            advance()
-        finally:
-            for handle in running:
-                self._engine.abort(handle)
-
-    def _take(self, handle: int, writer: _Writer, index: int, news: SequenceUpdate) -> bool:
-        """Writes an answer's news down; True when it has ended, by itself or at a stop string."""
-        writer.take(index, news)
-        if news.finish is None and writer.answers.is_complete(index):
-            news = self._engine.stop(handle)
-            writer.take(index, news)
-        return news.finish is not None
-
-    def close(self) -> None:
-        self._pool.shutdown()
-        self._engine.close()
-
-
-class _Cluster:
-    def __init__(self, config: EngineConfig) -> None:
-        from ..ray_runtime.local_cluster import LocalCluster  # Ray, which one rank does without
-        from ..replica.launch import launch_replica
-        from ..replica.replica import new_replica_id
-
-        with ExitStack() as opened:
-            cluster = opened.enter_context(LocalCluster(1 + config.parallel.tensor_parallel_size))
-            self._replica = opened.enter_context(launch_replica(config, new_replica_id(), cluster))
-            self._opened = opened.pop_all()
-        self.config = self._replica.config
-
-    def run(self, writers: list[_Writer], advance: Callable[[], None]) -> None:
-        _run_to_end(self._run(writers, advance))
-
-    async def _run(self, writers: list[_Writer], advance: Callable[[], None]) -> None:
-        client = ReplicaClient(
-            self._replica.address,
-            self._replica.replica_id,
-            patience_s=self.config.scheduler.step_timeout_s + 5.0,
-        )
-        client.start()
-        client.watch(self._replica.failure)
-        try:
-            await asyncio.gather(*(_follow(client, writer, advance) for writer in writers))
-        finally:
-            await client.close()
-
-    def close(self) -> None:
-        self._opened.close()
-
-
-async def _follow(client: ReplicaClient, writer: _Writer, advance: Callable[[], None]) -> None:
-    running = client.submit(writer.request)
-    try:
-        async for piece in follow(running, writer.answers):
-            writer.pieces.append(piece)
-        advance()
-    finally:
-        running.abort()
-
-
-def _run_to_end(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Also where an event loop runs already, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(coroutine)
-    else:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(asyncio.run, coroutine).result()
+    return ClusterEngine(config)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

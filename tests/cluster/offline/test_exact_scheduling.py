@@ -67,7 +67,7 @@ def test_prefix_hits(served: tuple[str, Reference]) -> None:
         prefix[:length] + tail for length, tail in zip((40, 33, 40), prompts_of([9, 3, 1], 2), strict=True)
     ]
     with LLM(folder, device="cpu", dtype="float32", block_size=8, num_kv_blocks=64) as llm:
-        scheduler = llm._engine._engine.scheduler  # type: ignore[attr-defined]
+        scheduler = llm._engine.scheduler  # type: ignore[attr-defined]
         check(llm.generate([prefix], GREEDY), reference)
         assert scheduler.blocks.num_hit_tokens == 0
         check(llm.generate(prompts, GREEDY), reference)
@@ -88,7 +88,7 @@ def test_preempt_and_resume(served: tuple[str, Reference], num_host_kv_blocks: i
         max_num_batched_tokens=24,
         prefix_caching=False,
     ) as llm:
-        scheduler = llm._engine._engine.scheduler  # type: ignore[attr-defined]
+        scheduler = llm._engine.scheduler  # type: ignore[attr-defined]
         scheduler._state.costs.swap_blocks_per_s = 1e9  # wherever there is host memory, swap
         check(llm.generate(prompts_of([17, 22, 9, 13], seed=3), GREEDY), reference)
         assert scheduler.stats.num_preemptions > 0

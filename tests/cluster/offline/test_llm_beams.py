@@ -154,7 +154,7 @@ def test_memory_pressure_changes_no_answer(model_dir: Path, reference: Any, num_
         num_host_kv_blocks=num_host_kv_blocks,
         max_num_seqs=12,
     ) as small:
-        scheduler = small._engine._engine.scheduler  # type: ignore[attr-defined]
+        scheduler = small._engine.scheduler  # type: ignore[attr-defined]
         scheduler._state.costs.swap_blocks_per_s = 1e9  # wherever there is host memory, swap
         compare(small, reference, [*PROMPTS, PROMPTS[0] + ","], params)
         assert scheduler.stats.num_preemptions > 0

@@ -101,7 +101,7 @@ def test_preemption_changes_no_token(llm: LLM, model_dir: Path, num_host_kv_bloc
         num_host_kv_blocks=num_host_kv_blocks,
         max_num_seqs=8,
     ) as small:
-        scheduler = small._engine._engine.scheduler  # type: ignore[attr-defined]
+        scheduler = small._engine.scheduler  # type: ignore[attr-defined]
         scheduler._state.costs.swap_blocks_per_s = 1e9  # wherever there is host memory, swap
         results = small.generate(prompts, params)
         assert scheduler.stats.num_preemptions > 0
@@ -113,13 +113,14 @@ def test_preemption_changes_no_token(llm: LLM, model_dir: Path, num_host_kv_bloc
 
 def test_priority_decides_who_goes_first(model_dir: Path) -> None:
     with LLM(str(model_dir), device="cpu", num_kv_blocks=32, max_num_seqs=1, policy="priority") as llm:
-        scheduler = llm._engine._engine.scheduler  # type: ignore[attr-defined]
+        scheduler = llm._engine.scheduler  # type: ignore[attr-defined]
         started: list[list[int]] = []
         schedule = scheduler.schedule
 
         def watched(now: float) -> object:
             plan = schedule(now)
-            started.extend(new.token_ids.tolist() for new in plan.new)
+            if plan is not None:
+                started.extend(new.token_ids.tolist() for new in plan.new)
             return plan
 
         scheduler.schedule = watched

@@ -35,7 +35,7 @@ def test_swapped_blocks_come_back_with_their_scales(kv_cache_dtype: str) -> None
         num_host_kv_blocks=64,
         prefix_caching=False,
     ) as tight:
-        scheduler = tight._engine._engine.scheduler  # type: ignore[attr-defined]
+        scheduler = tight._engine.scheduler  # type: ignore[attr-defined]
         scheduler._state.costs.swap_blocks_per_s = 1e9  # nothing is computed again instead
         assert answers(tight) == expected
         assert scheduler.blocks.num_swapped_blocks > 0

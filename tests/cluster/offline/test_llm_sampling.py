@@ -106,7 +106,7 @@ def test_constraints_hold_in_any_batch_after_a_preemption_and_for_each_of_severa
     assert answers(together)[-1:] == answers(llm.generate(PROMPTS[0], SAMPLED))
     with LLM(str(model_dir), device="cpu", block_size=4, num_kv_blocks=26, max_num_seqs=8) as small:
         assert answers(small.generate(PROMPTS, params)) == [*chain(*alone)]
-        assert small._engine._engine.scheduler.stats.num_preemptions > 0  # type: ignore[attr-defined]
+        assert small._engine.scheduler.stats.num_preemptions > 0  # type: ignore[attr-defined]
 
 
 def has(token_ids: list[int], spelling: tuple[int, ...]) -> bool:
@@ -171,7 +171,7 @@ def test_prompt_logprobs_of_preempted_prompts(model_dir: Path, reference: Any) -
         str(model_dir), device="cpu", block_size=4, num_kv_blocks=24, max_num_seqs=4, max_num_batched_tokens=8
     ) as small:
         results = small.generate(PROMPTS, replace(GREEDY, prompt_logprobs=2, max_tokens=40))
-        assert small._engine._engine.scheduler.stats.num_preemptions > 0  # type: ignore[attr-defined]
+        assert small._engine.scheduler.stats.num_preemptions > 0  # type: ignore[attr-defined]
     for result in results:
         assert_prompt_logprobs(result, reference, 2)
 
@@ -232,7 +232,7 @@ def test_tokens_that_do_not_exist_are_refused(llm: LLM, asked: dict[str, Any], f
 def test_tenants_and_salts_are_told_the_scheduler(llm: LLM) -> None:
     prompt: Any = np.arange(40)
     (first,) = llm.generate(prompt, replace(GREEDY, max_tokens=1), cache_salt="mine", tenant="gold")
-    hits = llm._engine._engine.scheduler.blocks  # type: ignore[attr-defined]
+    hits = llm._engine.scheduler.blocks  # type: ignore[attr-defined]
     before = hits.num_hit_tokens
     llm.generate([prompt], replace(GREEDY, max_tokens=1), cache_salt=["yours"], tenant=["tin"])
     assert hits.num_hit_tokens == before

@@ -1,8 +1,8 @@
-"""A real model's answers go on at another replica token for token, wherever they are cut."""
+"""Requests that migrate between replicas of a real model get the same tokens as requests that stay."""
 
 from __future__ import annotations
 
-import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 
 from quire.cluster.config.resolve import resolve
-from quire.cluster.offline.in_process import InProcessEngine
+from quire.cluster.offline.in_process import load_in_process
 from quire.cluster.requests.request import Request
+from quire.cluster.requests.sequence_update import split
 from quire.proto.config import EngineConfig
 from quire.proto.sampling import SamplingParams
-from quire.proto.stream import FinishReason
+from quire.proto.stream import Drain, FinishReason, GatewayMessage, ReplicaMessage, TokenBatch
+from quire.scheduler.core.scheduler import Scheduler
+from quire.scheduler.service.loop import StepLoop
+from quire.scheduler.service.mailbox import InMemoryMailbox
 
+GATEWAY = b"gateway"
 PROMPT = np.arange(30, 53, dtype=np.int32)
 SETTINGS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
@@ -34,7 +39,42 @@ def config(make_model: Callable[..., Path]) -> EngineConfig:
     return resolve(folder, device="cpu", dtype="float32", num_kv_blocks=64, max_num_batched_tokens=16)
 
 
-def test_requests_that_move_are_answered_as_if_they_had_stayed(config: EngineConfig) -> None:
+class SteppedReplica:
+    """A replica whose step loop the test drives by hand.
+
+    Attributes:
+        answers: handle |-> tokens received so far.
+        moved: handle |-> tokens that the sequence had when it was handed off.
+    """
+
+    def __init__(self, config: EngineConfig, answers: dict[int, list[int]]) -> None:
+        config, self._group = load_in_process(config)
+        self._mailbox = InMemoryMailbox()
+        self._mailbox.connect(GATEWAY, self._on_message)
+        self.scheduler = Scheduler(config)
+        self._loop = StepLoop(self.scheduler, self._group, self._mailbox, "replica-0")
+        self.answers = answers
+        self.moved: dict[int, int] = {}
+
+    def post(self, message: GatewayMessage) -> None:
+        self._mailbox.post(GATEWAY, message)
+        self._loop.handle_messages(0.0)
+
+    def step(self) -> bool:
+        return self._loop.step()
+
+    def close(self) -> None:
+        self._group.close()
+
+    def _on_message(self, message: ReplicaMessage) -> None:
+        assert isinstance(message, TokenBatch)
+        for handle, update in split(message):
+            self.answers[handle] += update.token_ids
+            if update.finish is not None and update.finish.reason is FinishReason.MOVED:
+                self.moved[handle] = update.finish.num_completion_tokens
+
+
+def test_migrated_requests_get_the_same_tokens(config: EngineConfig) -> None:
     stayed = run(config, moves=())
     assert len(set(map(tuple, stayed.values()))) == len(stayed) == 6
     for moves in [(3,), (1, 2, 9)]:
@@ -42,40 +82,29 @@ def test_requests_that_move_are_answered_as_if_they_had_stayed(config: EngineCon
 
 
 def run(config: EngineConfig, moves: tuple[int, ...]) -> dict[int, list[int]]:
-    """All answers, by handle, after that many steps each moved to a replica that knows nothing of what was before."""
-    engine, requests = InProcessEngine(config), dict[int, tuple[Request, int]]()
+    """All outputs by handle; after each of so many steps every sequence moves to a fresh replica."""
+    requests: dict[int, tuple[Request, int]] = {}
+    answers: dict[int, list[int]] = defaultdict(list)
+    replica = SteppedReplica(config, answers)
     for settings in SETTINGS.values():
         first, request = len(requests), Request("moving", PROMPT, settings)
-        engine.submit(first, request)
+        replica.post(request.submit(first))
         requests |= {first + index: (request, index) for index in range(settings.n)}
-    answers: dict[int, list[int]] = {handle: [] for handle in requests}
     for num_steps in moves:
         for _ in range(num_steps):
-            step(engine, answers)
-        moved = drain(engine)
-        engine.close()
-        engine = InProcessEngine(config)
+            assert replica.step()
+        replica.post(Drain(0.0))
+        while replica.step():
+            pass
+        assert not replica.scheduler.has_work
+        replica.close()
+        moved, replica = replica.moved, SteppedReplica(config, answers)
         for handle, num_tokens in moved.items():
             assert num_tokens == len(answers[handle])
             request, index = requests[handle]
-            engine.submit(handle, request.resumed(index, answers[handle]))
-    while engine.scheduler.has_work:
-        step(engine, answers)
-    engine.close()
-    return answers
-
-
-def step(engine: InProcessEngine, answers: dict[int, list[int]]) -> None:
-    for handle, news in engine.step():
-        answers[handle] += news.token_ids
-
-
-def drain(engine: InProcessEngine) -> dict[int, int]:
-    """Has everything given back: handle |-> how many tokens it had."""
-    now = time.monotonic()
-    engine.scheduler.drain(grace_s=0.0, now=now)
-    assert engine.scheduler.schedule(now) is None
-    ends = [finish for _, batch in engine.scheduler.take_news() for finish in batch.finished]
-    assert all(finish.reason is FinishReason.MOVED for finish in ends)
-    assert not engine.scheduler.has_work
-    return {finish.handle: finish.num_completion_tokens for finish in ends}
+            replica.post(request.resumed(index, answers[handle]).submit(handle))
+    while replica.step():
+        pass
+    assert not replica.scheduler.has_work
+    replica.close()
+    return dict(answers)

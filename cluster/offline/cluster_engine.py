@@ -1,0 +1,71 @@
+"""ClusterEngine: several ranks in a private local Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+from ...proto.config import EngineConfig
+from ..ray_runtime.local_cluster import LocalCluster
+from ..replica.client import ReplicaClient
+from ..replica.launch import launch_replica
+from ..replica.replica import new_replica_id
+from ..requests.request_stream import follow
+from .engine import OutputCollector
+
+# A step may take step_timeout_s; this much longer is allowed before the replica is considered lost.
+_EXTRA_PATIENCE_S = 5.0
+
+
+class ClusterEngine:
+    """A replica in a Ray cluster of its own. Implements `Engine`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        with ExitStack() as opened:
+            cluster = opened.enter_context(LocalCluster(1 + config.parallel.tensor_parallel_size))
+            self._replica = opened.enter_context(launch_replica(config, new_replica_id(), cluster))
+            self._opened = opened.pop_all()
+        self.config = self._replica.config
+
+    def run(self, collectors: list[OutputCollector], advance: Callable[[], None]) -> None:
+        _run_to_end(self._run(collectors, advance))
+
+    async def _run(self, collectors: list[OutputCollector], advance: Callable[[], None]) -> None:
+        client = ReplicaClient(
+            self._replica.address,
+            self._replica.replica_id,
+            patience_s=self.config.scheduler.step_timeout_s + _EXTRA_PATIENCE_S,
+        )
+        client.start()
+        client.watch(self._replica.failure)
+        try:
+            await asyncio.gather(*(_follow(client, collector, advance) for collector in collectors))
+        finally:
+            await client.close()
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+async def _follow(client: ReplicaClient, collector: OutputCollector, advance: Callable[[], None]) -> None:
+    running = client.submit(collector.request)
+    try:
+        async for piece in follow(running, collector.answers):
+            collector.pieces.append(piece)
+        advance()
+    finally:
+        running.abort()
+
+
+def _run_to_end(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine, also if this thread runs an event loop already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(coroutine)
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(asyncio.run, coroutine).result()
