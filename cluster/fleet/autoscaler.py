@@ -1,21 +1,22 @@
-"""How many replicas a model needs: a pure function of what is seen of them.
+"""Autoscaler: the number of replicas that a model needs, as a pure function of snapshots.
 
-`decide` is called about once a second with a FleetSnapshot, and gets back the ScalingState that it returned the last
-time. It holds nothing, reads no clock and starts nothing, so the same function is tested by itself, back-tested on
-recorded traffic (``python -m benchmarks.autoscale``) and run by the fleet's controller.
+`decide` is called about once per second with a FleetSnapshot and the ScalingState that it returned the last time. It
+keeps no state, reads no clock and starts nothing. So the same function is tested by itself, back-tested on recorded
+traffic (``python -m benchmarks.autoscale``) and run by the fleet's controller.
 
-What is wanted is the most that any of these asks for:
+The recommendation is the largest number that any of these signals asks for:
 
-- **arrivals**: what came lately would all have been computed within the target, and so will what comes next, if it
-  goes on growing as it did until a replica that is asked for now is there;
-- **backlog**: prompt tokens that wait now, and those that will by then, are computed within the target;
-- **memory**: KV blocks and rows in use, with room to spare;
-- **waiting**: a request that has waited too long already.
+- **arrivals**: recent arrivals would all have been computed within the target wait, and so will the arrivals to come,
+  if they keep growing until a replica that is started now is ready;
+- **backlog**: the prompt tokens that wait now, and those that will wait by then, are computed within the target wait;
+- **memory**: KV blocks and rows in use, with the headroom of `target_memory_use`;
+- **waiting**: a request has waited for longer than the target already.
 
-How busy a GPU is says nothing: it is at 100 % with one sequence as with a hundred.
+GPU utilization is no signal: it is 100 % with one sequence as with a hundred.
 
-Wishes become the target as in the Kubernetes autoscaler: the target rises to what was wanted throughout `up_delay_s`
-at least, and falls to what was wanted within `down_delay_s` at most, by limited steps.
+The target follows the recommendations as in Kubernetes' horizontal pod autoscaler: it rises to the lowest
+recommendation of the last `up_delay_s`, falls to the highest recommendation of the last `down_delay_s`, and changes
+by limited steps.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ from statistics import fmean, pvariance
 from ..config.scaling_limits import ScalingLimits
 from ..controller_api.fleet_state import ReplicaState
 
-# Arrivals are counted in windows of this length, and so many of them are remembered.
+# Arrivals are counted in windows of this length; the last NUM_WINDOWS are kept.
 WINDOW_S = 5.0
 NUM_WINDOWS = 25
-# Growth is trusted so far: arrivals are expected to become this many times what they are, at most.
+# Upper bound of the growth of arrivals that is extrapolated, as a factor.
 MAX_GROWTH = 2.0
-# What waits is expected to go on growing by the mean arrivals over so many cold starts: a burst shorter than that has
-# passed before a replica asked for now could help with it.
+# The backlog is extrapolated by the mean arrivals over this many cold starts: a shorter burst ends before a replica
+# that is started now could help.
 NUM_TREND_COLD_STARTS = 2
-# What a replica can compute in a second is the most that one has, less this share a second: a tenth in an hour.
+# A replica's capacity is the highest throughput seen, reduced by this share per second: a tenth per hour.
 CAPACITY_DECAY_PER_S = 3e-5
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSample:
-    """One replica in a snapshot; of one that is not ready, only its state counts.
+    """One replica in a snapshot. If it is not ready, only its state counts.
 
     Attributes:
         queued_tokens: prompt tokens not computed yet.
-        num_requests: sequences that run there or wait.
-        kv_use, row_use: share of its KV blocks that running ones hold, and of the most that may run at once; 0 to 1.
-        oldest_wait_s: how long the one has waited that waits longest.
-        tokens_per_s: recent throughput, prompt and sampled tokens, in seconds in which it computed.
+        num_requests: running and waiting sequences.
+        kv_use, row_use: shares of its KV blocks and of its rows that running sequences hold, 0 to 1.
+        oldest_wait_s: longest time that a sequence has waited.
+        tokens_per_s: recent throughput in prompt and sampled tokens, over the time in which it computed.
     """
 
     state: ReplicaState
@@ -64,14 +65,14 @@ class ReplicaSample:
 
 @dataclass(frozen=True, slots=True)
 class FleetSnapshot:
-    """One model's part of the fleet at one time.
+    """One model's replicas and demand at one time.
 
     Attributes:
-        time_s: of a clock that only grows.
-        replicas: all that have a process.
-        buffered_requests, buffered_tokens: that wait at gateways because there is no replica to send them to.
-        arrived_requests, arrived_tokens: prompt tokens, those that came since the last snapshot.
-        cold_start_s: what the latest replica needed from being asked for to its canary; None: none was measured.
+        time_s: monotonic.
+        replicas: all that have processes.
+        buffered_requests, buffered_tokens: requests, and their prompt tokens, that wait at gateways for a replica.
+        arrived_requests, arrived_tokens: requests, and their prompt tokens, since the last snapshot.
+        cold_start_s: time that the latest replica needed from its start to its canary; None if none was measured.
     """
 
     time_s: float
@@ -85,21 +86,21 @@ class FleetSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ScalingState:
-    """What `decide` remembers. A new one is as good: the fleet is as it is, and the rest is learned again.
+    """State between calls of `decide`. A new state works too: it begins at the present number of replicas.
 
     Attributes:
-        target: the last one; None: there was none.
-        windows: (number of the window, prompt tokens that came in it), the latest last.
-        wishes: (time, replicas wanted), the latest last; each differs from the one before it.
-        tokens_per_s: what a replica can compute; below 1: not known.
+        target: the last target; None before the first.
+        windows: (window number, prompt tokens that arrived in it), oldest first.
+        recommendations: (time, replicas), oldest first; consecutive ones differ.
+        tokens_per_s: a replica's capacity; below 1 if unknown.
         time_s: of the last snapshot.
         changed_at: when the target last changed.
-        busy_at: when there was last something to do.
+        busy_at: when there was last a request.
     """
 
     target: int | None = None
     windows: tuple[tuple[int, int], ...] = ()
-    wishes: tuple[tuple[float, int], ...] = ()
+    recommendations: tuple[tuple[float, int], ...] = ()
     tokens_per_s: float = 0.0
     time_s: float = 0.0
     changed_at: float = -math.inf
@@ -108,10 +109,10 @@ class ScalingState:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How many replicas there are to be (starting and ready ones together).
+    """Number of replicas that a model should have, starting and ready ones together.
 
     Attributes:
-        reason: why this many, for people.
+        reason: why this number, for operators.
         state: for the next call.
     """
 
@@ -121,35 +122,37 @@ class Decision:
 
 
 def decide(snapshot: FleetSnapshot, limits: ScalingLimits, state: ScalingState) -> Decision:
-    """The next target. See the module's text."""
-    state = _observe(snapshot, _begin(snapshot) if state.target is None else state)
+    """Return the next target; see the module's docstring."""
+    state = _observe(snapshot, _initial_state(snapshot) if state.target is None else state)
     current = state.target or 0
-    wanted, reason = _wish(snapshot, limits, state, current)
-    wishes = _remember(state.wishes, snapshot.time_s, wanted, max(limits.up_delay_s, limits.down_delay_s))
-    target, hold = _steady(current, wanted, wishes, snapshot.time_s, limits, state)
+    recommended, reason = _recommend(snapshot, limits, state, current)
+    window_s = max(limits.up_delay_s, limits.down_delay_s)
+    recommendations = _record(state.recommendations, snapshot.time_s, recommended, window_s)
+    state = replace(state, recommendations=recommendations)
+    target, hold = _stabilize(recommended, snapshot.time_s, limits, state)
     if hold:
         reason = f"{hold}; {reason}"
     changed_at = snapshot.time_s if target != current else state.changed_at
-    return Decision(target, reason, replace(state, target=target, wishes=wishes, changed_at=changed_at))
+    return Decision(target, reason, replace(state, target=target, changed_at=changed_at))
 
 
-def _begin(snapshot: FleetSnapshot) -> ScalingState:
-    """Without a memory, the replicas that live are taken to be those that are wanted."""
+def _initial_state(snapshot: FleetSnapshot) -> ScalingState:
+    """Without a state, the live replicas are taken for the recommendation so far."""
     now, current = snapshot.time_s, _num_live(snapshot)
     busy_at = now if current else -math.inf
-    return ScalingState(target=current, wishes=((now, current),), time_s=now, busy_at=busy_at)
+    return ScalingState(target=current, recommendations=((now, current),), time_s=now, busy_at=busy_at)
 
 
 def _observe(snapshot: FleetSnapshot, state: ScalingState) -> ScalingState:
-    """Arrivals, throughput and idleness, brought up to the snapshot."""
+    """Return the state with the snapshot's arrivals, throughput and idleness."""
     now = snapshot.time_s
     number = int(now // WINDOW_S)
     windows = dict(state.windows)
     windows[number] = windows.get(number, 0) + snapshot.arrived_tokens
     kept = tuple(item for item in windows.items() if item[0] > number - NUM_WINDOWS)
     elapsed_s = max(0.0, now - state.time_s)
-    shown = max((each.tokens_per_s for each in snapshot.replicas), default=0.0)
-    capacity = max(shown, state.tokens_per_s * (1 - CAPACITY_DECAY_PER_S) ** elapsed_s)
+    highest = max((each.tokens_per_s for each in snapshot.replicas), default=0.0)
+    capacity = max(highest, state.tokens_per_s * (1 - CAPACITY_DECAY_PER_S) ** elapsed_s)
     busy_at = now if _is_busy(snapshot) else state.busy_at
     return replace(state, windows=kept, tokens_per_s=capacity, time_s=now, busy_at=busy_at)
 
@@ -162,19 +165,19 @@ def _is_busy(snapshot: FleetSnapshot) -> bool:
     )
 
 
-def _wish(
+def _recommend(
     snapshot: FleetSnapshot, limits: ScalingLimits, state: ScalingState, current: int
 ) -> tuple[int, str]:
-    """How many replicas would be right now, within the bounds, and why."""
+    """Return the number of replicas that would be right now, within the bounds, and the reason."""
     if snapshot.time_s - state.busy_at >= limits.idle_timeout_s:
         return limits.min_replicas, f"no request for {limits.idle_timeout_s:g} s"
-    wishes = {
-        "it was asked for not long ago": 1,
-        **_throughput_wishes(snapshot, limits, state),
-        **_memory_wishes(snapshot, limits),
-        **_waiting_wish(snapshot, limits, current),
+    signals = {
+        f"not idle for {limits.idle_timeout_s:g} s": 1,
+        **_throughput_signals(snapshot, limits, state),
+        **_memory_signals(snapshot, limits),
+        **_waiting_signal(snapshot, limits, current),
     }
-    reason, wanted = max(wishes.items(), key=lambda item: item[1])
+    reason, wanted = max(signals.items(), key=lambda item: item[1])
     bounded = limits.clamp(wanted)
     if bounded == wanted:
         return bounded, reason
@@ -182,39 +185,48 @@ def _wish(
     return bounded, f"{bound} is {bounded}; {wanted} wanted: {reason}"
 
 
-def _throughput_wishes(snapshot: FleetSnapshot, limits: ScalingLimits, state: ScalingState) -> dict[str, int]:
-    """reason |-> replicas, by prompt tokens that come and that wait."""
-    if state.tokens_per_s < 1.0:  # not known
+def _throughput_signals(
+    snapshot: FleetSnapshot, limits: ScalingLimits, state: ScalingState
+) -> dict[str, int]:
+    """Return reason |-> replicas, for the prompt tokens that arrive and those that wait."""
+    if state.tokens_per_s < 1.0:  # unknown
         return {}
     capacity = state.tokens_per_s * limits.target_use
-    ready = _ready(snapshot)
     cold_start_s = limits.cold_start_s if snapshot.cold_start_s is None else snapshot.cold_start_s
     counts = _counts(state, snapshot.time_s)
     rate = _envelope_rate(counts, limits.target_wait_s)
-    if len(state.windows) == NUM_WINDOWS:  # a beginning is no growth
+    if len(state.windows) == NUM_WINDOWS:  # a model's first arrivals are not growth
         rate *= _growth(counts, cold_start_s)
-    wishes = {f"prompt tokens come at {rate:.0f}/s": math.ceil(rate / capacity)}
+    signals = {f"prompt tokens arrive at {rate:.0f}/s": math.ceil(rate / capacity)}
+    return signals | _backlog_signal(snapshot, limits, counts, capacity, cold_start_s)
+
+
+def _backlog_signal(
+    snapshot: FleetSnapshot, limits: ScalingLimits, counts: list[float], capacity: float, cold_start_s: float
+) -> dict[str, int]:
+    """Return reason |-> replicas if the waiting prompt tokens take longer than the target wait."""
+    ready = _ready(snapshot)
     backlog = snapshot.buffered_tokens + sum(each.queued_tokens for each in ready)
     wait_s = backlog / (capacity * max(1, len(ready)))
-    if wait_s > limits.target_wait_s:
-        mean_rate = _mean_rate(counts, NUM_TREND_COLD_STARTS * cold_start_s)
-        # What is left by the time that a replica asked for now is there.
-        left = max(0.0, backlog + (mean_rate - capacity * len(ready)) * cold_start_s)
-        num_replicas = (mean_rate + left / limits.target_wait_s) / capacity
-        wishes[f"{backlog} prompt tokens wait, which take {wait_s:.1f} s"] = math.ceil(num_replicas)
-    return wishes
+    if wait_s <= limits.target_wait_s:
+        return {}
+    mean_rate = _mean_rate(counts, NUM_TREND_COLD_STARTS * cold_start_s)
+    # The backlog that is left when a replica that is started now is ready.
+    left = max(0.0, backlog + (mean_rate - capacity * len(ready)) * cold_start_s)
+    num_replicas = (mean_rate + left / limits.target_wait_s) / capacity
+    return {f"{backlog} prompt tokens wait, which take {wait_s:.1f} s": math.ceil(num_replicas)}
 
 
 def _counts(state: ScalingState, now: float) -> list[float]:
-    """Prompt tokens that came in each window, the latest first; that one has perhaps just begun."""
+    """Return the prompt tokens that arrived in each window, latest first; the latest window is not complete."""
     number, counts = int(now // WINDOW_S), dict(state.windows)
     return [counts.get(number - age, 0) for age in range(NUM_WINDOWS)]
 
 
 def _envelope_rate(counts: list[float], target_wait_s: float) -> float:
-    """The least tokens a second at which nothing that came lately would have waited longer than the target.
+    """Return the lowest tokens per second with which no recent arrival would have waited longer than the target.
 
-    What comes within s seconds may take s and the target: the arrival curve of network calculus (Le Boudec and
+    Arrivals of s seconds may take s seconds and the target wait: the arrival curve of network calculus (Le Boudec and
     Thiran, 2001).
     """
     sums = accumulate(counts)
@@ -222,16 +234,16 @@ def _envelope_rate(counts: list[float], target_wait_s: float) -> float:
 
 
 def _mean_rate(counts: list[float], seconds: float) -> float:
-    """Tokens a second over about so long; the latest window is complete only in part."""
+    """Return the tokens per second over about that time; the latest, incomplete window is added to the others."""
     num_windows = min(max(1, round(seconds / WINDOW_S)), len(counts) - 1)
     return sum(counts[: num_windows + 1]) / (num_windows * WINDOW_S)
 
 
 def _growth(counts: list[float], horizon_s: float) -> float:
-    """How many times more is expected at the horizon, if arrivals go on growing as they did; 1 to MAX_GROWTH.
+    """Return the factor by which arrivals will have grown at the horizon, 1 to MAX_GROWTH, by a linear trend.
 
-    Growth is the difference between the later and the earlier half of the windows. It counts as far as it exceeds
-    twice its standard error: bursts are no growth.
+    Growth is the difference between the means of the later and the earlier half of the windows. Only the part beyond
+    twice its standard error counts, so that bursts are not taken for growth.
     """
     complete = counts[1:]
     half = len(complete) // 2
@@ -240,12 +252,12 @@ def _growth(counts: list[float], horizon_s: float) -> float:
     grown = fmean(later) - fmean(earlier) - 2 * error
     if grown <= 0:
         return 1.0
-    # The middles of the halves are half the windows apart; the later one is half as far from now.
+    # The centers of the halves are `half` windows apart; the later center is `half / 2` windows before now.
     distance = (horizon_s + half * WINDOW_S / 2) / (half * WINDOW_S)
     return min(1.0 + grown * distance / fmean(later), MAX_GROWTH)
 
 
-def _memory_wishes(snapshot: FleetSnapshot, limits: ScalingLimits) -> dict[str, int]:
+def _memory_signals(snapshot: FleetSnapshot, limits: ScalingLimits) -> dict[str, int]:
     ready = _ready(snapshot)
     kv_use, row_use = sum(each.kv_use for each in ready), sum(each.row_use for each in ready)
     return {
@@ -254,8 +266,8 @@ def _memory_wishes(snapshot: FleetSnapshot, limits: ScalingLimits) -> dict[str, 
     }
 
 
-def _waiting_wish(snapshot: FleetSnapshot, limits: ScalingLimits, current: int) -> dict[str, int]:
-    """One more than there are where requests wait too long although no other signal says why."""
+def _waiting_signal(snapshot: FleetSnapshot, limits: ScalingLimits, current: int) -> dict[str, int]:
+    """Return one replica more than now if a request waits for too long for a reason that no other signal shows."""
     ready = _ready(snapshot)
     longest_s = max((each.oldest_wait_s for each in ready), default=0.0)
     if longest_s > limits.target_wait_s and len(ready) >= current:
@@ -263,50 +275,56 @@ def _waiting_wish(snapshot: FleetSnapshot, limits: ScalingLimits, current: int) 
     return {}
 
 
-def _remember(
-    wishes: tuple[tuple[float, int], ...], now: float, wanted: int, memory_s: float
+def _record(
+    recommendations: tuple[tuple[float, int], ...], now: float, recommended: int, window_s: float
 ) -> tuple[tuple[float, int], ...]:
-    """Changes of the wish, as far back as the delays look; the one that held before them stays the first."""
-    if not wishes or wishes[-1][1] != wanted:
-        wishes = (*wishes, (now, wanted))
-    first = max((i for i, (at, _) in enumerate(wishes) if at <= now - memory_s), default=0)
-    return wishes[first:]
+    """Append a recommendation if it differs from the last; drop those that ended before the window."""
+    if not recommendations or recommendations[-1][1] != recommended:
+        recommendations = (*recommendations, (now, recommended))
+    first = max((i for i, (at, _) in enumerate(recommendations) if at <= now - window_s), default=0)
+    return recommendations[first:]
 
 
-def _steady(
-    current: int,
-    wanted: int,
-    wishes: tuple[tuple[float, int], ...],
-    now: float,
-    limits: ScalingLimits,
-    state: ScalingState,
-) -> tuple[int, str]:
-    """The target that delays, steps and cool-down allow, and what holds it back."""
+def _stabilize(recommended: int, now: float, limits: ScalingLimits, state: ScalingState) -> tuple[int, str]:
+    """Return the target that delays, step limits and cooldown allow, and why it is held back, if it is."""
+    current = state.target or 0
     bounded = limits.clamp(current)
     if bounded != current:  # the bounds have changed
         return bounded, ""
-    if wanted > current:
-        if current == 0:
-            return min(wanted, limits.max_step_up), ""
-        lasting = min(_within(wishes, now, limits.up_delay_s))
-        if lasting <= current:
-            return current, f"waits {limits.up_delay_s:g} s before it grows"
-        return min(lasting, current + limits.max_step_up), ""
-    if wanted < current:
-        lasting = max(_within(wishes, now, limits.down_delay_s))
-        if lasting >= current:
-            return current, f"waits {limits.down_delay_s:g} s before it shrinks"
-        if now - state.changed_at < limits.cooldown_s:
-            return current, f"cools down for {limits.cooldown_s:g} s"
-        return max(lasting, current - limits.max_step_down), ""
+    if recommended > current:
+        return _scale_up(current, recommended, now, limits, state)
+    if recommended < current:
+        return _scale_down(current, now, limits, state)
     return current, ""
 
 
-def _within(wishes: tuple[tuple[float, int], ...], now: float, delay_s: float) -> Iterable[int]:
-    """Every wish that held at some time within the delay."""
+def _scale_up(
+    current: int, recommended: int, now: float, limits: ScalingLimits, state: ScalingState
+) -> tuple[int, str]:
+    if current == 0:  # without delay
+        return min(recommended, limits.max_step_up), ""
+    lowest = min(_recommendations_within(state.recommendations, now, limits.up_delay_s))
+    if lowest <= current:
+        return current, f"held for up_delay_s ({limits.up_delay_s:g} s)"
+    return min(lowest, current + limits.max_step_up), ""
+
+
+def _scale_down(current: int, now: float, limits: ScalingLimits, state: ScalingState) -> tuple[int, str]:
+    highest = max(_recommendations_within(state.recommendations, now, limits.down_delay_s))
+    if highest >= current:
+        return current, f"held for down_delay_s ({limits.down_delay_s:g} s)"
+    if now - state.changed_at < limits.cooldown_s:
+        return current, f"held for cooldown_s ({limits.cooldown_s:g} s)"
+    return max(highest, current - limits.max_step_down), ""
+
+
+def _recommendations_within(
+    recommendations: tuple[tuple[float, int], ...], now: float, delay_s: float
+) -> Iterable[int]:
+    """Return every recommendation that was in force at some time within the delay."""
     begin = now - delay_s
-    ends = [at for at, _ in wishes[1:]] + [math.inf]
-    return [wanted for (_, wanted), end in zip(wishes, ends, strict=True) if end > begin]
+    ends = [at for at, _ in recommendations[1:]] + [math.inf]
+    return [replicas for (_, replicas), end in zip(recommendations, ends, strict=True) if end > begin]
 
 
 def _ready(snapshot: FleetSnapshot) -> list[ReplicaSample]:

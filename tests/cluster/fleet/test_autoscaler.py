@@ -59,7 +59,7 @@ class TestUp:
     def test_arrivals_are_divided_by_what_a_replica_can_do(self) -> None:
         fleet = Fleet(LIMITS, 4)
         assert fleet.run(300, arrived_requests=5, arrived_tokens=3500)[-1] == 4
-        assert "come at" in fleet.reason
+        assert "arrive at" in fleet.reason
 
     def test_share_that_is_planned_with(self) -> None:
         fleet = Fleet(replace(LIMITS, target_use=0.5), 4)
