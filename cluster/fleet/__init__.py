@@ -1,1 +1,1 @@
-"""The fleet: replicas that come and go with the load, and requests that find them."""
+"""The fleet controller: starts, watches, drains and ends replicas."""

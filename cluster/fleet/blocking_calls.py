@@ -1,4 +1,4 @@
-"""BlockingCalls: what blocks is done beside the fleet's event loop, and has a deadline there."""
+"""BlockingCalls: threads for calls that would block the fleet's event loop, with a deadline."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from typing import TypeVar
 from ...proto.errors import ReplicaUnavailable
 
 CALL_TIMEOUT_S = 60.0
-# Calls that run at once.
+# Concurrent calls.
 MAX_CALLS = 32
-# Launches wait for room, each in a thread of its own. Beyond so many, the next wait for the first.
+# Concurrent launches. Each occupies a thread while it waits for room; further launches wait for one to end.
 MAX_LAUNCHES = 512
 
 T = TypeVar("T")
 
 
 class BlockingCalls:
-    """Two sets of threads: launches take as long as machines do to come, and must hold up nothing else."""
+    """Two thread pools: launches may wait for machines for a long time and must not delay other calls."""
 
     def __init__(self) -> None:
         self._calls = ThreadPoolExecutor(MAX_CALLS, "fleet")
         self._launches = ThreadPoolExecutor(MAX_LAUNCHES, "launch")
 
     async def call(self, what: str, function: Callable[..., T], *arguments: object) -> T:
-        """The function's result. A call that has begun goes on when its caller is cancelled.
+        """Return the function's result. A call that has begun continues if its caller is canceled.
+
+        Args:
+            what: names the call in errors, as in ``reading the nodes``.
 
         Raises:
-            ReplicaUnavailable: it took too long; says what did.
+            ReplicaUnavailable: the call took more than CALL_TIMEOUT_S.
         """
         result = asyncio.wrap_future(self._calls.submit(function, *arguments))
         await asyncio.wait((result,), timeout=CALL_TIMEOUT_S)
@@ -38,11 +41,11 @@ class BlockingCalls:
             raise ReplicaUnavailable(f"{what} took more than {CALL_TIMEOUT_S:g} s")
         return result.result()
 
-    def launch(self, make: Callable[[], T]) -> Future[T]:
-        """Begins a launch, which has deadlines of its own."""
-        return self._launches.submit(make)
+    def launch(self, function: Callable[[], T]) -> Future[T]:
+        """Begin a launch. Launches have deadlines of their own."""
+        return self._launches.submit(function)
 
     def close(self) -> None:
-        """Waits for nothing."""
+        """Cancel calls that have not begun, without waiting for the others."""
         for pool in (self._calls, self._launches):
             pool.shutdown(wait=False, cancel_futures=True)

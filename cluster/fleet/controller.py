@@ -1,7 +1,7 @@
-"""FleetController: the fleet's one Ray actor, and the line by which other processes reach it.
+"""FleetController: the Fleet as a Ray actor, and the function that finds or starts it.
 
-It is detached and restarted when it dies. Its memory is Ray's key-value store; the replicas and the gateways go on
-without it.
+The actor is detached, and Ray restarts it when it dies. Its state is in Ray's key-value store; replicas and gateways
+run on without it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import ray
 
@@ -29,15 +29,11 @@ from .fleet import Fleet
 from .ray_launcher import KeyValueStore, RayLauncher
 from .spot import NOTICES
 
-if TYPE_CHECKING:
-    pass
-
 ACTOR_NAME = "quire/controller"
 # The controller runs on the head node, which lives as long as the cluster.
 _HEAD_RESOURCE = {HEAD_NODE_RESOURCE: 0.001}
-# Every gateway has one call waiting in it.
+# Concurrent calls: every gateway has one `watch` call open.
 _MAX_CALLS = 1000
-_CALL_TIMEOUT_S = 30.0
 
 _log = logging.getLogger(__name__)
 
@@ -46,11 +42,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """What the controller is to know of the cluster that it runs on.
+    """The controller's options for its cluster.
 
     Attributes:
         autoscaling_config: see `placement.ClusterView.read`.
-        spot_notices: the cloud (``aws``, ``gcp`` or ``azure``) whose notices its machines look for; None: none.
+        spot_notices: the cloud (``aws``, ``gcp`` or ``azure``) whose notices the nodes watch for; None for no cloud.
     """
 
     autoscaling_config: str | None = None
@@ -58,15 +54,14 @@ class ClusterOptions:
 
     def __post_init__(self) -> None:
         if self.spot_notices is not None and self.spot_notices not in NOTICES:
-            raise ConfigError(f"spot notices are of {self.spot_notices!r}, must be of {', '.join(NOTICES)}")
+            raise ConfigError(f"spot_notices is {self.spot_notices!r}, must be one of {', '.join(NOTICES)}")
 
 
 class FleetController:
-    """The Fleet as a Ray actor. The fleet's event loop has a thread of its own, which begins with the actor.
+    """The Fleet as a Ray actor. The fleet's event loop runs in a thread of its own, from the actor's start on.
 
     Args:
-        keys: with which everybody speaks to replicas; Ray hands them to a restarted controller again.
-        options: where the cluster runs.
+        keys: for all connections to replicas; a restarted actor gets the same keys from Ray.
     """
 
     def __init__(self, keys: CurveKeys, namespace: str, options: ClusterOptions) -> None:
@@ -93,7 +88,7 @@ class FleetController:
     async def deploy(self, deployment_json: str) -> None:
         """See `Fleet.deploy`."""
         deployment = Deployment.from_json(deployment_json)
-        # A model that cannot be served is refused here, before anything is started for it.
+        # Reject a model that cannot be served before anything is started for it.
         await asyncio.to_thread(deployment.resolve, has_gpus=True)
         await self._call(lambda fleet: fleet.deploy(deployment))
 
@@ -106,23 +101,23 @@ class FleetController:
         return await self._call(lambda fleet: fleet.drain(target))
 
     async def pid(self) -> int:
-        """Of its process."""
+        """Return the pid of the actor's process."""
         return os.getpid()
 
-    async def _call(self, begin: Callable[[Fleet], Coroutine[Any, Any, T]]) -> T:
-        """Runs a coroutine of the fleet's in its own loop."""
+    async def _call(self, method: Callable[[Fleet], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine of the fleet in the fleet's event loop."""
         fleet = await asyncio.wrap_future(self._fleet)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(begin(fleet), self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(method(fleet), self._loop))
 
     def _run(self, launcher: RayLauncher, store: KeyValueStore) -> None:
         try:
-            self._loop.run_until_complete(self._keep(launcher, store))
+            self._loop.run_until_complete(self._run_fleet(launcher, store))
         except BaseException:
-            # Without its loop the actor would answer and do nothing. Ray starts it anew.
-            _log.exception("the fleet's loop ended")
+            # Without the loop the actor would accept calls and do nothing. Ray restarts the process.
+            _log.exception("the fleet's event loop failed; the controller restarts")
             os._exit(1)
 
-    async def _keep(self, launcher: RayLauncher, store: KeyValueStore) -> None:
+    async def _run_fleet(self, launcher: RayLauncher, store: KeyValueStore) -> None:
         fleet = Fleet(launcher, store)
         await fleet.recover()
         self._fleet.set_result(fleet)
@@ -130,7 +125,7 @@ class FleetController:
 
 
 def find_or_start_controller(namespace: str, options: ClusterOptions) -> ControllerClient:
-    """The controller of the cluster that this process is attached to; started with the options if need be."""
+    """Return the controller of the attached cluster. If there is none, start one with these options."""
     actor = (
         ray.remote(FleetController)
         .options(

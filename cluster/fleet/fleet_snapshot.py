@@ -1,4 +1,4 @@
-"""What the autoscaler is shown of one model: its replicas' own accounts, and what its gateways hold."""
+"""Input of the autoscaler: DemandCounter and the FleetSnapshot of one model."""
 
 from __future__ import annotations
 
@@ -9,35 +9,33 @@ from ..controller_api.demand import Demand
 from ..controller_api.fleet_state import ReplicaState
 from .autoscaler import FleetSnapshot, ReplicaSample
 
-# Gateways with waiting requests report every second; one that has been silent for so long is gone.
+# Gateways with waiting requests report every second; after this much silence a gateway's report expires.
 REPORT_LIFETIME_S = 10.0
 
 
-class DemandBook:
-    """One model's demand, over all gateways.
+class DemandCounter:
+    """One model's demand over all gateways.
 
     Attributes:
-        cold_start_s: what its latest replica needed to become ready; None: none has.
+        cold_start_s: time that the latest replica needed to become ready; None if none was measured.
     """
 
     def __init__(self) -> None:
         self._num_requests = self._num_tokens = 0
-        self._waiting: dict[
-            str, tuple[float, Demand]
-        ] = {}  # gateway_id |-> when it last said what waits there
+        self._latest: dict[str, tuple[float, Demand]] = {}  # gateway_id |-> (time, its latest report)
         self.cold_start_s: float | None = None
 
     def add(self, gateway_id: str, demand: Demand, now: float) -> None:
-        """A gateway's report."""
+        """Add a gateway's report."""
         self._num_requests += demand.num_requests
         self._num_tokens += demand.num_tokens
-        self._waiting[gateway_id] = now, demand
+        self._latest[gateway_id] = now, demand
 
-    def take(self, now: float) -> Demand:
-        """What has come since the last call, and what waits now."""
-        self._waiting = {
+    def collect(self, now: float) -> Demand:
+        """Return the requests that arrived since the last call, and those that wait now."""
+        self._latest = {
             gateway_id: (at, demand)
-            for gateway_id, (at, demand) in self._waiting.items()
+            for gateway_id, (at, demand) in self._latest.items()
             if now - at < REPORT_LIFETIME_S and demand.num_waiting
         }
         num_requests, num_tokens = self._num_requests, self._num_tokens
@@ -45,34 +43,34 @@ class DemandBook:
         return Demand(
             num_requests,
             num_tokens,
-            sum(demand.num_waiting for _, demand in self._waiting.values()),
-            sum(demand.num_waiting_tokens for _, demand in self._waiting.values()),
+            sum(demand.num_waiting for _, demand in self._latest.values()),
+            sum(demand.num_waiting_tokens for _, demand in self._latest.values()),
         )
 
 
-def observe(
+def take_snapshot(
     now: float,
     replicas: Iterable[tuple[ReplicaState, ReplicaStatus | None]],
-    demand: DemandBook,
+    demand: DemandCounter,
     max_num_seqs: int,
 ) -> FleetSnapshot:
-    """The snapshot of this moment.
+    """Return the model's snapshot; resets the arrivals of `demand`.
 
     Args:
-        replicas: state and latest status of each.
+        replicas: (state, latest status) of each replica.
         max_num_seqs: sequences that a replica may run at once.
     """
-    count = demand.take(now)
+    collected = demand.collect(now)
     ended = ReplicaState.STOPPED, ReplicaState.FAILED
     return FleetSnapshot(
         time_s=now,
         replicas=tuple(
             _sample(state, status, max_num_seqs) for state, status in replicas if state not in ended
         ),
-        buffered_requests=count.num_waiting,
-        buffered_tokens=count.num_waiting_tokens,
-        arrived_requests=count.num_requests,
-        arrived_tokens=count.num_tokens,
+        buffered_requests=collected.num_waiting,
+        buffered_tokens=collected.num_waiting_tokens,
+        arrived_requests=collected.num_requests,
+        arrived_tokens=collected.num_tokens,
         cold_start_s=demand.cold_start_s,
     )
 

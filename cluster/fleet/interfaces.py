@@ -1,4 +1,4 @@
-"""What the fleet's upkeep needs of a cluster: who launches replicas, and who remembers. Ray behind it, or fakes."""
+"""Interfaces between the fleet and its cluster: Launcher, LiveReplica and Store. Implemented by Ray and by fakes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..replica.replica import ReplicaRecord
 
 
 class LiveReplica(Protocol):
-    """A replica whose processes run; `cluster.replica.Replica` is one.
+    """A replica whose processes run; implemented by `cluster.replica.Replica`.
 
     Attributes:
-        failure: ends when the replica does: with why, or None when it was closed.
+        failure: completes when the replica ends: with the error, or with None if it was closed.
     """
 
     @property
@@ -26,52 +26,56 @@ class LiveReplica(Protocol):
     @property
     def failure(self) -> Future[QuireError | None]: ...
     def close(self) -> None:
-        """Ends its processes; blocks."""
+        """End the replica's processes; blocks."""
         ...
 
 
 class Launcher(Protocol):
-    """Where replicas come from. All but `connect` and `notice` block, and are called in threads."""
+    """Launches, finds and removes replicas. All methods but `connect` and `notice` block and run in threads."""
 
-    def launch(self, deployment: Deployment, replica_id: str, tell: Tell) -> LiveReplica:
-        """Raises QuireError, and what `tell` does.
+    def launch(self, deployment: Deployment, replica_id: str, on_progress: Tell) -> LiveReplica:
+        """Launch a replica. Raises QuireError, and whatever `on_progress` raises.
 
-        `tell` is told of every stage, from that thread, and first when `remove` can find what there is: so a launch
-        that nobody wants any more leaves nothing, whenever that becomes known.
+        `on_progress` is called in this thread at every stage, first as soon as `remove` can find what was started. So
+        a launch that is canceled at any stage leaves nothing behind.
         """
         ...
 
     def adopt(self, record: ReplicaRecord) -> LiveReplica:
-        """A replica that an earlier controller launched. Raises ReplicaUnavailable."""
+        """Return a replica that an earlier controller launched. Raises ReplicaUnavailable if it does not run."""
         ...
 
     def remove(self, replica_id: str) -> None:
-        """Ends whatever there is of it."""
+        """End every process of the replica and free its place. Does nothing if there is none."""
         ...
 
     def known(self) -> set[str]:
-        """Every replica of which there is anything."""
+        """Return the ids of all replicas that have a process or a place."""
         ...
 
     def nodes(self) -> tuple[NodeEntry, ...]:
-        """The live nodes."""
+        """Return the live nodes."""
         ...
 
     def cordon(self, node_id: str) -> None:
-        """Has nothing placed on the node any more, and lets it go once nothing runs there."""
+        """Place nothing on the node any more, and let it end once nothing runs there."""
         ...
 
     def connect(self, record: ReplicaRecord, patience_s: float) -> ReplicaClient:
-        """A line to the replica, not started; a replica that is silent for longer has failed."""
+        """Return a client, not started. A replica that is silent for more than `patience_s` counts as failed."""
         ...
 
     def notice(self, node_id: str) -> Future[float] | None:
-        """Ends with the seconds that the node has left, once its cloud wants it back; None: nobody would know."""
+        """Watch for the cloud's notice that it takes the node back.
+
+        Returns:
+            A future that completes with the seconds that are left; None if the cloud gives no notices.
+        """
         ...
 
 
 class Store(Protocol):
-    """Where the controller's memory outlives it: names and JSON. Blocks, and is called in threads."""
+    """Key-value store of names and texts that outlives the controller. Blocks, and is called in threads."""
 
     def read(self) -> Mapping[str, str]: ...
     def write(self, name: str, text: str) -> None: ...

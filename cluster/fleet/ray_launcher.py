@@ -1,4 +1,4 @@
-"""RayLauncher and KeyValueStore: the fleet's seams to Ray."""
+"""RayLauncher and KeyValueStore: the fleet's interfaces on Ray."""
 
 from __future__ import annotations
 
@@ -21,12 +21,17 @@ from ..replica.placement import ClusterView
 from ..replica.replica import Replica, ReplicaRecord, adopt_replica, known_replicas, remove_replica
 from .spot import wait_for_notice
 
-# What an operator wants to see of a node.
-_TOLD_RESOURCES = ("CPU", "GPU", "memory")
+# Resources of a node that are shown to operators.
+_SHOWN_RESOURCES = ("CPU", "GPU", "memory")
 
 
 class RayLauncher:
-    """See `seams.Launcher`; for a process that is connected to the cluster."""
+    """See `interfaces.Launcher`. For a process that is connected to the cluster.
+
+    Args:
+        autoscaling_config: see `placement.ClusterView.read`.
+        spot_notices: the cloud whose notices the nodes watch for; None for no cloud.
+    """
 
     def __init__(
         self, keys: CurveKeys, namespace: str, autoscaling_config: str | None, spot_notices: str | None
@@ -36,19 +41,20 @@ class RayLauncher:
         self._namespace = namespace
         self._autoscaling_config = autoscaling_config
 
-    def launch(self, deployment: Deployment, replica_id: str, tell: Tell) -> Replica:
+    def launch(self, deployment: Deployment, replica_id: str, on_progress: Tell) -> Replica:
         view = ClusterView.read(self._autoscaling_config)
-        hosts = [node.total for node in view.nodes] + [kind.resources for kind in view.node_types]
-        has_gpus = any(resources.get("GPU", 0) for resources in hosts)
-        # GPUs that the operator counts by hand are not for computing on: so fakes can be asked for.
+        nodes = [node.total for node in view.nodes] + [node_type.resources for node_type in view.node_types]
+        has_gpus = any(resources.get("GPU", 0) for resources in nodes)
+        # If the deployment names "GPU" in rank_resources, that resource only places ranks, for example on fake nodes:
+        # the ranks compute on CPUs.
         config = deployment.resolve(has_gpus and "GPU" not in deployment.rank_resources)
-        site = FleetLaunchTarget(
+        launch_target = FleetLaunchTarget(
             self._keys,
             self._namespace,
             resources_per_rank=deployment.rank_resources,
             autoscaling_config=self._autoscaling_config,
         )
-        return launch_replica(config, replica_id, site, version=deployment.version, tell=tell)
+        return launch_replica(config, replica_id, launch_target, version=deployment.version, tell=on_progress)
 
     def adopt(self, record: ReplicaRecord) -> Replica:
         return adopt_replica(record)
@@ -66,7 +72,7 @@ class RayLauncher:
                 node["NodeID"],
                 node["NodeManagerAddress"],
                 tuple(
-                    (name, node["Resources"][name]) for name in _TOLD_RESOURCES if name in node["Resources"]
+                    (name, node["Resources"][name]) for name in _SHOWN_RESOURCES if name in node["Resources"]
                 ),
                 is_draining=node["NodeID"] in draining,
                 gone_at=draining.get(node["NodeID"], 0) / 1000,
@@ -77,7 +83,7 @@ class RayLauncher:
 
     def cordon(self, node_id: str) -> None:
         if problem := compat.drain_node(node_id, "quire drain"):
-            raise ReplicaUnavailable(f"Ray does not drain node {node_id}: {problem}")
+            raise ReplicaUnavailable(f"Ray refused to drain node {node_id}: {problem}")
 
     def connect(self, record: ReplicaRecord, patience_s: float) -> ReplicaClient:
         return ReplicaClient(record.endpoint, record.replica_id, patience_s=patience_s, keys=self._keys)
@@ -92,17 +98,17 @@ class RayLauncher:
 
 
 class KeyValueStore:
-    """Ray's key-value store, which lives in its head; see `seams.Store`."""
+    """Ray's key-value store, held by its head node; see `interfaces.Store`."""
 
     def __init__(self, namespace: str) -> None:
-        # Ray cuts its names at colons, and then finds none of those that it lists.
+        # Ray splits names at colons, and then finds none of the names that it lists.
         self._namespace = f"quire-fleet-{namespace}".replace(":", "-").encode()
 
     def read(self) -> Mapping[str, str]:
         found = {}
         for name in compat.kv_keys(self._namespace):
             text = compat.kv_get(name, self._namespace)
-            if text is not None:  # it was deleted just now
+            if text is not None:  # deleted since it was listed
                 found[name.decode()] = text.decode()
         return found
 

@@ -1,4 +1,4 @@
-"""What has to be done so that a model's replicas become those that are wanted: a pure function of how they stand."""
+"""Reconciliation of one model's replicas with its target: `plan`, a pure function."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ from dataclasses import dataclass
 
 from ..controller_api.fleet_state import ReplicaState
 
-# Replicas above the target that a rolling update may have.
+# Replicas above the target that a rolling update may start.
 SURGE = 1
-# A replica that has found no room for so long gets that of one which it is to take over from.
+# After a starting replica has waited this long for room, a replica that it will replace drains to make room.
 ROOM_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """A replica as `plan` sees it.
+    """A replica as seen by `plan`.
 
     Attributes:
-        version: of the deployment that it was started for.
-        since: when it was started.
-        num_requests: that it has.
-        leave_by: its node goes away or an operator wants it empty: when it must drain at the latest; None: it may
-            stay.
-        no_room_since: it waits for a place since then; None: it has one.
+        version: of the deployment that the replica was started for.
+        started_at: when its launch began.
+        num_requests: that it runs or queues.
+        drain_by: when the replica must drain at the latest, because its node departs or an operator drains it; None
+            if it may stay.
+        no_room_since: since when the replica waits for room; None if it does not wait.
     """
 
     replica_id: str
     version: str
     state: ReplicaState
-    since: float
+    started_at: float
     num_requests: int = 0
-    leave_by: float | None = None
+    drain_by: float | None = None
     no_room_since: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be done now.
+    """Actions to carry out now.
 
     Attributes:
         num_starts: replicas of the wanted version to start.
-        drain: replicas to drain and then to stop.
-        stop: replicas that serve nobody yet, to be ended as they are.
+        drain: ready replicas to drain and then end.
+        stop: starting replicas to end.
     """
 
     num_starts: int = 0
@@ -51,19 +51,20 @@ class Plan:
 
 
 def plan(target: int, version: str, replicas: Sequence[ReplicaView], now: float) -> Plan:
-    """The next steps towards `target` replicas of that version.
+    """Return the next actions towards `target` replicas of the version.
 
-    What is on its way out (an older version, a node that goes away) drains once others have taken over: at any time
-    as many as wanted are ready, if so many were. Where there is no room for both, the old make room for the new.
+    Replicas of another version drain once `target` other replicas are ready. Departing replicas, those with a
+    `drain_by`, drain before them: once any other replica is ready, or at `drain_by`. If a starting replica lacks room
+    for ROOM_PATIENCE_S, an outgoing replica drains to make room.
     """
     live = [each for each in replicas if each.state in (ReplicaState.STARTING, ReplicaState.READY)]
-    staying = [each for each in live if each.version == version and each.leave_by is None]
+    staying = [each for each in live if each.version == version and each.drain_by is None]
     outgoing = [each for each in live if each not in staying]
-    leaving = [each for each in outgoing if each.leave_by is not None]
+    departing = [each for each in outgoing if each.drain_by is not None]
     surplus = max(0, len(staying) - target)
     stop = [each for each in outgoing if each.state is ReplicaState.STARTING]
-    stop += _newest([each for each in staying if each.state is ReplicaState.STARTING])[:surplus]
-    room = target + max(SURGE, len(leaving)) - (len(live) - len(stop))
+    stop += _newest_first([each for each in staying if each.state is ReplicaState.STARTING])[:surplus]
+    room = target + max(SURGE, len(departing)) - (len(live) - len(stop))
     return Plan(
         num_starts=max(0, min(target - len(staying), room)),
         drain=_ids(_to_drain(target, staying, outgoing, now)),
@@ -74,17 +75,16 @@ def plan(target: int, version: str, replicas: Sequence[ReplicaView], now: float)
 def _to_drain(
     target: int, staying: Sequence[ReplicaView], outgoing: Sequence[ReplicaView], now: float
 ) -> list[ReplicaView]:
-    ready_staying = _least_busy([each for each in staying if each.state is ReplicaState.READY])
-    ready_outgoing = _least_busy([each for each in outgoing if each.state is ReplicaState.READY])
-    # Those that must leave go first.
-    ready_outgoing.sort(key=lambda each: each.leave_by is None)
+    ready_staying = _least_busy_first([each for each in staying if each.state is ReplicaState.READY])
+    ready_outgoing = _least_busy_first([each for each in outgoing if each.state is ReplicaState.READY])
+    ready_outgoing.sort(key=lambda each: each.drain_by is None)  # departing ones first
     num_surplus = max(0, len(ready_staying) + len(ready_outgoing) - target)
     drain = ready_outgoing[:num_surplus]
     num_surplus -= len(drain)
     drain += ready_staying[:num_surplus]
     for each in ready_outgoing[len(drain) :]:
         others_are_ready = len(ready_staying) + len(ready_outgoing) - len(drain) > 1
-        if each.leave_by is not None and (others_are_ready or now >= each.leave_by):
+        if each.drain_by is not None and (others_are_ready or now >= each.drain_by):
             drain.append(each)
     if not drain and ready_outgoing and _lacks_room(staying, now):
         drain.append(ready_outgoing[0])
@@ -100,12 +100,12 @@ def _lacks_room(staying: Sequence[ReplicaView], now: float) -> bool:
     )
 
 
-def _least_busy(replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
-    return sorted(replicas, key=lambda each: (each.num_requests, -each.since))
+def _least_busy_first(replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
+    return sorted(replicas, key=lambda each: (each.num_requests, -each.started_at))
 
 
-def _newest(replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
-    return sorted(replicas, key=lambda each: -each.since)
+def _newest_first(replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
+    return sorted(replicas, key=lambda each: -each.started_at)
 
 
 def _ids(replicas: Sequence[ReplicaView]) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
-"""ReplicaLifecycle: one replica from its launch, or from when it was found again, to its end.
+"""ReplicaLifecycle: one replica from its launch or adoption to its end.
 
     STARTING ──canary──► READY ──drain──► DRAINING ──empty──► STOPPED
-        └──stop─────────────────────────────┘ (with nothing to empty)
+        └──stop─────────────────────────────┘ (with nothing to drain)
 
-From each of them FAILED. Whatever happened, at the end nothing is left of its processes.
+Every state can change to FAILED. In every case the replica's processes are removed at the end.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from .fleet_store import FleetStore
 from .interfaces import Launcher, LiveReplica
 from .reconcile import ReplicaView
 
-# Beyond its grace, before a draining replica is ended with what it still has.
+# Time beyond its grace period after which a draining replica is ended with the requests that it still has.
 DRAIN_SLACK_S = 10.0
-# After so long without a failure, a replica is proof that its version can run.
-PROVEN_AFTER_S = 60.0
-# Between attempts to end a replica.
+# A replica that was ready for this long counts as proof that its version can run.
+STABLE_AFTER_S = 60.0
+# Delays between attempts to remove a replica.
 FIRST_RETRY_S = 1.0
-LONGEST_RETRY_S = 60.0
+MAX_RETRY_S = 60.0
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LifecycleContext:
-    """What the lives of a fleet's replicas share.
+    """What the replicas of a fleet share.
 
     Attributes:
-        clock: seconds that only grow.
+        clock: monotonic time in seconds.
         canary_timeout_s: how long the first token of a replica may take.
-        on_state: a replica has come to another state.
-        on_progress: something else has changed that is told of replicas.
+        on_state: called when a replica's state changed.
+        on_progress: called when a starting replica's `reason` changed.
     """
 
     launcher: Launcher
-    memory: FleetStore
-    threads: BlockingCalls
+    store: FleetStore
+    blocking: BlockingCalls
     clock: Callable[[], float]
     canary_timeout_s: float
     on_state: Callable[[ReplicaLifecycle], None]
@@ -62,30 +62,29 @@ class LifecycleContext:
 
 
 class ReplicaLifecycle:
-    """For one event loop; `launch` or `adopt` begins it.
+    """One replica, from `launch` or `adopt` on. For one event loop.
 
     Attributes:
-        since: when it began.
-        ready_at: when its canary passed; None: it has not.
-        leave_by: its node goes away or an operator wants it empty: when it must drain at the latest; None: it may
-            stay.
-        leave_reason: why.
-        is_adopted: an earlier controller launched it.
+        started_at: when this object was made.
+        ready_at: when its canary passed; None before that.
+        drain_by: when the replica must drain at the latest; None if it may stay.
+        drain_reason: why it must drain.
+        is_adopted: an earlier controller launched the replica.
     """
 
-    def __init__(self, replica_id: str, deployment: Deployment, surroundings: LifecycleContext) -> None:
+    def __init__(self, replica_id: str, deployment: Deployment, context: LifecycleContext) -> None:
         self.replica_id = replica_id
         self.deployment = deployment
-        self.since = surroundings.clock()
+        self.started_at = context.clock()
         self.state = ReplicaState.STARTING
         self.reason = ""
         self.ready_at: float | None = None
-        self.leave_by: float | None = None
-        self.leave_reason = ""
+        self.drain_by: float | None = None
+        self.drain_reason = ""
         self.is_adopted = False
-        self._around = surroundings
+        self._context = context
         self._no_room_since: float | None = None
-        self._is_given_up = False
+        self._is_canceled = False
         self._must_drain = asyncio.Event()
         self._launching: Future[LiveReplica] | None = None
         self._live: LiveReplica | None = None
@@ -94,7 +93,7 @@ class ReplicaLifecycle:
 
     @property
     def status(self) -> ReplicaStatus | None:
-        """What it said last; None: nothing yet."""
+        """The replica's latest status, or None before the first."""
         return None if self._client is None else self._client.latest
 
     @property
@@ -102,27 +101,29 @@ class ReplicaLifecycle:
         return () if self._live is None else self._live.record.node_ids
 
     @property
-    def is_over(self) -> bool:
-        """Nothing is left of it."""
+    def has_ended(self) -> bool:
+        """The replica has been removed, or its lifecycle detached."""
         return bool(self._tasks) and all(task.done() for task in self._tasks)
 
-    def is_proven(self, now: float) -> bool:
-        """It has served for a while: its version can run here."""
-        return self.ready_at is not None and now - self.ready_at >= PROVEN_AFTER_S
+    def is_stable(self, now: float) -> bool:
+        """Return whether the replica became ready at least STABLE_AFTER_S ago."""
+        return self.ready_at is not None and now - self.ready_at >= STABLE_AFTER_S
 
-    def standing(self) -> ReplicaView:
+    def view(self) -> ReplicaView:
+        """Return the replica as `reconcile.plan` sees it."""
         status = self.status
         return ReplicaView(
             self.replica_id,
             self.deployment.version,
             self.state,
-            self.since,
+            self.started_at,
             0 if status is None else status.num_running + status.num_waiting,
-            self.leave_by,
+            self.drain_by,
             self._no_room_since,
         )
 
     def entry(self) -> ReplicaEntry:
+        """Return the replica as gateways and operators see it."""
         return ReplicaEntry(
             self.replica_id,
             self.deployment.name,
@@ -133,44 +134,44 @@ class ReplicaLifecycle:
         )
 
     def launch(self) -> None:
-        """Has its processes started."""
+        """Begin to launch the replica's processes."""
         loop = asyncio.get_running_loop()
 
-        def tell(progress: LaunchProgress) -> None:
-            if self._is_given_up:
-                raise ReplicaUnavailable(f"{self.replica_id} is not wanted any more")
-            loop.call_soon_threadsafe(self._note_progress, progress)
+        def on_progress(progress: LaunchProgress) -> None:
+            if self._is_canceled:
+                raise ReplicaUnavailable(f"the launch of {self.replica_id} was canceled")
+            loop.call_soon_threadsafe(self._on_progress, progress)
 
-        self._begin(lambda: self._around.launcher.launch(self.deployment, self.replica_id, tell))
+        self._begin(lambda: self._context.launcher.launch(self.deployment, self.replica_id, on_progress))
 
     def adopt(self, record: ReplicaRecord) -> None:
-        """Has its processes found again."""
+        """Begin to take over a running replica."""
         self.is_adopted, self.reason = True, "is adopted"
-        self._begin(lambda: self._around.launcher.adopt(record))
+        self._begin(lambda: self._context.launcher.adopt(record))
 
-    def leave(self, by: float, reason: str) -> None:
-        """It must have drained by then, or earlier where that was said before."""
-        if self.leave_by is None or by < self.leave_by:
-            self.leave_by, self.leave_reason = by, reason
+    def require_drain(self, by: float, reason: str) -> None:
+        """Set the time by which the replica must drain, unless an earlier one is set."""
+        if self.drain_by is None or by < self.drain_by:
+            self.drain_by, self.drain_reason = by, reason
 
     def drain(self, reason: str) -> None:
-        """Empties it and then ends it; one that has not come to serve is ended as it is."""
+        """Drain the replica and then end it; a replica that is not ready yet is stopped."""
         if self.state is ReplicaState.READY:
-            self._enter(ReplicaState.DRAINING, reason)
+            self._set_state(ReplicaState.DRAINING, reason)
             self._must_drain.set()
         else:
             self.stop(reason)
 
     def stop(self, reason: str) -> None:
-        """Ends a replica that has not come to serve."""
+        """End a replica that is not ready yet."""
         if self.state is ReplicaState.STARTING:
-            self._enter(ReplicaState.DRAINING, reason)
-            self._is_given_up = True
+            self._set_state(ReplicaState.DRAINING, reason)
+            self._is_canceled = True
             self._tasks[0].cancel()
 
-    async def abandon(self) -> None:
-        """Looks after it no longer: one that serves goes on, one that is not launched yet is not launched."""
-        self._is_given_up = True
+    async def detach(self) -> None:
+        """Stop managing the replica: if it runs, it keeps running; if it launches, the launch is canceled."""
+        self._is_canceled = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -178,122 +179,124 @@ class ReplicaLifecycle:
             await self._client.close()
 
     def _begin(self, make: Callable[[], LiveReplica]) -> None:
-        self._launching = self._around.threads.launch(lambda: self._make(make))
+        self._launching = self._context.blocking.launch(lambda: self._make_and_record(make))
         serving = asyncio.create_task(self._serve(asyncio.wrap_future(self._launching)))
-        ending = run_in_background(self._see_through(serving), f"the upkeep of {self.replica_id}")
-        self._tasks = [serving, ending]
+        finishing = run_in_background(self._finish(serving), f"managing {self.replica_id}")
+        self._tasks = [serving, finishing]
 
-    def _make(self, make: Callable[[], LiveReplica]) -> LiveReplica:
-        """In a thread. What there is can be found again before anything else is done with it."""
+    def _make_and_record(self, make: Callable[[], LiveReplica]) -> LiveReplica:
+        """Runs in a thread. The record is stored first, so that a restarted controller finds the replica."""
         live = make()
-        self._around.memory.keep_replica(self.deployment, live.record)
+        self._context.store.write_replica(self.deployment, live.record)
         return live
 
-    def _note_progress(self, progress: LaunchProgress) -> None:
+    def _on_progress(self, progress: LaunchProgress) -> None:
         if self.state is not ReplicaState.STARTING:
             return
         if progress.stage is not LaunchStage.WAITING_FOR_ROOM:
             self._no_room_since = None
         elif self._no_room_since is None:
-            self._no_room_since = self._around.clock()
+            self._no_room_since = self._context.clock()
         self.reason = str(progress)
-        self._around.on_progress()
+        self._context.on_progress()
 
-    async def _see_through(self, serving: asyncio.Task[None]) -> None:
-        """Sees to its end, whatever it came of: it was drained, given up, or has failed."""
+    async def _finish(self, serving: asyncio.Task[None]) -> None:
+        """Remove the replica after it drained, was stopped or failed."""
         await asyncio.wait((serving,))
         error = None if serving.cancelled() else serving.exception()
         if error is not None:
-            self._fail(error)
-        await self._end()
+            self._on_failure(error)
+        await self._remove_with_retries()
         if self.state is not ReplicaState.FAILED:
-            self._enter(ReplicaState.STOPPED, self.reason)
+            self._set_state(ReplicaState.STOPPED, self.reason)
 
     async def _serve(self, launched: asyncio.Future[LiveReplica]) -> None:
-        """From its launch until it is empty."""
+        """From the launch until the replica has drained."""
         self._live = await launched
         patience_s = self.deployment.engine.step_timeout_s + PATIENCE_S
-        client = self._client = self._around.launcher.connect(self._live.record, patience_s)
+        client = self._client = self._context.launcher.connect(self._live.record, patience_s)
         client.start()
         client.watch(self._live.failure)
-        if await self._drains_already(client):
-            self._enter(ReplicaState.DRAINING, "it drained already when it was adopted")
+        if await self._is_draining_already(client):
+            self._set_state(ReplicaState.DRAINING, "the replica was draining when it was adopted")
         else:
-            self._note_progress(LaunchProgress(LaunchStage.PROVING))
-            await run_canary(client, self._around.canary_timeout_s)
-            self.ready_at = self._around.clock()
-            self._enter(ReplicaState.READY, "")
-            await self._until_drained_or_failed(client)
-        await self._empty(client)
+            self._on_progress(LaunchProgress(LaunchStage.PROVING))
+            await run_canary(client, self._context.canary_timeout_s)
+            self.ready_at = self._context.clock()
+            self._set_state(ReplicaState.READY, "")
+            await self._wait_for_drain(client)
+        await self._drain_requests(client)
 
-    async def _drains_already(self, client: ReplicaClient) -> bool:
-        """An adopted replica may have been draining when its controller died."""
-        return self.is_adopted and (await client.status(self._around.canary_timeout_s)).draining
+    async def _is_draining_already(self, client: ReplicaClient) -> bool:
+        """Return whether an adopted replica was draining when its last controller died."""
+        return self.is_adopted and (await client.status(self._context.canary_timeout_s)).draining
 
-    async def _until_drained_or_failed(self, client: ReplicaClient) -> None:
-        """Returns once it is to drain. Raises ReplicaUnavailable once it has failed."""
+    async def _wait_for_drain(self, client: ReplicaClient) -> None:
+        """Return once the replica must drain. Raises ReplicaUnavailable if it fails before."""
         failed = asyncio.ensure_future(client.wait_until_failed())
-        drained = asyncio.ensure_future(self._must_drain.wait())
+        must_drain = asyncio.ensure_future(self._must_drain.wait())
         try:
-            await asyncio.wait((failed, drained), return_when=asyncio.FIRST_COMPLETED)
-            if not drained.done():
+            await asyncio.wait((failed, must_drain), return_when=asyncio.FIRST_COMPLETED)
+            if not must_drain.done():
                 raise ReplicaUnavailable(failed.result())
         finally:
             failed.cancel()
-            drained.cancel()
+            must_drain.cancel()
 
-    async def _empty(self, client: ReplicaClient) -> None:
-        """Drains the replica: returns once it has no requests, or kept them too long."""
-        grace_s, clock = self.deployment.drain_grace_s, self._around.clock
+    async def _drain_requests(self, client: ReplicaClient) -> None:
+        """Return once the replica has no requests, or DRAIN_SLACK_S after its grace period."""
+        grace_s, clock = self.deployment.drain_grace_s, self._context.clock
         client.send(Drain(grace_s))
         deadline = clock() + grace_s + DRAIN_SLACK_S
-        with suppress(ReplicaUnavailable):  # it is gone: then it has no requests either
+        with suppress(ReplicaUnavailable):  # a replica that has ended has no requests either
             while clock() < deadline:
                 status = await client.status(DRAIN_SLACK_S)
                 if status.num_running + status.num_waiting == 0:
                     return
                 await client.next_status(DRAIN_SLACK_S)
 
-    def _fail(self, error: BaseException) -> None:
+    def _on_failure(self, error: BaseException) -> None:
         if not isinstance(error, QuireError):
-            _log.error("the upkeep of %s failed", self.replica_id, exc_info=error)
-            error = ReplicaUnavailable(f"its upkeep failed: {error!r}")
-        self._enter(ReplicaState.FAILED, str(error))
+            _log.error("managing %s failed unexpectedly", self.replica_id, exc_info=error)
+            error = ReplicaUnavailable(f"the controller failed on this replica: {error!r}")
+        self._set_state(ReplicaState.FAILED, str(error))
 
-    async def _end(self) -> None:
-        """Leaves nothing of it, however often that has to be tried: what it holds would be lost to the fleet."""
-        backoff = Backoff(FIRST_RETRY_S, LONGEST_RETRY_S)
+    async def _remove_with_retries(self) -> None:
+        """Remove the replica, with unlimited attempts: its resources would be lost to the fleet otherwise."""
+        backoff = Backoff(FIRST_RETRY_S, MAX_RETRY_S)
         while True:
             try:
                 await self._remove()
                 return
             except Exception:
-                retry_s = backoff.fail(self._around.clock())
-                _log.exception("%s could not be ended; it is tried again in %g s", self.replica_id, retry_s)
+                retry_s = backoff.fail(self._context.clock())
+                _log.exception("removing %s failed; next attempt in %g s", self.replica_id, retry_s)
             await asyncio.sleep(retry_s)
 
     async def _remove(self) -> None:
-        call, around, name = self._around.threads.call, self._around, self.replica_id
+        call, context, name = self._context.blocking.call, self._context, self.replica_id
         if self._client is not None:
             await self._client.close()
         if self._live is not None:
             await call(f"closing {name}", self._live.close)
-        await call(f"removing {name}", around.launcher.remove, name)
-        await self._until_launch_ended()
-        await call(f"forgetting {name}", around.memory.forget_replica, name)
+        await call(f"removing {name}", context.launcher.remove, name)
+        await self._wait_for_launch_end()
+        await call(f"deleting the record of {name}", context.store.delete_replica, name)
 
-    async def _until_launch_ended(self) -> None:
-        """A launch that was given up ends with what was removed under it."""
+    async def _wait_for_launch_end(self) -> None:
+        """Wait until a canceled launch has ended; it fails as soon as its processes have been removed."""
         assert self._launching is not None
         launched = asyncio.wrap_future(self._launching)
         await asyncio.wait((launched,), timeout=CALL_TIMEOUT_S)
         if not launched.done():
-            raise ReplicaUnavailable(f"the launch of {self.replica_id} goes on after {CALL_TIMEOUT_S:g} s")
+            raise ReplicaUnavailable(
+                f"the launch of {self.replica_id} has not ended {CALL_TIMEOUT_S:g} s after its removal"
+            )
         if not launched.cancelled():
-            launched.exception()  # it has been told of
+            launched.exception()  # already reported; asyncio must not log it again
 
-    def _enter(self, state: ReplicaState, reason: str) -> None:
+    def _set_state(self, state: ReplicaState, reason: str) -> None:
         level = logging.WARNING if state is ReplicaState.FAILED else logging.INFO
         _log.log(level, "%s is %s%s", self.replica_id, state, f": {reason}" if reason else "")
         self.state, self.reason = state, reason
-        self._around.on_state(self)
+        self._context.on_state(self)

@@ -1,8 +1,8 @@
-"""Spot notices: a cloud tells a machine that it is about to take it back, at an address that only the machine sees.
+"""Spot notices: a cloud's announcement that it takes a machine back, read from the machine's metadata address.
 
-- AWS, IMDSv2: ``spot/instance-action`` is there once the machine is to go, two minutes before.
-- Google Cloud: ``instance/preempted`` turns TRUE, 30 seconds before.
-- Azure: Scheduled Events list a ``Preempt``, 30 seconds before.
+- AWS, IMDSv2: ``spot/instance-action`` exists from two minutes before the end.
+- Google Cloud: ``instance/preempted`` turns TRUE 30 seconds before.
+- Azure: Scheduled Events list a ``Preempt`` 30 seconds before.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from urllib.error import URLError
 _METADATA = "http://169.254.169.254"
 _TIMEOUT_S = 1.0
 _MAX_BYTES = 1 << 16
-# What a notice without a time is taken to leave.
+# Time left that is assumed for a notice without a time.
 NOTICE_S = 30.0
 INTERVAL_S = 5.0
 
 
 class Fetch(Protocol):
-    """Asks the metadata address."""
+    """Reads a path of the metadata address."""
 
     def __call__(self, path: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-        """The answer's text; None where there is no such thing, or nobody answers."""
+        """Return the response's text, or None if there is none."""
         ...
 
 
@@ -36,22 +36,22 @@ Notice = Callable[[Fetch, float], float | None]
 
 
 def fetch(path: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-    """See Fetch. Never by a proxy: the address is the machine's own."""
+    """See Fetch. Never uses a proxy: the address is the machine's own."""
     opener = request.build_opener(request.ProxyHandler({}))
-    asked = request.Request(_METADATA + path, headers=dict(headers), method=method)
+    query = request.Request(_METADATA + path, headers=dict(headers), method=method)
     try:
-        with opener.open(asked, timeout=_TIMEOUT_S) as answer:
-            return str(answer.read(_MAX_BYTES).decode(errors="replace"))
+        with opener.open(query, timeout=_TIMEOUT_S) as response:
+            return str(response.read(_MAX_BYTES).decode(errors="replace"))
     except (URLError, HTTPException, OSError, ValueError):
         return None
 
 
-def aws_notice(ask: Fetch, now: float) -> float | None:
-    """Seconds that an AWS spot instance has left; None: there is no notice."""
-    token = ask("/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
+def aws_notice(fetch: Fetch, now: float) -> float | None:
+    """Return the seconds that an AWS spot instance has left, or None if there is no notice."""
+    token = fetch("/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
     if token is None:
         return None
-    text = ask("/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
+    text = fetch("/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
     if text is None:
         return None
     try:
@@ -61,15 +61,15 @@ def aws_notice(ask: Fetch, now: float) -> float | None:
     return max(0.0, at - now)
 
 
-def gcp_notice(ask: Fetch, now: float) -> float | None:
-    """Seconds that a Google Cloud spot machine has left; None: there is no notice."""
-    text = ask("/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
+def gcp_notice(fetch: Fetch, now: float) -> float | None:
+    """Return the seconds that a Google Cloud spot machine has left, or None if there is no notice."""
+    text = fetch("/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
     return NOTICE_S if text is not None and text.strip().upper() == "TRUE" else None
 
 
-def azure_notice(ask: Fetch, now: float) -> float | None:
-    """Seconds that an Azure spot machine has left; None: there is no notice."""
-    text = ask("/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
+def azure_notice(fetch: Fetch, now: float) -> float | None:
+    """Return the seconds that an Azure spot machine has left, or None if there is no notice."""
+    text = fetch("/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
     try:
         events = json.loads(text or "{}").get("Events", [])
         return NOTICE_S if any(event.get("EventType") == "Preempt" for event in events) else None
@@ -77,17 +77,17 @@ def azure_notice(ask: Fetch, now: float) -> float | None:
         return None
 
 
-# cloud |-> how it gives notice.
+# cloud |-> the function that reads its notice
 NOTICES: Mapping[str, Notice] = {"aws": aws_notice, "gcp": gcp_notice, "azure": azure_notice}
 
 
 def wait_for_notice(
     cloud: str,
-    ask: Fetch = fetch,
+    fetch: Fetch = fetch,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> float:
-    """Seconds that this machine has left, as soon as its cloud says so; looks at intervals."""
-    while (left_s := NOTICES[cloud](ask, clock())) is None:
+    """Poll for this machine's notice every INTERVAL_S; return the seconds that the machine has left."""
+    while (left_s := NOTICES[cloud](fetch, clock())) is None:
         sleep(INTERVAL_S)
     return left_s

@@ -45,7 +45,7 @@ class SlowWorkers(FakeWorkerGroup):
 
 
 class FakeReplica:
-    """See `seams.LiveReplica`."""
+    """See `interfaces.LiveReplica`."""
 
     def __init__(self, record: ReplicaRecord, num_blocks: int) -> None:
         config = small_config(
@@ -83,7 +83,7 @@ class FakeReplica:
 
 
 class FakeLauncher:
-    """See `seams.Launcher`: as many replicas as there is room for.
+    """See `interfaces.Launcher`: as many replicas as there is room for.
 
     Attributes:
         room: replicas that fit; those that do not wait for it, and say so.
@@ -111,16 +111,16 @@ class FakeLauncher:
         self._changed = threading.Condition()
         self._live: dict[str, FakeReplica] = {}
 
-    def launch(self, deployment: Deployment, replica_id: str, tell: Tell) -> FakeReplica:
+    def launch(self, deployment: Deployment, replica_id: str, on_progress: Tell) -> FakeReplica:
         assert self.may_place.wait(DEADLINE_S), "the test never let it be placed"
         with self._changed:
-            tell(LaunchProgress(LaunchStage.PLACING))
+            on_progress(LaunchProgress(LaunchStage.PLACING))
             while len(self._live) >= self.room:
-                tell(LaunchProgress(LaunchStage.WAITING_FOR_ROOM, f"{self.room} fit"))
+                on_progress(LaunchProgress(LaunchStage.WAITING_FOR_ROOM, f"{self.room} fit"))
                 self._changed.wait(0.05)
             if self.problem is not None:
                 raise self.problem
-            tell(LaunchProgress(LaunchStage.LOADING, deployment.name))
+            on_progress(LaunchProgress(LaunchStage.LOADING, deployment.name))
             record = ReplicaRecord(
                 replica_id=replica_id,
                 model=deployment.name,
@@ -184,7 +184,7 @@ class FakeLauncher:
 
 
 class MemoryStore:
-    """See `seams.Store`."""
+    """See `interfaces.Store`."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}

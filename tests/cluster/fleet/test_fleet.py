@@ -36,7 +36,7 @@ class Running:
         self.fleet = Fleet(launcher, store, tick_s=TICK_S, canary_timeout_s=DEADLINE_S)
 
     def entries(self, *states: ReplicaState) -> list[ReplicaEntry]:
-        return [entry for entry in self.fleet.table().replicas if not states or entry.state in states]
+        return [entry for entry in self.fleet.state().replicas if not states or entry.state in states]
 
     def ready(self) -> list[ReplicaEntry]:
         return self.entries(ReplicaState.READY)
@@ -44,7 +44,7 @@ class Running:
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while not holds():
-                await self.fleet.watch(self.fleet.table().version, 0.05)
+                await self.fleet.watch(self.fleet.state().version, 0.05)
 
     async def until_ready(self, num_replicas: int, version: str | None = None) -> None:
         await self.until(
@@ -151,7 +151,7 @@ def test_launches_that_fail_are_tried_again_ever_more_rarely() -> None:
             await fleet.until(lambda: len(fleet.entries(ReplicaState.FAILED)) >= 4)
             # The first three at once, then one a second later.
             assert len(fleet.entries(ReplicaState.FAILED)) == 4
-            (entry,) = fleet.fleet.table().deployments
+            (entry,) = fleet.fleet.state().deployments
             assert "the weights are not there" in entry.problem
             launcher.problem = None
             await fleet.fleet.deploy(deployment(min_replicas=3, max_replicas=3, revision="2"))
@@ -317,7 +317,7 @@ def test_another_controller_takes_over_what_lives() -> None:
             await second.until_ready(3)
             assert kept in {entry.replica_id for entry in second.ready()}
             assert {dead, lost} & launcher.known() == set()
-            assert second.fleet.table().version != first.fleet.table().version
+            assert second.fleet.state().version != first.fleet.state().version
 
     run(scenario)
 
@@ -356,6 +356,6 @@ def test_memory_that_cannot_be_read_is_left_out() -> None:
         store.texts = {"deployment/a": "{", "replica/b": "x\ny", "deployment/demo": deployment().to_json()}
         async with running(launcher, store) as fleet:
             await fleet.until_ready(1)
-            assert [entry.deployment.name for entry in fleet.fleet.table().deployments] == ["demo"]
+            assert [entry.deployment.name for entry in fleet.fleet.state().deployments] == ["demo"]
 
     run(scenario)

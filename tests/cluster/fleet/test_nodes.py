@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from quire.cluster.controller_api.fleet_state import NodeEntry
-from quire.cluster.fleet.nodes import LEAVE_PATIENCE_S, NodeWatch
+from quire.cluster.fleet.nodes import TAKEOVER_TIMEOUT_S, NodeWatch
 
 NODE = "node-0"
 NOW, UNIX_NOW = 1000.0, 1_700_000_000.0
@@ -42,13 +42,13 @@ def test_the_earliest_moment_that_was_said_counts() -> None:
     async def scenario(watch: NodeWatch, cloud: Cloud, told: asyncio.Event) -> None:
         watch.update((node(),), [NODE])
         assert watch.departure_of([NODE]) is None
-        watch.leave(NODE, LEAVE_PATIENCE_S, "an operator drains it")
+        watch.depart(NODE, TAKEOVER_TIMEOUT_S, "an operator drains it")
         cloud.notices[0].set_result(30.0)
         told.clear()
         await told.wait()
         leave = watch.departure_of([NODE])
         assert leave is not None
-        assert (leave.by, leave.reason) == (NOW + 30.0, f"the cloud takes node {NODE} back")
+        assert (leave.deadline, leave.reason) == (NOW + 30.0, f"the cloud takes node {NODE} back")
         watch.update((node(is_draining=True, gone_at=UNIX_NOW + 60),), [NODE])
         assert watch.departure_of([NODE]) == leave
         watch.update((), [])

@@ -16,7 +16,7 @@ NOW = 1000.0
 
 
 def ready(name: str, version: str = NEW, **more: object) -> ReplicaView:
-    return ReplicaView(name, version, ReplicaState.READY, **({"since": 0.0} | more))  # type: ignore[arg-type]
+    return ReplicaView(name, version, ReplicaState.READY, **({"started_at": 0.0} | more))  # type: ignore[arg-type]
 
 
 def starting(name: str, version: str = NEW, **more: object) -> ReplicaView:
@@ -38,7 +38,7 @@ def draining(name: str, version: str = NEW) -> ReplicaView:
             1, [ready("a", num_requests=3), ready("b", num_requests=1)], Plan(drain=("b",)), id="the idler one goes"
         ),
         pytest.param(
-            1, [ready("a"), starting("b", since=1.0), starting("c", since=2.0)], Plan(stop=("c", "b")),
+            1, [ready("a"), starting("b", started_at=1.0), starting("c", started_at=2.0)], Plan(stop=("c", "b")),
             id="what serves nobody goes before what serves",
         ),
         pytest.param(0, [ready("a"), starting("b")], Plan(drain=("a",), stop=("b",)), id="to zero"),
@@ -54,17 +54,17 @@ def draining(name: str, version: str = NEW) -> ReplicaView:
         pytest.param(1, [starting("a", OLD)], Plan(num_starts=1, stop=("a",)), id="an old one that starts is ended"),
         pytest.param(0, [ready("a", OLD)], Plan(drain=("a",)), id="an old one of a model scaled to zero"),
         pytest.param(
-            2, [ready("a", leave_by=NOW + 60), ready("b")], Plan(num_starts=1, drain=("a",)),
+            2, [ready("a", drain_by=NOW + 60), ready("b")], Plan(num_starts=1, drain=("a",)),
             id="a node is left at once where another serves",
         ),
         pytest.param(
-            1, [ready("a", leave_by=NOW + 60)], Plan(num_starts=1), id="the only one waits for its successor"
+            1, [ready("a", drain_by=NOW + 60)], Plan(num_starts=1), id="the only one waits for its successor"
         ),
         pytest.param(
-            1, [ready("a", leave_by=NOW)], Plan(num_starts=1, drain=("a",)), id="but not beyond its deadline"
+            1, [ready("a", drain_by=NOW)], Plan(num_starts=1, drain=("a",)), id="but not beyond its deadline"
         ),
         pytest.param(
-            1, [ready("a", leave_by=NOW + 60), ready("b")], Plan(drain=("a",)), id="its successor is there"
+            1, [ready("a", drain_by=NOW + 60), ready("b")], Plan(drain=("a",)), id="its successor is there"
         ),
         pytest.param(
             1, [ready("a", OLD), starting("b", no_room_since=NOW - ROOM_PATIENCE_S)], Plan(drain=("a",)),
@@ -85,9 +85,9 @@ standings = st.builds(
     replica_id=st.uuids().map(str),
     version=st.sampled_from([NEW, OLD]),
     state=st.sampled_from(list(ReplicaState)),
-    since=st.floats(0, NOW),
+    started_at=st.floats(0, NOW),
     num_requests=st.integers(0, 5),
-    leave_by=st.none() | st.floats(NOW - 10, NOW + 10),
+    drain_by=st.none() | st.floats(NOW - 10, NOW + 10),
     no_room_since=st.none() | st.floats(NOW - 100, NOW),
 )
 
@@ -108,10 +108,10 @@ def test_any_fleet_becomes_what_is_wanted(target: int, replicas: list[ReplicaVie
             if each.state is ReplicaState.STARTING:
                 fleet[name] = replace(each, state=ReplicaState.READY)
         for number in range(todo.num_starts):
-            fleet[f"{round_}-{number}"] = starting(f"{round_}-{number}", since=now)
+            fleet[f"{round_}-{number}"] = starting(f"{round_}-{number}", started_at=now)
     left = [each for each in fleet.values() if each.state in (ReplicaState.STARTING, ReplicaState.READY)]
     assert len(left) == target
-    assert all(each.version == NEW and each.leave_by is None for each in left)
+    assert all(each.version == NEW and each.drain_by is None for each in left)
 
 
 @given(st.integers(1, 5), st.integers(0, 5))
