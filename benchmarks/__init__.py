@@ -1,1 +1,1 @@
-"""What produces every number in the README: each module is `python -m benchmarks.NAME --json FILE`."""
+"""Benchmarks behind every published number: each module runs as `python -m benchmarks.NAME --json FILE`."""

@@ -1,4 +1,4 @@
-"""Figures: the one form in which every benchmark writes what it measured."""
+"""Shared form of all benchmarks: the command line, the figures, and the table and JSON that report them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Figure:
 
     Attributes:
         unit: for example ``us``, ``bytes``, ``tokens/s``.
-        note: what it was measured on, where the name does not say.
+        note: conditions of the measurement that the name does not state.
     """
 
     value: float
@@ -34,7 +34,7 @@ class Figure:
 
 
 def machine() -> str:
-    """The processor, cores and Python of this machine, in one line."""
+    """Return the processor, the number of cores and the Python version in one line."""
     model = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
         if line.startswith("model name"):
@@ -44,7 +44,7 @@ def machine() -> str:
 
 
 def write_figures(path: Path, figures: dict[str, Figure]) -> None:
-    """Writes {"command", "date", "machine", "figures": {name: {"value", "unit", "note"}}}, all of it or nothing."""
+    """Write {"command", "date", "machine", "figures": {name: {"value", "unit", "note"}}} as JSON, atomically."""
     record = {
         "command": shlex.join(["python", *_program(), *map(_portable, sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
@@ -58,29 +58,33 @@ def write_figures(path: Path, figures: dict[str, Figure]) -> None:
 
 
 def _program() -> list[str]:
-    """What python was asked to run; of a package, `python -m` runs its __main__."""
+    """Return the arguments of `python` that run this program again."""
     spec = sys.modules["__main__"].__spec__
     return [sys.argv[0]] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
 
 
 def _portable(argument: str) -> str:
-    """An absolute path says nothing on other machines."""
+    """Return the argument, or a placeholder for an absolute path, which means nothing on other machines."""
     if not argument.startswith("/"):
         return argument
     return "DIR" if Path(argument).is_dir() else "FILE"
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """A command line with --json."""
+    """Return an argument parser that has --json."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     return parser
 
 
 def image_path(path: str) -> Path:
-    """The type of arguments that name a picture to draw: refused at once, not after minutes, without matplotlib."""
+    """Convert an argument that names an image to draw.
+
+    Raises:
+        argparse.ArgumentTypeError: matplotlib is missing; checked here, before the benchmark runs for minutes.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError(
             "needs matplotlib, which is in the extra 'bench': pip install -e '.[bench]'"
@@ -89,19 +93,21 @@ def image_path(path: str) -> Path:
 
 
 def names_from(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """The type of arguments that name some of those that are known, between commas."""
+    """Return an argument type: a comma-separated list of names, each of which must be known."""
 
     def names(text: str) -> list[str]:
         found = text.split(",")
         if unknown := set(found) - set(known):
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
+            raise argparse.ArgumentTypeError(
+                f"unknown: {', '.join(sorted(unknown))}; known are {', '.join(known)}"
+            )
         return found
 
     return names
 
 
 def report(figures: dict[str, Figure], json_path: Path | None) -> None:
-    """Prints the figures as a table, and writes them where asked."""
+    """Print the figures as a table and, given a path, write them as JSON."""
     table = Table(*(Column(name, no_wrap=name != "note") for name in ("figure", "value", "unit", "note")))
     for name, figure in figures.items():
         table.add_row(name, f"{figure.value:,.4g}", figure.unit, figure.note)

@@ -1,19 +1,19 @@
-"""How fast prompts are answered offline: greedy, ends ignored, on the workloads of `benchmarks.workloads`.
+"""Offline inference: throughput and latency of greedy decoding on the workloads of `benchmarks.workloads`.
 
     python -m benchmarks.offline --json benchmarks/results/offline.json
     python -m benchmarks.offline --peers DIR --json FILE
     python -m benchmarks.offline --peers DIR --tensor-parallel-size 2 --json FILE
     python -m benchmarks.offline --peers DIR --model m --workloads w2,w3,w4 --engines quire,vllm --json FILE
 
-w1 and w2 are many requests of mixed lengths, w3 is a single stream, w4 a long prompt, w5 a shared prefix. Without
---model-dir a model of random weights is made for the run: s, a Llama of 60 million, or m, in the shape of
-Qwen2.5-0.5B.
+w1 and w2 are many requests of mixed lengths, w3 is a single stream, w4 a long prompt, w5 a shared prefix. End-of-text
+tokens are ignored. Without --model-dir the run creates a model with random weights: s, a Llama of 60 million
+parameters, or m, with the shape of Qwen2.5-0.5B.
 
-With --peers other engines are measured in the same run, from the environments that `benchmarks.peers.install` has
-made in DIR; what they say themselves is in DIR/logs. All engines load the same files, get the same prompts and take
-turns; who is not measured is stopped. Of an engine that does not finish a workload in --limit seconds the figures say
-so, and it is started again for the next one; after --minutes nothing more is measured. FILE is written after every
-workload. On two cores all five engines take a quarter of an hour on s, and each of the other two runs ten minutes.
+With --peers the same run also measures other engines, from the environments that `benchmarks.peers.install` created
+in DIR; their logs are in DIR/logs. All engines load the same files, get the same prompts and take turns; the
+processes of the others are stopped meanwhile. The figures note an engine that does not finish a workload within
+--limit seconds; it is restarted for the next workload. After --minutes nothing more is measured. FILE is written
+after every workload. On two cores all five engines take 15 minutes on s, and each of the other two runs 10 minutes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Figures = dict[str, Figure]
 
 
 def measure_llm(arguments: argparse.Namespace, folder: Path) -> Figures:
-    """quire alone, in this process."""
+    """Measure quire alone, in this process."""
     started = time.perf_counter()
     llm = LLM(
         str(folder),
@@ -53,7 +53,7 @@ def measure_llm(arguments: argparse.Namespace, folder: Path) -> Figures:
     )
     with llm:
         figures = {"offline.load_s": Figure(time.perf_counter() - started, "s")}
-        clock(llm, warm_up())
+        time_batch(llm, warm_up())
         for name in arguments.workloads:
             found = repeat(llm, WORKLOADS[name], arguments.repetitions)
             figures |= {f"offline.{name}.{key}": figure for key, figure in found.items()}
@@ -62,14 +62,14 @@ def measure_llm(arguments: argparse.Namespace, folder: Path) -> Figures:
 
 def repeat(llm: LLM, workload: Workload, repetitions: int) -> Figures:
     walls = [
-        [clock(llm, batch) for batch in workload.batches(repetition)]
+        [time_batch(llm, batch) for batch in workload.batches(repetition)]
         for repetition in range(workload.num_repetitions(repetitions))
     ]
     return workload.figures(walls)
 
 
-def clock(llm: LLM, requests: Requests) -> float:
-    """Seconds until all are answered."""
+def time_batch(llm: LLM, requests: Requests) -> float:
+    """Return the seconds until all requests have finished."""
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for _, n in requests]
     started = time.perf_counter()
     outputs = llm.generate([prompt for prompt, _ in requests], params)
@@ -79,7 +79,7 @@ def clock(llm: LLM, requests: Requests) -> float:
 
 
 def measure_peers(arguments: argparse.Namespace, folder: Path, note: str) -> Figures:
-    """quire and the peers in processes of their own; what is found is written as soon as it is."""
+    """Measure quire and the other engines, each in its own processes; write the figures after each workload."""
     options = ["--model-dir", str(folder), "--dtype", arguments.dtype, "--threads", str(num_cores())]
     options += ["--tensor-parallel-size", str(arguments.tensor_parallel_size)]
 
@@ -111,7 +111,7 @@ def with_note(figure: Figure, note: str) -> Figure:
 
 
 def num_cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -129,29 +129,30 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument("--model", choices=MODELS, default="s", help="which to make (default: %(default)s)")
+    parser.add_argument("--model", choices=MODELS, default="s", help="model to create (default: %(default)s)")
     parser.add_argument(
-        "--model-dir", type=Path, help="a model directory; made there if it is empty or missing"
+        "--model-dir", type=Path, help="model directory; the model is created there if it is missing"
     )
     parser.add_argument("--workloads", type=names_from(WORKLOADS), default="w1,w3,w4,w5", metavar="NAME,...",
                       help=f"of {', '.join(WORKLOADS)} (default: %(default)s)")  # fmt: skip
     parser.add_argument("--repetitions", type=int, default=3, help="of each workload (default: %(default)s)")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="RANKS")
-    parser.add_argument(
-        "--peers", type=Path, metavar="DIR", help="measure other engines, too; where they are"
-    )
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="also measure the engines installed in DIR")
     parser.add_argument("--engines", type=names_from(MODULES), metavar="NAME,...",
-                      help=f"with --peers (default: {','.join(MODULES)}; with several ranks those that have them)"
-                      )  # fmt: skip
+                        help=f"with --peers (default: {','.join(MODULES)}; "
+                             f"with several ranks: {','.join(TENSOR_PARALLEL)})")  # fmt: skip
     parser.add_argument("--limit", type=float, default=180.0, metavar="SECONDS",
-                      help="with --peers, for one engine and workload (default: %(default)s)")  # fmt: skip
+                      help="with --peers, per engine and workload (default: %(default)s)")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=30.0,
                       help="with --peers, for the whole run (default: %(default)s)")  # fmt: skip
     arguments = parser.parse_args()
     able = MODULES if arguments.tensor_parallel_size == 1 else TENSOR_PARALLEL
     if unable := set(arguments.engines or ()) - set(able):
-        parser.error(f"one rank only: {', '.join(sorted(unable))}")
+        parser.error(
+            f"--tensor-parallel-size is {arguments.tensor_parallel_size}, but these run on one rank only: "
+            f"{', '.join(sorted(unable))}"
+        )
     arguments.engines = arguments.engines or list(able)
     return arguments
 
@@ -162,7 +163,7 @@ def _exit(number: int, _: object) -> NoReturn:
 
 def main() -> None:
     arguments = parse_arguments()
-    # So that what was made for the run is removed. nohup has SIGHUP ignored, and that shall stay.
+    # Exit normally, so that temporary files are deleted. Keep SIGHUP ignored if nohup ignores it.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _exit)

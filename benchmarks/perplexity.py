@@ -1,11 +1,10 @@
-"""What quantisation costs: the bundled model's perplexity on text that it has not seen.
+"""Perplexity of the bundled model on held-out text, for each kind of quantization.
 
     python -m benchmarks.perplexity --json benchmarks/results/perplexity.json [--text DIR]
 
-Every figure comes from the engine that serves, as log-probabilities of prompts. Without --text the text is that of
-benchmarks/held_out, 50 kB. DIR is a folder with the works that the model was trained on (see benchmarks.demo_model),
-of which the whole held-out part is taken then. Checkpoints of four bits are made for the run, by rounding to the
-nearest.
+Every figure is computed by the serving engine from prompt log-probabilities. Without --text the text is
+benchmarks/held_out, 50 kB. DIR is a folder with the works that the model was trained on (see benchmarks.demo_model);
+their whole held-out part is used then. The run creates the 4-bit checkpoints itself, rounding to nearest.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from quire.cluster.config.resolve import DEMO_MODEL_PATH
 from quire.worker.weights import linear_weight
 
 BUNDLED = Path(__file__).parent / "held_out"
-# Tokens that are scored with what is before them in the same window.
+# Scored tokens per window; a token's context starts at its window.
 WINDOW_LEN = 1000
 
 
@@ -35,9 +34,9 @@ class Variant:
     """One way to serve the model.
 
     Attributes:
-        options: of LLM; float32 and full precision where they say nothing else.
-        scheme: how to quantise the checkpoint first; None: not at all.
-        multiplies_float8: tokens are rounded to float8 too, as on GPUs whose tensor cores multiply it.
+        options: of LLM; the defaults are float32 and full precision.
+        scheme: quantization of the checkpoint; None for the original checkpoint.
+        multiplies_float8: activations are rounded to float8 too, as on GPUs whose tensor cores multiply float8.
     """
 
     note: str
@@ -79,7 +78,7 @@ def read_texts(folder: Path | None) -> list[str]:
 
 
 def windows(texts: list[str], folder: Path) -> list[list[int]]:
-    """Token ids, each text's from its beginning on; a window's first token is not scored."""
+    """Return the token ids of the texts in windows of WINDOW_LEN + 1; a window's first token is not scored."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -91,7 +90,7 @@ def windows(texts: list[str], folder: Path) -> list[list[int]]:
 
 
 def mean_nats(llm: LLM, prompts: list[list[int]]) -> float:
-    """Negative log-probability of a token, from those before it in its window."""
+    """Return the mean negative log-probability per token, given the tokens before it in its window."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     logprobs: list[float] = []
     for output in llm.generate(prompts, params):
@@ -104,7 +103,7 @@ def mean_nats(llm: LLM, prompts: list[list[int]]) -> float:
 
 
 def measure(variant: Variant, prompts: list[list[int]], workspace: Path) -> float:
-    """The perplexity."""
+    """Return the perplexity of one variant."""
     folder = DEMO_MODEL_PATH
     if variant.scheme is not None:
         folder = workspace / "model"
@@ -118,7 +117,9 @@ def measure(variant: Variant, prompts: list[list[int]], workspace: Path) -> floa
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--text", type=Path, metavar="DIR", help="the works that the model was trained on")
+    parser.add_argument(
+        "--text", type=Path, metavar="DIR", help="folder with the works that the model was trained on"
+    )
     parser.add_argument("--variants", type=names_from(VARIANTS), default=",".join(VARIANTS), metavar="NAME,...",
                       help="of %(default)s")  # fmt: skip
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Pictures of what benchmarks found. Needs matplotlib, which the extra ``bench`` brings."""
+"""Plots of benchmark results. Needs matplotlib, from the extra ``bench``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from benchmarks.fleet_model import FleetRun
 from benchmarks.trace import Trace
 
-# What a bar or a point stands for, in shares of the whole trace.
+# Bins of time per trace: one bar or point each.
 NUM_BINS = 120
 COLORS = {"fixed": "0.6", "quire": "tab:blue", "ongoing_requests": "tab:orange"}
 
@@ -20,7 +20,7 @@ COLORS = {"fixed": "0.6", "quire": "tab:blue", "ongoing_requests": "tab:orange"}
 def draw_scaling(
     path: Path, traces: Sequence[tuple[Trace, dict[str, tuple[FleetRun, str]]]], target_wait_s: float
 ) -> None:
-    """A column a trace: what came, how many replicas there were, and how long requests waited."""
+    """Draw one column per trace: its load, the number of replicas, and the waiting times."""
     figure, axes = plt.subplots(3, len(traces), figsize=(6 * len(traces), 8), sharex="col", squeeze=False)
     for (trace, runs), (load, replicas, waits) in zip(traces, axes.T, strict=True):
         edges = np.linspace(0, trace.requests[-1].arrival_s, NUM_BINS + 1)

@@ -1,9 +1,9 @@
-"""Write a quantised checkpoint of a full-precision model, rounding to the nearest.
+"""Quantize a full-precision checkpoint, rounding to nearest.
 
     python -m benchmarks.quantized_checkpoints MODEL_DIR OUT_DIR --layout gptq --group-len 128
 
-No calibration: what GPTQ and AWQ choose by looking at activations is chosen here by the weights alone. The files are
-laid out as those tools lay them out, so that they show what a checkpoint of that layout costs at the least.
+There is no calibration: scales come from the weights alone, where GPTQ and AWQ also use activations. The files have
+the layout of those tools; a calibrated checkpoint usually loses less accuracy.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-# The projections of a decoder layer, which all of these tools quantise.
+# The projections of a decoder layer, which all of these tools quantize.
 LINEAR = re.compile(r"\.(?:[a-z]+_proj|w[123])\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How to quantise.
+    """Quantization scheme.
 
     Attributes:
         layout: key of WRITERS.
-        bits: of an integer.
-        group_len: inputs that share a scale; None: all of an output.
-        symmetric: zero is in the middle.
-        act_order: groups are of inputs of similar weight, wherever they are (gptq and packed).
-        is_float: float8 in place of integers.
-        block: outputs and inputs that share a scale, of float8.
-        ignored: a regular expression of layers that stay as they are.
+        bits: of an integer code.
+        group_len: inputs that share a scale; None for one scale per output.
+        symmetric: the zero point is in the middle of the range.
+        act_order: groups consist of inputs with similar weight norm, in any position (gptq and packed).
+        is_float: codes are float8 instead of integers.
+        block: (outputs, inputs) that share a scale; float8 only.
+        ignored: regular expression of the layers that stay in full precision.
     """
 
     layout: str
@@ -58,8 +58,8 @@ class Rounded:
 
     Attributes:
         codes: [N, K] int64 from 0, or float8.
-        scales: [N, G] in the dtype that is stored.
-        zeros: [N, G] int64, counted as the codes are.
+        scales: [N, G] in the stored dtype.
+        zeros: [N, G] int64, in units of codes.
         groups: [K] int64, the group of each input.
     """
 
@@ -69,12 +69,12 @@ class Rounded:
     groups: Tensor
 
     def dequantized(self) -> Tensor:
-        """[N, K] float64."""
+        """Return the weight [N, K] in float64."""
         return (self.codes.double() - self.zeros[:, self.groups]) * self.scales.double()[:, self.groups]
 
 
 def write_checkpoint(source: Path, out: Path, scheme: Scheme) -> dict[str, Tensor]:
-    """Writes the quantised model; returns the dequantised weights by the names that the source has for them."""
+    """Write the quantized model and return its dequantized weights, name in the source |-> weight."""
     out.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         if file.suffix in (".json", ".jinja", ".txt") and not file.name.endswith(".index.json"):
@@ -135,7 +135,7 @@ def _round_to_float8(weight: Tensor, scheme: Scheme) -> Rounded:
 
 
 def pack_words(numbers: Tensor, bits: int) -> Tensor:
-    """[A, B] numbers from 0 -> [A, B * bits / 32] int32, the first in the lowest bits."""
+    """Pack unsigned numbers: [A, B] -> [A, B * bits / 32] int32, the first in the lowest bits."""
     per_word = 32 // bits
     shifts = torch.arange(per_word) * bits
     words = (numbers.long().unflatten(1, (-1, per_word)) << shifts).sum(dim=2)
@@ -145,7 +145,7 @@ def pack_words(numbers: Tensor, bits: int) -> Tensor:
 def _gptq(rounded: Rounded, scheme: Scheme) -> dict[str, Tensor]:
     return {
         "qweight": pack_words(rounded.codes, scheme.bits).t(),
-        "qzeros": pack_words(rounded.zeros.t() - 1, scheme.bits),  # as its first version does
+        "qzeros": pack_words(rounded.zeros.t() - 1, scheme.bits),  # minus 1, as in version 1 of the format
         "scales": rounded.scales.t(),
         "g_idx": rounded.groups.int(),
     }
@@ -197,7 +197,7 @@ def _packed(rounded: Rounded, scheme: Scheme) -> dict[str, Tensor]:
 
 
 def _codes(rounded: Rounded, scheme: Scheme) -> dict[str, Tensor]:
-    """One by one: int8, or float8."""
+    """Return unpacked codes: int8 or float8."""
     if scheme.is_float:
         return {"weight": rounded.codes, "weight_scale": rounded.scales}
     tensors = {"weight": (rounded.codes - 128).to(torch.int8), "weight_scale": rounded.scales}
@@ -242,7 +242,7 @@ def _float8_config(scheme: Scheme) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """A layout: a layer's tensors, and what config.json says."""
+    """A checkpoint layout: the tensors of a layer and the quantization_config of config.json."""
 
     tensors: Callable[[Rounded, Scheme], dict[str, Tensor]]
     config: Callable[[Scheme], dict[str, Any]]

@@ -1,4 +1,4 @@
-"""Models of random weights, in the shapes that engines are measured with, each with a tokenizer."""
+"""Random-weight models for benchmarks, with a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 TOKENIZER_LEN = 32000
 
 COMMON: dict[str, Any] = {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None}
-# A Llama of 60 million parameters, and the shape of Qwen2.5-0.5B.
+# s: a Llama of 60 million parameters; m: the shape of Qwen2.5-0.5B.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "s": (
         "Llama",
@@ -32,9 +32,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(folder: Path, kind: str) -> None:
-    """Writes one of MODELS in float32 with a tokenizer.
+    """Write one of MODELS in float32, with a tokenizer.
 
-    Projections keep the variance of their inputs, and queries and keys are twice as large: with the usual small
+    Projections keep the variance of their inputs, and q, k and the LM head are scaled by 2: with the usual small
     weights a random model repeats one token.
     """
     import torch
@@ -56,7 +56,7 @@ def make_model(folder: Path, kind: str) -> None:
 
 
 def _make_tokenizer() -> Any:
-    """Byte-level BPE whose tokens beyond the bytes are made-up words of two to four letters."""
+    """Return a byte-level BPE tokenizer whose other tokens are artificial words of two to four letters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -70,6 +70,6 @@ def _make_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=words))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    # The last words, which no prompt has.
+    # The last words of the vocabulary, which occur in no prompt.
     special = dict(zip(("bos_token", "eos_token", "pad_token"), map("".join, words[-3:]), strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

@@ -1,12 +1,12 @@
-"""What offline engines are measured with: token ids and lengths that are the same in every run.
+"""Workloads for offline engines, with the same token ids and lengths in every run.
 
-- w1: 64 requests at once; lengths lognormal, prompts of 16 to 768 tokens (mean 160), answers of 8 to 384 (mean 100).
-- w2: the same with 16 requests, for models that are slow.
-- w3: one request, 128 tokens in and 128 out; the decode rate leaves the prefill out.
+- w1: 64 requests at once; lengths lognormal, prompts of 16 to 768 tokens (mean 160), outputs of 8 to 384 (mean 100).
+- w2: the same with 16 requests, for slow models.
+- w3: one request, 128 tokens in and 128 out; the decode rate excludes the prefill.
 - w4: one prompt of 1,024 tokens, time to its first token.
-- w5: 32 requests that share 512 tokens and have 32 of their own, 32 out.
+- w5: 32 requests with a shared prefix of 512 tokens and 32 own tokens each, 32 out.
 
-Each repetition has new prompts, so that no cached prefix carries over.
+Each repetition has new prompts, so that no prefix is cached from an earlier one.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ FIRST_TOKEN, LAST_TOKEN = 300, 30000
 SINGLE_LEN = 128
 LONG_LEN = 1024
 
-# Seconds: a row a repetition, which has one number for each of its batches.
+# Wall time in seconds: one row per repetition, one number per batch.
 Walls = list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Some batches of requests, timed one after the other, and what their times mean.
+    """Batches of requests, timed one after the other, and the figures computed from their times.
 
     Attributes:
-        batches: of a repetition; the requests of a batch come at once.
-        figures: of at least one repetition.
-        least_repetitions: how often it is repeated at least: the short ones vary more.
+        batches: repetition |-> its batches; the requests of a batch are submitted together.
+        figures: wall times of at least one repetition |-> figures.
+        least_repetitions: lower bound on repetitions; short workloads vary more.
     """
 
     batches: Callable[[int], list[Requests]]
@@ -62,10 +62,10 @@ def lognormal_lens(rng: np.random.Generator, count: int, mean: float, low: int, 
 def mixed(count: int, repetition: int) -> Requests:
     rng = np.random.default_rng(0)
     prompt_lens = lognormal_lens(rng, count, 160, 16, 768)
-    answer_lens = lognormal_lens(rng, count, 100, 8, 384)
+    output_lens = lognormal_lens(rng, count, 100, 8, 384)
     return [
-        (token_ids(prompt_len, repetition, place), answer_len)
-        for place, (prompt_len, answer_len) in enumerate(zip(prompt_lens, answer_lens, strict=True))
+        (token_ids(prompt_len, repetition, place), output_len)
+        for place, (prompt_len, output_len) in enumerate(zip(prompt_lens, output_lens, strict=True))
     ]
 
 
@@ -74,17 +74,17 @@ def shared_prefix(count: int, repetition: int) -> Requests:
     return [(prefix + token_ids(32, repetition, 20_000 + place), 32) for place in range(count)]
 
 
-def single(prompt_len: int, answer_len: int, repetition: int) -> Requests:
-    return [(token_ids(prompt_len, repetition, 30_000 + prompt_len + answer_len), answer_len)]
+def single(prompt_len: int, output_len: int, repetition: int) -> Requests:
+    return [(token_ids(prompt_len, repetition, 30_000 + prompt_len + output_len), output_len)]
 
 
 def warm_up() -> Requests:
-    """For what first calls build, touch and allocate."""
+    """Return requests that trigger compilation and first allocations before the measurement."""
     return [(prompt[:64], 8) for prompt, _ in mixed(8, 900)]
 
 
 def throughput(make: Callable[[int], Requests]) -> Workload:
-    """Output tokens a second, over the whole time of a batch."""
+    """Return a workload of one batch that measures output tokens per second of wall time."""
     num_tokens = sum(length for _, length in make(0))
 
     def figures(walls: Walls) -> dict[str, Figure]:

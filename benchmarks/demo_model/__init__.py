@@ -1,1 +1,1 @@
-"""The bundled demo model, from its texts to its card: `python -m benchmarks.demo_model` makes it."""
+"""Training of the bundled demo model, from its texts to its model card: `python -m benchmarks.demo_model`."""

@@ -3,11 +3,11 @@
     python -m benchmarks.demo_model --text DIR --out cluster/demo/model [--minutes 30] [--json FILE]
 
 DIR is a directory with the files named in the table WORKS of benchmarks/demo_model/works.py; each is checked against
-its sha256 before use. The outcome is an ordinary Hugging Face directory: weights in bfloat16, byte-level BPE
-tokenizer, model card.
+its sha256 before use. The result is a Hugging Face model directory: weights in bfloat16, byte-level BPE tokenizer,
+model card.
 
-The budget is time: the learning rate follows the clock, so that a slower machine trains less but still
-ends well. The state of training is saved every two minutes, and the same command resumes from it.
+The budget is time: the learning rate follows the clock, so that a slower machine trains for fewer steps with a
+complete schedule. The training state is saved every two minutes, and the same command resumes from it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.demo_model.works import read_works, split_held_out, split_passag
 
 
 def save_model(directory: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Weights in bfloat16, configuration and tokenizer, as transformers writes them."""
+    """Write the weights in bfloat16, the configuration and the tokenizer in transformers' format."""
     model.to(torch.bfloat16).save_pretrained(directory)
     end_id = tokenizer.convert_tokens_to_ids(END)
     GenerationConfig(bos_token_id=end_id, eos_token_id=end_id, pad_token_id=end_id).save_pretrained(directory)
@@ -44,11 +44,15 @@ def publish(staging: Path, out: Path) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument("--text", type=Path, metavar="DIR", required=True, help="with the files of WORKS")
-    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="where the model goes")
+    parser.add_argument(
+        "--text", type=Path, metavar="DIR", required=True, help="folder with the files of WORKS"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", required=True, help="directory of the finished model"
+    )
     parser.add_argument("--minutes", type=float, default=30.0, help="of training (default: %(default)s)")
     parser.add_argument("--checkpoint", type=Path, default=Path(tempfile.gettempdir(), "quire_demo_model.pt"),
-                      metavar="FILE", help="state of training, resumed from where it exists")  # fmt: skip
+                      metavar="FILE", help="training state; training resumes from it if it exists")  # fmt: skip
     return parser.parse_args()
 
 

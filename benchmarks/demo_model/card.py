@@ -1,4 +1,4 @@
-"""What the demo model's card says of it, measured on the files that were written."""
+"""Model card of the demo model, measured on the saved files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLE_NUM_TOKENS = 200
 
 @dataclass(frozen=True)
 class Measured:
-    """What the model card and the JSON file state about a saved model."""
+    """Measurements of a saved model, for the model card and the JSON file."""
 
     num_params: int
     num_steps: int
@@ -55,8 +55,10 @@ class Measured:
 
 @torch.inference_mode()
 def held_out_nats(model: LlamaForCausalLM, works: list[list[int]]) -> tuple[float, int]:
-    """Sum of the loss over every token but each work's first, and their number; context starts anew
-    every CONTEXT_LEN tokens."""
+    """Return the summed loss over every token except each work's first, and their number.
+
+    The context restarts every CONTEXT_LEN tokens.
+    """
     nats, num_tokens = 0.0, 0
     for ids in works:
         for start in range(0, len(ids) - 1, CONTEXT_LEN):
@@ -67,7 +69,7 @@ def held_out_nats(model: LlamaForCausalLM, works: list[list[int]]) -> tuple[floa
 
 
 def measure(directory: Path, held_out: list[str], progress: Progress) -> Measured:
-    """The model as it was written to `directory`, computed in float32."""
+    """Measure the model saved in `directory`, in float32."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     nats, num_tokens = held_out_nats(model, encode_passages(tokenizer, held_out))
@@ -85,7 +87,7 @@ def measure(directory: Path, held_out: list[str], progress: Progress) -> Measure
 
 
 def sample(directory: Path) -> str:
-    """SAMPLE_PROMPT and what the saved model makes of it."""
+    """Return SAMPLE_PROMPT with the saved model's continuation."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     torch.manual_seed(SEED)

@@ -1,4 +1,4 @@
-"""The texts that the demo model is trained on, and the part of each that it never sees."""
+"""Training texts of the demo model, and the held-out part of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_PASSAGE_CHARS, MAX_PASSAGE_CHARS = 400, 12_000  # a few paragraphs to a chap
 
 @dataclass(frozen=True)
 class Work:
-    """One public-domain text, where its transcription came from, and what its bytes must hash to."""
+    """A public-domain text with the origin and the hash of its transcription."""
 
     file: str
     title: str
@@ -48,7 +48,11 @@ WORKS = (
 
 
 def read_works(directory: Path) -> list[str]:
-    """The texts of WORKS, in that order; refuses a file that is not the one the table names."""
+    """Return the texts of WORKS in order.
+
+    Raises:
+        ValueError: a file's hash differs from the table's.
+    """
     texts = []
     for work in WORKS:
         content = (directory / work.file).read_bytes()
@@ -60,13 +64,13 @@ def read_works(directory: Path) -> list[str]:
 
 
 def split_held_out(text: str) -> tuple[str, str]:
-    """Cut at the first paragraph end in the last HELD_OUT_SHARE of the text."""
+    """Split a text at the first paragraph end in its last HELD_OUT_SHARE; return (training, held out)."""
     cut = text.index("\n\n", int(len(text) * (1 - HELD_OUT_SHARE)))
     return text[:cut], text[cut:].strip()
 
 
 def split_passages(text: str, rng: random.Random) -> list[str]:
-    """Whole paragraphs in passages of random length, evenly spread on a logarithmic scale."""
+    """Split a text into passages of whole paragraphs; the lengths are log-uniform."""
     passages: list[str] = []
     current, wanted_chars = "", 0.0
     for paragraph in re.split(r"\n{2,}", text.strip()):

@@ -1,6 +1,6 @@
-"""Other engines, measured beside quire: each in processes and an environment of its own.
+"""Other inference engines, measured in the same run as quire, each in its own environment and processes.
 
-`install` makes the environments; `process` drives an engine from outside, `keeper` ends it whatever happens, and
-`comparison` has several take turns. The modules named after engines run inside: they import nothing but their engine
-and `engine`, which lies beside them.
+`install` creates the environments, `process` drives an engine from outside, `supervisor` kills its processes in any
+case, and `comparison` lets several engines take turns. The modules named after engines run in those environments:
+they import only their engine and `engine`, which is in the same folder.
 """

@@ -1,4 +1,4 @@
-"""Several engines in turn on one machine: who is not measured is stopped, and nobody keeps the others waiting."""
+"""Comparison of engines that take turns on one machine; all but the measured one are stopped."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from benchmarks.peers.engine import Requests
 from benchmarks.peers.process import Engine, EngineFailed, EngineTooSlow
 from benchmarks.workloads import Walls, Workload, warm_up
 
-Start = Callable[[str, float], Engine]  # a name and the seconds that loading may take
+Start = Callable[[str, float], Engine]  # (name, time limit for loading in seconds) |-> engine
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What time there is.
+    """Time limits.
 
     Attributes:
-        load_s: for one engine to load.
-        workload_s: for one engine and one workload, all its repetitions together.
-        total_s: for everything but the engines' end.
+        load_s: for loading one engine.
+        workload_s: for all repetitions of one workload on one engine.
+        total_s: for the whole comparison, except closing the engines.
     """
 
     load_s: float
@@ -32,13 +32,13 @@ class Limits:
 
 
 @dataclass(slots=True)
-class _Part:
-    """What one engine does of a workload.
+class _EngineRun:
+    """Progress of one engine on one workload.
 
     Attributes:
-        walls: of whole repetitions.
-        spent_s: on those, and on one that was not finished.
-        failure: why there are no more of them; empty where there is no reason.
+        walls: wall times of finished repetitions.
+        spent_s: total time, including an unfinished repetition.
+        failure: the reason why no further repetition runs; empty while there is none.
     """
 
     walls: Walls = field(default_factory=list)
@@ -52,21 +52,21 @@ class _Part:
         return {name: replace(figure, note=note) for name, figure in workload.figures(self.walls).items()}
 
 
-class _TimeIsUp(EngineFailed):
+class _OutOfTime(EngineFailed):
     pass
 
 
 class Comparison:
-    """Engines that take turns: what disturbs the machine disturbs all of them. Use it as a context manager.
+    """Engines that take turns, so that a disturbance of the machine affects all of them. A context manager.
 
-    An engine that fails or is too slow is ended, and started again for the next workload. One that does not load is
-    left out. Figures are named `<engine>.<workload>.<figure>`; the note of `failed_after_s` says what went wrong.
+    An engine that fails or is too slow is killed and restarted for the next workload. An engine that does not load is
+    left out. Figures are named `<engine>.<workload>.<figure>`; the note of `failed_after_s` gives the reason.
     """
 
     def __init__(self, names: Sequence[str], start: Start, limits: Limits) -> None:
         self._start, self._limits = start, limits
         self._ends = time.monotonic() + limits.total_s
-        self._missing = list(names)  # those to start
+        self._missing = list(names)  # engines to start
         self._running: dict[str, Engine] = {}
 
     def __enter__(self) -> Comparison:
@@ -76,12 +76,12 @@ class Comparison:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for engine in self._running.values():
-            engine.let_go()
+            engine.begin_close()
         for engine in self._running.values():
             engine.close()
 
     def load(self) -> dict[str, Figure]:
-        """Starts the engines that do not run, one after the other."""
+        """Start the engines that are not running, one after the other; return their load times."""
         figures = {}
         missing, self._missing = self._missing, []
         for name in missing:
@@ -91,27 +91,27 @@ class Comparison:
             except EngineFailed as error:
                 spent_s, reason = time.monotonic() - started, f"{name} {error}"
                 figures[f"{_dotless(name)}.load.failed_after_s"] = Figure(spent_s, "s", reason)
-                _say(reason)
+                _print_progress(reason)
         return figures
 
     def measure(self, workload_name: str, workload: Workload, repetitions: int) -> dict[str, Figure]:
-        """The figures of all engines, which are started where necessary."""
+        """Start the missing engines, run one workload on all of them and return its figures."""
         figures = self.load()
-        parts = {name: _Part() for name in self._running}
+        runs = {name: _EngineRun() for name in self._running}
         wanted = workload.num_repetitions(repetitions)
         for repetition in range(wanted):
-            for name, part in parts.items():
-                if not part.failure:
-                    self._take_turn(name, part, workload_name, workload.batches(repetition))
-                    outcome = part.failure or f"{sum(part.walls[-1]):.2f} s"
-                    _say(f"{workload_name}, {repetition + 1} of {wanted}, {name}: {outcome}")
-        for name, part in parts.items():
-            found = part.figures(workload, wanted)
+            for name, run in runs.items():
+                if not run.failure:
+                    self._repeat(name, run, workload_name, workload.batches(repetition))
+                    outcome = run.failure or f"{sum(run.walls[-1]):.2f} s"
+                    _print_progress(f"{workload_name}, {repetition + 1} of {wanted}, {name}: {outcome}")
+        for name, run in runs.items():
+            found = run.figures(workload, wanted)
             figures |= {f"{_dotless(name)}.{workload_name}.{key}": figure for key, figure in found.items()}
         return figures
 
     def _load(self, name: str) -> float:
-        """What loading took; the engine is warm and paused then. Raises EngineFailed."""
+        """Start an engine, warm it up, pause it, and return its load time. Raises EngineFailed."""
         engine = self._start(name, self._within(self._limits.load_s))
         try:
             engine.seconds(warm_up(), self._within(self._limits.workload_s))
@@ -122,34 +122,34 @@ class Comparison:
         self._running[name] = engine
         return engine.load_s
 
-    def _take_turn(self, name: str, part: _Part, workload_name: str, batches: list[Requests]) -> None:
-        """One repetition more, if there is time."""
+    def _repeat(self, name: str, run: _EngineRun, workload_name: str, batches: list[Requests]) -> None:
+        """Run one more repetition, if there is time."""
         engine, limit_s = self._running[name], self._limits.workload_s
-        if part.walls and part.spent_s + max(map(sum, part.walls)) > limit_s:
-            part.failure = f"{limit_s:.0f} s are too short for another"
+        if run.walls and run.spent_s + max(map(sum, run.walls)) > limit_s:
+            run.failure = f"{limit_s:.0f} s are too short for another"
             return
         wall: list[float] = []
         started = time.monotonic()
         try:
             engine.resume()
             for batch in batches:
-                left_s = limit_s - part.spent_s - (time.monotonic() - started)
+                left_s = limit_s - run.spent_s - (time.monotonic() - started)
                 wall.append(engine.seconds(batch, self._within(left_s)))
             engine.pause()
-            part.walls.append(wall)
+            run.walls.append(wall)
         except EngineFailed as error:
-            spent_s = part.spent_s + time.monotonic() - started
+            spent_s = run.spent_s + time.monotonic() - started
             too_slow = isinstance(error, EngineTooSlow)
-            part.failure = f"did not finish {workload_name} in {spent_s:.0f} s" if too_slow else str(error)
+            run.failure = f"did not finish {workload_name} in {spent_s:.0f} s" if too_slow else str(error)
             self._running.pop(name).kill()
             self._missing.append(name)
-        part.spent_s += time.monotonic() - started
+        run.spent_s += time.monotonic() - started
 
     def _within(self, limit_s: float) -> float:
-        """As much of the limit as the whole comparison has left. Raises _TimeIsUp where that is nothing."""
+        """Return the limit, shortened to the time left for the whole comparison. Raises _OutOfTime if none is."""
         left_s = self._ends - time.monotonic()
         if left_s <= 0:
-            raise _TimeIsUp(f"had no turn more: {self._limits.total_s / 60:g} minutes were over")
+            raise _OutOfTime(f"did not run: the limit of {self._limits.total_s / 60:g} minutes had passed")
         return max(0.0, min(limit_s, left_s))
 
 
@@ -157,5 +157,5 @@ def _dotless(name: str) -> str:
     return name.replace(".", "_")
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""CTranslate2, in batches of 16: all of a batch have one length."""
+"""CTranslate2, in batches of 16 that all generate as many tokens as the longest output of the batch."""
 
 import json
 import tempfile
@@ -10,7 +10,10 @@ BATCH_LEN = 16
 
 
 def name_special_tokens(config: Path, name: str) -> None:
-    """Of a model that has none, which does not load. They stop nothing here: ends are ignored."""
+    """Set the missing special tokens of a configuration: CTranslate2 does not load a model without them.
+
+    They never stop generation here, because ends are ignored.
+    """
     fields = json.loads(config.read_text())
     config.write_text(json.dumps({key: name if value is None else value for key, value in fields.items()}))
 
@@ -50,7 +53,7 @@ def main() -> None:
                     end_token=[],
                 )
                 if any(len(result.sequences_ids[0]) != longest for result in results):
-                    raise RuntimeError("an answer is too short")
+                    raise RuntimeError(f"an output is shorter than {longest} tokens")
             return [length for _, length in requests]
 
         return generate

@@ -1,6 +1,6 @@
-"""The inside of a measured engine: requests come as lines of JSON on stdin, seconds go back on stdout.
+"""Main loop inside a measured engine: reads requests as lines of JSON from stdin, writes seconds to stdout.
 
-Runs in every engine's own environment, so it needs nothing but Python. What an engine prints itself goes to stderr.
+It runs in each engine's environment, so it uses only the standard library. The engine's own output goes to stderr.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-Requests = list[tuple[list[int], int]]  # prompt ids and the length of the answer
-Generate = Callable[[Requests], list[int]]  # the lengths of the answers, greedy and with ends ignored
+Requests = list[tuple[list[int], int]]  # prompt token ids and the number of output tokens
+# Requests |-> the lengths of the outputs, decoded greedily with end-of-text tokens ignored.
+Generate = Callable[[Requests], list[int]]
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
@@ -27,21 +28,22 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
 
 
 def serve(load: Callable[[], Generate]) -> None:
-    """Loads the engine and answers until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    """Load the engine, then serve batches of requests until stdin ends."""
+    results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     started = time.perf_counter()
     generate = load()
-    _tell(answers, load_s=time.perf_counter() - started)
+    _write(results, load_s=time.perf_counter() - started)
     for text in sys.stdin:
         requests: Requests = [(ids, length) for ids, length in json.loads(text)]
         started = time.perf_counter()
         lengths = generate(requests)
         seconds = time.perf_counter() - started
         if lengths != [length for _, length in requests]:
-            raise RuntimeError(f"answers of {lengths} tokens")
-        _tell(answers, seconds=seconds)
+            expected = [length for _, length in requests]
+            raise RuntimeError(f"the outputs have {lengths} tokens, must have {expected}")
+        _write(results, seconds=seconds)
 
 
-def _tell(answers: TextIO, **fields: float) -> None:
-    print(json.dumps(fields), file=answers, flush=True)
+def _write(results: TextIO, **fields: float) -> None:
+    print(json.dumps(fields), file=results, flush=True)

@@ -1,7 +1,7 @@
-"""Writes a Llama or Qwen2 of Hugging Face's layout as GGUF, without a vocabulary: prompts are token ids.
+"""Converts a Hugging Face Llama or Qwen2 to GGUF, without a vocabulary: prompts are token ids.
 
-llama.cpp rotates pairs of neighbours in its ``llama`` architecture, and halves of a head in ``qwen2``, as Hugging
-Face does in both; the rows of q and k change their places accordingly.
+llama.cpp applies RoPE to adjacent pairs in its ``llama`` architecture and to the halves of a head in ``qwen2``;
+Hugging Face uses halves in both. The rows of q and k are permuted accordingly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PARTS = {
 
 
 def write_gguf(model_dir: Path, out: Path) -> None:
-    """In float32."""
+    """Write the model of a directory as a GGUF file in float32."""
     config = json.loads((model_dir / "config.json").read_text())
     kind, heads = config["model_type"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -51,7 +51,7 @@ def write_gguf(model_dir: Path, out: Path) -> None:
     writer.add_tokenizer_model("no_vocab")
     for name, weight in sorted(load_file(model_dir / "model.safetensors").items()):
         if kind == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            weight = _by_pairs(weight, head_dim)
+            weight = _interleave_halves(weight, head_dim)
         writer.add_tensor(_target(name), weight.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -67,6 +67,6 @@ def _target(name: str) -> str:
     return f"blk.{layer}.{_PARTS[part]}.{suffix}"
 
 
-def _by_pairs(weight: Tensor, head_dim: int) -> Tensor:
-    """[Hq D, E] with the halves of a head one after the other -> with their numbers in turn."""
+def _interleave_halves(weight: Tensor, head_dim: int) -> Tensor:
+    """Interleave the halves of each head: [Hq D, E] in Hugging Face's order -> llama.cpp's."""
     return weight.view(-1, 2, head_dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)

@@ -1,11 +1,11 @@
-"""Make the environments of other engines, each its own, from the package index that pip is set up for.
+"""Create one virtual environment per engine, with packages from the index that pip is configured for.
 
     python -m benchmarks.peers.install DIR [--only vllm,transformers,llama.cpp,ctranslate2]
 
-An engine that is there already is left as it is, and so is a link to an environment of your own. None is ever
-cleared: what an earlier run did not finish is finished. llama.cpp is compiled for this machine, which needs a C++
-compiler and takes ten minutes on two cores; the others come as wheels. torch is pinned to one version; for its CPU
-build have pip look at https://download.pytorch.org/whl/cpu (PIP_EXTRA_INDEX_URL), which saves gigabytes.
+An installed engine is left unchanged, and so is a link to an environment of your own. No environment is ever cleared:
+an interrupted installation is continued. llama.cpp is compiled for this machine, which needs a C++ compiler and takes
+ten minutes on two cores; the others are wheels. torch is pinned to one version; its CPU build, which saves gigabytes,
+is at https://download.pytorch.org/whl/cpu (set PIP_EXTRA_INDEX_URL).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ TORCH = "torch==2.13.0"
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What pip is asked for.
+    """Packages of one environment.
 
     Attributes:
-        packages: with their versions.
+        packages: with versions.
         options: of pip install.
-        variables: of the environment while it runs.
-        unwanted: what is removed afterwards: built for another torch than the CPU's, and of no use for text.
+        variables: environment variables of pip install.
+        unwanted: packages to remove afterwards: built for another torch than the CPU build, not needed for text.
     """
 
     packages: tuple[str, ...]
@@ -56,13 +56,17 @@ ENVIRONMENTS = {
 }
 
 
-def python_of(folder: Path, name: str) -> Path:
-    """The interpreter of an engine's environment."""
+def python_path(folder: Path, name: str) -> Path:
+    """Return the Python interpreter of an engine's environment."""
     return folder / name / "bin" / "python"
 
 
 def install(folder: Path, name: str) -> None:
-    """Raises subprocess.CalledProcessError where pip fails; it has said why."""
+    """Install one engine.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed and has printed the reason.
+    """
     wanted, home = ENVIRONMENTS[name], folder / name
     ready = home / ".ready"
     if ready.exists() or home.is_symlink():
@@ -70,7 +74,7 @@ def install(folder: Path, name: str) -> None:
     venv.create(home, with_pip=True)
     constraints = home / "constraints.txt"
     constraints.write_text(TORCH + "\n")
-    pip = [str(python_of(folder, name)), "-m", "pip"]
+    pip = [str(python_path(folder, name)), "-m", "pip"]
     environment = os.environ | wanted.variables
     install = ["install", "--constraint", str(constraints), *wanted.options, *wanted.packages]
     subprocess.run(pip + install, check=True, env=environment)
@@ -94,7 +98,7 @@ def main() -> None:
         except subprocess.CalledProcessError:
             failed.append(name)
     if failed:
-        sys.exit(f"not installed: {', '.join(failed)}")
+        sys.exit(f"not installed: {', '.join(failed)}; pip's output is above")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""llama.cpp by its C API, with the loop of its server: every running sequence adds a token, prompts fill the rest."""
+"""llama.cpp through its C API, with its server's loop: a batch has one token per decoding sequence, then prompts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from engine import Generate, Requests, parse_arguments, serve
 MAX_SEQS = 64
 MAX_BATCH_TOKENS, MICRO_BATCH_TOKENS = 2048, 512
 CONTEXT_LEN = 32768
-FLOAT32 = 0  # GGML_TYPE_F32, of keys and values as of the weights
+FLOAT32 = 0  # GGML_TYPE_F32, for keys and values as for the weights
 LOG_ERROR = 4
 
 
 @dataclass
 class Sequence:
-    """A request while it runs."""
+    """A running request."""
 
     index: int
     prompt: list[int]
@@ -30,7 +30,7 @@ class Sequence:
 
 
 class LlamaCpp:
-    """A model in a context of its own."""
+    """A model with its own context."""
 
     def __init__(self, lib: Any, gguf: Path, threads: int) -> None:
         self._lib = lib
@@ -77,7 +77,7 @@ class LlamaCpp:
         return lengths
 
     def _step(self, running: dict[int, Sequence]) -> list[tuple[int, int]]:
-        """Computes a batch; which slots sample, and where their logits are."""
+        """Compute one batch; return (slot, index of its logits in the batch) of the sequences that sample."""
         self._batch.n_tokens = 0
         sampling = []
         decoding = {s for s, own in running.items() if own.position >= len(own.prompt)}
@@ -95,7 +95,10 @@ class LlamaCpp:
         return sampling
 
     def _compute_shared_prefix(self, requests: Requests) -> int:
-        """Computes what all prompts begin with once, in slot 0, if all of them start before one ends; its length."""
+        """Compute the common prefix of all prompts once, in slot 0, and return its length.
+
+        Returns 0 if there is one request, or if not all of them can run at once.
+        """
         prompts = [prompt for prompt, _ in requests]
         shared = 0
         if 1 < len(prompts) <= MAX_SEQS:
@@ -143,7 +146,7 @@ def main() -> None:
             engine = LlamaCpp(lib, path, arguments.threads)
 
         def generate(requests: Requests) -> list[int]:
-            _ = log  # the library holds no reference to it
+            _ = log  # keeps the callback alive: the library holds no reference
             return engine.generate(requests)
 
         return generate

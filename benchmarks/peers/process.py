@@ -1,4 +1,4 @@
-"""An engine in processes of its own, driven from outside."""
+"""An inference engine in its own processes, driven over pipes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from benchmarks.peers.engine import Requests
-from benchmarks.peers.install import ENVIRONMENTS, python_of
+from benchmarks.peers.install import ENVIRONMENTS, python_path
 
 FOLDER = Path(__file__).parent
 MODULES = {
@@ -25,80 +25,81 @@ MODULES = {
     "llama.cpp": "llama_cpp_engine.py",
     "ctranslate2": "ctranslate2_engine.py",
 }
-# Engines that share a model among processes.
+# Engines with tensor parallelism.
 TENSOR_PARALLEL = ("quire", "vllm")
-# More than the keeper gives the engine.
+# More than the supervisor's END_TIMEOUT_S.
 CLOSE_TIMEOUT_S = 60.0
 
 
 class EngineFailed(Exception):
-    """An engine did not start, has ended or did not answer; says so of "it"."""
+    """An engine did not start, has exited or did not answer. The message is a predicate without a subject."""
 
 
 class EngineTooSlow(EngineFailed):
-    """There was no answer in time."""
+    """An engine did not answer before its timeout."""
 
 
 class Engine:
-    """One engine with a model. However this process ends, the engine's processes end with it (see keeper).
+    """One engine with a model. Its processes end with this process in any case (see supervisor).
 
     Args:
-        environments: as benchmarks.peers.install made them; quire runs in the present one.
+        environments: folder of benchmarks.peers.install; quire itself runs in the current environment.
         options: see engine.parse_arguments.
-        log: what it says itself is added there.
-        load_timeout_s: how long it may take to load.
+        log: file to which the engine's output is appended.
+        load_timeout_s: time limit for loading the model.
 
     Attributes:
-        load_s: what loading took.
+        load_s: loading time.
 
     Raises:
-        EngineFailed: it did not start.
+        EngineFailed: the engine did not start.
     """
 
     def __init__(
         self, name: str, environments: Path, options: list[str], log: Path, load_timeout_s: float
     ) -> None:
-        python = python_of(environments, name) if name in ENVIRONMENTS else Path(sys.executable)
+        python = python_path(environments, name) if name in ENVIRONMENTS else Path(sys.executable)
         if not python.exists():
             raise EngineFailed("is not installed")
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        pipe, self._hold = os.pipe()
+        pipe, write_end = os.pipe()
+        self._alive_pipe: int | None = write_end  # open as long as the supervisor is to keep the engine
         with log.open("a") as errors:
-            self._keeper = subprocess.Popen(
-                [sys.executable, str(FOLDER / "keeper.py"), str(pipe), python, FOLDER / MODULES[name], *options],
+            self._supervisor = subprocess.Popen(
+                [sys.executable, str(FOLDER / "supervisor.py"), str(pipe), python, FOLDER / MODULES[name], *options],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
                 pass_fds=[pipe],
-                start_new_session=True,  # a Ctrl-C is for this process alone
+                start_new_session=True,  # Ctrl-C must reach only this process
             )  # fmt: skip
         os.close(pipe)
-        self._answers: SimpleQueue[str] = SimpleQueue()
+        self._results: SimpleQueue[str] = SimpleQueue()
         Thread(target=self._read, daemon=True).start()
         try:
-            self.load_s: float = self._next(load_timeout_s)["load_s"]
+            self.load_s: float = self._receive(load_timeout_s)["load_s"]
         except BaseException:
             self.kill()
             raise
 
     def seconds(self, requests: Requests, timeout_s: float) -> float:
-        """What it takes to answer all of them, at once.
+        """Submit all requests together and return the seconds until all have finished.
 
         Raises:
-            EngineTooSlow: it computes still; only `kill` makes sense then.
-            EngineFailed: it has ended.
+            EngineTooSlow: the timeout passed; the engine is still computing, so `kill` it.
+            EngineFailed: the engine has exited.
         """
-        # Not here: an engine that does not read must not keep this thread waiting.
-        Thread(target=self._ask, args=(json.dumps(requests),), daemon=True).start()
-        taken: float = self._next(timeout_s)["seconds"]
-        return taken
+        # In a thread: an engine that does not read its stdin must not block this one.
+        Thread(target=self._send, args=(json.dumps(requests),), daemon=True).start()
+        elapsed: float = self._receive(timeout_s)["seconds"]
+        return elapsed
 
     def pause(self) -> None:
-        """Stops all of its processes: some engines use the processor while they wait."""
+        """Stop all of the engine's processes with SIGSTOP: some engines use the CPU while they wait."""
         stopped: set[psutil.Process] = set()
-        while new := self._processes() - stopped:  # what was just being started is found the next time
+        while new := self._processes() - stopped:  # until no new process appears
             for process in new:
                 with suppress(psutil.NoSuchProcess):
                     process.suspend()
@@ -109,55 +110,55 @@ class Engine:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
 
-    def let_go(self) -> None:
-        """Begins its end, which `close` waits for. Safe to call twice."""
-        if self._hold >= 0:
-            os.close(self._hold)
-            self._hold = -1
-            assert self._keeper.stdin is not None
+    def begin_close(self) -> None:
+        """Ask the engine to exit, without waiting; `close` waits. Safe to call twice."""
+        if self._alive_pipe is not None:
+            os.close(self._alive_pipe)
+            self._alive_pipe = None
+            assert self._supervisor.stdin is not None
             with suppress(OSError):
-                self._keeper.stdin.close()
+                self._supervisor.stdin.close()
 
     def close(self) -> None:
-        """Ends all of its processes, which have a moment to clean up. Safe to call twice."""
-        self.let_go()
+        """End all of the engine's processes, with time to clean up. Safe to call twice."""
+        self.begin_close()
         try:
-            self._keeper.wait(CLOSE_TIMEOUT_S)
+            self._supervisor.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
+            self._supervisor.kill()
+            self._supervisor.wait()
 
     def kill(self) -> None:
-        """Ends all of its processes at once."""
-        if self._hold >= 0:
+        """Kill all of the engine's processes at once."""
+        if self._alive_pipe is not None:
             with suppress(OSError):
-                os.write(self._hold, b"!")
+                os.write(self._alive_pipe, b"!")
         self.close()
 
-    def _ask(self, line: str) -> None:
-        assert self._keeper.stdin is not None
-        with suppress(OSError, ValueError):  # it has ended, or is just being closed
-            print(line, file=self._keeper.stdin, flush=True)
+    def _send(self, line: str) -> None:
+        assert self._supervisor.stdin is not None
+        with suppress(OSError, ValueError):  # the engine has exited or is being closed
+            print(line, file=self._supervisor.stdin, flush=True)
 
     def _read(self) -> None:
-        assert self._keeper.stdout is not None
-        for line in self._keeper.stdout:
-            self._answers.put(line)
-        self._answers.put("")
+        assert self._supervisor.stdout is not None
+        for line in self._supervisor.stdout:
+            self._results.put(line)
+        self._results.put("")
 
-    def _next(self, timeout_s: float) -> dict[str, Any]:
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
         try:
-            line = self._answers.get(timeout=timeout_s)
+            line = self._results.get(timeout=timeout_s)
         except Empty:
             raise EngineTooSlow(f"gave no answer in {timeout_s:.0f} s; see {self._log.name}") from None
         if not line:
-            self._answers.put("")  # it has ended the next time, too
+            self._results.put("")  # the next call must find the end as well
             raise EngineFailed(f"has ended; see {self._log.name}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        result: dict[str, Any] = json.loads(line)
+        return result
 
     def _processes(self) -> set[psutil.Process]:
         try:
-            return set(psutil.Process(self._keeper.pid).children(recursive=True))
+            return set(psutil.Process(self._supervisor.pid).children(recursive=True))
         except psutil.NoSuchProcess:
             return set()

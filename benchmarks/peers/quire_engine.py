@@ -1,4 +1,4 @@
-"""quire itself, by `LLM.generate`."""
+"""quire itself, through `LLM.generate`."""
 
 from engine import Generate, Requests, parse_arguments, serve
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from engine import Generate, Requests, parse_arguments, serve
 
-# A prompt and its answer in the largest workload.
+# Longest prompt and output of the workloads, together.
 MAX_LEN = 2048
 PAGE_LEN = 32
 RESULT_TIMEOUT_S = 1
@@ -60,7 +60,7 @@ def main() -> None:
                         raise RuntimeError(result.error)
                     lengths[result.request_id] = len(result.generated_tokens)
                 elif result is None and not manager.is_running():
-                    raise RuntimeError("the thread that generates has ended")
+                    raise RuntimeError("the generation thread has ended")
             return [lengths[name] for name in names]
 
         return generate

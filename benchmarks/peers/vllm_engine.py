@@ -1,4 +1,4 @@
-"""vLLM's build for CPUs, by `LLM.generate`."""
+"""vLLM's CPU build, through `LLM.generate`."""
 
 import os
 
@@ -8,7 +8,7 @@ from engine import Generate, Requests, parse_arguments, serve
 def main() -> None:
     arguments = parse_arguments(__doc__)
     ranks, threads = arguments.tensor_parallel_size, arguments.threads
-    # The cores of each rank, for example 0-1 or, for two ranks, 0|1.
+    # Cores per rank: for example 0-1 for one rank, or 0|1 for two.
     bounds = [(rank * threads // ranks, (rank + 1) * threads // ranks - 1) for rank in range(ranks)]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(f"{low}-{high}" for low, high in bounds)
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"

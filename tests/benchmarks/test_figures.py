@@ -1,4 +1,4 @@
-"""The form in which benchmarks write figures."""
+"""JSON files of benchmark figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from benchmarks.common import Figure, write_figures
 
 
-def test_a_file_says_how_its_figures_came_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_file_records_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "new" / "figures.json"
     monkeypatch.setattr("sys.argv", ["x", "--peers", str(tmp_path), "--json", str(out), "--model", "s"])
     for value in (1.0, 2.0):

@@ -21,7 +21,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.inference_mode()
-def test_rotations() -> None:
+def test_rotate_by_torch_equals_the_fused_op() -> None:
     heads, cache, slots, cos, sin = make_heads(19)
     by_torch = rotate_by_torch(heads.clone(), by_torch_cache := cache.clone(), slots, cos, sin)
     torch.testing.assert_close(by_torch, fused_qk_norm_rope_kv_write(heads, cache, slots, cos, sin))

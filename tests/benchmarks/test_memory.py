@@ -1,4 +1,4 @@
-"""python -m benchmarks.memory: its figures on a few requests."""
+"""Figures of `python -m benchmarks.memory` on a few requests."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.memory import BLOCK_SIZES, BUNDLED, Extent, cut, jobs, lru_hit_rate
+from benchmarks.memory import BLOCK_SIZES, BUNDLED, Extent, jobs, lru_hit_rate, shorten
 from benchmarks.replay import replay
 from benchmarks.trace import Trace, TracedRequest, read_traces
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 FEW = ("azure_conv_2023", "coding_multiturn", "lengths_sharegpt_8k")
 
 
-def test_an_lru_cache_evicts_the_last_blocks_first() -> None:
+def test_lru_hit_rate_evicts_the_last_blocks_of_a_prompt_first() -> None:
     trace = Trace(
         "x", tuple(TracedRequest(i, 0.0, 1, 1, row) for i, row in enumerate([(1, 2, 3), (4,), (1, 2, 3)]))
     )
@@ -25,13 +25,13 @@ def test_an_lru_cache_evicts_the_last_blocks_first() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [6, 9, 14, 30, 100])
-def test_prompts_alone_are_cached_as_in_an_lru_cache(num_blocks: int) -> None:
+def test_replay_of_prompts_alone_hits_like_an_lru_cache(num_blocks: int) -> None:
     rng = np.random.default_rng(num_blocks)
     chains = []
-    for _ in range(200):  # prompts that are paths in a tree: a block's hash is all the turns up to it
+    for _ in range(200):  # prompts are paths in a tree: a block's hash covers all turns up to it
         turns = rng.integers(0, 3, rng.integers(1, 6)).tolist()
         chains.append(tuple(hash(tuple(turns[: i + 1])) % 10**9 for i in range(len(turns))))
-    # One token more than full blocks, which is always computed; its block is used again at once.
+    # One token more than full blocks: that token is always computed, and its block is reused at once.
     served = [TracedRequest(i, 0.0, 16 * len(row) + 1, 1, (*row, 10**9 + i)) for i, row in enumerate(chains)]
     full = [TracedRequest(i, 0.0, 16 * len(row), 1, row) for i, row in enumerate(chains)]
     outcome = replay(Trace("served", tuple(served)).one_at_a_time(), num_blocks)
@@ -50,7 +50,7 @@ def figures() -> dict[str, float]:
     return measured
 
 
-def test_smaller_blocks_waste_less_and_all_waste_less_than_contiguous_memory(
+def test_waste_grows_with_block_size_and_is_below_contiguous_memory(
     figures: dict[str, float],
 ) -> None:
     for trace in ("alpaca", "azure_conv_2023", "lengths_sharegpt_8k"):
@@ -59,7 +59,7 @@ def test_smaller_blocks_waste_less_and_all_waste_less_than_contiguous_memory(
         assert 0 < waste[0] < figures[f"memory.waste.{trace}.contiguous_pow2"]
 
 
-def test_more_answers_and_beams_save_more(figures: dict[str, float]) -> None:
+def test_sharing_saves_more_with_more_sequences(figures: dict[str, float]) -> None:
     for kind in ("n", "beam"):
         saved = [figures[f"memory.saved.{kind}.{width}.lengths_sharegpt_8k"] for width in (2, 4, 6)]
         assert saved == sorted(saved)
@@ -67,20 +67,20 @@ def test_more_answers_and_beams_save_more(figures: dict[str, float]) -> None:
         assert saved[2] < 100 * 5 / 6
 
 
-def test_multi_turn_prompts_are_found_in_the_cache(figures: dict[str, float]) -> None:
+def test_multi_turn_prompts_hit_the_cache(figures: dict[str, float]) -> None:
     assert figures["memory.hit_rate.coding_multiturn"] > 50
     assert figures["memory.hit_rate.coding_multiturn.lru.64k"] > 50
 
 
-def test_a_trace_is_cut_by_requests_and_by_tokens() -> None:
+def test_shorten_limits_requests_and_tokens() -> None:
     trace = Trace("x", tuple(TracedRequest(i, 0.0, 1, 100) for i in range(10)))
-    assert len(cut(trace, Extent(4, 10_000, 1)).requests) == 4
-    assert len(cut(trace, Extent(4, 250, 1)).requests) == 2
-    assert len(cut(trace, Extent(4, 5, 1)).requests) == 1
+    assert len(shorten(trace, Extent(4, 10_000, 1)).requests) == 4
+    assert len(shorten(trace, Extent(4, 250, 1)).requests) == 2
+    assert len(shorten(trace, Extent(4, 5, 1)).requests) == 1
 
 
 @pytest.mark.slow
-def test_the_command_writes_its_figures(tmp_path: Path) -> None:
+def test_command_writes_its_figures(tmp_path: Path) -> None:
     path = tmp_path / "memory.json"
     command = [sys.executable, "-m", "benchmarks.memory", "--quick", "--json", str(path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=250, stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""python -m benchmarks.offline: its workloads, and what it keeps of a comparison that is cut off."""
+"""`python -m benchmarks.offline`: its workloads, and the figures of an interrupted comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.common import Figure
 from benchmarks.workloads import WORKLOADS, mixed, shared_prefix
 
 
-def test_the_prompts_are_those_of_the_workloads() -> None:
+def test_workloads_have_fixed_lengths_and_new_prompts_per_repetition() -> None:
     w1, w5 = mixed(64, 0), shared_prefix(32, 1)
     assert sum(len(prompt) for prompt, _ in w1) == 10198
     assert sum(length for _, length in w1) == 6495
@@ -21,14 +21,14 @@ def test_the_prompts_are_those_of_the_workloads() -> None:
     assert mixed(64, 1)[0][0] != w1[0][0]
 
 
-def test_the_decode_rate_leaves_the_prefill_out() -> None:
+def test_decode_rate_excludes_the_prefill() -> None:
     figures = WORKLOADS["w3"].figures([[1.0, 3.0], [2.0, 6.0], [1.5, 4.0]])
     assert figures["first_token_ms"].value == 1500.0
     assert figures["decode_tokens_per_s"].value == pytest.approx(127 / 2.5)
     assert figures["decode_tokens_per_s_best"].value == pytest.approx(127 / 2.0)
 
 
-def test_what_was_measured_before_a_run_is_cut_off_is_written(
+def test_interrupted_run_keeps_the_figures_measured_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Fake:
@@ -69,10 +69,10 @@ def test_what_was_measured_before_a_run_is_cut_off_is_written(
     [
         (["--engines", "quire,turbo"], "unknown: turbo"),
         (["--workloads", "w9"], "unknown: w9"),
-        (["--tensor-parallel-size", "2", "--engines", "quire,llama.cpp"], "one rank only: llama.cpp"),
+        (["--tensor-parallel-size", "2", "--engines", "quire,llama.cpp"], "run on one rank only: llama.cpp"),
     ],
 )
-def test_mistakes_in_the_command_line_are_told(
+def test_wrong_options_are_refused(
     mistake: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["offline", *mistake])

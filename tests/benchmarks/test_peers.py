@@ -1,4 +1,4 @@
-"""Engines in processes of their own: they rest while others are measured, may fail, and end with who started them."""
+"""Engines in their own processes: stopped while others are measured, allowed to fail, killed with their parent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 200.0
 LIMITS = Limits(load_s=TIMEOUT_S, workload_s=TIMEOUT_S, total_s=600.0)
 
-# Sleeps at a request of length 0 and fails at one that has no prompt.
+# Sleeps on a request of length 0 and fails on one without a prompt.
 ENGINE = f"""
 import subprocess, sys, time
 sys.path.insert(0, {str(ROOT / "benchmarks/peers")!r})
@@ -36,12 +36,12 @@ from engine import parse_arguments, serve
 arguments = parse_arguments(None)
 
 def load():
-    print("an engine may say what it wants")
+    print("output of the engine itself")
     subprocess.Popen(["sleep", "600"], start_new_session=True)
     def generate(requests):
         for prompt, length in requests:
             if not prompt:
-                raise RuntimeError("out of order")
+                raise RuntimeError("empty prompt")
             if length == 0:
                 time.sleep(600)
         return [length for _, length in requests]
@@ -49,7 +49,7 @@ def load():
 
 serve(load)
 """
-# Starts an engine, stops it, tells the keeper's pid and the engine's, and waits.
+# Starts an engine, stops it, prints the pids of its supervisor and of its processes, and sleeps.
 PARENT = """
 import sys, time
 from pathlib import Path
@@ -57,7 +57,7 @@ from benchmarks.peers import install, process
 process.MODULES["quire"] = sys.argv[1]
 engine = process.Engine("quire", Path(), ["--model-dir", "nowhere", "--threads", "1"], Path(sys.argv[2]), 200.0)
 engine.pause()
-print(engine._keeper.pid, *(each.pid for each in engine._processes()), flush=True)
+print(engine._supervisor.pid, *(each.pid for each in engine._processes()), flush=True)
 time.sleep(600)
 """
 
@@ -79,7 +79,7 @@ def start(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         started.append(Engine(name, tmp_path, options, tmp_path / f"{name}.log", timeout_s))
         return started[-1]
 
-    # As an installed environment.
+    # Looks like an installed environment.
     (tmp_path / "vllm" / "bin").mkdir(parents=True)
     (tmp_path / "vllm" / "bin" / "python").symlink_to(sys.executable)
     yield start
@@ -94,44 +94,44 @@ def wait_until_ended(pids: list[int]) -> None:
         except ProcessLookupError:
             continue
         try:
-            assert select.select([ended], [], [], TIMEOUT_S)[0], f"{psutil.Process(pid)} lives still"
+            assert select.select([ended], [], [], TIMEOUT_S)[0], f"{psutil.Process(pid)} is still running"
         finally:
             os.close(ended)
 
 
 def wait_until_stopped(processes: set[psutil.Process]) -> None:
-    """A signal takes a moment, and only a parent can wait for what it does."""
+    """Poll, because a signal takes effect asynchronously and only a parent can wait for it."""
     deadline = time.monotonic() + TIMEOUT_S
     while {each.status() for each in processes} != {psutil.STATUS_STOPPED}:
         assert time.monotonic() < deadline, f"not all are stopped: {processes}"
         time.sleep(0.01)
 
 
-def test_an_engine_answers_and_ends(start: Callable[..., Engine], tmp_path: Path) -> None:
+def test_engine_serves_requests_and_closes(start: Callable[..., Engine], tmp_path: Path) -> None:
     engine = start()
     assert engine.load_s >= 0
     assert engine.seconds([([1, 2], 3), ([4], 5)], TIMEOUT_S) > 0
     engine.pause()
     processes = engine._processes()
-    assert len(processes) == 2, "the engine and what it has started"
+    assert len(processes) == 2, "the engine and its child"
     wait_until_stopped(processes)
     engine.resume()
     assert engine.seconds([([1], 1)], TIMEOUT_S) > 0
     engine.pause()
     engine.close()
     wait_until_ended([each.pid for each in processes])
-    assert "an engine may say what it wants" in (tmp_path / "quire.log").read_text()
+    assert "output of the engine itself" in (tmp_path / "quire.log").read_text()
 
 
-def test_an_engine_that_fails_is_named(start: Callable[..., Engine], tmp_path: Path) -> None:
+def test_failed_engine_is_reported_with_its_log(start: Callable[..., Engine], tmp_path: Path) -> None:
     engine = start("vllm")
     with pytest.raises(EngineFailed, match=r"has ended; see vllm\.log"):
         engine.seconds([([1], 1), ([], 1)], TIMEOUT_S)
     engine.close()
-    assert "out of order" in (tmp_path / "vllm.log").read_text()
+    assert "empty prompt" in (tmp_path / "vllm.log").read_text()
 
 
-def test_an_engine_that_computes_for_ever_is_killed(start: Callable[..., Engine]) -> None:
+def test_engine_that_exceeds_its_timeout_is_killed(start: Callable[..., Engine]) -> None:
     engine = start()
     processes = engine._processes()
     with pytest.raises(EngineTooSlow):
@@ -141,24 +141,24 @@ def test_an_engine_that_computes_for_ever_is_killed(start: Callable[..., Engine]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_stopped_engines_end_with_a_parent_that_is_killed(
+def test_stopped_engine_is_killed_when_its_parent_dies(
     script: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     command = [sys.executable, "-c", PARENT, str(script), str(tmp_path / "log")]
     parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pids = [int(word) for word in parent.stdout.readline().split()]
-    assert len(pids) == 3, "the keeper, the engine and what it has started"
+    assert len(pids) == 3, "the supervisor, the engine and its child"
     parent.send_signal(number)
     parent.wait(TIMEOUT_S)
     wait_until_ended(pids)
 
 
 @pytest.mark.parametrize("is_link", [True, False])
-def test_an_environment_is_never_cleared(
+def test_install_never_clears_an_environment(
     is_link: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither behind a link to an environment of the user's own, nor what an earlier run has begun."""
+    """A link to the user's own environment is left unchanged; an interrupted installation is continued."""
     home = tmp_path / ("own" if is_link else "vllm")
     (home / "bin").mkdir(parents=True)
     (home / "bin" / "kept").touch()
@@ -174,7 +174,7 @@ def test_an_environment_is_never_cleared(
 
 
 class FakeEngine:
-    """Answers in as many seconds as there were turns so far, and never the requests of length 0."""
+    """Reports as many seconds as there were turns so far; requests of length 0 time out."""
 
     load_s = 0.0
 
@@ -189,14 +189,14 @@ class FakeEngine:
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
-    def let_go(self) -> None: ...
+    def begin_close(self) -> None: ...
     def close(self) -> None: ...
     def kill(self) -> None: ...
 
 
 @pytest.fixture
 def compare() -> Callable[..., tuple[list[tuple[str, int]], dict[str, Figure]]]:
-    """`compare(names, workload, limits, repetitions) -> (turns, figures)` of fake engines that have loaded."""
+    """`compare(names, workload, limits, repetitions) -> (turns, figures)`, with loaded fake engines."""
 
     def run(
         names: list[str], workload: Workload, limits: Limits, repetitions: int
@@ -219,7 +219,7 @@ def growing() -> Workload:
     return throughput(lambda repetition: [([1, 2], 1)] * (1 + repetition))
 
 
-def test_a_comparison_goes_on_without_an_engine_that_fails(start: Callable[..., Engine]) -> None:
+def test_comparison_continues_without_a_failed_engine(start: Callable[..., Engine]) -> None:
     breaks = Workload(lambda _: [[([], 1)]], growing().figures)
     with Comparison(["quire", "llama.cpp", "vllm"], start, LIMITS) as comparison:
         figures = comparison.load()
@@ -243,14 +243,14 @@ def test_engines_take_turns(compare: Any) -> None:
     assert figures["b.w.output_tokens_per_s_best"].value == pytest.approx(1 / 2)
 
 
-def test_an_engine_that_is_too_slow_keeps_what_it_has(compare: Any) -> None:
+def test_slow_engine_keeps_its_finished_repetitions(compare: Any) -> None:
     hangs_later = Workload(lambda repetition: [[([1], 1 - repetition)]], growing().figures)
     turns, figures = compare(["a"], hangs_later, LIMITS, repetitions=3)
     assert len(turns) == 2
     assert figures["a.w.output_tokens_per_s"].note == "1 of 3 repetitions: did not finish w in 0 s"
 
 
-def test_the_figures_say_that_an_engine_never_answered(compare: Any) -> None:
+def test_engine_that_never_answers_is_reported_as_failed(compare: Any) -> None:
     hangs = Workload(lambda _: [[([1], 0)]], growing().figures)
     _, figures = compare(["a", "b"], hangs, LIMITS, repetitions=3)
     assert {name: figure.note for name, figure in figures.items()} == {
@@ -259,13 +259,15 @@ def test_the_figures_say_that_an_engine_never_answered(compare: Any) -> None:
     }
 
 
-def test_nothing_is_begun_that_will_not_fit(compare: Any) -> None:
+def test_repetition_that_would_exceed_the_limit_is_not_started(compare: Any) -> None:
     turns, figures = compare(["a"], growing(), Limits(TIMEOUT_S, 0.9, 600.0), repetitions=3)
     assert len(turns) == 1, "the first took a second"
     assert "1 of 3 repetitions" in figures["a.w.output_tokens_per_s"].note
 
 
-def test_nothing_begins_after_the_end(start: Callable[..., Engine]) -> None:
+def test_engine_is_not_started_after_the_total_limit(start: Callable[..., Engine]) -> None:
     with Comparison(["quire"], start, Limits(TIMEOUT_S, TIMEOUT_S, 0.0)) as comparison:
         figures = comparison.measure("w", growing(), 1)
-    assert [figure.note for figure in figures.values()] == ["quire had no turn more: 0 minutes were over"]
+    assert [figure.note for figure in figures.values()] == [
+        "quire did not run: the limit of 0 minutes had passed"
+    ]

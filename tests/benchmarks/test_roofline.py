@@ -1,4 +1,4 @@
-"""Figures of an op beside its roof, and their picture."""
+"""Figures of ops relative to the roofline, and their plot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOVING = Case("kernels.copying.small", num_bytes=1000, flops=2000, seconds={QUIR
 COMPUTING = Case("kernels.computing.large", num_bytes=1000, flops=16000, seconds={QUIRE: 40.0})
 
 
-def test_the_lower_roof_counts() -> None:
+def test_figures_compare_with_the_lower_roof() -> None:
     figures = MOVING.figures(ROOF)
     assert {name: figure.value for name, figure in figures.items()} == {
         "kernels.copying.small.us": 20e6,
@@ -25,14 +25,14 @@ def test_the_lower_roof_counts() -> None:
     assert COMPUTING.figures(ROOF)["kernels.computing.large.share_of_matmul"].value == 0.5
 
 
-def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+def test_plot_writes_an_image(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "roofline.png"
     plot(path, "a machine", ROOF, [MOVING, COMPUTING])
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_is_refused_at_once_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_path_is_refused_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert image_path("x.png") == Path("x.png")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

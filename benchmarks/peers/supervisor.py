@@ -1,12 +1,12 @@
-"""Runs an engine for another process, and ends all that the engine has started once that process is gone.
+"""Runs an engine for a parent process and kills all of its processes when the parent is gone.
 
-    python keeper.py FD COMMAND...
+    python supervisor.py FD COMMAND...
 
-FD is the reading end of a pipe whose other end only the starter holds. When it closes, because the starter closed it
-or died of whatever cause, the engine's processes are continued, in case they are stopped, and the engine may end by
-itself (its stdin has ended, too). A byte instead of the end means that there is no time for that. What is left then,
-or when the engine has ended, is killed. As a subreaper this process is the parent of every orphan among them, so none
-of them gets away, not even into a session of its own. Linux only.
+FD is the read end of a pipe whose write end only the parent holds. When it reaches end of file, because the parent
+closed it or died, the supervisor resumes the engine's processes, which may be stopped, and gives the engine
+END_TIMEOUT_S to exit by itself (its stdin has reached end of file, too). A byte in the pipe skips that. Then, or when
+the engine has exited, the remaining processes are killed. As a child subreaper (prctl(2)) the supervisor becomes the
+parent of every orphan among them, so it also finds those that started a session of their own. Linux only.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def main() -> None:
     pipe, command = int(sys.argv[1]), sys.argv[2:]
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    keeper_pid = os.getpid()
+    supervisor_pid = os.getpid()
 
-    def die_with_keeper() -> None:
+    def die_with_supervisor() -> None:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper_pid:  # it died before the signal was asked for
+        if os.getppid() != supervisor_pid:  # the supervisor died before the call above
             os._exit(1)
 
-    engine = subprocess.Popen(command, preexec_fn=die_with_keeper)
+    engine = subprocess.Popen(command, preexec_fn=die_with_supervisor)
     ended = os.pidfd_open(engine.pid)
     ready, _, _ = select.select([pipe, ended], [], [])
     if pipe in ready and not os.read(pipe, 1):
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _kill_all() -> None:
-    """Returns when this process has no descendant left."""
+    """Kill descendants until this process has none left."""
     with suppress(ChildProcessError):
         while True:
             for process in psutil.Process().children(recursive=True):
