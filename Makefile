@@ -1,22 +1,24 @@
-# Everything sets itself up: `make demo` and `make test` need Python 3.11+, make and a C++ compiler, nothing else.
+# Every target sets up the environment by itself; it needs Python 3.11+, make and a C++ compiler, nothing else.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# A tree in which the folders stand as the package `quire`, for the tools that read source and not imports.
+# A tree of links that makes the folders one package `quire`, for tools that read source without importing it.
 SOURCE := build/source/quire
 FOLDERS := proto kernels worker scheduler cluster
 
 .PHONY: help venv demo test test-all check layers proto figures clean
 
 help:
-	@echo "make demo      run the main job: two tensor-parallel workers answer concurrent gRPC requests"
-	@echo "make test      the tests (15 minutes at most on two cores)"
-	@echo "make test-all  the slow tests too"
-	@echo "make check     linters, types, import layers, generated code"
-	@echo "make proto     generate the gRPC code anew"
+	@echo "make demo      two tensor-parallel workers serve concurrent gRPC requests, then shut down"
+	@echo "make test      the tests that need no GPU, without the slow ones (at most 15 minutes on two cores)"
+	@echo "make test-all  the tests that need no GPU, including the slow ones"
+	@echo "make check     linters, types of package, tests and benchmarks, import layers, generated files"
+	@echo "make layers    the import layers only"
+	@echo "make proto     regenerate the gRPC code from the .proto files"
 	@echo "make figures   regenerate docs/benchmarks.md from benchmarks/results/"
-	@echo "make venv      the environment that all of these make by themselves"
+	@echo "make venv      the virtual environment .venv, which every target creates if it is missing"
+	@echo "make clean     delete build outputs and caches"
 
 venv: $(READY)
 

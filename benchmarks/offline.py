@@ -133,19 +133,33 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--model-dir", type=Path, help="model directory; the model is created there if it is missing"
     )
-    parser.add_argument("--workloads", type=names_from(WORKLOADS), default="w1,w3,w4,w5", metavar="NAME,...",
-                      help=f"of {', '.join(WORKLOADS)} (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--workloads",
+        type=names_from(WORKLOADS),
+        default="w1,w3,w4,w5",
+        metavar="NAME,...",
+        help=f"of {', '.join(WORKLOADS)} (default: %(default)s)",
+    )
     parser.add_argument("--repetitions", type=int, default=3, help="of each workload (default: %(default)s)")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="RANKS")
     parser.add_argument("--peers", type=Path, metavar="DIR", help="also measure the engines installed in DIR")
-    parser.add_argument("--engines", type=names_from(MODULES), metavar="NAME,...",
-                        help=f"with --peers (default: {','.join(MODULES)}; "
-                             f"with several ranks: {','.join(TENSOR_PARALLEL)})")  # fmt: skip
-    parser.add_argument("--limit", type=float, default=180.0, metavar="SECONDS",
-                      help="with --peers, per engine and workload (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--minutes", type=float, default=30.0,
-                      help="with --peers, for the whole run (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--engines",
+        type=names_from(MODULES),
+        metavar="NAME,...",
+        help=f"with --peers (default: {','.join(MODULES)}; with several ranks: {','.join(TENSOR_PARALLEL)})",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=180.0,
+        metavar="SECONDS",
+        help="with --peers, per engine and workload (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="with --peers, for the whole run (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     able = MODULES if arguments.tensor_parallel_size == 1 else TENSOR_PARALLEL
     if unable := set(arguments.engines or ()) - set(able):
