@@ -4,14 +4,14 @@ Online, against a running server::
 
     from quire import Client, SamplingParams
     with Client("127.0.0.1:50051") as client:
-        print(client.generate("Once upon a time", SamplingParams(max_tokens=32)).text)
+        print(client.generate("Once upon a time", SamplingParams(max_tokens=32)).outputs[0].text)
 
 Offline, in this process::
 
     from quire import LLM, SamplingParams
     print(LLM(model="path/to/model").generate("Once upon a time")[0].outputs[0].text)
 
-Names are loaded when first used, so that a client does not import torch and ``LLM`` on one rank does not import Ray.
+Names are imported at their first use, so that a client does not import torch and LLM on one rank does not import Ray.
 """
 
 from __future__ import annotations
@@ -21,29 +21,112 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cluster.client.client import AsyncClient, Client
+    from .cluster.api.status import (
+        DeploymentInfo,
+        FleetInfo,
+        KvCacheInfo,
+        ModelInfo,
+        NodeInfo,
+        QueueInfo,
+        ReplicaInfo,
+    )
+    from .cluster.client.async_client import AsyncClient
+    from .cluster.client.client import Client
+    from .cluster.config.deployment import Deployment
+    from .cluster.config.engine_options import EngineOptions
+    from .cluster.config.scaling_limits import ScalingLimits
     from .cluster.offline.llm import LLM
+    from .cluster.requests.chat import Chat
+    from .cluster.requests.outputs import (
+        CompletionDelta,
+        CompletionFinished,
+        CompletionOutput,
+        Logprob,
+        PromptLogprobsDelta,
+        RequestOutput,
+        RequestStarted,
+        StreamEvent,
+        Usage,
+    )
     from .proto import errors
     from .proto.sampling import SamplingParams
-
-__all__ = ["LLM", "AsyncClient", "Client", "SamplingParams", "errors"]
+    from .proto.stream import RankStatus, Timings
 
 try:
     __version__ = version("quire")
 except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
 
-_HOMES = {
-    "AsyncClient": ".cluster.client.client",
-    "Client": ".cluster.client.client",
+_OUTPUTS = ".cluster.requests.outputs"
+_STATUS = ".cluster.api.status"
+# exported name |-> module that defines it
+_MODULES = {
     "LLM": ".cluster.offline.llm",
+    "AsyncClient": ".cluster.client.async_client",
+    "Chat": ".cluster.requests.chat",
+    "Client": ".cluster.client.client",
+    "CompletionDelta": _OUTPUTS,
+    "CompletionFinished": _OUTPUTS,
+    "CompletionOutput": _OUTPUTS,
+    "Deployment": ".cluster.config.deployment",
+    "DeploymentInfo": _STATUS,
+    "EngineOptions": ".cluster.config.engine_options",
+    "FleetInfo": _STATUS,
+    "KvCacheInfo": _STATUS,
+    "Logprob": _OUTPUTS,
+    "ModelInfo": _STATUS,
+    "NodeInfo": _STATUS,
+    "PromptLogprobsDelta": _OUTPUTS,
+    "QueueInfo": _STATUS,
+    "RankStatus": ".proto.stream",
+    "ReplicaInfo": _STATUS,
+    "RequestOutput": _OUTPUTS,
+    "RequestStarted": _OUTPUTS,
     "SamplingParams": ".proto.sampling",
+    "ScalingLimits": ".cluster.config.scaling_limits",
+    "StreamEvent": _OUTPUTS,
+    "Timings": ".proto.stream",
+    "Usage": _OUTPUTS,
 }
+
+__all__ = [
+    "LLM",
+    "AsyncClient",
+    "Chat",
+    "Client",
+    "CompletionDelta",
+    "CompletionFinished",
+    "CompletionOutput",
+    "Deployment",
+    "DeploymentInfo",
+    "EngineOptions",
+    "FleetInfo",
+    "KvCacheInfo",
+    "Logprob",
+    "ModelInfo",
+    "NodeInfo",
+    "PromptLogprobsDelta",
+    "QueueInfo",
+    "RankStatus",
+    "ReplicaInfo",
+    "RequestOutput",
+    "RequestStarted",
+    "SamplingParams",
+    "ScalingLimits",
+    "StreamEvent",
+    "Timings",
+    "Usage",
+    "errors",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name == "errors":
         return import_module(".proto.errors", __name__)
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name], __name__), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -18,9 +18,9 @@ from quire.cluster.ray_runtime.local_cluster import LocalCluster
 from quire.cluster.replica.client import ReplicaClient
 from quire.cluster.replica.launch import launch_replica
 from quire.cluster.replica.replica import Replica, new_replica_id
-from quire.cluster.requests.output_processor import Answers
+from quire.cluster.requests.output_processor import OutputProcessor
 from quire.cluster.requests.request import RequestChecker
-from quire.cluster.requests.request_stream import follow
+from quire.cluster.requests.request_stream import output_events
 from quire.cluster.requests.tokenizer import Tokenizer
 from quire.proto.stream import ReplicaStatus
 
@@ -38,7 +38,7 @@ async def answer_all(
 
     async def answer(index: int) -> None:
         request = checker.check([100 + index] * PROMPT_LEN, sampling)
-        async for _ in follow(client.submit(request), Answers(request, tokenizer)):
+        async for _ in output_events(client.submit(request), OutputProcessor(request, tokenizer)):
             pass
 
     client.start()

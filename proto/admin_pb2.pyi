@@ -33,16 +33,125 @@ class GetStatusResponse(_message.Message):
     NODES_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     replicas: _containers.RepeatedCompositeFieldContainer[Replica]
-    deployments: _containers.RepeatedCompositeFieldContainer[Deployment]
+    deployments: _containers.RepeatedCompositeFieldContainer[DeploymentStatus]
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
     problem: str
-    def __init__(self, replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., deployments: _Optional[_Iterable[_Union[Deployment, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
+    def __init__(self, replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., deployments: _Optional[_Iterable[_Union[DeploymentStatus, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class DeployRequest(_message.Message):
-    __slots__ = ("deployment_json",)
-    DEPLOYMENT_JSON_FIELD_NUMBER: _ClassVar[int]
-    deployment_json: str
-    def __init__(self, deployment_json: _Optional[str] = ...) -> None: ...
+    __slots__ = ("deployment",)
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    deployment: Deployment
+    def __init__(self, deployment: _Optional[_Union[Deployment, _Mapping]] = ...) -> None: ...
+
+class Deployment(_message.Message):
+    __slots__ = ("engine", "limits", "rank_resources", "drain_grace_s", "revision")
+    class RankResourcesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    RANK_RESOURCES_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    engine: EngineOptions
+    limits: ScalingLimits
+    rank_resources: _containers.ScalarMap[str, float]
+    drain_grace_s: float
+    revision: str
+    def __init__(self, engine: _Optional[_Union[EngineOptions, _Mapping]] = ..., limits: _Optional[_Union[ScalingLimits, _Mapping]] = ..., rank_resources: _Optional[_Mapping[str, float]] = ..., drain_grace_s: _Optional[float] = ..., revision: _Optional[str] = ...) -> None: ...
+
+class EngineOptions(_message.Message):
+    __slots__ = ("model", "served_model_name", "tensor_parallel_size", "device", "dtype", "quantization", "max_model_len", "block_size", "kv_cache_memory", "num_kv_blocks", "num_host_kv_blocks", "kv_cache_dtype", "prefix_caching", "batch_invariant", "fused_all_reduce", "cuda_graphs", "max_num_seqs", "max_num_batched_tokens", "max_queue_len", "policy", "tenant_weights", "step_timeout_s", "audit", "seed")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
+    BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
+    FUSED_ALL_REDUCE_FIELD_NUMBER: _ClassVar[int]
+    CUDA_GRAPHS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUE_LEN_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    served_model_name: str
+    tensor_parallel_size: int
+    device: str
+    dtype: str
+    quantization: str
+    max_model_len: int
+    block_size: int
+    kv_cache_memory: int
+    num_kv_blocks: int
+    num_host_kv_blocks: int
+    kv_cache_dtype: str
+    prefix_caching: bool
+    batch_invariant: bool
+    fused_all_reduce: bool
+    cuda_graphs: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queue_len: int
+    policy: str
+    tenant_weights: _containers.RepeatedCompositeFieldContainer[TenantWeight]
+    step_timeout_s: float
+    audit: bool
+    seed: int
+    def __init__(self, model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., kv_cache_memory: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., num_host_kv_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., prefix_caching: _Optional[bool] = ..., batch_invariant: _Optional[bool] = ..., fused_all_reduce: _Optional[bool] = ..., cuda_graphs: _Optional[bool] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., policy: _Optional[str] = ..., tenant_weights: _Optional[_Iterable[_Union[TenantWeight, _Mapping]]] = ..., step_timeout_s: _Optional[float] = ..., audit: _Optional[bool] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class TenantWeight(_message.Message):
+    __slots__ = ("tenant", "weight")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    weight: float
+    def __init__(self, tenant: _Optional[str] = ..., weight: _Optional[float] = ...) -> None: ...
+
+class ScalingLimits(_message.Message):
+    __slots__ = ("min_replicas", "max_replicas", "target_wait_s", "target_use", "target_memory_use", "up_delay_s", "down_delay_s", "max_step_up", "max_step_down", "cooldown_s", "idle_timeout_s", "cold_start_s")
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    TARGET_USE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_MEMORY_USE_FIELD_NUMBER: _ClassVar[int]
+    UP_DELAY_S_FIELD_NUMBER: _ClassVar[int]
+    DOWN_DELAY_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_UP_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_DOWN_FIELD_NUMBER: _ClassVar[int]
+    COOLDOWN_S_FIELD_NUMBER: _ClassVar[int]
+    IDLE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    COLD_START_S_FIELD_NUMBER: _ClassVar[int]
+    min_replicas: int
+    max_replicas: int
+    target_wait_s: float
+    target_use: float
+    target_memory_use: float
+    up_delay_s: float
+    down_delay_s: float
+    max_step_up: int
+    max_step_down: int
+    cooldown_s: float
+    idle_timeout_s: float
+    cold_start_s: float
+    def __init__(self, min_replicas: _Optional[int] = ..., max_replicas: _Optional[int] = ..., target_wait_s: _Optional[float] = ..., target_use: _Optional[float] = ..., target_memory_use: _Optional[float] = ..., up_delay_s: _Optional[float] = ..., down_delay_s: _Optional[float] = ..., max_step_up: _Optional[int] = ..., max_step_down: _Optional[int] = ..., cooldown_s: _Optional[float] = ..., idle_timeout_s: _Optional[float] = ..., cold_start_s: _Optional[float] = ...) -> None: ...
 
 class DeployResponse(_message.Message):
     __slots__ = ("version",)
@@ -72,7 +181,7 @@ class DrainResponse(_message.Message):
     replica_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, replica_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class Deployment(_message.Message):
+class DeploymentStatus(_message.Message):
     __slots__ = ("model", "version", "min_replicas", "max_replicas", "target_replicas", "reason", "problem")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]

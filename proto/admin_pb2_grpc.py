@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminStub:
-    """Deploy, Delete and Drain change a fleet. Where callers need tokens, these need one of the tenant `admin`.
+    """Deploy, Delete and Drain change a fleet. If the server requires tokens, they require one of the tenant `admin`.
     """
 
     def __init__(self, channel):
@@ -58,7 +58,7 @@ class AdminStub:
 
 
 class AdminServicer:
-    """Deploy, Delete and Drain change a fleet. Where callers need tokens, these need one of the tenant `admin`.
+    """Deploy, Delete and Drain change a fleet. If the server requires tokens, they require one of the tenant `admin`.
     """
 
     def GetStatus(self, request, context):
@@ -68,21 +68,21 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Deploy(self, request, context):
-        """Has the fleet serve a model, or serve it otherwise: replicas of the new version take over from those of the old.
+        """Adds or changes a deployment. If its engine options change, replicas of the new version replace the old ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Delete(self, request, context):
-        """The model is served no longer; what still runs ends with UNAVAILABLE.
+        """Removes a deployment. Requests that still run end with UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Moves the requests of a replica, or of a node, elsewhere, and then ends its processes.
+        """Moves the requests of a replica, or of all replicas of a node, to others, then ends its processes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,7 +120,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """Deploy, Delete and Drain change a fleet. Where callers need tokens, these need one of the tenant `admin`.
+    """Deploy, Delete and Drain change a fleet. If the server requires tokens, they require one of the tenant `admin`.
     """
 
     @staticmethod

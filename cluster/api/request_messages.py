@@ -1,4 +1,4 @@
-"""What a request asks, as quire.v1 has it and as Python does, both ways; shared by the gateway and the clients."""
+"""Conversions between requests and the request messages of quire.v1, for the gateway and the clients."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SAMPLING_SCALARS = (
     "presence_penalty", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output",
     "truncate_prompt_tokens",
 )  # fmt: skip
-# What max_tokens=None travels as: the server cuts it to the room that the prompt leaves.
-_ALL_THE_ROOM = (1 << 31) - 1
+# Sent for max_tokens=None: the server lowers it to what the context leaves for a completion.
+_MAX_TOKENS_UNLIMITED = (1 << 31) - 1
 
 
 @contextmanager
-def sendable(field: str) -> Iterator[None]:
-    """What no message can hold is an InvalidRequest that names the field."""
+def as_invalid_request(field: str) -> Iterator[None]:
+    """Convert protobuf's errors for a value that no message can hold to an InvalidRequest that names the field."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -34,9 +34,9 @@ def sendable(field: str) -> Iterator[None]:
 
 def sampling_to_message(params: SamplingParams) -> inference_pb2.SamplingParams:
     values = {name: value for name in _SAMPLING_SCALARS if (value := getattr(params, name)) is not None}
-    values.setdefault("max_tokens", _ALL_THE_ROOM)
+    values.setdefault("max_tokens", _MAX_TOKENS_UNLIMITED)
     words = params.bad_words
-    with sendable("sampling"):
+    with as_invalid_request("sampling"):
         message = inference_pb2.SamplingParams(
             **values,
             stop=params.stop,
@@ -51,7 +51,7 @@ def sampling_to_message(params: SamplingParams) -> inference_pb2.SamplingParams:
 
 
 def sampling_from_message(message: inference_pb2.SamplingParams) -> SamplingParams:
-    """Raises InvalidRequest on a value out of its range."""
+    """Raises InvalidRequest for a value out of its range."""
     given = {name: getattr(message, name) for name in _SAMPLING_SCALARS if message.HasField(name)}
     has_allowed = message.HasField("allowed_token_ids")
     return SamplingParams(
@@ -64,22 +64,22 @@ def sampling_from_message(message: inference_pb2.SamplingParams) -> SamplingPara
     )
 
 
-def put_prompt(message: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
-    """Writes a prompt into the request. Raises InvalidRequest on what no message can hold."""
+def set_prompt(message: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+    """Raises InvalidRequest for a prompt that no message can hold."""
     if isinstance(prompt, Chat):
         prompt.check()
-        with sendable("chat"):
+        with as_invalid_request("chat"):
             message.chat.MergeFrom(_chat_to_message(prompt))
     elif isinstance(prompt, str):
-        with sendable("prompt"):
+        with as_invalid_request("prompt"):
             message.text = prompt
     else:
-        with sendable("prompt"):
+        with as_invalid_request("prompt"):
             message.token_ids.CopyFrom(inference_pb2.TokenIds(ids=prompt))
 
 
 def prompt_from_message(message: inference_pb2.GenerateRequest) -> Prompt:
-    """Raises InvalidRequest where there is none."""
+    """Raises InvalidRequest if the message has no prompt."""
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("prompt", "is missing, must be text, token_ids or chat")
@@ -97,5 +97,5 @@ def _chat_to_message(chat: Chat) -> inference_pb2.Chat:
 
 def _chat_from_message(message: inference_pb2.Chat) -> Chat:
     messages = [{"role": part.role, "content": part.content} for part in message.messages]
-    # MessageToDict makes plain lists and dictionaries of a Struct's.
+    # MessageToDict converts a Struct to plain lists and dictionaries.
     return Chat(messages, message.continue_final_message, MessageToDict(message.template_options))

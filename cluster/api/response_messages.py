@@ -1,175 +1,186 @@
-"""What is answered, as quire.v1 has it and as Python does, both ways; shared by the gateway and the clients."""
+"""Conversions between the output types and the response messages of quire.v1, for the gateway and the clients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from ...proto import admin_pb2, inference_pb2
+from ...proto import inference_pb2
 from ...proto.errors import ProtocolError
-from ...proto.stream import FinishReason, RankStatus, ReplicaStatus, Timings
+from ...proto.stream import Timings
 from ..requests.outputs import (
-    Completion,
-    Delta,
-    Event,
-    Finished,
-    Output,
-    PromptLogprobs,
-    Started,
-    TokenLogprobs,
+    CompletionDelta,
+    CompletionFinished,
+    CompletionOutput,
+    PositionLogprobs,
+    PromptLogprobsDelta,
+    RequestOutput,
+    RequestStarted,
+    StreamEvent,
     Usage,
+    position_logprobs,
 )
 
-_REASONS = {
-    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+_FINISH_REASONS = {
+    "stop": inference_pb2.FINISH_REASON_STOP,
+    "length": inference_pb2.FINISH_REASON_LENGTH,
 }
-_REASONS_BACK = {number: reason for reason, number in _REASONS.items()}
+_FINISH_REASON_NAMES = {number: name for name, number in _FINISH_REASONS.items()}
 
 
-def event_to_message(event: Event) -> inference_pb2.GenerateEvent:
-    if isinstance(event, Delta):
+def event_to_message(event: StreamEvent) -> inference_pb2.GenerateEvent:
+    if isinstance(event, CompletionDelta):
         return inference_pb2.GenerateEvent(delta=_delta_to_message(event))
-    if isinstance(event, Finished):
+    if isinstance(event, CompletionFinished):
         return inference_pb2.GenerateEvent(finished=_finished_to_message(event))
-    if isinstance(event, PromptLogprobs):
-        return inference_pb2.GenerateEvent(prompt_logprobs=_prompt_logprobs_to_message(event))
+    if isinstance(event, PromptLogprobsDelta):
+        message = _prompt_logprobs_to_message(event.start, event.token_ids, event.logprobs)
+        return inference_pb2.GenerateEvent(prompt_logprobs=message)
     started = inference_pb2.Started(
         request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens
     )
     return inference_pb2.GenerateEvent(started=started)
 
 
-def event_from_message(message: inference_pb2.GenerateEvent) -> Event:
-    """Raises ProtocolError on an event of a later version of quire."""
+def event_from_message(message: inference_pb2.GenerateEvent) -> StreamEvent:
+    """Raises ProtocolError for an event that only later versions of quire have."""
     kind = message.WhichOneof("event")
     if kind == "delta":
         return _delta_from_message(message.delta)
     if kind == "finished":
         return _finished_from_message(message.finished)
     if kind == "prompt_logprobs":
-        return _prompt_logprobs_from_message(message.prompt_logprobs)
+        entries = message.prompt_logprobs
+        token_ids = list(entries.token_ids)
+        return PromptLogprobsDelta(
+            entries.start, token_ids, _logprobs_from_messages(token_ids, entries.logprobs)
+        )
     if kind == "started":
         started = message.started
-        return Started(started.request_id, started.model, started.prompt_tokens)
-    raise ProtocolError("the server sent an event that this client does not know")
+        return RequestStarted(started.request_id, started.model, started.prompt_tokens)
+    raise ProtocolError("the server sent an event that this version of the client does not support")
 
 
-def completion_to_message(completion: Completion) -> inference_pb2.GenerateResponse:
-    outputs = (
-        inference_pb2.Output(
-            index=output.index,
-            text=output.text,
-            token_ids=output.token_ids,
-            logprobs=map(_logprobs_to_message, output.logprobs),
-            finished=_finished_to_message(output.finished),
-        )
-        for output in completion.outputs
-    )
+def output_to_message(output: RequestOutput) -> inference_pb2.GenerateResponse:
+    """`output.prompt_token_ids` must be set if `output.prompt_logprobs` is."""
     response = inference_pb2.GenerateResponse(
-        request_id=completion.request_id, model=completion.model, outputs=outputs
+        request_id=output.request_id, model=output.model, outputs=map(_completion_to_message, output.outputs)
     )
-    if completion.prompt_logprobs is not None:
-        known = tuple(entry for entry in completion.prompt_logprobs if entry is not None)
-        response.prompt_logprobs.CopyFrom(_prompt_logprobs_to_message(PromptLogprobs(1, known)))
+    if output.prompt_logprobs is not None:
+        assert output.prompt_token_ids is not None
+        known = [entry for entry in output.prompt_logprobs if entry is not None]
+        message = _prompt_logprobs_to_message(1, output.prompt_token_ids[1:], known)
+        response.prompt_logprobs.CopyFrom(message)
     return response
 
 
-def completion_from_message(message: inference_pb2.GenerateResponse) -> Completion:
-    outputs = (
-        Output(
-            text=output.text,
-            token_ids=tuple(output.token_ids),
-            logprobs=_all_logprobs(output.logprobs),
-            finished=_finished_from_message(output.finished),
-        )
-        for output in message.outputs
-    )
-    of_prompt = None
+def output_from_message(
+    message: inference_pb2.GenerateResponse, prompt: str | None, prompt_token_ids: list[int] | None
+) -> RequestOutput:
+    """`prompt` and `prompt_token_ids` are those that the client sent, which the message does not contain."""
+    of_prompt: list[PositionLogprobs | None] | None = None
     if message.HasField("prompt_logprobs"):
-        of_prompt = (None, *_prompt_logprobs_from_message(message.prompt_logprobs).logprobs)
-    return Completion(message.request_id, message.model, tuple(outputs), of_prompt)
-
-
-def replica_to_message(status: ReplicaStatus, problem: str) -> admin_pb2.Replica:
-    """`problem`: why the gateway does not count on the replica; empty when it does."""
-    return admin_pb2.Replica(
-        replica_id=status.replica_id,
-        model=status.model,
-        ready=not problem,
-        problem=problem,
-        ranks=map(_rank_to_message, status.ranks),
-        kv=admin_pb2.KvUse(
-            block_size=status.block_size,
-            num_blocks=status.num_blocks,
-            num_used_blocks=status.num_used_blocks,
-            num_cached_blocks=status.num_cached_blocks,
-            peak_used_blocks=status.peak_used_blocks,
-            num_used_tokens=status.num_used_tokens,
-            mean_kv_fragmentation=status.mean_kv_fragmentation,
-            prefix_query_tokens=status.prefix_query_tokens,
-            prefix_hit_tokens=status.prefix_hit_tokens,
-            num_host_blocks=status.num_host_blocks,
-            num_used_host_blocks=status.num_used_host_blocks,
-            num_cached_host_blocks=status.num_cached_host_blocks,
-            num_swapped_blocks=status.num_swapped_blocks,
-        ),
-        queue=admin_pb2.Queue(
-            num_waiting=status.num_waiting,
-            num_running=status.num_running,
-            num_finished=status.num_finished,
-            num_preemptions=status.num_preemptions,
-        ),
-        num_steps=status.num_steps,
-        uptime_s=status.uptime_s,
-        mean_plan_wait_s=status.mean_plan_wait_s,
+        entries = message.prompt_logprobs
+        of_prompt = [None, *_logprobs_from_messages(entries.token_ids, entries.logprobs)]
+    return RequestOutput(
+        request_id=message.request_id,
+        model=message.model,
+        prompt=prompt,
+        prompt_token_ids=prompt_token_ids,
+        outputs=[_completion_from_message(output) for output in message.outputs],
+        prompt_logprobs=of_prompt,
     )
 
 
-def _rank_to_message(rank: RankStatus) -> admin_pb2.Rank:
-    return admin_pb2.Rank(rank=rank.rank, pid=rank.pid, node=rank.node, device=rank.device, stage=rank.stage)
+def _completion_to_message(output: CompletionOutput) -> inference_pb2.Output:
+    return inference_pb2.Output(
+        index=output.index,
+        text=output.text,
+        token_ids=output.token_ids,
+        logprobs=_logprobs_to_messages(output.token_ids, output.logprobs or ()),
+        finished=_finished_to_message(output),
+    )
 
 
-def _delta_to_message(delta: Delta) -> inference_pb2.Delta:
+def _completion_from_message(message: inference_pb2.Output) -> CompletionOutput:
+    token_ids, finished = list(message.token_ids), _finished_from_message(message.finished)
+    return CompletionOutput(
+        index=message.index,
+        text=message.text,
+        token_ids=token_ids,
+        finish_reason=finished.finish_reason,
+        stop_reason=finished.stop_reason,
+        logprobs=_logprobs_from_messages(token_ids, message.logprobs) or None,
+        cumulative_logprob=finished.cumulative_logprob,
+        score=finished.score,
+        usage=finished.usage,
+        timings=finished.timings,
+    )
+
+
+def _delta_to_message(delta: CompletionDelta) -> inference_pb2.Delta:
     return inference_pb2.Delta(
         sequence_number=delta.sequence_number,
         index=delta.index,
         text=delta.text,
         token_ids=delta.token_ids,
-        logprobs=map(_logprobs_to_message, delta.logprobs),
+        logprobs=_logprobs_to_messages(delta.token_ids, delta.logprobs),
     )
 
 
-def _delta_from_message(message: inference_pb2.Delta) -> Delta:
-    logprobs = _all_logprobs(message.logprobs)
-    return Delta(message.text, tuple(message.token_ids), logprobs, message.sequence_number, message.index)
+def _delta_from_message(message: inference_pb2.Delta) -> CompletionDelta:
+    token_ids = list(message.token_ids)
+    logprobs = _logprobs_from_messages(token_ids, message.logprobs)
+    return CompletionDelta(message.index, message.text, token_ids, logprobs, message.sequence_number)
 
 
-def _prompt_logprobs_to_message(event: PromptLogprobs) -> inference_pb2.PromptLogprobs:
-    return inference_pb2.PromptLogprobs(start=event.start, logprobs=map(_logprobs_to_message, event.logprobs))
+def _prompt_logprobs_to_message(
+    start: int, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]
+) -> inference_pb2.PromptLogprobs:
+    entries = _logprobs_to_messages(token_ids, logprobs)
+    return inference_pb2.PromptLogprobs(start=start, logprobs=entries, token_ids=token_ids)
 
 
-def _prompt_logprobs_from_message(message: inference_pb2.PromptLogprobs) -> PromptLogprobs:
-    return PromptLogprobs(message.start, _all_logprobs(message.logprobs))
+def _logprobs_to_messages(
+    token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]
+) -> list[inference_pb2.TokenLogprobs]:
+    """`logprobs`: one entry per token, or empty."""
+    return [
+        _logprobs_to_message(token_id, entry) for token_id, entry in zip(token_ids, logprobs, strict=False)
+    ]
 
 
-def _logprobs_to_message(entry: TokenLogprobs) -> inference_pb2.TokenLogprobs:
+def _logprobs_to_message(token_id: int, entry: PositionLogprobs) -> inference_pb2.TokenLogprobs:
+    top = sorted(
+        (logprob.rank, top_id, logprob.logprob)
+        for top_id, logprob in entry.items()
+        if logprob.rank is not None
+    )
     return inference_pb2.TokenLogprobs(
-        chosen=entry.chosen, top_token_ids=entry.top_token_ids, top_logprobs=entry.top_logprobs
+        chosen=entry[token_id].logprob,
+        top_token_ids=[top_id for _, top_id, _ in top],
+        top_logprobs=[logprob for _, _, logprob in top],
     )
 
 
-def _all_logprobs(messages: Iterable[inference_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-    return tuple(
-        TokenLogprobs(message.chosen, tuple(message.top_token_ids), tuple(message.top_logprobs))
-        for message in messages
-    )
+def _logprobs_from_messages(
+    token_ids: Sequence[int], messages: Sequence[inference_pb2.TokenLogprobs]
+) -> list[PositionLogprobs]:
+    """Raises ProtocolError unless there is one message per token, or none."""
+    if messages and len(messages) != len(token_ids):
+        raise ProtocolError(
+            f"the server sent {len(messages)} log-probabilities for {len(token_ids)} tokens, must be one each"
+        )
+    return [
+        position_logprobs(token_id, message.chosen, message.top_token_ids, message.top_logprobs)
+        for token_id, message in zip(token_ids, messages, strict=False)
+    ]
 
 
-def _finished_to_message(finished: Finished) -> inference_pb2.Finished:
+def _finished_to_message(finished: CompletionFinished | CompletionOutput) -> inference_pb2.Finished:
     usage, timings, stop_reason = finished.usage, finished.timings, finished.stop_reason
     return inference_pb2.Finished(
         index=finished.index,
-        reason=_REASONS[finished.reason],
+        reason=_FINISH_REASONS[finished.finish_reason],
         stop_string=stop_reason if isinstance(stop_reason, str) else None,
         stop_token_id=stop_reason if isinstance(stop_reason, int) else None,
         usage=inference_pb2.Usage(
@@ -190,16 +201,17 @@ def _finished_to_message(finished: Finished) -> inference_pb2.Finished:
     )
 
 
-def _finished_from_message(message: inference_pb2.Finished) -> Finished:
-    reason = _REASONS_BACK.get(message.reason)
-    if reason is None:
+def _finished_from_message(message: inference_pb2.Finished) -> CompletionFinished:
+    finish_reason = _FINISH_REASON_NAMES.get(message.reason)
+    if finish_reason is None:
         raise ProtocolError(
-            f"the server ended the answer for a reason that this client does not know: {message.reason}"
+            f"the server sent finish reason {message.reason}, which this version of the client does not support"
         )
     stopped_by = message.WhichOneof("stopped_by")
     usage, timings = message.usage, message.timings
-    return Finished(
-        reason=reason,
+    return CompletionFinished(
+        index=message.index,
+        finish_reason=finish_reason,
         stop_reason=None if stopped_by is None else getattr(message, stopped_by),
         usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
         timings=Timings(
@@ -210,7 +222,6 @@ def _finished_from_message(message: inference_pb2.Finished) -> Finished:
             timings.recomputed_tokens,
             timings.num_moves,
         ),
-        index=message.index,
         cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
         score=message.score if message.HasField("score") else None,
     )

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..requests.chat import Message
-    from ..requests.outputs import Event
+    from ..requests.outputs import StreamEvent
 
 # Answers the conversation so far.
-Ask = Callable[[list["Message"]], "Generator[Event, None, None]"]
+Ask = Callable[[list["Message"]], "Generator[StreamEvent, None, None]"]
 
 
 def chat(
@@ -66,7 +66,7 @@ def chat(
     """
     from ...proto.sampling import SamplingParams
 
-    params = SamplingParams(
+    sampling_params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -81,9 +81,9 @@ def chat(
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     with connect(target, token_file, tls_ca) as client:
 
-        def ask(conversation: list[Message]) -> Generator[Event, None, None]:
+        def ask(conversation: list[Message]) -> Generator[StreamEvent, None, None]:
             return client.chat_stream(
-                conversation, params, model=model, priority=priority, timeout_s=timeout_s
+                conversation, sampling_params, model=model, priority=priority, timeout_s=timeout_s
             )
 
         if sys.stdin.isatty():
@@ -150,7 +150,7 @@ def _answer_lines(messages: list[Message], ask: Ask) -> None:
         messages.append({"role": "assistant", "content": answer})
 
 
-def _texts(events: Iterator[Event]) -> Iterator[str]:
-    from ..requests.outputs import Delta
+def _texts(events: Iterator[StreamEvent]) -> Iterator[str]:
+    from ..requests.outputs import CompletionDelta
 
-    return (event.text for event in events if isinstance(event, Delta))
+    return (event.text for event in events if isinstance(event, CompletionDelta))

@@ -34,7 +34,7 @@ def deploy(
     deployments = read_deployments(model, engine, fleet)
     with connect(target, token_file, tls_ca) as client:
         for deployment in deployments:
-            version = client.deploy(deployment.to_table())
+            version = client.deploy(deployment)
             print(f"{deployment.name}: version {version}")
 
 

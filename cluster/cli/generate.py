@@ -34,7 +34,7 @@ from .sampling_options import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..requests.outputs import Completion, Event, TokenLogprobs
+    from ..requests.outputs import PositionLogprobs, RequestOutput, StreamEvent
 
 
 def generate(
@@ -92,8 +92,9 @@ def generate(
     Example: `quire generate "It was a dark evening, and" --target 127.0.0.1:50051 --max-tokens 64`
     """
     from ...proto.sampling import SamplingParams
+    from ..requests.outputs import collect_output
 
-    params = SamplingParams(
+    sampling_params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         temperature=temperature,
@@ -121,7 +122,7 @@ def generate(
         closing(
             client.generate_stream(
                 prompt,
-                params,
+                sampling_params,
                 model=model,
                 priority=priority,
                 tenant=tenant,
@@ -131,60 +132,57 @@ def generate(
         ) as events,
     ):
         streams = n == 1 and not as_json
-        completion = _completion(_shown(events) if streams else events)
+        result = collect_output(
+            _printed(events) if streams else events,
+            prompt=prompt,
+            prompt_token_ids=None,
+            with_prompt_logprobs=prompt_logprobs is not None,
+        )
     if as_json:
-        print(json.dumps(asdict(completion), ensure_ascii=False))
+        print(json.dumps(asdict(result), ensure_ascii=False))
         return
     if not streams:
-        for output in completion.outputs:
+        for output in result.outputs:
             print(f"[{output.index}] {output.text}")
-    _show_logprobs(completion)
+    _show_logprobs(result)
 
 
-def _shown(events: Iterable[Event]) -> Iterable[Event]:
-    """The same events, their text written out as it comes."""
-    from ..requests.outputs import Delta
+def _printed(events: Iterable[StreamEvent]) -> Iterable[StreamEvent]:
+    """Yield the events, printing their text as they come."""
+    from ..requests.outputs import CompletionDelta
 
     for event in events:
-        if isinstance(event, Delta):
+        if isinstance(event, CompletionDelta):
             sys.stdout.write(event.text)
             sys.stdout.flush()
         yield event
     sys.stdout.write("\n")
 
 
-def _completion(events: Iterable[Event]) -> Completion:
-    from ..requests.outputs import Completion, PromptLogprobs, Started, collect, collect_prompt_logprobs
-
-    told = list(events)
-    started = next(event for event in told if isinstance(event, Started))
-    has_scores = any(isinstance(event, PromptLogprobs) for event in told)
-    of_prompt = collect_prompt_logprobs(told) if has_scores else None
-    return Completion(started.request_id, started.model, collect(told), of_prompt)
-
-
-def _show_logprobs(completion: Completion) -> None:
+def _show_logprobs(result: RequestOutput) -> None:
     from rich.console import Console
 
     console = Console()
-    if completion.prompt_logprobs is not None:
-        entries = [(None, entry) for entry in completion.prompt_logprobs if entry is not None]
+    if result.prompt_logprobs is not None:
+        entries = [entry for entry in result.prompt_logprobs if entry is not None]
         console.print(_logprob_table("Prompt, from its second token on", entries))
-    for output in completion.outputs:
+    for output in result.outputs:
         if output.logprobs:
-            pairs = list(zip(output.token_ids, output.logprobs, strict=True))
-            console.print(_logprob_table(f"Answer {output.index}", pairs))
+            console.print(_logprob_table(f"Completion {output.index}", output.logprobs))
 
 
-def _logprob_table(title: str, entries: Iterable[tuple[int | None, TokenLogprobs]]) -> Table:
+def _logprob_table(title: str, entries: Iterable[PositionLogprobs]) -> Table:
     from rich.table import Table
 
-    table = Table("token id", "log-probability", "likeliest", title=title, title_justify="left")
-    for token_id, entry in entries:
-        likeliest = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+    table = Table("token id", "log-probability", "most likely", title=title, title_justify="left")
+    for entry in entries:
+        token_id, chosen = next(iter(entry.items()))
+        top = sorted(
+            (each.rank, top_id, each.logprob) for top_id, each in entry.items() if each.rank is not None
+        )
         table.add_row(
-            "" if token_id is None else str(token_id),
-            f"{entry.chosen:.3f}",
-            "  ".join(f"{top_id}: {logprob:.3f}" for top_id, logprob in likeliest),
+            str(token_id),
+            f"{chosen.logprob:.3f}",
+            "  ".join(f"{top_id}: {logprob:.3f}" for _, top_id, logprob in top),
         )
     return table

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from ...proto.admin_pb2 import GetStatusResponse, Replica
+    from ..api.status import FleetInfo, ReplicaInfo
 
 
 def status(target: Target = "127.0.0.1:50051", token_file: TokenFile = None, tls_ca: TlsCa = None) -> None:
@@ -39,7 +39,7 @@ def status(target: Target = "127.0.0.1:50051", token_file: TokenFile = None, tls
         raise typer.Exit(FAILED)
 
 
-def _is_well(status: GetStatusResponse) -> bool:
+def _is_well(status: FleetInfo) -> bool:
     """As many replicas serve as are wanted; of a server without a fleet, all."""
     if not status.deployments:
         return all(replica.ready for replica in status.replicas)
@@ -50,7 +50,7 @@ def _is_well(status: GetStatusResponse) -> bool:
     )
 
 
-def _describe_fleet(status: GetStatusResponse) -> list[RenderableType]:
+def _describe_fleet(status: FleetInfo) -> list[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
@@ -77,7 +77,7 @@ def _describe_fleet(status: GetStatusResponse) -> list[RenderableType]:
     return parts
 
 
-def _describe(replica: Replica) -> list[RenderableType]:
+def _describe(replica: ReplicaInfo) -> list[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
@@ -95,23 +95,19 @@ def _describe(replica: Replica) -> list[RenderableType]:
     return [title, ranks, figures]
 
 
-def _state(replica: Replica) -> Text:
+def _state(replica: ReplicaInfo) -> Text:
     from rich.text import Text
-
-    from ...proto import admin_pb2
 
     if replica.ready:
         return Text("ready", "green")
-    if not replica.state or replica.state == admin_pb2.REPLICA_STATE_READY:
+    if replica.state in (None, "ready"):
         return Text(f"not ready: {replica.problem}", "red")
-    name = admin_pb2.ReplicaState.Name(replica.state).removeprefix("REPLICA_STATE_").lower()
-    colour = {"failed": "red", "stopped": "dim"}.get(name, "yellow")
-    return Text(f"{name}: {replica.problem}" if replica.problem else name, colour)
+    color = {"failed": "red", "stopped": "dim"}.get(replica.state, "yellow")
+    return Text(f"{replica.state}: {replica.problem}" if replica.problem else replica.state, color)
 
 
-def _figures(replica: Replica) -> list[tuple[str, str]]:
+def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
     kv, queue = replica.kv, replica.queue
-    hit_rate = kv.prefix_hit_tokens / kv.prefix_query_tokens if kv.prefix_query_tokens else 0.0
     return [
         (
             "KV blocks",
@@ -126,7 +122,7 @@ def _figures(replica: Replica) -> list[tuple[str, str]]:
         ("KV waste", f"{kv.mean_kv_fragmentation:.1%} of allocated slots, mean over all steps"),
         (
             "prefix cache",
-            f"{kv.prefix_hit_tokens} of {kv.prefix_query_tokens} prompt tokens found ({hit_rate:.1%})",
+            f"{kv.prefix_hit_tokens} of {kv.prefix_query_tokens} prompt tokens found ({kv.prefix_hit_rate:.1%})",
         ),
         (
             "queue",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ...proto.admin_pb2 import Replica
+from ..api.status import ReplicaInfo
 from .streams import Streams
 
 
@@ -26,7 +26,7 @@ class Figure:
     note: str = ""
 
 
-def measure(streams: Streams, replica: Replica, ready_s: float) -> dict[str, Figure]:
+def measure(streams: Streams, replica: ReplicaInfo, ready_s: float) -> dict[str, Figure]:
     """Return the figures, name |-> figure.
 
     Args:
@@ -37,7 +37,6 @@ def measure(streams: Streams, replica: Replica, ready_s: float) -> dict[str, Fig
     num_tokens = sum(stream.num_tokens for stream in streams.streams)
     first_s = [stream.first_token_s for stream in streams.streams if stream.first_token_s is not None]
     gaps_s = [gap_s for stream in streams.streams for gap_s in stream.gaps_s]
-    hit_rate = kv.prefix_hit_tokens / kv.prefix_query_tokens if kv.prefix_query_tokens else 0.0
     of_blocks = f"of {kv.num_blocks} blocks of {kv.block_size} tokens"
     return {
         "demo.ready": Figure("time to ready", ready_s, "s"),
@@ -59,7 +58,7 @@ def measure(streams: Streams, replica: Replica, ready_s: float) -> dict[str, Fig
         ),
         "demo.prefix.hit_rate": Figure(
             "prefix-cache hits",
-            hit_rate * 100,
+            kv.prefix_hit_rate * 100,
             "%",
             f"{kv.prefix_hit_tokens} of {kv.prefix_query_tokens} prompt tokens",
         ),

@@ -60,7 +60,7 @@ def _panel(console: Console, stream: Stream, width: int, height: int) -> Panel:
 def _title(stream: Stream) -> Text:
     title = Text(stream.request.title, "bold")
     if stream.finished is not None:
-        title.append(f" · {stream.num_tokens} tokens, ended by {stream.finished.reason}", "default")
+        title.append(f" · {stream.num_tokens} tokens, ended by {stream.finished.finish_reason}", "default")
     return title
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...proto.errors import QuireError
 from ..client.client import Client
-from ..requests.outputs import Delta, Finished
+from ..requests.outputs import CompletionDelta, CompletionFinished
 from .prompts import DemoRequest
 
 
@@ -28,7 +28,7 @@ class Stream:
     num_tokens: int = 0
     first_token_s: float | None = None
     gaps_s: list[float] = field(default_factory=list)
-    finished: Finished | None = None
+    finished: CompletionFinished | None = None
     error: QuireError | None = None
 
     @property
@@ -40,18 +40,18 @@ class Stream:
         submitted = last = time.monotonic()
         try:
             for event in client.generate_stream(self.request.prompt, self.request.params):
-                if isinstance(event, Delta) and event.token_ids:
+                if isinstance(event, CompletionDelta) and event.token_ids:
                     now = time.monotonic()
                     self._append(event, now - last, now - submitted)
                     last = now
-                elif isinstance(event, Delta):
+                elif isinstance(event, CompletionDelta):
                     self.text += event.text
-                elif isinstance(event, Finished):
+                elif isinstance(event, CompletionFinished):
                     self.finished = event
         except QuireError as error:
             self.error = error
 
-    def _append(self, delta: Delta, gap_s: float, since_submission_s: float) -> None:
+    def _append(self, delta: CompletionDelta, gap_s: float, since_submission_s: float) -> None:
         self.text += delta.text
         num_tokens = len(delta.token_ids)
         if self.first_token_s is None:

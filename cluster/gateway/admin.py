@@ -10,8 +10,9 @@ import grpc.aio
 
 from ...proto import admin_pb2, admin_pb2_grpc
 from ...proto.errors import ConfigError, PermissionDenied, ReplicaUnavailable
-from ..api.response_messages import replica_to_message
+from ..api.deployment_messages import deployment_from_message
 from ..api.security import ADMIN_TENANT, Security
+from ..api.status_messages import replica_to_message
 from ..config.deployment import Deployment
 from .handlers import authorization, convert_errors
 from .replica_pool import ReplicaPool
@@ -81,7 +82,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, message: admin_pb2.DeployRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.DeployResponse:
         fleet = self._writable_fleet(context)
-        deployment = Deployment.from_json(message.deployment_json)
+        deployment = deployment_from_message(message.deployment)
         await fleet.deploy(deployment)
         return admin_pb2.DeployResponse(version=deployment.version)
 

@@ -35,9 +35,9 @@ def _replica_to_message(entry: ReplicaEntry) -> admin_pb2.Replica:
     )
 
 
-def _deployment_to_message(entry: DeploymentEntry) -> admin_pb2.Deployment:
+def _deployment_to_message(entry: DeploymentEntry) -> admin_pb2.DeploymentStatus:
     limits = entry.deployment.limits
-    return admin_pb2.Deployment(
+    return admin_pb2.DeploymentStatus(
         model=entry.deployment.name,
         version=entry.deployment.version,
         min_replicas=limits.min_replicas,

@@ -13,13 +13,13 @@ import grpc.aio
 from ...proto import inference_pb2, inference_pb2_grpc
 from ...proto.errors import DuplicateRequest, RequestAborted
 from ..api.request_messages import prompt_from_message, sampling_from_message
-from ..api.response_messages import completion_to_message, event_to_message
+from ..api.response_messages import event_to_message, output_to_message
 from ..api.security import Security
 from ..requests.chat import Chat
-from ..requests.output_processor import Answers
-from ..requests.outputs import Completion, Event, Started, collect, collect_prompt_logprobs
+from ..requests.output_processor import OutputProcessor
+from ..requests.outputs import RequestStarted, StreamEvent, collect_output
 from ..requests.request import Request
-from ..requests.request_stream import follow
+from ..requests.request_stream import output_events
 from .handlers import authorization, convert_errors
 from .request_migration import MigratingRequest
 from .served_models import ServedModel, ServedModels
@@ -46,12 +46,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request = await self._check(model, message, context)
         async with self._events(model, request) as stream:
             events = [event async for event in stream]
-        prompt_logprobs = (
-            None if request.sampling.prompt_logprobs is None else collect_prompt_logprobs(events)
+        output = collect_output(
+            events,
+            prompt=None,  # not part of the response
+            prompt_token_ids=request.prompt_token_ids.tolist(),
+            with_prompt_logprobs=request.sampling.prompt_logprobs is not None,
         )
-        return completion_to_message(
-            Completion(request.request_id, model.name, collect(events), prompt_logprobs)
-        )
+        return output_to_message(output)
 
     @convert_errors
     async def GenerateStream(
@@ -122,7 +123,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             raise DuplicateRequest(f"request {key[1]!r} is running already")
 
     @asynccontextmanager
-    async def _events(self, model: ServedModel, request: Request) -> AsyncIterator[AsyncIterator[Event]]:
+    async def _events(
+        self, model: ServedModel, request: Request
+    ) -> AsyncIterator[AsyncIterator[StreamEvent]]:
         """Run the request. On every exit from the block its sequences have ended and their blocks are free."""
         key = request.tenant, request.request_id
         self._check_not_running(key)  # a duplicate may have started while a long prompt was tokenized
@@ -135,7 +138,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _stream(
         self, model: ServedModel, request: Request, running: MigratingRequest
-    ) -> AsyncIterator[Event]:
-        yield Started(request.request_id, model.name, len(request.prompt_token_ids))
-        async for event in follow(running, Answers(request, model.tokenizer)):
+    ) -> AsyncIterator[StreamEvent]:
+        yield RequestStarted(request.request_id, model.name, len(request.prompt_token_ids))
+        async for event in output_events(running, OutputProcessor(request, model.tokenizer)):
             yield event

@@ -119,7 +119,7 @@ class _Attempt:
 
 
 class MigratingRequest(UpdateQueue):
-    """A running request; see `Running`.
+    """A running request; see `RequestStream`.
 
     Args:
         picker: chooses the replicas.
@@ -149,7 +149,7 @@ class MigratingRequest(UpdateQueue):
             self._start_placing()
 
     def stop(self, index: int) -> None:
-        """See `Running`."""
+        """See `RequestStream`."""
         output = self._outputs[index]
         if index not in self.open or output.is_stopped:
             return
@@ -160,7 +160,7 @@ class MigratingRequest(UpdateQueue):
             self._finish_stopped(index)
 
     def abort(self) -> None:
-        """See `Running`."""
+        """See `RequestStream`."""
         if self._placing is not None:
             self._placing.cancel()
         for attempt in {output.attempt for output in self._outputs if output.attempt is not None}:
@@ -168,7 +168,7 @@ class MigratingRequest(UpdateQueue):
         self.open.clear()
 
     def end(self, error: QuireError) -> None:
-        """See `Running`."""
+        """See `RequestStream`."""
         self.abort()
         self.fail(error)
 

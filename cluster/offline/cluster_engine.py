@@ -13,7 +13,7 @@ from ..ray_runtime.local_cluster import LocalCluster
 from ..replica.client import ReplicaClient
 from ..replica.launch import launch_replica
 from ..replica.replica import new_replica_id
-from ..requests.request_stream import follow
+from ..requests.request_stream import output_events
 from .engine import OutputCollector
 
 # A step may take step_timeout_s; this much longer is allowed before the replica is considered lost.
@@ -53,8 +53,8 @@ class ClusterEngine:
 async def _follow(client: ReplicaClient, collector: OutputCollector, advance: Callable[[], None]) -> None:
     running = client.submit(collector.request)
     try:
-        async for piece in follow(running, collector.answers):
-            collector.pieces.append(piece)
+        async for event in output_events(running, collector.processor):
+            collector.events.append(event)
         advance()
     finally:
         running.abort()

@@ -6,29 +6,45 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ...proto.config import EngineConfig
-from ..requests.output_processor import Answers, Piece
-from ..requests.outputs import Output, collect
-from ..requests.request import Request
+from ..requests.output_processor import OutputProcessor
+from ..requests.outputs import RequestOutput, RequestStarted, StreamEvent, collect_output
+from ..requests.request import Prompt, Request
 from ..requests.sequence_update import SequenceUpdate
 from ..requests.tokenizer import Tokenizer
 
 
 class OutputCollector:
-    """Collects the output of one request."""
+    """Collects the output of one request.
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+    Args:
+        model: name of the model, for the output.
+
+    Attributes:
+        processor: turns updates into events.
+        events: the events so far.
+    """
+
+    def __init__(self, prompt: Prompt, request: Request, model: str, tokenizer: Tokenizer) -> None:
+        self._prompt = prompt
         self.request = request
-        self.answers = Answers(request, tokenizer)
-        self.pieces: list[Piece] = []
-
-    @property
-    def outputs(self) -> tuple[Output, ...]:
-        assert self.answers.is_over, "the request still runs"
-        return collect(self.pieces)
+        self.processor = OutputProcessor(request, tokenizer, decode_logprobs=True)
+        self.events: list[StreamEvent] = [
+            RequestStarted(request.request_id, model, len(request.prompt_token_ids))
+        ]
 
     def on_update(self, index: int, update: SequenceUpdate) -> None:
         """Add an update of output `index`. Raises the QuireError that ended the request."""
-        self.pieces += self.answers.take(index, update)
+        self.events += self.processor.process(index, update)
+
+    def output(self) -> RequestOutput:
+        """Return the output of the request, which must have ended."""
+        assert self.processor.is_finished, "the request still runs"
+        return collect_output(
+            self.events,
+            prompt=self._prompt if isinstance(self._prompt, str) else None,
+            prompt_token_ids=self.request.prompt_token_ids.tolist(),
+            with_prompt_logprobs=self.request.sampling.prompt_logprobs is not None,
+        )
 
 
 class Engine(Protocol):

@@ -21,7 +21,7 @@ from ...worker.comm.communicator import SingleRank
 from ...worker.runner import ModelRunner
 from ..host.stopwatch import Stopwatch
 from ..replica.loading_bar import LoadingBar
-from ..requests.sequence_update import SequenceUpdate, split
+from ..requests.sequence_update import SequenceUpdate, updates_by_handle
 from .engine import OutputCollector
 
 _log = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class _Batch:
         if self._has_ended:
             return
         try:
-            for handle, update in split(message):
+            for handle, update in updates_by_handle(message):
                 self._on_update(handle, update)
         except Exception as error:
             self.error = error
@@ -170,7 +170,7 @@ class _Batch:
         collector.on_update(index, update)
         if update.finish is not None:
             del self._running[handle]
-            if collector.answers.is_over:
+            if collector.processor.is_finished:
                 self._advance()
-        elif collector.answers.is_complete(index):  # at a stop string
+        elif collector.processor.has_stop_string(index):  # at a stop string
             self._mailbox.post(_GATEWAY, Stop(handle))

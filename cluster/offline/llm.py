@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -20,7 +19,7 @@ from ...proto.errors import InvalidRequest
 from ...proto.sampling import SamplingParams
 from ..config.resolve import resolve
 from ..requests.chat import Chat, Message
-from ..requests.outputs import Output, TokenLogprobs, collect_prompt_logprobs
+from ..requests.outputs import RequestOutput
 from ..requests.request import Prompt, RequestChecker
 from ..requests.tokenizer import Tokenizer
 from .engine import Engine, OutputCollector
@@ -30,60 +29,6 @@ _MAX_QUEUE_LEN = 1 << 30
 _SEQUENCES = (Sequence, np.ndarray)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """A token's log-probability at one position.
-
-    Attributes:
-        rank: 1 for the likeliest token; None where it is beyond those that were asked for.
-    """
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One answer.
-
-    Attributes:
-        finish_reason: ``stop`` or ``length``.
-        stop_reason: the stop string or stop token that ended it; None for the model's end of sequence.
-        logprobs: for each token, token id |-> Logprob, of the token itself and of the likeliest; None unless
-            asked for.
-        cumulative_logprob: sum of the tokens' log-probabilities; None without logprobs and best_of.
-        score: beam search: the summed log-probability over the length to the power of length_penalty; else None.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    stop_reason: str | int | None
-    logprobs: list[dict[int, Logprob]] | None
-    cumulative_logprob: float | None = None
-    score: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """A prompt and its answers.
-
-    Attributes:
-        prompt: None where token ids or a conversation were given.
-        outputs: by index; the best first where they were ranked (best_of, beam search).
-        prompt_logprobs: for each token of the prompt, token id |-> Logprob, of the token itself and of the
-            likeliest; None for the first, and as a whole unless asked for.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class LLM:
@@ -200,11 +145,14 @@ class LLM:
                 several, params, priorities, tenants, salts, strict=True
             )
         ]
-        collectors = [OutputCollector(request, self._tokenizer) for request in requests]
+        collectors = [
+            OutputCollector(prompt, request, self.config.model.name, self._tokenizer)
+            for prompt, request in zip(several, requests, strict=True)
+        ]
         with Progress(disable=not progress) as bar:
             task = bar.add_task("requests", total=len(collectors))
             self._engine.run(collectors, lambda: bar.advance(task))
-        return [self._result(*pair) for pair in zip(several, collectors, strict=True)]
+        return [collector.output() for collector in collectors]
 
     def chat(
         self,
@@ -250,41 +198,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _result(self, prompt: Prompt, collector: OutputCollector) -> RequestOutput:
-        request = collector.request
-        completions = [
-            CompletionOutput(
-                index=output.index,
-                text=output.text,
-                token_ids=list(output.token_ids),
-                finish_reason=str(output.finish_reason),
-                stop_reason=output.finished.stop_reason,
-                logprobs=None if request.sampling.logprobs is None else self._logprobs(output),
-                cumulative_logprob=output.cumulative_logprob,
-                score=output.score,
-            )
-            for output in collector.outputs
-        ]
-        text, token_ids = prompt if isinstance(prompt, str) else None, request.prompt_token_ids.tolist()
-        of_prompt = None
-        if request.sampling.prompt_logprobs is not None:
-            of_prompt = [
-                None if entry is None else self._logprobs_at(token_id, entry)
-                for token_id, entry in zip(token_ids, collect_prompt_logprobs(collector.pieces), strict=True)
-            ]
-        return RequestOutput(request.request_id, text, token_ids, completions, of_prompt)
-
-    def _logprobs(self, output: Output) -> list[dict[int, Logprob]]:
-        pairs = zip(output.token_ids, output.logprobs, strict=True)
-        return [self._logprobs_at(token_id, entry) for token_id, entry in pairs]
-
-    def _logprobs_at(self, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
-        ranked = dict(zip(entry.top_token_ids, enumerate(entry.top_logprobs, start=1), strict=True))
-        text = self._tokenizer.token_text
-        found = {top_id: Logprob(logprob, rank, text(top_id)) for top_id, (rank, logprob) in ranked.items()}
-        rank = found[token_id].rank if token_id in found else None
-        return {token_id: Logprob(entry.chosen, rank, text(token_id))} | found
 
 
 def _make_engine(config: EngineConfig) -> Engine:

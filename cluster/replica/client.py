@@ -32,7 +32,7 @@ from ...proto.transport.network import CurveKeys, connect
 from ..host.background import run_in_background
 from ..requests.request import Request
 from ..requests.request_stream import UpdateQueue
-from ..requests.sequence_update import SequenceUpdate, split
+from ..requests.sequence_update import SequenceUpdate, updates_by_handle
 
 logger = logging.getLogger(__name__)
 
@@ -72,18 +72,18 @@ class RunningRequest(UpdateQueue):
         self._stopped: set[int] = set()
 
     def stop(self, index: int) -> None:
-        """See `Running`."""
+        """See `RequestStream`."""
         if index in self.open and index not in self._stopped:
             self._client.stop(self.handles[index])
         self._stopped.add(index)
 
     def abort(self) -> None:
-        """See `Running`."""
+        """See `RequestStream`."""
         self._client.forget(self.handles)
         self.open.clear()
 
     def end(self, error: QuireError) -> None:
-        """See `Running`."""
+        """See `RequestStream`."""
         self.abort()
         self.fail(error)
 
@@ -357,7 +357,7 @@ class ReplicaClient:
                     listener(message)
 
     def _deliver(self, batch: TokenBatch) -> None:
-        for handle, news in split(batch):
+        for handle, news in updates_by_handle(batch):
             receiver = self._running.get(handle)
             if receiver is None:  # aborted meanwhile
                 continue

@@ -1,101 +1,120 @@
-"""Answers: a running request's news become the events that its caller sees, the same way for gateway and offline."""
+"""OutputProcessor: turns the sequence updates of one request into the events of its stream."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ...proto.errors import from_status
 from ...proto.stream import Finish, FinishReason
 from .detokenizer import Detokenizer
-from .outputs import Delta, Finished, PromptLogprobs, TokenLogprobs, Usage
+from .outputs import (
+    CompletionDelta,
+    CompletionFinished,
+    OutputEvent,
+    PositionLogprobs,
+    PromptLogprobsDelta,
+    Usage,
+    position_logprobs,
+)
 from .request import Request
-from .sequence_update import SequenceUpdate
+from .sequence_update import SequenceUpdate, TokenLogprobs
 from .tokenizer import Tokenizer
 
-Piece = PromptLogprobs | Delta | Finished
+CompletionEvent = CompletionDelta | CompletionFinished
 
 
-class Answers:
-    """The text side of a running request: each of its answers, and the order in which they are told.
+class OutputProcessor:
+    """Detokenizes the sequences of one request and emits their events; used by the gateway and by LLM.
 
-    Answers are told as they come, except where the likeliest few of more are asked for (best_of): those are told
-    once all have ended, the best first, and numbered anew.
+    Events are emitted as updates come. With `best_of` they are held back until all sequences have ended; then those
+    of the n most likely sequences are emitted, best first, with new indices.
+
+    Args:
+        decode_logprobs: fill in `Logprob.decoded_token`.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, *, decode_logprobs: bool = False) -> None:
+        self._request = request
         self._sampling = request.sampling
-        self._answers = [
-            _Answer(request, tokenizer, index) for index in range(request.sampling.num_sequences)
+        self._decode_token = tokenizer.token_text if decode_logprobs else None
+        self._sequences = [
+            _SequenceOutput(request, tokenizer, index, self._decode_token)
+            for index in range(request.sampling.num_sequences)
         ]
-        self._num_open = len(self._answers)
+        self._num_open = len(self._sequences)
         self._num_deltas = 0
-        self._untold: list[list[Delta | Finished]] = [[] for _ in self._answers]
-        self._num_scored = 1  # tokens of the prompt that have been told of; the first has no log-probability
+        self._held_back: list[list[CompletionEvent]] = [[] for _ in self._sequences]
+        self._num_scored = 1  # prompt tokens whose log-probabilities were emitted; the first token has none
 
     @property
-    def is_over(self) -> bool:
-        """Every answer has ended."""
+    def is_finished(self) -> bool:
+        """Every sequence has ended."""
         return self._num_open == 0
 
-    def is_complete(self, index: int) -> bool:
-        """A stop string was found: nothing will be added, and the caller stops the sequence in the scheduler."""
-        return self._answers[index].is_complete
+    def has_stop_string(self, index: int) -> bool:
+        """Return whether a stop string was found: the caller must stop the sequence in the scheduler."""
+        return self._sequences[index].has_stop_string
 
-    def take(self, index: int, news: SequenceUpdate) -> list[Piece]:
-        """What is to be told now that an answer has news.
+    def process(self, index: int, update: SequenceUpdate) -> list[OutputEvent]:
+        """Return the events that an update of the sequence `index` causes.
 
         Raises:
-            QuireError: the answer ended with an error; this is it, and the whole request's.
+            QuireError: the sequence ended with this error, and with it the request.
         """
-        pieces = self._answers[index].take(news)
-        self._num_open -= news.finish is not None
-        of_prompt = self._prompt_logprobs(news)
+        events = self._sequences[index].process(update)
+        self._num_open -= update.finish is not None
+        of_prompt = self._prompt_logprobs(update)
         if not self._sampling.is_ranked:
-            return [*of_prompt, *self._numbered(pieces)]
-        self._untold[index] += pieces
-        return [*of_prompt, *self._numbered(self._ranked() if self.is_over else ())]
+            return [*of_prompt, *self._numbered(events)]
+        self._held_back[index] += events
+        return [*of_prompt, *self._numbered(self._ranked() if self.is_finished else ())]
 
-    def _prompt_logprobs(self, news: SequenceUpdate) -> list[PromptLogprobs]:
-        """Those that were not told yet: a request that went on elsewhere may have scored its prompt again."""
-        num_asked = self._sampling.prompt_logprobs
-        if num_asked is None or not news.prompt_logprobs:
+    def _prompt_logprobs(self, update: SequenceUpdate) -> list[PromptLogprobsDelta]:
+        """Return the log-probabilities not emitted yet: a migrated request may compute those of its prompt again."""
+        num_top = self._sampling.prompt_logprobs
+        if num_top is None or not update.prompt_logprobs:
             return []
-        start, entries = self._num_scored, []
-        for position, entry in news.prompt_logprobs:
+        prompt = self._request.prompt_token_ids
+        start, token_ids, entries = self._num_scored, [], []
+        for position, entry in update.prompt_logprobs:
             if position == self._num_scored:
-                entries.append(_cut(entry, num_asked))
+                token_ids.append(int(prompt[position]))
+                entries.append(_position_logprobs(token_ids[-1], entry, num_top, self._decode_token))
                 self._num_scored += 1
-        return [PromptLogprobs(start, tuple(entries))] if entries else []
+        return [PromptLogprobsDelta(start, token_ids, entries)] if entries else []
 
-    def _ranked(self) -> Iterable[Delta | Finished]:
-        """The pieces of the n likeliest answers, the best first."""
-        order = sorted(range(len(self._answers)), key=lambda index: -self._answers[index].logprob_sum)
+    def _ranked(self) -> Iterable[CompletionEvent]:
+        """Yield the events of the n most likely sequences, best first."""
+        order = sorted(range(len(self._sequences)), key=lambda index: -self._sequences[index].logprob_sum)
         for rank, index in enumerate(order[: self._sampling.n]):
-            for piece in self._untold[index]:
-                yield replace(piece, index=rank)
+            for event in self._held_back[index]:
+                yield replace(event, index=rank)
 
-    def _numbered(self, pieces: Iterable[Delta | Finished]) -> list[Piece]:
-        """The pieces, deltas with their place in the stream."""
-        told: list[Piece] = []
-        for piece in pieces:
-            if isinstance(piece, Delta):
+    def _numbered(self, events: Iterable[CompletionEvent]) -> list[CompletionEvent]:
+        """Return the events, each delta with its number in the stream."""
+        numbered: list[CompletionEvent] = []
+        for event in events:
+            if isinstance(event, CompletionDelta):
                 self._num_deltas += 1
-                piece = replace(piece, sequence_number=self._num_deltas)
-            told.append(piece)
-        return told
+                event = replace(event, sequence_number=self._num_deltas)
+            numbered.append(event)
+        return numbered
 
 
-class _Answer:
-    """The text side of one running sequence.
+class _SequenceOutput:
+    """Text and log-probabilities of one sequence of a request.
 
     Attributes:
-        logprob_sum: over its tokens, as far as their log-probabilities were reported.
+        logprob_sum: of its tokens, as far as their log-probabilities were reported.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, index: int) -> None:
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, index: int, decode_token: Callable[[int], str] | None
+    ) -> None:
         self._request = request
         self._index = index
+        self._decode_token = decode_token
         sampling = request.sampling
         self._keeps_stop = sampling.include_stop_str_in_output
         self._detokenizer = Detokenizer(
@@ -108,52 +127,59 @@ class _Answer:
         self.logprob_sum = 0.0
 
     @property
-    def is_complete(self) -> bool:
+    def has_stop_string(self) -> bool:
         return self._detokenizer.stop_string is not None
 
-    def take(self, news: SequenceUpdate) -> list[Delta | Finished]:
-        """A delta, the end, both or nothing. Raises the QuireError that the sequence ended with."""
-        finish = news.finish
+    def process(self, update: SequenceUpdate) -> list[CompletionEvent]:
+        """Return a delta, the end, both or nothing. Raises the QuireError that the sequence ended with."""
+        finish = update.finish
         if finish is not None and finish.reason is FinishReason.ERROR:
             raise from_status(finish.grpc_status, finish.error)
-        delta = None if self.is_complete else self._delta(news)
+        delta = None if self.has_stop_string else self._delta(update)
         finished = None if finish is None else self._finished(finish)
-        return [piece for piece in (delta, finished) if piece is not None]
+        return [event for event in (delta, finished) if event is not None]
 
-    def _delta(self, news: SequenceUpdate) -> Delta | None:
-        finish = news.finish
-        # The token that stopped the sequence is part of the answer, but unless asked for not of its text.
-        stopped = finish is not None and finish.reason is FinishReason.STOP and bool(news.token_ids)
-        num_silent = int(stopped and not self._keeps_stop)
-        text, num_tokens = self._detokenizer.push(news.token_ids[: len(news.token_ids) - num_silent])
-        if not self.is_complete:
-            num_tokens += num_silent
+    def _delta(self, update: SequenceUpdate) -> CompletionDelta | None:
+        finish = update.finish
+        # The token that stopped the sequence is one of its tokens, but part of its text only if requested.
+        stopped = finish is not None and finish.reason is FinishReason.STOP and bool(update.token_ids)
+        num_without_text = int(stopped and not self._keeps_stop)
+        num_with_text = len(update.token_ids) - num_without_text
+        text, num_tokens = self._detokenizer.push(update.token_ids[:num_with_text])
+        if not self.has_stop_string:
+            num_tokens += num_without_text
             if finish is not None:
                 text += self._detokenizer.finish()
         if not num_tokens and not text:
             return None
         self._num_tokens += num_tokens
-        entries = news.logprobs[:num_tokens]
+        token_ids, entries = update.token_ids[:num_tokens], update.logprobs[:num_tokens]
         self.logprob_sum += sum(entry.chosen for entry in entries)
-        num_asked = self._request.sampling.logprobs
-        logprobs = () if num_asked is None else tuple(_cut(entry, num_asked) for entry in entries)
-        return Delta(text, tuple(news.token_ids[:num_tokens]), logprobs, index=self._index)
+        return CompletionDelta(self._index, text, token_ids, self._logprobs(token_ids, entries))
 
-    def _finished(self, finish: Finish) -> Finished:
+    def _logprobs(self, token_ids: list[int], entries: list[TokenLogprobs]) -> list[PositionLogprobs]:
+        num_top = self._request.sampling.logprobs
+        if num_top is None:
+            return []
+        pairs = zip(token_ids, entries, strict=True)
+        return [_position_logprobs(token_id, entry, num_top, self._decode_token) for token_id, entry in pairs]
+
+    def _finished(self, finish: Finish) -> CompletionFinished:
         stop_string = self._detokenizer.stop_string
-        return Finished(
-            reason=FinishReason.STOP if self.is_complete else finish.reason,
-            stop_reason=stop_string if self.is_complete else finish.stop_token_id,
+        return CompletionFinished(
+            index=self._index,
+            finish_reason=str(FinishReason.STOP if self.has_stop_string else finish.reason),
+            stop_reason=stop_string if self.has_stop_string else finish.stop_token_id,
             usage=Usage(len(self._request.prompt_token_ids), self._num_tokens, finish.num_cached_tokens),
             timings=finish.timings,
-            index=self._index,
             cumulative_logprob=self.logprob_sum if self._request.reports_logprobs else None,
             score=finish.score,
         )
 
 
-def _cut(entry: TokenLogprobs, num_asked: int) -> TokenLogprobs:
-    """The entry without the likeliest tokens that only other requests of its step asked for."""
-    if len(entry.top_token_ids) == num_asked:
-        return entry
-    return TokenLogprobs(entry.chosen, entry.top_token_ids[:num_asked], entry.top_logprobs[:num_asked])
+def _position_logprobs(
+    token_id: int, entry: TokenLogprobs, num_top: int, decode: Callable[[int], str] | None
+) -> PositionLogprobs:
+    """Convert an entry, without the top tokens that only other requests of its step asked for."""
+    top_ids, top_logprobs = entry.top_token_ids[:num_top], entry.top_logprobs[:num_top]
+    return position_logprobs(token_id, entry.chosen, top_ids, top_logprobs, decode)

@@ -1,35 +1,41 @@
-"""What a request is answered with, as a client sees it: events as they come, or one completion at the end."""
+"""Outputs of a request: the events of a stream, and the RequestOutput that they add up to.
+
+LLM, Client and AsyncClient return the same types. The names and fields are vLLM's, with `usage` and `timings` added.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ...proto.stream import FinishReason, Timings
+from ...proto.stream import Timings
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Natural logarithms of probabilities at one position, by the model itself, before temperature and cuts.
+class Logprob:
+    """Natural logarithm of a token's probability at one position, before temperature and truncation.
 
     Attributes:
-        chosen: of the token that is there: that was sampled, or that the prompt has.
-        top_token_ids: the likeliest tokens, likeliest first, as many as were asked for.
-        top_logprobs: theirs.
+        rank: 1 for the most likely token; None if the token is not among the most likely ones that were requested.
+        decoded_token: the token's text; None in outputs of Client and AsyncClient, since the server does not send it.
     """
 
-    chosen: float
-    top_token_ids: tuple[int, ...] = ()
-    top_logprobs: tuple[float, ...] = ()
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# token id |-> Logprob, first the token at the position, then the most likely tokens in the order of their ranks.
+PositionLogprobs = dict[int, Logprob]
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens that a request took.
+    """Number of tokens of a request.
 
     Attributes:
-        cached_tokens: of the prompt's, those whose KV was found in the prefix cache.
+        cached_tokens: prompt tokens whose KV was found in the prefix cache.
     """
 
     prompt_tokens: int = 0
@@ -38,8 +44,8 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """The request was accepted."""
+class RequestStarted:
+    """First event of a stream: the request was accepted."""
 
     request_id: str
     model: str
@@ -47,149 +53,182 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Log-probabilities of tokens of the prompt, which come in order.
+class PromptLogprobsDelta:
+    """Log-probabilities of consecutive tokens of the prompt. Sent in the order of the prompt.
 
     Attributes:
-        start: the place of the first of them; the prompt's first token, at place 0, has none.
+        start: position in the prompt of the first of them; the token at position 0 has no log-probability.
+        token_ids: the tokens of the prompt from `start` on.
+        logprobs: one entry per token of `token_ids`.
     """
 
     start: int
-    logprobs: tuple[TokenLogprobs, ...]
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs]
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """A piece of an answer.
+class CompletionDelta:
+    """New tokens and text of one completion.
 
     Attributes:
-        text: may be empty: a token can end inside a character, or inside what may become a stop string.
-        sequence_number: counts the deltas of a stream from 1.
-        index: which of the request's outputs.
-        logprobs: one for each of token_ids where asked for, otherwise empty.
+        index: index of the completion in `RequestOutput.outputs`.
+        text: may be empty, since a token can end inside a character or inside the beginning of a stop string.
+        logprobs: one entry per token of `token_ids`; empty unless requested.
+        sequence_number: number of the delta within its stream, from 1.
     """
 
+    index: int
     text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
     sequence_number: int = 0
-    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """The end of an answer.
+class CompletionFinished:
+    """Last event of one completion. The attributes are those of CompletionOutput."""
 
-    Attributes:
-        stop_reason: the stop string or stop token that ended it; None for the model's own end of sequence,
-            or for an answer that ended by its length.
-        cumulative_logprob: sum of its tokens' log-probabilities; known with logprobs or best_of, else None.
-        score: beam search: what it was ranked by, the summed log-probability over the length to the power of
-            the length penalty; else None.
-    """
-
-    reason: FinishReason
+    index: int
+    finish_reason: str
     stop_reason: str | int | None = None
     usage: Usage = field(default_factory=Usage)
     timings: Timings = field(default_factory=Timings)
-    index: int = 0
     cumulative_logprob: float | None = None
     score: float | None = None
 
 
-Event = Started | PromptLogprobs | Delta | Finished
+# What a running request yields after RequestStarted.
+OutputEvent = PromptLogprobsDelta | CompletionDelta | CompletionFinished
+StreamEvent = RequestStarted | OutputEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """One complete answer."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    finished: Finished
-
-    @property
-    def index(self) -> int:
-        return self.finished.index
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        return self.finished.reason
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        return self.finished.cumulative_logprob
-
-    @property
-    def score(self) -> float | None:
-        return self.finished.score
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A request's outputs, by index. The properties are those of the first, mostly the only one.
+class CompletionOutput:
+    """One completion of a prompt. Equality ignores `usage` and `timings`.
 
     Attributes:
-        prompt_logprobs: one for each token of the prompt, None for the first; None as a whole unless asked for.
+        finish_reason: ``stop`` or ``length``.
+        stop_reason: the stop string or stop token that ended the completion; None if the model's end of sequence or
+            the length did.
+        logprobs: for each token, token id |-> Logprob of that token and of the most likely ones; None unless
+            requested.
+        cumulative_logprob: sum of the tokens' log-probabilities; None without `logprobs` and `best_of`.
+        score: beam search: the summed log-probability over the length to the power of `length_penalty`; else None.
+        usage: prompt tokens, and the tokens of this completion.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: str | int | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    cumulative_logprob: float | None = None
+    score: float | None = None
+    usage: Usage = field(default_factory=Usage, compare=False)
+    timings: Timings = field(default_factory=Timings, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A prompt and its completions.
+
+    Attributes:
+        model: name under which the model is served.
+        prompt: the prompt's text; None if token ids or messages were sent.
+        prompt_token_ids: the tokens of the prompt; in outputs of Client and AsyncClient None unless the prompt was
+            sent as token ids, since the server does not return its tokenization.
+        outputs: by index; ranked from best to worst with `best_of` and beam search.
+        prompt_logprobs: for each token of the prompt, token id |-> Logprob of that token and of the most likely ones;
+            None for the first token, and None as a whole unless requested.
     """
 
     request_id: str
     model: str
-    outputs: tuple[Output, ...]
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-
-    @property
-    def text(self) -> str:
-        return self.outputs[0].text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return self.outputs[0].token_ids
-
-    @property
-    def logprobs(self) -> tuple[TokenLogprobs, ...]:
-        return self.outputs[0].logprobs
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        return self.outputs[0].finished.reason
-
-    @property
-    def stop_reason(self) -> str | int | None:
-        return self.outputs[0].finished.stop_reason
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
 
     @property
     def usage(self) -> Usage:
-        return self.outputs[0].finished.usage
+        """Tokens of the prompt, counted once, and of all completions in `outputs`."""
+        first = self.outputs[0].usage
+        num_completion_tokens = sum(output.usage.completion_tokens for output in self.outputs)
+        return Usage(first.prompt_tokens, num_completion_tokens, first.cached_tokens)
 
-    @property
-    def timings(self) -> Timings:
-        return self.outputs[0].finished.timings
+
+def position_logprobs(
+    token_id: int,
+    logprob: float,
+    top_token_ids: Sequence[int],
+    top_logprobs: Sequence[float],
+    decode: Callable[[int], str] | None = None,
+) -> PositionLogprobs:
+    """Return the log-probabilities of one position by token id.
+
+    Args:
+        token_id: the token at the position.
+        logprob: its log-probability.
+        top_token_ids: the most likely tokens, in descending order.
+        top_logprobs: one per token of `top_token_ids`.
+        decode: returns a token's text; None leaves `decoded_token` unset.
+    """
+    entries = {token_id: Logprob(logprob, None, None if decode is None else decode(token_id))}
+    for rank, (top_id, top_logprob) in enumerate(zip(top_token_ids, top_logprobs, strict=True), start=1):
+        entries[top_id] = Logprob(top_logprob, rank, None if decode is None else decode(top_id))
+    return entries
 
 
-def collect(events: Iterable[Event]) -> tuple[Output, ...]:
-    """The outputs, by index, that a request's events amount to."""
-    deltas: dict[int, list[Delta]] = defaultdict(list)
-    ends: dict[int, Finished] = {}
+def collect_output(
+    events: Iterable[StreamEvent],
+    *,
+    prompt: str | None,
+    prompt_token_ids: list[int] | None,
+    with_prompt_logprobs: bool,
+) -> RequestOutput:
+    """Return the output that all events of a request's stream add up to.
+
+    Args:
+        prompt, prompt_token_ids: fields of the RequestOutput, which the events do not contain.
+        with_prompt_logprobs: whether the request asked for `prompt_logprobs`.
+    """
+    deltas: dict[int, list[CompletionDelta]] = defaultdict(list)
+    finished: dict[int, CompletionFinished] = {}
+    of_prompt: list[PositionLogprobs | None] = [None]
+    started = None
     for event in events:
-        if isinstance(event, Delta):
+        if isinstance(event, CompletionDelta):
             deltas[event.index].append(event)
-        elif isinstance(event, Finished):
-            ends[event.index] = event
-    return tuple(_output(deltas[index], ends[index]) for index in sorted(ends))
+        elif isinstance(event, CompletionFinished):
+            finished[event.index] = event
+        elif isinstance(event, PromptLogprobsDelta):
+            of_prompt += event.logprobs
+        else:
+            started = event
+    assert started is not None, "the stream has no RequestStarted"
+    return RequestOutput(
+        request_id=started.request_id,
+        model=started.model,
+        prompt=prompt,
+        prompt_token_ids=prompt_token_ids,
+        outputs=[_completion(deltas[index], finished[index]) for index in sorted(finished)],
+        prompt_logprobs=of_prompt if with_prompt_logprobs else None,
+    )
 
 
-def collect_prompt_logprobs(events: Iterable[Event]) -> tuple[TokenLogprobs | None, ...]:
-    """One for each token of the prompt, of the events of a request that asked for them."""
-    parts = (event.logprobs for event in events if isinstance(event, PromptLogprobs))
-    return (None, *(entry for part in parts for entry in part))
-
-
-def _output(deltas: list[Delta], finished: Finished) -> Output:
-    return Output(
+def _completion(deltas: list[CompletionDelta], finished: CompletionFinished) -> CompletionOutput:
+    logprobs = [entry for delta in deltas for entry in delta.logprobs]
+    return CompletionOutput(
+        index=finished.index,
         text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
-        finished=finished,
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        finish_reason=finished.finish_reason,
+        stop_reason=finished.stop_reason,
+        logprobs=logprobs or None,
+        cumulative_logprob=finished.cumulative_logprob,
+        score=finished.score,
+        usage=finished.usage,
+        timings=finished.timings,
     )

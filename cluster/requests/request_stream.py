@@ -1,4 +1,4 @@
-"""Running requests as their readers see them, wherever they run: news of each answer, and the verbs to end it."""
+"""Updates of running requests, as their readers receive them, and the calls that end a request."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from ...proto.errors import QuireError
-from .output_processor import Answers, Piece
+from .output_processor import OutputProcessor
+from .outputs import OutputEvent
 from .sequence_update import SequenceUpdate
 
 
 class UpdateQueue:
-    """Queue of a request's updates: an asynchronous iterator of (output index, SequenceUpdate) for one reader.
+    """Queue of a request's updates: an asynchronous iterator of (sequence index, SequenceUpdate) for one reader.
 
-    Updates of an answer that the reader has not taken grow together, so a slow reader costs one item an answer and
-    slows nobody. The iterator ends when all answers have.
+    Updates of one sequence that the reader has not taken are merged, so a slow reader costs at most one item per
+    sequence and delays no other reader. The iterator ends when all sequences have ended.
 
     Args:
-        num_answers: that will come.
+        num_sequences: number of sequences of the request.
+
+    Attributes:
+        open: indices of the sequences that have not ended.
     """
 
-    def __init__(self, num_answers: int) -> None:
-        self.open = set(range(num_answers))  # answers of which more will come
-        self._pending: dict[
-            int, SequenceUpdate
-        ] = {}  # index |-> what was not taken, the longest waiting first
+    def __init__(self, num_sequences: int) -> None:
+        self.open = set(range(num_sequences))
+        # sequence index |-> merged updates, the longest waiting first
+        self._pending: dict[int, SequenceUpdate] = {}
         self._error: QuireError | None = None
         self._arrival = asyncio.Event()
 
@@ -33,10 +36,10 @@ class UpdateQueue:
         return self
 
     async def __anext__(self) -> tuple[int, SequenceUpdate]:
-        """An answer's news since they were last taken.
+        """Return the merged updates of one sequence.
 
         Raises:
-            QuireError: what `fail` was called with.
+            QuireError: the error that `fail` was called with.
         """
         while not self._pending:
             if self._error is not None:
@@ -48,50 +51,50 @@ class UpdateQueue:
         index = next(iter(self._pending))
         return index, self._pending.pop(index)
 
-    def add(self, index: int, news: SequenceUpdate) -> None:
-        """An answer's latest news; with a finish, its last."""
+    def add(self, index: int, update: SequenceUpdate) -> None:
+        """Add an update of a sequence; an update with a finish is its last."""
         if index in self._pending:
-            self._pending[index].extend(news)
+            self._pending[index].extend(update)
         else:
-            self._pending[index] = news
-        if news.finish is not None:
+            self._pending[index] = update
+        if update.finish is not None:
             self.open.discard(index)
         self._arrival.set()
 
     def fail(self, error: QuireError) -> None:
-        """Nothing will come any more, and why."""
+        """Drop pending updates and raise the error in the reader."""
         self.open.clear()
         self._pending.clear()
         self._error = error
         self._arrival.set()
 
 
-class Running(Protocol):
-    """A request under way, as its reader sees it, wherever it runs."""
+class RequestStream(Protocol):
+    """Running request: its updates, and the calls that end it."""
 
     def __aiter__(self) -> AsyncIterator[tuple[int, SequenceUpdate]]: ...
 
     def stop(self, index: int) -> None:
-        """A stop string was found: the answer ends, and its Finish comes. Safe to call again."""
+        """End a sequence in which a stop string was found; its Finish follows. Idempotent."""
         ...
 
     def abort(self) -> None:
-        """Ends all answers and frees their blocks; does nothing to those that have ended."""
+        """End all sequences that still run and free their blocks."""
         ...
 
     def end(self, error: QuireError) -> None:
-        """Aborts the request, and its reader gets the error."""
+        """Abort the request and raise the error in its reader."""
         ...
 
 
-async def follow(running: Running, answers: Answers) -> AsyncIterator[Piece]:
-    """What is to be told of a request, to its end; an answer is stopped at its stop string.
+async def output_events(stream: RequestStream, processor: OutputProcessor) -> AsyncIterator[OutputEvent]:
+    """Yield the events of a request until it ends. Stops each sequence at its stop string.
 
     Raises:
-        QuireError: the request ended with it. Its other answers may still run: the caller aborts them.
+        QuireError: the error that ended the request. Its other sequences may still run: the caller aborts them.
     """
-    async for index, news in running:
-        for piece in answers.take(index, news):
-            yield piece
-        if answers.is_complete(index):
-            running.stop(index)
+    async for index, update in stream:
+        for event in processor.process(index, update):
+            yield event
+        if processor.has_stop_string(index):
+            stream.stop(index)

@@ -1,4 +1,4 @@
-"""SequenceUpdate: what a step brought for one sequence, taken out of the scheduler's TokenBatch."""
+"""SequenceUpdate: new tokens and the end of one sequence, taken from the scheduler's TokenBatch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,32 @@ from dataclasses import dataclass, field
 
 from ...proto.step import Logprobs
 from ...proto.stream import Finish, TokenBatch
-from .outputs import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position as the worker reports them.
+
+    Attributes:
+        chosen: of the token at the position, sampled or part of the prompt.
+        top_token_ids: the most likely tokens, in descending order.
+        top_logprobs: one per token of `top_token_ids`.
+    """
+
+    chosen: float
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
 class SequenceUpdate:
-    """What has become known of a sequence since its reader last looked. A slow reader's news grow together.
+    """New results of one sequence. Updates that the reader has not taken yet are merged with `extend`.
 
     Attributes:
         token_ids: new tokens, oldest first.
-        logprobs: one for each of token_ids where the request asked for them, otherwise empty.
+        logprobs: one entry per token of `token_ids` if the request asked for them, otherwise empty.
         finish: set once the sequence has ended.
-        prompt_logprobs: (place in the prompt, its token's log-probabilities), where the request asked for them.
+        prompt_logprobs: (position in the prompt, log-probabilities) if the request asked for them.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -33,30 +47,30 @@ class SequenceUpdate:
         self.prompt_logprobs += later.prompt_logprobs
 
 
-def split(batch: TokenBatch) -> Iterable[tuple[int, SequenceUpdate]]:
-    """handle |-> its news, each handle once, those of a sequence's last tokens and of its end together."""
-    news: dict[int, SequenceUpdate] = {}
-    logprobs: dict[int, TokenLogprobs] = {}  # position in the batch's token array |-> its log-probabilities
+def updates_by_handle(batch: TokenBatch) -> Iterable[tuple[int, SequenceUpdate]]:
+    """Return handle |-> update, each handle once; the last tokens of a sequence and its finish are in one update."""
+    updates: dict[int, SequenceUpdate] = {}
+    logprobs: dict[int, TokenLogprobs] = {}  # index into batch.token_ids |-> its log-probabilities
     if batch.logprobs is not None:
         logprobs = dict(zip(batch.logprobs.index.tolist(), _entries(batch.logprobs), strict=True))
     pairs = zip(batch.handles.tolist(), batch.token_ids.tolist(), strict=True)
-    for position, (handle, token_id) in enumerate(pairs):
-        entry = news.get(handle)
-        if entry is None:
-            entry = news[handle] = SequenceUpdate()
-        entry.token_ids.append(token_id)
-        if position in logprobs:
-            entry.logprobs.append(logprobs[position])
+    for index, (handle, token_id) in enumerate(pairs):
+        update = updates.get(handle)
+        if update is None:
+            update = updates[handle] = SequenceUpdate()
+        update.token_ids.append(token_id)
+        if index in logprobs:
+            update.logprobs.append(logprobs[index])
     if batch.prompt_logprobs is not None:
         scores = batch.prompt_logprobs
         entries = zip(
             scores.owners.tolist(), scores.logprobs.index.tolist(), _entries(scores.logprobs), strict=True
         )
         for handle, position, scored in entries:
-            news.setdefault(handle, SequenceUpdate()).prompt_logprobs.append((position, scored))
+            updates.setdefault(handle, SequenceUpdate()).prompt_logprobs.append((position, scored))
     for finish in batch.finished:
-        news.setdefault(finish.handle, SequenceUpdate()).finish = finish
-    return news.items()
+        updates.setdefault(finish.handle, SequenceUpdate()).finish = finish
+    return updates.items()
 
 
 def _entries(logprobs: Logprobs) -> Iterable[TokenLogprobs]:

@@ -7,15 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
-from quire import Client, SamplingParams
-from quire.proto.admin_pb2 import GetStatusResponse, Replica
+from quire import Client, FleetInfo, ReplicaInfo, SamplingParams
 
 ANSWER_TIMEOUT_S = 300.0
 
 
-def wait_for(
-    client: Client, holds: Callable[[GetStatusResponse], bool], timeout_s: float
-) -> GetStatusResponse:
+def wait_for(client: Client, holds: Callable[[FleetInfo], bool], timeout_s: float) -> FleetInfo:
     """The first status of which that holds."""
     deadline = time.monotonic() + timeout_s
     while not holds(status := client.fleet()):
@@ -24,7 +21,7 @@ def wait_for(
     return status
 
 
-def ready(status: GetStatusResponse) -> list[Replica]:
+def ready(status: FleetInfo) -> list[ReplicaInfo]:
     """The replicas that the gateway gives requests."""
     return [replica for replica in status.replicas if replica.ready]
 
@@ -63,7 +60,8 @@ class Load:
         answers, number = [], first
         while True:
             prompt = self._prompts[number % len(self._prompts)]
-            answers.append((prompt, self._client.generate(prompt, self._params).token_ids))
+            (output,) = self._client.generate(prompt, self._params).outputs
+            answers.append((prompt, tuple(output.token_ids)))
             if self._is_over:
                 return answers
             number += 1

@@ -13,7 +13,7 @@ import pytest
 
 from quire import Client, SamplingParams
 from quire.cluster.demo.server import ServerProcess
-from quire.cluster.requests.outputs import Delta
+from quire.cluster.requests.outputs import CompletionDelta
 from quire.proto.errors import QuireError, ReplicaUnavailable
 
 pytestmark = pytest.mark.cluster
@@ -43,7 +43,7 @@ class Follower:
         try:
             while True:  # a stream may end just before the fault; then the next one fails
                 for event in self.client.generate_stream("It was", params):
-                    if isinstance(event, Delta):
+                    if isinstance(event, CompletionDelta):
                         self.is_running.set()
         except QuireError as error:
             self.error = error

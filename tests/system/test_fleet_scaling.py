@@ -109,7 +109,7 @@ def test_replica_that_fits_nowhere_reports_the_reason(
         assert "worker offers" in waiting.problem
         assert "max 3 nodes" in waiting.problem
         answer = client.generate(PROMPTS[0], PARAMS, model="demo")  # the other model is still served
-        check(greedy, [(PROMPTS[0], answer.token_ids)])
+        check(greedy, [(PROMPTS[0], tuple(answer.outputs[0].token_ids))])
         shown = run_quire("status", "--target", server.address)
         assert shown.returncode == 1
         assert "waits for room" in shown.stdout.replace("\n", " ")

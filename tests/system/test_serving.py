@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from quire import AsyncClient, Client, SamplingParams, errors
+from quire import AsyncClient, Client, ReplicaInfo, SamplingParams, errors
 from quire.cluster.demo.server import ServerProcess
-from quire.cluster.requests.outputs import Delta, Finished, Started
-from quire.proto.admin_pb2 import Replica
+from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished, RequestStarted
 
 pytestmark = pytest.mark.cluster
 
@@ -39,7 +38,7 @@ def client(server: ServerProcess) -> Any:
         yield connected
 
 
-def replica_of(client: Client) -> Replica:
+def replica_of(client: Client) -> ReplicaInfo:
     (replica,) = client.status()
     return replica
 
@@ -55,9 +54,9 @@ def wait_until(holds: Callable[[], bool], timeout_s: float = 60.0) -> bool:
 
 def test_stream_has_start_deltas_and_end(client: Client) -> None:
     events = list(client.generate_stream(PROMPTS[0], SamplingParams(max_tokens=8, temperature=0.0)))
-    assert isinstance(events[0], Started)
-    assert isinstance(events[-1], Finished)
-    deltas = [event for event in events[1:-1] if isinstance(event, Delta)]
+    assert isinstance(events[0], RequestStarted)
+    assert isinstance(events[-1], CompletionFinished)
+    deltas = [event for event in events[1:-1] if isinstance(event, CompletionDelta)]
     assert [delta.sequence_number for delta in deltas] == list(range(1, len(deltas) + 1))
     assert sum(len(delta.token_ids) for delta in deltas) == events[-1].usage.completion_tokens == 8
     assert events[0].prompt_tokens == events[-1].usage.prompt_tokens
@@ -79,9 +78,9 @@ def test_greedy_tokens_of_mixed_batches_equal_transformers(client: Client, demo_
     model = AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(demo_model_dir)
 
-    def generate(index: int) -> tuple[int, ...]:
+    def generate(index: int) -> list[int]:
         params = SamplingParams(max_tokens=LENGTHS[index], temperature=0.0, ignore_eos=True)
-        return client.generate(PROMPTS[index], params).token_ids
+        return client.generate(PROMPTS[index], params).outputs[0].token_ids
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         outputs = list(pool.map(generate, range(len(PROMPTS))))
@@ -98,7 +97,7 @@ def test_greedy_tokens_of_mixed_batches_equal_transformers(client: Client, demo_
         expected = model.generate(prompt_ids, max_new_tokens=length, min_new_tokens=length, do_sample=False)
         top_two = logits.topk(2, dim=1).values
         if (top_two[:, 0] - top_two[:, 1]).min() > 1e-4:
-            assert list(output) == expected[0, prompt_ids.shape[1] :].tolist(), prompt
+            assert output == expected[0, prompt_ids.shape[1] :].tolist(), prompt
 
 
 def test_client_that_disconnects_frees_its_blocks(client: Client) -> None:
@@ -107,7 +106,7 @@ def test_client_that_disconnects_frees_its_blocks(client: Client) -> None:
     stream = client.generate_stream(PROMPTS[0], SamplingParams(max_tokens=900, ignore_eos=True))
     seen = 0
     for event in stream:
-        seen += isinstance(event, Delta)
+        seen += isinstance(event, CompletionDelta)
         if seen == 3:
             break
     assert replica_of(client).kv.num_used_blocks > 0
@@ -124,8 +123,8 @@ def test_thousand_concurrent_requests_on_a_small_pool_all_finish(server: ServerP
 
             async def generate(number: int) -> int:
                 params = SamplingParams(max_tokens=1 + number % 6, seed=number, ignore_eos=True)
-                output = await client.generate([1 + number % 3000, 7, 9], params)
-                return len(output.token_ids)
+                result = await client.generate([1 + number % 3000, 7, 9], params)
+                return len(result.outputs[0].token_ids)
 
             return await asyncio.gather(*(generate(number) for number in range(1000)))
 
@@ -142,19 +141,20 @@ def test_prompt_beyond_the_pool_is_refused_and_the_server_keeps_serving(client: 
         client.generate("", SamplingParams(max_tokens=1))
     with pytest.raises(errors.ModelNotFound):
         client.generate("The", model="another")
-    assert len(client.generate("The", SamplingParams(max_tokens=2, ignore_eos=True)).token_ids) == 2
+    (output,) = client.generate("The", SamplingParams(max_tokens=2, ignore_eos=True)).outputs
+    assert len(output.token_ids) == 2
 
 
 def test_same_seed_gives_the_same_tokens_alone_and_in_a_batch(client: Client) -> None:
     params = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.9, seed=11, ignore_eos=True)
-    alone = client.generate(PROMPTS[0], params).token_ids
+    alone = client.generate(PROMPTS[0], params).outputs[0].token_ids
     crowd = [
         threading.Thread(target=client.generate, args=(prompt, SamplingParams(max_tokens=32, seed=number)))
         for number, prompt in enumerate(PROMPTS)
     ]
     for thread in crowd:
         thread.start()
-    assert client.generate(PROMPTS[0], params).token_ids == alone
+    assert client.generate(PROMPTS[0], params).outputs[0].token_ids == alone
     for thread in crowd:
         thread.join()
 
@@ -163,7 +163,7 @@ def test_four_ranks_generate_the_same_tokens_as_two(
     client: Client, serve: Callable[..., ServerProcess]
 ) -> None:
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
-    expected = [client.generate(prompt, params).token_ids for prompt in PROMPTS[:3]]
+    expected = [client.generate(prompt, params).outputs[0].token_ids for prompt in PROMPTS[:3]]
     with Client(serve("demo", "--tensor-parallel-size", "4").address) as four:
         assert len(replica_of(four).ranks) == 4
-        assert [four.generate(prompt, params).token_ids for prompt in PROMPTS[:3]] == expected
+        assert [four.generate(prompt, params).outputs[0].token_ids for prompt in PROMPTS[:3]] == expected

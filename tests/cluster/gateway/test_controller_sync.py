@@ -13,16 +13,17 @@ from fake_fleet import DirectLine, FakeLauncher, MemoryStore
 from fakes import oracle
 
 from quire.cluster.api.security import Security, Token
-from quire.cluster.client.client import AsyncClient
+from quire.cluster.api.status import FleetInfo
+from quire.cluster.client.async_client import AsyncClient
 from quire.cluster.config.deployment import Deployment
+from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.controller_api.fleet_state import DeploymentEntry, FleetState, ReplicaEntry, ReplicaState
 from quire.cluster.fleet.fleet import Fleet
 from quire.cluster.gateway.controller_sync import ControllerSync
 from quire.cluster.gateway.served_models import ServedModels
 from quire.cluster.gateway.server import Gateway
 from quire.cluster.replica.replica import ReplicaRecord
-from quire.cluster.requests.outputs import Completion
-from quire.proto import admin_pb2
+from quire.cluster.requests.outputs import RequestOutput
 from quire.proto.errors import (
     ConfigError,
     InvalidRequest,
@@ -35,7 +36,7 @@ from quire.proto.sampling import SamplingParams
 DEADLINE_S = 60.0
 PROMPT = list(range(2, 30))
 PARAMS = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
-EXPECTED = tuple(oracle(PROMPT, 30, stops=()))
+EXPECTED = oracle(PROMPT, 30, stops=())
 
 
 class Served:
@@ -48,27 +49,27 @@ class Served:
         self.target = target
         self._model = model
 
-    def table(self, **options: Any) -> dict[str, Any]:
-        return {
-            "model": str(self._model),
-            "served_model_name": "tiny",
-            "device": "cpu",
-            "drain_grace_s": 0.2,
-            **options,
-        }
+    def deployment(self, **options: Any) -> Deployment:
+        return Deployment.from_table(
+            {
+                "model": str(self._model),
+                "served_model_name": "tiny",
+                "device": "cpu",
+                "drain_grace_s": 0.2,
+                **options,
+            }
+        )
 
-    async def ask(self, **options: Any) -> Completion:
+    async def ask(self, **options: Any) -> RequestOutput:
         return await self.client.generate(PROMPT, PARAMS, **options)
 
-    async def until(
-        self, holds: Callable[[admin_pb2.GetStatusResponse], bool]
-    ) -> admin_pb2.GetStatusResponse:
+    async def until(self, holds: Callable[[FleetInfo], bool]) -> FleetInfo:
         async with asyncio.timeout(DEADLINE_S):
             while not holds(status := await self.client.fleet()):
                 await asyncio.sleep(0.05)
         return status
 
-    async def until_ready(self, num_replicas: int) -> admin_pb2.GetStatusResponse:
+    async def until_ready(self, num_replicas: int) -> FleetInfo:
         return await self.until(
             lambda status: sum(replica.ready for replica in status.replicas) == num_replicas
         )
@@ -117,28 +118,28 @@ def test_two_models_are_served_by_name(serve: Callable[..., Any]) -> None:
             with pytest.raises(ModelNotFound, match="no model is served here yet"):
                 await served.ask()
             assert not await served.client.is_ready()
-            await served.client.deploy(served.table())
+            await served.client.deploy(served.deployment())
             await served.client.deploy(
-                served.table(served_model_name="other", min_replicas=2, max_replicas=2)
+                served.deployment(served_model_name="other", min_replicas=2, max_replicas=2)
             )
             status = await served.until_ready(3)
             assert sorted((entry.model, entry.target_replicas) for entry in status.deployments) == [
                 ("other", 2),
                 ("tiny", 1),
             ]
-            assert {replica.state for replica in status.replicas} == {admin_pb2.REPLICA_STATE_READY}
+            assert {replica.state for replica in status.replicas} == {"ready"}
             assert sorted(model.name for model in await served.client.models()) == ["other", "tiny"]
             assert await served.client.is_ready()
             for name in ("tiny", "other"):
                 answer = await served.ask(model=name)
-                assert (answer.model, answer.token_ids) == (name, EXPECTED)
+                assert (answer.model, answer.outputs[0].token_ids) == (name, EXPECTED)
             with pytest.raises(InvalidRequest, match="'tiny' and 'other' are served"):
                 await served.ask()
             with pytest.raises(ModelNotFound, match="'gpt' is not served here"):
                 await served.ask(model="gpt")
             await served.client.delete("other")
             await served.until_ready(1)
-            assert (await served.ask()).token_ids == EXPECTED
+            assert (await served.ask()).outputs[0].token_ids == EXPECTED
             with pytest.raises(ModelNotFound):
                 await served.client.delete("other")
 
@@ -150,9 +151,9 @@ def test_no_request_is_dropped_while_everything_changes(serve: Callable[..., Any
 
     async def scenario(launcher: FakeLauncher) -> None:
         async with serve(launcher) as served:
-            await served.client.deploy(served.table(min_replicas=2, max_replicas=2))
+            await served.client.deploy(served.deployment(min_replicas=2, max_replicas=2))
             await served.until_ready(2)
-            asked: list[asyncio.Task[Completion]] = []
+            asked: list[asyncio.Task[RequestOutput]] = []
 
             async def load() -> None:
                 while True:
@@ -161,7 +162,7 @@ def test_no_request_is_dropped_while_everything_changes(serve: Callable[..., Any
 
             loading = asyncio.create_task(load())
             before = {replica.replica_id for replica in (await served.client.fleet()).replicas}
-            await served.client.deploy(served.table(min_replicas=2, max_replicas=2, revision="2"))
+            await served.client.deploy(served.deployment(min_replicas=2, max_replicas=2, revision="2"))
             await served.until(
                 lambda status: (
                     sum(replica.ready for replica in status.replicas) == 2
@@ -187,8 +188,8 @@ def test_no_request_is_dropped_while_everything_changes(serve: Callable[..., Any
             loading.cancel()
             answers = await asyncio.gather(*asked)
             assert len(answers) > 50
-            assert all(answer.token_ids == EXPECTED for answer in answers)
-            assert any(answer.timings.num_moves for answer in answers)
+            assert all(answer.outputs[0].token_ids == EXPECTED for answer in answers)
+            assert any(answer.outputs[0].timings.num_moves for answer in answers)
 
     run(scenario)
 
@@ -197,11 +198,11 @@ def test_a_sleeping_model_is_woken_by_a_request(serve: Callable[..., Any]) -> No
     async def scenario(launcher: FakeLauncher) -> None:
         async with serve(launcher) as served:
             await served.client.deploy(
-                served.table(min_replicas=0, idle_timeout_s=0.5, down_delay_s=0.0, cooldown_s=0.0)
+                served.deployment(min_replicas=0, idle_timeout_s=0.5, down_delay_s=0.0, cooldown_s=0.0)
             )
             await served.until(lambda status: len(status.deployments) == 1)
             for _ in range(2):
-                assert (await served.ask()).token_ids == EXPECTED
+                assert (await served.ask()).outputs[0].token_ids == EXPECTED
                 await served.until(lambda status: not launcher.known())
                 assert await served.client.is_ready()  # a request would be answered
 
@@ -214,16 +215,18 @@ def test_only_operators_change_the_fleet(serve: Callable[..., Any]) -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with serve(launcher, security, "users") as served:
             for call in (
-                served.client.deploy(served.table()), served.client.delete("tiny"), served.client.drain("replica"),
-            ):  # fmt: skip
+                served.client.deploy(served.deployment()),
+                served.client.delete("tiny"),
+                served.client.drain("replica"),
+            ):
                 with pytest.raises(PermissionDenied, match="token of the tenant 'admin'"):
                     await call
-            assert (await served.client.fleet()).deployments == []
+            assert (await served.client.fleet()).deployments == ()
             async with AsyncClient(served.target, token="operators") as operator:
-                await operator.deploy(served.table())
+                await operator.deploy(served.deployment())
                 await served.until_ready(1)
-                with pytest.raises(ConfigError, match="did you mean 'tensor_parallel_size'"):
-                    await operator.deploy(served.table(tensor_parallel=2))
+                with pytest.raises(ConfigError, match=r"engine\.model is empty"):
+                    await operator.deploy(Deployment(EngineOptions("", served_model_name="tiny")))
                 with pytest.raises(InvalidRequest, match="none of the replicas and nodes"):
                     await operator.drain("nobody")
 

@@ -18,9 +18,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from narrowing import instance_of
 
 from quire.cluster.api.security import Security, Token
-from quire.cluster.client.client import AsyncClient, Client
+from quire.cluster.client.async_client import AsyncClient
+from quire.cluster.client.client import Client
 from quire.cluster.gateway.server import Gateway
-from quire.cluster.requests.outputs import Delta, Event, Finished, Started
+from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished, RequestStarted, StreamEvent
 from quire.cluster.requests.request import RequestChecker
 from quire.proto import inference_pb2, inference_pb2_grpc
 from quire.proto.errors import (
@@ -56,14 +57,14 @@ async def eventually(condition: Callable[[], Coroutine[Any, Any, bool]]) -> None
             await asyncio.sleep(0.01)
 
 
-async def first_delta(events: AsyncIterator[Event]) -> Delta:
+async def first_delta(events: AsyncIterator[StreamEvent]) -> CompletionDelta:
     async for event in events:
-        if isinstance(event, Delta):
+        if isinstance(event, CompletionDelta):
             return event
     raise AssertionError("the stream ended without a delta")
 
 
-async def drain(events: AsyncIterator[Event]) -> None:
+async def drain(events: AsyncIterator[StreamEvent]) -> None:
     async for _ in events:
         pass
 
@@ -74,16 +75,17 @@ def test_stream_and_unary_give_the_same_answer(serve: ServerFactory) -> None:
             whole = await client.generate(PROMPT, GREEDY)
             events = [event async for event in client.generate_stream(PROMPT, GREEDY, request_id="mine")]
         started, *updates, finished = events
-        assert isinstance(started, Started)
-        assert isinstance(finished, Finished)
+        assert isinstance(started, RequestStarted)
+        assert isinstance(finished, CompletionFinished)
         assert (started.request_id, started.model) == ("mine", "tiny")
-        deltas = [instance_of(Delta, event) for event in updates]
-        assert "".join(delta.text for delta in deltas) == whole.text
-        assert tuple(token_id for delta in deltas for token_id in delta.token_ids) == whole.token_ids
+        deltas = [instance_of(CompletionDelta, event) for event in updates]
+        (completion,) = whole.outputs
+        assert "".join(delta.text for delta in deltas) == completion.text
+        assert [token_id for delta in deltas for token_id in delta.token_ids] == completion.token_ids
         assert [delta.sequence_number for delta in deltas] == list(range(1, len(deltas) + 1))
-        assert finished.reason == whole.finish_reason
+        assert finished.finish_reason == completion.finish_reason
         assert finished.usage.prompt_tokens == started.prompt_tokens == whole.usage.prompt_tokens
-        assert finished.usage.completion_tokens == len(whole.token_ids)
+        assert finished.usage.completion_tokens == len(completion.token_ids)
         assert finished.timings.decode_s > 0
 
     run(scenario())
@@ -96,8 +98,12 @@ def test_the_synchronous_client_speaks_the_same(serve: ServerFactory) -> None:
             assert client.models()[0].name == "tiny"
             assert client.status()[0].ready
             whole = client.generate(PROMPT, GREEDY)
-            deltas = [event for event in client.generate_stream(PROMPT, GREEDY) if isinstance(event, Delta)]
-            assert "".join(delta.text for delta in deltas) == whole.text
+            deltas = [
+                event
+                for event in client.generate_stream(PROMPT, GREEDY)
+                if isinstance(event, CompletionDelta)
+            ]
+            assert "".join(delta.text for delta in deltas) == whole.outputs[0].text
             assert not client.abort("nobody")
             with pytest.raises(InvalidRequest, match="empty") as caught:
                 client.generate("")
@@ -128,7 +134,7 @@ def test_each_wrong_request_gets_its_error_and_the_server_goes_on(serve: ServerF
             with pytest.raises(InvalidRequest, match="is 99999") as caught:
                 await client.generate([1, 99999])
             assert caught.value.field == "prompt[1]"
-            assert (await client.generate(PROMPT, GREEDY)).token_ids
+            assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
 
     run(scenario())
 
@@ -240,10 +246,10 @@ def test_a_stop_string_ends_the_sequence_in_the_scheduler(serve: ServerFactory) 
     async def scenario() -> None:
         prompt = list(range(20))
         async with serve() as server, AsyncClient(server.target) as client:
-            whole = (await client.generate(prompt, GREEDY)).text
+            whole = (await client.generate(prompt, GREEDY)).outputs[0].text
             stop = whole[5:8]
             params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, stop=(stop,))
-            answer = await client.generate(prompt, params)
+            (answer,) = (await client.generate(prompt, params)).outputs
             assert answer.text == whole[: whole.find(stop)]
             assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
             assert answer.usage.completion_tokens == len(answer.token_ids)
@@ -262,13 +268,15 @@ def test_logprobs_and_seeds_travel(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
             params = SamplingParams(max_tokens=8, seed=-7, logprobs=3, ignore_eos=True)
-            first, second = await asyncio.gather(
-                client.generate(PROMPT, params), client.generate(PROMPT, params)
-            )
+            results = await asyncio.gather(client.generate(PROMPT, params), client.generate(PROMPT, params))
+            first, second = (result.outputs[0] for result in results)
             assert first.token_ids == second.token_ids
+            assert first.logprobs is not None
             assert len(first.logprobs) == len(first.token_ids) == 8
-            assert all(len(entry.top_token_ids) == 3 for entry in first.logprobs)
-            assert all(entry.chosen <= entry.top_logprobs[0] + 1e-6 <= 1e-5 for entry in first.logprobs)
+            for token_id, entry in zip(first.token_ids, first.logprobs, strict=True):
+                by_rank = {each.rank: each.logprob for each in entry.values() if each.rank is not None}
+                assert sorted(by_rank) == [1, 2, 3]
+                assert entry[token_id].logprob <= by_rank[1] + 1e-6 <= 1e-5
 
     run(scenario())
 
@@ -375,10 +383,10 @@ def test_two_hundred_streams_at_once(serve: ServerFactory) -> None:
 
             async def stream(number: int) -> tuple[int, ...]:
                 events = client.generate_stream([5, 6, 7], GREEDY, request_id=f"r{number}")
-                return tuple([t async for e in events if isinstance(e, Delta) for t in e.token_ids])
+                return tuple([t async for e in events if isinstance(e, CompletionDelta) for t in e.token_ids])
 
             answers = await asyncio.gather(*map(stream, range(200)))
-            assert set(answers) == {alone.token_ids}
+            assert set(answers) == {tuple(alone.outputs[0].token_ids)}
 
             async def is_free() -> bool:
                 return (await client.status())[0].kv.num_used_blocks == 0
@@ -413,7 +421,7 @@ def test_tokens_are_asked_for_everywhere_but_on_health(serve: ServerFactory) -> 
     async def scenario() -> None:
         async with serve(security=Security(tokens=(Token(b"one"), Token(b"two")))) as server:
             async with AsyncClient(server.target, token="two") as client:
-                assert (await client.generate(PROMPT, GREEDY)).token_ids
+                assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
                 assert [event async for event in client.generate_stream(PROMPT, GREEDY)]
             for token in (None, "three", ""):
                 async with AsyncClient(server.target, token=token) as client:
@@ -437,7 +445,7 @@ def test_tls_to_the_end(serve: ServerFactory, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serve(security=Security.load(tls_cert=certificate, tls_key=key)) as server:
             async with AsyncClient(server.target, tls_ca=certificate) as client:
-                assert (await client.generate(PROMPT, GREEDY)).token_ids
+                assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
             async with AsyncClient(server.target) as client:
                 with pytest.raises(ReplicaUnavailable):
                     await client.generate(PROMPT, GREEDY)

@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 
 from quire.cluster.api.security import Security, Token
-from quire.cluster.client.client import AsyncClient
-from quire.cluster.requests.output_processor import Answers
-from quire.cluster.requests.outputs import Delta, Event, Finished, Started, collect
+from quire.cluster.client.async_client import AsyncClient
+from quire.cluster.requests.output_processor import OutputProcessor
+from quire.cluster.requests.outputs import (
+    CompletionDelta,
+    CompletionFinished,
+    RequestStarted,
+    StreamEvent,
+    collect_output,
+)
 from quire.cluster.requests.request import RequestChecker
-from quire.cluster.requests.request_stream import follow
+from quire.cluster.requests.request_stream import output_events
 from quire.proto.errors import DeadlineExpired, InvalidRequest, Overloaded, RequestAborted
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Finish, Submit
@@ -31,9 +37,9 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(scenario, 2 * DEADLINE_S))
 
 
-async def first_delta(events: AsyncIterator[Event]) -> None:
+async def first_delta(events: AsyncIterator[StreamEvent]) -> None:
     async for event in events:
-        if isinstance(event, Delta):
+        if isinstance(event, CompletionDelta):
             return
     raise AssertionError("the stream ended without a delta")
 
@@ -48,17 +54,17 @@ async def until_free(client: AsyncClient) -> None:
             await asyncio.sleep(0.01)
 
 
-def check_numbers(events: list[Event], n: int) -> None:
-    """One Started, deltas counted over the stream, one Finished an output, nothing of it after that."""
-    assert isinstance(events[0], Started)
-    assert [e.sequence_number for e in events if isinstance(e, Delta)] == list(
-        range(1, 1 + sum(isinstance(e, Delta) for e in events))
+def check_numbers(events: list[StreamEvent], n: int) -> None:
+    """One RequestStarted, deltas numbered over the stream, one CompletionFinished last for each completion."""
+    assert isinstance(events[0], RequestStarted)
+    assert [e.sequence_number for e in events if isinstance(e, CompletionDelta)] == list(
+        range(1, 1 + sum(isinstance(e, CompletionDelta) for e in events))
     )
     ended: set[int] = set()
     for event in events[1:]:
-        assert isinstance(event, Delta | Finished)
+        assert isinstance(event, CompletionDelta | CompletionFinished)
         assert event.index not in ended
-        if isinstance(event, Finished):
+        if isinstance(event, CompletionFinished):
             ended.add(event.index)
     assert ended == set(range(n))
 
@@ -78,11 +84,13 @@ def test_stream_and_unary_give_the_same_answers(serve: ServerFactory, params: Sa
             events = [event async for event in client.generate_stream(PROMPT, params)]
             await until_free(client)
         check_numbers(events, params.n)
-        streamed = collect(events)
+        streamed = collect_output(
+            events, prompt=PROMPT, prompt_token_ids=None, with_prompt_logprobs=False
+        ).outputs
         assert [output.index for output in whole.outputs] == list(range(params.n))
         for one, other in zip(whole.outputs, streamed, strict=True):
             assert (one.text, one.token_ids) == (other.text, other.token_ids)
-            assert one.finished.usage.completion_tokens == len(one.token_ids) > 0
+            assert one.usage.completion_tokens == len(one.token_ids) > 0
             # The second request finds the prompt's KV, and sums in another order.
             assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-4)
             assert one.score == pytest.approx(other.score, abs=1e-4)
@@ -106,7 +114,7 @@ def test_a_stop_string_ends_one_answer_and_not_the_others(serve: ServerFactory) 
             assert stop not in whole[0].text + whole[2].text
             cut = (await client.generate(PROMPT, replace(SAMPLED, n=3, stop=(stop,)))).outputs
             assert cut[1].text == whole[1].text[: whole[1].text.find(stop)]
-            assert cut[1].finished.stop_reason == stop
+            assert cut[1].stop_reason == stop
             for index in (0, 2):
                 assert cut[index].token_ids == whole[index].token_ids
                 assert cut[index].finish_reason == "length"
@@ -122,7 +130,7 @@ def test_a_cancelled_call_ends_all_its_answers(
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
             events = client.generate_stream(PROMPT, params, request_id="several")
-            assert isinstance(await anext(events), Started)
+            assert isinstance(await anext(events), RequestStarted)
             async with asyncio.timeout(DEADLINE_S):
                 while await num_used_blocks(client) < 4:
                     await asyncio.sleep(0.01)
@@ -196,11 +204,11 @@ def test_a_deadline_ends_a_request_and_frees_its_blocks(serve: ServerFactory) ->
             request = checker.check(PROMPT, replace(ENDLESS, n=2), timeout_s=0.3)
             server.brake.hold()
             running = server.replica.submit(request)
-            pieces = follow(running, Answers(request, server.tokenizer))
+            events = output_events(running, OutputProcessor(request, server.tokenizer))
             await asyncio.sleep(0.4)
             server.brake.release()
             with pytest.raises(DeadlineExpired, match="its deadline passed before it was complete"):
-                async for _ in pieces:
+                async for _ in events:
                     pass
             running.abort()
             await until_free(client)

@@ -11,7 +11,12 @@ import pytest
 from quire import AsyncClient, SamplingParams
 from quire.cluster.api.request_messages import sampling_from_message, sampling_to_message
 from quire.cluster.api.security import Security, Token
-from quire.cluster.requests.outputs import Delta, PromptLogprobs, Started, collect_prompt_logprobs
+from quire.cluster.requests.outputs import (
+    CompletionDelta,
+    PromptLogprobsDelta,
+    RequestStarted,
+    collect_output,
+)
 from quire.proto.errors import DuplicateRequest, InvalidRequest, RequestAborted
 
 ServerFactory = Callable[..., Any]
@@ -54,22 +59,27 @@ def test_prompt_logprobs_over_the_network(serve: ServerFactory) -> None:
             assert whole.prompt_logprobs[0] is None
             assert len(whole.prompt_logprobs) == len(prompt)
             events = [event async for event in client.generate_stream(PROMPT, params)]
-            parts = [event for event in events if isinstance(event, PromptLogprobs)]
+            parts = [event for event in events if isinstance(event, PromptLogprobsDelta)]
             assert len(parts) > 1  # a chunk each
             kinds = [type(event) for event in events]
-            assert kinds[0] is Started
-            assert kinds.index(Delta) > kinds.index(PromptLogprobs)
-            assert collect_prompt_logprobs(events) == whole.prompt_logprobs
+            assert kinds[0] is RequestStarted
+            assert kinds.index(CompletionDelta) > kinds.index(PromptLogprobsDelta)
+            streamed = collect_output(events, prompt=PROMPT, prompt_token_ids=None, with_prompt_logprobs=True)
+            assert streamed.prompt_logprobs == whole.prompt_logprobs
+            assert [token_id for part in parts for token_id in part.token_ids] == prompt[1:]
             # The same numbers as those of an answer that is made to be the prompt.
             for place in (1, 5):
                 forced = SamplingParams(
                     temperature=0.0, max_tokens=1, logprobs=2, allowed_token_ids=prompt[place : place + 1]
                 )
-                (entry,) = (await client.generate(prompt[:place], forced)).logprobs
+                (entry,) = (await client.generate(prompt[:place], forced)).outputs[0].logprobs or ()
                 expected = whole.prompt_logprobs[place]
                 assert expected is not None
-                assert entry.chosen == pytest.approx(expected.chosen, abs=1e-4)
-                assert entry.top_token_ids == expected.top_token_ids
+                token_id = prompt[place]
+                assert next(iter(expected)) == token_id
+                assert entry[token_id].logprob == pytest.approx(expected[token_id].logprob, abs=1e-4)
+                ranks = [{each: logprob.rank for each, logprob in side.items()} for side in (entry, expected)]
+                assert ranks[0] == ranks[1]
             (single,) = (await client.generate([5], params)).prompt_logprobs or ()
             assert single is None
             assert (await client.generate(PROMPT, GREEDY)).prompt_logprobs is None
@@ -80,13 +90,15 @@ def test_prompt_logprobs_over_the_network(serve: ServerFactory) -> None:
 def test_constraints_over_the_network(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
-            free = (await client.generate(PROMPT, GREEDY)).token_ids
+            free = (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
             allowed = SamplingParams(
                 temperature=0.0, max_tokens=6, allowed_token_ids=(70, 80), logit_bias={80: 100}
             )
-            assert (await client.generate(PROMPT, allowed)).token_ids == (80,) * 6
-            forbidden = SamplingParams(temperature=0.0, max_tokens=6, bad_words=(free[:2],), ignore_eos=True)
-            assert (await client.generate(PROMPT, forbidden)).token_ids[:2] != free[:2]
+            assert (await client.generate(PROMPT, allowed)).outputs[0].token_ids == [80] * 6
+            forbidden = SamplingParams(
+                temperature=0.0, max_tokens=6, bad_words=(tuple(free[:2]),), ignore_eos=True
+            )
+            assert (await client.generate(PROMPT, forbidden)).outputs[0].token_ids[:2] != free[:2]
             for asked, field in (
                 ({"logit_bias": {10**6: 1.0}}, "sampling.logit_bias[0]"),
                 ({"bad_words": ["x" * 129]}, "sampling.bad_words"),

@@ -10,7 +10,7 @@ import pytest
 from narrowing import not_none
 
 from quire import LLM, SamplingParams
-from quire.cluster.offline.llm import CompletionOutput
+from quire.cluster.requests.outputs import CompletionOutput
 
 PROMPTS = ["The quick brown fox", "It was the best of times, it was the worst"]
 # One token in thirty, so that answers end at all lengths.

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire import LLM, SamplingParams
-from quire.cluster.offline.llm import CompletionOutput
+from quire import LLM, CompletionOutput, SamplingParams
 from quire.proto.errors import InvalidRequest
 
 PROMPT = "A gathering of folded pages is called a quire"

@@ -12,7 +12,7 @@ import pytest
 from quire.cluster.config.resolve import resolve
 from quire.cluster.offline.in_process import load_in_process
 from quire.cluster.requests.request import Request
-from quire.cluster.requests.sequence_update import split
+from quire.cluster.requests.sequence_update import updates_by_handle
 from quire.proto.config import EngineConfig
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Drain, FinishReason, GatewayMessage, ReplicaMessage, TokenBatch
@@ -68,7 +68,7 @@ class SteppedReplica:
 
     def _on_message(self, message: ReplicaMessage) -> None:
         assert isinstance(message, TokenBatch)
-        for handle, update in split(message):
+        for handle, update in updates_by_handle(message):
             self.answers[handle] += update.token_ids
             if update.finish is not None and update.finish.reason is FinishReason.MOVED:
                 self.moved[handle] = update.finish.num_completion_tokens

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from quire import LLM, AsyncClient, SamplingParams
 from quire.cluster.cli.exit_status import INTERRUPTED
 from quire.cluster.requests.chat import MAX_MESSAGES, Chat
-from quire.cluster.requests.outputs import Delta, Finished, Started
+from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished, RequestStarted
 from quire.cluster.requests.tokenizer import Tokenizer
 from quire.proto.errors import InvalidRequest
 from quire.proto.sampling import SamplingDefaults
@@ -179,11 +179,14 @@ def test_chat_over_the_network(serve: ServerFactory, chat_dir: Path) -> None:
             whole = await client.chat(MESSAGES, params, **options)  # type: ignore[arg-type]
             prompt = server.tokenizer.encode_chat(Chat(MESSAGES, template_options={"quietly": True}))
             assert whole.usage.prompt_tokens == len(prompt)
-            assert (await client.generate(prompt, params)).token_ids == whole.token_ids
+            assert (await client.generate(prompt, params)).outputs == whole.outputs
             events = [event async for event in client.chat_stream(MESSAGES, params, **options)]  # type: ignore[arg-type]
-            assert isinstance(events[0], Started)
-            assert "".join(event.text for event in events if isinstance(event, Delta)) == whole.text
-            assert isinstance(events[-1], Finished)
+            assert isinstance(events[0], RequestStarted)
+            assert (
+                "".join(event.text for event in events if isinstance(event, CompletionDelta))
+                == whole.outputs[0].text
+            )
+            assert isinstance(events[-1], CompletionFinished)
             with pytest.raises(InvalidRequest, match="nobody is called king") as caught:
                 await client.chat([{"role": "king", "content": "x"}])
             assert caught.value.field == "chat"

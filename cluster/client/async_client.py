@@ -1,0 +1,148 @@
+"""AsyncClient: quire.v1 for asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+import grpc.aio
+
+from ...proto.sampling import SamplingParams
+from ..api.status import FleetInfo, ModelInfo, ReplicaInfo
+from ..config.deployment import Deployment
+from ..requests.chat import Message
+from ..requests.outputs import RequestOutput, StreamEvent
+from ..requests.request import Prompt
+from .calls import (
+    CHANNEL_OPTIONS,
+    DEFAULT_TIMEOUT_S,
+    Call,
+    Calls,
+    ChatOptions,
+    RequestOptions,
+    load_tls_ca,
+    split_chat,
+)
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """Client for asyncio with the methods and arguments of Client. Create it in the event loop that uses it."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        token: str | None = None,
+        tls_ca: str | Path | None = None,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self.target = target
+        if tls_ca is None:
+            self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(target, load_tls_ca(tls_ca), CHANNEL_OPTIONS)
+        self._calls = Calls(self._channel, target, token, timeout_s)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> RequestOutput:
+        """See `Client.generate`."""
+        return await self._wait(self._calls.generate(prompt, sampling_params, options))
+
+    def generate_stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """See `Client.generate_stream`; ``aclose()`` aborts the request."""
+        call = self._calls.generate_stream(prompt, sampling_params, options)
+        return self._read_events(call, call.start())
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> RequestOutput:
+        """See `Client.chat`."""
+        chat, request_options = split_chat(messages, options)
+        return await self.generate(chat, sampling_params, **request_options)
+
+    def chat_stream(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """See `Client.chat_stream`."""
+        chat, request_options = split_chat(messages, options)
+        return self.generate_stream(chat, sampling_params, **request_options)
+
+    async def abort(self, request_id: str, *, tenant: str = "") -> bool:
+        """See `Client.abort`."""
+        return await self._wait(self._calls.abort(request_id, tenant))
+
+    async def models(self) -> list[ModelInfo]:
+        """See `Client.models`."""
+        return await self._wait(self._calls.models())
+
+    async def status(self) -> list[ReplicaInfo]:
+        """See `Client.status`."""
+        return await self._wait(self._calls.status())
+
+    async def fleet(self) -> FleetInfo:
+        """See `Client.fleet`."""
+        return await self._wait(self._calls.fleet())
+
+    async def deploy(self, deployment: Deployment) -> str:
+        """See `Client.deploy`."""
+        return await self._wait(self._calls.deploy(deployment))
+
+    async def delete(self, model: str) -> None:
+        """See `Client.delete`."""
+        await self._wait(self._calls.delete(model))
+
+    async def drain(self, target: str) -> tuple[str, ...]:
+        """See `Client.drain`."""
+        return await self._wait(self._calls.drain(target))
+
+    async def is_ready(self) -> bool:
+        """See `Client.is_ready`."""
+        call = self._calls.is_ready()
+        try:
+            return call.read(await call.start())
+        except grpc.RpcError:
+            return False
+
+    async def close(self) -> None:
+        """Close the connection. Running calls are canceled."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _wait(self, call: Call[T]) -> T:
+        with self._calls.errors():
+            return call.read(await call.start())
+
+    async def _read_events(self, call: Call[StreamEvent], stream: Any) -> AsyncGenerator[StreamEvent, None]:
+        try:
+            with self._calls.errors():
+                async for message in stream:
+                    yield call.read(message)
+        finally:
+            stream.cancel()

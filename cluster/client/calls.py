@@ -1,0 +1,220 @@
+"""Calls of quire.v1, built alike for Client and AsyncClient, which differ only in how they wait for the responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypedDict, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from ...proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from ...proto.errors import ConfigError
+from ...proto.sampling import SamplingParams
+from ..api.deployment_messages import deployment_to_message
+from ..api.grpc_status import from_grpc_error
+from ..api.request_messages import as_invalid_request, sampling_to_message, set_prompt
+from ..api.response_messages import event_from_message, output_from_message
+from ..api.security import bearer
+from ..api.status import FleetInfo, ModelInfo, ReplicaInfo
+from ..api.status_messages import fleet_from_message, model_from_message
+from ..config.deployment import Deployment
+from ..requests.chat import Chat, Message
+from ..requests.outputs import RequestOutput, StreamEvent
+from ..requests.request import Prompt
+
+DEFAULT_TIMEOUT_S = 600.0
+HEALTH_TIMEOUT_S = 10.0
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    # Detects a server whose machine has vanished after 40 s; TCP alone would take hours.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+T = TypeVar("T")
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of a request beside its prompt and its sampling parameters, passed as keywords.
+
+    Attributes:
+        model: required only if the server serves several models.
+        request_id: unique among the server's running requests; the server chooses one by default.
+        tenant: for fair scheduling; not needed with a token that names a tenant.
+        priority: higher values are scheduled first, if the server's policy is ``priority``; 0 by default.
+        cache_salt: prefix caching shares KV only between requests with the same salt.
+        add_special_tokens: the model's tokenizer adds its special tokens to a text prompt; True by default.
+        timeout_s: deadline of the call; None or absent means the client's default.
+    """
+
+    model: str
+    request_id: str
+    tenant: str
+    priority: int
+    cache_salt: str
+    add_special_tokens: bool
+    timeout_s: float | None
+
+
+class ChatOptions(RequestOptions, total=False):
+    """Options of a conversation, in addition to RequestOptions.
+
+    Attributes:
+        continue_final_message: continue the last message, which must be the assistant's, instead of a new one.
+        template_options: further variables of the model's chat template by name, for example
+            ``{"enable_thinking": False}``. Numbers arrive as floating-point numbers.
+    """
+
+    continue_final_message: bool
+    template_options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One remote procedure call; `read` converts its response, or each message of its stream."""
+
+    method: Any
+    request: Any
+    options: Mapping[str, Any]
+    read: Callable[[Any], T]
+
+    def start(self) -> Any:
+        """Send the request; return what the channel's kind returns: a response, an awaitable or an iterator."""
+        return self.method(self.request, **self.options)
+
+
+class Calls:
+    """Builds the calls to one server.
+
+    Args:
+        channel: a gRPC channel, synchronous or asynchronous.
+        target: the server's ``HOST:PORT``.
+        token: bearer token, if the server requires one.
+        timeout_s: default deadline of a call; None means no deadline.
+    """
+
+    def __init__(self, channel: Any, target: str, token: str | None, timeout_s: float | None) -> None:
+        self._target = target
+        self._metadata = () if token is None else (bearer(token),)
+        self._timeout_s = timeout_s
+        # The generated stubs accept both kinds of channel and return what the channel's kind returns.
+        self._inference: Any = inference_pb2_grpc.InferenceStub(channel)
+        self._admin: Any = admin_pb2_grpc.AdminStub(channel)
+        self._health: Any = health_pb2_grpc.HealthStub(channel)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Convert gRPC's errors to quire's."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise from_grpc_error(error, self._target) from error
+
+    def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None, options: RequestOptions
+    ) -> Call[RequestOutput]:
+        """Raises InvalidRequest for a value that no message can hold."""
+        request, call_options = self._generate_request(prompt, sampling_params, options)
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = _used_token_ids(prompt, sampling_params)
+        return Call(
+            self._inference.Generate,
+            request,
+            call_options,
+            lambda response: output_from_message(response, text, token_ids),
+        )
+
+    def generate_stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None, options: RequestOptions
+    ) -> Call[StreamEvent]:
+        """Raises InvalidRequest for a value that no message can hold."""
+        request, call_options = self._generate_request(prompt, sampling_params, options)
+        return Call(self._inference.GenerateStream, request, call_options, event_from_message)
+
+    def abort(self, request_id: str, tenant: str) -> Call[bool]:
+        request = inference_pb2.AbortRequest(request_id=request_id, tenant=tenant)
+        return Call(self._inference.Abort, request, self._options(), lambda response: bool(response.aborted))
+
+    def models(self) -> Call[list[ModelInfo]]:
+        return Call(
+            self._inference.ListModels,
+            inference_pb2.ListModelsRequest(),
+            self._options(),
+            lambda response: [model_from_message(model) for model in response.models],
+        )
+
+    def status(self) -> Call[list[ReplicaInfo]]:
+        return Call(
+            self._admin.GetStatus,
+            admin_pb2.GetStatusRequest(),
+            self._options(),
+            lambda response: list(fleet_from_message(response).replicas),
+        )
+
+    def fleet(self) -> Call[FleetInfo]:
+        request = admin_pb2.GetStatusRequest()
+        return Call(self._admin.GetStatus, request, self._options(), fleet_from_message)
+
+    def deploy(self, deployment: Deployment) -> Call[str]:
+        request = admin_pb2.DeployRequest(deployment=deployment_to_message(deployment))
+        return Call(self._admin.Deploy, request, self._options(), lambda response: str(response.version))
+
+    def delete(self, model: str) -> Call[None]:
+        request = admin_pb2.DeleteRequest(model=model)
+        return Call(self._admin.Delete, request, self._options(), lambda response: None)
+
+    def drain(self, target: str) -> Call[tuple[str, ...]]:
+        request = admin_pb2.DrainRequest(target=target)
+        return Call(self._admin.Drain, request, self._options(), lambda response: tuple(response.replica_ids))
+
+    def is_ready(self) -> Call[bool]:
+        return Call(
+            self._health.Check,
+            health_pb2.HealthCheckRequest(),
+            {"timeout": HEALTH_TIMEOUT_S},
+            lambda response: bool(response.status == health_pb2.HealthCheckResponse.SERVING),
+        )
+
+    def _options(self, timeout_s: float | None = None) -> dict[str, Any]:
+        return {"metadata": self._metadata, "timeout": self._timeout_s if timeout_s is None else timeout_s}
+
+    def _generate_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None, options: RequestOptions
+    ) -> tuple[inference_pb2.GenerateRequest, dict[str, Any]]:
+        """Return the message and the call's options."""
+        fields: dict[str, Any] = {**options}
+        call_options = self._options(fields.pop("timeout_s", None))
+        with as_invalid_request("request"):
+            request = inference_pb2.GenerateRequest(**fields)
+        request.sampling.CopyFrom(sampling_to_message(sampling_params or SamplingParams()))
+        set_prompt(request, prompt)
+        return request, call_options
+
+
+def split_chat(messages: Sequence[Message], options: ChatOptions) -> tuple[Chat, RequestOptions]:
+    """Return the conversation as a prompt, and the options of the request."""
+    rest: Any = dict(options)
+    chat = Chat(messages, rest.pop("continue_final_message", False), rest.pop("template_options", None) or {})
+    return chat, rest
+
+
+def load_tls_ca(path: str | Path) -> grpc.ChannelCredentials:
+    """Raises ConfigError if the file cannot be read."""
+    try:
+        return grpc.ssl_channel_credentials(Path(path).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"TLS authority {path} cannot be read: {error.strerror}") from error
+
+
+def _used_token_ids(prompt: Prompt, sampling_params: SamplingParams | None) -> list[int] | None:
+    """Return the tokens that the server uses of a prompt of token ids; None for other prompts."""
+    if isinstance(prompt, str | Chat):
+        return None
+    num_used = None if sampling_params is None else sampling_params.truncate_prompt_tokens
+    token_ids = [int(token_id) for token_id in prompt]
+    return token_ids if num_used is None else token_ids[-num_used:]

@@ -1,0 +1,42 @@
+"""The names of the package `quire`, and what importing them loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import quire
+
+HEAVY = ("torch", "transformers", "ray", "zmq", "grpc")
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The heavy modules that a new interpreter has loaded after the statement."""
+    program = f"import sys\n{statement}\nprint(*(name for name in {HEAVY!r} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("name", quire.__all__)
+def test_exported_name_can_be_imported(name: str) -> None:
+    assert getattr(quire, name) is not None
+    assert name in dir(quire)
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Clint'"):
+        _ = quire.Clint  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected"),
+    [
+        ("import quire", set()),
+        ("from quire import SamplingParams, RequestOutput, CompletionDelta, FleetInfo, Deployment", set()),
+        ("from quire import Client, AsyncClient", {"grpc"}),
+    ],
+)
+def test_import_loads_no_more_than_it_needs(statement: str, expected: set[str]) -> None:
+    assert loaded_by(statement) == expected
