@@ -94,6 +94,7 @@ def mean_nats(llm: LLM, prompts: list[list[int]]) -> float:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     logprobs: list[float] = []
     for output in llm.generate(prompts, params):
+        assert output.prompt_token_ids is not None
         assert output.prompt_logprobs is not None
         for token_id, entry in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True):
             if entry is not None:

@@ -27,7 +27,7 @@ def test_exported_name_can_be_imported(name: str) -> None:
 
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Clint'"):
-        _ = quire.Clint  # type: ignore[attr-defined]
+        _ = quire.Clint
 
 
 @pytest.mark.parametrize(

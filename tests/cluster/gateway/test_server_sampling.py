@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from narrowing import not_none
 
 from quire import AsyncClient, SamplingParams
 from quire.cluster.api.request_messages import sampling_from_message, sampling_to_message
@@ -72,7 +73,7 @@ def test_prompt_logprobs_over_the_network(serve: ServerFactory) -> None:
                 forced = SamplingParams(
                     temperature=0.0, max_tokens=1, logprobs=2, allowed_token_ids=prompt[place : place + 1]
                 )
-                (entry,) = (await client.generate(prompt[:place], forced)).outputs[0].logprobs or ()
+                (entry,) = not_none((await client.generate(prompt[:place], forced)).outputs[0].logprobs)
                 expected = whole.prompt_logprobs[place]
                 assert expected is not None
                 token_id = prompt[place]
@@ -80,7 +81,7 @@ def test_prompt_logprobs_over_the_network(serve: ServerFactory) -> None:
                 assert entry[token_id].logprob == pytest.approx(expected[token_id].logprob, abs=1e-4)
                 ranks = [{each: logprob.rank for each, logprob in side.items()} for side in (entry, expected)]
                 assert ranks[0] == ranks[1]
-            (single,) = (await client.generate([5], params)).prompt_logprobs or ()
+            (single,) = not_none((await client.generate([5], params)).prompt_logprobs)
             assert single is None
             assert (await client.generate(PROMPT, GREEDY)).prompt_logprobs is None
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from narrowing import not_none
 from reference import Reference, prompts_of
 
-from quire.cluster.offline.llm import LLM, RequestOutput
+from quire.cluster.offline.llm import LLM
+from quire.cluster.requests.outputs import RequestOutput
 from quire.proto.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -33,7 +35,7 @@ def served(request: pytest.FixtureRequest, make_model: Any) -> tuple[str, Refere
 
 def check(results: list[RequestOutput], reference: Reference) -> None:
     for result in results:
-        reference.check_greedy(result.prompt_token_ids, result.outputs[0].token_ids)
+        reference.check_greedy(not_none(result.prompt_token_ids), result.outputs[0].token_ids)
 
 
 @pytest.mark.parametrize(

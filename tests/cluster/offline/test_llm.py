@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from narrowing import not_none
 
 from quire import LLM, SamplingParams
 from quire.proto.errors import ConfigError, InvalidRequest
@@ -58,7 +59,7 @@ def transformers_greedy(model_dir: Path, prompts: list[list[int]], num_tokens: i
 
 def test_greedy_tokens_equal_transformers(llm: LLM, model_dir: Path) -> None:
     results = llm.generate(PROMPTS, GREEDY)
-    prompts = [result.prompt_token_ids for result in results]
+    prompts = [not_none(result.prompt_token_ids) for result in results]
     expected = transformers_greedy(model_dir, prompts, 20)
     assert [result.outputs[0].token_ids for result in results] == expected
     assert [result.prompt for result in results] == PROMPTS
@@ -67,7 +68,7 @@ def test_greedy_tokens_equal_transformers(llm: LLM, model_dir: Path) -> None:
 
 
 def test_prompts_in_all_their_forms(llm: LLM) -> None:
-    ids = llm.generate(PROMPTS[0], GREEDY)[0].prompt_token_ids
+    ids = not_none(llm.generate(PROMPTS[0], GREEDY)[0].prompt_token_ids)
     forms: list[Any] = [PROMPTS[0], [PROMPTS[0]], ids, [ids], tuple(ids), np.array(ids), [np.array(ids)]]
     for prompts in forms:
         (result,) = llm.generate(prompts, GREEDY)
@@ -130,8 +131,8 @@ def test_logprobs_are_those_of_the_model(llm: LLM, model_dir: Path) -> None:
     assert len(entries) == len(tokens)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.no_grad():
-        logits = model(torch.tensor([result.prompt_token_ids + tokens])).logits[0]
-    expected = torch.log_softmax(logits[len(result.prompt_token_ids) - 1 : -1], dim=-1)
+        logits = model(torch.tensor([not_none(result.prompt_token_ids) + tokens])).logits[0]
+    expected = torch.log_softmax(logits[len(not_none(result.prompt_token_ids)) - 1 : -1], dim=-1)
     for row, token_id, entry in zip(expected, tokens, entries, strict=True):
         assert entry[token_id].logprob == pytest.approx(float(row[token_id]), abs=1e-3)
         assert next(iter(entry)) == token_id

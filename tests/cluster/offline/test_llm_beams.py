@@ -100,8 +100,10 @@ def compare(llm: LLM, model: Any, prompts: list[str], params: SamplingParams) ->
     eos = () if params.ignore_eos else llm.config.model.eos_token_ids
     results = llm.generate(prompts, params)
     for result in results:
-        expected = search(model, result.prompt_token_ids, params, eos)
-        assert_equal(result.outputs, expected, model, result.prompt_token_ids, params.length_penalty)
+        expected = search(model, not_none(result.prompt_token_ids), params, eos)
+        assert_equal(
+            result.outputs, expected, model, not_none(result.prompt_token_ids), params.length_penalty
+        )
     return [output for result in results for output in result.outputs]
 
 
@@ -176,7 +178,9 @@ def test_answers_of_the_demo_model(
 ) -> None:
     llm, model = demo
     # Its end of sequence is rare; a full stop and a comma end an answer as well.
-    stops = tuple(llm.generate(end, SamplingParams(max_tokens=1))[0].prompt_token_ids[0] for end in ".,")
+    stops = tuple(
+        not_none(llm.generate(end, SamplingParams(max_tokens=1))[0].prompt_token_ids)[0] for end in ".,"
+    )
     params = SamplingParams(
         max_tokens=16,
         stop_token_ids=stops,

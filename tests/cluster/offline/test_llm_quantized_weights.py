@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+from narrowing import not_none
 from quantized_models import Scheme, write_quantized
 
 from quire import LLM, SamplingParams
@@ -21,8 +22,10 @@ def mean_nats(quantization: str | None) -> float:
     with LLM("demo", device="cpu", num_kv_blocks=64, quantization=quantization) as llm:
         (result,) = llm.generate(TEXT, params)
     assert result.prompt_logprobs is not None
-    pairs = zip(result.prompt_token_ids[1:], result.prompt_logprobs[1:], strict=True)
-    return -math.fsum(entry[token].logprob for token, entry in pairs if entry) / len(result.prompt_token_ids)
+    pairs = zip(not_none(result.prompt_token_ids)[1:], result.prompt_logprobs[1:], strict=True)
+    return -math.fsum(entry[token].logprob for token, entry in pairs if entry) / len(
+        not_none(result.prompt_token_ids)
+    )
 
 
 def test_eight_bits_are_close_to_full_precision() -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from narrowing import not_none
 from transformers import AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
-from quire.cluster.offline.llm import RequestOutput
+from quire.cluster.requests.outputs import RequestOutput
 from quire.proto.errors import InvalidRequest
 
 PROMPTS = [
@@ -135,7 +136,7 @@ def expected_logprobs(reference: Any, token_ids: list[int]) -> torch.Tensor:
 
 
 def assert_prompt_logprobs(result: RequestOutput, reference: Any, num_top: int) -> None:
-    token_ids, told = result.prompt_token_ids, result.prompt_logprobs
+    token_ids, told = not_none(result.prompt_token_ids), result.prompt_logprobs
     assert told is not None
     assert told[0] is None
     logprobs = expected_logprobs(reference, token_ids)
@@ -179,8 +180,8 @@ def test_prompt_logprobs_of_preempted_prompts(model_dir: Path, reference: Any) -
 def test_only_the_end_of_a_prompt_is_used(llm: LLM) -> None:
     (whole,) = llm.generate(PROMPTS[2], GREEDY)
     (cut,) = llm.generate(PROMPTS[2], replace(GREEDY, truncate_prompt_tokens=9))
-    assert cut.prompt_token_ids == whole.prompt_token_ids[-9:]
-    assert answers([cut]) == answers(llm.generate(whole.prompt_token_ids[-9:], GREEDY))
+    assert not_none(cut.prompt_token_ids) == not_none(whole.prompt_token_ids)[-9:]
+    assert answers([cut]) == answers(llm.generate(not_none(whole.prompt_token_ids)[-9:], GREEDY))
     (short,) = llm.generate("It was", replace(GREEDY, truncate_prompt_tokens=9))
     assert short.prompt_token_ids == llm.generate("It was", GREEDY)[0].prompt_token_ids
 

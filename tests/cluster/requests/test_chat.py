@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from narrowing import not_none
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -156,7 +157,7 @@ def test_offline_chats_have_the_model_s_defaults(chat_dir: Path) -> None:
         )
         first, second = llm.chat([MESSAGES, MESSAGES[1:]], silent)
         assert first.prompt is None
-        assert len(first.prompt_token_ids) > len(second.prompt_token_ids)
+        assert len(not_none(first.prompt_token_ids)) > len(not_none(second.prompt_token_ids))
         (again,) = llm.chat(MESSAGES, spoken)
         assert again.outputs[0].token_ids == first.outputs[0].token_ids
         (other,) = llm.chat(MESSAGES, neutral)
