@@ -160,12 +160,15 @@ def test_generate_gives_all_that_can_be_asked_for(serve: ServerFactory) -> None:
             )
             assert re.search(r"^\[0\] ", plain, re.MULTILINE)
             assert re.search(r"^\[1\] ", plain, re.MULTILINE)
-            for title in ("Prompt, from its second token on", "Answer 0", "Answer 1"):
+            for title in ("Prompt, from its second token on", "Completion 0", "Completion 1"):
                 assert title in plain
             (output,) = json.loads(told)["outputs"]
             assert output["token_ids"] == [70] * 4
-            assert [len(entry["top_token_ids"]) for entry in output["logprobs"]] == [2] * 4
-            assert output["finished"]["reason"] == "length"
+            ranks = [
+                [each["rank"] for each in entry.values() if each["rank"]] for entry in output["logprobs"]
+            ]
+            assert [sorted(each) for each in ranks] == [[1, 2]] * 4
+            assert output["finish_reason"] == "length"
 
     asyncio.run(scenario())
 
