@@ -1,4 +1,4 @@
-"""The simulated fleet does its arithmetic, and the back-test's policies do theirs."""
+"""Simulated fleet and scaling policies of the autoscaling benchmark."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from quire.cluster.config.scaling_limits import ScalingLimits
 from quire.cluster.controller_api.fleet_state import ReplicaState
 from quire.cluster.fleet.autoscaler import FleetSnapshot, ReplicaSample
 
-# 1000 prompt tokens a second, and no step takes longer for what it reads.
+# 1000 prompt tokens per second; memory bandwidth never limits a step.
 MODEL = ReplicaModel(
     roofline=Roofline(
         flops_per_token=1.0, flops_per_s=1000.0, weight_bytes=0.0, kv_bytes_per_token=0.0, bytes_per_s=1.0
@@ -39,35 +39,35 @@ def run(trace: Trace, policy: Callable[[FleetSnapshot], int], num_replicas: int)
 
 
 class TestFleetModel:
-    def test_one_after_the_other_at_one_replica(self) -> None:
+    def test_one_replica_serves_prompts_one_after_the_other(self) -> None:
         done = run(make_trace(0.0, 0.0, 0.0, 10.0), lambda _: 1, 1)
         assert [request.first_token_s for request in done.requests] == pytest.approx([1.0, 2.0, 3.0, 11.0])
         assert [request.wait_s for request in done.requests] == pytest.approx([0.0, 1.0, 2.0, 0.0], abs=0.11)
         assert done.within(1.5) == 0.75
 
-    def test_two_replicas_share(self) -> None:
+    def test_two_replicas_share_the_requests(self) -> None:
         done = run(make_trace(0.0, 0.0, 20.0), lambda _: 2, 2)
         assert max(not_none(each.first_token_s) - each.arrival_s for each in done.requests) <= 1.1
         assert done.replica_seconds == pytest.approx(42.0, abs=0.5)
 
-    def test_running_sequences_take_their_share_of_a_step(self) -> None:
-        """100 tokens a step of 0.1 s: the second prompt beside a decode has 99 of them."""
+    def test_decoding_sequences_reduce_the_prefill_tokens_of_a_step(self) -> None:
+        """A step of 0.1 s has 100 tokens: the second prompt, beside one decode, gets 99 of them."""
         done = run(make_trace(0.0, 5.0, num_prompt_tokens=990, num_output_tokens=100), lambda _: 1, 1)
         first, second = done.requests
         assert first.first_token_s == pytest.approx(0.99)
         assert not_none(second.first_token_s) - second.arrival_s < 1.2
 
-    def test_what_does_not_fit_into_kv_memory_waits(self) -> None:
+    def test_request_waits_until_its_kv_fits(self) -> None:
         trace = make_trace(0.0, 0.0, num_prompt_tokens=6000, num_output_tokens=50)
         first, second = run(trace, lambda _: 1, 1).requests
         assert not_none(second.first_step_s) > not_none(first.first_token_s)
 
-    def test_a_replica_is_there_after_its_cold_start_and_gets_what_waited(self) -> None:
+    def test_replica_is_ready_after_its_cold_start_and_gets_waiting_requests(self) -> None:
         done = run(make_trace(0.0, 30.0), lambda snapshot: 1, 0)
         assert done.requests[0].first_step_s == pytest.approx(20.0)
         assert done.replica_seconds == pytest.approx(31.0, abs=1.0)
 
-    def test_a_drained_replica_ends_its_requests_and_loses_none(self) -> None:
+    def test_drained_replica_finishes_its_requests(self) -> None:
         trace = make_trace(*[0.0] * 10, 60.0)
         done = run(trace, lambda snapshot: 1 if snapshot.time_s >= 1 else 2, 2)
         assert all(request.first_token_s is not None for request in done.requests)
@@ -75,7 +75,7 @@ class TestFleetModel:
 
 
 class TestPolicies:
-    def test_quire_follows_a_step_of_load(self) -> None:
+    def test_quire_policy_follows_a_step_in_load(self) -> None:
         steady = [second / 2 for second in range(1200)]
         trace = make_trace(*steady, *[200 + second / 2 for second in range(600)])
         trace = Trace("step", tuple(sorted(trace.requests, key=lambda each: each.arrival_s)))
@@ -89,14 +89,14 @@ class TestPolicies:
         assert asked[590] <= 4
         assert done.within(5.0) > 0.9
 
-    def test_ongoing_requests_waits_its_delays(self) -> None:
+    def test_ongoing_requests_policy_applies_its_delays(self) -> None:
         policy = OngoingRequests(max_replicas=10).policy()
         busy = (ReplicaSample(ReplicaState.READY, num_requests=6),)
         targets = [policy(FleetSnapshot(float(second), busy)) for second in range(40)]
         assert targets[:30] == [1] * 30
         assert targets[30:] == [3] * 10
 
-    def test_smallest_fixed_fleet(self) -> None:
+    def test_smallest_fixed_fleet_meets_the_target(self) -> None:
         trace = make_trace(*[second / 3.5 for second in range(350)])
         size, done = smallest_fixed(trace, MODEL)
         assert size == 4
@@ -104,13 +104,13 @@ class TestPolicies:
 
 
 class TestTraces:
-    def test_halves_hold_everything_once(self) -> None:
+    def test_halves_split_a_trace(self) -> None:
         trace = make_trace(*[float(second) for second in range(101)])
         first, second = half_of(trace, 0), half_of(trace, 1)
         assert len(first.requests) + len(second.requests) == 100
         assert second.requests[0].arrival_s == 0.0
 
-    def test_a_shift_rises_and_falls(self) -> None:
+    def test_shift_rises_and_falls_once(self) -> None:
         shift = shift_of(make_trace(*[float(second) for second in range(600)]))
         hours = [0] * 8
         for request in shift.requests:

@@ -1,4 +1,4 @@
-"""What the kernels are measured beside computes the same."""
+"""The PyTorch alternatives in the kernel benchmarks compute the same results as the kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_rotate_by_torch_equals_the_fused_op() -> None:
 
 
 @torch.inference_mode()
-def test_decodes() -> None:
+def test_decode_attention_alternatives_equal_the_kernel() -> None:
     (cache, *_), tables, lens = make_cache(3, 37)
     q = torch.randn(3, NUM_HEADS, HEAD_DIM)
     ours = kernels_cpu.decode(cache, q, tables, lens)
@@ -38,7 +38,7 @@ def test_decodes() -> None:
 
 
 @torch.inference_mode()
-def test_prefills() -> None:
+def test_prefill_attention_alternatives_equal_the_kernel() -> None:
     cached_len, chunk_len = 21, 18
     (cache, *_), tables, lens = make_cache(1, cached_len + chunk_len)
     q, starts = torch.randn(chunk_len, NUM_HEADS, HEAD_DIM), torch.tensor([0, chunk_len], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What the benchmark of decode layers compares is the same work."""
+"""The variants that the decode-layer benchmark compares compute the same result."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from benchmarks.kernels_cpu_layers import Step, make_layer
 
 
-def test_both_ways_give_the_same_bits() -> None:
+def test_decode_in_one_call_equals_op_by_op_to_the_bit() -> None:
     torch.manual_seed(0)
     layers = [make_layer() for _ in range(2)]
     if not layers[0].has_native_ops:
-        pytest.skip("there are no C++ ops for such layers here")
+        pytest.skip("this build has no C++ ops for such layers")
     with torch.inference_mode():
         step = Step(layers, 2)
         one_by_one = step.one_by_one()

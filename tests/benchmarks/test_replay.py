@@ -1,4 +1,4 @@
-"""Replays in simulated time: traces, the worker group without a model, and what is measured of memory."""
+"""Traces, and their replay in simulated time with the measurements of memory."""
 
 import gzip
 import json
@@ -13,12 +13,12 @@ from quire.proto.sampling import SamplingParams
 
 
 def trace(*lengths: tuple[int, int], apart_s: float = 0.0) -> Trace:
-    """Requests of (prompt tokens, output tokens)."""
+    """Return a trace of requests with (prompt tokens, output tokens)."""
     requests = (TracedRequest(i, i * apart_s, *pair) for i, pair in enumerate(lengths))
     return Trace("made", tuple(requests))
 
 
-def test_prompts_agree_as_far_as_their_hashes_do() -> None:
+def test_prompts_with_equal_leading_hashes_share_that_prefix() -> None:
     one = TracedRequest(0, 0.0, 40, 1, block_hashes=(5, 6, 7)).prompt()
     two = TracedRequest(1, 0.0, 48, 1, block_hashes=(5, 6, 8)).prompt()
     assert one.size == 40
@@ -31,7 +31,7 @@ def test_prompts_without_hashes_share_nothing() -> None:
     assert (one != two).mean() > 0.95
 
 
-def test_traces_with_large_blocks_are_shortened(tmp_path: Path) -> None:
+def test_trace_with_large_blocks_is_scaled_down(tmp_path: Path) -> None:
     row = {"arrival_s": 2.5, "prompt_tokens": 1025, "output_tokens": 7, "block_size": 512}
     path = tmp_path / "chat.jsonl.gz"
     with gzip.open(path, "wt") as file:
@@ -51,21 +51,21 @@ def test_lengths_without_arrivals_arrive_at_random(tmp_path: Path) -> None:
     assert read_trace(path).over(5.0).requests[-1].arrival_s == pytest.approx(5.0)
 
 
-def test_drawn_lengths_have_the_mean_asked_for() -> None:
+def test_drawn_lengths_have_the_given_means() -> None:
     drawn = draw_lengths("x", 20.0, 60.0, count=4000).requests
     assert np.mean([request.num_prompt_tokens for request in drawn]) == pytest.approx(20.0, rel=0.05)
     assert np.mean([request.num_output_tokens for request in drawn]) == pytest.approx(60.0, rel=0.05)
 
 
-def test_every_request_is_answered_at_the_length_that_the_trace_says() -> None:
+def test_every_request_finishes_with_the_length_of_the_trace() -> None:
     lengths = [(int(p), int(o)) for p, o in np.random.default_rng(0).integers(1, 90, (40, 2))]
     outcome = replay(trace(*lengths, apart_s=0.01), num_blocks=60)
-    told = sorted((finish.num_prompt_tokens, finish.num_completion_tokens) for finish in outcome.finishes)
-    assert told == sorted(lengths)
+    finished = sorted((finish.num_prompt_tokens, finish.num_completion_tokens) for finish in outcome.finishes)
+    assert finished == sorted(lengths)
     assert outcome.num_preemptions > 0, "the pool is meant to be too small for all"
 
 
-def test_a_replay_is_the_same_each_time() -> None:
+def test_replay_is_deterministic() -> None:
     once, again = (replay(draw_lengths("x", 50.0, 30.0, 20), num_blocks=100) for _ in range(2))
     assert (once.waste, once.memory.seconds, once.num_steps) == (
         again.waste,
@@ -75,26 +75,26 @@ def test_a_replay_is_the_same_each_time() -> None:
     assert once.finishes == again.finishes
 
 
-def test_requests_that_no_pool_of_that_size_can_hold_are_left_out() -> None:
+def test_requests_larger_than_the_pool_are_left_out() -> None:
     outcome = replay(trace((500, 2), (20, 2)), num_blocks=8)
     assert (len(outcome.finishes), outcome.num_left_out) == (1, 1)
 
 
-def test_time_is_what_the_roofline_says() -> None:
+def test_step_time_follows_the_roofline() -> None:
     outcome, machine = replay(trace((100, 3)), num_blocks=100), Roofline()
     steps = machine.step_s(100, 100) + machine.step_s(1, 101) + machine.step_s(1, 102)
     assert outcome.memory.seconds == pytest.approx(steps)
-    assert machine.step_s(1, 0) == pytest.approx(16e9 / 3.35e12)  # bound by the weights
-    assert machine.step_s(10_000, 0) == pytest.approx(10_000 * 16e9 / 600e12)  # bound by arithmetic
+    assert machine.step_s(1, 0) == pytest.approx(16e9 / 3.35e12)  # limited by reading the weights
+    assert machine.step_s(10_000, 0) == pytest.approx(10_000 * 16e9 / 600e12)  # limited by arithmetic
 
 
-def test_waste_is_the_empty_part_of_the_last_block() -> None:
+def test_waste_is_the_unused_part_of_the_last_block() -> None:
     assert replay(trace((17, 1)), num_blocks=10).waste == pytest.approx(15 / 32)
     assert replay(trace((17, 1)), num_blocks=10, block_size=8).waste == pytest.approx(7 / 24)
 
 
-def test_answers_to_one_prompt_save_its_full_blocks() -> None:
-    # The leader runs alone while the prompt is computed; then four tables of five blocks share four.
+def test_parallel_sampling_saves_the_full_blocks_of_the_prompt() -> None:
+    # One sequence runs alone during the prefill; then four tables of five blocks share four.
     request = trace((65, 15))
     outcome = replay(request, num_blocks=100, answers=SamplingParams(n=4))
     assert 0.5 < outcome.saved < 1 - (4 + 4) / 20
@@ -102,7 +102,7 @@ def test_answers_to_one_prompt_save_its_full_blocks() -> None:
 
 
 @pytest.mark.parametrize("answers", [SamplingParams(n=3), SamplingParams(beam_width=3)])
-def test_blocks_are_counted_as_the_tables_have_them(
+def test_held_blocks_equal_the_unique_blocks_of_the_tables(
     answers: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = MemoryWatch.take
@@ -119,6 +119,6 @@ def test_blocks_are_counted_as_the_tables_have_them(
     assert 0.0 < outcome.saved < 2 / 3
 
 
-def test_one_at_a_time_no_prompt_waits_for_another() -> None:
+def test_one_at_a_time_trace_never_queues() -> None:
     alone = draw_lengths("x", 50.0, 30.0, 10).one_at_a_time()
     assert replay(alone, num_blocks=100).mean_running == pytest.approx(1.0)

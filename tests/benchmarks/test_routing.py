@@ -1,4 +1,4 @@
-"""The routing benchmark: its fleet serves everything, and its policies differ as they must."""
+"""Routing benchmark: every request is served, and cache-aware routing keeps conversations in place."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from benchmarks.trace import BLOCK_TOKENS, Trace, TracedRequest
 
 
 def make_conversations(num_conversations: int, num_turns: int) -> Trace:
-    """Each turn's prompt is the last one's and 8 blocks more."""
+    """Return conversations in which each turn's prompt is the previous one with 8 more blocks."""
     requests: list[TracedRequest] = []
     for turn in range(1, num_turns + 1):
         for conversation in range(num_conversations):
@@ -17,7 +17,7 @@ def make_conversations(num_conversations: int, num_turns: int) -> Trace:
     return Trace("conversations", tuple(requests))
 
 
-def test_conversations_stay_where_their_prefix_is() -> None:
+def test_cache_aware_policy_keeps_conversations_with_their_prefix() -> None:
     trace = make_conversations(num_conversations=12, num_turns=5)
     alone, _ = route(trace, 1, "cache_aware")
     rates = {policy: route(trace, 4, policy)[0] for policy in POLICIES}

@@ -1,4 +1,4 @@
-"""The count of the source."""
+"""Line and branch counts of the source."""
 
 from __future__ import annotations
 

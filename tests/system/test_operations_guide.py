@@ -1,4 +1,4 @@
-"""docs/operations.md says what is so: its commands parse, its fleet file loads."""
+"""Commands and fleet file of docs/operations.md."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_command_of_the_guide_parses(line: str) -> None:
+def test_command_of_the_guide_parses(line: str) -> None:
     _, name, *arguments = shlex.split(line.partition(" >")[0], comments=True)
     command = typer.main.get_command(cli.app).commands[name]  # type: ignore[attr-defined]
     with command.make_context(name, arguments):
         pass
 
 
-def test_the_guide_has_a_command_of_every_kind_that_operates_a_cluster() -> None:
+def test_guide_shows_every_command_that_operates_a_cluster() -> None:
     assert {line.split()[1] for line in COMMANDS} >= {
         "up",
         "down",
@@ -41,7 +41,7 @@ def test_the_guide_has_a_command_of_every_kind_that_operates_a_cluster() -> None
     }
 
 
-def test_the_fleet_file_of_the_guide_loads() -> None:
+def test_fleet_file_of_the_guide_loads() -> None:
     (text,) = [text for kind, text in BLOCKS if kind == "toml"]
     qwen, llama = map(Deployment.from_table, tomllib.loads(text)["model"])
     assert (qwen.name, llama.name) == ("qwen3", "llama")

@@ -1,4 +1,4 @@
-"""What the README shows is what happens."""
+"""Examples and annotated tree of the README."""
 
 import re
 from pathlib import Path
@@ -15,9 +15,7 @@ def python_examples() -> list[str]:
 
 
 @pytest.mark.cluster
-def test_the_client_example_streams_an_answer(
-    server: ServerProcess, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_client_example_streams_an_output(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = [code for code in python_examples() if "Client(" in code]
     assert len(example.strip().splitlines()) <= 10
     exec(compile(example.replace("127.0.0.1:50051", server.address), str(README), "exec"), {})
@@ -26,13 +24,13 @@ def test_the_client_example_streams_an_answer(
     assert "length" in printed or "stop" in printed
 
 
-def test_the_offline_example_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_offline_example_prints_an_output(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = [code for code in python_examples() if "LLM(" in code]
     exec(compile(example, str(README), "exec"), {})
     assert len(capsys.readouterr().out) > 20
 
 
-def test_the_annotated_tree_names_what_is_there() -> None:
+def test_annotated_tree_names_existing_paths() -> None:
     tree = re.search(r"```\nquire/\n(.*?)```", README.read_text(), flags=re.DOTALL)
     assert tree is not None
     folder = README.parent
