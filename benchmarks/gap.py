@@ -13,7 +13,8 @@ import asyncio
 
 from benchmarks.common import Figure, make_parser, report
 from quire import SamplingParams
-from quire.cluster.config.resolve import resolve
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.resolve import Machine, resolve
 from quire.cluster.ray_runtime.local_cluster import LocalCluster
 from quire.cluster.replica.client import ReplicaClient
 from quire.cluster.replica.launch import launch_replica
@@ -53,9 +54,10 @@ async def answer_all(
 def measure(
     model: str, num_ranks: int, steps_in_flight: int, num_requests: int, num_tokens: int
 ) -> dict[str, Figure]:
-    config = resolve(
+    options = EngineOptions(
         model, tensor_parallel_size=num_ranks, max_steps_in_flight=steps_in_flight, num_kv_blocks=2048
     )
+    config = resolve(options, Machine.this())
     tokenizer = Tokenizer(config.model.path)
     with LocalCluster(1 + num_ranks) as cluster, launch_replica(config, new_replica_id(), cluster) as replica:
         status = asyncio.run(answer_all(replica, tokenizer, num_requests, num_tokens))

@@ -21,7 +21,7 @@ from benchmarks.common import Figure, make_parser, names_from, report
 from benchmarks.demo_model.works import read_works, split_held_out
 from benchmarks.quantized_checkpoints import Scheme, write_checkpoint
 from quire import LLM, SamplingParams
-from quire.cluster.config.resolve import DEMO_MODEL_PATH
+from quire.cluster.config.engine_options import DEMO_MODEL_PATH
 from quire.worker.weights import linear_weight
 
 BUNDLED = Path(__file__).parent / "held_out"

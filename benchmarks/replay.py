@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks.trace import FIRST_TOKEN, VOCAB_SIZE, Trace, TracedRequest
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.resolve import engine_config
 from quire.proto.block_tables import IntArray
 from quire.proto.codec import FloatArray
-from quire.proto.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from quire.proto.config import EngineConfig, ModelConfig
 from quire.proto.sampling import MAX_ANSWERS, SamplingParams
 from quire.proto.step import Logprobs, StepPlan, StepResult
 from quire.proto.stream import (
@@ -339,6 +341,11 @@ def make_config(num_blocks: int, block_size: int, num_rows: int, max_tokens: int
         path="", name="none", architecture="", hf={}, dtype="bfloat16", max_model_len=max_tokens,
         vocab_size=VOCAB_SIZE, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1,
     )  # fmt: skip
-    cache = CacheConfig(block_size=block_size, num_blocks=num_blocks + 1)
-    limits = SchedulerConfig(max_num_seqs=num_rows, max_queue_len=1_000_000)
-    return EngineConfig(model, cache, scheduler=limits)
+    options = EngineOptions(
+        "none",
+        block_size=block_size,
+        num_kv_blocks=num_blocks + 1,
+        max_num_seqs=num_rows,
+        max_queue_len=1_000_000,
+    )
+    return engine_config(options, model)

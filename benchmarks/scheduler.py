@@ -19,7 +19,9 @@ from collections import deque
 import numpy as np
 
 from benchmarks.common import Figure, make_parser, median, report
-from quire.proto.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.resolve import engine_config
+from quire.proto.config import ModelConfig
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import StepPlan, StepResult
 from quire.proto.stream import GatewayMessage, RankStatus, ReplicaMessage, Submit
@@ -41,9 +43,15 @@ BATCHES = 3
 
 def make_scheduler(running: int, prefix_caching: bool) -> Scheduler:
     blocks = running * ((CONTEXT + STEPS) // BLOCK_SIZE + 4) + 1
-    cache = CacheConfig(block_size=BLOCK_SIZE, num_blocks=blocks, prefix_caching=prefix_caching)
-    limits = SchedulerConfig(max_num_seqs=running, max_num_batched_tokens=running * (CONTEXT + BLOCK_SIZE))
-    return Scheduler(EngineConfig(make_model(), cache, scheduler=limits))
+    options = EngineOptions(
+        "none",
+        block_size=BLOCK_SIZE,
+        num_kv_blocks=blocks,
+        prefix_caching=prefix_caching,
+        max_num_seqs=running,
+        max_num_batched_tokens=running * (CONTEXT + BLOCK_SIZE),
+    )
+    return Scheduler(engine_config(options, make_model()))
 
 
 def make_model() -> ModelConfig:
@@ -98,11 +106,15 @@ def measure(running: int, prefix_caching: bool, repetitions: int) -> tuple[float
 
 def make_admitting(num_blocks: int) -> Scheduler:
     """A scheduler of ROWS rows, all of which one step can fill with prompts."""
-    cache = CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks + 1)
-    limits = SchedulerConfig(
-        max_num_seqs=ROWS, max_num_batched_tokens=ROWS * ADMITTED_TOKENS, max_queue_len=1_000_000
+    options = EngineOptions(
+        "none",
+        block_size=BLOCK_SIZE,
+        num_kv_blocks=num_blocks + 1,
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=ROWS * ADMITTED_TOKENS,
+        max_queue_len=1_000_000,
     )
-    return Scheduler(EngineConfig(make_model(), cache, scheduler=limits))
+    return Scheduler(engine_config(options, make_model()))
 
 
 def submit(scheduler: Scheduler, handles: range, num_tokens: int = ADMITTED_TOKENS) -> None:

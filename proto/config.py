@@ -1,7 +1,7 @@
-"""EngineConfig: everything a replica was started with. Frozen, composed, resolved once.
+"""EngineConfig: the configuration that a replica was started with. Frozen, composed, resolved once.
 
-`cluster.resolve` turns an operator's wishes and a model directory into one of these; every process of a
-replica is handed the same object and none changes it.
+`cluster.config.resolve` makes it from an operator's options, which hold the defaults, and a model directory. Every
+process of a replica is handed the same object and none changes it.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class CacheConfig:
             ``int8`` with a scale for each token and head.
     """
 
-    block_size: int = 16
-    num_blocks: int | None = None
-    memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    prefix_caching: bool = True
-    num_host_blocks: int = 0
+    block_size: int
+    num_blocks: int | None
+    memory_bytes: int | None
+    gpu_memory_utilization: float
+    prefix_caching: bool
+    num_host_blocks: int
+    kv_dtype: str
     swap_blocks_per_s: float = 0.0
-    kv_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,12 @@ class ParallelConfig:
         fused_all_reduce: ranks on GPUs of one host sum few tokens in the op that adds and normalises the sum.
     """
 
-    tensor_parallel_size: int = 1
-    device: str = "cpu"
-    threads_per_rank: int = 1
-    cuda_graphs: bool = True
-    batch_invariant: bool = False
-    fused_all_reduce: bool = False
+    tensor_parallel_size: int
+    device: str
+    threads_per_rank: int
+    cuda_graphs: bool
+    batch_invariant: bool
+    fused_all_reduce: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +115,14 @@ class SchedulerConfig:
         tenant_weights: (tenant, share) of the fair policy; tenants not named have 1.
     """
 
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    max_queue_len: int = 4096
-    max_steps_in_flight: int = 2
-    step_timeout_s: float = 60.0
-    audit: bool = False
-    policy: str = "fcfs"
-    tenant_weights: tuple[tuple[str, float], ...] = ()
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queue_len: int
+    max_steps_in_flight: int
+    step_timeout_s: float
+    audit: bool
+    policy: str
+    tenant_weights: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +130,9 @@ class EngineConfig:
     """All of a replica's configuration."""
 
     model: ModelConfig
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cache: CacheConfig
+    parallel: ParallelConfig
+    scheduler: SchedulerConfig
 
     def with_num_blocks(self, num_blocks: int) -> EngineConfig:
         """The same configuration with the pool's size filled in.

@@ -1,18 +1,18 @@
 """`quire deploy`, `quire delete` and `quire drain`: what operators change of a running fleet."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer
 
+from ..config.deployment import Deployment
+from ..config.engine_options import EngineOptions
+from ..config.scaling_limits import ScalingLimits
 from .connection import Target, TlsCa, TokenFile, connect
 from .deployments import read_deployments
-from .engine_options import engine_options, fleet_options
-from .groups import with_options
+from .option_groups import with_options
 
 
-@with_options(engine=engine_options, fleet=fleet_options)
+@with_options(options=(EngineOptions, ScalingLimits, Deployment))
 def deploy(
     model: Annotated[
         str,
@@ -20,8 +20,7 @@ def deploy(
             help="A model directory as the cluster's nodes see it, `demo`, or a fleet file (*.toml)."
         ),
     ],
-    engine: dict[str, Any],
-    fleet: dict[str, Any],
+    options: dict[str, Any],
     target: Target = "127.0.0.1:50051",
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
@@ -31,7 +30,7 @@ def deploy(
 
     Example: `quire deploy fleet.toml --target 127.0.0.1:50051 --token-file admin-token`
     """
-    deployments = read_deployments(model, engine, fleet)
+    deployments = read_deployments(model, options)
     with connect(target, token_file, tls_ca) as client:
         for deployment in deployments:
             version = client.deploy(deployment)

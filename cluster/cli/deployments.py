@@ -1,25 +1,36 @@
-"""What MODEL and its options, or a fleet file, say is to be deployed."""
+"""Deployments from the MODEL argument, its options and the environment, or from a fleet file."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
-from .engine_options import engine_options, fleet_options
-from .groups import changed
+from ..config.deployment import Deployment, read_fleet_file
+from ..config.engine_options import EngineOptions
+from ..config.option import read_environment
+from ..config.scaling_limits import ScalingLimits
 
-if TYPE_CHECKING:
-    from ..config.deployment import Deployment
+FLEET_FILE_SUFFIX = ".toml"
 
 
-def read_deployments(model: str, engine: dict[str, Any], fleet: dict[str, Any]) -> tuple[Deployment, ...]:
-    """Raises ConfigError on a file that cannot be used, BadParameter on options beside it."""
-    from ..config.deployment import Deployment, read_fleet_file
+def read_deployments(model: str, given: Mapping[str, Any]) -> tuple[Deployment, ...]:
+    """Return the deployments of a command. Options win over the environment, and so do entries of a fleet file.
 
-    if not model.endswith(".toml"):
-        return (Deployment.from_table({"model": model, **engine, **fleet}),)
-    if options := [*changed(engine_options, engine), *changed(fleet_options, fleet)]:
-        raise typer.BadParameter(f"{', '.join(options)}: options of models stand in the fleet file")
-    return read_fleet_file(Path(model))
+    Args:
+        model: a model directory, ``demo``, or a fleet file.
+        given: options of the command line, by name.
+
+    Raises:
+        ConfigError: a file cannot be read, or an option has a bad value.
+        BadParameter: options are given beside a fleet file.
+    """
+    environment = read_environment(os.environ, EngineOptions, ScalingLimits, Deployment)
+    if not model.endswith(FLEET_FILE_SUFFIX):
+        return (Deployment.from_table({**environment, **given, "model": model}),)
+    if given:
+        raise typer.BadParameter(f"{', '.join(given)}: options of models stand in the fleet file")
+    return read_fleet_file(Path(model), environment)

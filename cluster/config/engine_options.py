@@ -1,47 +1,212 @@
-"""EngineOptions: what an operator may choose of a replica's engine, under the names of `quire serve`'s options."""
+"""EngineOptions: the options of one replica's engine."""
 
-from __future__ import annotations
+from dataclasses import dataclass
+from pathlib import Path
 
-from dataclasses import dataclass, fields
-from typing import Any
+from .checks import at_least, between, one_of, positive, positive_amounts, share
+from .option import check_values, option
+from .value_kinds import NUM_BYTES, amounts
 
-from ...proto.config import EngineConfig
-from .resolve import Machine, resolve
+DEMO_MODEL = "demo"
+DEMO_MODEL_PATH = Path(__file__).parents[1] / "demo" / "model"
+
+DEVICES = ("cpu", "cuda")
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_BLOCK_SIZE = 1024
+
+_MODEL, _EXECUTION, _KV_CACHE, _SCHEDULING = "Model", "Execution", "KV cache", "Scheduling"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The arguments of `resolve`, which says what each means, with the defaults of a server."""
+    """An operator's choices for a replica's engine. `resolve` combines them with a machine and the model's files.
+
+    Args:
+        model: a Hugging Face model directory, or ``demo`` for the bundled model.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
 
     model: str
-    served_model_name: str | None = None
-    tensor_parallel_size: int = 1
-    device: str = "auto"
-    dtype: str = "auto"
-    quantization: str | None = None
-    max_model_len: int | None = None
-    block_size: int = 16
-    kv_cache_memory: int | None = None
-    num_kv_blocks: int | None = None
-    num_host_kv_blocks: int = 0
-    kv_cache_dtype: str = "auto"
-    prefix_caching: bool = True
-    batch_invariant: bool = False
-    fused_all_reduce: bool = False
-    cuda_graphs: bool = True
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    max_queue_len: int = 4096
-    policy: str = "fcfs"
-    tenant_weights: tuple[tuple[str, float], ...] = ()
-    step_timeout_s: float = 60.0
-    audit: bool = False
-    seed: int = 0
 
-    def resolve(self, machine: Machine | None = None) -> EngineConfig:
-        """Raises ConfigError where the model or the machine (None: this one) does not allow it."""
-        return resolve(machine=machine, **self.engine_options())
+    served_model_name: str | None = option(
+        None,
+        help="Name that clients use for the model. Default: the name of its directory.",
+        group=_MODEL,
+    )
+    dtype: str = option(
+        "auto",
+        help="Type of activations and of weights that are not quantized; auto is float32 on a CPU and the "
+        "checkpoint's type on a GPU.",
+        check=one_of("auto", *DTYPES),
+        group=_MODEL,
+    )
+    quantization: str | None = option(
+        None,
+        help="Quantize full-precision weights while they are loaded. Quantized checkpoints need no option.",
+        check=one_of("int8", "fp8"),
+        group=_MODEL,
+    )
+    max_model_len: int | None = option(
+        None,
+        help="Longest sequence, prompt and output together. Default: the model's context length.",
+        unit="tokens",
+        check=at_least(2),
+        group=_MODEL,
+    )
+    seed: int = option(
+        0,
+        help="Base seed; requests without a seed of their own draw theirs from it.",
+        group=_MODEL,
+    )
 
-    def engine_options(self) -> dict[str, Any]:
-        """The options by name."""
-        return {field.name: getattr(self, field.name) for field in fields(EngineOptions)}
+    tensor_parallel_size: int = option(
+        1,
+        help="Ranks that share each layer.",
+        unit="ranks",
+        check=at_least(1),
+        group=_EXECUTION,
+    )
+    device: str = option(
+        "auto",
+        help="Device of the ranks; auto is cuda if there is a GPU.",
+        check=one_of("auto", *DEVICES),
+        group=_EXECUTION,
+    )
+    cuda_graphs: bool = option(
+        True,
+        help="Record decode steps on a GPU as CUDA graphs and replay them.",
+        group=_EXECUTION,
+    )
+    batch_invariant: bool = option(
+        False,
+        help="Attention on a GPU gives the same bits whatever else is in the batch, at some cost when few long "
+        "sequences run.",
+        group=_EXECUTION,
+    )
+    fused_all_reduce: bool = option(
+        False,
+        help="Ranks on GPUs of one host sum few tokens with a kernel of quire instead of NCCL (not yet measured).",
+        group=_EXECUTION,
+    )
+    step_timeout_s: float = option(
+        60.0,
+        help="A rank that has no result of a step after this time counts as hung.",
+        unit="seconds",
+        check=positive,
+        group=_EXECUTION,
+    )
+    audit: bool = option(
+        False,
+        help="Recount all KV blocks after each step, to find errors in the accounting.",
+        group=_EXECUTION,
+    )
+
+    block_size: int = option(
+        16,
+        help="Tokens per KV block.",
+        unit="tokens",
+        check=between(1, MAX_BLOCK_SIZE),
+        group=_KV_CACHE,
+    )
+    kv_cache_memory: int | None = option(
+        None,
+        help="KV memory per rank, for example 512MiB or 8GiB. Default: the share of --gpu-memory-utilization on a "
+        "GPU, 512 MiB on a CPU.",
+        unit="bytes",
+        check=positive,
+        kind=NUM_BYTES,
+        group=_KV_CACHE,
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        help="Share of a GPU's memory for weights, activations and KV cache together.",
+        unit="share",
+        check=share,
+        group=_KV_CACHE,
+    )
+    num_kv_blocks: int | None = option(
+        None,
+        help="KV blocks per rank, the scratch block included, instead of an amount of memory.",
+        unit="blocks",
+        check=at_least(2),
+        group=_KV_CACHE,
+    )
+    num_host_kv_blocks: int = option(
+        0,
+        help="KV blocks per rank in host memory, for evicted prefixes and preempted sequences.",
+        unit="blocks",
+        check=at_least(0),
+        group=_KV_CACHE,
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        help="Type of keys and values in the cache; auto is the type of activations. The others take half of the "
+        "memory or less, with results close to full precision.",
+        check=one_of("auto", "fp8_e4m3", "int8"),
+        group=_KV_CACHE,
+    )
+    prefix_caching: bool = option(
+        True,
+        help="Keep computed KV blocks for later prompts with the same beginning.",
+        group=_KV_CACHE,
+    )
+
+    max_num_seqs: int = option(
+        64,
+        help="Sequences that run at once.",
+        unit="sequences",
+        check=positive,
+        group=_SCHEDULING,
+    )
+    max_num_batched_tokens: int = option(
+        2048,
+        help="Tokens per step, prompts and outputs together.",
+        unit="tokens",
+        check=positive,
+        group=_SCHEDULING,
+    )
+    max_queue_len: int = option(
+        4096,
+        help="Waiting requests; with this many, new ones are refused with RESOURCE_EXHAUSTED.",
+        unit="requests",
+        check=positive,
+        group=_SCHEDULING,
+    )
+    max_steps_in_flight: int = option(
+        2,
+        help="Steps that are planned before the result of the first has arrived; 2 hides the scheduler's time.",
+        unit="steps",
+        check=at_least(1),
+        group=_SCHEDULING,
+    )
+    policy: str = option(
+        "fcfs",
+        help="Order of admission.",
+        check=one_of("fcfs", "priority", "shortest-prefill", "fair", "longest-prefix"),
+        group=_SCHEDULING,
+    )
+    tenant_weights: tuple[tuple[str, float], ...] = option(
+        (),
+        help="A tenant's share under the policy fair; other tenants have 1. May be repeated.",
+        check=positive_amounts,
+        kind=amounts("tenant weight", "gold=3"),
+        flag="--tenant-weight",
+        metavar="NAME=SHARE",
+        group=_SCHEDULING,
+    )
+
+    def __post_init__(self) -> None:
+        check_values(self)
+
+    @property
+    def name(self) -> str:
+        """The name that clients use for the model."""
+        if self.served_model_name or self.model == DEMO_MODEL:
+            return self.served_model_name or DEMO_MODEL
+        return self.model_path.resolve().name
+
+    @property
+    def model_path(self) -> Path:
+        return DEMO_MODEL_PATH if self.model == DEMO_MODEL else Path(self.model).expanduser()

@@ -1,66 +1,95 @@
-"""ScalingLimits: how many replicas a deployment may have, and when to add or remove them."""
+"""ScalingLimits: the bounds of a deployment's replica count, and the autoscaler's settings."""
 
-from __future__ import annotations
-
-import math
 from dataclasses import dataclass
 
 from ...proto.errors import ConfigError
+from .checks import at_least, not_negative_finite, positive_finite, share
+from .option import check_values, option
+
+FLEET = "Fleet"
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingLimits:
-    """What an operator allows and wants.
+    """The bounds of the replica count, and when the autoscaler changes it. Raises ConfigError on a bad value."""
 
-    Attributes:
-        min_replicas, max_replicas: bounds of the target; 0 at least: the model may be without a replica while nobody
-            asks for it.
-        target_wait_s: how long a request may wait before its prompt is computed.
-        target_use: share of a replica's throughput that is planned with; the rest is for bursts.
-        target_memory_use: the same of its KV blocks and rows.
-        up_delay_s, down_delay_s: how long more, or fewer, replicas must have been wanted.
-        max_step_up, max_step_down: replicas that one decision may add or take away.
-        cooldown_s: between a change and the next step down.
-        idle_timeout_s: without a request before the last replica goes, where `min_replicas` is 0.
-        cold_start_s: what a replica is taken to need until it is ready, while none has been measured.
-    """
-
-    min_replicas: int = 1
-    max_replicas: int = 1
-    target_wait_s: float = 10.0
-    target_use: float = 0.65
-    target_memory_use: float = 0.9
-    up_delay_s: float = 2.0
-    down_delay_s: float = 300.0
-    max_step_up: int = 8
-    max_step_down: int = 1
-    cooldown_s: float = 15.0
-    idle_timeout_s: float = 900.0
-    cold_start_s: float = 60.0
+    min_replicas: int = option(
+        1,
+        help="Fewest replicas; with 0 a model without requests has none.",
+        unit="replicas",
+        check=at_least(0),
+        group=FLEET,
+    )
+    max_replicas: int = option(1, help="Most replicas.", unit="replicas", check=at_least(1), group=FLEET)
+    target_wait_s: float = option(
+        10.0,
+        help="Longest acceptable wait of a request before its prompt is computed.",
+        unit="seconds",
+        check=positive_finite,
+        group=FLEET,
+    )
+    target_use: float = option(
+        0.65,
+        help="Share of a replica's throughput to plan with; the rest absorbs bursts.",
+        unit="share",
+        check=share,
+        group=FLEET,
+    )
+    target_memory_use: float = option(
+        0.9,
+        help="Share of a replica's KV blocks and rows to plan with.",
+        unit="share",
+        check=share,
+        group=FLEET,
+    )
+    up_delay_s: float = option(
+        2.0,
+        help="Add replicas after more were needed for this long.",
+        unit="seconds",
+        check=not_negative_finite,
+        group=FLEET,
+    )
+    down_delay_s: float = option(
+        300.0,
+        help="Remove replicas after fewer were enough for this long.",
+        unit="seconds",
+        check=not_negative_finite,
+        group=FLEET,
+    )
+    max_step_up: int = option(
+        8, help="Replicas that one decision may add.", unit="replicas", check=at_least(1), group=FLEET
+    )
+    max_step_down: int = option(
+        1, help="Replicas that one decision may remove.", unit="replicas", check=at_least(1), group=FLEET
+    )
+    cooldown_s: float = option(
+        15.0,
+        help="Time between a change and the next removal.",
+        unit="seconds",
+        check=not_negative_finite,
+        group=FLEET,
+    )
+    idle_timeout_s: float = option(
+        900.0,
+        help="Remove the last replica after this long without a request, if --min-replicas is 0.",
+        unit="seconds",
+        check=positive_finite,
+        group=FLEET,
+    )
+    cold_start_s: float = option(
+        60.0,
+        help="Assumed start time of a replica until one has been measured.",
+        unit="seconds",
+        check=not_negative_finite,
+        group=FLEET,
+    )
 
     def __post_init__(self) -> None:
-        _check(self.min_replicas >= 0, f"min_replicas is {self.min_replicas}, must be 0 or more")
-        _check(
-            self.max_replicas >= max(1, self.min_replicas),
-            f"max_replicas is {self.max_replicas}, must be 1 or more and no less than min_replicas "
-            f"({self.min_replicas})",
-        )
-        for name in ("target_use", "target_memory_use"):
-            value = getattr(self, name)
-            _check(0 < value <= 1, f"{name} is {value:g}, must be above 0 and at most 1")
-        for name in ("max_step_up", "max_step_down"):
-            _check(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}, must be 1 or more")
-        for name in ("target_wait_s", "idle_timeout_s"):
-            value = getattr(self, name)
-            _check(0 < value < math.inf, f"{name} is {value:g}, must be above 0 and finite")
-        for name in ("up_delay_s", "down_delay_s", "cooldown_s", "cold_start_s"):
-            value = getattr(self, name)
-            _check(0 <= value < math.inf, f"{name} is {value:g}, must be 0 or more and finite")
+        check_values(self)
+        if self.max_replicas < self.min_replicas:
+            raise ConfigError(
+                f"max_replicas is {self.max_replicas}, must be at least min_replicas ({self.min_replicas})"
+            )
 
     def clamp(self, num_replicas: int) -> int:
         return min(max(num_replicas, self.min_replicas), self.max_replicas)
-
-
-def _check(holds: bool, problem: str) -> None:
-    if not holds:
-        raise ConfigError(problem)

@@ -12,14 +12,14 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
 
-from ...proto.errors import ConfigError
 from ...proto.transport.network import CurveKeys
+from ..config.cluster_options import ClusterOptions
 from ..config.deployment import Deployment
+from ..config.resolve import resolve_deployment
 from ..controller_api.controller_client import ControllerClient
 from ..controller_api.demand import Demand
 from ..controller_api.fleet_state import FleetState
@@ -27,7 +27,6 @@ from ..host.logs import log_to_stderr
 from ..ray_runtime.compat import HEAD_NODE_RESOURCE
 from .fleet import Fleet
 from .ray_launcher import KeyValueStore, RayLauncher
-from .spot import NOTICES
 
 ACTOR_NAME = "quire/controller"
 # The controller runs on the head node, which lives as long as the cluster.
@@ -38,23 +37,6 @@ _MAX_CALLS = 1000
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterOptions:
-    """The controller's options for its cluster.
-
-    Attributes:
-        autoscaling_config: see `placement.ClusterView.read`.
-        spot_notices: the cloud (``aws``, ``gcp`` or ``azure``) whose notices the nodes watch for; None for no cloud.
-    """
-
-    autoscaling_config: str | None = None
-    spot_notices: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.spot_notices is not None and self.spot_notices not in NOTICES:
-            raise ConfigError(f"spot_notices is {self.spot_notices!r}, must be one of {', '.join(NOTICES)}")
 
 
 class FleetController:
@@ -68,7 +50,8 @@ class FleetController:
         log_to_stderr()
         self._keys = keys
         self._fleet: Future[Fleet] = Future()
-        launcher = RayLauncher(keys, namespace, options.autoscaling_config, options.spot_notices)
+        autoscaling_config = None if options.autoscaling_config is None else str(options.autoscaling_config)
+        launcher = RayLauncher(keys, namespace, autoscaling_config, options.spot_notices)
         store = KeyValueStore(namespace)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, args=(launcher, store), name="fleet", daemon=True).start()
@@ -89,7 +72,7 @@ class FleetController:
         """See `Fleet.deploy`."""
         deployment = Deployment.from_json(deployment_json)
         # Reject a model that cannot be served before anything is started for it.
-        await asyncio.to_thread(deployment.resolve, has_gpus=True)
+        await asyncio.to_thread(resolve_deployment, deployment, has_gpus=True)
         await self._call(lambda fleet: fleet.deploy(deployment))
 
     async def delete(self, model: str) -> None:

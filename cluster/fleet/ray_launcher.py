@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ...proto.errors import ReplicaUnavailable
 from ...proto.transport.network import CurveKeys
 from ..config.deployment import Deployment
+from ..config.resolve import resolve_deployment
 from ..controller_api.fleet_state import NodeEntry
 from ..ray_runtime import compat
 from ..ray_runtime.launch_target import FleetLaunchTarget
@@ -47,11 +48,12 @@ class RayLauncher:
         has_gpus = any(resources.get("GPU", 0) for resources in nodes)
         # If the deployment names "GPU" in rank_resources, that resource only places ranks, for example on fake nodes:
         # the ranks compute on CPUs.
-        config = deployment.resolve(has_gpus and "GPU" not in deployment.rank_resources)
+        rank_resources = dict(deployment.rank_resources)
+        config = resolve_deployment(deployment, has_gpus and "GPU" not in rank_resources)
         launch_target = FleetLaunchTarget(
             self._keys,
             self._namespace,
-            resources_per_rank=deployment.rank_resources,
+            resources_per_rank=rank_resources,
             autoscaling_config=self._autoscaling_config,
         )
         return launch_replica(config, replica_id, launch_target, version=deployment.version, tell=on_progress)

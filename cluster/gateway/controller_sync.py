@@ -15,6 +15,7 @@ from ...proto.config import EngineConfig
 from ...proto.errors import QuireError
 from ...proto.transport.network import CurveKeys
 from ..config.deployment import Deployment
+from ..config.resolve import resolve_deployment
 from ..controller_api.controller_client import Controller
 from ..controller_api.demand import Demand
 from ..controller_api.fleet_state import FleetState, ReplicaEntry, ReplicaState
@@ -269,7 +270,7 @@ def _log_changes(before: FleetState, after: FleetState) -> None:
 
 def _read_model(deployment: Deployment) -> tuple[EngineConfig, Tokenizer]:
     """Read config and tokenizer from the model's directory on this machine; the ranks may run elsewhere."""
-    config = deployment.resolve(has_gpus=deployment.engine.device == "cuda")
+    config = resolve_deployment(deployment, has_gpus=deployment.engine.device == "cuda")
     return config, Tokenizer(config.model.path)
 
 

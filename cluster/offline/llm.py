@@ -6,6 +6,7 @@ more, a private local cluster is started.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -17,15 +18,14 @@ from rich.progress import Progress
 from ...proto.config import EngineConfig
 from ...proto.errors import InvalidRequest
 from ...proto.sampling import SamplingParams
-from ..config.resolve import resolve
+from ..config.resolve import Machine, resolve
 from ..requests.chat import Chat, Message
 from ..requests.outputs import RequestOutput
 from ..requests.request import Prompt, RequestChecker
 from ..requests.tokenizer import Tokenizer
 from .engine import Engine, OutputCollector
+from .engine_arguments import read_engine_options, takes_engine_options
 
-# Offline, the caller holds all prompts anyway; nothing is gained by refusing some.
-_MAX_QUEUE_LEN = 1 << 30
 _SEQUENCES = (Sequence, np.ndarray)
 
 T = TypeVar("T")
@@ -36,64 +36,18 @@ class LLM:
 
     Args:
         model: a Hugging Face model directory, or ``demo`` for the bundled model.
-        max_num_seqs: sequences that run at once.
-        seed: where seeds of requests without one are drawn from; the same program gives the same answers.
-
-    The other arguments are those of `resolve`.
+        options: the fields of `EngineOptions`, which are the options of `quire serve` with underscores. Options that
+            are not given come from the environment (``QUIRE_MAX_NUM_SEQS``), else from the defaults.
 
     Raises:
-        ConfigError: what is asked for cannot be started here.
+        ConfigError: there is no such option, or the machine or the model does not allow its value.
         ModelLoadError: the model directory cannot be read.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        tensor_parallel_size: int = 1,
-        device: str = "auto",
-        dtype: str = "auto",
-        quantization: str | None = None,
-        max_model_len: int | None = None,
-        block_size: int = 16,
-        kv_cache_memory: int | None = None,
-        num_kv_blocks: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        prefix_caching: bool = True,
-        batch_invariant: bool = False,
-        fused_all_reduce: bool = False,
-        cuda_graphs: bool = True,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
-        policy: str = "fcfs",
-        num_host_kv_blocks: int = 0,
-        kv_cache_dtype: str = "auto",
-        seed: int = 0,
-    ) -> None:
-        config = resolve(
-            str(model),
-            tensor_parallel_size=tensor_parallel_size,
-            device=device,
-            dtype=dtype,
-            quantization=quantization,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            kv_cache_memory=kv_cache_memory,
-            num_kv_blocks=num_kv_blocks,
-            gpu_memory_utilization=gpu_memory_utilization,
-            prefix_caching=prefix_caching,
-            batch_invariant=batch_invariant,
-            fused_all_reduce=fused_all_reduce,
-            cuda_graphs=cuda_graphs,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_queue_len=_MAX_QUEUE_LEN,
-            max_steps_in_flight=1 if tensor_parallel_size == 1 else 2,
-            policy=policy,
-            num_host_kv_blocks=num_host_kv_blocks,
-            kv_cache_dtype=kv_cache_dtype,
-            seed=seed,
-        )
+    @takes_engine_options
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        engine_options = read_engine_options(str(model), options, os.environ)
+        config = resolve(engine_options, Machine.this())
         self._tokenizer = Tokenizer(config.model.path)
         self._engine = _make_engine(config)
         # Also when the interpreter exits: a local cluster must not outlive its owner.

@@ -9,17 +9,18 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ..api.security import Security
+from ..config.cluster_options import ClusterOptions
 from ..config.deployment import Deployment
+from ..config.server_options import ServerOptions
 from ..controller_api.controller_client import ControllerClient
-from ..fleet.controller import ClusterOptions, find_or_start_controller
+from ..fleet.controller import find_or_start_controller
 from ..gateway.controller_sync import ControllerSync
 from ..gateway.served_models import ServedModels
 from ..gateway.server import Gateway
-from ..host.logs import log_to_stderr
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
 from ..ray_runtime.launch_target import DEFAULT_NAMESPACE
 from ..ray_runtime.local_cluster import attach
-from .server_options import ServerOptions, check_listen
+from .server_setup import set_up_server
 
 # For running streams to end after a signal; other gateways take the new calls meanwhile.
 GRACE_S = 30.0
@@ -47,9 +48,7 @@ def serve_fleet(
         ConfigError: this cannot be started, or a model not be deployed, as it is asked for.
         ReplicaUnavailable: no cluster answers at the address, or its controller does not.
     """
-    log_to_stderr()
-    security = front.security()
-    check_listen(front.listen, security, front.insecure)
+    security = set_up_server(front)
     try:
         with ExitStack() as stack:
             stack.enter_context(signals_raise())

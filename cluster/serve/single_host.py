@@ -12,9 +12,10 @@ from ...proto.config import EngineConfig
 from ...proto.errors import ReplicaUnavailable
 from ..api.security import Security
 from ..config.engine_options import EngineOptions
+from ..config.resolve import Machine, resolve
+from ..config.server_options import ServerOptions
 from ..gateway.served_models import serve_single_replica
 from ..gateway.server import Gateway
-from ..host.logs import log_to_stderr
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
 from ..host.stopwatch import Stopwatch
 from ..ray_runtime.local_cluster import LocalCluster
@@ -22,7 +23,7 @@ from ..replica.client import PATIENCE_S, ReplicaClient
 from ..replica.launch import launch_replica
 from ..replica.replica import Replica, new_replica_id
 from ..requests.tokenizer import Tokenizer
-from .server_options import ServerOptions, check_listen
+from .server_setup import set_up_server
 
 CANARY_TIMEOUT_S = 60.0
 # For running streams to end after a signal, and to be told after a failure.
@@ -46,10 +47,8 @@ def serve(engine: EngineOptions, front: ServerOptions) -> int:
         ConfigError: this cannot be started as it is asked for.
         ReplicaUnavailable: it did not start, or a process of it failed; names the rank. Clients have been told.
     """
-    log_to_stderr()
     stopwatch = Stopwatch()
-    security = front.security()
-    check_listen(front.listen, security, front.insecure)
+    security = set_up_server(front)
     try:
         with ExitStack() as stack:
             stack.enter_context(signals_raise())
@@ -73,7 +72,7 @@ def serve(engine: EngineOptions, front: ServerOptions) -> int:
 
 def _prepare(engine: EngineOptions) -> tuple[EngineConfig, Tokenizer]:
     """What takes seconds beside Ray's start: reading both imports transformers."""
-    config = engine.resolve()
+    config = resolve(engine, Machine.this())
     return config, Tokenizer(config.model.path)
 
 

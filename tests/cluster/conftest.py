@@ -14,7 +14,8 @@ import pytest
 from local_replica import DEADLINE_S, Brake, local_replica
 
 from quire.cluster.api.security import Security
-from quire.cluster.config.resolve import resolve
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.resolve import Machine, resolve
 from quire.cluster.gateway.served_models import ServedModels, serve_single_replica
 from quire.cluster.gateway.server import Gateway
 from quire.cluster.replica.client import ReplicaClient
@@ -78,7 +79,10 @@ def serve(make_model: Callable[..., Path]) -> ServerFactory:
     ) -> AsyncIterator[Server]:
         model = tiny if model_dir is None else model_dir
         settings = {"num_kv_blocks": 64, "max_num_seqs": 16, "max_num_batched_tokens": 64} | options
-        config = resolve(str(model), served_model_name="tiny", device="cpu", audit=True, **settings)
+        engine_options = EngineOptions(
+            str(model), served_model_name="tiny", device="cpu", audit=True, **settings
+        )
+        config = resolve(engine_options, Machine.this())
         with local_replica(config) as local:
             replica = ReplicaClient(local.address, "replica-0", patience_s=patience_s, heartbeat_s=0.1)
             replica.start()

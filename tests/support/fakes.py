@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.resolve import engine_config
 from quire.proto.block_tables import BlockTables
-from quire.proto.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from quire.proto.config import EngineConfig, ModelConfig
 from quire.proto.errors import RankFailed
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import Logprobs, PromptLogprobs, PromptScoring, StepPlan, StepResult
@@ -36,12 +38,12 @@ def small_config(
         path="", name="fake", architecture="Fake", hf={}, dtype="float32", max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, eos_token_ids=eos,
     )  # fmt: skip
-    cache = CacheConfig(
-        block_size=block_size, num_blocks=num_blocks, prefix_caching=prefix_caching,
-        num_host_blocks=num_host_blocks, swap_blocks_per_s=swap_blocks_per_s,
-    )  # fmt: skip
     defaults: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_queue_len": 1000}
-    return EngineConfig(model, cache, scheduler=SchedulerConfig(**(defaults | scheduler)))
+    options = EngineOptions(
+        "fake", block_size=block_size, num_kv_blocks=num_blocks, prefix_caching=prefix_caching,
+        num_host_kv_blocks=num_host_blocks, **(defaults | scheduler),
+    )  # fmt: skip
+    return engine_config(options, model).with_swap_rate(swap_blocks_per_s)
 
 
 def submit(handle: int, prompt: list[int], **settings: Any) -> Submit:

@@ -23,7 +23,8 @@ from caller import Caller
 from fakes import submit
 from ray_nodes import LOOPBACK, RayNodes
 
-from quire.cluster.config.resolve import resolve
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.resolve import Machine, resolve
 from quire.cluster.ray_runtime.launch_target import FleetLaunchTarget
 from quire.cluster.ray_runtime.local_cluster import attach
 from quire.cluster.replica.launch import launch_replica
@@ -135,10 +136,15 @@ def model_dir(make_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def config(model_dir: Path) -> EngineConfig:
-    resolved = resolve(
-        str(model_dir), tensor_parallel_size=2, device="cpu", dtype="float32", num_kv_blocks=520
+    options = EngineOptions(
+        str(model_dir),
+        tensor_parallel_size=2,
+        device="cpu",
+        dtype="float32",
+        num_kv_blocks=520,
+        step_timeout_s=30.0,
     )
-    return replace(resolved, scheduler=replace(resolved.scheduler, step_timeout_s=30.0))
+    return resolve(options, Machine.this())
 
 
 @pytest.fixture(scope="module")

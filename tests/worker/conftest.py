@@ -18,9 +18,11 @@ import torch
 import triton_device  # noqa: F401
 from torch import Tensor
 
+from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.model_config import describe_model
+from quire.cluster.config.resolve import engine_config as combine
 from quire.proto.block_tables import BlockTables
-from quire.proto.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from quire.proto.config import EngineConfig
 from quire.proto.step import NewSequence, RowSampling, StepPlan, StepResult
 from quire.worker.comm.communicator import Communicator, SingleRank
 from quire.worker.graphs import GraphBackend
@@ -78,16 +80,17 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
         max_model_len=settings.get("max_model_len", 256),
         quantization=settings.get("quantization"),
     )
-    cache = CacheConfig(
+    options = EngineOptions(
+        str(folder),
+        tensor_parallel_size=tp,
         block_size=settings.get("block_size", 16),
-        num_blocks=settings.get("num_blocks"),
-        memory_bytes=settings.get("memory_bytes"),
-        kv_dtype=settings.get("kv_dtype", "auto"),
+        num_kv_blocks=settings.get("num_blocks"),
+        kv_cache_memory=settings.get("memory_bytes"),
+        kv_cache_dtype=settings.get("kv_dtype", "auto"),
+        max_num_seqs=settings.get("max_num_seqs", 8),
+        cuda_graphs=settings.get("cuda_graphs", True),
     )
-    scheduler = SchedulerConfig(max_num_seqs=settings.get("max_num_seqs", 8))
-    cuda_graphs = settings.get("cuda_graphs", True)
-    parallel = ParallelConfig(tp, settings.get("device", "cpu"), 1, cuda_graphs=cuda_graphs)
-    return EngineConfig(model, cache, parallel, scheduler)
+    return combine(options, model, device=settings.get("device", "cpu"))
 
 
 @dataclass

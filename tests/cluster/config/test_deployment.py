@@ -1,9 +1,8 @@
-"""What an operator writes of a model, in a fleet file or as options, and what it becomes."""
+"""Deployments from fleet files, tables, JSON and the command line."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from typer.testing import CliRunner
 
 from quire.cluster.cli import app
 from quire.cluster.cli.deployments import read_deployments
-from quire.cluster.cli.engine_options import engine_options, fleet_options
 from quire.cluster.config.deployment import Deployment, read_fleet_file
 from quire.proto.errors import ConfigError
 
@@ -34,7 +32,7 @@ rank_resources = { GPU = 1 }
 """
 
 
-def test_a_fleet_file_names_several_models(tmp_path: Path) -> None:
+def test_fleet_file_holds_several_models(tmp_path: Path) -> None:
     path = tmp_path / "fleet.toml"
     path.write_text(FILE)
     first, second = read_fleet_file(path)
@@ -43,8 +41,8 @@ def test_a_fleet_file_names_several_models(tmp_path: Path) -> None:
     assert first.engine.kv_cache_memory == 512 << 20
     assert first.engine.tenant_weights == (("gold", 3.0), ("silver", 1.5))
     assert (first.limits.min_replicas, first.limits.max_replicas, first.limits.target_wait_s) == (0, 4, 2.0)
-    assert second.rank_resources == {"GPU": 1.0}
-    assert read_deployments(str(path), engine_options(), fleet_options()) == (first, second)
+    assert second.rank_resources == (("GPU", 1.0),)
+    assert read_deployments(str(path), {}) == (first, second)
 
 
 @pytest.mark.parametrize(
@@ -61,13 +59,13 @@ def test_a_fleet_file_names_several_models(tmp_path: Path) -> None:
         ("[[model]]\nmodel='demo'\nprefix_caching=1", "prefix_caching is 1, must be true or false"),
         ("[[model]]\nmodel='demo'\nmin_replicas=3", "max_replicas is 1"),
         ("[[model]]\nmodel='demo'\nrank_resources={GPU='x'}", "must be a table of names and numbers"),
-        ("[[model]]\nmodel='demo'\nrank_resources={GPU=0}", "rank_resources has 0 of 'GPU'"),
+        ("[[model]]\nmodel='demo'\nrank_resources={GPU=0}", "rank_resources has 0 for 'GPU'"),
         ("[[model]]\nmodel='demo'\ndrain_grace_s=-1", "drain_grace_s is -1"),
         ("[[model]]\nmodel='demo'\n[[model]]\nmodel='demo'", "has demo twice"),
         ("[[model]", "fleet.toml: "),
     ],
 )
-def test_a_fleet_file_that_cannot_be_used_says_what_is_wrong(tmp_path: Path, text: str, said: str) -> None:
+def test_bad_fleet_file_raises_config_error(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "fleet.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
@@ -76,7 +74,7 @@ def test_a_fleet_file_that_cannot_be_used_says_what_is_wrong(tmp_path: Path, tex
         read_fleet_file(tmp_path / "missing.toml")
 
 
-def test_a_deployment_survives_json() -> None:
+def test_deployment_round_trips_through_json() -> None:
     table = {"model": "demo", "tenant_weights": {"gold": 3}, "policy": "fair", "rank_resources": {"GPU": 1}}
     deployment = Deployment.from_table(table | {"max_replicas": 3, "revision": "x"})
     assert Deployment.from_json(deployment.to_json()) == deployment
@@ -96,19 +94,11 @@ def test_a_deployment_survives_json() -> None:
         ({"drain_grace_s": 5.0}, False),
     ],
 )
-def test_what_makes_another_version(options: dict[str, Any], is_another: bool) -> None:
+def test_version_changes_with_engine_options_resources_and_revision(
+    options: dict[str, Any], is_another: bool
+) -> None:
     version = Deployment.from_table({"model": "demo"}).version
     assert (Deployment.from_table({"model": "demo", **options}).version != version) == is_another
-
-
-def test_ranks_are_resolved_for_the_nodes_they_will_have(make_model: Callable[..., Path]) -> None:
-    model = str(make_model("llama"))
-    deployment = Deployment.from_table(
-        {"model": model, "tensor_parallel_size": 4, "rank_resources": {"CPU": 6}}
-    )
-    assert deployment.resolve(has_gpus=True).parallel.device == "cuda"
-    parallel = deployment.resolve(has_gpus=False).parallel
-    assert (parallel.device, parallel.threads_per_rank) == ("cpu", 6)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +112,9 @@ def test_ranks_are_resolved_for_the_nodes_they_will_have(make_model: Callable[..
         ),
     ],
 )
-def test_options_in_the_wrong_place(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_in_the_wrong_place_are_refused(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code != 0

@@ -1,9 +1,8 @@
-"""Wishes and a model directory become a configuration, or one clear line that says why not."""
+"""Options, a machine and a model directory become a configuration, or a one-line error."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +10,18 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.config import resolve as resolving
-from quire.cluster.config.resolve import resolve
+from quire.cluster.config.deployment import Deployment
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.resolve import Machine, resolve, resolve_deployment
 from quire.cluster.requests.tokenizer import Tokenizer
+from quire.proto.config import EngineConfig
 from quire.proto.errors import ConfigError, ModelLoadError
+
+CPU = Machine(num_cores=2, num_gpus=0)
+
+
+def resolve_on_cpu(model: Path | str, **options: Any) -> EngineConfig:
+    return resolve(EngineOptions(str(model), **options), CPU)
 
 
 @pytest.fixture
@@ -27,8 +34,8 @@ def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def test_the_bundled_model() -> None:
-    config = resolve("demo", device="cpu")
+def test_bundled_model_resolves() -> None:
+    config = resolve_on_cpu("demo")
     assert (config.model.name, config.model.architecture) == ("demo", "LlamaForCausalLM")
     assert (config.model.dtype, config.parallel.device) == ("float32", "cpu")
     assert config.model.num_heads % config.model.num_kv_heads == 0
@@ -36,10 +43,10 @@ def test_the_bundled_model() -> None:
     assert config.cache.num_blocks is None
 
 
-def test_what_is_asked_for(make_model: Callable[..., Path]) -> None:
+def test_options_reach_the_configuration(make_model: Callable[..., Path]) -> None:
     model = make_model("qwen3")
-    config = resolve(
-        str(model),
+    config = resolve_on_cpu(
+        model,
         tensor_parallel_size=2,
         dtype="bfloat16",
         device="cpu",
@@ -63,7 +70,7 @@ def test_what_is_asked_for(make_model: Callable[..., Path]) -> None:
     assert (limits.policy, limits.tenant_weights) == ("fair", (("gold", 3.0),))
     assert config.cache.num_host_blocks == 12
     assert (config.model.seed, config.parallel.tensor_parallel_size) == (5, 2)
-    assert resolve(str(model), device="cpu").model.name == model.name
+    assert resolve_on_cpu(model).model.name == model.name
 
 
 @pytest.mark.parametrize(("ids", "expected"), [(3, (3,)), ([3, 4, 3], (3, 4)), (None, ())])
@@ -71,13 +78,13 @@ def test_end_of_sequence_comes_from_generation_config(
     model_copy: Path, ids: Any, expected: tuple[int, ...]
 ) -> None:
     (model_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    assert resolve(str(model_copy), device="cpu").model.eos_token_ids == expected
+    assert resolve_on_cpu(model_copy).model.eos_token_ids == expected
 
 
-def test_end_of_sequence_from_config_alone(model_copy: Path) -> None:
+def test_end_of_sequence_falls_back_to_config_json(model_copy: Path) -> None:
     (model_copy / "generation_config.json").unlink(missing_ok=True)
     edit(model_copy / "config.json", eos_token_id=[1, 2])
-    assert resolve(str(model_copy), device="cpu").model.eos_token_ids == (1, 2)
+    assert resolve_on_cpu(model_copy).model.eos_token_ids == (1, 2)
 
 
 def remove_weights(model: Path) -> None:
@@ -106,27 +113,29 @@ def remove_tokenizer(model: Path) -> None:
         (lambda model: edit(model / "generation_config.json", eos_token_id="end"), "eos_token_id is 'end'"),
     ],
 )
-def test_broken_directories(model_copy: Path, break_it: Callable[[Path], Any], said: str) -> None:
+def test_broken_model_directory_raises_model_load_error(
+    model_copy: Path, break_it: Callable[[Path], Any], said: str
+) -> None:
     break_it(model_copy)
     with pytest.raises(ModelLoadError, match=said) as caught:
-        resolve(str(model_copy), device="cpu")
+        resolve_on_cpu(model_copy)
     assert "\n" not in str(caught.value)
 
 
-def test_an_architecture_that_is_not_served(model_copy: Path) -> None:
+def test_unsupported_architecture_raises_config_error(model_copy: Path) -> None:
     edit(model_copy / "config.json", architectures=["MambaForCausalLM"])
     with pytest.raises(ConfigError, match=r"MambaForCausalLM.*not supported.*for model type 'llama'"):
-        resolve(str(model_copy), device="cpu")
+        resolve_on_cpu(model_copy)
 
 
-def test_code_of_a_model_is_never_run(model_copy: Path) -> None:
+def test_code_of_a_model_directory_is_never_run(model_copy: Path) -> None:
     (model_copy / "custom.py").write_text("raise SystemExit('the code of the model was run')")
     edit(model_copy / "config.json", model_type="custom", auto_map={"AutoConfig": "custom.Config"})
     with pytest.raises(ModelLoadError):
-        resolve(str(model_copy), device="cpu")
+        resolve_on_cpu(model_copy)
 
 
-def test_a_directory_without_tokenizer(model_copy: Path) -> None:
+def test_directory_without_tokenizer_raises_model_load_error(model_copy: Path) -> None:
     remove_tokenizer(model_copy)
     with pytest.raises(ModelLoadError, match="tokenizer cannot be read") as caught:
         Tokenizer(str(model_copy))
@@ -143,48 +152,56 @@ def test_a_directory_without_tokenizer(model_copy: Path) -> None:
         ({"max_model_len": 10_000}, "max_model_len is 10000, must be from 2 to 512, the model's context"),
         ({"max_model_len": 1}, "max_model_len is 1"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0, must be at least 1"),
-        ({"num_kv_blocks": 1}, "at least 2 are needed"),
+        ({"num_kv_blocks": 1}, "num_kv_blocks is 1, must be at least 2"),
         ({"kv_cache_memory": 0}, "kv_cache_memory is 0"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_queue_len": -1}, "max_queue_len is -1"),
-        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5, must be above 0 and at most 1"),
+        ({"max_steps_in_flight": 0}, "max_steps_in_flight is 0, must be at least 1"),
+        ({"max_num_seqs": 0, "seed": 1, "block_size": 0}, "block_size is 0.*; max_num_seqs is 0"),
         ({"num_host_kv_blocks": -1}, "num_host_kv_blocks is -1, must be at least 0"),
         (
             {"policy": "lottery"},
             "must be fcfs, priority, shortest-prefill, fair or longest-prefix",
         ),
         ({"tenant_weights": [("gold", 2.0)]}, "shares of the policy fair, but the policy is fcfs"),
-        ({"policy": "fair", "tenant_weights": [("gold", 0.0)]}, "'gold' is 0.0, must be above 0"),
-        ({"policy": "fair", "tenant_weights": [("gold", float("nan"))]}, "'gold' is nan"),
-        ({"policy": "fair", "tenant_weights": [("gold", 1.0)] * 2}, "'gold' has 2 weights, must have one"),
+        ({"policy": "fair", "tenant_weights": [("gold", 0.0)]}, "has 0 for 'gold', must be above 0"),
+        ({"policy": "fair", "tenant_weights": [("gold", float("nan"))]}, "has nan for 'gold'"),
+        ({"policy": "fair", "tenant_weights": [("gold", 1.0)] * 2}, "has 'gold' 2 times, must have it once"),
     ],
 )
-def test_wishes_out_of_range(make_model: Callable[..., Path], options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        resolve(str(make_model("llama")), **({"device": "cpu"} | options))
-
-
-def test_ranks_must_divide_the_heads(make_model: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size 3 does not divide.*8"):
-        resolve(str(make_model("llama")), tensor_parallel_size=3, device="cpu")
-
-
-def test_more_ranks_than_the_machine_carries(
-    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+def test_option_out_of_range_raises_config_error(
+    make_model: Callable[..., Path], options: dict[str, Any], said: str
 ) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resolve_on_cpu(make_model("llama"), **options)
+
+
+def test_resolve_refuses_ranks_that_do_not_divide_the_heads(make_model: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 3 does not divide.*8"):
+        resolve_on_cpu(make_model("llama"), tensor_parallel_size=3)
+
+
+def test_resolve_refuses_more_ranks_than_the_machine_carries(make_model: Callable[..., Path]) -> None:
     model = str(make_model("llama"))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     with pytest.raises(ConfigError, match="tensor_parallel_size is 8, but this machine has 1 CPU cores"):
-        resolve(model, tensor_parallel_size=8, device="cpu")
-    monkeypatch.setattr(resolving, "cuda_device_count", lambda: 2)
+        resolve(EngineOptions(model, tensor_parallel_size=8, device="cpu"), Machine(1, 0))
     with pytest.raises(ConfigError, match="tensor_parallel_size is 4, but this machine has 2 CUDA GPUs"):
-        resolve(model, tensor_parallel_size=4, device="auto")
+        resolve(EngineOptions(model, tensor_parallel_size=4), Machine(1, 2))
 
 
-def test_what_auto_means(make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolving, "cuda_device_count", lambda: 1)
-    on_gpu = resolve("demo")
+def test_auto_picks_device_and_dtype_of_the_machine() -> None:
+    on_gpu = resolve(EngineOptions("demo"), Machine(2, 1))
     assert (on_gpu.parallel.device, on_gpu.model.dtype) == ("cuda", "bfloat16")
-    monkeypatch.setattr(resolving, "cuda_device_count", lambda: 0)
-    on_cpu = resolve("demo")
+    on_cpu = resolve(EngineOptions("demo"), CPU)
     assert (on_cpu.parallel.device, on_cpu.model.dtype) == ("cpu", "float32")
+
+
+def test_deployment_resolves_for_the_nodes_of_its_ranks(make_model: Callable[..., Path]) -> None:
+    model = str(make_model("llama"))
+    deployment = Deployment.from_table(
+        {"model": model, "tensor_parallel_size": 4, "rank_resources": {"CPU": 6}}
+    )
+    assert resolve_deployment(deployment, has_gpus=True).parallel.device == "cuda"
+    parallel = resolve_deployment(deployment, has_gpus=False).parallel
+    assert (parallel.device, parallel.threads_per_rank) == ("cpu", 6)

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.config.resolve import resolve
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.resolve import Machine, resolve
 from quire.cluster.offline.in_process import load_in_process
 
 
 def test_the_start_is_broken_down_by_stage_in_the_log(
     make_model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = resolve(str(make_model("llama")), device="cpu", num_kv_blocks=4)
+    config = resolve(EngineOptions(str(make_model("llama")), device="cpu", num_kv_blocks=4), Machine.this())
     with caplog.at_level(logging.INFO, logger="quire.cluster.offline.in_process"):
         _, group = load_in_process(config)
     group.close()

@@ -10,7 +10,8 @@ from narrowing import not_none
 from quantized_models import Scheme, write_quantized
 
 from quire import LLM, SamplingParams
-from quire.cluster.config.resolve import resolve
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.resolve import Machine, resolve
 from quire.proto.errors import ConfigError
 
 TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune"
@@ -48,7 +49,7 @@ def test_a_checkpoint_of_four_bits_is_served_by_its_own_word(
 
 def test_what_cannot_be_is_refused_before_anything_starts(demo_model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="quantization is 'int3', must be int8 or fp8"):
-        resolve("demo", quantization="int3")
+        EngineOptions("demo", quantization="int3")
     quantized, _ = write_quantized(demo_model_dir, tmp_path, Scheme("awq", group_len=64))
     with pytest.raises(ConfigError, match=r"quantized already \(awq\)"):
-        resolve(str(quantized), quantization="fp8")
+        resolve(EngineOptions(str(quantized), quantization="fp8"), Machine.this())

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.cluster.config.resolve import resolve
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.resolve import Machine, resolve
 from quire.cluster.offline.in_process import load_in_process
 from quire.cluster.requests.request import Request
 from quire.cluster.requests.sequence_update import updates_by_handle
@@ -36,7 +37,10 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def config(make_model: Callable[..., Path]) -> EngineConfig:
     folder = str(make_model("llama"))
-    return resolve(folder, device="cpu", dtype="float32", num_kv_blocks=64, max_num_batched_tokens=16)
+    options = EngineOptions(
+        folder, device="cpu", dtype="float32", num_kv_blocks=64, max_num_batched_tokens=16
+    )
+    return resolve(options, Machine.this())
 
 
 class SteppedReplica:

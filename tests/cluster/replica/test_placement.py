@@ -22,7 +22,7 @@ from quire.cluster.replica.placement import (
     explain,
     read_node_types,
 )
-from quire.proto.config import EngineConfig, ParallelConfig
+from quire.proto.config import EngineConfig
 from quire.proto.errors import ConfigError
 
 HEAD = Node("aaa", "10.0.0.1", {"CPU": 4.0}, {"CPU": 3.0})
@@ -32,7 +32,8 @@ BIG_TYPE = NodeType("gpu-big", {"CPU": 32.0, "GPU": 8.0}, 2)
 
 
 def config(size: int, device: str = "cuda") -> EngineConfig:
-    return replace(small_config(), parallel=ParallelConfig(size, device))
+    config = small_config()
+    return replace(config, parallel=replace(config.parallel, tensor_parallel_size=size, device=device))
 
 
 def test_a_replica_asks_for_a_scheduler_and_its_ranks() -> None:

@@ -8,17 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.resolve import engine_config
 from quire.cluster.requests.request import MAX_NAME_CHARS, RequestChecker
-from quire.proto.config import CacheConfig, EngineConfig, ModelConfig
+from quire.proto.config import EngineConfig, ModelConfig
 from quire.proto.errors import InvalidRequest
 from quire.proto.sampling import SamplingParams
 
-CONFIG = EngineConfig(
+CONFIG = engine_config(
+    EngineOptions("tiny", block_size=16, num_kv_blocks=100),
     ModelConfig(
         path="", name="tiny", architecture="", hf={}, dtype="float32", max_model_len=100, vocab_size=50,
         num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, seed=3,
     ),
-    CacheConfig(block_size=16, num_blocks=100),
 )  # fmt: skip
 
 

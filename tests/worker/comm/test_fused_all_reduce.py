@@ -10,7 +10,8 @@ import torch
 from cuda_graphs import capture
 from torch.multiprocessing.spawn import spawn
 
-from quire.cluster.config.resolve import resolve
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.resolve import Machine, resolve
 from quire.kernels.all_reduce_norm import NUM_SIGNALS, Peers, all_reduce_add_rms_norm
 from quire.proto.errors import ConfigError
 from quire.proto.step import RowSampling
@@ -72,8 +73,9 @@ def test_tokens_are_those_of_the_communicators_sums(
 
 
 def test_it_is_for_ranks_on_gpus(demo_model_dir: Any) -> None:
+    options = EngineOptions("demo", device="cpu", tensor_parallel_size=2, fused_all_reduce=True)
     with pytest.raises(ConfigError, match="fused_all_reduce is for several ranks on GPUs"):
-        resolve("demo", device="cpu", tensor_parallel_size=2, fused_all_reduce=True)
+        resolve(options, Machine(num_cores=2, num_gpus=0))
     with pytest.raises(ConfigError, match="fused_all_reduce needs several ranks"):
         open_symmetric_memory(SingleRank(), 64, torch.float32, torch.device("cpu"))
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.config.resolve import resolve
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.resolve import Machine, resolve
 from quire.proto.errors import ConfigError
 from quire.worker import runner as module
 from quire.worker.comm.communicator import SingleRank
@@ -56,7 +57,7 @@ def test_available_bytes_of_this_machine_is_plausible() -> None:
 def test_kv_memory_beyond_available_raises_config_error(
     options: dict[str, Any], named: str, make_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = resolve(str(make_model("llama")), device="cpu", **options)
+    config = resolve(EngineOptions(str(make_model("llama")), device="cpu", **options), Machine.this())
     assert config.cache.num_blocks is not None
     runner = ModelRunner(config, SingleRank())
     per_block = bytes_per_block(config, module.DTYPES[config.model.dtype])

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from narrowing import instance_of
 
-from quire.proto.config import EngineConfig, ParallelConfig
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.resolve import engine_config
 from quire.proto.errors import ConfigError
 from quire.worker.models.registry import check_supported
 from quire.worker.models.spec import DecoderSpec
@@ -125,7 +126,7 @@ def test_settings_that_mean_nothing(model: Any, settings: dict[str, Any]) -> Non
 
 
 def test_more_ranks_than_kv_heads(model: Any) -> None:
-    config = replace(EngineConfig(model), parallel=ParallelConfig(8))
+    config = engine_config(EngineOptions("many-ranks", tensor_parallel_size=8), model)
     assert spec_of(model, 8).num_kv_heads == 4
     assert config.num_kv_heads_per_rank == 1
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from quire.cluster.config.resolve import resolve
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.resolve import Machine, resolve
 from quire.kernels.linear import linear, pack
 from quire.worker.models import transformers_model
 from quire.worker.runner import ModelRunner
@@ -33,10 +34,11 @@ def status(path, field):
     return int(line.split()[1])
 
 
-config = resolve(
+options = EngineOptions(
     sys.argv[1], tensor_parallel_size=2, device="cpu", dtype="float32", num_kv_blocks=2, max_num_seqs=1,
     max_model_len=64,
 )
+config = resolve(options, Machine.this())
 linear(torch.ones(8, 512), pack(torch.ones(512, 512)))  # threads, libraries and their scratch memory
 with torch.device("meta"):  # the modules' code
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(sys.argv[1]))

@@ -1,0 +1,36 @@
+"""ServerOptions: the options of a gateway's server."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .option import option
+
+_SERVER = "Server"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """An operator's choices for a gateway: its address, and who may call it."""
+
+    listen: str = option(
+        "127.0.0.1:50051",
+        help="Address of the server; with port 0 the system chooses one.",
+        metavar="HOST:PORT",
+        group=_SERVER,
+    )
+    insecure: bool = option(
+        False,
+        help="Allow an address that other machines can reach without TLS and tokens.",
+        group=_SERVER,
+    )
+    tls_cert: Path | None = option(
+        None, help="PEM file of the server's certificate chain.", metavar="FILE", group=_SERVER
+    )
+    tls_key: Path | None = option(None, help="PEM file of its private key.", metavar="FILE", group=_SERVER)
+    token_file: Path | None = option(
+        None,
+        help="File of the bearer tokens that callers must have one of, one per line: TOKEN or TENANT:TOKEN. The "
+        "tenant admin may change a fleet.",
+        metavar="FILE",
+        group=_SERVER,
+    )

@@ -1,0 +1,43 @@
+"""The engine options as LLM's keyword arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from ..config.engine_options import EngineOptions
+from ..config.option import check_names, declared_options, keyword_parameters, read_environment, read_table
+
+# Offline the caller holds all prompts anyway; refusing some gains nothing.
+_DEFAULTS: Mapping[str, Any] = {"max_queue_len": 1 << 30}
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def takes_engine_options(function: F) -> F:
+    """Show the engine options in the signature of a function that takes ``**options``, for help() and editors."""
+    signature = inspect.signature(function)
+    named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    parameters = [*named, *keyword_parameters(EngineOptions, _DEFAULTS)]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
+
+
+def read_engine_options(
+    model: str, given: Mapping[str, Any], environment: Mapping[str, str]
+) -> EngineOptions:
+    """Return the options of an offline engine: arguments win over the environment, that over the defaults.
+
+    With one rank, which shares a thread with the scheduler, one step is in flight unless something else is given.
+
+    Raises:
+        ConfigError: there is no such option, or a value that the option cannot have.
+    """
+    check_names(given, "LLM", declared_options(EngineOptions))
+    values = {**_DEFAULTS, **read_environment(environment, EngineOptions), **read_table(EngineOptions, given)}
+    options = EngineOptions(model, **values)
+    if options.tensor_parallel_size == 1 and "max_steps_in_flight" not in values:
+        return replace(options, max_steps_in_flight=1)
+    return options

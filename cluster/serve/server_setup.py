@@ -1,0 +1,34 @@
+"""Setup of every `quire serve` before it starts anything: the log, the credentials and the address."""
+
+from __future__ import annotations
+
+import socket
+
+from ...proto.errors import ConfigError
+from ..api.security import ListenAddress, Security
+from ..config.server_options import ServerOptions
+from ..host.logs import log_to_stderr
+
+
+def set_up_server(options: ServerOptions) -> Security:
+    """Log to stderr, and check the options before anything is started; the gateway checks the address again.
+
+    Raises:
+        ConfigError: a file cannot be read, or the address cannot be listened on.
+    """
+    log_to_stderr()
+    security = Security.load(
+        tls_cert=options.tls_cert, tls_key=options.tls_key, token_file=options.token_file
+    )
+    address = ListenAddress.parse(options.listen)
+    security.check_listen(address, insecure=options.insecure)
+    _check_port(address)
+    return security
+
+
+def _check_port(address: ListenAddress) -> None:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        socket.create_server((address.host, address.port), family=family).close()
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
