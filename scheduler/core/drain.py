@@ -13,7 +13,7 @@ from .state import SchedulerState
 
 
 class Drainer:
-    """From `begin` on, admits nothing: waiting sequences are handed off at once, running ones at the deadline.
+    """The draining of one scheduler: it hands waiting sequences off at once, running ones at a deadline.
 
     Beams of one search, and outputs of which the best are selected (best_of), are handed off together: none of
     their tokens has been sent, and they start anew elsewhere. They run as long as one of them does.

@@ -16,7 +16,7 @@ def error_finish(handle: int, error: QuireError) -> Finish:
 
 
 class Outbox:
-    """Collects messages between two sends: failures, moves and the results of beam searches."""
+    """The messages to send next: failures, moves and the results of beam searches."""
 
     def __init__(self) -> None:
         self._outgoing: Outgoing = []

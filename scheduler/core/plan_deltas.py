@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ...proto.block_tables import IntArray
+from ...proto.step import NO_INTS
 from ..sequences.sequence import Sequence
 
 
@@ -46,6 +47,8 @@ class PlanDeltas:
 
     def take(self) -> tuple[IntArray, IntArray, IntArray]:
         """Return released rows, rows of chosen tokens and the chosen tokens, and forget them."""
+        if not self._released and not self._chosen:  # as in most steps
+            return NO_INTS, NO_INTS, NO_INTS
         released = np.array(self._released, np.int32)
         rows, token_ids = np.array([*self._chosen], np.int32), np.array([*self._chosen.values()], np.int32)
         self._released, self._chosen = [], {}

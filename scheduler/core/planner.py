@@ -41,7 +41,7 @@ class _Draft:
 
 
 class Planner:
-    """Makes the plans for one scheduler's state."""
+    """Plans for one scheduler's state."""
 
     def __init__(self, state: SchedulerState, epoch: int) -> None:
         self._state = state

@@ -17,7 +17,7 @@ from .state import SchedulerState, row_of
 
 
 class ResultProcessor:
-    """Applies results to one scheduler's state."""
+    """The effect of step results on one scheduler's state."""
 
     def __init__(self, state: SchedulerState, epoch: int) -> None:
         self._state = state

@@ -30,7 +30,7 @@ from .state import SchedulerState, row_of
 
 
 class Scheduler:
-    """Owns every block and every sequence.
+    """The owner of all blocks and sequences of a replica.
 
     Args:
         config: configuration with the number of blocks resolved.

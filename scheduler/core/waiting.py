@@ -1,4 +1,4 @@
-"""WaitingQueue: sequences without a row, in the order of the policy. O(log n) an operation in their number."""
+"""WaitingQueue: sequences without a row, in the order of the policy. Operations take O(log n)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, Protocol
 from ..sequences.sequence import Sequence
 from .policy import ADMISSION_KEYS, AdmissionKey, by_priority, counter_on_arrival, service
 
-# The longest-prefix policy compares this many sequences near the front of the queue: a look-up for each, each time.
+# Sequences near the front of the queue that the longest-prefix policy compares: one prefix lookup for each.
 LONGEST_PREFIX_WINDOW = 64
 # Removed entries that a heap keeps, beside as many as are present.
 MAX_MARKED = 64
-# Virtual counters kept of tenants that wait for nothing; names come from callers, and must not pile up.
+# Virtual counters kept for tenants without waiting sequences: bounds the memory for names, which callers choose.
 MAX_IDLE_TENANTS = 4096
 
 
 class _Heap:
-    """Sequences by a fixed key. Removal is a mark; marked ones are dropped when they come up."""
+    """Sequences by a fixed key. Removed entries stay in the heap until they reach its top or are too many."""
 
     def __init__(self, key: AdmissionKey) -> None:
         self._key = key
@@ -35,7 +35,7 @@ class _Heap:
 
     def remove(self, sequence: Sequence) -> None:
         self._present.discard(sequence.seq_id)
-        # Aborted ones that never come up, since others always go before them, must not pile up.
+        # Bounds the heap: removed entries behind others might never reach the top.
         if len(self._entries) > 2 * len(self._present) + MAX_MARKED:
             self._entries = [entry for entry in self._entries if entry[1] in self._present]
             heapq.heapify(self._entries)
@@ -46,7 +46,7 @@ class _Heap:
         return self._entries[0][2] if self._entries else None
 
     def near_front(self, count: int) -> list[Sequence]:
-        """Up to `count`, the first among them; a heap says no more of the others than that they are early."""
+        """Return up to `count` sequences: the first, and others near the front in no particular order."""
         self.peek()
         present = (entry[2] for entry in self._entries if entry[1] in self._present)
         return list(itertools.islice(present, count))
@@ -60,16 +60,16 @@ class _Order(Protocol):
 
 
 class _FairOrder:
-    """Per tenant by arrival; between tenants the one whose virtual token counter is least.
+    """The tenant with the least virtual token counter first; within a tenant by arrival.
 
-    The virtual token counter of Sheng et al. (Fairness in Serving Large Language Models, OSDI 2024).
+    Virtual token counters are those of Sheng et al. (Fairness in Serving Large Language Models, OSDI 2024).
     """
 
     def __init__(self, weights: dict[str, float]) -> None:
         self._weights = weights
-        self._queues: dict[str, _Heap] = {}  # of tenants that wait
+        self._queues: dict[str, _Heap] = {}  # tenant |-> its waiting sequences; no empty queues
         self._counters: dict[str, float] = {}
-        # (counter, tenant) of those that wait. Counters only grow, so an entry that is out of date comes up early.
+        # (counter, tenant) of waiting tenants. Counters only grow, so an outdated entry reaches the top early.
         self._ranking: list[tuple[float, str]] = []
         self._num_waiting = 0
 
@@ -84,7 +84,7 @@ class _FairOrder:
             self._counters[tenant] = counter_on_arrival(self._counters.get(tenant, 0.0), active)
             self._queues[tenant] = _Heap(ADMISSION_KEYS["fcfs"])
             heapq.heappush(self._ranking, (self._counters[tenant], tenant))
-            self._forget_idle()
+            self._drop_idle()
         self._queues[tenant].push(sequence)
         self._num_waiting += 1
 
@@ -115,13 +115,13 @@ class _FairOrder:
             heapq.heappop(self._ranking)
         return None
 
-    def _forget_idle(self) -> None:
+    def _drop_idle(self) -> None:
         if len(self._counters) - len(self._queues) > MAX_IDLE_TENANTS:
             self._counters = {tenant: self._counters[tenant] for tenant in self._queues}
 
 
 class _LongestPrefixOrder:
-    """Among a few early ones, the one with the most cached tokens first (Zheng et al., SGLang, 2024)."""
+    """Of the sequences near the front, the one with the most cached tokens first (Zheng et al., SGLang, 2024)."""
 
     def __init__(self, num_cached_tokens: Callable[[Sequence], int]) -> None:
         self._num_cached_tokens = num_cached_tokens
@@ -139,7 +139,7 @@ class _LongestPrefixOrder:
     def peek(self) -> Sequence | None:
         oldest = self._queue.peek()
         if oldest is None or oldest.times_overtaken >= LONGEST_PREFIX_WINDOW:
-            return oldest  # nobody is overtaken for ever
+            return oldest  # bounds its wait
         window = self._queue.near_front(LONGEST_PREFIX_WINDOW)
         best = max(window, key=lambda sequence: (self._num_cached_tokens(sequence), -sequence.arrival))
         if best is not oldest:
@@ -148,15 +148,15 @@ class _LongestPrefixOrder:
 
 
 class WaitingQueue:
-    """All sequences without a row.
+    """Sequences that wait for a row.
 
-    Those that ran before (preempted, or forked from one that runs) come first, by priority and arrival, whatever
-    the policy: they keep their place. Only a higher priority goes before them, where the policy is ``priority``.
+    Sequences that ran before (preempted, or forked from a running one) come first, by priority and arrival, under
+    each policy. Only a sequence of higher priority goes before them, if the policy is ``priority``.
 
     Args:
         policy: ``fcfs``, ``priority``, ``fair``, ``shortest-prefill`` or ``longest-prefix``.
-        num_cached_tokens: what the longest-prefix policy looks at.
-        tenant_weights: shares of the fair policy; 1 where a tenant is not named.
+        num_cached_tokens: returns the length of a sequence's cached prefix, for the longest-prefix policy.
+        tenant_weights: (tenant, share) for the fair policy; other tenants have the share 1.
     """
 
     def __init__(
@@ -186,13 +186,13 @@ class WaitingQueue:
         (self._resumed if sequence.has_run else self._new).remove(sequence)
 
     def peek(self) -> Sequence | None:
-        """The next to be admitted, which stays in the queue."""
+        """Return the sequence to admit next, which stays in the queue, or None."""
         resumed, new = self._resumed.peek(), self._new.peek()
         if resumed is None or (self._by_priority and new is not None and new.priority > resumed.priority):
             return new
         return resumed
 
     def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Tells the fair policy of service given."""
+        """Charge computed tokens to a tenant, under the fair policy."""
         if self._fair is not None:
             self._fair.charge(tenant, num_prompt_tokens, num_output_tokens)

@@ -1,1 +1,1 @@
-"""KV cache blocks: the pool, the prefix cache, the host tier and their manager."""
+"""KV cache blocks: block pool, prefix cache, host tier and their manager."""

@@ -1,4 +1,4 @@
-"""BlockManager: the one owner of every row's blocks. Pools, prefix caches and block tables change here together."""
+"""BlockManager: owns the blocks of all rows; keeps pools, prefix caches and block tables consistent."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .cache_journal import CacheJournal
 from .host_tier import HostTier
 from .prefix_cache import CacheKey, PrefixCache, child_digest
 
-# A part of a block is worth a copy from this share of it on.
+# A partial match is copied if it covers at least this share of a block.
 MIN_PARTIAL_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What memory holds of a sequence's beginning.
+    """The cached beginning of a sequence.
 
     Attributes:
-        blocks: (block, whether it is a host block), in order; full blocks.
-        partial: a block whose first tokens continue it, and how many; worth a copy.
+        blocks: full blocks in order, as (block, whether it is a host block).
+        partial: block whose first tokens continue the prefix, and the number of these tokens; to be copied.
     """
 
     blocks: tuple[tuple[int, bool], ...] = ()
@@ -37,7 +37,7 @@ class Prefix:
 
 @dataclass(slots=True)
 class Transfers:
-    """Block moves of the plan in the making, as StepPlan has them."""
+    """Block moves of the next plan, as in StepPlan."""
 
     copies: list[tuple[int, int]] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -45,18 +45,18 @@ class Transfers:
 
 
 class BlockManager:
-    """Gives rows their blocks and takes them back.
+    """The owner of the blocks of all rows.
 
     Attributes:
-        tables: row |-> block ids; the truth that the ranks copy.
-        journal: of the prefixes that can be found, in device or host memory.
+        tables: row |-> block ids; the ranks keep copies.
+        journal: changes of the set of cached prefixes, in device or host memory.
         num_query_tokens, num_hit_tokens: prompt tokens looked up in the prefix caches, and found.
-        num_swapped_blocks: moved to and from host memory, for whatever reason.
+        num_swapped_blocks: blocks moved to and from host memory by preemptions, evictions and hits.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         cache = config.cache
-        assert cache.num_blocks is not None, "the pool's size is resolved before the scheduler is made"
+        assert cache.num_blocks is not None, "cache.num_blocks must be resolved before the scheduler is made"
         self.block_size = cache.block_size
         self.tables = BlockTables(config.scheduler.max_num_seqs, config.max_blocks_per_seq)
         self.journal = CacheJournal()
@@ -66,11 +66,11 @@ class BlockManager:
         self._cache = PrefixCache(cache.block_size, self.journal) if cache.prefix_caching else None
         self._pool = BlockPool(cache.num_blocks, on_evict=self._evict)
         self._transfers = Transfers()
-        # Blocks that the plan in the making reads from, held until it is made: an allocation must not evict them.
+        # Blocks that the next plan reads, held until it is made: an allocation must not evict them.
         self._held: list[int] = []
         self._held_on_host: list[int] = []
-        # Blocks that the plan in the making fills. Its own sequences may share them, since a step writes KV before
-        # it reads any, but not copy them, since copies come first of all.
+        # Blocks that the next plan fills. Its own sequences may share them, since a step writes KV before it reads
+        # any, but not copy them, since a step makes all copies first.
         self._filling: set[int] = set()
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
@@ -78,7 +78,7 @@ class BlockManager:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that sequences can have: all but the scratch block."""
+        """Return the number of blocks for sequences: all except the scratch block."""
         return self._pool.num_blocks - 1
 
     @property
@@ -95,34 +95,35 @@ class BlockManager:
 
     @property
     def num_unheld_blocks(self) -> int:
-        """Free now, or as soon as the steps in flight are done."""
+        """Return the blocks that are free now or once the steps in flight are done."""
         return self._pool.num_free + self._pool.num_fenced
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def num_lacking_blocks(self, row: int, num_tokens: int) -> int:
-        """Blocks that a row's table needs to hold `num_tokens`."""
+        """Return the number of blocks that a row's table lacks to hold `num_tokens`."""
         return max(0, self.num_blocks_for(num_tokens) - int(self.tables.lens[row]))
 
-    # Looking up
+    # Lookups
 
     def find_prefix(self, sequence: Sequence) -> Prefix:
-        """What is at hand of the sequence's beginning, as far as the sequence can use it.
+        """Return the cached beginning of a sequence, as far as the sequence can use it.
 
-        The last known token is computed again in any case: its logits are what the next one is sampled from.
+        The last known token is always computed again, since the next token is sampled from its logits.
         """
         if self._cache is None:
             return Prefix()
-        tokens, most = sequence.token_ids, sequence.num_reusable_tokens
-        num_full = most // self.block_size
+        tokens, num_reusable = sequence.token_ids, sequence.num_reusable_tokens
+        num_full = num_reusable // self.block_size
         self._cache.extend(sequence.root, sequence.block_digests, tokens, num_full)
         blocks = tuple(self._find_blocks(sequence.block_digests[:num_full]))
         start = len(blocks) * self.block_size
         parent = sequence.block_digests[len(blocks) - 1] if blocks else sequence.root
         partial = None
-        if start < most:
-            partial = self._cache.closest_child(parent, tokens[start : min(most, start + self.block_size)])
+        if start < num_reusable:
+            end = min(num_reusable, start + self.block_size)
+            partial = self._cache.closest_child(parent, tokens[start:end])
         if partial is not None and not self._is_worth_a_copy(*partial):
             partial = None
         return Prefix(blocks, partial)
@@ -134,22 +135,22 @@ class BlockManager:
         return self.find_prefix(sequence).num_tokens(self.block_size)
 
     def num_blocks_to_open(self, prefix: Prefix, num_tokens: int) -> int:
-        """Free blocks that a row with this prefix and `num_tokens` takes, cached ones that it shares included."""
+        """Return the free blocks that a row with this prefix and `num_tokens` takes, including shared cached ones."""
         shared = [block_id for block_id, on_host in prefix.blocks if not on_host]
         unheld = sum(self._pool.is_cached(block_id) for block_id in shared)
         if prefix.partial is not None:
             unheld += self._pool.is_cached(prefix.partial[0])
         return self.num_blocks_for(num_tokens) - len(shared) + unheld
 
-    # Giving
+    # Allocation
 
     def open(self, row: int, sequence: Sequence, prefix: Prefix) -> int:
-        """Puts a prefix at the head of an empty row's table; returns the tokens whose KV it has then."""
+        """Put a prefix into an empty row's table; return the number of tokens whose KV the row has then."""
         assert self._cache is not None or not prefix.blocks
         self._hold_sources(prefix)
         for index, (block_id, on_host) in enumerate(prefix.blocks):
             if on_host:
-                self._append(row, self._bring_in([block_id]))
+                self._append(row, self._load_host_blocks([block_id]))
                 self._publish(row, sequence, index)
             else:
                 self._pool.share([block_id])
@@ -163,9 +164,9 @@ class BlockManager:
         return num_tokens
 
     def open_fork(self, row: int, source_row: int, num_tokens: int) -> None:
-        """Gives an empty row the first `num_tokens` of another: full blocks shared, the block to write copied.
+        """Give an empty row the first `num_tokens` of another: share full blocks, copy the block to write.
 
-        The copy is made when the fork is planned, since its first step writes that block (copy-on-write as in
+        The copy is part of the plan that starts the fork, since its first step writes that block (copy-on-write as in
         Kwon et al., SOSP 2023).
         """
         num_full, rest = divmod(num_tokens, self.block_size)
@@ -176,22 +177,22 @@ class BlockManager:
             self._append(row, [self._copy(int(self.tables.ids[source_row, num_full]))])
 
     def grow(self, row: int, num_tokens: int) -> list[int]:
-        """Extends a row's table to hold `num_tokens`; the pool must have the blocks. Returns the new ones."""
+        """Extend a row's table to hold `num_tokens`; return the new blocks. The pool must have them."""
         blocks = self._pool.allocate(self.num_lacking_blocks(row, num_tokens))
         self._append(row, blocks)
         return blocks
 
     def grow_by_one(self, rows: IntArray) -> IntArray:
-        """One more block for each row; the pool must have them. Returns the blocks."""
+        """Allocate one more block for each row; return the blocks. The pool must have them."""
         blocks = np.asarray(self._pool.allocate(rows.size), np.int32)
         self.tables.append(rows, blocks)
         return blocks
 
     def publish(self, row: int, sequence: Sequence, first_token: int, end_token: int) -> None:
-        """Makes the blocks findable that fill up as tokens `first_token` to `end_token` are computed.
+        """Add the blocks that tokens `first_token` to `end_token` fill up to the prefix cache.
 
         Called when the computation is planned: steps run in order, and a step writes its KV before it reads any,
-        so whoever finds a block in this plan or a later one reads it after it was written.
+        so a sequence that finds a block in this plan or a later one reads it after it was written.
         """
         if self._cache is None:
             return
@@ -202,10 +203,10 @@ class BlockManager:
             self._filling.add(int(self.tables.ids[row, index]))
 
     def publish_next(self, sequence: Sequence, block_id: int, tokens: bytes) -> None:
-        """Makes the block findable that follows those whose digest the sequence has; its KV is computed.
+        """Add the block after those whose digests the sequence has to the prefix cache; its KV is computed.
 
         Args:
-            tokens: the block's, as int32.
+            tokens: the block's tokens, int32.
         """
         if self._cache is None:
             return
@@ -213,29 +214,29 @@ class BlockManager:
         parent = digests[-1] if digests else sequence.root
         digest = child_digest(parent, tokens)
         digests.append(digest)
-        self._keep(CacheKey(digest, parent, tokens), block_id)
+        self._insert(CacheKey(digest, parent, tokens), block_id)
 
-    # Taking back
+    # Release
 
     def close(self, row: int, fence_step: int | None) -> None:
-        """Takes back all of a row's blocks, the last first: a prefix is evicted from its leaves."""
+        """Release all of a row's blocks, the last first, so that prefixes are evicted from their ends."""
         self._pool.release(self.tables.row(row)[::-1].tolist(), fence_step)
         self.tables.release(np.array([row], np.int32))
 
     def keep_partial(self, row: int, sequence: Sequence, index: int, last_tokens: IntArray) -> None:
-        """Makes a row's part-filled last block, number `index`, findable before the row is closed.
+        """Add a row's partly filled last block, number `index`, to the prefix cache before the row is closed.
 
         Args:
-            last_tokens: those of its tokens whose KV is computed, fewer than a block.
+            last_tokens: the block's tokens whose KV is computed, fewer than a block.
         """
         if self._cache is None or last_tokens.size < MIN_PARTIAL_SHARE * self.block_size:
             return
         parent = sequence.block_digests[index - 1] if index else sequence.root
         tokens = last_tokens.tobytes()
-        self._keep(CacheKey(child_digest(parent, tokens), parent, tokens), int(self.tables.ids[row, index]))
+        self._insert(CacheKey(child_digest(parent, tokens), parent, tokens), int(self.tables.ids[row, index]))
 
     def swap_out(self, row: int, num_tokens: int) -> list[int] | None:
-        """Sends a row's first `num_tokens` to host memory; None where there is no room. The row is still open."""
+        """Copy a row's first `num_tokens` to host memory; return the host blocks, or None if too few are free."""
         if self.host is None:
             return None
         num_blocks = self.num_blocks_for(num_tokens)
@@ -246,19 +247,19 @@ class BlockManager:
         return host_blocks
 
     def swap_in(self, row: int, host_blocks: list[int]) -> None:
-        """Brings a preempted sequence's blocks back into an empty row, and gives up those in host memory."""
+        """Copy a preempted sequence's host blocks back into an empty row, and release them."""
         assert self.host is not None
-        self._append(row, self._bring_in(host_blocks))
+        self._append(row, self._load_host_blocks(host_blocks))
         self._held_on_host += host_blocks
 
     def drop_host_blocks(self, host_blocks: list[int]) -> None:
-        """A preempted sequence will not come back."""
+        """Release the host blocks of a preempted sequence that has ended."""
         if host_blocks:
             assert self.host is not None
             self.host.release(host_blocks)
 
     def take_transfers(self, step_id: int) -> tuple[IntArray, IntArray, IntArray]:
-        """The block moves that step `step_id` has to make, each [n, 2]: copies, swap_out, swap_in."""
+        """Return and clear the block moves for step `step_id`, each [n, 2]: copies, swap_out, swap_in."""
         moves, self._transfers = self._transfers, Transfers()
         self._pool.release(self._held, fence_step=step_id)
         self._held = []
@@ -270,17 +271,18 @@ class BlockManager:
         return _pairs(moves.copies), _pairs(moves.swap_out), _pairs(moves.swap_in)
 
     def begin_plan(self) -> None:
-        """Another plan is in the making: what the last one filled is full."""
+        """Begin another plan: the blocks that the last one fills may be copied now."""
         self._filling.clear()
 
     def free_fenced(self, step_id: int) -> None:
+        """Free the blocks whose release was deferred until step `step_id` is done."""
         self._pool.free_fenced(step_id)
 
     def check_integrity(self, host_blocks: list[int]) -> None:
-        """Recounts the pools against the tables; raises AssertionError on any difference.
+        """Recount the pools against the tables. Raises AssertionError at any difference.
 
         Args:
-            host_blocks: those that preempted sequences have.
+            host_blocks: host blocks of preempted sequences.
         """
         tables = self.tables
         held = np.concatenate([tables.row(row) for row in range(len(tables.lens))])
@@ -312,7 +314,7 @@ class BlockManager:
         return found
 
     def _hold_sources(self, prefix: Prefix) -> None:
-        """Keeps all that a prefix names where it is until the plan is made."""
+        """Hold all blocks of a prefix until the plan is made."""
         device = [block_id for block_id, on_host in prefix.blocks if not on_host]
         if prefix.partial is not None:
             device.append(prefix.partial[0])
@@ -328,13 +330,13 @@ class BlockManager:
         self._held += block_ids
 
     def _copy(self, source: int) -> int:
-        """A new block with the content of another."""
+        """Return a new block into which the plan copies `source`."""
         self._hold([source])
         (copy,) = self._pool.allocate(1)
         self._transfers.copies.append((source, copy))
         return copy
 
-    def _bring_in(self, host_blocks: list[int]) -> list[int]:
+    def _load_host_blocks(self, host_blocks: list[int]) -> list[int]:
         blocks = self._pool.allocate(len(host_blocks))
         self._transfers.swap_in += zip(host_blocks, blocks, strict=True)
         return blocks
@@ -343,27 +345,27 @@ class BlockManager:
         self.tables.append(np.full(len(blocks), row, np.int32), np.asarray(blocks, np.int32))
 
     def _publish(self, row: int, sequence: Sequence, index: int) -> None:
-        """Makes a row's full block `index` findable, whose digest the sequence has."""
+        """Add a row's full block `index`, whose digest the sequence has, to the prefix cache."""
         assert self._cache is not None
         parent = sequence.block_digests[index - 1] if index else sequence.root
         start = index * self.block_size
         tokens = sequence.token_ids[start : start + self.block_size].tobytes()
         key = CacheKey(sequence.block_digests[index], parent, tokens)
-        self._keep(key, int(self.tables.ids[row, index]))
+        self._insert(key, int(self.tables.ids[row, index]))
 
-    def _keep(self, key: CacheKey, block_id: int) -> None:
+    def _insert(self, key: CacheKey, block_id: int) -> None:
         assert self._cache is not None
         if self._cache.insert(key, block_id):
             self._pool.keep_content(block_id)
 
     def _evict(self, block_id: int) -> None:
-        """A cached block is needed for something else: its content goes to host memory, or is lost."""
+        """Evict a cached block: move its content to host memory if there is room."""
         assert self._cache is not None
         key = self._cache.key_of(block_id)
         self._cache.forget(block_id)
         if self.host is None or len(key.tokens) < 4 * self.block_size:
             return
-        host_block = self.host.take_in(key)
+        host_block = self.host.insert(key)
         if host_block is not None:
             self._transfers.swap_out.append((block_id, host_block))
             self._held_on_host.append(host_block)

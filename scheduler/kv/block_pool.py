@@ -1,4 +1,4 @@
-"""BlockPool: who holds which block. Reference counts, and a free queue that is also the LRU of cached blocks."""
+"""BlockPool: reference counts of blocks, and a free queue that is also the LRU of cached blocks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ SCRATCH_BLOCK = 0
 
 
 class BlockPool:
-    """A fixed set of KV blocks. Block 0 is scratch for padding rows and is never handed out.
+    """A fixed set of KV blocks. Block 0 is scratch for padding rows and is never allocated.
 
-    A block is *held* (reference count above 0), *fenced* (released, but a step that may touch it is in flight),
-    *cached* (released, its content kept for a prefix hit until the block is needed) or *empty*. Held and cached
-    blocks can be shared; empty ones are allocated before cached ones, and those in the order of their release.
+    A block is *held* (reference count above 0), *fenced* (deferred free: released, but a step in flight may still
+    use it), *cached* (released, its content kept for prefix hits until the block is needed) or *empty*. Held, fenced
+    and cached blocks can be shared. Empty blocks are allocated first, then cached ones in the order of their release.
 
     Args:
-        num_blocks: the scratch block included.
-        on_evict: told of each cached block whose content is given up.
+        num_blocks: including the scratch block.
+        on_evict: called with each cached block whose content is evicted.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
@@ -26,7 +26,7 @@ class BlockPool:
         self._on_evict = on_evict
         self._ref_counts = array("i", bytes(4 * num_blocks))
         self._cacheable: set[int] = set()
-        # Blocks never used yet are counted, not listed: a pool of a million blocks costs nothing to make.
+        # Blocks that were never used are counted, not listed: a pool of a million blocks costs nothing to make.
         self._next_fresh = SCRATCH_BLOCK + 1
         # An OrderedDict is a linked list with a lookup: append, pop an end and remove from the middle in O(1).
         self._empty: OrderedDict[int, None] = OrderedDict()
@@ -36,7 +36,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out now, cached ones included."""
+        """Return the number of blocks that `allocate` can return now, including cached ones."""
         return self.num_blocks - self._next_fresh + len(self._empty) + len(self._cached)
 
     @property
@@ -55,39 +55,39 @@ class BlockPool:
         return block_id in self._cached
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Takes `num_blocks` blocks (at most `num_free`), each with one reference."""
-        assert num_blocks <= self.num_free, f"{num_blocks} blocks asked, {self.num_free} free"
-        taken = [self._take() for _ in range(num_blocks)]
-        for block_id in taken:
+        """Return `num_blocks` blocks (at most `num_free`), each with one reference."""
+        assert num_blocks <= self.num_free, f"{num_blocks} blocks requested, {self.num_free} are free"
+        block_ids = [self._pop_free() for _ in range(num_blocks)]
+        for block_id in block_ids:
             self._ref_counts[block_id] = 1
-        return taken
+        return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Adds a reference to blocks that are held, fenced or cached."""
+        """Add a reference to blocks that are held, fenced or cached."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0 and self._fence_of.pop(block_id, None) is None:
                 del self._cached[block_id]
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int], fence_step: int | None) -> None:
-        """Drops one reference of each block, the first in `block_ids` to be evicted first.
+        """Drop one reference of each block; the first in `block_ids` is evicted first.
 
         Args:
-            fence_step: the newest step in flight, which may still touch the blocks: they are kept until
-                `free_fenced` says that it is done. None: nothing is in flight.
+            fence_step: newest step in flight, which may still use the blocks: they become free at the
+                `free_fenced` for this step. None if no step is in flight: they become free now.
         """
         for block_id in block_ids:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] > 0:
                 continue
-            assert self._ref_counts[block_id] == 0, f"block {block_id} released more often than held"
+            assert self._ref_counts[block_id] == 0, f"block {block_id} was released more often than held"
             if fence_step is None:
                 self._make_free(block_id)
             else:
                 self._fence(block_id, fence_step)
 
     def fence_unheld(self, block_ids: Iterable[int], fence_step: int) -> None:
-        """Fences those of the blocks that nobody holds: a step in the making, the newest, reads them."""
+        """Fence the blocks without references: step `fence_step`, the newest, reads them."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 self._empty.pop(block_id, None)
@@ -95,7 +95,7 @@ class BlockPool:
                 self._fence(block_id, fence_step)
 
     def free_fenced(self, step_id: int) -> None:
-        """The results of all steps up to `step_id` are in."""
+        """Free the blocks fenced by steps up to `step_id`, which are done."""
         while self._fenced and self._fenced[0][0] <= step_id:
             step, block_id = self._fenced.popleft()
             if self._fence_of.get(block_id) == step:
@@ -103,11 +103,11 @@ class BlockPool:
                 self._make_free(block_id)
 
     def keep_content(self, block_id: int) -> None:
-        """The block's content is worth keeping after its release (it is in the prefix cache)."""
+        """Keep a block's content after its release: it is in the prefix cache."""
         self._cacheable.add(block_id)
 
     def check_integrity(self, expected_ref_counts: dict[int, int]) -> None:
-        """Recounts everything; raises AssertionError at the first block that is not where it should be.
+        """Recount all blocks. Raises AssertionError at the first inconsistency.
 
         Args:
             expected_ref_counts: block |-> references, counted over all block tables.
@@ -117,20 +117,18 @@ class BlockPool:
         for block_id in range(1, self.num_blocks):
             count = self._ref_counts[block_id]
             expected = expected_ref_counts.get(block_id, 0)
-            assert count == expected, (
-                f"block {block_id} counts {count} references, tables name it {expected} times"
-            )
+            assert count == expected, f"block {block_id} has {count} references, the tables have {expected}"
             places = (count > 0) + (block_id in empty) + (block_id in cached) + (block_id in fenced)
             places += block_id >= self._next_fresh
             assert places == 1, f"block {block_id} is in {places} places"
-        assert self._ref_counts[SCRATCH_BLOCK] == 0, "the scratch block was handed out"
-        assert SCRATCH_BLOCK not in expected_ref_counts, "a table names the scratch block"
+        assert self._ref_counts[SCRATCH_BLOCK] == 0, "the scratch block was allocated"
+        assert SCRATCH_BLOCK not in expected_ref_counts, "a table has the scratch block"
 
     def _fence(self, block_id: int, fence_step: int) -> None:
         self._fence_of[block_id] = fence_step
         self._fenced.append((fence_step, block_id))
 
-    def _take(self) -> int:
+    def _pop_free(self) -> int:
         if self._empty:
             return self._empty.popitem()[0]
         if self._next_fresh < self.num_blocks:

@@ -1,4 +1,4 @@
-"""CacheJournal: how the set of findable prefixes changes, so that a gateway can follow it by small reports."""
+"""CacheJournal: changes of the set of cached prefixes, so that gateways can follow it by small reports."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from itertools import islice
 
 from ...proto.stream import CACHE_HASH_BYTES, CacheReport
 
-# Hashes that one report may carry: 512 KB. A larger cache tells of its newest blocks only.
+# Hashes in one report: 512 KB. A larger cache reports its newest blocks only.
 MAX_REPORTED_HASHES = 65_536
-# Changes that are remembered. A gateway that asks once a second is farther behind only after a long absence.
+# Changes kept. A gateway that asks once a second needs more only after a long absence.
 MAX_CHANGES = 65_536
 
 
 class CacheJournal:
-    """Findable full blocks by the first bytes of their digests, and the latest changes among them.
+    """Cached full blocks by the first bytes of their digests, and the latest changes.
 
-    A digest may be in several places (device and host memory): it goes when it has gone from all.
+    A digest may be in several places (device and host memory); it is removed when it is in none.
 
     Attributes:
-        version: changes so far.
+        version: number of changes so far.
     """
 
     def __init__(self, max_hashes: int = MAX_REPORTED_HASHES, max_changes: int = MAX_CHANGES) -> None:
         self.version = 0
         self._max_hashes = max_hashes
-        self._places: dict[bytes, int] = {}  # hash |-> where it can be found, the newest last
+        self._places: dict[bytes, int] = {}  # hash |-> number of places, the newest hash last
         self._changes: deque[bytes] = deque(maxlen=max_changes)
 
     def add(self, digest: bytes) -> None:
-        """The block can be found in one more place."""
+        """Record that a block is cached in one more place."""
         name = digest[:CACHE_HASH_BYTES]
         count = self._places.get(name, 0)
         self._places[name] = count + 1
         if count == 0:
-            self._note(name)
+            self._record_change(name)
 
     def remove(self, digest: bytes) -> None:
-        """The block has gone from one place."""
+        """Record that a block is no longer cached in one place."""
         name = digest[:CACHE_HASH_BYTES]
         count = self._places.pop(name)
         if count > 1:
             self._places[name] = count - 1
         else:
-            self._note(name)
+            self._record_change(name)
 
     def report(self, since: int) -> CacheReport:
-        """What has changed since that version; all there is where that is not known any more, or would be less."""
+        """Return the changes since a version, or the whole set if these are no longer known or would be larger."""
         num_changes = self.version - since
         if since <= 0 or not 0 <= num_changes <= min(len(self._changes), len(self._places)):
             newest = islice(reversed(self._places), self._max_hashes)
@@ -57,13 +57,13 @@ class CacheJournal:
         return CacheReport(self.version, since, b"".join(added), b"".join(removed))
 
     def check_integrity(self, digests: list[bytes]) -> None:
-        """Raises AssertionError unless these, of all places together, are what is believed to be findable."""
+        """Raise AssertionError unless `digests`, of all places together, equal the journal's."""
         expected: dict[bytes, int] = {}
         for digest in digests:
             name = digest[:CACHE_HASH_BYTES]
             expected[name] = expected.get(name, 0) + 1
         assert expected == self._places, "the cache journal disagrees with the caches"
 
-    def _note(self, name: bytes) -> None:
+    def _record_change(self, name: bytes) -> None:
         self.version += 1
         self._changes.append(name)

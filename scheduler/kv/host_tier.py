@@ -1,4 +1,4 @@
-"""HostTier: blocks in host memory, where evicted prefixes and preempted sequences wait to come back."""
+"""HostTier: blocks in host memory, for evicted prefixes and preempted sequences."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .prefix_cache import CacheKey, PrefixCache
 
 
 class HostTier:
-    """A second pool with a prefix cache of its own. Its block 0 is never used, as in the first.
+    """A second block pool, with a prefix cache of its own. Its block 0 is never used, as in the device pool.
 
     Args:
-        num_blocks: blocks that it holds.
-        block_size: tokens a block.
+        num_blocks: usable blocks.
+        block_size: tokens per block.
         journal: see PrefixCache.
     """
 
@@ -33,13 +33,13 @@ class HostTier:
         return self._pool.num_held
 
     def find(self, digest: bytes) -> int | None:
-        """The host block with that content."""
+        """Return the host block with that chain digest, or None."""
         return self._cache.find(digest)
 
-    def take_in(self, key: CacheKey) -> int | None:
-        """A host block for an evicted prefix block; None where there is room for none, or it is there already.
+    def insert(self, key: CacheKey) -> int | None:
+        """Allocate a host block for an evicted prefix block; None if none is free or the content is cached already.
 
-        The caller holds it until the plan that fills it is made (`release`).
+        The caller holds the block until the plan that fills it is made, and then calls `release`.
         """
         if self._pool.num_free == 0 or self._cache.find(key.digest) is not None:
             return None
@@ -49,21 +49,25 @@ class HostTier:
         return block_id
 
     def reserve(self, num_blocks: int) -> list[int] | None:
-        """Host blocks for a preempted sequence; None where there are too few."""
+        """Allocate host blocks for a preempted sequence. Returns None if too few are free."""
         return self._pool.allocate(num_blocks) if num_blocks <= self._pool.num_free else None
 
     def hold(self, block_ids: list[int]) -> None:
-        """Keeps cached blocks from being evicted, until `release`."""
+        """Protect cached blocks from eviction until `release`."""
         self._pool.share(block_ids)
 
     def release(self, block_ids: list[int]) -> None:
         self._pool.release(block_ids, fence_step=None)
 
     def full_digests(self) -> list[bytes]:
-        """See PrefixCache."""
+        """Return the digests of all cached full blocks."""
         return self._cache.full_digests()
 
     def check_integrity(self, held: dict[int, int]) -> None:
-        """Recounts the pool; `held`: block |-> references that sequences have."""
+        """Recount the pool.
+
+        Args:
+            held: block |-> references that sequences and plans have.
+        """
         self._pool.check_integrity(held)
         self._cache.check_integrity()

@@ -1,11 +1,11 @@
-"""PrefixCache: finds the blocks that already hold the KV of a prompt's beginning.
+"""PrefixCache: finds blocks that hold the KV of a prompt's beginning.
 
 Each full block has a digest chained over all tokens before it, so equal digests mean equal prefixes; SHA-256
 keeps a tenant from constructing a collision with another's prompt. A chain begins at a root made of the model,
 the tenant's salt and the adapter: different roots share nothing.
 
-Blocks that agree with a prompt only in their first tokens are found too (`closest_child`): their content is worth
-a copy. That is how the last, part-filled block of a conversation serves its next turn.
+Blocks that agree with a prompt only in their first tokens are found as well (`closest_child`), and are copied. So
+the last, partly filled block of a conversation serves its next turn.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ...proto.block_tables import IntArray
 from ...proto.stream import CACHE_HASH_BYTES
 from .cache_journal import CacheJournal
 
-# Blocks looked at for a partial match; a popular beginning must not make a look-up long.
+# Blocks compared for a partial match: bounds the lookup time of popular prefixes.
 MAX_CHILDREN_COMPARED = 8
 
 
 def make_root(model: str, salt: bytes = b"", adapter: str = "") -> bytes:
-    """Where the chains of one model, salt and adapter begin."""
+    """Return the start of the digest chains of one model, salt and adapter."""
     parts = (model.encode(), salt, adapter.encode())
     return sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts)).digest()
 
@@ -34,9 +34,10 @@ def make_root(model: str, salt: bytes = b"", adapter: str = "") -> bytes:
 def prefix_hashes(
     token_ids: Sequence[int] | IntArray, block_size: int, salt: bytes = b"", *, model: str, adapter: str = ""
 ) -> list[bytes]:
-    """What a replica that holds the beginning of these tokens reports of it: a hash for each full block, in order.
+    """Return the hash of each full block of a prompt, in order, as replicas report it in a CacheReport.
 
-    The model's name and the adapter are those that the replica serves under; see CacheReport.
+    Args:
+        model, adapter: names under which the replica serves.
     """
     raw, width = np.asarray(token_ids, "<i4").tobytes(), 4 * block_size
     digest, hashes = make_root(model, salt, adapter), []
@@ -47,7 +48,7 @@ def prefix_hashes(
 
 
 class CacheKey(NamedTuple):
-    """What a cached block holds: int32 tokens, a full block's or fewer, after everything that `parent` stands for."""
+    """Content of a cached block: int32 tokens, a full block or fewer, after the chain with the digest `parent`."""
 
     digest: bytes
     parent: bytes
@@ -55,11 +56,11 @@ class CacheKey(NamedTuple):
 
 
 class PrefixCache:
-    """digest |-> block. Holds no reference: a hit is a reference that the caller takes.
+    """digest |-> block. Holds no references: on a hit the caller takes one.
 
     Args:
-        block_size: tokens a block.
-        journal: told of each full block that can be found, and of each that no longer can.
+        block_size: tokens per block.
+        journal: records each full block that is added or removed.
     """
 
     def __init__(self, block_size: int, journal: CacheJournal | None = None) -> None:
@@ -73,7 +74,7 @@ class PrefixCache:
         return len(self._key_of)
 
     def extend(self, root: bytes, digests: list[bytes], token_ids: array[int], num_blocks: int) -> None:
-        """Appends to a chain the digests it lacks of the first `num_blocks` full blocks of `token_ids`."""
+        """Append the digests that a chain lacks for the first `num_blocks` full blocks of `token_ids`."""
         if len(digests) >= num_blocks:
             return
         raw, width = memoryview(token_ids).cast("B"), 4 * self.block_size
@@ -83,21 +84,21 @@ class PrefixCache:
             digests.append(parent)
 
     def find(self, digest: bytes) -> int | None:
-        """The block with that chain digest."""
+        """Return the block with that chain digest, or None."""
         return self._block_of.get(digest)
 
     def closest_child(self, parent: bytes, tokens: array[int]) -> tuple[int, int] | None:
-        """The block after `parent` that agrees with `tokens` in the most first tokens: (block, how many)."""
-        wanted = tokens.tobytes()
+        """Return the block after `parent` with the most first tokens in common with `tokens`: (block, count)."""
+        raw = tokens.tobytes()
         best: tuple[int, int] | None = None
-        for block_id in self._children.get((parent, wanted[:4]), ())[:MAX_CHILDREN_COMPARED]:
-            count = _common_tokens(wanted, self._key_of[block_id].tokens)
+        for block_id in self._children.get((parent, raw[:4]), ())[:MAX_CHILDREN_COMPARED]:
+            count = _common_tokens(raw, self._key_of[block_id].tokens)
             if best is None or count > best[1]:
                 best = block_id, count
         return best
 
     def insert(self, key: CacheKey, block_id: int) -> bool:
-        """Makes a block findable; False where one with the same content is there already."""
+        """Add a block. Returns False if a block with the same content is cached already."""
         if key.digest in self._block_of or block_id in self._key_of:
             return False
         self._block_of[key.digest] = block_id
@@ -108,29 +109,29 @@ class PrefixCache:
         return True
 
     def key_of(self, block_id: int) -> CacheKey:
-        """What a findable block holds."""
+        """Return the content of a cached block."""
         return self._key_of[block_id]
 
     def forget(self, block_id: int) -> None:
-        """The block's content is given up."""
+        """Remove a block: its content is evicted."""
         key = self._key_of.pop(block_id)
         del self._block_of[key.digest]
-        siblings = self._children[key.parent, key.tokens[:4]]
-        siblings.remove(block_id)
-        if not siblings:
+        alternatives = self._children[key.parent, key.tokens[:4]]
+        alternatives.remove(block_id)
+        if not alternatives:
             del self._children[key.parent, key.tokens[:4]]
         if self._is_full(key):
             self._journal.remove(key.digest)
 
     def full_digests(self) -> list[bytes]:
-        """Of every full block that can be found."""
+        """Return the digests of all cached full blocks."""
         return [key.digest for key in self._key_of.values() if self._is_full(key)]
 
     def _is_full(self, key: CacheKey) -> bool:
         return len(key.tokens) == 4 * self.block_size
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless all maps say the same."""
+        """Raise AssertionError unless all maps agree."""
         digests = {key.digest: block_id for block_id, key in self._key_of.items()}
         for key in self._key_of.values():
             assert key.digest == child_digest(key.parent, key.tokens), (
@@ -142,12 +143,12 @@ class PrefixCache:
 
 
 def child_digest(parent: bytes, tokens: bytes | memoryview) -> bytes:
-    """The digest of a block of int32 tokens after the chain `parent`."""
+    """Return the digest of a block of int32 tokens after the chain `parent`."""
     return sha256(b"".join((parent, tokens))).digest()
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:
-    """How many first int32 tokens are equal."""
+    """Return the number of equal first int32 tokens."""
     most = min(len(left), len(right)) // 4
     if left[: 4 * most] == right[: 4 * most]:
         return most

@@ -83,7 +83,7 @@ class Sequence:
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Return the first tokens whose KV may come from a cache, because their logits are not needed."""
+        """Return the number of first tokens whose KV may come from a cache: no logits of them are needed."""
         return self.num_scored_tokens if self.is_scoring else len(self.token_ids) - 1
 
     def row_sampling(self) -> RowSampling:

@@ -1,8 +1,8 @@
-"""SchedulerActor: a replica's scheduler as a process of its own, made a Ray actor by the cluster.
+"""SchedulerActor: a replica's scheduler in a process of its own, which the cluster makes a Ray actor.
 
-The step loop has a thread of its own, so that it outlives whoever started it, and Ray carries no step. The actor's
-calls are short, except `wait_ended`: it has a concurrency group of its own, and in it the calls of owners that died
-may wait before those of their successors. All end together.
+The step loop has a thread of its own, so that it outlives the process that started it, and Ray carries no steps. The
+actor's calls are short, except `wait_ended`, which has a concurrency group of its own: there, calls of owners that
+died may wait before calls of their successors. All return when the step loop ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WATCH_GROUP = "watch"
 
 
 class SchedulerActor:
-    """Owns a replica's blocks and drives its ranks."""
+    """The actor of one replica, which runs its step loop on a thread."""
 
     def __init__(self, replica_id: str) -> None:
         self._replica_id = replica_id
@@ -36,7 +36,7 @@ class SchedulerActor:
         self._error: Exception | None = None
 
     def where(self) -> tuple[str, int]:
-        """Its node's address and its process id."""
+        """Return the actor's node address and process id."""
         return str(ray.util.get_node_ip_address()), os.getpid()
 
     def start(
@@ -46,14 +46,14 @@ class SchedulerActor:
         endpoint: str,
         keys: CurveKeys | None = None,
     ) -> str:
-        """Joins the ranks, opens the mailbox for gateways and begins to serve.
+        """Join the ranks, open the mailbox for gateways and start serving.
 
         Args:
-            make_group: builds the ranks' group in this process: its sockets cannot travel.
-            endpoint, keys: the mailbox's; see ZmqMailbox.
+            make_group: makes the group of ranks in this process: its sockets cannot be sent between processes.
+            endpoint, keys: see ZmqMailbox.
 
         Returns:
-            The endpoint for gateways, with its port.
+            The endpoint for gateways, with the port that was bound.
 
         Raises:
             ReplicaUnavailable: a rank did not join.
@@ -70,21 +70,21 @@ class SchedulerActor:
         return mailbox.endpoint
 
     def config(self) -> EngineConfig | None:
-        """What it serves; None while it does not."""
+        """Return the configuration that is served, or None before the start and after the end."""
         return None if self._ended.is_set() else self._config
 
     def wait_ended(self) -> None:
-        """Returns when the step loop has ended. To be called in the concurrency group WATCH_GROUP.
+        """Return when the step loop has ended. Call it in the concurrency group WATCH_GROUP.
 
         Raises:
-            RankFailed: a rank failed; the gateways have been told.
+            RankFailed: a rank failed; all requests were ended with this error.
         """
         self._ended.wait()
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
-        """Ends the step loop after the present step."""
+        """End the step loop after the present step."""
         if self._loop is not None:
             self._loop.stop()
 

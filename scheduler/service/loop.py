@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepLoop:
-    """Drives one scheduler and its ranks.
+    """The loop that drives one scheduler and its ranks.
 
     Args:
         clock: monotonic time, seconds; the only time that the scheduler sees.

@@ -1,4 +1,4 @@
-"""WorkerGroup: the scheduler's whole view of the ranks. Fakes, a simulator and real ranks all stand behind it."""
+"""WorkerGroup: the step loop's interface to the ranks. Real ranks, a simulator and fakes implement it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ class WorkerGroup(Protocol):
     """Ranks that execute plans in order."""
 
     def broadcast(self, plan: StepPlan) -> None:
-        """Hands one plan to every rank. May return before any has begun."""
+        """Send one plan to every rank. May return before a rank has begun."""
         ...
 
     def gather(self, timeout_s: float) -> StepResult:
-        """Rank 0's result of the earliest plan not gathered yet.
+        """Return rank 0's result of the oldest plan in flight.
 
         Raises:
-            RankFailed: a rank died, refused the plan, or did not answer in time; names it.
+            RankFailed: a rank died, rejected the plan, or did not reply in time; names the rank.
         """
         ...
 
     def check(self) -> None:
-        """Raises RankFailed if a rank is known to be dead. Never waits."""
+        """Raise RankFailed if a rank is known to be dead. Never waits."""
         ...
 
     def statuses(self) -> tuple[RankStatus, ...]:
-        """Who the ranks are and what they are doing. Waits for at most a moment."""
+        """Return the state of each rank. Waits for at most a moment."""
         ...
 
     def close(self) -> None:
-        """Ends the ranks. Safe to call twice."""
+        """End the ranks. Safe to call twice."""
         ...

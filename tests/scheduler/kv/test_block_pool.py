@@ -91,7 +91,7 @@ def test_a_fenced_block_that_is_shared_again_is_not_freed_by_the_old_fence() -> 
 def test_check_integrity_finds_a_leaked_reference() -> None:
     pool, _ = make_pool()
     pool.allocate(1)
-    with pytest.raises(AssertionError, match="block 1 counts 1 references, tables name it 0 times"):
+    with pytest.raises(AssertionError, match="block 1 counts 1 references, the tables have 0 times"):
         pool.check_integrity({})
 
 
