@@ -46,12 +46,12 @@ class Variant:
 
 
 VARIANTS = {
-    "float32": Variant("computed in float32, weights as they are stored, in bfloat16"),
+    "float32": Variant("computed in float32 from the stored bfloat16 weights"),
     "bfloat16": Variant("computed in bfloat16", {"dtype": "bfloat16"}),
-    "int8": Variant("--quantization int8, a scale an output", {"quantization": "int8"}),
-    "fp8": Variant("--quantization fp8, a scale an output; weights only", {"quantization": "fp8"}),
+    "int8": Variant("--quantization int8, one scale per output", {"quantization": "int8"}),
+    "fp8": Variant("--quantization fp8, one scale per output; weights only", {"quantization": "fp8"}),
     "fp8_w8a8": Variant(
-        "--quantization fp8 as on a GPU that multiplies float8, tokens rounded too",
+        "--quantization fp8 as on a GPU that multiplies float8: activations rounded too",
         {"quantization": "fp8"},
         multiplies_float8=True,
     ),
@@ -61,13 +61,15 @@ VARIANTS = {
     "gptq_int4_g32": Variant("GPTQ layout, groups of 32, rounded", scheme=Scheme("gptq", group_len=32)),
     "gptq_int4_g64": Variant("GPTQ layout, groups of 64, rounded", scheme=Scheme("gptq", group_len=64)),
     "gptq_int4_act_order": Variant(
-        "GPTQ layout, groups of 64 inputs of like weight, rounded",
+        "GPTQ layout, groups of 64 inputs of similar weight, rounded",
         scheme=Scheme("gptq", group_len=64, act_order=True),
     ),
     "awq_int4_g64": Variant("AWQ layout, groups of 64, rounded", scheme=Scheme("awq", group_len=64)),
     "kv_int8": Variant("--kv-cache-dtype int8", {"kv_cache_dtype": "int8"}),
     "kv_fp8": Variant("--kv-cache-dtype fp8_e4m3", {"kv_cache_dtype": "fp8_e4m3"}),
-    "int8_kv_int8": Variant("both", {"quantization": "int8", "kv_cache_dtype": "int8"}),
+    "int8_kv_int8": Variant(
+        "--quantization int8 --kv-cache-dtype int8", {"quantization": "int8", "kv_cache_dtype": "int8"}
+    ),
 }
 
 
@@ -134,7 +136,7 @@ def main() -> None:
         exact = perplexity if name == "float32" else exact
         against = f"; {perplexity / exact - 1:+.2%}" if exact is not None and name != "float32" else ""
         note = f"{VARIANTS[name].note}{against}; {num_tokens} tokens"
-        figures[f"perplexity.{name}"] = Figure(perplexity, "perplexity a token", note)
+        figures[f"perplexity.{name}"] = Figure(perplexity, "perplexity per token", note)
     report(figures, arguments.json)
 
 

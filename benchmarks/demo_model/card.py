@@ -141,9 +141,9 @@ cosine schedule with warm-up, bfloat16 autocast. Sequences have {short} tokens, 
 
 | figure | value |
 | --- | --- |
-| loss on training text, last 200 steps | {train_loss:.3f} nats a token |
-| loss on held-out text | {held_out_loss:.3f} nats a token |
-| the same, independent of the tokenizer | {bits_per_byte:.3f} bits a byte |
+| loss on training text, last 200 steps | {train_loss:.3f} nats per token |
+| loss on held-out text | {held_out_loss:.3f} nats per token |
+| the same, independent of the tokenizer | {bits_per_byte:.3f} bits per byte |
 
 Held out is the last {held_out_share:.0%} of every work, seen neither by the model nor by the tokenizer.
 Measured on the stored weights, computed in float32, context starting anew every {context} tokens.
