@@ -1,4 +1,4 @@
-"""`decide`, call by call: named cases, and properties that hold for any load."""
+"""`decide`: named cases, and properties that hold under any load."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ BUSY = ReplicaSample(READY, num_requests=1, tokens_per_s=TOKENS_PER_S)
 
 
 class Fleet:
-    """Calls `decide` second by second; replicas are there as soon as they are wanted."""
+    """Calls `decide` once per second; replicas are ready as soon as they are wanted."""
 
     def __init__(self, limits: ScalingLimits, num_replicas: int, cold_start_s: float = 10.0) -> None:
         self.limits, self.state, self.now = limits, ScalingState(), 0.0
@@ -41,7 +41,7 @@ class Fleet:
         self.reason = ""
 
     def run(self, seconds: int, sample: ReplicaSample = BUSY, **seen: int) -> list[int]:
-        """The targets of those seconds, in which the same is seen."""
+        """Return the targets of that many seconds with the same snapshot in each."""
         targets = []
         for _ in range(seconds):
             snapshot = FleetSnapshot(
@@ -56,80 +56,80 @@ class Fleet:
 
 
 class TestUp:
-    def test_arrivals_are_divided_by_what_a_replica_can_do(self) -> None:
+    def test_arrivals_are_divided_by_the_capacity_of_a_replica(self) -> None:
         fleet = Fleet(LIMITS, 4)
         assert fleet.run(300, arrived_requests=5, arrived_tokens=3500)[-1] == 4
         assert "arrive at" in fleet.reason
 
-    def test_share_that_is_planned_with(self) -> None:
+    def test_target_use_reduces_the_planned_capacity(self) -> None:
         fleet = Fleet(replace(LIMITS, target_use=0.5), 4)
         assert fleet.run(300, arrived_requests=5, arrived_tokens=3500)[-1] == 7
 
-    def test_a_burst_counts_by_what_may_wait(self) -> None:
+    def test_burst_may_wait_for_the_target(self) -> None:
         fleet = Fleet(LIMITS, 1)
         fleet.run(130, arrived_requests=0)
-        # 20,000 tokens at once may take the target and the window that they came in: 10 s.
+        # 20,000 tokens at once may take the target wait and the window that they arrived in: 10 s.
         assert fleet.run(1, arrived_requests=9, arrived_tokens=20_000) == [2]
 
-    def test_a_backlog_that_outlasts_a_cold_start_brings_replicas(self) -> None:
+    def test_backlog_longer_than_a_cold_start_adds_replicas(self) -> None:
         fleet = Fleet(LIMITS, 2)
         waiting = ReplicaSample(READY, queued_tokens=40_000, num_requests=9, tokens_per_s=TOKENS_PER_S)
-        # In 10 s two replicas do 20,000 of the 80,000 tokens; the rest are to be done in 5 s.
+        # In 10 s two replicas compute 20,000 of the 80,000 tokens; the others must be computed in 5 s.
         assert fleet.run(1, waiting) == [12]
         assert "wait" in fleet.reason
 
-    def test_a_backlog_that_will_be_gone_brings_none(self) -> None:
+    def test_backlog_shorter_than_a_cold_start_adds_none(self) -> None:
         fleet = Fleet(LIMITS, 2, cold_start_s=60.0)
         waiting = ReplicaSample(READY, queued_tokens=20_000, num_requests=9, tokens_per_s=TOKENS_PER_S)
         assert fleet.run(1, waiting) == [2]
 
     @pytest.mark.parametrize("use", ["kv_use", "row_use"])
-    def test_full_memory_brings_replicas_without_a_queue(self, use: str) -> None:
+    def test_full_memory_adds_replicas_without_a_queue(self, use: str) -> None:
         fleet = Fleet(replace(LIMITS, target_memory_use=0.8), 2)
         full: dict[str, Any] = {use: 0.9}
         assert fleet.run(1, replace(BUSY, **full)) == [3]
 
-    def test_a_long_wait_brings_one_at_a_time(self) -> None:
+    def test_long_wait_adds_one_replica_at_a_time(self) -> None:
         fleet, snapshot = Fleet(LIMITS, 2), FleetSnapshot(0.0, (replace(BUSY, oldest_wait_s=6.0),) * 2)
         first = decide(snapshot, fleet.limits, fleet.state)
         assert first.target == 3
         starting = (*snapshot.replicas, ReplicaSample(STARTING))
         second = decide(replace(snapshot, time_s=1.0, replicas=starting), LIMITS, first.state)
-        assert second.target == 3, "the one that was asked for has to come first"
+        assert second.target == 3, "the starting replica has to become ready first"
 
-    def test_growth_is_continued_to_a_cold_start_from_now(self) -> None:
+    def test_growth_is_extrapolated_over_a_cold_start(self) -> None:
         steady, growing = Fleet(LIMITS, 3, cold_start_s=60.0), Fleet(LIMITS, 3, cold_start_s=60.0)
         for second in range(125):
             steady.run(1, arrived_requests=1, arrived_tokens=2400)
             growing.run(1, arrived_requests=1, arrived_tokens=20 * second)
         assert steady.targets[-1] == 3
-        assert growing.targets[-1] > 3, "2400 a second now, 3600 in a minute"
+        assert growing.targets[-1] > 3, "2400 tokens per second now, 3600 in a minute"
 
-    def test_noise_is_no_growth(self) -> None:
+    def test_bursts_are_not_taken_for_growth(self) -> None:
         fleet = Fleet(LIMITS, 5, cold_start_s=60.0)
         for second in range(240):
             fleet.run(1, arrived_requests=1, arrived_tokens=20_000 if second % 10 == 0 else 0)
         assert fleet.targets[-1] <= 3
 
-    def test_up_delay(self) -> None:
+    def test_target_rises_after_up_delay(self) -> None:
         fleet = Fleet(replace(LIMITS, up_delay_s=5.0), 1)
         assert fleet.run(8, replace(BUSY, kv_use=1.5)) == [1] * 5 + [2] * 3
 
-    def test_a_short_spike_does_not_outlast_the_up_delay(self) -> None:
+    def test_spike_shorter_than_up_delay_is_ignored(self) -> None:
         fleet = Fleet(replace(LIMITS, up_delay_s=5.0), 1)
         for _ in range(10):
             fleet.run(3, replace(BUSY, kv_use=1.5))
             fleet.run(2)
         assert set(fleet.targets) == {1}
 
-    def test_step_limit(self) -> None:
+    def test_target_rises_by_limited_steps(self) -> None:
         fleet = Fleet(replace(LIMITS, max_step_up=3), 1)
         waiting = ReplicaSample(READY, queued_tokens=10**6, num_requests=9, tokens_per_s=TOKENS_PER_S)
         assert fleet.run(3, waiting) == [4, 7, 10]
 
 
 class TestDown:
-    def test_down_delay_then_a_step_at_a_time(self) -> None:
+    def test_target_falls_after_down_delay_by_limited_steps(self) -> None:
         fleet = Fleet(replace(LIMITS, cooldown_s=10.0), 4)
         targets = fleet.run(100)
         assert targets[:60] == [4] * 60
@@ -137,14 +137,14 @@ class TestDown:
         assert [second for second in range(1, 100) if targets[second] < targets[second - 1]] == [60, 70, 80]
         assert targets[-1] == 1, "not idle: a request runs"
 
-    def test_a_need_within_the_delay_keeps_them(self) -> None:
+    def test_recommendation_within_down_delay_keeps_replicas(self) -> None:
         fleet = Fleet(LIMITS, 4)
         for _ in range(5):
             fleet.run(50)
             fleet.run(2, replace(BUSY, kv_use=0.95))
         assert set(fleet.targets) == {4}
 
-    def test_after_a_restart_the_delay_begins_anew(self) -> None:
+    def test_down_delay_begins_again_after_restart(self) -> None:
         fleet = Fleet(LIMITS, 4)
         fleet.run(55)
         fleet.state = ScalingState()
@@ -158,34 +158,34 @@ class TestDown:
 class TestZero:
     IDLE = ReplicaSample(READY)
 
-    def test_goes_to_zero_when_idle_long_enough(self) -> None:
+    def test_target_is_zero_after_idle_timeout(self) -> None:
         fleet = Fleet(replace(LIMITS, down_delay_s=0.0), 1)
         assert fleet.run(120, self.IDLE) == [1] * 120
         assert fleet.run(1, self.IDLE) == [0]
         assert "no request for 120 s" in fleet.reason
 
-    def test_a_running_request_is_not_idle(self) -> None:
+    def test_running_request_prevents_zero(self) -> None:
         fleet = Fleet(replace(LIMITS, down_delay_s=0.0), 1)
         assert set(fleet.run(500)) == {1}
 
-    def test_a_new_model_waits_for_its_first_request(self) -> None:
+    def test_new_model_stays_at_zero_without_requests(self) -> None:
         assert Fleet(LIMITS, 0).run(10) == [0] * 10
 
-    def test_the_first_request_wakes_it_without_delay(self) -> None:
+    def test_first_request_starts_a_replica_without_delay(self) -> None:
         fleet = Fleet(replace(LIMITS, up_delay_s=30.0), 0)
         fleet.run(500)
         assert fleet.run(
             1, arrived_requests=1, arrived_tokens=10, buffered_requests=1, buffered_tokens=10
         ) == [1]
 
-    def test_what_waits_for_the_first_replica_is_counted(self) -> None:
-        """Once the throughput of a replica is known, a crowd at the door wakes more than one."""
+    def test_buffered_tokens_count_while_there_is_no_replica(self) -> None:
+        """Once the throughput of a replica is known, a large backlog starts more than one."""
         fleet = Fleet(replace(LIMITS, down_delay_s=0.0, idle_timeout_s=10.0), 1)
         fleet.run(10)
         fleet.run(20, self.IDLE)
         assert fleet.num_replicas == 0
         (target,) = fleet.run(1, arrived_requests=50, buffered_requests=50, buffered_tokens=50_000)
-        assert 10 <= target <= 11, "50,000 tokens in 5 s, at 1000 a second or a little less"
+        assert 10 <= target <= 11, "50,000 tokens in 5 s, at 1000 per second or a little less"
 
     def test_min_replicas_are_kept(self) -> None:
         fleet = Fleet(replace(LIMITS, min_replicas=2), 3)
@@ -193,7 +193,7 @@ class TestZero:
 
 
 class TestBounds:
-    def test_new_bounds_hold_at_once(self) -> None:
+    def test_new_bounds_apply_at_once(self) -> None:
         fleet = Fleet(LIMITS, 6)
         fleet.run(5)
         fleet.limits = replace(LIMITS, max_replicas=3)
@@ -201,7 +201,7 @@ class TestBounds:
         fleet.limits = replace(LIMITS, min_replicas=5)
         assert fleet.run(1) == [5]
 
-    def test_the_reason_names_the_bound(self) -> None:
+    def test_reason_names_the_bound(self) -> None:
         fleet = Fleet(replace(LIMITS, max_replicas=2), 2)
         fleet.run(1, replace(BUSY, kv_use=3.0))
         assert "max_replicas is 2; 6 wanted" in fleet.reason
@@ -221,7 +221,7 @@ class TestBounds:
             ({"idle_timeout_s": 0.0}, "idle_timeout_s"),
         ],
     )
-    def test_limits_are_checked(self, options: dict[str, Any], word: str) -> None:
+    def test_invalid_limits_raise(self, options: dict[str, Any], word: str) -> None:
         with pytest.raises(ConfigError, match=word):
             ScalingLimits(**options)
 
@@ -271,7 +271,9 @@ def at_times(seen: list[FleetSnapshot]) -> list[FleetSnapshot]:
 
 @given(st.lists(snapshots, min_size=1, max_size=25), limits)
 @settings(max_examples=60)
-def test_bounds_and_steps_hold_whatever_is_seen(seen: list[FleetSnapshot], limits: ScalingLimits) -> None:
+def test_bounds_and_step_limits_hold_for_any_snapshots(
+    seen: list[FleetSnapshot], limits: ScalingLimits
+) -> None:
     state, before = ScalingState(), None
     for snapshot in at_times(seen):
         decision = decide(snapshot, limits, state)
@@ -285,7 +287,7 @@ def test_bounds_and_steps_hold_whatever_is_seen(seen: list[FleetSnapshot], limit
 
 @given(st.lists(snapshots, min_size=1, max_size=15), limits, st.integers(0, 10**6))
 @settings(max_examples=60)
-def test_more_that_waits_never_wants_fewer(
+def test_larger_backlog_never_lowers_the_target(
     seen: list[FleetSnapshot], limits: ScalingLimits, more: int
 ) -> None:
     state = ScalingState()
@@ -298,7 +300,7 @@ def test_more_that_waits_never_wants_fewer(
 
 @given(st.lists(snapshots, min_size=1, max_size=25), limits)
 @settings(max_examples=60)
-def test_the_last_replica_goes_only_when_idle(seen: list[FleetSnapshot], limits: ScalingLimits) -> None:
+def test_last_replica_ends_only_after_idle_timeout(seen: list[FleetSnapshot], limits: ScalingLimits) -> None:
     limits, state, busy_at = replace(limits, min_replicas=0), ScalingState(), -math.inf
     for snapshot in at_times(seen):
         if snapshot.arrived_requests or snapshot.buffered_requests:
@@ -312,10 +314,10 @@ def test_the_last_replica_goes_only_when_idle(seen: list[FleetSnapshot], limits:
 
 @given(samples, st.integers(1, 10), limits, st.integers(0, 5000))
 @settings(max_examples=40, deadline=None)
-def test_no_flapping_on_constant_load(
+def test_target_does_not_oscillate_under_constant_load(
     sample: ReplicaSample, num_replicas: int, limits: ScalingLimits, tokens: int
 ) -> None:
-    """A load that does not react to the fleet's size: the target moves one way at most, and stays."""
+    """Under a load that is independent of the fleet's size the target moves in one direction at most, and settles."""
     fleet = Fleet(limits, num_replicas)
     sample = replace(sample, state=READY, oldest_wait_s=0.0, kv_use=0.0, row_use=0.0, queued_tokens=0)
     fleet.run(300, sample, arrived_requests=1, arrived_tokens=tokens)

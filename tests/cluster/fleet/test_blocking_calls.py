@@ -1,4 +1,4 @@
-"""What blocks, beside the event loop."""
+"""BlockingCalls: results, errors and timeouts."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from quire.cluster.fleet.blocking_calls import BlockingCalls
 from quire.proto.errors import ReplicaUnavailable
 
 
-def test_a_call_that_hangs_is_named_and_the_next_one_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_call_times_out_by_name_and_blocks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = threading.Event()
 
     async def scenario() -> None:
-        made = BlockingCalls()
+        blocking = BlockingCalls()
         try:
-            with monkeypatch.context() as hasty:
-                hasty.setattr(blocking_calls, "CALL_TIMEOUT_S", 0.05)
+            with monkeypatch.context() as patch:
+                patch.setattr(blocking_calls, "CALL_TIMEOUT_S", 0.05)
                 with pytest.raises(ReplicaUnavailable, match=r"looking at the nodes took more than 0.05 s"):
-                    await made.call("looking at the nodes", may_end.wait, 60)
-            assert await made.call("counting", len, "abc") == 3
+                    await blocking.call("looking at the nodes", may_end.wait, 60)
+            assert await blocking.call("counting", len, "abc") == 3
             with pytest.raises(ValueError, match="invalid literal"):
-                await made.call("reading", int, "abc")
+                await blocking.call("reading", int, "abc")
         finally:
             may_end.set()
-            made.close()
+            blocking.close()
 
     asyncio.run(scenario())

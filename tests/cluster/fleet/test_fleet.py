@@ -1,4 +1,4 @@
-"""The controller without Ray: replicas come and go as they are wanted, fail, drain and are taken over."""
+"""Fleet without Ray: replicas start, drain, fail and are adopted."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def deployment(**options: Any) -> Deployment:
     return Deployment.from_table({"model": "demo", "drain_grace_s": 0.2, **options})
 
 
-class Running:
-    """A fleet at work."""
+class RunningFleet:
+    """A running fleet."""
 
     def __init__(self, launcher: FakeLauncher, store: MemoryStore) -> None:
         self.launcher = launcher
@@ -57,16 +57,16 @@ class Running:
 
 
 @asynccontextmanager
-async def running(launcher: FakeLauncher, store: MemoryStore | None = None) -> AsyncIterator[Running]:
-    made = Running(launcher, store or MemoryStore())
-    await made.fleet.recover()
-    keeper = asyncio.create_task(made.fleet.run())
+async def running(launcher: FakeLauncher, store: MemoryStore | None = None) -> AsyncIterator[RunningFleet]:
+    fleet = RunningFleet(launcher, store or MemoryStore())
+    await fleet.fleet.recover()
+    runner = asyncio.create_task(fleet.fleet.run())
     try:
-        yield made
+        yield fleet
     finally:
-        keeper.cancel()
-        await asyncio.gather(keeper, return_exceptions=True)
-        await made.fleet.close()
+        runner.cancel()
+        await asyncio.gather(runner, return_exceptions=True)
+        await fleet.fleet.close()
 
 
 def run(scenario: Callable[[FakeLauncher], Coroutine[Any, Any, None]], **room: int) -> None:
@@ -77,7 +77,7 @@ def run(scenario: Callable[[FakeLauncher], Coroutine[Any, Any, None]], **room: i
         launcher.close()
 
 
-def test_deployed_replicas_become_ready_and_deleted_ones_go() -> None:
+def test_deployed_replicas_become_ready_and_deleted_replicas_end() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
             await fleet.fleet.deploy(deployment(min_replicas=2, max_replicas=2))
@@ -93,7 +93,7 @@ def test_deployed_replicas_become_ready_and_deleted_ones_go() -> None:
     run(scenario)
 
 
-def test_a_new_version_takes_over_one_by_one() -> None:
+def test_new_version_replaces_replicas_one_by_one() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
             old, new = (deployment(min_replicas=2, max_replicas=2, revision=name) for name in ("1", "2"))
@@ -101,13 +101,13 @@ def test_a_new_version_takes_over_one_by_one() -> None:
             await fleet.until_ready(2, old.version)
             fewest = 2
 
-            def note() -> bool:
+            def updated() -> bool:
                 nonlocal fewest
                 fewest = min(fewest, len(fleet.ready()))
                 return all(entry.version == new.version for entry in fleet.ready())
 
             await fleet.fleet.deploy(new)
-            await fleet.until(note)
+            await fleet.until(updated)
             await fleet.until_ready(2, new.version)
             assert fewest == 2
             assert len(launcher.launched) == 4
@@ -115,7 +115,7 @@ def test_a_new_version_takes_over_one_by_one() -> None:
     run(scenario)
 
 
-def test_other_limits_are_no_other_version() -> None:
+def test_changed_limits_keep_the_version() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
             await fleet.fleet.deploy(deployment(min_replicas=1, max_replicas=1))
@@ -128,7 +128,7 @@ def test_other_limits_are_no_other_version() -> None:
     run(scenario)
 
 
-def test_a_failed_replica_is_replaced_and_told_of() -> None:
+def test_failed_replica_is_replaced_and_listed() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
             await fleet.fleet.deploy(deployment())
@@ -143,13 +143,13 @@ def test_a_failed_replica_is_replaced_and_told_of() -> None:
     run(scenario)
 
 
-def test_launches_that_fail_are_tried_again_ever_more_rarely() -> None:
+def test_failed_launches_are_retried_with_backoff() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         launcher.problem = ReplicaUnavailable("the weights are not there")
         async with running(launcher) as fleet:
             await fleet.fleet.deploy(deployment(min_replicas=3, max_replicas=3))
             await fleet.until(lambda: len(fleet.entries(ReplicaState.FAILED)) >= 4)
-            # The first three at once, then one a second later.
+            # Three at once, then one after a second.
             assert len(fleet.entries(ReplicaState.FAILED)) == 4
             (entry,) = fleet.fleet.state().deployments
             assert "the weights are not there" in entry.problem
@@ -160,7 +160,7 @@ def test_launches_that_fail_are_tried_again_ever_more_rarely() -> None:
     run(scenario)
 
 
-def test_a_replica_without_room_says_so() -> None:
+def test_replica_without_room_reports_it() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
             await fleet.fleet.deploy(deployment(min_replicas=2, max_replicas=2))
@@ -175,29 +175,29 @@ def test_a_replica_without_room_says_so() -> None:
     run(scenario, room=1)
 
 
-def test_launches_that_wait_for_room_hold_up_nothing_else() -> None:
+def test_launches_waiting_for_room_block_no_other_calls() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
-            many = MAX_CALLS + 8
-            await fleet.fleet.deploy(deployment(min_replicas=many, max_replicas=many))
+            count = MAX_CALLS + 8
+            await fleet.fleet.deploy(deployment(min_replicas=count, max_replicas=count))
             await fleet.until(
-                lambda: sum("waits for room" in each.reason for each in fleet.entries()) == many - 1
+                lambda: sum("waits for room" in each.reason for each in fleet.entries()) == count - 1
             )
             await fleet.fleet.delete("demo")
-            await fleet.until(lambda: len(launcher.removed) == many)
+            await fleet.until(lambda: len(launcher.removed) == count)
             assert launcher.known() == set()
 
     run(scenario, room=1)
 
 
-def test_a_launch_that_is_given_up_before_it_has_a_place_leaves_nothing() -> None:
+def test_launch_canceled_before_placement_leaves_nothing() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
             launcher.may_place.clear()
             await fleet.fleet.deploy(deployment())
             await fleet.until(lambda: bool(fleet.entries(ReplicaState.STARTING)))
             await fleet.fleet.delete("demo")
-            await fleet.until(lambda: bool(launcher.removed))  # of which there was nothing yet
+            await fleet.until(lambda: bool(launcher.removed))  # before anything was started
             launcher.may_place.set()
             await fleet.until(lambda: bool(fleet.entries(ReplicaState.STOPPED)))
             assert launcher.launched == {}
@@ -205,7 +205,7 @@ def test_a_launch_that_is_given_up_before_it_has_a_place_leaves_nothing() -> Non
     run(scenario)
 
 
-def test_a_replica_that_cannot_be_ended_is_tried_again() -> None:
+def test_failed_removal_is_retried() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
             await fleet.fleet.deploy(deployment())
@@ -219,7 +219,7 @@ def test_a_replica_that_cannot_be_ended_is_tried_again() -> None:
     run(scenario)
 
 
-def test_a_model_is_deleted_once() -> None:
+def test_concurrent_deletes_succeed_once() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
             await fleet.fleet.deploy(deployment())
@@ -232,7 +232,7 @@ def test_a_model_is_deleted_once() -> None:
     run(scenario)
 
 
-def test_waiting_requests_wake_a_model_that_sleeps() -> None:
+def test_waiting_requests_scale_a_model_from_zero() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
             await fleet.fleet.deploy(
@@ -250,7 +250,7 @@ def test_waiting_requests_wake_a_model_that_sleeps() -> None:
     run(scenario)
 
 
-def test_drained_replicas_and_nodes_are_left_once_others_serve() -> None:
+def test_drained_replicas_and_nodes_are_replaced() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
             await fleet.fleet.deploy(deployment(min_replicas=2, max_replicas=2))
@@ -272,7 +272,7 @@ def test_drained_replicas_and_nodes_are_left_once_others_serve() -> None:
     run(scenario)
 
 
-def test_a_node_that_ray_drains_is_left() -> None:
+def test_replica_on_a_node_drained_by_ray_is_replaced() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
             await fleet.fleet.deploy(deployment(min_replicas=2, max_replicas=2))
@@ -286,7 +286,7 @@ def test_a_node_that_ray_drains_is_left() -> None:
     run(scenario)
 
 
-def test_a_node_that_its_cloud_takes_back_is_left_in_time() -> None:
+def test_replica_on_a_preempted_node_is_replaced() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
             await fleet.fleet.deploy(deployment())
@@ -303,14 +303,14 @@ def test_a_node_that_its_cloud_takes_back_is_left_in_time() -> None:
     run(scenario)
 
 
-def test_another_controller_takes_over_what_lives() -> None:
+def test_restarted_controller_adopts_live_replicas() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         store = MemoryStore()
         async with running(launcher, store) as first:
             await first.fleet.deploy(deployment(min_replicas=3, max_replicas=3))
             await first.until_ready(3)
             kept, dead, lost = (entry.replica_id for entry in first.ready())
-        # Meanwhile one dies, and of one the memory is lost.
+        # Between the two controllers one replica dies, and the record of another is lost.
         launcher.remove(dead)
         store.delete(f"replica/{lost}")
         async with running(launcher, store) as second:
@@ -322,16 +322,16 @@ def test_another_controller_takes_over_what_lives() -> None:
     run(scenario)
 
 
-def test_a_replica_that_is_found_again_tells_nothing_of_how_long_a_start_takes(
+def test_adopted_replica_sets_no_cold_start_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[FleetSnapshot] = []
 
-    def watched(snapshot: FleetSnapshot, limits: ScalingLimits, state: ScalingState) -> Decision:
+    def recording_decide(snapshot: FleetSnapshot, limits: ScalingLimits, state: ScalingState) -> Decision:
         seen.append(snapshot)
         return decide(snapshot, limits, state)
 
-    monkeypatch.setattr("quire.cluster.fleet.fleet.decide", watched)
+    monkeypatch.setattr("quire.cluster.fleet.fleet.decide", recording_decide)
 
     async def scenario(launcher: FakeLauncher) -> None:
         store = MemoryStore()
@@ -350,7 +350,7 @@ def test_a_replica_that_is_found_again_tells_nothing_of_how_long_a_start_takes(
     run(scenario)
 
 
-def test_memory_that_cannot_be_read_is_left_out() -> None:
+def test_unreadable_store_entries_are_skipped() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         store = MemoryStore()
         store.texts = {"deployment/a": "{", "replica/b": "x\ny", "deployment/demo": deployment().to_json()}

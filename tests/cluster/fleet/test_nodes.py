@@ -1,4 +1,4 @@
-"""Which machines are to be left, and by when."""
+"""NodeWatch: departures of nodes and their deadlines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOW, UNIX_NOW = 1000.0, 1_700_000_000.0
 
 
 class Cloud:
-    """Of a Launcher, what the watch asks for: notices, the latest last."""
+    """The part of a Launcher that the watch uses: notices, the latest last."""
 
     def __init__(self) -> None:
         self.notices: list[Future[float]] = []
@@ -26,39 +26,39 @@ class Cloud:
 
 
 def run(scenario: Callable[[NodeWatch, Cloud, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    async def whole() -> None:
-        cloud, told = Cloud(), asyncio.Event()
-        watch = NodeWatch(cloud, lambda: NOW, lambda: UNIX_NOW, told.set)  # type: ignore[arg-type]
-        await asyncio.wait_for(scenario(watch, cloud, told), 60)
+    async def main() -> None:
+        cloud, departed = Cloud(), asyncio.Event()
+        watch = NodeWatch(cloud, lambda: NOW, lambda: UNIX_NOW, departed.set)  # type: ignore[arg-type]
+        await asyncio.wait_for(scenario(watch, cloud, departed), 60)
 
-    asyncio.run(whole())
+    asyncio.run(main())
 
 
 def node(**more: Any) -> NodeEntry:
     return NodeEntry(NODE, "127.0.0.1", **more)
 
 
-def test_the_earliest_moment_that_was_said_counts() -> None:
-    async def scenario(watch: NodeWatch, cloud: Cloud, told: asyncio.Event) -> None:
+def test_earliest_departure_deadline_counts() -> None:
+    async def scenario(watch: NodeWatch, cloud: Cloud, departed: asyncio.Event) -> None:
         watch.update((node(),), [NODE])
         assert watch.departure_of([NODE]) is None
         watch.depart(NODE, TAKEOVER_TIMEOUT_S, "an operator drains it")
         cloud.notices[0].set_result(30.0)
-        told.clear()
-        await told.wait()
-        leave = watch.departure_of([NODE])
-        assert leave is not None
-        assert (leave.deadline, leave.reason) == (NOW + 30.0, f"the cloud takes node {NODE} back")
+        departed.clear()
+        await departed.wait()
+        departure = watch.departure_of([NODE])
+        assert departure is not None
+        assert (departure.deadline, departure.reason) == (NOW + 30.0, f"the cloud takes node {NODE} back")
         watch.update((node(is_draining=True, gone_at=UNIX_NOW + 60),), [NODE])
-        assert watch.departure_of([NODE]) == leave
+        assert watch.departure_of([NODE]) == departure
         watch.update((), [])
         assert watch.departure_of([NODE]) is None
 
     run(scenario)
 
 
-def test_somebody_looks_again_where_nobody_looks_any_more() -> None:
-    async def scenario(watch: NodeWatch, cloud: Cloud, told: asyncio.Event) -> None:
+def test_failed_notice_watcher_is_restarted() -> None:
+    async def scenario(watch: NodeWatch, cloud: Cloud, departed: asyncio.Event) -> None:
         watch.update((node(),), [NODE])
         watch.update((node(),), [NODE])
         assert len(cloud.notices) == 1
@@ -68,7 +68,7 @@ def test_somebody_looks_again_where_nobody_looks_any_more() -> None:
             watch.update((node(),), [NODE])
         assert watch.departure_of([NODE]) is None
         cloud.notices[1].set_result(30.0)
-        await told.wait()
+        await departed.wait()
         assert watch.departure_of([NODE]) is not None
 
     run(scenario)

@@ -1,4 +1,4 @@
-"""What clouds answer at their metadata address, and what it means."""
+"""Spot notices at the metadata addresses of clouds."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NOW = 1_700_000_000.0
 
 
 class Metadata:
-    """A metadata address: path |-> answer; AWS gives it to holders of a token."""
+    """Fake metadata address: path |-> response; AWS requires a token."""
 
-    def __init__(self, answers: Mapping[str, str], token: str | None = None) -> None:
-        self.answers = dict(answers)
+    def __init__(self, responses: Mapping[str, str], token: str | None = None) -> None:
+        self.responses = dict(responses)
         self._token = token
 
     def __call__(self, path: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
@@ -28,7 +28,7 @@ class Metadata:
             return None
         if path.startswith("/computeMetadata") and headers.get("Metadata-Flavor") != "Google":
             return None
-        return self.answers.get(path)
+        return self.responses.get(path)
 
 
 AWS = "/latest/meta-data/spot/instance-action"
@@ -59,32 +59,32 @@ AZURE = "/metadata/scheduledevents?api-version=2020-07-01"
         ("azure", Metadata({AZURE: '{"Events": [1]}'}), None),
     ],
 )
-def test_notices(cloud: str, metadata: Metadata, left_s: float | None) -> None:
+def test_notices_are_parsed(cloud: str, metadata: Metadata, left_s: float | None) -> None:
     assert NOTICES[cloud](metadata, NOW) == left_s
 
 
-def test_the_watcher_looks_until_there_is_a_notice() -> None:
+def test_watcher_polls_until_there_is_a_notice() -> None:
     metadata, slept = Metadata({GCP: "FALSE"}), []
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
         if len(slept) == 3:
-            metadata.answers[GCP] = "TRUE"
+            metadata.responses[GCP] = "TRUE"
 
     assert wait_for_notice("gcp", metadata, lambda: NOW, sleep) == NOTICE_S
     assert slept == [INTERVAL_S] * 3
 
 
-def test_what_is_no_http_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_http_response_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def answer() -> None:
+        def respond() -> None:
             connection, _ = server.accept()
             connection.recv(1 << 16)
-            connection.sendall(b"who is there?\r\n\r\n")
+            connection.sendall(b"not HTTP\r\n\r\n")
             connection.close()
 
-        thread = threading.Thread(target=answer)
+        thread = threading.Thread(target=respond)
         thread.start()
         monkeypatch.setattr(spot, "_METADATA", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setattr(spot, "_TIMEOUT_S", 60.0)

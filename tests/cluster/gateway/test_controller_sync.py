@@ -146,7 +146,7 @@ def test_two_models_are_served_by_name(serve: Callable[..., Any]) -> None:
     run(scenario)
 
 
-def test_no_request_is_dropped_while_everything_changes(serve: Callable[..., Any]) -> None:
+def test_requests_survive_updates_drains_failures_and_controller_loss(serve: Callable[..., Any]) -> None:
     """A rolling update, a drain, a dead replica and a controller that goes and comes, under steady load."""
 
     async def scenario(launcher: FakeLauncher) -> None:
@@ -194,7 +194,7 @@ def test_no_request_is_dropped_while_everything_changes(serve: Callable[..., Any
     run(scenario)
 
 
-def test_a_sleeping_model_is_woken_by_a_request(serve: Callable[..., Any]) -> None:
+def test_request_scales_a_model_from_zero(serve: Callable[..., Any]) -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with serve(launcher) as served:
             await served.client.deploy(
@@ -209,7 +209,7 @@ def test_a_sleeping_model_is_woken_by_a_request(serve: Callable[..., Any]) -> No
     run(scenario)
 
 
-def test_only_operators_change_the_fleet(serve: Callable[..., Any]) -> None:
+def test_only_admin_tokens_change_the_fleet(serve: Callable[..., Any]) -> None:
     security = Security(tokens=(Token(b"users"), Token(b"operators", "admin")))
 
     async def scenario(launcher: FakeLauncher) -> None:
@@ -263,7 +263,7 @@ def ready_replica(replica_id: str, deployment: Deployment) -> ReplicaEntry:
     return ReplicaEntry(replica_id, name, version, ReplicaState.READY, record=record)
 
 
-def test_a_replica_of_a_model_that_is_served_no_longer_is_let_alone(make_model: Callable[..., Path]) -> None:
+def test_new_replica_of_a_deleted_model_is_ignored(make_model: Callable[..., Path]) -> None:
     deployment = Deployment.from_table(
         {"model": str(make_model("llama")), "served_model_name": "tiny", "device": "cpu"}
     )
@@ -293,7 +293,7 @@ def test_a_replica_of_a_model_that_is_served_no_longer_is_let_alone(make_model: 
     asyncio.run(asyncio.wait_for(scenario(), 2 * DEADLINE_S))
 
 
-def test_a_table_that_cannot_be_followed_is_told_of_and_the_next_one_followed(
+def test_failure_to_apply_a_state_is_reported_and_the_next_state_applied(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     deployment = Deployment.from_table({"model": str(make_model("llama")), "device": "cpu"})

@@ -1,4 +1,4 @@
-"""Requests and the replicas that come and go under them: each is answered once, as if nothing had happened."""
+"""ReplicaPool with real step loops: requests keep their outputs while replicas come and go."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.proto.stream import Drain, Finish, FinishReason
 
 DEADLINE_S = 60.0
 PROMPT = list(range(2, 40))
-# Long enough that something can happen meanwhile, on a busy machine too.
+# Enough tokens for a replica to change while the request runs, on a busy machine too.
 NUM_TOKENS = 200
 LONG = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, seed=1)
 EXPECTED = oracle(PROMPT, NUM_TOKENS, stops=())
@@ -32,13 +32,13 @@ EXPECTED = oracle(PROMPT, NUM_TOKENS, stops=())
 
 @pytest.fixture
 def launcher() -> Iterator[FakeLauncher]:
-    made = FakeLauncher()
-    yield made
-    made.close()
+    launcher = FakeLauncher()
+    yield launcher
+    launcher.close()
 
 
 class Fleet:
-    """A pool and the replicas that a test gives it."""
+    """A pool and its replicas."""
 
     def __init__(self, launcher: FakeLauncher, **options: Any) -> None:
         self._launcher = launcher
@@ -60,8 +60,8 @@ class Fleet:
             while not all(self.pool.why_unavailable(replica_id) == "" for replica_id in replica_ids):
                 await asyncio.sleep(0.01)
 
-    def busy(self) -> str:
-        """The replica that has the only request."""
+    def busy_replica(self) -> str:
+        """Return the id of the replica that runs the only request."""
         (name,) = [name for name, client in self.pool.clients.items() if client.num_running]
         return name
 
@@ -72,7 +72,7 @@ class Fleet:
 def run(
     launcher: FakeLauncher, scenario: Callable[[Fleet], Coroutine[Any, Any, None]], **options: Any
 ) -> None:
-    async def whole() -> None:
+    async def main() -> None:
         fleet = Fleet(launcher, **options)
         try:
             async with asyncio.timeout(2 * DEADLINE_S):
@@ -80,7 +80,7 @@ def run(
         finally:
             await fleet.pool.close()
 
-    asyncio.run(whole())
+    asyncio.run(main())
 
 
 def request(params: SamplingParams = LONG, **more: Any) -> Request:
@@ -88,35 +88,39 @@ def request(params: SamplingParams = LONG, **more: Any) -> Request:
 
 
 async def follow(
-    running: MigratingRequest, num_answers: int = 1, after: dict[int, Callable[[], None]] | None = None
+    running: MigratingRequest, num_outputs: int = 1, after: dict[int, Callable[[], None]] | None = None
 ) -> tuple[list[list[int]], list[Finish]]:
-    """Tokens and finish of each answer; `after` so many tokens of the first answer, things happen."""
+    """Return tokens and finish of each output.
+
+    Args:
+        after: number of tokens of the first output |-> a function to call then.
+    """
     events = dict(after or {})
-    tokens: list[list[int]] = [[] for _ in range(num_answers)]
+    tokens: list[list[int]] = [[] for _ in range(num_outputs)]
     ends: dict[int, Finish] = {}
-    async for index, news in running:
-        tokens[index] += news.token_ids
+    async for index, update in running:
+        tokens[index] += update.token_ids
         for count in [count for count in events if len(tokens[0]) >= count]:
             events.pop(count)()
-        if news.finish is not None:
+        if update.finish is not None:
             assert index not in ends
-            ends[index] = news.finish
-    assert not events, "the answer was too short for what was to happen"
-    return tokens, [ends[index] for index in range(num_answers)]
+            ends[index] = update.finish
+    assert not events, "the first output ended before every event"
+    return tokens, [ends[index] for index in range(num_outputs)]
 
 
-def test_a_request_goes_on_where_a_draining_replica_left_it(launcher: FakeLauncher) -> None:
+def test_request_resumes_after_its_replica_drained(launcher: FakeLauncher) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a", "b")
         running = fleet.pool.submit(request())
-        first = fleet.busy()
+        first = fleet.busy_replica()
         (tokens,), (finish,) = await follow(running, after={10: lambda: fleet.drain(first)})
         assert tokens == EXPECTED
         assert finish.reason is FinishReason.LENGTH
         assert finish.num_completion_tokens == NUM_TOKENS
         assert finish.timings.num_moves == 1
         assert finish.timings.decode_s > 0
-        # New requests do not go where it drains.
+        # New requests do not go to the draining replica.
         (tokens,), (finish,) = await follow(fleet.pool.submit(request()))
         assert tokens == EXPECTED
         assert finish.timings.num_moves == 0
@@ -124,11 +128,11 @@ def test_a_request_goes_on_where_a_draining_replica_left_it(launcher: FakeLaunch
     run(launcher, scenario)
 
 
-def test_a_request_goes_on_when_its_replica_dies(launcher: FakeLauncher) -> None:
+def test_request_resumes_after_its_replica_failed(launcher: FakeLauncher) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a", "b")
         running = fleet.pool.submit(request())
-        first = fleet.busy()
+        first = fleet.busy_replica()
         (tokens,), (finish,) = await follow(
             running, after={10: lambda: fleet.replicas[first].kill("rank 0 was killed")}
         )
@@ -139,35 +143,35 @@ def test_a_request_goes_on_when_its_replica_dies(launcher: FakeLauncher) -> None
 
 
 @pytest.mark.parametrize("how", ["drain", "kill"])
-@pytest.mark.parametrize("answers", [{"n": 3}, {"n": 1, "best_of": 3}])
-def test_answers_of_one_request_move_each_by_itself(
-    launcher: FakeLauncher, answers: dict[str, Any], how: str
+@pytest.mark.parametrize("options", [{"n": 3}, {"n": 1, "best_of": 3}])
+def test_outputs_of_one_request_move_separately(
+    launcher: FakeLauncher, options: dict[str, Any], how: str
 ) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a", "b")
         running = fleet.pool.submit(
-            request(SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=4, **answers))
+            request(SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=4, **options))
         )
-        first = fleet.busy()
-        happens = {
+        first = fleet.busy_replica()
+        events = {
             "drain": lambda: fleet.drain(first),
             "kill": lambda: fleet.replicas[first].kill("rank 0 was killed"),
         }
-        tokens, ends = await follow(running, 3, after={5: happens[how]})
+        tokens, ends = await follow(running, 3, after={5: events[how]})
         assert tokens == [EXPECTED] * 3
         assert all(finish.timings.num_moves == 1 for finish in ends)
 
     run(launcher, scenario)
 
 
-def test_a_beam_search_begins_anew_elsewhere(launcher: FakeLauncher) -> None:
+def test_beam_search_restarts_at_another_replica(launcher: FakeLauncher) -> None:
     params = SamplingParams(max_tokens=12, beam_width=3, n=2, ignore_eos=True, seed=0)
     expected = beam_oracle(PROMPT, 12, width=3, n=2, stops=())
 
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a", "b")
         running = fleet.pool.submit(request(params))
-        fleet.drain(fleet.busy())
+        fleet.drain(fleet.busy_replica())
         tokens, ends = await follow(running, params.num_sequences)
         assert tokens[:2] == expected
         assert all(finish.timings.num_moves == 1 for finish in ends[:2])
@@ -175,7 +179,7 @@ def test_a_beam_search_begins_anew_elsewhere(launcher: FakeLauncher) -> None:
     run(launcher, scenario)
 
 
-def test_many_requests_survive_any_number_of_changes(launcher: FakeLauncher) -> None:
+def test_many_requests_survive_replica_changes(launcher: FakeLauncher) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("r0", "r1")
         brief, expected = replace(LONG, max_tokens=60), EXPECTED[:60]
@@ -195,21 +199,21 @@ def test_many_requests_survive_any_number_of_changes(launcher: FakeLauncher) -> 
             await asyncio.sleep(0.1)
             fleet.pool.remove(leaving, "it was ended")
             asked += ask(10)
-        answers = await asyncio.gather(*asked)
-        assert len(answers) == 80
-        assert all(tokens == [expected] for tokens, _ in answers)
-        assert any(ends[0].timings.num_moves for _, ends in answers)
+        results = await asyncio.gather(*asked)
+        assert len(results) == 80
+        assert all(tokens == [expected] for tokens, _ in results)
+        assert any(ends[0].timings.num_moves for _, ends in results)
 
     run(launcher, scenario)
 
 
-def test_requests_wait_for_a_replica_and_are_told_of(launcher: FakeLauncher) -> None:
-    told: list[bool] = []
+def test_requests_wait_for_a_replica_and_count_as_demand(launcher: FakeLauncher) -> None:
+    calls: list[bool] = []
 
     async def scenario(fleet: Fleet) -> None:
         running = fleet.pool.submit(request())
         await asyncio.sleep(0)
-        assert told == [True]
+        assert calls == [True]
         assert fleet.pool.collect_demand() == Demand(1, len(PROMPT), 1, len(PROMPT))
         assert fleet.pool.collect_demand() == Demand(0, 0, 1, len(PROMPT))
         with pytest.raises(Overloaded, match="1 requests wait for one already"):
@@ -221,10 +225,10 @@ def test_requests_wait_for_a_replica_and_are_told_of(launcher: FakeLauncher) -> 
         assert finish.timings.num_moves == 0
         assert fleet.pool.collect_demand() == Demand(1, len(PROMPT))
 
-    run(launcher, scenario, max_waiting=1, on_demand=lambda: told.append(True))
+    run(launcher, scenario, max_waiting=1, on_demand=lambda: calls.append(True))
 
 
-def test_a_request_that_waits_in_vain_says_why(launcher: FakeLauncher) -> None:
+def test_request_without_a_replica_fails_with_the_reason(launcher: FakeLauncher) -> None:
     async def scenario(fleet: Fleet) -> None:
         with pytest.raises(ReplicaUnavailable, match="no replica of fake was ready in 0 s: no GPU is left"):
             await follow(fleet.pool.submit(request()))
@@ -237,7 +241,7 @@ def test_a_request_that_waits_in_vain_says_why(launcher: FakeLauncher) -> None:
     run(launcher, scenario, max_wait_s=0.05, explain_unavailable=lambda: "no GPU is left")
 
 
-def test_the_callers_deadline_holds_while_it_waits(launcher: FakeLauncher) -> None:
+def test_deadline_applies_while_a_request_waits(launcher: FakeLauncher) -> None:
     async def scenario(fleet: Fleet) -> None:
         with pytest.raises((ReplicaUnavailable, DeadlineExpired)):
             await follow(fleet.pool.submit(request(timeout_s=0.05)))
@@ -245,7 +249,7 @@ def test_the_callers_deadline_holds_while_it_waits(launcher: FakeLauncher) -> No
     run(launcher, scenario)
 
 
-def test_a_request_that_fails_replicas_is_given_up(launcher: FakeLauncher) -> None:
+def test_request_fails_after_too_many_failed_replicas(launcher: FakeLauncher) -> None:
     async def scenario(fleet: Fleet) -> None:
         names = [f"r{number}" for number in range(MAX_FAILED_REPLICAS + 1)]
         await fleet.ready(*names)
@@ -266,29 +270,29 @@ def test_a_request_that_fails_replicas_is_given_up(launcher: FakeLauncher) -> No
     run(launcher, scenario)
 
 
-def test_an_answer_that_was_stopped_between_two_replicas_has_ended(launcher: FakeLauncher) -> None:
+def test_output_stopped_between_replicas_finishes(launcher: FakeLauncher) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a")
         running = fleet.pool.submit(request())
         seen: list[int] = []
-        async for _, news in running:
-            seen += news.token_ids
-            if news.finish is not None:
+        async for _, update in running:
+            seen += update.token_ids
+            if update.finish is not None:
                 break
             if len(seen) >= 5:
                 fleet.pool.remove("a", "it was ended")  # the request has no replica from here on
                 await asyncio.sleep(0.05)
                 running.stop(0)
                 running.stop(0)
-        assert news.finish is not None
-        assert news.finish.reason is FinishReason.STOP
-        assert news.finish.num_completion_tokens >= 5
+        assert update.finish is not None
+        assert update.finish.reason is FinishReason.STOP
+        assert update.finish.num_completion_tokens >= 5
         assert [item async for item in running] == []
 
     run(launcher, scenario)
 
 
-def test_with_one_replica_for_good_a_request_fails_with_it(launcher: FakeLauncher) -> None:
+def test_request_fails_with_a_fixed_replica(launcher: FakeLauncher) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a")
         running = fleet.pool.submit(request())
@@ -300,7 +304,7 @@ def test_with_one_replica_for_good_a_request_fails_with_it(launcher: FakeLaunche
     run(launcher, scenario, is_fixed=True)
 
 
-def test_whoever_waits_for_the_only_replica_hears_that_it_failed_before_it_was_ready(
+def test_waiting_request_fails_if_the_only_replica_fails_before_it_is_ready(
     launcher: FakeLauncher,
 ) -> None:
     async def scenario(fleet: Fleet) -> None:
@@ -317,7 +321,7 @@ def test_whoever_waits_for_the_only_replica_hears_that_it_failed_before_it_was_r
     run(launcher, scenario, is_fixed=True)
 
 
-def test_requests_that_begin_alike_meet(launcher: FakeLauncher) -> None:
+def test_requests_with_a_common_prefix_use_the_same_replica(launcher: FakeLauncher) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a", "b", "c")
         for first in range(6):
@@ -326,7 +330,7 @@ def test_requests_that_begin_alike_meet(launcher: FakeLauncher) -> None:
             chosen = set()
             for _ in range(4):
                 running = fleet.pool.submit(Request("mine", prompt, short))
-                chosen.add(fleet.busy())
+                chosen.add(fleet.busy_replica())
                 await follow(running)
             assert len(chosen) == 1
 

@@ -1,4 +1,4 @@
-"""A request's account over several replicas, with replicas that say what the test wants."""
+"""MigratingRequest with fake replicas: resumed requests, usage and timings, errors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from quire.proto.errors import DeadlineExpired, ProtocolError, ReplicaUnavailabl
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Finish, FinishReason, Timings
 
-SECONDS_A_STEP = 1.0
-
 
 class FakeClient:
-    """A replica's client; `placed` is what it was handed, with who is told."""
+    """Fake client of a replica.
+
+    Attributes:
+        placed: (request, its receiver), in the order of their submission.
+    """
 
     def __init__(self, replica_id: str) -> None:
         self.replica_id = replica_id
@@ -37,8 +39,8 @@ class FakeClient:
         self.placed.append((request, receiver))
         return receiver
 
-    def say(self, number: int, index: int, *tokens: int, **finish: Any) -> None:
-        """Updates of an answer of the n-th request that was placed here."""
+    def send_update(self, number: int, index: int, *tokens: int, **finish: Any) -> None:
+        """Send an update of an output of the n-th placed request."""
         receiver = self.placed[number][1]
         handle = receiver.handles[index]
         end = Finish(handle, **finish) if finish else None
@@ -52,7 +54,7 @@ class FakeClient:
 
 
 class FakeReplicaPicker:
-    """Two replicas, `a` while it does not drain."""
+    """Two replicas; chooses `a` until a replica drains, then `b`."""
 
     is_fixed = False
 
@@ -87,167 +89,175 @@ def request(**params: Any) -> Request:
 
 
 async def settle() -> None:
-    """Everything goes on until it waits: nothing here takes time."""
+    """Run the event loop until every task waits."""
     for _ in range(50):
         await asyncio.sleep(0)
 
 
-async def take(moving: MigratingRequest, count: int) -> list[tuple[int, SequenceUpdate]]:
-    return [await anext(moving) for _ in range(count)]
+async def next_updates(running: MigratingRequest, count: int) -> list[tuple[int, SequenceUpdate]]:
+    return [await anext(running) for _ in range(count)]
 
 
-def test_usage_and_times_are_those_of_the_whole_request() -> None:
-    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
-        moving = MigratingRequest(request(logprobs=2), places, clock)
-        moving.start()
-        places.a.say(0, 0, 10, 11)
-        places.a.say(
+def test_finish_has_usage_and_timings_of_all_replicas() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        running = MigratingRequest(request(logprobs=2), picker, clock)
+        running.start()
+        picker.a.send_update(0, 0, 10, 11)
+        picker.a.send_update(
             0, 0, 12, reason=FinishReason.MOVED, num_cached_tokens=2, timings=Timings(1.0, 2.0, 3.0, 0.0, 0)
         )
         clock.now = 5.0
         await settle()
-        ((rest, _),) = places.b.placed
-        assert rest.generated_token_ids.tolist() == [10, 11, 12]
-        assert (rest.sampling.seed, rest.sampling.max_tokens, rest.sampling.logprobs) == (7, 9, 2)
-        assert (rest.tenant, rest.salt, rest.timeout_s) == ("gold", b"s", 55.0)
-        places.b.say(
+        ((resumed, _),) = picker.b.placed
+        assert resumed.generated_token_ids.tolist() == [10, 11, 12]
+        assert (resumed.sampling.seed, resumed.sampling.max_tokens, resumed.sampling.logprobs) == (7, 9, 2)
+        assert (resumed.tenant, resumed.salt, resumed.timeout_s) == ("gold", b"s", 55.0)
+        picker.b.send_update(
             0, 0, 13, reason=FinishReason.LENGTH, num_completion_tokens=4, num_cached_tokens=6,
             timings=Timings(0.5, 0.5, 1.0, 0.0, 6),
         )  # fmt: skip
-        ((index, news),) = [item async for item in moving]
-        assert (index, news.token_ids) == (0, [10, 11, 12, 13])
-        assert news.finish is not None
-        assert news.finish.num_cached_tokens == 2
-        # Between the replicas it had been preempted, for five seconds.
-        assert news.finish.timings == Timings(1.5, 2.5, 4.0, 5.0, 6, num_moves=1)
+        ((index, update),) = [item async for item in running]
+        assert (index, update.token_ids) == (0, [10, 11, 12, 13])
+        assert update.finish is not None
+        assert update.finish.num_cached_tokens == 2
+        # The five seconds between the replicas count as preemption.
+        assert update.finish.timings == Timings(1.5, 2.5, 4.0, 5.0, 6, num_moves=1)
 
     run(scenario)
 
 
-def test_tokens_that_came_with_the_failure_are_told() -> None:
-    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
-        moving = MigratingRequest(request(), places, clock)
-        moving.start()
+def test_tokens_that_came_with_the_failure_reach_the_reader() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        running = MigratingRequest(request(), picker, clock)
+        running.start()
         clock.now = 2.0
-        places.drained.append("a")
-        places.a.say(0, 0, 10, reason=FinishReason.ERROR, grpc_status="UNAVAILABLE", error="rank 0 failed")
-        assert await take(moving, 1) == [(0, SequenceUpdate([10]))]
+        picker.drained.append("a")
+        picker.a.send_update(
+            0, 0, 10, reason=FinishReason.ERROR, grpc_status="UNAVAILABLE", error="rank 0 failed"
+        )
+        assert await next_updates(running, 1) == [(0, SequenceUpdate([10]))]
         await settle()
-        assert places.b.placed[0][0].generated_token_ids.tolist() == [10]
-        places.b.say(0, 0, 11, reason=FinishReason.STOP)
-        ((_, news),) = await take(moving, 1)
-        assert news.token_ids == [11]
-        assert news.finish is not None
-        assert news.finish.timings == Timings(decode_s=2.0, num_moves=1)
+        assert picker.b.placed[0][0].generated_token_ids.tolist() == [10]
+        picker.b.send_update(0, 0, 11, reason=FinishReason.STOP)
+        ((_, update),) = await next_updates(running, 1)
+        assert update.token_ids == [11]
+        assert update.finish is not None
+        assert update.finish.timings == Timings(decode_s=2.0, num_moves=1)
 
     run(scenario)
 
 
-def test_answers_go_on_with_their_own_seeds() -> None:
-    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
-        moving = MigratingRequest(request(n=3), places, clock)
-        moving.start()
-        places.a.say(0, 1, 10, reason=FinishReason.STOP)
+def test_outputs_resume_with_their_own_seeds() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        running = MigratingRequest(request(n=3), picker, clock)
+        running.start()
+        picker.a.send_update(0, 1, 10, reason=FinishReason.STOP)
         for index in (0, 2):
-            places.a.say(0, index, 20 + index, reason=FinishReason.MOVED)
+            picker.a.send_update(0, index, 20 + index, reason=FinishReason.MOVED)
         await settle()
-        rests = [(each.sampling, each.generated_token_ids.tolist()) for each, _ in places.b.placed]
-        assert [(sampling.seed, sampling.n, tokens) for sampling, tokens in rests] == [
+        resumed = [(each.sampling, each.generated_token_ids.tolist()) for each, _ in picker.b.placed]
+        assert [(sampling.seed, sampling.n, tokens) for sampling, tokens in resumed] == [
             (7, 1, [20]),
             (9, 1, [22]),
         ]
-        moving.stop(2)
-        assert places.b.stopped == [200]
+        running.stop(2)
+        assert picker.b.stopped == [200]
 
     run(scenario)
 
 
-def test_a_request_of_which_nothing_came_moves_whole() -> None:
-    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
-        moving = MigratingRequest(request(n=3), places, clock)
-        moving.start()
+def test_request_without_tokens_moves_as_a_whole() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        running = MigratingRequest(request(n=3), picker, clock)
+        running.start()
         for index in range(3):
-            places.a.say(0, index, reason=FinishReason.MOVED)
+            picker.a.send_update(0, index, reason=FinishReason.MOVED)
         await settle()
-        ((again, _),) = places.b.placed
-        assert (again.sampling.n, again.sampling.seed, len(again.generated_token_ids)) == (3, 7, 0)
-        moving.abort()
-        assert places.b.forgotten == [100, 101, 102]
+        ((whole, _),) = picker.b.placed
+        assert (whole.sampling.n, whole.sampling.seed, len(whole.generated_token_ids)) == (
+            3,
+            7,
+            0,
+        )
+        running.abort()
+        assert picker.b.forgotten == [100, 101, 102]
 
     run(scenario)
 
 
-def test_errors_of_the_request_itself_end_it() -> None:
-    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
-        moving = MigratingRequest(request(), places, clock)
-        moving.start()
-        places.a.say(0, 0, reason=FinishReason.ERROR, grpc_status="DEADLINE_EXCEEDED", error="too late")
-        ((_, news),) = await take(moving, 1)
-        assert news.finish is not None
-        assert news.finish.grpc_status == "DEADLINE_EXCEEDED"
-        assert places.b.placed == []
+def test_error_of_the_request_is_not_retried() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        running = MigratingRequest(request(), picker, clock)
+        running.start()
+        picker.a.send_update(
+            0, 0, reason=FinishReason.ERROR, grpc_status="DEADLINE_EXCEEDED", error="too late"
+        )
+        ((_, update),) = await next_updates(running, 1)
+        assert update.finish is not None
+        assert update.finish.grpc_status == "DEADLINE_EXCEEDED"
+        assert picker.b.placed == []
 
     run(scenario)
 
 
-def test_the_deadline_counts_from_the_beginning() -> None:
-    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
-        moving = MigratingRequest(request(), places, clock)
-        moving.start()
+def test_deadline_counts_from_the_first_submission() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        running = MigratingRequest(request(), picker, clock)
+        running.start()
         clock.now = 60.0
-        places.a.say(0, 0, 10, reason=FinishReason.MOVED)
+        picker.a.send_update(0, 0, 10, reason=FinishReason.MOVED)
         await settle()
         with pytest.raises(DeadlineExpired):
-            await take(moving, 2)
+            await next_updates(running, 2)
 
     run(scenario)
 
 
-def test_a_replica_that_fails_under_several_answers_fails_once() -> None:
-    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
-        moving = MigratingRequest(request(n=3), places, clock)
-        moving.start()
+def test_replica_failure_under_several_outputs_counts_once() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        running = MigratingRequest(request(n=3), picker, clock)
+        running.start()
         for index in range(3):
-            places.a.say(0, index, 10 + index, reason=FinishReason.MOVED)
+            picker.a.send_update(0, index, 10 + index, reason=FinishReason.MOVED)
         await settle()
-        parts = [receiver for _, receiver in places.b.placed]
-        assert len(parts) == MAX_FAILED_REPLICAS
-        places.drained.clear()  # the first one takes requests again
-        for part in parts:
-            part.fail(ReplicaUnavailable("rank 0 was killed"))
+        attempts = [receiver for _, receiver in picker.b.placed]
+        assert len(attempts) == MAX_FAILED_REPLICAS
+        picker.drained.clear()  # the first replica takes requests again
+        for attempt in attempts:
+            attempt.fail(ReplicaUnavailable("rank 0 was killed"))
         await settle()
-        assert [each.generated_token_ids.tolist() for each, _ in places.a.placed[1:]] == [[10], [11], [12]]
+        assert [each.generated_token_ids.tolist() for each, _ in picker.a.placed[1:]] == [[10], [11], [12]]
 
     run(scenario)
 
 
-def test_a_replica_that_fails_again_and_again_is_given_up() -> None:
-    """It may have come back meanwhile, under the same name."""
+def test_request_fails_after_repeated_failures_of_one_replica() -> None:
+    """The replica may have restarted in between, with the same id."""
 
-    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
-        moving = MigratingRequest(request(), places, clock)
-        moving.start()
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        running = MigratingRequest(request(), picker, clock)
+        running.start()
         for number in range(MAX_FAILED_REPLICAS):
             await settle()
-            places.a.placed[number][1].fail(ReplicaUnavailable("it was silent"))
+            picker.a.placed[number][1].fail(ReplicaUnavailable("it was silent"))
         with pytest.raises(
             ReplicaUnavailable, match="3 replicas failed while running this request; the last: it was silent"
         ):
-            await take(moving, 1)
+            await next_updates(running, 1)
 
     run(scenario)
 
 
-def test_a_fault_of_ours_in_placing_a_request_ends_it() -> None:
-    async def scenario(places: FakeReplicaPicker, clock: Clock) -> None:
-        async def stumble(request: Request, timeout_s: float | None) -> None:
-            raise KeyError("a fault")
+def test_unexpected_error_while_placing_ends_the_request() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        async def raise_unexpected(request: Request, timeout_s: float | None) -> None:
+            raise KeyError("unexpected")
 
-        places.wait_for_replica = stumble  # type: ignore[method-assign]
-        moving = MigratingRequest(request(), places, clock)
-        moving.start()
-        places.a.say(0, 0, 10, reason=FinishReason.MOVED)
+        picker.wait_for_replica = raise_unexpected  # type: ignore[method-assign]
+        running = MigratingRequest(request(), picker, clock)
+        running.start()
+        picker.a.send_update(0, 0, 10, reason=FinishReason.MOVED)
         with pytest.raises(ProtocolError, match="its log has the traceback"):
-            await take(moving, 2)
+            await next_updates(running, 2)
 
     run(scenario)

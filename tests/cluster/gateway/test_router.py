@@ -1,4 +1,4 @@
-"""The router's choices, with an injected source of chance."""
+"""The router's choices, with an injected random generator."""
 
 import os
 import random
@@ -25,7 +25,7 @@ def make_router(seed: int = 0, **options: int) -> Router:
     return Router(BLOCK_SIZE, random.Random(seed), **options)
 
 
-def tell(
+def report(
     router: Router, replica_id: str, added: list[bytes], removed: list[bytes] | None = None, since: int = 0
 ) -> None:
     router.apply_report(replica_id, CacheReport(since + 1, since, b"".join(added), b"".join(removed or [])))
@@ -34,59 +34,59 @@ def tell(
 class TestCachedPrefix:
     def test_longest_prefix_wins(self) -> None:
         router, hashes = make_router(), make_hashes(10)
-        tell(router, "short", hashes[:3])
-        tell(router, "long", hashes[:7])
+        report(router, "short", hashes[:3])
+        report(router, "long", hashes[:7])
         assert router.choose(hashes, b"", {"short": IDLE, "none": IDLE, "long": IDLE}) == "long"
 
-    def test_a_gap_ends_the_prefix(self) -> None:
+    def test_gap_ends_the_prefix(self) -> None:
         router, hashes = make_router(), make_hashes(10)
-        tell(router, "gap", hashes[:2] + hashes[3:])
-        tell(router, "whole", hashes[:3])
+        report(router, "gap", hashes[:2] + hashes[3:])
+        report(router, "whole", hashes[:3])
         assert router.num_cached_blocks("gap", hashes) == 2
         assert router.choose(hashes, b"", {"gap": IDLE, "whole": IDLE}) == "whole"
 
-    def test_a_prefix_just_sent_counts(self) -> None:
+    def test_submitted_prefix_counts_as_cached(self) -> None:
         router, hashes = make_router(), make_hashes(8)
         loads = {f"r{i}": IDLE for i in range(8)}
         first = router.choose(hashes, b"", loads)
         router.record_submit(first, hashes)
         assert [router.choose(hashes, b"", loads) for _ in range(20)] == [first] * 20
 
-    def test_deltas_add_and_remove(self) -> None:
+    def test_reports_add_and_remove_hashes(self) -> None:
         router, hashes = make_router(), make_hashes(6)
-        tell(router, "a", hashes[:3])
-        tell(router, "a", hashes[3:], since=1)
+        report(router, "a", hashes[:3])
+        report(router, "a", hashes[3:], since=1)
         assert router.num_cached_blocks("a", hashes) == 6
-        tell(router, "a", [], hashes[4:], since=2)
+        report(router, "a", [], hashes[4:], since=2)
         assert router.num_cached_blocks("a", hashes) == 4
 
-    def test_a_whole_report_voids_what_was_known(self) -> None:
+    def test_full_report_replaces_the_cache(self) -> None:
         router, old, new = make_router(), make_hashes(4), make_hashes(4)
-        tell(router, "a", old)
-        tell(router, "a", new)
+        report(router, "a", old)
+        report(router, "a", new)
         assert (router.num_cached_blocks("a", old), router.num_cached_blocks("a", new)) == (0, 4)
 
-    def test_who_is_gone_is_forgotten(self) -> None:
+    def test_removed_replica_has_no_cache(self) -> None:
         router, hashes = make_router(), make_hashes(4)
-        tell(router, "a", hashes)
+        report(router, "a", hashes)
         router.remove_replica("a")
         router.remove_replica("a")
         assert router.num_cached_blocks("a", hashes) == 0
 
-    def test_only_those_that_take_requests_are_chosen(self) -> None:
+    def test_only_given_replicas_are_chosen(self) -> None:
         router, hashes = make_router(), make_hashes(4)
-        tell(router, "draining", hashes)
+        report(router, "draining", hashes)
         assert router.choose(hashes, b"", {"other": IDLE}) == "other"
 
-    def test_memory_is_bounded_and_keeps_the_latest(self) -> None:
+    def test_hashes_are_bounded_to_the_most_recent(self) -> None:
         router, hashes = make_router(max_hashes=100), make_hashes(250)
         for start in range(0, 250, 10):
             router.record_submit("a", hashes[start : start + 10])
         assert router.num_cached_blocks("a", hashes[150:]) == 100
         assert router.num_cached_blocks("a", hashes[:150]) == 0
 
-    def test_hashes_are_those_that_replicas_report(self) -> None:
-        """From tokens to a choice, through the replica's own cache and journal."""
+    def test_hashes_match_the_reports_of_replicas(self) -> None:
+        """Hashes of a prompt equal those that a replica's own cache and journal report."""
         tokens = np.arange(5 * BLOCK_SIZE + 3, dtype=np.int32)
         journal = CacheJournal()
         cache, parent = PrefixCache(BLOCK_SIZE, journal), make_root("m", b"salt")
@@ -103,39 +103,39 @@ class TestCachedPrefix:
 
 
 class TestLoad:
-    def test_a_queue_longer_than_what_is_saved_is_left(self) -> None:
+    def test_queue_longer_than_the_saving_is_avoided(self) -> None:
         router, hashes = make_router(), make_hashes(400)
-        tell(router, "cached", hashes)
+        report(router, "cached", hashes)
         saved = 400 * BLOCK_SIZE
         fits = {"cached": ReplicaLoad(saved, 0.0), "idle": IDLE}
         too_long = {"cached": ReplicaLoad(saved + 1, 0.0), "idle": IDLE}
         assert router.choose(hashes, b"", fits) == "cached"
         assert router.choose(hashes, b"", too_long) == "idle"
 
-    def test_full_memory_is_left(self) -> None:
+    def test_full_kv_memory_is_avoided(self) -> None:
         router, hashes = make_router(), make_hashes(4)
-        tell(router, "cached", hashes)
+        report(router, "cached", hashes)
         assert router.choose(hashes, b"", {"cached": ReplicaLoad(0, KV_SLACK), "idle": IDLE}) == "cached"
         assert router.choose(hashes, b"", {"cached": ReplicaLoad(0, KV_SLACK + 0.01), "idle": IDLE}) == "idle"
 
-    def test_of_two_random_ones_the_idler_is_taken(self) -> None:
+    def test_less_loaded_of_two_is_chosen(self) -> None:
         router = make_router()
         loads = {"busy": ReplicaLoad(QUEUE_SLACK_TOKENS, 0.5), "b": IDLE, "c": IDLE}
         chosen = [router.choose([], b"", loads) for _ in range(60)]
-        assert set(chosen) == {"b", "c"}, "the busiest of three is never the idler of two"
+        assert set(chosen) == {"b", "c"}, "the busiest of three is never the less loaded of two"
 
-    def test_among_equal_queues_memory_decides(self) -> None:
+    def test_kv_use_decides_between_equal_queues(self) -> None:
         loads = {"full": ReplicaLoad(10, 0.15), "empty": ReplicaLoad(20, 0.05)}
         assert make_router().choose([], b"", loads) == "empty"
 
-    def test_all_who_know_the_prefix_share_it(self) -> None:
+    def test_replicas_with_the_same_prefix_share_requests(self) -> None:
         router, hashes = make_router(), make_hashes(4)
         for name in ("a", "b"):
-            tell(router, name, hashes)
+            report(router, name, hashes)
         chosen = {router.choose(hashes, b"", {"a": IDLE, "b": IDLE, "c": IDLE}) for _ in range(40)}
         assert chosen == {"a", "b"}
 
-    def test_a_popular_prefix_spreads_when_its_replica_fills(self) -> None:
+    def test_popular_prefix_spreads_over_replicas(self) -> None:
         router, hashes = make_router(), make_hashes(2)
         queued = dict.fromkeys(("a", "b", "c", "d"), 0)
         for _ in range(200):
@@ -145,7 +145,7 @@ class TestLoad:
             queued[chosen] += 500
         assert max(queued.values()) - min(queued.values()) <= 2 * QUEUE_SLACK_TOKENS
 
-    def test_same_seed_same_choices(self) -> None:
+    def test_choices_are_reproducible_with_a_seed(self) -> None:
         loads = {f"r{i}": IDLE for i in range(5)}
         runs = [[make_router(3).choose([], b"", loads) for _ in range(5)] for _ in range(2)]
         assert runs[0] == runs[1]
@@ -155,15 +155,15 @@ SIX = {f"r{i}": IDLE for i in range(6)}
 
 
 class TestTenants:
-    def test_a_tenant_stays_where_it_is(self) -> None:
+    def test_tenant_stays_at_one_replica(self) -> None:
         router = make_router()
         for tenant in range(20):
             assert len({router.choose(make_hashes(3), b"%d" % tenant, SIX) for _ in range(5)}) == 1
 
-    def test_tenants_are_spread(self) -> None:
+    def test_tenants_are_spread_over_replicas(self) -> None:
         router = make_router()
-        homes = {router.choose([], b"%d" % tenant, SIX) for tenant in range(100)}
-        assert homes == set(SIX)
+        chosen = {router.choose([], b"%d" % tenant, SIX) for tenant in range(100)}
+        assert chosen == set(SIX)
 
     def test_only_the_tenants_of_a_lost_replica_move(self) -> None:
         router, salts = make_router(), [b"%d" % tenant for tenant in range(100)]
@@ -172,15 +172,15 @@ class TestTenants:
         moved = {salt for salt in salts if router.choose([], salt, left) != before[salt]}
         assert moved == {salt for salt in salts if before[salt] == "r2"}
 
-    def test_a_tenant_leaves_an_overloaded_home(self) -> None:
+    def test_tenant_avoids_an_overloaded_replica(self) -> None:
         router = make_router()
-        home = router.choose([], b"tenant", SIX)
-        loads = SIX | {home: ReplicaLoad(QUEUE_SLACK_TOKENS + 1, 0.0)}
-        assert home not in {router.choose([], b"tenant", loads) for _ in range(50)}
+        preferred = router.choose([], b"tenant", SIX)
+        loads = SIX | {preferred: ReplicaLoad(QUEUE_SLACK_TOKENS + 1, 0.0)}
+        assert preferred not in {router.choose([], b"tenant", loads) for _ in range(50)}
 
 
 @given(st.data())
-def test_never_chooses_one_that_is_overloaded(data: st.DataObject) -> None:
+def test_overloaded_replica_is_never_chosen(data: st.DataObject) -> None:
     names = [f"r{i}" for i in range(data.draw(st.integers(1, 6)))]
     loads = {
         name: ReplicaLoad(data.draw(st.integers(0, 50_000)), data.draw(st.floats(0, 1))) for name in names
@@ -188,12 +188,12 @@ def test_never_chooses_one_that_is_overloaded(data: st.DataObject) -> None:
     hashes = [bytes([i]) * 8 for i in range(data.draw(st.integers(0, 60)))]
     router = make_router(data.draw(st.integers(0, 3)))
     for name in names:
-        tell(router, name, hashes[: data.draw(st.integers(0, len(hashes)))])
+        report(router, name, hashes[: data.draw(st.integers(0, len(hashes)))])
     chosen = router.choose(hashes, data.draw(st.sampled_from([b"", b"a", b"b"])), loads)
     longest = max(router.num_cached_blocks(name, hashes) for name in names)
     if router.num_cached_blocks(chosen, hashes) == longest > 0 or len(names) == 1:
         return
-    # It went elsewhere: all who know the prefix best have a longer queue than it saves, or fuller memory.
+    # Another replica was chosen: every replica with the longest prefix is overloaded.
     queued = min(load.queued_tokens for load in loads.values())
     kv_use = min(load.kv_use for load in loads.values())
     for name in names:

@@ -69,7 +69,7 @@ async def drain(events: AsyncIterator[StreamEvent]) -> None:
         pass
 
 
-def test_stream_and_unary_give_the_same_answer(serve: ServerFactory) -> None:
+def test_stream_and_unary_return_the_same_output(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
             whole = await client.generate(PROMPT, GREEDY)
@@ -91,7 +91,7 @@ def test_stream_and_unary_give_the_same_answer(serve: ServerFactory) -> None:
     run(scenario())
 
 
-def test_the_synchronous_client_speaks_the_same(serve: ServerFactory) -> None:
+def test_synchronous_client_returns_the_same_results(serve: ServerFactory) -> None:
     def ask(target: str) -> None:
         with Client(target) as client:
             assert client.is_ready()
@@ -116,7 +116,7 @@ def test_the_synchronous_client_speaks_the_same(serve: ServerFactory) -> None:
     run(scenario())
 
 
-def test_each_wrong_request_gets_its_error_and_the_server_goes_on(serve: ServerFactory) -> None:
+def test_invalid_requests_raise_and_the_server_continues(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve(num_kv_blocks=9) as server, AsyncClient(server.target) as client:
             context_len, pool_len = server.config.model.max_model_len, 8 * 16
@@ -152,7 +152,7 @@ def test_each_wrong_request_gets_its_error_and_the_server_goes_on(serve: ServerF
         ({"stop_token_ids": [-5]}, "sampling.stop_token_ids[0]"),
     ],
 )
-def test_statuses_carry_details(serve: ServerFactory, sampling: dict[str, Any], field: str) -> None:
+def test_status_details_name_the_field(serve: ServerFactory, sampling: dict[str, Any], field: str) -> None:
     """A client of another language sees the field at fault in google.rpc.BadRequest."""
 
     async def scenario() -> None:
@@ -176,7 +176,7 @@ def test_statuses_carry_details(serve: ServerFactory, sampling: dict[str, Any], 
     run(scenario())
 
 
-def test_a_request_without_prompt_is_refused(serve: ServerFactory) -> None:
+def test_request_without_prompt_is_rejected(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server, grpc.aio.insecure_channel(server.target) as channel:
             stub: Any = inference_pb2_grpc.InferenceStub(channel)
@@ -187,7 +187,7 @@ def test_a_request_without_prompt_is_refused(serve: ServerFactory) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "disconnect", "deadline"])
-def test_a_broken_stream_frees_its_blocks(serve: ServerFactory, how: str) -> None:
+def test_broken_stream_frees_its_blocks(serve: ServerFactory, how: str) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as observer:
             before = (await observer.status())[0].kv.num_used_blocks
@@ -242,7 +242,7 @@ def test_abort_ends_the_stream_and_frees_its_blocks(serve: ServerFactory) -> Non
     run(scenario())
 
 
-def test_a_stop_string_ends_the_sequence_in_the_scheduler(serve: ServerFactory) -> None:
+def test_stop_string_ends_the_sequence_in_the_scheduler(serve: ServerFactory) -> None:
     async def scenario() -> None:
         prompt = list(range(20))
         async with serve() as server, AsyncClient(server.target) as client:
@@ -264,7 +264,7 @@ def test_a_stop_string_ends_the_sequence_in_the_scheduler(serve: ServerFactory) 
     run(scenario())
 
 
-def test_logprobs_and_seeds_travel(serve: ServerFactory) -> None:
+def test_logprobs_and_seed_work_over_grpc(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
             params = SamplingParams(max_tokens=8, seed=-7, logprobs=3, ignore_eos=True)
@@ -309,7 +309,7 @@ def test_health_follows_the_replica(serve: ServerFactory) -> None:
     run(scenario())
 
 
-def test_nothing_that_a_replica_says_takes_back_that_it_is_gone(serve: ServerFactory) -> None:
+def test_failed_replica_stays_failed_despite_later_statuses(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
             running = client.generate_stream(PROMPT, ENDLESS)
@@ -332,7 +332,7 @@ def test_nothing_that_a_replica_says_takes_back_that_it_is_gone(serve: ServerFac
     run(scenario())
 
 
-def test_a_replica_that_ends_fails_its_requests_and_then_refuses(serve: ServerFactory) -> None:
+def test_ended_replica_fails_its_requests_and_rejects_new_ones(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
             events = client.generate_stream(PROMPT, ENDLESS)
@@ -347,7 +347,7 @@ def test_a_replica_that_ends_fails_its_requests_and_then_refuses(serve: ServerFa
     run(scenario())
 
 
-def test_a_silent_replica_is_given_up(serve: ServerFactory) -> None:
+def test_silent_replica_fails_its_requests(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve(patience_s=0.5) as server, AsyncClient(server.target) as client:
             server.brake.hold()
@@ -357,7 +357,7 @@ def test_a_silent_replica_is_given_up(serve: ServerFactory) -> None:
     run(scenario())
 
 
-def test_a_slow_reader_gets_everything_in_fewer_pieces(serve: ServerFactory) -> None:
+def test_slow_reader_gets_merged_updates(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server:
             checker = RequestChecker(server.config, server.tokenizer)
@@ -376,7 +376,7 @@ def test_a_slow_reader_gets_everything_in_fewer_pieces(serve: ServerFactory) -> 
     run(scenario())
 
 
-def test_two_hundred_streams_at_once(serve: ServerFactory) -> None:
+def test_two_hundred_concurrent_streams_return_equal_outputs(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
             alone = await client.generate([5, 6, 7], GREEDY)
@@ -396,7 +396,7 @@ def test_two_hundred_streams_at_once(serve: ServerFactory) -> None:
     run(scenario())
 
 
-def test_a_full_queue_refuses(serve: ServerFactory) -> None:
+def test_full_queue_rejects_requests(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve(max_num_seqs=1, max_queue_len=2) as server, AsyncClient(server.target) as client:
             first = client.generate_stream(PROMPT, ENDLESS)
@@ -417,7 +417,7 @@ def test_a_full_queue_refuses(serve: ServerFactory) -> None:
     run(scenario())
 
 
-def test_tokens_are_asked_for_everywhere_but_on_health(serve: ServerFactory) -> None:
+def test_every_call_but_health_needs_a_token(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve(security=Security(tokens=(Token(b"one"), Token(b"two")))) as server:
             async with AsyncClient(server.target, token="two") as client:
@@ -436,7 +436,7 @@ def test_tokens_are_asked_for_everywhere_but_on_health(serve: ServerFactory) -> 
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
-def test_tls_to_the_end(serve: ServerFactory, tmp_path: Path) -> None:
+def test_calls_work_over_tls(serve: ServerFactory, tmp_path: Path) -> None:
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=localhost"
     names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
@@ -475,7 +475,7 @@ def test_reflection_lists_the_services(serve: ServerFactory) -> None:
     run(scenario())
 
 
-def test_a_port_in_use_is_one_clear_error(serve: ServerFactory) -> None:
+def test_port_in_use_raises(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve(ready=False) as server:
             second = Gateway(server.models, server.target)
@@ -485,7 +485,7 @@ def test_a_port_in_use_is_one_clear_error(serve: ServerFactory) -> None:
     run(scenario())
 
 
-def test_nobody_there_is_unavailable() -> None:
+def test_unreachable_server_raises_replica_unavailable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with Client(f"127.0.0.1:{port}", timeout_s=20) as client:

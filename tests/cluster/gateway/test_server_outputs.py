@@ -77,7 +77,7 @@ def check_numbers(events: list[StreamEvent], n: int) -> None:
         SamplingParams(max_tokens=12, beam_width=4, n=3),
     ],
 )
-def test_stream_and_unary_give_the_same_answers(serve: ServerFactory, params: SamplingParams) -> None:
+def test_stream_and_unary_return_the_same_outputs(serve: ServerFactory, params: SamplingParams) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
             whole = await client.generate(PROMPT, params)
@@ -106,7 +106,7 @@ def test_stream_and_unary_give_the_same_answers(serve: ServerFactory, params: Sa
     run(scenario())
 
 
-def test_a_stop_string_ends_one_answer_and_not_the_others(serve: ServerFactory) -> None:
+def test_stop_string_ends_only_its_own_output(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
             whole = (await client.generate(PROMPT, replace(SAMPLED, n=3))).outputs
@@ -124,9 +124,7 @@ def test_a_stop_string_ends_one_answer_and_not_the_others(serve: ServerFactory) 
 
 @pytest.mark.parametrize("params", [replace(ENDLESS, n=4), replace(ENDLESS, beam_width=4, n=2)])
 @pytest.mark.parametrize("how", ["close", "abort"])
-def test_a_cancelled_call_ends_all_its_answers(
-    serve: ServerFactory, params: SamplingParams, how: str
-) -> None:
+def test_canceled_call_ends_all_its_outputs(serve: ServerFactory, params: SamplingParams, how: str) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
             events = client.generate_stream(PROMPT, params, request_id="several")
@@ -150,7 +148,7 @@ def test_a_cancelled_call_ends_all_its_answers(
     run(scenario())
 
 
-def test_priority_decides_who_goes_first(serve: ServerFactory) -> None:
+def test_requests_run_by_priority(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve(policy="priority", max_num_seqs=1) as server, AsyncClient(server.target) as client:
             order: list[int] = []
@@ -174,7 +172,7 @@ def test_priority_decides_who_goes_first(serve: ServerFactory) -> None:
     run(scenario())
 
 
-def test_a_full_queue_counts_requests_and_not_answers(serve: ServerFactory) -> None:
+def test_queue_limit_counts_requests_not_outputs(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve(max_num_seqs=1, max_queue_len=2) as server, AsyncClient(server.target) as client:
             first = client.generate_stream(PROMPT, ENDLESS)
@@ -195,7 +193,7 @@ def test_a_full_queue_counts_requests_and_not_answers(serve: ServerFactory) -> N
     run(scenario())
 
 
-def test_a_deadline_ends_a_request_and_frees_its_blocks(serve: ServerFactory) -> None:
+def test_deadline_ends_a_request_and_frees_its_blocks(serve: ServerFactory) -> None:
     """The scheduler's own word, before any gRPC deadline."""
 
     async def scenario() -> None:
@@ -216,7 +214,7 @@ def test_a_deadline_ends_a_request_and_frees_its_blocks(serve: ServerFactory) ->
     run(scenario())
 
 
-def test_admission_knows_the_call_s_deadline(serve: ServerFactory) -> None:
+def test_admission_uses_the_deadline_of_the_call(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
             server.scheduler._state.costs.prefill_tokens_per_s = 0.1
@@ -226,7 +224,7 @@ def test_admission_knows_the_call_s_deadline(serve: ServerFactory) -> None:
     run(scenario())
 
 
-def test_salts_keep_prefixes_apart_whoever_the_tenant_is(serve: ServerFactory) -> None:
+def test_cache_salt_separates_prefixes_regardless_of_tenant(serve: ServerFactory) -> None:
     async def scenario() -> None:
         prompt = list(range(40))
         async with serve() as server, AsyncClient(server.target) as client:
@@ -245,7 +243,7 @@ def test_salts_keep_prefixes_apart_whoever_the_tenant_is(serve: ServerFactory) -
     run(scenario())
 
 
-def test_a_token_says_whose_call_it_is(serve: ServerFactory) -> None:
+def test_token_determines_the_tenant(serve: ServerFactory) -> None:
     security = Security(tokens=(Token(b"golden", "gold"), Token(b"tinny", "tin"), Token(b"plain")))
 
     async def scenario() -> None:
@@ -277,7 +275,7 @@ def test_a_token_says_whose_call_it_is(serve: ServerFactory) -> None:
     run(scenario())
 
 
-def test_what_no_message_can_hold_is_refused_by_the_client(serve: ServerFactory) -> None:
+def test_client_rejects_values_that_no_message_can_hold(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with AsyncClient("127.0.0.1:1") as client:
             for options, field in (({"priority": 1 << 40}, "request"), ({"tenant": 5}, "request")):
@@ -291,7 +289,7 @@ def test_what_no_message_can_hold_is_refused_by_the_client(serve: ServerFactory)
     run(scenario())
 
 
-def test_status_tells_of_host_memory(serve: ServerFactory) -> None:
+def test_status_reports_host_memory(serve: ServerFactory) -> None:
     async def scenario() -> None:
         options = {
             "num_kv_blocks": 9,

@@ -40,7 +40,7 @@ ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
         ),
     ],
 )  # fmt: skip
-def test_settings_cross_the_network_unchanged(params: SamplingParams) -> None:
+def test_sampling_params_round_trip_through_messages(params: SamplingParams) -> None:
     """Above all those that are unset: the server decides them."""
     assert sampling_from_message(sampling_to_message(params)) == params
 
@@ -88,7 +88,7 @@ def test_prompt_logprobs_over_the_network(serve: ServerFactory) -> None:
     run(scenario())
 
 
-def test_constraints_over_the_network(serve: ServerFactory) -> None:
+def test_logits_processors_over_the_network(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
             free = (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
@@ -111,7 +111,7 @@ def test_constraints_over_the_network(serve: ServerFactory) -> None:
     run(scenario())
 
 
-def test_a_prompt_of_text_without_special_tokens(serve: ServerFactory) -> None:
+def test_add_special_tokens_reaches_the_tokenizer(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
             asked: list[dict[str, Any]] = []
@@ -129,7 +129,7 @@ def test_a_prompt_of_text_without_special_tokens(serve: ServerFactory) -> None:
     run(scenario())
 
 
-def test_only_its_own_tenant_can_end_a_request(serve: ServerFactory) -> None:
+def test_only_the_own_tenant_can_abort_a_request(serve: ServerFactory) -> None:
     """And no tenant can take a name from another."""
     security = Security(tokens=(Token(b"golden", "gold"), Token(b"tinny", "tin"), Token(b"plain")))
 
