@@ -1,7 +1,7 @@
-"""The layers of a decoder over one token of each sequence, in one call into C++ (native/decode_layers.cpp).
+"""The layers of a decoder over one token per sequence, in one call into C++ (native/decode_layers.cpp).
 
-A step of a small model is some 80 ops, and on a CPU calling them one by one from Python takes as long as a third of
-computing them. The ops are the same ones in the same order, and so are their results, bit for bit.
+A step of a small model takes some 80 ops, and calling them one by one from Python takes a third as long as computing
+them on a CPU. The ops and their order are the same, and so are the results, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ from torch import Tensor
 
 from .attention_variant import AttentionVariant
 from .linear import PackedWeight
+from .native import decode_layers as native
 from .native import ops as cpu
-from .native.library import library
-from .native.panels import STORED, Panels, max_linear_tokens
+from .native.library import dtype_codes, gate_codes, head_dims, library
+from .native.panels import Panels, max_linear_tokens
 from .quantized_kv import LIMITS, MIN_MAGNITUDE
-
-GATES = {"silu": 0, "gelu_tanh": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
-    """Attention, then a gated feed-forward network: each reads the residual normalised, and is added to it.
+    """Weights and settings of a layer: attention, then a gated feed-forward network, each with a residual connection.
 
     Attributes:
         qkv, gate_up: [(Hq + 2 Hkv) D, E] and [2 I, E], with a bias or None.
         output, down: [E, Hq D] and [E, I].
-        before_attention, before_mlp: [E], weights of RMSNorm.
-        after_attention, after_mlp: [E], of RMSNorm over what is to be added, or None.
-        q_norm, k_norm: [D], of RMSNorm over each head, or both None.
+        before_attention, before_mlp: [E], weights of the RMSNorm over a sublayer's input.
+        after_attention, after_mlp: [E], weights of the RMSNorm over a sublayer's output, or None.
+        q_norm, k_norm: [D], weights of the RMSNorm over each head, or both None.
         eps: of the norms.
-        residual_scale: multiplies what is added.
-        rope: which of a step's rotations turns queries and keys; None: none.
-        gate: of GATES.
+        residual_scale: multiplies a sublayer's output before it is added to the residual.
+        rope: index into the `rotations` of DecodeLayers.run; None: no rotary embedding.
+        gate: activation of the feed-forward network, "silu" or "gelu_tanh".
         head_dim: D.
         scale, variant: of attention, as for kernels.paged_attention; without ALiBi.
     """
@@ -63,10 +62,10 @@ class DenseLayer:
 
     @property
     def has_native_ops(self) -> bool:
-        """Whether there are C++ ops for all of it."""
+        """Whether C++ ops exist for the whole layer."""
         weights = self.qkv, self.output, self.gate_up, self.down
         panels = [weight.panels for weight in weights if weight.panels is not None]
-        if len(panels) < len(weights) or self.head_dim not in cpu.HEAD_DIMS:
+        if len(panels) < len(weights) or self.head_dim not in head_dims():
             return False
         lengths = self.head_dim, *(weight.in_features for weight in panels)
         assert self.variant.alibi_slopes is None
@@ -74,41 +73,41 @@ class DenseLayer:
 
 
 def prefers_native_linear(num_tokens: int) -> bool:
-    """Whether so many are few enough that our own linear layers are the fastest."""
+    """Return whether our own linear layers are the fastest for this number of tokens."""
     return num_tokens <= max_linear_tokens()
 
 
 class DecodeLayers:
-    """Layers whose steps are calls of one function with the addresses of everything that is the same in each.
+    """Decoder layers that run in one C++ call, which gets the addresses of all weights and caches from a table.
 
     Args:
-        layers: all has_native_ops, of one dtype and the same sizes.
-        last_norm: [E], of RMSNorm over what comes of them.
+        layers: each has_native_ops; of one dtype and the same sizes.
+        last_norm: [E], weights of the RMSNorm after the last layer.
     """
 
     def __init__(self, layers: Sequence[DenseLayer], last_norm: Tensor) -> None:
         assert all(layer.has_native_ops for layer in layers)
-        assert ctypes.sizeof(_Layer) == library().quire_decode_layer_bytes()
-        self._layers, self._last_norm = layers, last_norm  # keeps the memory
-        self._native = (_Layer * len(layers))(*map(_native, layers))
+        native.check_layout()
+        self._layers, self._last_norm = layers, last_norm  # keep the memory alive
+        self._native = (native.Layer * len(layers))(*map(_native_layer, layers))
         self._caches: Sequence[tuple[Tensor, Tensor | None]] = ()
         self._dtype = layers[0].before_attention.dtype
         self._scratch_len = max(map(_scratch_len, self._native))
 
     @property
     def num_sublayers(self) -> int:
-        """Those of the layers, and the last norm."""
+        """Two for each layer, and one for the last norm."""
         return 2 * len(self._layers) + 1
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        """Gives each layer its cache and its scales, as for kernels.paged_attention; for the steps from now on."""
+        """Set each layer's KV cache and scales for the following steps, as for kernels.paged_attention."""
         self._caches = caches
         for layer, (blocks, scales) in zip(self._native, caches, strict=True):
             assert blocks.is_contiguous()
             assert blocks.shape[2] == layer.num_kv_heads
             assert blocks.shape[4] == layer.head_dim
             layer.cache, layer.cache_scales = blocks.data_ptr(), cpu.address_of(scales)
-            layer.cache_type, layer.block_size = cpu.CACHE_DTYPES[blocks.dtype], blocks.shape[3]
+            layer.cache_dtype, layer.block_size = dtype_codes()[blocks.dtype], blocks.shape[3]
             if scales is None:
                 assert blocks.dtype == self._dtype
             else:
@@ -117,7 +116,7 @@ class DecodeLayers:
 
     def run(
         self,
-        halves: range,
+        sublayers: range,
         x: Tensor,
         residual: Tensor,
         rotations: Sequence[tuple[Tensor, Tensor]],
@@ -125,11 +124,11 @@ class DecodeLayers:
         block_tables: Tensor,
         seq_lens: Tensor,
     ) -> None:
-        """Computes consecutive halves of layers: half 2 i is the attention of layer i, 2 i + 1 its feed-forward part.
+        """Compute consecutive sublayers: 2 i is the attention of layer i, 2 i + 1 its feed-forward network.
 
-        Each takes `x`, which the half before has left, normalises and scales it if that is to be done after that
-        half, and adds it to the residual; half 0 takes none. It leaves in `x` what it computes itself, and the half
-        after those of the layers the residual, normalised.
+        A sublayer reads the previous sublayer's output from `x`, applies the norm and the scale that follow that
+        sublayer, adds the result to the residual, and writes its own output to `x`. Sublayer 0 does not read `x`.
+        The last sublayer is the last norm, which writes the normalized residual to `x`.
 
         Args:
             x, residual: [T, E], written.
@@ -145,49 +144,22 @@ class DecodeLayers:
         assert residual.is_contiguous()
         assert slot_mapping.dtype == torch.int64
         assert block_tables.dtype == seq_lens.dtype == torch.int32
-        turned = (_Rotation * len(rotations))(*[_native_rotation(cos, sin) for cos, sin in rotations])
+        native_rotations = (native.Rotation * len(rotations))(
+            *[_native_rotation(*each) for each in rotations]
+        )
         scratch = torch.empty(num_tokens * self._scratch_len, dtype=self._dtype)
         library().quire_decode_layers(
-            ctypes.addressof(self._native), len(self._layers), self._last_norm.data_ptr(), halves.start, halves.stop,
-            cpu.DTYPES[self._dtype], num_tokens, ctypes.addressof(turned), slot_mapping.data_ptr(),
-            block_tables.data_ptr(), block_tables.stride(0), seq_lens.data_ptr(), x.data_ptr(), residual.data_ptr(),
-            scratch.data_ptr(), torch.get_num_threads(),
+            ctypes.addressof(self._native), len(self._layers), self._last_norm.data_ptr(), sublayers.start,
+            sublayers.stop, dtype_codes()[self._dtype], num_tokens, ctypes.addressof(native_rotations),
+            slot_mapping.data_ptr(), block_tables.data_ptr(), block_tables.stride(0), seq_lens.data_ptr(),
+            x.data_ptr(), residual.data_ptr(), scratch.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
 
 
-class _Linear(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("panels", "scales", "bias")),
-        *((name, ctypes.c_int64) for name in ("stored", "in_features", "out_features", "stride")),
-    ]
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        *((name, _Linear) for name in ("qkv", "output", "gate_up", "down")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("before_attention", "before_mlp", "after_attention", "after_mlp")
-        ),
-        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "cache", "cache_scales")),
-        *((name, ctypes.c_int64) for name in ("cache_type", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("block_size", "window", "rope", "gate")),
-        *((name, ctypes.c_float) for name in ("scale", "soft_cap", "eps", "residual_scale")),
-        *((name, ctypes.c_float) for name in ("cache_limit", "cache_min_magnitude")),
-    ]
-
-
-class _Rotation(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("cos", "sin")),
-        *((name, ctypes.c_int64) for name in ("rotated_dim", "stride")),
-    ]
-
-
-def _native(layer: DenseLayer) -> _Layer:
+def _native_layer(layer: DenseLayer) -> native.Layer:
     qkv, output = _native_linear(layer.qkv.panels, layer.qkv_bias), _native_linear(layer.output.panels)
     num_heads = output.in_features // layer.head_dim
-    return _Layer(
+    return native.Layer(
         qkv=qkv,
         output=output,
         gate_up=_native_linear(layer.gate_up.panels, layer.gate_up_bias),
@@ -203,7 +175,7 @@ def _native(layer: DenseLayer) -> _Layer:
         head_dim=layer.head_dim,
         window=layer.variant.window,
         rope=-1 if layer.rope is None else layer.rope,
-        gate=GATES[layer.gate],
+        gate=gate_codes()[layer.gate],
         scale=layer.scale,
         soft_cap=layer.variant.soft_cap,
         eps=layer.eps,
@@ -211,26 +183,26 @@ def _native(layer: DenseLayer) -> _Layer:
     )
 
 
-def _native_linear(panels: Panels | None, bias: Tensor | None = None) -> _Linear:
+def _native_linear(panels: Panels | None, bias: Tensor | None = None) -> native.Linear:
     assert panels is not None
-    return _Linear(
+    return native.Linear(
         panels=panels.address,
         scales=cpu.address_of(panels.scales),
         bias=cpu.address_of(bias),
-        stored=STORED[panels.dtype],
+        dtype=dtype_codes()[panels.dtype],
         in_features=panels.in_features,
         out_features=panels.out_features,
         stride=panels.stride,
     )
 
 
-def _native_rotation(cos: Tensor, sin: Tensor) -> _Rotation:
+def _native_rotation(cos: Tensor, sin: Tensor) -> native.Rotation:
     assert cos.stride() == sin.stride()
-    return _Rotation(cos.data_ptr(), sin.data_ptr(), cos.shape[1], cos.stride(0))
+    return native.Rotation(cos.data_ptr(), sin.data_ptr(), cos.shape[1], cos.stride(0))
 
 
-def _scratch_len(layer: _Layer) -> int:
-    """Numbers a token that half a layer puts down on its way: normalised, and around its first linear layer."""
+def _scratch_len(layer: native.Layer) -> int:
+    """Return the numbers per token that a sublayer stores: its normalized input, and two intermediate results."""
     attention = layer.qkv.out_features + layer.output.in_features
     feed_forward = layer.gate_up.out_features + layer.down.in_features
     return int(layer.qkv.in_features + max(attention, feed_forward))

@@ -1,13 +1,13 @@
-"""Linear layers whose weight is laid out once for the processor that multiplies by it.
+"""Linear layers whose weight is packed once for the processor.
 
-On a CPU, F.linear rearranges the weight in every call, which at 1 to 32 tokens takes longer than the product.
-oneDNN's own layout, made once, is 1.5 to 5 times as fast there and never slower. Where that layout is one of panels
-of 64 outputs, which it is in float32 and bfloat16 on AVX2 and AVX-512, our own product reads it at the speed of
-memory. What oneDNN does not multiply by, bfloat16 on AVX2 and int8, is laid out in such panels here: with 512 tokens
-that is as fast as float32, and with one token 2 and 3.5 times.
+On a CPU, F.linear reorders the weight in every call, which at 1 to 32 tokens takes longer than the product. oneDNN's
+own layout, made once, is 1.5 to 5 times as fast there and never slower. In float32 and bfloat16 on AVX2 and AVX-512
+that layout consists of panels of 64 outputs, which our own product reads at memory bandwidth. Weights that oneDNN
+does not multiply (bfloat16 on AVX2, and int8) are packed in such panels here. That is as fast as float32 with 512
+tokens, and with one token 2 (bfloat16) and 3.5 (int8) times as fast.
 
-Weights lie on huge pages where the system has some: a step that reads them all otherwise waits for the addresses of
-pages as well, for 5 to 13 % of its time.
+Weights are placed on huge pages where the system has them: TLB misses otherwise cost a step that reads all weights 5
+to 13 % of its time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import Tensor
 
 from .native.library import is_available
 from .native.memory import use_huge_pages
-from .native.panels import PANEL_LEN, Panels, max_linear_tokens, panel_linear, panel_rows, row_inputs
+from .native.panels import Panels, gather_rows, inputs_per_row, max_linear_tokens, panel_len, panel_linear
 
-# oneDNN lays a weight out for a number of tokens. Laid out for 32 it was as fast at 1 to 1,024 tokens as laid out
-# for any of them, except that for 1 it does nothing, so one layout serves decoding and prompts.
+# oneDNN packs a weight for a given number of tokens. A weight packed for 32 was as fast at 1 to 1,024 tokens as one
+# packed for that number, so one layout serves decode and prefill. For 1 token oneDNN does not pack at all.
 LAYOUT_TOKENS = 32
 
 
 class Layout(enum.Enum):
-    """How the numbers of a weight lie: as they were, as oneDNN wants them, or in panels that oneDNN does not know."""
+    """Memory layout of a weight: unchanged, oneDNN's own, or panels that oneDNN does not know."""
 
     PLAIN = enum.auto()
     ONE_DNN = enum.auto()
@@ -42,7 +42,7 @@ class PackedWeight:
     """The weight [N, K] of a linear layer.
 
     Attributes:
-        panels: where the numbers are known to lie in panels, and a library that computes on those is there.
+        panels: set if the weight is known to lie in panels and the C++ ops are available.
     """
 
     weight: Tensor
@@ -51,33 +51,33 @@ class PackedWeight:
 
     @property
     def can_embed(self) -> bool:
-        """Whether `embed` can read it."""
+        """Whether `embed` supports this weight."""
         return self.layout is Layout.PLAIN or self.panels is not None
 
 
 def pack(weight: Tensor) -> PackedWeight:
-    """Lays a weight [N, K] out; it is not needed afterwards."""
+    """Pack a weight [N, K]; the original is not needed afterwards."""
     if _can_pack(weight):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), LAYOUT_TOKENS)
         use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
         return PackedWeight(packed, Layout.ONE_DNN, _panels_of(packed, weight))
-    if weight.dtype == torch.bfloat16 and _takes_panels(weight):
+    if weight.dtype == torch.bfloat16 and _supports_panels(weight):
         return _pack_panels(weight)
     return PackedWeight(weight)
 
 
 def pack_int8(codes: Tensor, scales: Tensor) -> PackedWeight | None:
-    """Lays out ``codes * scales`` for the CPU; None where nothing computes on it.
+    """Pack ``codes * scales`` for the CPU. Returns None if no op supports it.
 
     Args:
         codes: [N, K] int8.
-        scales: [N], one an output.
+        scales: [N], one per output.
     """
-    return _pack_panels(codes, scales.float().contiguous()) if _takes_panels(codes) else None
+    return _pack_panels(codes, scales.float().contiguous()) if _supports_panels(codes) else None
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``: [T, K] -> [T, N], in the dtype of x."""
+    """Return ``x @ weight.T + bias``: [T, K] -> [T, N], in the dtype of x."""
     if weight.layout is Layout.PLAIN:
         return F.linear(x, weight.weight, bias)
     if weight.panels is not None and (
@@ -89,15 +89,15 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
 
 
 def embed(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Rows of a weight [N, K] that can_embed: [T] -> [T, K]."""
+    """Return rows of a weight [N, K] that can_embed: [T] -> [T, K]."""
     if weight.layout is Layout.PLAIN:
         return F.embedding(token_ids, weight.weight)
     assert weight.panels is not None
-    return panel_rows(weight.panels, token_ids.long(), dtype)
+    return gather_rows(weight.panels, token_ids.long(), dtype)
 
 
 def _can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies in this dtype here, as it does in bfloat16 on some processors."""
+    """Return whether oneDNN multiplies in this dtype on this processor; bfloat16 is supported on some."""
     if not weight.is_cpu or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -105,42 +105,46 @@ def _can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def _takes_panels(weight: Tensor) -> bool:
-    return weight.is_cpu and is_available() and weight.shape[1] % row_inputs(weight.dtype) == 0
+def _supports_panels(weight: Tensor) -> bool:
+    return weight.is_cpu and is_available() and weight.shape[1] % inputs_per_row(weight.dtype) == 0
 
 
 def _pack_panels(weight: Tensor, scales: Tensor | None = None) -> PackedWeight:
     out_features, in_features = weight.shape
-    num_panels, depth = -(-out_features // PANEL_LEN), row_inputs(weight.dtype)
-    missing = num_panels * PANEL_LEN - out_features
-    padded = F.pad(weight, (0, 0, 0, missing)) if missing else weight
-    packed = padded.reshape(num_panels, PANEL_LEN, -1, depth).transpose(1, 2).contiguous()
+    num_panels, row_inputs = -(-out_features // panel_len()), inputs_per_row(weight.dtype)
+    num_missing = num_panels * panel_len() - out_features
+    padded = F.pad(weight, (0, 0, 0, num_missing)) if num_missing else weight
+    packed = padded.reshape(num_panels, panel_len(), -1, row_inputs).transpose(1, 2).contiguous()
     use_huge_pages(packed.data_ptr(), packed.nbytes)
     panels = Panels(
-        packed.data_ptr(), PANEL_LEN * in_features, in_features, out_features, weight.dtype, scales
+        packed.data_ptr(), panel_len() * in_features, in_features, out_features, weight.dtype, scales
     )
     return PackedWeight(packed, Layout.PANELS, panels)
 
 
 def _panels_of(packed: Tensor, weight: Tensor) -> Panels | None:
-    """Where the panels are and how long each is. oneDNN's layouts are its own affair, so every number is compared."""
+    """Return the panels of a weight that oneDNN packed. Returns None if it packed the weight in another layout.
+
+    oneDNN does not document its layouts, so every number is compared.
+    """
+    if not is_available():
+        return None
     out_features, in_features = weight.shape
-    depth = row_inputs(weight.dtype)
+    row_inputs = inputs_per_row(weight.dtype)
     num_bytes = torch.ops.mkldnn._nbytes(packed)
-    num_panels = -(-out_features // PANEL_LEN)
-    panel_len, rest = divmod(num_bytes // weight.element_size(), num_panels)
+    num_panels = -(-out_features // panel_len())
+    stride, rest = divmod(num_bytes // weight.element_size(), num_panels)
     if (
-        not is_available()
-        or rest
-        or in_features % depth
-        or panel_len % (PANEL_LEN * depth)
-        or panel_len < PANEL_LEN * in_features
+        rest
+        or in_features % row_inputs
+        or stride % (panel_len() * row_inputs)
+        or stride < panel_len() * in_features
     ):
         return None
     address = torch.ops.mkldnn.data_ptr(packed)
     numbers = torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=weight.dtype)
-    for index, panel in enumerate(numbers.view(num_panels, -1, PANEL_LEN, depth)):
-        rows = weight[index * PANEL_LEN : (index + 1) * PANEL_LEN]
-        if not torch.equal(panel.transpose(0, 1).reshape(PANEL_LEN, -1)[: len(rows), :in_features], rows):
+    for index, panel in enumerate(numbers.view(num_panels, -1, panel_len(), row_inputs)):
+        rows = weight[index * panel_len() : (index + 1) * panel_len()]
+        if not torch.equal(panel.transpose(0, 1).reshape(panel_len(), -1)[: len(rows), :in_features], rows):
             return None
-    return Panels(address, panel_len, in_features, out_features, weight.dtype)
+    return Panels(address, stride, in_features, out_features, weight.dtype)

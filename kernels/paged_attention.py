@@ -54,7 +54,10 @@ def paged_decode_attention(
         [S, Hq, D].
     """
     if cpu.supports_attention(q, kv_cache):
-        return cpu.paged_decode_attention(q, kv_cache, block_tables, seq_lens, scale, variant, kv_scales)
+        window, soft_cap, slopes = variant.window, variant.soft_cap, variant.alibi_slopes
+        return cpu.paged_decode_attention(
+            q, kv_cache, block_tables, seq_lens, scale, window, soft_cap, slopes, kv_scales
+        )
     cache = _Cache(kv_cache, kv_scales, q.dtype)
     block_size = kv_cache.shape[3]
     first_blocks = _first_places(seq_lens, variant.window) // block_size
@@ -96,8 +99,9 @@ def paged_prefill_attention(
         [T, Hq, D].
     """
     if cpu.supports_attention(q, kv_cache):
+        window, soft_cap, slopes = variant.window, variant.soft_cap, variant.alibi_slopes
         return cpu.paged_prefill_attention(
-            q, kv_cache, block_tables, query_start, seq_lens, scale, variant, kv_scales
+            q, kv_cache, block_tables, query_start, seq_lens, scale, window, soft_cap, slopes, kv_scales
         )
     cache = _Cache(kv_cache, kv_scales, q.dtype)
     out = torch.empty_like(q)

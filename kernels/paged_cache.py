@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .dispatch import on_gpu
 from .native import ops as cpu
-from .quantized_kv import quantize
+from .quantized_kv import LIMITS, MIN_MAGNITUDE, quantize
 
 
 def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None = None) -> None:
@@ -20,10 +20,14 @@ def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scales: Tens
         slot_mapping: [T] int64, ``block_id * B + offset``; below 0 for padding, which goes to block 0.
         kv_scales: [N, 2, Hkv, B] float32, where kv_cache is quantised (see kernels.quantized_kv).
     """
-    is_storable = kv.dtype == kv_cache.dtype or kv_scales is not None
-    if cpu.supports(kv, kv.shape[3]) and is_storable and kv_cache.is_contiguous():
-        cpu.write_kv(kv, kv_cache, slot_mapping, kv_scales)
-        return
+    if cpu.supports(kv, kv.shape[3]) and kv_cache.is_contiguous():
+        if kv_scales is not None:
+            limit = LIMITS[kv_cache.dtype]
+            cpu.write_quantized_kv(kv, kv_cache, kv_scales, slot_mapping, limit, MIN_MAGNITUDE)
+            return
+        if kv.dtype == kv_cache.dtype:
+            cpu.write_kv(kv, kv_cache, slot_mapping)
+            return
     block_size = kv_cache.shape[3]
     slots = slot_mapping.clamp(min=0)
     blocks, offsets = slots // block_size, slots % block_size

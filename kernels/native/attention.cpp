@@ -1,30 +1,31 @@
 // Attention over a paged KV cache [N, 2, Hkv, B, D] with an online softmax (Milakov and Gimelshein, 2018).
+#include "constants.h"
 #include "ops.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace {
 
-// A sequence's keys are cut at multiples of this, whatever else is in the batch: the same sums in any batch.
-constexpr int SPLIT = 256;
-// Keys times head_dim below which one thread is done before two have met.
+// A sequence's keys are split at multiples of this in every batch, so that the sums do not depend on the batch.
+constexpr int SPLIT_LEN = 256;
+// Keys times head_dim below which one thread is faster than several.
 constexpr int64_t MIN_PARALLEL = 1 << 16;
 constexpr int KEY_TILE = 64;
-constexpr int TILE_ROWS = 6;     // rows and vectors of a product that stay in registers
-constexpr int TILE_VECTORS = LANES == 8 ? 2 : 4;  // AVX2 has 16 registers, the others 32
-constexpr int QUERY_ROWS = 96;   // queries times heads of a group that share each tile of keys
+// Rows and vectors of a tile_product that stay in registers: AVX2 has 16 registers, the others 32.
+constexpr int TILE_ROWS = 6;
+constexpr int TILE_VECTORS = LANES == 8 ? 2 : 4;
+// Queries times heads of a group that share each tile of keys.
+constexpr int QUERY_ROWS = 96;
 
-enum Number { FLOAT = 0, BF16 = 1, INT8 = 2, FP8 = 3 };
-
-// Queries and outputs are of a type known at run time: they are few beside the keys.
-inline Vec load_as(int type, const void* numbers, int64_t i) {
-  return type == BF16 ? load((const bf16*)numbers + i) : load((const float*)numbers + i);
+// Queries and outputs have a dtype known at run time only: they are few compared to the keys.
+inline Vec load_as(int dtype, const void* numbers, int64_t i) {
+  return dtype == BFLOAT16 ? load((const bf16*)numbers + i) : load((const float*)numbers + i);
 }
 
-inline void store_as(int type, void* numbers, int64_t i, Vec v) {
-  type == BF16 ? store((bf16*)numbers + i, v) : store((float*)numbers + i, v);
+inline void store_as(int dtype, void* numbers, int64_t i, Vec v) {
+  dtype == BFLOAT16 ? store((bf16*)numbers + i, v) : store((float*)numbers + i, v);
 }
 
-// Rows as floats, multiplied by their scales if they have some.
+// Converts n rows to float32 and multiplies each by its scale, if there are scales.
 template <typename T>
 void widen(const T* rows, const float* scales, int64_t n, int64_t length, float* out) {
   for (int64_t i = 0; i < n; i++) {
@@ -35,18 +36,18 @@ void widen(const T* rows, const float* scales, int64_t n, int64_t length, float*
 
 // One KV head's keys and values of one sequence.
 struct Cache {
-  int type;
+  int dtype;
   const void* data;
-  const float* scales;  // of a quantised cache: one a row
+  const float* scales;  // of a quantized cache: one per row
   const int32_t* table;
   int64_t num_kv_heads, block_size, head_dim, head;
 
-  // Those of another sequence or head.
+  // The keys and values of another sequence or head.
   Cache of(const int32_t* sequence_table, int64_t kv_head) const {
-    return {type, data, scales, sequence_table, num_kv_heads, block_size, head_dim, kv_head};
+    return {dtype, data, scales, sequence_table, num_kv_heads, block_size, head_dim, kv_head};
   }
 
-  // Where the key (which = 0) or value (1) of a position is; those of the rest of its block follow.
+  // Row index of the key (which = 0) or value (which = 1) of a position; the rest of its block follows.
   int64_t row(int64_t position, int which) const {
     const int64_t block = table[position / block_size];
     return ((block * 2 + which) * num_kv_heads + head) * block_size + position % block_size;
@@ -57,39 +58,39 @@ struct Cache {
     return (const T*)data + row(position, which) * head_dim;
   }
 
-  // Those of `n` positions of one block, as floats.
+  // Copies the keys or values of `n` positions of one block to `out` as float32.
   void read(int64_t position, int which, int64_t n, float* out) const {
     const float* own_scales = scales ? scales + row(position, which) : nullptr;
-    switch (type) {
-      case FLOAT: return widen(rows<float>(position, which), own_scales, n, head_dim, out);
-      case BF16: return widen(rows<bf16>(position, which), own_scales, n, head_dim, out);
+    switch (dtype) {
+      case FLOAT32: return widen(rows<float>(position, which), own_scales, n, head_dim, out);
+      case BFLOAT16: return widen(rows<bf16>(position, which), own_scales, n, head_dim, out);
       case INT8: return widen(rows<int8_t>(position, which), own_scales, n, head_dim, out);
-      case FP8: return widen(rows<fp8>(position, which), own_scales, n, head_dim, out);
+      case FLOAT8_E4M3FN: return widen(rows<fp8>(position, which), own_scales, n, head_dim, out);
     }
   }
 
-  // The same where they lie, if they are floats, otherwise in `scratch`.
+  // Returns the same rows in place if they are float32, otherwise copied to `scratch`.
   const float* floats(int64_t position, int which, int64_t n, float* scratch) const {
-    if (type == FLOAT) return rows<float>(position, which);
+    if (dtype == FLOAT32) return rows<float>(position, which);
     read(position, which, n, scratch);
     return scratch;
   }
 
-  // The same of LANES positions, of which `n` count.
-  const float* lanes(int64_t position, int which, int64_t n, float* scratch) const {
+  // Returns LANES rows: `n` rows of the cache, then zeros.
+  const float* vector_rows(int64_t position, int which, int64_t n, float* scratch) const {
     if (n == LANES) return floats(position, which, n, scratch);
     read(position, which, n, scratch);
-    // What follows in the cache may be anything, or the end of the memory.
+    // The cache may hold anything after these rows, or end.
     std::fill(scratch + n * head_dim, scratch + LANES * head_dim, 0.f);
     return scratch;
   }
 
-  // Blocks lie anywhere, so the processor cannot guess where the next one is. Not inlined, it would count as a call
-  // without effect, and GCC would leave it out.
+  // Blocks are scattered, so the hardware prefetcher cannot predict the next one. Inlining is forced: GCC removes the
+  // call otherwise, as one without effect.
   inline __attribute__((always_inline)) void prefetch(int64_t position, int which, int64_t n) const {
-    const int64_t width = type == FLOAT ? 4 : type == BF16 ? 2 : 1;
-    const char* rows = (const char*)data + row(position, which) * head_dim * width;
-    for (int64_t i = 0; i < n * head_dim * width; i += 64) __builtin_prefetch(rows + i, 0, 2);
+    const int64_t row_bytes = head_dim * itemsize(dtype);
+    const char* rows = (const char*)data + row(position, which) * row_bytes;
+    for (int64_t i = 0; i < n * row_bytes; i += 64) __builtin_prefetch(rows + i, 0, 2);
   }
 };
 
@@ -101,13 +102,13 @@ struct Variant {
 
   bool is_plain() const { return window == 0 && soft_cap == 0 && slopes == nullptr; }
 
-  // The first position that a query sees.
-  int64_t first_seen(int64_t position) const { return window ? std::max<int64_t>(0, position + 1 - window) : 0; }
+  // The first position that a query attends to.
+  int64_t first_visible(int64_t position) const { return window ? std::max<int64_t>(0, position + 1 - window) : 0; }
 
-  // Scores of LANES keys, of which the first lies `distance` from the query: less than 0 before it.
+  // Soft cap and ALiBi of LANES scores. `distance` is key position minus query position of the first.
   Vec apply(Vec scores, int64_t head, int64_t distance) const {
     if (soft_cap != 0) scores = soft_cap * tanh_of(scores / soft_cap);
-    if (slopes) scores += slopes[head] * __builtin_convertvector(lane_numbers() + int32_t(distance), Vec);
+    if (slopes) scores += slopes[head] * __builtin_convertvector(lane_indices() + int32_t(distance), Vec);
     return scores;
   }
 };
@@ -116,18 +117,18 @@ struct Softmax {
   float max = -INFINITY, sum = 0;
 };
 
-// Makes room for scores up to `top`: by what earlier weights shrink.
-inline float raise(Softmax& state, float top) {
+// Raises the running maximum to `top` if that is larger. Returns the factor for earlier weights.
+inline float raise_max(Softmax& state, float top) {
   if (top <= state.max) return 1.f;
-  const float shrink = std::exp(state.max - top);
+  const float decay = std::exp(state.max - top);
   state.max = top;
-  state.sum *= shrink;
-  return shrink;
+  state.sum *= decay;
+  return decay;
 }
 
-// Adds LANES keys and values, of which `n` count, to one query; the first lies `distance` from it.
+// Adds the first `n` of LANES keys and values to the attention of one query. `distance` is as for Variant::apply.
 template <int D, typename T>
-inline void attend_to(const float* q, const T* keys, const T* values, int n, const Variant& variant, int64_t head,
+inline void attend_vector(const float* q, const T* keys, const T* values, int n, const Variant& variant, int64_t head,
                       int64_t distance, Softmax& state, float* acc) {
   constexpr int W = D / LANES;
   Vec query[W], dots[LANES] = {};
@@ -135,18 +136,18 @@ inline void attend_to(const float* q, const T* keys, const T* values, int n, con
   for (int t = 0; t < LANES; t++)
     for (int w = 0; w < W; w++) dots[t] += query[w] * load(keys + t * D + w * LANES);
   Vec scores = variant.apply(sums_of(dots), head, distance);
-  if (n < LANES) scores = lane_numbers() < n ? scores : broadcast(-INFINITY);
-  const float shrink = raise(state, max_of(scores));
+  if (n < LANES) scores = lane_indices() < n ? scores : broadcast(-INFINITY);
+  const float decay = raise_max(state, max_of(scores));
   const Vec weights = exp_of(scores - state.max);
   state.sum += sum_of(weights);
   Vec out[W];
-  for (int w = 0; w < W; w++) out[w] = load(acc + w * LANES) * shrink;
+  for (int w = 0; w < W; w++) out[w] = load(acc + w * LANES) * decay;
   for (int t = 0; t < LANES; t++)
     for (int w = 0; w < W; w++) out[w] += weights[t] * load(values + t * D + w * LANES);
   for (int w = 0; w < W; w++) store(acc + w * LANES, out[w]);
 }
 
-// Adds keys begin..end to one KV head's group of queries, which belong to the token at `position`.
+// Adds keys `begin` to `end` to the attention of one KV head's query heads, of the token at `position`.
 template <int D>
 void attend(const float* q, int group, int64_t position, const Cache& cache, const Variant& variant, int64_t begin,
             int64_t end, Softmax* states, float* acc) {
@@ -157,34 +158,36 @@ void attend(const float* q, int group, int64_t position, const Cache& cache, con
       cache.prefetch(at + n, 0, n);
       cache.prefetch(at + n, 1, n);
     }
-    if (cache.type == BF16 && group == 1 && n == LANES) {
-      // What is read once need not be made floats first: 1.3 times as fast.
+    if (cache.dtype == BFLOAT16 && group == 1 && n == LANES) {
+      // Rows that are read only once are not converted to float32 first: 1.3 times as fast.
       const bf16 *keys = cache.rows<bf16>(at, 0), *values = cache.rows<bf16>(at, 1);
-      attend_to<D>(q, keys, values, n, variant, cache.head, at - position, *states, acc);
+      attend_vector<D>(q, keys, values, n, variant, cache.head, at - position, *states, acc);
     } else {
-      const float *keys = cache.lanes(at, 0, n, scratch), *values = cache.lanes(at, 1, n, scratch + LANES * D);
+      const float* keys = cache.vector_rows(at, 0, n, scratch);
+      const float* values = cache.vector_rows(at, 1, n, scratch + LANES * D);
       for (int g = 0; g < group; g++)
-        attend_to<D>(q + g * D, keys, values, n, variant, cache.head * group + g, at - position, states[g],
+        attend_vector<D>(q + g * D, keys, values, n, variant, cache.head * group + g, at - position, states[g],
                      acc + g * D);
     }
     at += n;
   }
 }
 
-// One head's output from its parts, `stride` apart: softmaxes of the parts weigh by their maxima (Dao et al.,
-// Flash-Decoding, 2023). Without parts it is 0. It is written from number `to` on.
+// Merges one head's splits, `stride` apart, weighted by their softmax states (Dao et al., Flash-Decoding, 2023), and
+// writes the output from element `to` on. The output of no splits is 0.
 template <int D>
-void merge(const Softmax* states, const float* acc, int64_t splits, int64_t stride, int type, void* out, int64_t to) {
+void merge(const Softmax* states, const float* acc, int64_t num_splits, int64_t stride, int dtype, void* out,
+           int64_t to) {
   float top = -INFINITY, sum = 0;
-  for (int64_t i = 0; i < splits; i++) top = std::max(top, states[i * stride].max);
+  for (int64_t i = 0; i < num_splits; i++) top = std::max(top, states[i * stride].max);
   Vec total[D / LANES] = {};
-  for (int64_t i = 0; i < splits; i++) {
-    const Softmax& part = states[i * stride];
-    const float weight = std::exp(part.max - top);
-    sum += part.sum * weight;
+  for (int64_t i = 0; i < num_splits; i++) {
+    const Softmax& split = states[i * stride];
+    const float weight = std::exp(split.max - top);
+    sum += split.sum * weight;
     for (int w = 0; w < D / LANES; w++) total[w] += weight * load(acc + i * stride * D + w * LANES);
   }
-  for (int w = 0; w < D / LANES; w++) store_as(type, out, to + w * LANES, total[w] / (splits ? sum : 1.f));
+  for (int w = 0; w < D / LANES; w++) store_as(dtype, out, to + w * LANES, total[w] / (num_splits ? sum : 1.f));
 }
 
 struct DecodeTask {
@@ -192,7 +195,7 @@ struct DecodeTask {
 };
 
 template <int D>
-void decode(int type, const void* q, const Cache& pool, const int32_t* tables, const int32_t* lens, void* out,
+void decode(int dtype, const void* q, const Cache& pool, const int32_t* tables, const int32_t* lens, void* out,
             int64_t num_seqs, int64_t num_heads, int64_t table_stride, int64_t q_stride, float scale,
             const Variant& variant, int threads) {
   const int64_t num_kv_heads = pool.num_kv_heads;
@@ -202,12 +205,12 @@ void decode(int type, const void* q, const Cache& pool, const int32_t* tables, c
   int64_t num_keys = 0;
   for (int32_t s = 0; s < num_seqs; s++) {
     first[s] = tasks.size();
-    const int32_t seen = variant.first_seen(lens[s] - 1);
-    num_keys += lens[s] - seen;
-    num_splits[s] = (lens[s] + SPLIT - 1) / SPLIT - seen / SPLIT;
+    const int32_t start = variant.first_visible(lens[s] - 1);
+    num_keys += lens[s] - start;
+    num_splits[s] = (lens[s] + SPLIT_LEN - 1) / SPLIT_LEN - start / SPLIT_LEN;
     for (int32_t h = 0; h < num_kv_heads; h++)
-      for (int32_t begin = seen, end; begin < lens[s]; begin = end) {
-        end = std::min(begin / SPLIT * SPLIT + SPLIT, lens[s]);
+      for (int32_t begin = start, end; begin < lens[s]; begin = end) {
+        end = std::min(begin / SPLIT_LEN * SPLIT_LEN + SPLIT_LEN, lens[s]);
         tasks.push_back({s, h, begin, end});
       }
   }
@@ -215,29 +218,29 @@ void decode(int type, const void* q, const Cache& pool, const int32_t* tables, c
   if (num_keys * num_kv_heads * D < MIN_PARALLEL) threads = 1;
   std::vector<float> acc(num_tasks * group * D);
   std::vector<Softmax> states(num_tasks * group);
-  share_tasks(num_tasks, num_seqs, threads, [&](auto& next) {
+  parallel_for(num_tasks, num_seqs, threads, [&](auto& next) {
     std::vector<float> scaled(group * D);
     for (int64_t i; (i = next()) < num_tasks;) {
       const DecodeTask& task = tasks[i];
       const int64_t queries = task.sequence * q_stride + int64_t(task.head) * group * D;
-      for (int j = 0; j < group * D; j += LANES) store(&scaled[j], load_as(type, q, queries + j) * scale);
+      for (int j = 0; j < group * D; j += LANES) store(&scaled[j], load_as(dtype, q, queries + j) * scale);
       const Cache cache = pool.of(tables + task.sequence * table_stride, task.head);
       attend<D>(scaled.data(), group, lens[task.sequence] - 1, cache, variant, task.begin, task.end,
                 &states[i * group], &acc[i * group * D]);
     }
   });
   if (num_seqs * num_heads * D < MIN_PARALLEL) threads = 1;
-  share_tasks(num_seqs, num_seqs, threads, [&](auto& next) {
+  parallel_for(num_seqs, num_seqs, threads, [&](auto& next) {
     for (int64_t s; (s = next()) < num_seqs;) {
       for (int64_t head = 0; head < num_heads; head++) {
         const int64_t begin = (first[s] + head / group * num_splits[s]) * group + head % group;
-        merge<D>(&states[begin], &acc[begin * D], num_splits[s], group, type, out, (s * num_heads + head) * D);
+        merge<D>(&states[begin], &acc[begin * D], num_splits[s], group, dtype, out, (s * num_heads + head) * D);
       }
     }
   });
 }
 
-// c [TILE_ROWS, V LANES] = (or, with `add`, +=) a [TILE_ROWS, depth] times b [depth, V LANES].
+// c [TILE_ROWS, V LANES] = a [TILE_ROWS, depth] times b [depth, V LANES]; += with `add`.
 template <int V>
 void tile_product(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride,
                   int64_t depth, bool add) {
@@ -255,8 +258,8 @@ void tile_product(const float* a, int64_t a_stride, const float* b, int64_t b_st
     for (int v = 0; v < V; v++) store(c + r * c_stride + v * LANES, acc[r][v]);
 }
 
-// c [rows, columns] = or += a [rows, depth] times b [depth, columns]; rows are a multiple of TILE_ROWS.
-void product(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride,
+// c [rows, columns] = a [rows, depth] times b [depth, columns]; += with `add`. rows is a multiple of TILE_ROWS.
+void matmul(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride,
              int64_t rows, int64_t depth, int64_t columns, bool add) {
   constexpr int64_t WIDE = TILE_VECTORS * LANES;
   for (int64_t r = 0; r < rows; r += TILE_ROWS) {
@@ -269,7 +272,7 @@ void product(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
   }
 }
 
-// Buffers of one thread for a tile of queries.
+// One thread's buffers for a tile of queries.
 template <int D>
 struct Tile {
   int64_t rows;
@@ -291,8 +294,8 @@ struct Tile {
     std::fill(states.begin(), states.end(), Softmax{});
   }
 
-  // n rows of D numbers, to columns KEY_TILE apart.
-  static void put_columns(const float* rows, int64_t n, float* columns) {
+  // Transposes n rows of D numbers to columns; rows of the result are KEY_TILE apart.
+  static void transpose_rows(const float* rows, int64_t n, float* columns) {
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES)
       for (int64_t d = 0; d < D; d += LANES) {
@@ -305,41 +308,41 @@ struct Tile {
       for (int64_t d = 0; d < D; d++) columns[d * KEY_TILE + i] = rows[i * D + d];
   }
 
-  // Keys as columns, values as rows.
-  void gather(const Cache& cache, int64_t begin, int64_t count) {
+  // Loads `count` keys as columns and values as rows.
+  void load_kv(const Cache& cache, int64_t begin, int64_t count) {
     for (int64_t t = 0; t < count;) {
       const int64_t n = std::min(cache.block_size - (begin + t) % cache.block_size, count - t);
-      put_columns(cache.floats(begin + t, 0, n, scratch.data()), n, &keys[t]);
+      transpose_rows(cache.floats(begin + t, 0, n, scratch.data()), n, &keys[t]);
       cache.read(begin + t, 1, n, &values[t * D]);
       t += n;
     }
   }
 
-  // Scores of one row become the variant's. The tile's first key lies `distance` from the row's query.
-  void vary(int64_t row, const Variant& variant, int64_t head, int64_t distance) {
+  // Applies the variant to one row of scores. `distance` is that of the tile's first key.
+  void apply_variant(int64_t row, const Variant& variant, int64_t head, int64_t distance) {
     const int hidden = variant.window ? std::max<int64_t>(0, 1 - variant.window - distance) : 0;
     for (int i = 0; i < KEY_TILE; i += LANES) {
       float* s = &scores[row * KEY_TILE + i];
-      const Vec varied = variant.apply(load(s), head, distance + i);
-      store(s, lane_numbers() < hidden - i ? broadcast(-INFINITY) : varied);
+      const Vec applied = variant.apply(load(s), head, distance + i);
+      store(s, lane_indices() < hidden - i ? broadcast(-INFINITY) : applied);
     }
   }
 
-  // Scores of one row become weights; of the tile's keys it sees the first `visible`.
-  void weigh(int64_t row, int64_t visible) {
+  // Replaces one row of scores by softmax weights; the row attends to the first `visible` keys of the tile.
+  void softmax(int64_t row, int64_t visible) {
     float* s = &scores[row * KEY_TILE];
-    const IntVec lanes = lane_numbers();
+    const IntVec lanes = lane_indices();
     Vec top = broadcast(-INFINITY);
     for (int i = 0; i < KEY_TILE; i += LANES) {
-      const Vec seen = lanes < int(visible) - i ? load(s + i) : broadcast(-INFINITY);
-      store(s + i, seen);
-      top = larger(seen, top);
+      const Vec masked = lanes < int(visible) - i ? load(s + i) : broadcast(-INFINITY);
+      store(s + i, masked);
+      top = larger(masked, top);
     }
     if (max_of(top) == -INFINITY) {
       std::fill(s, s + KEY_TILE, 0.f);
       return;
     }
-    const float shrink = raise(states[row], max_of(top));
+    const float decay = raise_max(states[row], max_of(top));
     Vec sum = {};
     for (int i = 0; i < KEY_TILE; i += LANES) {
       const Vec weights = exp_of(load(s + i) - states[row].max);
@@ -347,17 +350,17 @@ struct Tile {
       sum += weights;
     }
     states[row].sum += sum_of(sum);
-    if (shrink != 1.f)
-      for (int d = 0; d < D; d += LANES) store(&acc[row * D + d], load(&acc[row * D + d]) * shrink);
+    if (decay != 1.f)
+      for (int d = 0; d < D; d += LANES) store(&acc[row * D + d], load(&acc[row * D + d]) * decay);
   }
 };
 
 struct PrefillTask {
-  int32_t sequence, head, begin, end;  // queries, counted from the chunk's first
+  int32_t sequence, head, begin, end;  // queries, relative to the chunk's first
 };
 
 template <int D>
-void prefill(int type, const void* q, const Cache& pool, const int32_t* tables, const int32_t* query_start,
+void prefill(int dtype, const void* q, const Cache& pool, const int32_t* tables, const int32_t* query_start,
              const int32_t* lens, void* out, int64_t num_seqs, int64_t num_heads, int64_t table_stride,
              int64_t q_stride, float scale, const Variant& variant, int threads) {
   const int64_t num_kv_heads = pool.num_kv_heads;
@@ -370,7 +373,7 @@ void prefill(int type, const void* q, const Cache& pool, const int32_t* tables, 
       for (int32_t begin = 0; begin < chunk_len; begin += tile_len)
         tasks.push_back({s, h, begin, std::min(begin + tile_len, chunk_len)});
   }
-  share_tasks(int64_t(tasks.size()), query_start[num_seqs], threads, [&](auto& next) {
+  parallel_for(int64_t(tasks.size()), query_start[num_seqs], threads, [&](auto& next) {
     Tile<D> tile(tile_len * group);
     for (size_t i; (i = next()) < tasks.size();) {
       const PrefillTask& task = tasks[i];
@@ -381,25 +384,25 @@ void prefill(int type, const void* q, const Cache& pool, const int32_t* tables, 
       tile.reset();
       for (int64_t row = 0; row < rows; row++) {
         const int64_t from = (start + task.begin + row / group) * q_stride + (task.head * group + row % group) * D;
-        for (int d = 0; d < D; d += LANES) store(&tile.queries[row * D + d], load_as(type, q, from + d) * scale);
+        for (int d = 0; d < D; d += LANES) store(&tile.queries[row * D + d], load_as(dtype, q, from + d) * scale);
       }
       const int64_t padded_rows = (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
-      for (int64_t at = variant.first_seen(before + task.begin); at < before + task.end; at += KEY_TILE) {
+      for (int64_t at = variant.first_visible(before + task.begin); at < before + task.end; at += KEY_TILE) {
         const int64_t count = std::min<int64_t>(KEY_TILE, before + task.end - at);
-        tile.gather(cache, at, count);
-        product(tile.queries.data(), D, tile.keys.data(), KEY_TILE, tile.scores.data(), KEY_TILE, padded_rows, D,
+        tile.load_kv(cache, at, count);
+        matmul(tile.queries.data(), D, tile.keys.data(), KEY_TILE, tile.scores.data(), KEY_TILE, padded_rows, D,
                 KEY_TILE, false);
         for (int64_t row = 0; row < padded_rows; row++) {
           const int64_t position = before + task.begin + row / group;
-          if (!variant.is_plain()) tile.vary(row, variant, task.head * group + row % group, at - position);
-          tile.weigh(row, row < rows ? std::min(position + 1 - at, count) : 0);
+          if (!variant.is_plain()) tile.apply_variant(row, variant, task.head * group + row % group, at - position);
+          tile.softmax(row, row < rows ? std::min(position + 1 - at, count) : 0);
         }
-        product(tile.scores.data(), KEY_TILE, tile.values.data(), D, tile.acc.data(), D, padded_rows, count, D, true);
+        matmul(tile.scores.data(), KEY_TILE, tile.values.data(), D, tile.acc.data(), D, padded_rows, count, D, true);
       }
       for (int64_t row = 0; row < rows; row++) {
         const int64_t to = ((start + task.begin + row / group) * num_heads + task.head * group + row % group) * D;
         for (int d = 0; d < D; d += LANES)
-          store_as(type, out, to + d, load(&tile.acc[row * D + d]) / tile.states[row].sum);
+          store_as(dtype, out, to + d, load(&tile.acc[row * D + d]) / tile.states[row].sum);
       }
     }
   });
@@ -407,44 +410,43 @@ void prefill(int type, const void* q, const Cache& pool, const int32_t* tables, 
 
 }  // namespace
 
-#define FOR_HEAD_DIM(call)           \
-  switch (head_dim) {                \
-    case 16: call(16); return 0;     \
-    case 32: call(32); return 0;     \
-    case 64: call(64); return 0;     \
-    case 80: call(80); return 0;     \
-    case 96: call(96); return 0;     \
-    case 128: call(128); return 0;   \
-    case 256: call(256); return 0;   \
-    default: return 1;               \
-  }
-
-// Both return 1 for a type or a head_dim that they do not know. `type` is that of q and out; shapes are those of
-// kernels/paged_attention.py; scales and slopes are null where there are none.
+// Shapes are those of kernels/paged_attention.py. `dtype` is that of q and out; scales and slopes may be null. Both ops
+// return 1, and compute nothing, for a head_dim that is not in FOR_EACH_HEAD_DIM.
 extern "C" {
 
-int quire_paged_decode(int type, int cache_type, const void* q, const void* kv, const float* scales,
+int quire_paged_decode(int dtype, int cache_dtype, const void* q, const void* kv, const float* scales,
                        const int32_t* tables, const int32_t* lens, void* out, int64_t num_seqs, int64_t num_heads,
                        int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t table_stride,
                        int64_t q_stride, float scale, int64_t window, float soft_cap, const float* slopes,
                        int threads) {
   const Variant variant{window, soft_cap, slopes};
-  const Cache pool{cache_type, kv, scales, nullptr, num_kv_heads, block_size, head_dim, 0};
-#define DECODE(D) \
-  decode<D>(type, q, pool, tables, lens, out, num_seqs, num_heads, table_stride, q_stride, scale, variant, threads)
-  FOR_HEAD_DIM(DECODE)
+  const Cache pool{cache_dtype, kv, scales, nullptr, num_kv_heads, block_size, head_dim, 0};
+#define DECODE(D)                                                                                             \
+  case D:                                                                                                     \
+    decode<D>(dtype, q, pool, tables, lens, out, num_seqs, num_heads, table_stride, q_stride, scale, variant, \
+              threads);                                                                                       \
+    return 0;
+  switch (head_dim) {
+    FOR_EACH_HEAD_DIM(DECODE)
+    default: return 1;
+  }
 }
 
-int quire_paged_prefill(int type, int cache_type, const void* q, const void* kv, const float* scales,
+int quire_paged_prefill(int dtype, int cache_dtype, const void* q, const void* kv, const float* scales,
                         const int32_t* tables, const int32_t* query_start, const int32_t* lens, void* out,
                         int64_t num_seqs, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                         int64_t block_size, int64_t table_stride, int64_t q_stride, float scale, int64_t window,
                         float soft_cap, const float* slopes, int threads) {
   const Variant variant{window, soft_cap, slopes};
-  const Cache pool{cache_type, kv, scales, nullptr, num_kv_heads, block_size, head_dim, 0};
-#define PREFILL(D)                                                                                             \
-  prefill<D>(type, q, pool, tables, query_start, lens, out, num_seqs, num_heads, table_stride, q_stride, scale, \
-             variant, threads)
-  FOR_HEAD_DIM(PREFILL)
+  const Cache pool{cache_dtype, kv, scales, nullptr, num_kv_heads, block_size, head_dim, 0};
+#define PREFILL(D)                                                                                                 \
+  case D:                                                                                                          \
+    prefill<D>(dtype, q, pool, tables, query_start, lens, out, num_seqs, num_heads, table_stride, q_stride, scale, \
+               variant, threads);                                                                                  \
+    return 0;
+  switch (head_dim) {
+    FOR_EACH_HEAD_DIM(PREFILL)
+    default: return 1;
+  }
 }
 }

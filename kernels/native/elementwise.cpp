@@ -1,31 +1,32 @@
-// The small ops between matmuls. At one token a step each of them costs less than calling it, so each is one call.
+// Elementwise ops between matmuls. With one token per step an op costs less than its call, so each op is one call.
+#include "constants.h"
 #include "ops.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace {
 
-// Below so many numbers the threads' meeting costs more than they save.
+// Below this many elements, synchronizing threads costs more than they save.
 constexpr int64_t MIN_PARALLEL = 16384;
 
-// Calls body(row) for rows of `length` numbers, of which a token has `rows_per_token`.
+// Calls body(row) for rows of `length` elements, `rows_per_token` rows per token.
 template <typename Body>
 void for_rows(int64_t rows, int64_t length, int64_t rows_per_token, int threads, const Body& body) {
   if (rows * length < MIN_PARALLEL) threads = 1;
-  if (rows > MAX_TEAM_TOKENS * rows_per_token) {
-    // The same thread has the same rows in one op after the other.
+  if (rows > MAX_POOL_TOKENS * rows_per_token) {
+    // Static: each thread has the same rows in successive ops.
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; row++) body(row);
     return;
   }
   const int64_t run = std::max<int64_t>(1, rows / (4 * threads));
-  share_tasks((rows + run - 1) / run, rows / rows_per_token, threads, [&](auto& next) {
+  parallel_for((rows + run - 1) / run, rows / rows_per_token, threads, [&](auto& next) {
     for (int64_t row; (row = next() * run) < rows;)
       for (const int64_t end = std::min(row + run, rows); row < end; row++) body(row);
   });
 }
 
 template <typename T>
-void normalise(const T* x, const T* weight, T* out, int64_t length, float eps) {
+void normalize(const T* x, const T* weight, T* out, int64_t length, float eps) {
   Vec squares = {};
   int64_t i = 0;
   for (; i + LANES <= length; i += LANES) {
@@ -42,7 +43,7 @@ void rms_norm(const T* x, const T* weight, T* out, int64_t num_outer, int64_t nu
   const int64_t rows_per_token = num_outer == 1 ? 1 : num_inner;
   for_rows(num_outer * num_inner, length, rows_per_token, threads, [&](int64_t row) {
     const int64_t outer = row / num_inner, inner = row % num_inner;
-    normalise(x + outer * outer_stride + inner * inner_stride, weight, out + outer * out_stride + inner * length,
+    normalize(x + outer * outer_stride + inner * inner_stride, weight, out + outer * out_stride + inner * length,
               length, eps);
   });
 }
@@ -53,7 +54,7 @@ void add_rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t rows
   for_rows(rows, length, 1, threads, [&](int64_t row) {
     const int64_t begin = row * length;
     for (int64_t i = begin; i < begin + length; i += LANES) store(residual + i, load(residual + i) + load(x + i));
-    normalise(residual + begin, weight, out + begin, length, eps);
+    normalize(residual + begin, weight, out + begin, length, eps);
   });
 }
 
@@ -64,14 +65,12 @@ void scale(T* x, float factor, int64_t rows, int64_t length, int threads) {
   });
 }
 
-enum Gate { SILU = 0, GELU_TANH = 1 };
-
-// The part of `g` that a gate lets through.
+// The activation of a gate value.
 template <Gate GATE>
-inline Vec gated(Vec g) {
-  // (1 + tanh(u)) / 2 is sigmoid(2 u), and 2 sqrt(2 / pi) the number here.
-  const Vec steepness = GATE == SILU ? g : 1.5957691216f * (g + 0.044715f * g * g * g);
-  return g / (1.f + exp_of(-steepness));
+inline Vec activate(Vec g) {
+  // (1 + tanh(u)) / 2 is sigmoid(2 u); the constant is 2 sqrt(2 / pi).
+  const Vec exponent = GATE == SILU ? g : 1.5957691216f * (g + 0.044715f * g * g * g);
+  return g / (1.f + exp_of(-exponent));
 }
 
 template <Gate GATE, typename T>
@@ -79,7 +78,7 @@ void gate_and_mul(const T* gate_up, T* out, int64_t rows, int64_t length, int th
   for_rows(rows, length, 1, threads, [&](int64_t row) {
     const T *gate = gate_up + row * 2 * length, *up = gate + length;
     for (int64_t i = 0; i < length; i += LANES)
-      store(out + row * length + i, gated<GATE>(load(gate + i)) * load(up + i));
+      store(out + row * length + i, activate<GATE>(load(gate + i)) * load(up + i));
   });
 }
 
@@ -99,8 +98,8 @@ void apply_rope(T* x, const T* cos, const T* sin, int64_t tokens, int64_t heads,
       }
       for (; i < half; i++) {
         const float a = to_float(head[i]), b = to_float(head[half + i]);
-        put(head + i, a * to_float(c[i]) + b * to_float(s[i]));
-        put(head + half + i, b * to_float(c[half + i]) + a * to_float(s[half + i]));
+        store_one(head + i, a * to_float(c[i]) + b * to_float(s[i]));
+        store_one(head + half + i, b * to_float(c[half + i]) + a * to_float(s[half + i]));
       }
     }
   });
@@ -108,9 +107,9 @@ void apply_rope(T* x, const T* cos, const T* sin, int64_t tokens, int64_t heads,
 
 }  // namespace
 
-#define FOR_TYPE(call)                                        \
+#define FOR_DTYPE(call)                                       \
   do {                                                        \
-    if (is_bf16) {                                            \
+    if (dtype == BFLOAT16) {                                  \
       using T = bf16;                                         \
       call;                                                   \
     } else {                                                  \
@@ -119,51 +118,51 @@ void apply_rope(T* x, const T* cos, const T* sin, int64_t tokens, int64_t heads,
     }                                                         \
   } while (0)
 
-// Lengths are multiples of LANES everywhere.
+// All lengths are multiples of LANES.
 extern "C" {
 
-int quire_lanes() { return LANES; }
-
-// x [num_outer, num_inner, length] may be of any strides; out may be x, and its rows of one `outer` are neighbours.
-void quire_rms_norm(int is_bf16, const void* x, const void* weight, void* out, int64_t num_outer, int64_t num_inner,
+// x [num_outer, num_inner, length] may have any outer and inner strides. out may be x; its rows of one `outer` are
+// adjacent.
+void quire_rms_norm(int dtype, const void* x, const void* weight, void* out, int64_t num_outer, int64_t num_inner,
                     int64_t outer_stride, int64_t inner_stride, int64_t out_stride, int64_t length, float eps,
                     int threads) {
-  FOR_TYPE(rms_norm((const T*)x, (const T*)weight, (T*)out, num_outer, num_inner, outer_stride, inner_stride,
+  FOR_DTYPE(rms_norm((const T*)x, (const T*)weight, (T*)out, num_outer, num_inner, outer_stride, inner_stride,
                     out_stride, length, eps, threads));
 }
 
-void quire_add_rms_norm(int is_bf16, const void* x, void* residual, const void* weight, void* out, int64_t rows,
+void quire_add_rms_norm(int dtype, const void* x, void* residual, const void* weight, void* out, int64_t rows,
                         int64_t length, float eps, int threads) {
-  FOR_TYPE(add_rms_norm((const T*)x, (T*)residual, (const T*)weight, (T*)out, rows, length, eps, threads));
+  FOR_DTYPE(add_rms_norm((const T*)x, (T*)residual, (const T*)weight, (T*)out, rows, length, eps, threads));
 }
 
-void quire_scale(int is_bf16, void* x, float factor, int64_t rows, int64_t length, int threads) {
-  FOR_TYPE(scale((T*)x, factor, rows, length, threads));
+void quire_scale(int dtype, void* x, float factor, int64_t rows, int64_t length, int threads) {
+  FOR_DTYPE(scale((T*)x, factor, rows, length, threads));
 }
 
-void quire_gate_and_mul(int is_bf16, int gate, const void* gate_up, void* out, int64_t rows, int64_t length,
+void quire_gate_and_mul(int dtype, int gate, const void* gate_up, void* out, int64_t rows, int64_t length,
                         int threads) {
   if (gate == GELU_TANH)
-    FOR_TYPE((gate_and_mul<GELU_TANH>((const T*)gate_up, (T*)out, rows, length, threads)));
+    FOR_DTYPE((gate_and_mul<GELU_TANH>((const T*)gate_up, (T*)out, rows, length, threads)));
   else
-    FOR_TYPE((gate_and_mul<SILU>((const T*)gate_up, (T*)out, rows, length, threads)));
+    FOR_DTYPE((gate_and_mul<SILU>((const T*)gate_up, (T*)out, rows, length, threads)));
 }
 
-void quire_apply_rope(int is_bf16, void* x, const void* cos, const void* sin, int64_t tokens, int64_t heads,
+void quire_apply_rope(int dtype, void* x, const void* cos, const void* sin, int64_t tokens, int64_t heads,
                       int64_t head_dim, int64_t rotated_dim, int64_t token_stride, int64_t table_stride, int threads) {
-  FOR_TYPE(apply_rope((T*)x, (const T*)cos, (const T*)sin, tokens, heads, head_dim, rotated_dim, token_stride,
+  FOR_DTYPE(apply_rope((T*)x, (const T*)cos, (const T*)sin, tokens, heads, head_dim, rotated_dim, token_stride,
                       table_stride, threads));
 }
 
-// kv [T, 2, Hkv, D] goes to its slots of a cache [N, 2, Hkv, B, D]; elements are of `width` bytes.
-void quire_write_kv(int64_t width, const void* kv, void* cache, const int64_t* slots, int64_t tokens,
+// Writes kv [T, 2, Hkv, D] to its slots of a cache [N, 2, Hkv, B, D]. num_pieces is 2 Hkv.
+void quire_write_kv(int64_t element_bytes, const void* kv, void* cache, const int64_t* slots, int64_t tokens,
                     int64_t token_stride, int64_t num_pieces, int64_t block_size, int64_t head_dim) {
-  const int64_t piece = head_dim * width;
+  const int64_t piece_bytes = head_dim * element_bytes;
   for (int64_t t = 0; t < tokens; t++) {
     const int64_t slot = slots[t] < 0 ? 0 : slots[t];
-    const char* from = (const char*)kv + t * token_stride * width;
-    char* to = (char*)cache + slot / block_size * num_pieces * block_size * piece + slot % block_size * piece;
-    for (int64_t p = 0; p < num_pieces; p++) memcpy(to + p * block_size * piece, from + p * piece, piece);
+    const char* from = (const char*)kv + t * token_stride * element_bytes;
+    char* to = (char*)cache + (slot / block_size * num_pieces * block_size + slot % block_size) * piece_bytes;
+    for (int64_t p = 0; p < num_pieces; p++)
+      memcpy(to + p * block_size * piece_bytes, from + p * piece_bytes, piece_bytes);
   }
 }
 }

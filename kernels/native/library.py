@@ -1,20 +1,36 @@
-"""The loaded library of C++ ops with the signatures of its functions."""
+"""The loaded library of C++ ops: signatures of its functions, and the constants that it shares with Python."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
 
 from .build import load_library
 
-_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+
+class _Constant(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("value", ctypes.c_int64)]
+
+
+_CType: TypeAlias = "type[ctypes._SimpleCData[Any]]"
+_POINTER: _CType = ctypes.c_void_p
+_INT: _CType = ctypes.c_int
+_LONG: _CType = ctypes.c_int64
+_FLOAT: _CType = ctypes.c_float
 # Sizes, scale, variant and threads.
 _ATTENTION = [_LONG] * 7 + [_FLOAT, _LONG, _FLOAT, _POINTER, _INT]
-_SIGNATURES = {
-    "quire_max_linear_tokens": [],
+# Segment, rank, number of ranks, slot bytes and round.
+_SHM_RANK = [_POINTER, _INT, _INT, _LONG, ctypes.c_uint32]
+# Input, output, bytes, whether the input is written already, and timeout in microseconds.
+_SHM_DATA = [_POINTER, _POINTER, _LONG, _INT, _LONG]
+_SIGNATURES: dict[str, list[_CType]] = {
+    "quire_constants": [],
     "quire_linear": [_INT] * 2 + [_POINTER] * 5 + [_LONG] * 4 + [_INT],
-    "quire_panel_rows": [_INT] * 2 + [_POINTER] * 4 + [_LONG] * 3 + [_INT],
+    "quire_gather_rows": [_INT] * 2 + [_POINTER] * 4 + [_LONG] * 3 + [_INT],
     "quire_rms_norm": [_INT] + [_POINTER] * 3 + [_LONG] * 6 + [_FLOAT, _INT],
     "quire_add_rms_norm": [_INT] + [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT, _INT],
     "quire_scale": [_INT, _POINTER, _FLOAT] + [_LONG] * 2 + [_INT],
@@ -36,23 +52,18 @@ _SIGNATURES = {
         + [_POINTER] * 4
         + [_INT]
     ),
-    "quire_shm_collective": [
-        _POINTER,
-        _INT,
-        _INT,
-        _LONG,
-        ctypes.c_uint32,
-        _INT,
-        _POINTER,
-        _POINTER,
-        _LONG,
-        _INT,
-        _LONG,
-    ],
-    "quire_shm_collective_close": [_POINTER, _INT],
-    "quire_shm_collective_bytes": [_INT, _LONG],
+    "quire_shm_segment_bytes": [_INT, _LONG],
+    "quire_shm_all_reduce": [*_SHM_RANK, _INT, *_SHM_DATA],
+    "quire_shm_all_gather": [*_SHM_RANK, *_SHM_DATA],
+    "quire_shm_close": [_POINTER, _INT],
     "quire_use_huge_pages": [_POINTER, _LONG],
     "quire_keep_freed_memory": [_LONG],
+}
+# Result types other than int.
+_RESULTS = {
+    "quire_decode_layer_bytes": _LONG,
+    "quire_shm_segment_bytes": _LONG,
+    "quire_constants": ctypes.POINTER(_Constant),
 }
 
 
@@ -64,11 +75,68 @@ def is_available() -> bool:
 
 @functools.cache
 def library() -> Any:
-    """Return the loaded library with the signatures of its functions; requires is_available()."""
+    """Return the library with the signatures of its functions; call it only if is_available()."""
     loaded = load_library()
     assert loaded is not None, "check is_available() first"
     for name, arguments in _SIGNATURES.items():
         getattr(loaded, name).argtypes = arguments
-    for name in ("quire_max_linear_tokens", "quire_shm_collective_bytes", "quire_decode_layer_bytes"):
-        getattr(loaded, name).restype = _LONG
+    for name, result in _RESULTS.items():
+        getattr(loaded, name).restype = result
     return loaded
+
+
+@functools.cache
+def constants() -> Mapping[str, int]:
+    """Return the table of native/constants.h: name |-> value."""
+    table: dict[str, int] = {}
+    for constant in library().quire_constants():
+        if constant.name is None:
+            break
+        table[constant.name.decode()] = constant.value
+    return table
+
+
+@functools.cache
+def dtype_codes() -> Mapping[torch.dtype, int]:
+    """Return the codes of the element types: torch.dtype |-> code.
+
+    Raises:
+        RuntimeError: the library names a type that this version of torch does not have.
+    """
+    codes = {}
+    for name, code in _constants_of("dtype").items():
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise RuntimeError(
+                f"torch {torch.__version__} has no dtype {name}, which native/constants.h lists"
+            )
+        codes[dtype] = code
+    return codes
+
+
+@functools.cache
+def gate_codes() -> Mapping[str, int]:
+    """Return the codes of the activations of gated feed-forward networks: name |-> code."""
+    return _constants_of("gate")
+
+
+@functools.cache
+def head_dims() -> frozenset[int]:
+    """Return the values of head_dim with an attention kernel; none if the library is not available."""
+    return frozenset(_constants_of("head_dim").values()) if is_available() else frozenset()
+
+
+@functools.cache
+def simd_lanes() -> int:
+    """Return the float32 numbers per vector register; 0 if the library is not available.
+
+    The ops compute only on lengths that are multiples of it.
+    """
+    return constants()["simd_lanes"] if is_available() else 0
+
+
+def _constants_of(group: str) -> dict[str, int]:
+    prefix = f"{group}."
+    return {
+        name.removeprefix(prefix): value for name, value in constants().items() if name.startswith(prefix)
+    }

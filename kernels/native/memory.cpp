@@ -15,18 +15,18 @@
 
 extern "C" {
 
-// Lets the allocator keep up to so much of what is freed. The largest tensors of a step would otherwise be new pages in
-// every layer, whose first touch takes longer than what is computed on them.
+// Lets the allocator keep up to `num_bytes` of freed memory. Otherwise the largest tensors of a step get new pages in
+// every layer, and the first access to a new page takes longer than the computation on it.
 void quire_keep_freed_memory(int64_t num_bytes) {
 #if defined(__GLIBC__)
-  constexpr int LARGEST_THAT_CAN_BE_KEPT = 32 << 20;
-  mallopt(M_MMAP_THRESHOLD, LARGEST_THAT_CAN_BE_KEPT);
+  constexpr int MAX_MMAP_THRESHOLD = 32 << 20;  // glibc accepts no larger one
+  mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD);
   mallopt(M_TRIM_THRESHOLD, int(num_bytes));
 #endif
 }
 
-// Asks the system to put this memory, which is written already, on huge pages: now where it can, in its own time
-// otherwise. Nothing depends on whether it does.
+// Requests huge pages for memory that is written already: at once where the system can, otherwise in the background.
+// Correctness does not depend on the outcome.
 void quire_use_huge_pages(void* address, int64_t num_bytes) {
 #if defined(__linux__)
   const uintptr_t page = sysconf(_SC_PAGESIZE), begin = ((uintptr_t)address + page - 1) / page * page;

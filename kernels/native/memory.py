@@ -1,4 +1,4 @@
-"""What the system and the allocator are asked for about a CPU's memory (native/memory.cpp). Nothing depends on it."""
+"""Hints to the system and the allocator about CPU memory (native/memory.cpp). Results do not depend on them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from .library import is_available, library
 
 
 def use_huge_pages(address: int, num_bytes: int) -> None:
-    """Asks for huge pages under memory that is written already and will be read as a whole, often."""
+    """Request huge pages for memory that is written already and will often be read as a whole."""
     if is_available():
         library().quire_use_huge_pages(address, num_bytes)
 
 
 def keep_freed_memory(num_bytes: int) -> None:
-    """Has this process keep up to so much of the memory that it frees, below 2 GiB, for what it takes next."""
+    """Let this process keep up to `num_bytes`, below 2 GiB, of freed memory for later allocations."""
     if is_available():
         library().quire_keep_freed_memory(num_bytes)

@@ -1,42 +1,53 @@
-"""Wrappers of the C++ ops: each checks, allocates and calls. What they compute is said at their PyTorch twins."""
+"""Wrappers of the C++ ops: each checks, allocates and calls. The PyTorch twins in `kernels` describe the ops."""
 
 from __future__ import annotations
-
-import functools
 
 import torch
 from torch import Tensor
 
-from ..attention_variant import AttentionVariant
-from ..quantized_kv import LIMITS, MIN_MAGNITUDE
-from .library import is_available, library
+from .library import dtype_codes, gate_codes, head_dims, is_available, library, simd_lanes
 
-# Queries of these head_dims have an attention kernel (native/attention.cpp).
-HEAD_DIMS = frozenset({16, 32, 64, 80, 96, 128, 256})
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-CACHE_DTYPES = {**DTYPES, torch.int8: 2, torch.float8_e4m3fn: 3}
-
-
-@functools.cache
-def simd_lanes() -> int:
-    """Numbers of a vector register; no length that is not a multiple of it is taken. 0 without the library."""
-    return int(library().quire_lanes()) if is_available() else 0
+_COMPUTE_DTYPES = frozenset({torch.float32, torch.bfloat16})
 
 
 def supports(x: Tensor, length: int) -> bool:
-    """Whether the ops compute on this tensor, in runs of `length` numbers."""
-    return x.is_cpu and x.dtype in DTYPES and simd_lanes() > 0 and length % simd_lanes() == 0
+    """Return whether the ops compute on this tensor, whose runs of `length` numbers are contiguous."""
+    return x.is_cpu and x.dtype in _COMPUTE_DTYPES and simd_lanes() > 0 and length % simd_lanes() == 0
+
+
+def supports_attention(q: Tensor, kv_cache: Tensor) -> bool:
+    """Return whether there is an attention kernel for these queries and this cache."""
+    head_dim = q.shape[-1]
+    return (
+        supports(q, head_dim)
+        and head_dim in head_dims()
+        and kv_cache.dtype in dtype_codes()
+        and q.stride(1) == head_dim
+    )
+
+
+def supports_logits(logits: Tensor) -> bool:
+    """Return whether the sampling ops compute on these logits."""
+    return logits.is_cpu and logits.dtype == torch.float32 and logits.stride(1) == 1 and is_available()
+
+
+def address_of(tensor: Tensor | None) -> int | None:
+    """Return the address of a tensor's data; None is a null pointer."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _code(tensor: Tensor) -> int:
+    return dtype_codes()[tensor.dtype]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[..., E] of at most three dimensions."""
+    """Normalize x [..., E] of two or three dimensions."""
     length = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype)
     outer, inner = (1, x.shape[0]) if x.dim() == 2 else (x.shape[0], x.shape[1])
     strides = (0, x.stride(0)) if x.dim() == 2 else (x.stride(0), x.stride(1))
     library().quire_rms_norm(
-        DTYPES[x.dtype], x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, *strides, inner * length,
+        _code(x), x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, *strides, inner * length,
         length, eps, torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -46,26 +57,27 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     rows, length = x.shape
     out = torch.empty_like(x)
     library().quire_add_rms_norm(
-        DTYPES[x.dtype], x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, length, eps,
+        _code(x), x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, length, eps,
         torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    return _gate_and_mul(gate_up, 0)
+    return _gate_and_mul(gate_up, "silu")
 
 
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    return _gate_and_mul(gate_up, 1)
+    return _gate_and_mul(gate_up, "gelu_tanh")
 
 
-def _gate_and_mul(gate_up: Tensor, gate: int) -> Tensor:
+def _gate_and_mul(gate_up: Tensor, gate: str) -> Tensor:
     rows, length = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, length), dtype=gate_up.dtype)
     library().quire_gate_and_mul(
-        DTYPES[gate_up.dtype], gate, gate_up.data_ptr(), out.data_ptr(), rows, length, torch.get_num_threads()
-    )
+        _code(gate_up), gate_codes()[gate], gate_up.data_ptr(), out.data_ptr(), rows, length,
+        torch.get_num_threads(),
+    )  # fmt: skip
     return out
 
 
@@ -74,39 +86,40 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     assert x.stride(1) == head_dim
     assert cos.stride() == sin.stride()
     library().quire_apply_rope(
-        DTYPES[x.dtype], x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, heads, head_dim, cos.shape[1],
+        _code(x), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, heads, head_dim, cos.shape[1],
         x.stride(0), cos.stride(0), torch.get_num_threads(),
     )  # fmt: skip
 
 
-def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None) -> None:
-    tokens, _, num_kv_heads, head_dim = kv.shape
-    block_size = kv_cache.shape[3]
+def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    num_tokens, _, num_kv_heads, head_dim = kv.shape
+    assert kv.dtype == kv_cache.dtype
     assert kv_cache.is_contiguous()
     assert slot_mapping.dtype == torch.int64
-    if kv_scales is None:
-        assert kv.dtype == kv_cache.dtype
-        library().quire_write_kv(
-            kv.element_size(), kv.data_ptr(), kv_cache.data_ptr(), slot_mapping.data_ptr(), tokens, kv.stride(0),
-            2 * num_kv_heads, block_size, head_dim,
-        )  # fmt: skip
-        return
-    assert kv_scales.is_contiguous()
-    library().quire_write_kv_quantized(
-        DTYPES[kv.dtype], kv_cache.dtype == torch.float8_e4m3fn, kv.data_ptr(), kv_cache.data_ptr(),
-        kv_scales.data_ptr(), slot_mapping.data_ptr(), tokens, kv.stride(0), 2 * num_kv_heads, block_size, head_dim,
-        LIMITS[kv_cache.dtype], MIN_MAGNITUDE,
+    library().quire_write_kv(
+        kv.element_size(), kv.data_ptr(), kv_cache.data_ptr(), slot_mapping.data_ptr(), num_tokens, kv.stride(0),
+        2 * num_kv_heads, kv_cache.shape[3], head_dim,
     )  # fmt: skip
 
 
-def supports_attention(q: Tensor, kv_cache: Tensor) -> bool:
-    head_dim = q.shape[-1]
-    return (
-        supports(q, head_dim)
-        and head_dim in HEAD_DIMS
-        and kv_cache.dtype in CACHE_DTYPES
-        and q.stride(1) == head_dim
-    )
+def write_quantized_kv(
+    kv: Tensor,
+    kv_cache: Tensor,
+    kv_scales: Tensor,
+    slot_mapping: Tensor,
+    limit: float,
+    min_magnitude: float,
+) -> None:
+    num_tokens, _, num_kv_heads, head_dim = kv.shape
+    assert kv_cache.dtype in (torch.int8, torch.float8_e4m3fn)
+    assert kv_cache.is_contiguous()
+    assert kv_scales.is_contiguous()
+    assert slot_mapping.dtype == torch.int64
+    library().quire_write_kv_quantized(
+        _code(kv), _code(kv_cache), kv.data_ptr(), kv_cache.data_ptr(),
+        kv_scales.data_ptr(), slot_mapping.data_ptr(), num_tokens, kv.stride(0), 2 * num_kv_heads,
+        kv_cache.shape[3], head_dim, limit, min_magnitude,
+    )  # fmt: skip
 
 
 def paged_decode_attention(
@@ -115,16 +128,19 @@ def paged_decode_attention(
     block_tables: Tensor,
     seq_lens: Tensor,
     scale: float,
-    variant: AttentionVariant,
+    window: int,
+    soft_cap: float,
+    alibi_slopes: Tensor | None,
     kv_scales: Tensor | None,
 ) -> Tensor:
     (num_seqs, num_heads, head_dim), (_, _, num_kv_heads, block_size, _) = q.shape, kv_cache.shape
     assert block_tables.dtype == seq_lens.dtype == torch.int32
+    _check_slopes(alibi_slopes)
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype)
     library().quire_paged_decode(
-        DTYPES[q.dtype], CACHE_DTYPES[kv_cache.dtype], q.data_ptr(), kv_cache.data_ptr(), address_of(kv_scales),
+        _code(q), _code(kv_cache), q.data_ptr(), kv_cache.data_ptr(), address_of(kv_scales),
         block_tables.data_ptr(), seq_lens.data_ptr(), out.data_ptr(), num_seqs, num_heads, num_kv_heads, head_dim,
-        block_size, block_tables.stride(0), q.stride(0), scale, *_variant_arguments(variant),
+        block_size, block_tables.stride(0), q.stride(0), scale, window, soft_cap, address_of(alibi_slopes),
         torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -137,34 +153,27 @@ def paged_prefill_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     scale: float,
-    variant: AttentionVariant,
+    window: int,
+    soft_cap: float,
+    alibi_slopes: Tensor | None,
     kv_scales: Tensor | None,
 ) -> Tensor:
     (num_tokens, num_heads, head_dim), (_, _, num_kv_heads, block_size, _) = q.shape, kv_cache.shape
     assert block_tables.dtype == query_start.dtype == seq_lens.dtype == torch.int32
+    _check_slopes(alibi_slopes)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype)
     library().quire_paged_prefill(
-        DTYPES[q.dtype], CACHE_DTYPES[kv_cache.dtype], q.data_ptr(), kv_cache.data_ptr(), address_of(kv_scales),
+        _code(q), _code(kv_cache), q.data_ptr(), kv_cache.data_ptr(), address_of(kv_scales),
         block_tables.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(), out.data_ptr(), len(seq_lens),
         num_heads, num_kv_heads, head_dim, block_size, block_tables.stride(0), q.stride(0), scale,
-        *_variant_arguments(variant), torch.get_num_threads(),
+        window, soft_cap,
+        address_of(alibi_slopes), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
-def _variant_arguments(variant: AttentionVariant) -> tuple[int, float, int | None]:
-    slopes = variant.alibi_slopes
-    assert slopes is None or (slopes.dtype == torch.float32 and slopes.is_contiguous())
-    return variant.window, variant.soft_cap, address_of(slopes)
-
-
-def address_of(tensor: Tensor | None) -> int | None:
-    """For a pointer that may be null."""
-    return None if tensor is None else tensor.data_ptr()
-
-
-def supports_logits(logits: Tensor) -> bool:
-    return logits.is_cpu and logits.dtype == torch.float32 and logits.stride(1) == 1 and is_available()
+def _check_slopes(alibi_slopes: Tensor | None) -> None:
+    assert alibi_slopes is None or (alibi_slopes.dtype == torch.float32 and alibi_slopes.is_contiguous())
 
 
 def sample_greedy(logits: Tensor, vocab_start: int) -> tuple[Tensor, Tensor]:

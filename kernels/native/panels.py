@@ -1,4 +1,4 @@
-"""Weights of linear layers that lie in panels, and the C++ ops on them (native/linear.cpp)."""
+"""Weights of linear layers that are packed in panels, and the C++ ops on them (native/linear.cpp)."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .library import library
-from .ops import DTYPES, address_of
-
-# Outputs of a panel.
-PANEL_LEN = 64
-
-STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+from .library import constants, dtype_codes, library
+from .ops import address_of
 
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """Where the weight [N, K] of a linear layer lies as [N / 64, padded K / R, 64, R], where R is row_inputs.
+    """The weight [N, K] of a linear layer in memory as [N / panel_len(), padded K / R, panel_len(), R].
+
+    R is inputs_per_row(dtype). N is padded to whole panels.
 
     Attributes:
-        address: of the first number; whoever has this keeps the memory.
-        stride: numbers of a panel.
+        address: of the first number; the owner of this object keeps the memory alive.
+        stride: numbers per panel.
         dtype: float32, bfloat16 or int8.
-        scales: [N] float32, what each output's products are multiplied by; None: 1.
+        scales: [N] float32, multiply each output's products; None: 1.
     """
 
     address: int
@@ -36,22 +33,28 @@ class Panels:
     scales: Tensor | None = None
 
 
-def row_inputs(dtype: torch.dtype) -> int:
-    """Inputs that share a row of a panel: an output's numbers fill 32 bits of it."""
-    return 4 // dtype.itemsize
+@functools.cache
+def panel_len() -> int:
+    """Return the outputs per panel."""
+    return constants()["panel_len"]
 
 
 @functools.cache
 def max_linear_tokens() -> int:
-    """Up to how many tokens panel_linear is faster than oneDNN, if that multiplies in the weight's dtype."""
-    return int(library().quire_max_linear_tokens())
+    """Return the number of tokens up to which panel_linear is faster than oneDNN in a dtype that oneDNN supports."""
+    return constants()["max_linear_tokens"]
+
+
+def inputs_per_row(dtype: torch.dtype) -> int:
+    """Return the inputs that share a row of a panel: those of one output fill 32 bits."""
+    return 4 // dtype.itemsize
 
 
 def panel_linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
-    """A linear layer.
+    """Compute a linear layer.
 
     Args:
-        x: [T, K], in the weight's dtype, or in float32 or bfloat16 if that is int8.
+        x: [T, K], in the weight's dtype; in float32 or bfloat16 if the weight is int8.
         bias: [N] or None, in the dtype of x.
 
     Returns:
@@ -63,20 +66,22 @@ def panel_linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
     assert panels.dtype in (x.dtype, torch.int8)
     assert bias is None or bias.dtype == x.dtype
     out = torch.empty((num_tokens, panels.out_features), dtype=x.dtype)
+    codes = dtype_codes()
     library().quire_linear(
-        STORED[panels.dtype], DTYPES[x.dtype], x.data_ptr(), panels.address, address_of(panels.scales),
+        codes[panels.dtype], codes[x.dtype], x.data_ptr(), panels.address, address_of(panels.scales),
         address_of(bias), out.data_ptr(), num_tokens, in_features, panels.out_features, panels.stride,
         torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
-def panel_rows(panels: Panels, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the weight in float32 or bfloat16, [T, K]; ids [T] int64."""
+def gather_rows(panels: Panels, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows of the weight in float32 or bfloat16: ids [T] int64 -> [T, K]."""
     assert ids.dtype == torch.int64
     out = torch.empty((len(ids), panels.in_features), dtype=dtype)
-    library().quire_panel_rows(
-        STORED[panels.dtype], DTYPES[dtype], panels.address, address_of(panels.scales), ids.data_ptr(),
+    codes = dtype_codes()
+    library().quire_gather_rows(
+        codes[panels.dtype], codes[dtype], panels.address, address_of(panels.scales), ids.data_ptr(),
         out.data_ptr(), len(ids), panels.in_features, panels.stride, torch.get_num_threads(),
     )  # fmt: skip
     return out

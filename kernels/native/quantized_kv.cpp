@@ -1,10 +1,11 @@
-// Writing to a quantised cache: numbers of one byte, and a scale for each token, key or value, and head.
+// Writes to a quantized cache: one byte per number, and a scale per token, key or value, and head.
+#include "constants.h"
 #include "ops.h"
-#include "vector.h"
+#include "simd.h"
 
 namespace {
 
-// Limits and least magnitude are those of kernels/quantized_kv.py.
+// limit and min_magnitude are those of kernels/quantized_kv.py.
 template <typename T, typename Stored>
 void write(const T* kv, Stored* cache, float* scales, const int64_t* slots, int64_t tokens, int64_t token_stride,
            int64_t num_pieces, int64_t block_size, int64_t head_dim, float limit, float min_magnitude) {
@@ -31,16 +32,17 @@ void write(const T* kv, Stored* cache, float* scales, const int64_t* slots, int6
 
 }  // namespace
 
-// kv [T, 2, Hkv, D] goes to its slots of a cache [N, 2, Hkv, B, D] and of its scales [N, 2, Hkv, B].
-extern "C" void quire_write_kv_quantized(int is_bf16, int is_fp8, const void* kv, void* cache, float* scales,
+// Writes kv [T, 2, Hkv, D] to its slots of a cache [N, 2, Hkv, B, D] and of its scales [N, 2, Hkv, B]. num_pieces is
+// 2 Hkv; cache_dtype is int8 or float8_e4m3fn.
+extern "C" void quire_write_kv_quantized(int dtype, int cache_dtype, const void* kv, void* cache, float* scales,
                                          const int64_t* slots, int64_t tokens, int64_t token_stride,
                                          int64_t num_pieces, int64_t block_size, int64_t head_dim, float limit,
                                          float min_magnitude) {
 #define WRITE(T, Stored)                                                                                         \
   write((const T*)kv, (Stored*)cache, scales, slots, tokens, token_stride, num_pieces, block_size, head_dim, limit, \
         min_magnitude)
-  if (is_fp8)
-    is_bf16 ? WRITE(bf16, fp8) : WRITE(float, fp8);
+  if (cache_dtype == FLOAT8_E4M3FN)
+    dtype == BFLOAT16 ? WRITE(bf16, fp8) : WRITE(float, fp8);
   else
-    is_bf16 ? WRITE(bf16, int8_t) : WRITE(float, int8_t);
+    dtype == BFLOAT16 ? WRITE(bf16, int8_t) : WRITE(float, int8_t);
 }

@@ -1,17 +1,18 @@
-// Choosing a token of each row of logits: the likeliest, or one drawn from all (kernels/sampling.py).
-#include "team.h"
+// Samples one token per row of logits: the most likely one, or one of the whole softmax (kernels/sampling.py).
+#include "thread_pool.h"
 
 namespace {
 
+// Below this many logits one thread is faster.
 constexpr int64_t MIN_PARALLEL = 65536;
 
-// log of positive numbers, to 2 units in the last place (coefficients: Cephes' logf).
+// log of positive numbers, within 2 units in the last place (coefficients: Cephes' logf).
 Vec log_of(Vec x) {
   BitVec bits;
   memcpy(&bits, &x, sizeof bits);
   IntVec exponent = __builtin_convertvector(bits >> 23, IntVec) - 126;
   bits = (bits & 0x7FFFFF) | 0x3F000000;
-  Vec m;  // from 0.5 to 1
+  Vec m;  // in [0.5, 1)
   memcpy(&m, &bits, sizeof m);
   const IntVec is_low = m < 0.70710678f;
   exponent += is_low;
@@ -29,7 +30,7 @@ Vec log_of(Vec x) {
   return m + (p * m * square + e * -2.12194440e-4f - square * 0.5f) + e * 0.693359375f;
 }
 
-// Standard Gumbel numbers of tokens; see kernels/gumbel.py.
+// Standard Gumbel noise of tokens; see kernels/gumbel.py.
 Vec gumbel_noise(BitVec token_ids, uint32_t key_low, uint32_t key_high) {
   BitVec x = token_ids * 0x9E3779B9u + key_low;
   x ^= x >> 16;
@@ -40,7 +41,7 @@ Vec gumbel_noise(BitVec token_ids, uint32_t key_low, uint32_t key_high) {
   x ^= x >> 15;
   Vec v = (__builtin_convertvector(__builtin_convertvector(x & 0x7FFFFFFF, IntVec), Vec) + 0.5f) * 0x1p-31f;
   v = v > 1 - 0x1p-24f ? broadcast(1 - 0x1p-24f) : v;
-  // 1 - v rounds away what counts of a small v, so -log(1 - v) is its series there.
+  // For small v, 1 - v loses the significant bits of v, so -log(1 - v) is computed as its series.
   const Vec series =
       v * (1.f + v * (1.f / 2 + v * (1.f / 3 + v * (1.f / 4 + v * (1.f / 5 + v * (1.f / 6))))));
   const Vec exponential = v < 1.f / 32 ? series : -log_of(1.f - v);
@@ -52,11 +53,11 @@ struct Best {
   int32_t index;
 };
 
-// The largest of score(logits, index of the first) over a row, the first of equals.
+// The largest score(logits, indices) of a row and its index; the first index wins a tie.
 template <typename Score>
 Best best_of(const float* row, int64_t length, const Score& score) {
   Vec top = broadcast(-INFINITY);
-  IntVec place = IntVec{}, index = lane_numbers();
+  IntVec place = IntVec{}, index = lane_indices();
   int64_t i = 0;
   auto add = [&](Vec logits) {
     const Vec value = score(logits, index);
@@ -77,11 +78,11 @@ Best best_of(const float* row, int64_t length, const Score& score) {
   return best.index == INT32_MAX ? Best{best.value, 0} : best;
 }
 
-template <typename Choose>
-void for_rows(int64_t rows, int64_t length, int threads, const Choose& choose) {
+template <typename Body>
+void for_rows(int64_t rows, int64_t length, int threads, const Body& body) {
   if (rows * length < MIN_PARALLEL) threads = 1;
-  share_tasks(rows, rows, threads, [&](auto& next) {
-    for (int64_t row; (row = next()) < rows;) choose(row);
+  parallel_for(rows, rows, threads, [&](auto& next) {
+    for (int64_t row; (row = next()) < rows;) body(row);
   });
 }
 
@@ -89,7 +90,7 @@ void for_rows(int64_t rows, int64_t length, int threads, const Choose& choose) {
 
 extern "C" {
 
-// values [N] and token ids [N] of the largest of logits [N, V], whose first column is token `vocab_start`.
+// Writes the values [N] and token ids [N] of the largest of logits [N, V], whose first column is token vocab_start.
 void quire_sample_greedy(const float* logits, float* values, int32_t* token_ids, int64_t rows, int64_t length,
                           int64_t stride, int32_t vocab_start, int threads) {
   for_rows(rows, length, threads, [&](int64_t row) {
@@ -99,7 +100,7 @@ void quire_sample_greedy(const float* logits, float* values, int32_t* token_ids,
   });
 }
 
-// Likewise of logits / temperature + Gumbel noise; keys [N, 2].
+// As quire_sample_greedy, of logits / temperature + Gumbel noise; keys [N, 2].
 void quire_sample_full(const float* logits, const float* temperature, const uint32_t* keys, float* scores,
                          int32_t* token_ids, int64_t rows, int64_t length, int64_t stride, int32_t vocab_start,
                          int threads) {

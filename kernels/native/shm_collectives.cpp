@@ -1,39 +1,41 @@
-// Collectives of ranks on one host over a segment of shared memory. Each round has a slot a rank, in two sets that
-// alternate: who writes a set again has seen every rank in the round between, so nobody reads the old one any more.
+// Collectives of the ranks on one host over a segment of shared memory.
+//
+// Each round uses one slot per rank, in one of two alternating sets. A rank that writes to a set again has seen every
+// rank in the round between, so no rank still reads the set's old contents.
+#include "constants.h"
 #include "futex.h"
-#include "vector.h"
+#include "simd.h"
 
 namespace {
 
-constexpr int64_t LINE = 64;
+constexpr int64_t CACHE_LINE = 64;
 constexpr int DONE = -1;
-// Ranks come to most rounds of a step nearly together, and to be woken takes longer than that.
+// Ranks arrive at most rounds of a step nearly together, in less time than it takes to wake a thread.
 constexpr auto SPIN_TIME = std::chrono::microseconds(50);
 
-enum Kind { GATHER = 0, SUM_F32 = 1, SUM_BF16 = 2 };
-
-// A rank's line at the start of the segment.
-struct alignas(LINE) Header {
-  std::atomic<uint32_t> round;  // the last one whose slot is written
-  std::atomic<uint32_t> has_left;
-  std::atomic<uint32_t> sleepers;  // ranks that sleep until the next
+// A rank's cache line at the start of the segment.
+struct alignas(CACHE_LINE) Header {
+  std::atomic<uint32_t> round;  // the last round whose slot is written
+  std::atomic<uint32_t> is_closed;
+  std::atomic<uint32_t> num_sleeping;  // ranks that sleep until this rank's next round
 };
 
 bool has_written(const Header& header, uint32_t round) {
   return int32_t(header.round.load(std::memory_order_acquire) - round) >= 0;
 }
 
-// Waits for one rank's slot; false when it has left or the time is up.
-bool await(Header& header, uint32_t round, std::chrono::steady_clock::time_point deadline) {
+// Waits for one rank's slot. Returns false when the rank has closed or the deadline is over.
+bool wait_for(Header& header, uint32_t round, std::chrono::steady_clock::time_point deadline) {
   while (!has_written(header, round)) {
-    const auto left = deadline - std::chrono::steady_clock::now();
-    if (header.has_left.load() || left <= left.zero()) return has_written(header, round);
+    const auto time_left = deadline - std::chrono::steady_clock::now();
+    if (header.is_closed.load() || time_left <= time_left.zero()) return has_written(header, round);
     const uint32_t seen = header.round.load(std::memory_order_acquire);
-    if (int32_t(seen - round) >= 0 || watch(header.round, seen, std::min<std::chrono::nanoseconds>(left, SPIN_TIME)))
+    if (int32_t(seen - round) >= 0 ||
+        spin_until_changed(header.round, seen, std::min<std::chrono::nanoseconds>(time_left, SPIN_TIME)))
       continue;
-    header.sleepers.fetch_add(1);
-    sleep_until_changed(header.round, seen, left);
-    header.sleepers.fetch_sub(1);
+    header.num_sleeping.fetch_add(1);
+    sleep_until_changed(header.round, seen, time_left);
+    header.num_sleeping.fetch_sub(1);
   }
   return true;
 }
@@ -61,40 +63,61 @@ void sum(const char* slots, int size, int64_t capacity, char* out, int64_t num_b
   memcpy(to + i, rest, (count - i) * sizeof(T));
 }
 
+char* slots_of(char* segment, int size, int64_t capacity, uint32_t round) {
+  return segment + size * CACHE_LINE + (round & 1) * size * capacity;
+}
+
+// Writes `in` to this rank's slot unless `is_written`, and waits for all ranks. Returns DONE, or the first rank that
+// has not arrived within `timeout_us`.
+int exchange(char* segment, int rank, int size, int64_t capacity, uint32_t round, const char* in, int64_t num_bytes,
+             bool is_written, int64_t timeout_us) {
+  Header* headers = reinterpret_cast<Header*>(segment);
+  if (!is_written) {
+    memcpy(slots_of(segment, size, capacity, round) + rank * capacity, in, num_bytes);
+    headers[rank].round.store(round);
+    if (headers[rank].num_sleeping.load()) wake_all(headers[rank].round);
+  }
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::microseconds(timeout_us);
+  for (int other = 0; other < size; other++)
+    if (!wait_for(headers[other], round, deadline)) return other;
+  return DONE;
+}
+
 }  // namespace
 
 extern "C" {
 
-// Bytes of a segment.
-int64_t quire_shm_collective_bytes(int size, int64_t capacity) { return size * LINE + 2 * size * capacity; }
+// Bytes of a segment for `size` ranks with slots of `capacity` bytes.
+int64_t quire_shm_segment_bytes(int size, int64_t capacity) { return size * CACHE_LINE + 2 * size * capacity; }
 
-// One round: writes `in` to this rank's slot unless it did so before (`written`), waits for all ranks, and gathers
-// or sums the slots into `out`, which may be `in`. Returns -1, or the rank that has not come in `wait_us`.
-int quire_shm_collective(char* segment, int rank, int size, int64_t capacity, uint32_t round, int kind, const char* in,
-                   char* out, int64_t num_bytes, int written, int64_t wait_us) {
-  Header* headers = reinterpret_cast<Header*>(segment);
-  char* slots = segment + size * LINE + (round & 1) * size * capacity;
-  if (!written) {
-    memcpy(slots + rank * capacity, in, num_bytes);
-    headers[rank].round.store(round);
-    if (headers[rank].sleepers.load()) wake(headers[rank].round);
-  }
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::microseconds(wait_us);
-  for (int other = 0; other < size; other++)
-    if (!await(headers[other], round, deadline)) return other;
-  if (kind == SUM_F32)
-    sum<float>(slots, size, capacity, out, num_bytes);
-  else if (kind == SUM_BF16)
+// Sums float32 or bfloat16 numbers over the ranks. `out` may be `in`. Returns -1, or the rank that has not arrived
+// within `timeout_us`; the caller then calls again with `is_written` set.
+int quire_shm_all_reduce(char* segment, int rank, int size, int64_t capacity, uint32_t round, int dtype,
+                         const char* in, char* out, int64_t num_bytes, int is_written, int64_t timeout_us) {
+  const int late = exchange(segment, rank, size, capacity, round, in, num_bytes, is_written, timeout_us);
+  if (late != DONE) return late;
+  const char* slots = slots_of(segment, size, capacity, round);
+  if (dtype == BFLOAT16)
     sum<bf16>(slots, size, capacity, out, num_bytes);
   else
-    for (int other = 0; other < size; other++) memcpy(out + other * num_bytes, slots + other * capacity, num_bytes);
+    sum<float>(slots, size, capacity, out, num_bytes);
   return DONE;
 }
 
-// Says that this rank writes no further round.
-void quire_shm_collective_close(char* segment, int rank) {
+// Concatenates the ranks' bytes in `out` [size * num_bytes]; otherwise as quire_shm_all_reduce.
+int quire_shm_all_gather(char* segment, int rank, int size, int64_t capacity, uint32_t round, const char* in,
+                         char* out, int64_t num_bytes, int is_written, int64_t timeout_us) {
+  const int late = exchange(segment, rank, size, capacity, round, in, num_bytes, is_written, timeout_us);
+  if (late != DONE) return late;
+  const char* slots = slots_of(segment, size, capacity, round);
+  for (int other = 0; other < size; other++) memcpy(out + other * num_bytes, slots + other * capacity, num_bytes);
+  return DONE;
+}
+
+// Announces that this rank writes no further round, which ends the waits of other ranks for it.
+void quire_shm_close(char* segment, int rank) {
   Header& header = reinterpret_cast<Header*>(segment)[rank];
-  header.has_left.store(1);
-  wake(header.round);
+  header.is_closed.store(1);
+  wake_all(header.round);
 }
 }

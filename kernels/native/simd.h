@@ -1,5 +1,5 @@
-// Vectors as wide as the target's registers, in the vector extensions of GCC and Clang: the same source is AVX-512,
-// AVX2 or NEON. Nothing here may be compiled with -ffast-math: infinities and NaN carry meaning.
+// Vectors of the target's register width in the vector extensions of GCC and Clang: one source for AVX-512, AVX2 and
+// NEON. Do not compile with -ffast-math: the ops rely on infinities and NaN.
 #pragma once
 
 #include <cmath>
@@ -47,14 +47,14 @@ inline Vec load(const bf16* p) {
   return v;
 }
 
-// Bytes become 32 bits by way of 16: what GCC 12 makes of one step goes number by number and takes 5 times as long.
+// Widens from 8 to 16 to 32 bits: GCC 12 converts from 8 to 32 element by element, which takes 5 times as long.
 inline Vec load(const int8_t* p) {
   ByteVec bytes;
   memcpy(&bytes, p, sizeof bytes);
   return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, ShortVec), IntVec), Vec);
 }
 
-// 2^120 is what float's exponent, counted from 127, makes too little of one that is counted from 7.
+// Corrects the exponent: float32's bias is 127, float8_e4m3's is 7, and 127 - 7 is 120.
 constexpr float FP8_BIAS = 0x1p120f;
 
 inline Vec load(const fp8* p) {
@@ -80,7 +80,7 @@ inline void store(bf16* p, Vec v) {
 
 // Rounds to nearest, halves up. For numbers from -127 to 127.
 inline void store(int8_t* p, Vec v) {
-  // Shifted above 0, where conversion, which cuts off, rounds down.
+  // Shifted above 0, where the truncating conversion rounds down.
   const ByteVec bytes = __builtin_convertvector(__builtin_convertvector(v + 128.5f, IntVec) - 128, ByteVec);
   memcpy(p, &bytes, sizeof bytes);
 }
@@ -116,16 +116,16 @@ inline float to_float(bf16 x) {
 
 inline Vec broadcast(float x) { return Vec{} + x; }
 
-// One number, rounded as those of a vector are.
-inline void put(float* to, float value) { *to = value; }
+// Stores one number with the rounding of a vector store.
+inline void store_one(float* to, float value) { *to = value; }
 
-inline void put(bf16* to, float value) {
+inline void store_one(bf16* to, float value) {
   bf16 rounded[LANES];
   store(rounded, broadcast(value));
   *to = rounded[0];
 }
 
-inline IntVec lane_numbers() {
+inline IntVec lane_indices() {
   IntVec lanes;
   for (int i = 0; i < LANES; i++) lanes[i] = i;
   return lanes;
@@ -133,7 +133,7 @@ inline IntVec lane_numbers() {
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
-// The vector's halves, quarters and so on, down to two numbers, folded by an operation.
+// Reduces a vector by folding its halves onto each other until one number is left.
 template <typename Fold>
 inline float fold(Vec v, Fold with) {
   typedef float Quad __attribute__((vector_size(16)));
@@ -162,8 +162,8 @@ inline float max_of(Vec v) {
   return fold(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// Sums of neighbours: those of `a` in the lower half, those of `b` in the upper.
-inline Vec add_neighbours(Vec a, Vec b) {
+// Sums of adjacent pairs: of `a` in the lower half, of `b` in the upper half.
+inline Vec add_pairs(Vec a, Vec b) {
 #if defined(__AVX512F__)
   return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
          __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
@@ -175,32 +175,33 @@ inline Vec add_neighbours(Vec a, Vec b) {
 #endif
 }
 
-// The sum of each of LANES vectors, in their order; overwrites them.
+// Returns the sums of LANES vectors, one per lane; overwrites the vectors.
 inline Vec sums_of(Vec* v) {
   for (int count = LANES; count > 1; count /= 2)
-    for (int i = 0; i < count / 2; i++) v[i] = add_neighbours(v[2 * i], v[2 * i + 1]);
+    for (int i = 0; i < count / 2; i++) v[i] = add_pairs(v[2 * i], v[2 * i + 1]);
   return v[0];
 }
 
-// In every square of twice HALF rows and lanes, the upper right quarter and the lower left one change places; and so in
-// the quarters.
+// One step of a recursive transpose: swaps the upper right and lower left quarters of each square of 2 HALF rows, then
+// transposes the quarters.
 template <int HALF, int... LANE>
-inline void exchange_quarters(Vec* rows, std::integer_sequence<int, LANE...> lanes) {
+inline void swap_quarters(Vec* rows, std::integer_sequence<int, LANE...> lanes) {
   for (int i = 0; i < LANES; i++) {
     if (i & HALF) continue;
     const Vec upper = rows[i], lower = rows[i + HALF];
     rows[i] = __builtin_shufflevector(upper, lower, (LANE & HALF ? LANES + LANE - HALF : LANE)...);
     rows[i + HALF] = __builtin_shufflevector(upper, lower, (LANE & HALF ? LANES + LANE : LANE + HALF)...);
   }
-  if constexpr (HALF > 1) exchange_quarters<HALF / 2>(rows, lanes);
+  if constexpr (HALF > 1) swap_quarters<HALF / 2>(rows, lanes);
 }
 
-// LANES rows become as many columns.
+// Transposes a square of LANES rows.
 inline void transpose(Vec* rows) {
-  exchange_quarters<LANES / 2>(rows, std::make_integer_sequence<int, LANES>());
+  swap_quarters<LANES / 2>(rows, std::make_integer_sequence<int, LANES>());
 }
 
-// exp, to 2 units in the last place: 2^n times a polynomial of the rest (coefficients: Cephes' expf). 0 below -87.
+// exp within 2 units in the last place: 2^n times a polynomial of the remainder (coefficients: Cephes' expf). 0 below
+// -87.
 inline Vec exp_of(Vec x) {
   const Vec clamped = x > 88.f ? broadcast(88.f) : x;
   const Vec scaled = clamped * 1.44269504f;
