@@ -23,10 +23,20 @@ _LONG: _CType = ctypes.c_int64
 _FLOAT: _CType = ctypes.c_float
 # Sizes, scale, variant and threads.
 _ATTENTION = [_LONG] * 7 + [_FLOAT, _LONG, _FLOAT, _POINTER, _INT]
+# Layers and last norm, sublayers, dtype, tokens, rotations, step inputs, activations and threads.
+_DECODE_LAYERS = (
+    [_POINTER, _LONG, _POINTER]
+    + [_LONG] * 2
+    + [_INT, _LONG]
+    + [_POINTER] * 3
+    + [_LONG]
+    + [_POINTER] * 4
+    + [_INT]
+)
 # Segment, rank, number of ranks, slot bytes and round.
-_SHM_RANK = [_POINTER, _INT, _INT, _LONG, ctypes.c_uint32]
+_SHM_RANK: list[_CType] = [_POINTER, _INT, _INT, _LONG, ctypes.c_uint32]
 # Input, output, bytes, whether the input is written already, and timeout in microseconds.
-_SHM_DATA = [_POINTER, _POINTER, _LONG, _INT, _LONG]
+_SHM_DATA: list[_CType] = [_POINTER, _POINTER, _LONG, _INT, _LONG]
 _SIGNATURES: dict[str, list[_CType]] = {
     "quire_constants": [],
     "quire_linear": [_INT] * 2 + [_POINTER] * 5 + [_LONG] * 4 + [_INT],
@@ -43,15 +53,7 @@ _SIGNATURES: dict[str, list[_CType]] = {
     "quire_sample_greedy": [_POINTER] * 3 + [_LONG] * 3 + [_INT] * 2,
     "quire_sample_full": [_POINTER] * 5 + [_LONG] * 3 + [_INT] * 2,
     "quire_decode_layer_bytes": [],
-    "quire_decode_layers": (
-        [_POINTER, _LONG, _POINTER]
-        + [_LONG] * 2
-        + [_INT, _LONG]
-        + [_POINTER] * 3
-        + [_LONG]
-        + [_POINTER] * 4
-        + [_INT]
-    ),
+    "quire_decode_layers": _DECODE_LAYERS,
     "quire_shm_segment_bytes": [_INT, _LONG],
     "quire_shm_all_reduce": [*_SHM_RANK, _INT, *_SHM_DATA],
     "quire_shm_all_gather": [*_SHM_RANK, *_SHM_DATA],
