@@ -18,7 +18,7 @@ import pytest
 import ray
 from ray._private import worker as ray_worker
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
-from ray.autoscaler.v2.schema import ClusterStatus, LaunchRequest, NodeInfo
+from ray.autoscaler.v2.schema import ClusterStatus, LaunchRequest, NodeInfo, Stats
 
 from quire.cluster.ray_runtime import compat
 from quire.cluster.ray_runtime.compat import AutoscalerStatus
@@ -104,6 +104,7 @@ def test_empty_report_of_version_1_is_an_empty_status() -> None:
 def test_cluster_status_of_version_2_is_summed_by_node_type() -> None:
     pending, failed = LaunchRequest.Status.PENDING, LaunchRequest.Status.FAILED
     status = ClusterStatus(
+        stats=Stats(gcs_request_time_s=0.0),  # 2.55 has no default
         pending_nodes=[NodeInfo("g5", "gpu-small", "i-1", "10.0.0.9")],
         pending_launches=[
             LaunchRequest("g5", "gpu-small", 2, pending, 0),
