@@ -43,7 +43,7 @@ async def answer_all(
             pass
 
     client.start()
-    client.watch(replica.failure)
+    client.fail_after(replica.failure)
     try:
         await asyncio.gather(*map(answer, range(num_requests)))
         return await client.status(STATUS_TIMEOUT_S)

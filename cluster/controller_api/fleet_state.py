@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ..config.deployment import Deployment
-from ..replica.replica import ReplicaRecord
+from ..replica.record import ReplicaRecord
 
 
 class ReplicaState(StrEnum):

@@ -6,7 +6,7 @@ import logging
 
 from ...proto.errors import QuireError
 from ..config.deployment import Deployment
-from ..replica.replica import ReplicaRecord
+from ..replica.record import ReplicaRecord
 from .interfaces import Store
 
 _DEPLOYMENT = "deployment/"

@@ -10,8 +10,8 @@ from ...proto.errors import QuireError
 from ..config.deployment import Deployment
 from ..controller_api.fleet_state import NodeEntry
 from ..replica.client import ReplicaClient
-from ..replica.launch_progress import Tell
-from ..replica.replica import ReplicaRecord
+from ..replica.launch_progress import OnProgress
+from ..replica.record import ReplicaRecord
 
 
 class LiveReplica(Protocol):
@@ -33,7 +33,7 @@ class LiveReplica(Protocol):
 class Launcher(Protocol):
     """Launches, finds and removes replicas. All methods but `connect` and `notice` block and run in threads."""
 
-    def launch(self, deployment: Deployment, replica_id: str, on_progress: Tell) -> LiveReplica:
+    def launch(self, deployment: Deployment, replica_id: str, on_progress: OnProgress) -> LiveReplica:
         """Launch a replica. Raises QuireError, and whatever `on_progress` raises.
 
         `on_progress` is called in this thread at every stage, first as soon as `remove` can find what was started. So
@@ -61,8 +61,8 @@ class Launcher(Protocol):
         """Place nothing on the node any more, and let it end once nothing runs there."""
         ...
 
-    def connect(self, record: ReplicaRecord, patience_s: float) -> ReplicaClient:
-        """Return a client, not started. A replica that is silent for more than `patience_s` counts as failed."""
+    def connect(self, record: ReplicaRecord, silence_timeout_s: float) -> ReplicaClient:
+        """Return a client, not started, whose replica fails after a silence of `silence_timeout_s`."""
         ...
 
     def notice(self, node_id: str) -> Future[float] | None:

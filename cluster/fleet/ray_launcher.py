@@ -17,9 +17,10 @@ from ..ray_runtime import compat
 from ..ray_runtime.launch_target import FleetLaunchTarget
 from ..replica.client import ReplicaClient
 from ..replica.launch import launch_replica
-from ..replica.launch_progress import Tell
+from ..replica.launch_progress import OnProgress
 from ..replica.placement import ClusterView
-from ..replica.replica import Replica, ReplicaRecord, adopt_replica, known_replicas, remove_replica
+from ..replica.record import ReplicaRecord
+from ..replica.replica import Replica, adopt_replica, known_replicas, remove_replica
 from .spot import wait_for_notice
 
 # Resources of a node that are shown to operators.
@@ -42,7 +43,7 @@ class RayLauncher:
         self._namespace = namespace
         self._autoscaling_config = autoscaling_config
 
-    def launch(self, deployment: Deployment, replica_id: str, on_progress: Tell) -> Replica:
+    def launch(self, deployment: Deployment, replica_id: str, on_progress: OnProgress) -> Replica:
         view = ClusterView.read(self._autoscaling_config)
         nodes = [node.total for node in view.nodes] + [node_type.resources for node_type in view.node_types]
         has_gpus = any(resources.get("GPU", 0) for resources in nodes)
@@ -56,7 +57,9 @@ class RayLauncher:
             resources_per_rank=rank_resources,
             autoscaling_config=self._autoscaling_config,
         )
-        return launch_replica(config, replica_id, launch_target, version=deployment.version, tell=on_progress)
+        return launch_replica(
+            config, replica_id, launch_target, version=deployment.version, on_progress=on_progress
+        )
 
     def adopt(self, record: ReplicaRecord) -> Replica:
         return adopt_replica(record)
@@ -87,8 +90,10 @@ class RayLauncher:
         if problem := compat.drain_node(node_id, "quire drain"):
             raise ReplicaUnavailable(f"Ray refused to drain node {node_id}: {problem}")
 
-    def connect(self, record: ReplicaRecord, patience_s: float) -> ReplicaClient:
-        return ReplicaClient(record.endpoint, record.replica_id, patience_s=patience_s, keys=self._keys)
+    def connect(self, record: ReplicaRecord, silence_timeout_s: float) -> ReplicaClient:
+        return ReplicaClient(
+            record.endpoint, record.replica_id, silence_timeout_s=silence_timeout_s, keys=self._keys
+        )
 
     def notice(self, node_id: str) -> Future[float] | None:
         if self._spot_notices is None:

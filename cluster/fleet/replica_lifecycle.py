@@ -22,9 +22,9 @@ from ..controller_api.fleet_state import ReplicaEntry, ReplicaState
 from ..host.background import run_in_background
 from ..host.backoff import Backoff
 from ..replica.canary import run_canary
-from ..replica.client import PATIENCE_S, ReplicaClient
+from ..replica.client import SILENCE_MARGIN_S, ReplicaClient
 from ..replica.launch_progress import LaunchProgress, LaunchStage
-from ..replica.replica import ReplicaRecord
+from ..replica.record import ReplicaRecord
 from .blocking_calls import CALL_TIMEOUT_S, BlockingCalls
 from .fleet_store import FleetStore
 from .interfaces import Launcher, LiveReplica
@@ -94,7 +94,7 @@ class ReplicaLifecycle:
     @property
     def status(self) -> ReplicaStatus | None:
         """The replica's latest status, or None before the first."""
-        return None if self._client is None else self._client.latest
+        return None if self._client is None else self._client.latest_status
 
     @property
     def node_ids(self) -> tuple[str, ...]:
@@ -213,14 +213,14 @@ class ReplicaLifecycle:
     async def _serve(self, launched: asyncio.Future[LiveReplica]) -> None:
         """From the launch until the replica has drained."""
         self._live = await launched
-        patience_s = self.deployment.engine.step_timeout_s + PATIENCE_S
-        client = self._client = self._context.launcher.connect(self._live.record, patience_s)
+        silence_timeout_s = self.deployment.engine.step_timeout_s + SILENCE_MARGIN_S
+        client = self._client = self._context.launcher.connect(self._live.record, silence_timeout_s)
         client.start()
-        client.watch(self._live.failure)
+        client.fail_after(self._live.failure)
         if await self._is_draining_already(client):
             self._set_state(ReplicaState.DRAINING, "the replica was draining when it was adopted")
         else:
-            self._on_progress(LaunchProgress(LaunchStage.PROVING))
+            self._on_progress(LaunchProgress(LaunchStage.CANARY))
             await run_canary(client, self._context.canary_timeout_s)
             self.ready_at = self._context.clock()
             self._set_state(ReplicaState.READY, "")

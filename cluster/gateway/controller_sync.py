@@ -21,8 +21,8 @@ from ..controller_api.demand import Demand
 from ..controller_api.fleet_state import FleetState, ReplicaEntry, ReplicaState
 from ..host.background import run_in_background
 from ..host.backoff import Backoff
-from ..replica.client import PATIENCE_S, ReplicaClient
-from ..replica.replica import ReplicaRecord
+from ..replica.client import SILENCE_MARGIN_S, ReplicaClient
+from ..replica.record import ReplicaRecord
 from ..requests.request import RequestChecker
 from ..requests.tokenizer import Tokenizer
 from .fleet_messages import fleet_state_to_message
@@ -45,12 +45,12 @@ class _SyncedModel:
 
     Attributes:
         version: of the deployment that `served` was read from.
-        patience_s: silence after which a replica of that version counts as failed.
+        silence_timeout_s: silence after which a replica of that version counts as failed.
     """
 
     version: str
     served: ServedModel
-    patience_s: float
+    silence_timeout_s: float
 
 
 class ControllerSync:
@@ -157,8 +157,10 @@ class ControllerSync:
                 return
             pool = self._new_pool(config) if model is None else model.served.pool
             served = ServedModel(config, tokenizer, RequestChecker(config, tokenizer), pool)
-            patience_s = config.scheduler.step_timeout_s + PATIENCE_S
-            model = self._synced[deployment.name] = _SyncedModel(deployment.version, served, patience_s)
+            silence_timeout_s = config.scheduler.step_timeout_s + SILENCE_MARGIN_S
+            model = self._synced[deployment.name] = _SyncedModel(
+                deployment.version, served, silence_timeout_s
+            )
             self._models.add(served)
         _limit_to_smallest_replica(model.served, reachable)
         model.served.scales_from_zero = deployment.limits.min_replicas == 0
@@ -189,10 +191,12 @@ class ControllerSync:
         for entry in state.replicas_of(pool.model):
             is_new = entry.replica_id not in pool.clients
             if is_new and entry.state is ReplicaState.READY and entry.record is not None:
-                pool.add(self._connect(entry.record, model.patience_s))
+                pool.add(self._connect(entry.record, model.silence_timeout_s))
 
-    def _connect(self, record: ReplicaRecord, patience_s: float) -> ReplicaClient:
-        client = ReplicaClient(record.endpoint, record.replica_id, patience_s=patience_s, keys=self._keys)
+    def _connect(self, record: ReplicaRecord, silence_timeout_s: float) -> ReplicaClient:
+        client = ReplicaClient(
+            record.endpoint, record.replica_id, silence_timeout_s=silence_timeout_s, keys=self._keys
+        )
         client.start()
         return client
 

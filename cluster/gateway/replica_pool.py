@@ -49,7 +49,7 @@ class _Member:
 
     @property
     def takes_requests(self) -> bool:
-        status = self.client.latest
+        status = self.client.latest_status
         drains = self.is_draining or (status is not None and status.draining)
         return self.is_ready and not drains and not self.client.problem
 
@@ -59,7 +59,7 @@ class _Member:
 
     @property
     def load(self) -> ReplicaLoad:
-        status = self.client.latest
+        status = self.client.latest_status
         assert status is not None, "a ready replica has sent a status"
         return ReplicaLoad(queued_tokens=status.queued_tokens + self.num_sent_tokens, kv_use=status.kv_use)
 
@@ -129,7 +129,7 @@ class ReplicaPool:
         """Add a replica whose client has been started. It gets requests after its first canary token."""
         member = _Member(client)
         self._members[client.replica_id] = member
-        client.listen(lambda message: self._on_message(member, message))
+        client.add_listener(lambda message: self._on_message(member, message))
         member.tasks = [
             run_in_background(self._maintain_readiness(member), f"checking {client.replica_id}"),
             run_in_background(self._notify_on_failures(client), f"watching {client.replica_id}"),
@@ -264,7 +264,7 @@ class ReplicaPool:
         """Mark the replica ready after a canary token, and not ready while it has a problem."""
         client = member.client
         while True:
-            await client.wait_until(well=True)
+            await client.wait_until_healthy()
             try:
                 await run_canary(client, CANARY_TIMEOUT_S)
             except QuireError as error:
@@ -275,7 +275,7 @@ class ReplicaPool:
                 continue
             member.is_ready = True
             self._notify_change()
-            await client.wait_until(well=False)
+            await client.wait_until_unhealthy()
             member.is_ready = False
             self._notify_change()
 
@@ -284,7 +284,7 @@ class ReplicaPool:
         while True:
             await client.wait_until_failed()
             self._notify_change()
-            await client.wait_until(well=True)
+            await client.wait_until_healthy()
 
     def _notify_change(self) -> None:
         self._changes.notify()

@@ -104,18 +104,18 @@ class _Attempt:
         self.handles = handles
 
     def put(self, handle: int, update: SequenceUpdate) -> None:
-        """See `Receiver`."""
+        """See `UpdateReceiver`."""
         self._owner._on_update(self, self._index_of[handle], update)
 
     def fail(self, error: QuireError) -> None:
-        """See `Receiver`."""
+        """See `UpdateReceiver`."""
         self._owner._on_replica_lost(self, error)
 
     def stop(self, index: int) -> None:
         self.client.stop(self._handle_of[index])
 
     def abort(self) -> None:
-        self.client.forget(self.handles)
+        self.client.abort(self.handles)
 
 
 class MigratingRequest(UpdateQueue):
@@ -247,7 +247,7 @@ class MigratingRequest(UpdateQueue):
         """Submit all unplaced outputs to the replica. Returns False if the replica has just failed."""
         for indices, request in self._unplaced_requests():
             try:
-                attempt = client.place(request, partial(_Attempt, self, client, indices))
+                attempt = client.submit_with(request, partial(_Attempt, self, client, indices))
             except ReplicaUnavailable as error:
                 self._last_failure = error
                 return False

@@ -1,4 +1,4 @@
-"""Background tasks: what should go on until it is cancelled, and must not end unheard."""
+"""Background tasks that run until canceled and whose failure is logged."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _log = logging.getLogger(__name__)
 
 def run_in_background(
     work: Coroutine[Any, Any, None],
-    what: str,
+    name: str,
     on_failure: Callable[[BaseException], None] = lambda error: None,
 ) -> asyncio.Task[None]:
-    """Begins the work; the caller holds the task and cancels it.
+    """Start a task; the caller keeps a reference to it and cancels it.
 
     Args:
-        what: names it in the log, should it fail; asyncio itself tells of that only once nobody holds the task.
-        on_failure: called then.
+        name: the task's name in the log if it fails; asyncio itself reports a failed task only when it is collected.
+        on_failure: called with the error if the task fails.
     """
 
-    def look(task: asyncio.Task[None]) -> None:
+    def on_done(task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:
             return
-        _log.error("%s has failed", what, exc_info=error)
+        _log.error("%s has failed", name, exc_info=error)
         on_failure(error)
 
-    task = asyncio.create_task(work, name=what)
-    task.add_done_callback(look)
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(on_done)
     return task

@@ -1,4 +1,4 @@
-"""Closing: a thing with `close` that is closed by leaving its `with` block."""
+"""Closing: base class of context managers whose end is `close`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Closing:
-    """Base class; whoever inherits says what `close` ends."""
+    """Context manager that calls `close` at the end of its block. Subclasses define `close`."""
 
     def close(self) -> None:
         raise NotImplementedError

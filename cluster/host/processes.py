@@ -1,4 +1,4 @@
-"""Which processes descend from others, and whether they have ended: from /proc and pidfds, so on Linux only."""
+"""Process trees: descendants of processes, waiting for and killing them. Linux only (/proc and pidfds)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 class ProcessTree:
-    """Some processes and their descendants as of now. A pidfd each, so that a reused pid is not mistaken for them."""
+    """Some processes and their present descendants, each held by a pidfd, which a reused pid does not change."""
 
     def __init__(self, root_pids: Iterable[int]) -> None:
         self._pidfds: dict[int, int] = {}  # pid |-> pidfd
@@ -23,11 +23,11 @@ class ProcessTree:
                 self._pidfds[pid] = os.pidfd_open(pid)
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Waits until all have ended; returns the pids of those that have not in time."""
+        """Wait until all processes have ended; return the pids of those that have not in time."""
         deadline = time.monotonic() + timeout_s
         for pid, pidfd in list(self._pidfds.items()):
             remaining_s = max(0.0, deadline - time.monotonic())
-            # Unlike select, it takes descriptors of any number.
+            # select.select would refuse file descriptors from 1024 on.
             poller = select.poll()
             poller.register(pidfd, select.POLLIN)
             if poller.poll(math.ceil(1000 * remaining_s)):
@@ -35,7 +35,7 @@ class ProcessTree:
         return list(self._pidfds)
 
     def kill(self) -> None:
-        """Kills what is left."""
+        """Kill the processes that have not ended."""
         for pidfd in self._pidfds.values():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -46,7 +46,7 @@ class ProcessTree:
 
 
 def children(parent_pid: int) -> set[int]:
-    """Pids of a process's own children now."""
+    """Return the pids of a process's children."""
     return set(_children_by_parent()[parent_pid])
 
 
@@ -63,7 +63,7 @@ def _children_by_parent() -> defaultdict[int, list[int]]:
     by_parent = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            # The second field, the command, is in parentheses and may hold anything.
+            # The second field, the command, is in parentheses and may contain any character.
             parent_pid = int(stat.read_text().rpartition(")")[2].split()[1])
             by_parent[parent_pid].append(int(stat.parent.name))
     return by_parent

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: an exception while a server starts, a future once its event loop runs."""
+"""SIGINT and SIGTERM: an exception while a server starts, a future while its event loop runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 class Interrupted(BaseException):
-    """A signal came during start-up."""
+    """A signal arrived during start-up."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal_number)
@@ -22,7 +22,7 @@ class Interrupted(BaseException):
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """A signal raises Interrupted in the main thread; the handlers from before are put back at the end."""
+    """Raise Interrupted in the main thread on a signal; restore the previous handlers at the end of the block."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     raise_on_signals()
     try:
@@ -43,20 +43,20 @@ def ignore_signals() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    # A second one must not interrupt the shutdown that the first one begins.
+    # A second signal must not interrupt the shutdown after the first.
     ignore_signals()
     raise Interrupted(number)
 
 
 def next_signal() -> asyncio.Future[int]:
-    """The number of the next signal, once it has come. For the main thread's running event loop."""
+    """Return a future of the next signal's number. For the event loop of the main thread."""
     loop = asyncio.get_running_loop()
     arrival: asyncio.Future[int] = loop.create_future()
 
-    def note(number: int) -> None:
+    def on_signal(number: int) -> None:
         if not arrival.done():
             arrival.set_result(number)
 
     for number in _SIGNALS:
-        loop.add_signal_handler(number, note, number)
+        loop.add_signal_handler(number, on_signal, number)
     return arrival

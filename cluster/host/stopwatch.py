@@ -1,4 +1,4 @@
-"""Stopwatch: where the time of a start-up went."""
+"""Stopwatch: seconds by stage of a start-up."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping
 
 
 class Stopwatch:
-    """Seconds by stage, one after the other."""
+    """Seconds of consecutive stages."""
 
     def __init__(self) -> None:
         self._laps: dict[str, float] = {}
         self._lap_started = time.monotonic()
 
     def lap(self, stage: str) -> None:
-        """Ends the stage that has run since the last call."""
+        """End the stage that began with the previous call, and record its seconds."""
         now = time.monotonic()
         self._laps[stage] = now - self._lap_started
         self._lap_started = now
@@ -24,8 +24,9 @@ class Stopwatch:
         return sum(self._laps.values())
 
     def __str__(self) -> str:
-        return seconds_in_words(self._laps)
+        return format_seconds(self._laps)
 
 
-def seconds_in_words(seconds: Mapping[str, float]) -> str:
+def format_seconds(seconds: Mapping[str, float]) -> str:
+    """Return ``stage 1.23 s, stage 0.40 s``."""
     return ", ".join(f"{stage} {value:.2f} s" for stage, value in seconds.items())

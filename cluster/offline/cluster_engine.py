@@ -17,7 +17,7 @@ from ..requests.request_stream import output_events
 from .engine import OutputCollector
 
 # A step may take step_timeout_s; this much longer is allowed before the replica is considered lost.
-_EXTRA_PATIENCE_S = 5.0
+_SILENCE_MARGIN_S = 5.0
 
 
 class ClusterEngine:
@@ -37,10 +37,10 @@ class ClusterEngine:
         client = ReplicaClient(
             self._replica.address,
             self._replica.replica_id,
-            patience_s=self.config.scheduler.step_timeout_s + _EXTRA_PATIENCE_S,
+            silence_timeout_s=self.config.scheduler.step_timeout_s + _SILENCE_MARGIN_S,
         )
         client.start()
-        client.watch(self._replica.failure)
+        client.fail_after(self._replica.failure)
         try:
             await asyncio.gather(*(_follow(client, collector, advance) for collector in collectors))
         finally:

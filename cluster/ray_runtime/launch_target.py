@@ -1,4 +1,4 @@
-"""LaunchTarget: where a replica's processes live, how long, and how they and the gateways reach each other."""
+"""LaunchTarget: the cluster that a replica is launched on, with its addresses, lifetime and keys."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ DEFAULT_NAMESPACE = "quire"
 
 
 class LaunchTarget(Protocol):
-    """Where replicas are launched: a LocalCluster of this process's own, or a FleetLaunchTarget.
+    """Cluster that replicas are launched on: a LocalCluster of this process, or a FleetLaunchTarget.
 
     Attributes:
-        namespace: Ray's, of the actors' names.
-        outlives_us: the replica goes on when the process that launched it ends.
-        resources_per_rank: Ray resources that each rank takes beside its CPU, and GPU where it computes on one.
-        keys: that it takes to speak to the replica; None: its sockets are ipc.
-        placement_timeout_s: how long to wait for room.
+        namespace: Ray namespace of the actors' names.
+        is_detached: replicas keep running after the process that launched them ends.
+        resources_per_rank: Ray resources of each rank beside its CPU and, if it computes on one, its GPU.
+        keys: CURVE keys of the replica's tcp sockets; None if its sockets are ipc.
+        placement_timeout_s: seconds to wait for resources.
         autoscaling_config: see `placement.ClusterView.read`.
     """
 
     @property
     def namespace(self) -> str: ...
     @property
-    def outlives_us(self) -> bool: ...
+    def is_detached(self) -> bool: ...
     @property
     def resources_per_rank(self) -> Mapping[str, float]: ...
     @property
@@ -37,25 +37,25 @@ class LaunchTarget(Protocol):
     @property
     def autoscaling_config(self) -> str | None: ...
 
-    def channel(self, host: str) -> ChannelAddress:
-        """Where a scheduler on that host binds the step channel."""
+    def channel_address(self, host: str) -> ChannelAddress:
+        """Return the address at which a scheduler on that host binds its step channel."""
         ...
 
-    def mailbox(self, replica_id: str, host: str) -> str:
-        """The endpoint at which a scheduler on that host hears gateways."""
+    def mailbox_endpoint(self, replica_id: str, host: str) -> str:
+        """Return the endpoint at which a scheduler on that host receives gateways' messages."""
         ...
 
-    def guard(self) -> None:
-        """The replica's processes have been started: sees to their end where they must not outlive this one."""
+    def on_processes_started(self) -> None:
+        """Make a replica's new processes end with this process, unless the target is detached."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FleetLaunchTarget:
-    """A running Ray cluster of any number of nodes. What is launched there is detached: it outlives its launcher.
+    """A running Ray cluster of any number of nodes. Replicas are detached: they outlive the launching process.
 
-    Messages travel over tcp between the nodes' addresses, encrypted, and only holders of the keys can speak. The
-    ranks' collectives are torch's, which has no such protection: the nodes' network must be the cluster's own.
+    Messages between nodes travel over tcp, encrypted and authenticated by the keys. The ranks' collectives are
+    torch's and have no such protection: the nodes need a network of their own.
     """
 
     keys: CurveKeys
@@ -65,14 +65,14 @@ class FleetLaunchTarget:
     autoscaling_config: str | None = None
 
     @property
-    def outlives_us(self) -> bool:
+    def is_detached(self) -> bool:
         return True
 
-    def channel(self, host: str) -> ChannelAddress:
+    def channel_address(self, host: str) -> ChannelAddress:
         return ChannelAddress.on_host(host, self.keys)
 
-    def mailbox(self, replica_id: str, host: str) -> str:
+    def mailbox_endpoint(self, replica_id: str, host: str) -> str:
         return tcp_endpoint(host)
 
-    def guard(self) -> None:
+    def on_processes_started(self) -> None:
         pass

@@ -1,1 +1,1 @@
-"""A replica: its launch, record, actors, channel group and client."""
+"""A replica: launch, record, actor handles, channel group, client, placement and canary."""

@@ -1,4 +1,4 @@
-"""The canary: one token through all ranks of a replica, before anybody counts on it."""
+"""The canary: a request for one token that a new replica must serve before it takes other requests."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from .client import ReplicaClient
 
 
 async def run_canary(client: ReplicaClient, timeout_s: float) -> None:
-    """Returns once a token has come through all ranks of the replica.
+    """Wait until the replica, with all its ranks, has generated one token.
 
     Raises:
-        QuireError: why none has, in time.
+        QuireError: the replica failed, drains, or generated no token in time; says which.
     """
     params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
-    running = client.submit(Request("canary", np.zeros(1, np.int32), params))
+    request = client.submit(Request("canary", np.zeros(1, np.int32), params))
     try:
         async with asyncio.timeout(timeout_s):
-            async for _, news in running:
-                if (finish := news.finish) is None:
+            async for _, update in request:
+                if (finish := update.finish) is None:
                     continue
                 if finish.reason is FinishReason.MOVED:
                     raise ReplicaUnavailable(f"replica {client.replica_id} drains")
                 if finish.reason is FinishReason.ERROR:
                     raise from_status(finish.grpc_status, finish.error)
     except TimeoutError:
-        raise ReplicaUnavailable(f"replica {client.replica_id} gave no token in {timeout_s:g} s") from None
+        raise ReplicaUnavailable(
+            f"replica {client.replica_id} generated no token in {timeout_s:g} s"
+        ) from None
     finally:
-        running.abort()
+        request.abort()

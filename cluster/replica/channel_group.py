@@ -1,4 +1,4 @@
-"""ChannelWorkerGroup: ranks behind a StepChannel. Ray stands by as sentinel only: it says when a process has died."""
+"""ChannelWorkerGroup: ranks behind a StepChannel. Ray carries no step and only reports processes that died."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from ..ray_runtime.errors import describe
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-# How long to look for the root of a failure. One rank's death fails the collectives of the others, and their
-# news comes first: Ray knows of a killed process 12 to 29 ms later.
-_EVIDENCE_S = 0.3
-# For a rank's process to say what it is doing.
+# Seconds to wait for the root cause of a failure. One rank's death fails the collectives of the others, whose reports
+# come first: Ray reports a killed process 12 to 29 ms later.
+_ROOT_CAUSE_WAIT_S = 0.3
+# For a rank's process to report its stage.
 _STAGE_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class ChannelGroupMaker:
-    """Builds the group in the process that calls it: small and picklable, which a group's sockets are not.
+class ChannelGroupFactory:
+    """Makes the group in the process that calls it. It is picklable; the group's sockets are not.
 
     Attributes:
         address: where to bind the step channel.
         workers: handles of the WorkerActors, by rank.
-        statuses: what the ranks said of themselves once loaded, by rank.
-        join_timeout_s: for every rank to hear the channel.
+        statuses: the ranks' statuses after loading, by rank.
+        join_timeout_s: for every rank to join the channel.
     """
 
     address: ChannelAddress
@@ -49,34 +49,36 @@ class ChannelGroupMaker:
 
 
 class ChannelWorkerGroup:
-    """A WorkerGroup; see scheduler.worker_group for its methods."""
+    """A WorkerGroup; see scheduler.service.worker_group for its methods."""
 
-    def __init__(self, maker: ChannelGroupMaker) -> None:
-        self._workers = maker.workers
-        self._statuses = maker.statuses
-        self._sender = StepSender(maker.address, len(maker.workers))
+    def __init__(self, factory: ChannelGroupFactory) -> None:
+        self._workers = factory.workers
+        self._statuses = factory.statuses
+        self._sender = StepSender(factory.address, len(factory.workers))
         self._epoch = 0
         self._broadcast_step = 0
-        self._answered_steps = [0] * len(maker.workers)  # rank |-> its latest answer; a rank answers in order
+        self._replied_steps = [0] * len(
+            factory.workers
+        )  # rank |-> step of its latest reply; replies are in order
         self._results: deque[StepResult] = deque()  # of rank 0, not gathered yet
         self._gathered_step = 0
-        self._failures: list[StepFailure] = []  # the ranks' own words, as they came
+        self._failures: list[StepFailure] = []  # reported by the ranks, in order of arrival
         self._deaths: dict[int, str] = {}  # rank |-> how its process ended; written by Ray's thread
         self._closed = False
-        # A reference to run() ends when the rank's process does, however it does.
-        self._lives: list[Future[None]] = []
+        # The future of run() is done when the rank's process ends, for any reason.
+        self._ends: list[Future[None]] = []
         try:
-            self._start(maker)
+            self._start(factory)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, maker: ChannelGroupMaker) -> None:
+    def _start(self, factory: ChannelGroupFactory) -> None:
         for rank, worker in enumerate(self._workers):
-            life: Future[None] = worker.run.remote(self._sender.address).future()
-            life.add_done_callback(partial(self._note_end, rank))
-            self._lives.append(life)
-        self._sender.wait_for_ranks(maker.join_timeout_s)
+            end: Future[None] = worker.run.remote(self._sender.address).future()
+            end.add_done_callback(partial(self._on_rank_end, rank))
+            self._ends.append(end)
+        self._sender.wait_for_ranks(factory.join_timeout_s)
         self.check()
 
     def broadcast(self, plan: StepPlan) -> None:
@@ -89,8 +91,8 @@ class ChannelWorkerGroup:
         while not self._results:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
-                raise self._overdue(timeout_s)
-            self._take(self._sender.receive(remaining_s))
+                raise self._timeout_error(timeout_s)
+            self._on_frame(self._sender.receive(remaining_s))
             self._raise_failure()
         result = self._results.popleft()
         self._gathered_step = result.step_id
@@ -98,51 +100,50 @@ class ChannelWorkerGroup:
 
     def check(self) -> None:
         while (frame := self._sender.receive(0)) is not None:
-            self._take(frame)
+            self._on_frame(frame)
         self._raise_failure()
 
     def statuses(self) -> tuple[RankStatus, ...]:
-        answered = zip(self._statuses, self._answered_steps, strict=True)
         return tuple(
             replace(status, stage="idle" if step_id >= self._broadcast_step else "step")
-            for status, step_id in answered
+            for status, step_id in zip(self._statuses, self._replied_steps, strict=True)
         )
 
     def close(self) -> None:
         self._closed = True
         self._sender.close()
 
-    def _take(self, frame: bytes | None) -> None:
+    def _on_frame(self, frame: bytes | None) -> None:
         if frame is None:
             return
         reply = decode_reply(frame)
         if isinstance(reply, StepFailure):
             self._failures.append(reply)
         elif reply.epoch == self._epoch:
-            self._answered_steps[reply.rank] = reply.step_id
+            self._replied_steps[reply.rank] = reply.step_id
             if reply.rank == 0:
                 self._results.append(reply)
 
-    def _note_end(self, rank: int, life: Future[None]) -> None:
-        """Runs on a thread of Ray's when a rank's run() ends. One that returned has told its reason itself."""
-        error = life.exception()
+    def _on_rank_end(self, rank: int, end: Future[None]) -> None:
+        """Record a process that died, on a thread of Ray's. A rank whose run() returned has sent its own reason."""
+        error = end.exception()
         if error is None or self._closed:
             return
         self._deaths[rank] = describe(error)
         self._sender.interrupt()
 
     def _raise_failure(self) -> None:
-        """Raises RankFailed for the rank at the root of what is known to have failed, if anything has."""
+        """Raise RankFailed for the rank that failed first, if any rank has failed."""
         if not self._failures and not self._deaths:
             return
-        deadline = time.monotonic() + _EVIDENCE_S
+        deadline = time.monotonic() + _ROOT_CAUSE_WAIT_S
         while not self._deaths and len(self._failures) < len(self._workers):
             if (remaining_s := deadline - time.monotonic()) <= 0:
                 break
-            self._take(self._sender.receive(remaining_s))
+            self._on_frame(self._sender.receive(remaining_s))
         if self._deaths:
             rank, reason = next(iter(self._deaths.items()))
-            raise RankFailed(rank, reason + self._on_node(rank), self._step_under_way)
+            raise RankFailed(rank, reason + self._on_node(rank), self._step_in_flight)
         failed = {failure.rank for failure in self._failures}
         self._raise_if_hung([rank for rank in range(len(self._workers)) if rank not in failed])
         first = self._failures[0]
@@ -152,14 +153,14 @@ class ChannelWorkerGroup:
         for rank, stage in self._stages(ranks).items():
             if stage is None:
                 reason = f"its process{self._on_node(rank)} does not answer"
-                raise RankFailed(rank, reason, self._step_under_way)
+                raise RankFailed(rank, reason, self._step_in_flight)
 
-    def _overdue(self, timeout_s: float) -> RankFailed:
-        """What to raise when a step has no result in time."""
+    def _timeout_error(self, timeout_s: float) -> RankFailed:
+        """Return the error for a step without a result in time."""
         step_id = self._gathered_step + 1
-        late = [rank for rank, answered in enumerate(self._answered_steps) if answered < step_id]
+        late = [rank for rank, replied in enumerate(self._replied_steps) if replied < step_id]
         stages = self._stages(late)
-        # A rank whose process is stopped holds the others in a collective.
+        # A rank whose process is stopped blocks the others in a collective, so it is named first.
         rank = next((rank for rank in late if stages[rank] is None), late[0])
         others = ", ".join(f"rank {other} in stage {stages[other]}" for other in late if other != rank)
         silence = f"; its process{self._on_node(rank)} does not answer either" if stages[rank] is None else ""
@@ -167,25 +168,25 @@ class ChannelWorkerGroup:
         return RankFailed(rank, f"no answer in {timeout_s:g} s{silence}{waiting}", step_id, stages[rank])
 
     def _stages(self, ranks: list[int]) -> dict[int, str | None]:
-        """rank |-> the stage it says it is in; None for a process that does not answer at once."""
-        answers = {rank: self._workers[rank].status.remote() for rank in ranks}
-        if not answers:
+        """Return rank |-> the stage that it reports; None for a process that does not answer in time."""
+        calls = {rank: self._workers[rank].status.remote() for rank in ranks}
+        if not calls:
             return {}
-        ready, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=_STAGE_TIMEOUT_S)
+        ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_STAGE_TIMEOUT_S)
         stages: dict[int, str | None] = dict.fromkeys(ranks)
-        for rank, answer in answers.items():
-            if answer in ready:
+        for rank, call in calls.items():
+            if call in ready:
                 try:
-                    stages[rank] = ray.get(answer).stage
+                    stages[rank] = ray.get(call).stage
                 except RayError:
-                    continue  # it died while it was asked
+                    continue  # the process died during the call
         return stages
 
     def _on_node(self, rank: int) -> str:
-        """Where a rank is, when they are not all in one place."""
+        """Return the rank's node for an error, if the ranks are on several nodes."""
         nodes = [status.node for status in self._statuses]
         return f" on {nodes[rank]}" if len(set(nodes)) > 1 else ""
 
     @property
-    def _step_under_way(self) -> int | None:
+    def _step_in_flight(self) -> int | None:
         return self._gathered_step + 1 if self._broadcast_step > self._gathered_step else None

@@ -1,4 +1,4 @@
-"""ReplicaClient: an asyncio process's end of the line to one replica's scheduler."""
+"""ReplicaClient: connection of an asyncio process to one replica's scheduler."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ from ..requests.sequence_update import SequenceUpdate, updates_by_handle
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-# A replica is given up when it is silent for so long beyond a step's own deadline: from then on its scheduler still
-# asks the ranks what they are at.
-PATIENCE_S = 10.0
-# For aborts to leave when a client is closed.
+# A silent replica has failed after the deadline of a step and this margin, in which its scheduler asks the ranks for
+# the stages they are in.
+SILENCE_MARGIN_S = 10.0
+# For aborts to be sent when a client is closed.
 _LINGER_MS = 200
 _MAX_HANDLE = (1 << 31) - 1  # handles travel as int32
 
-ReceiverT = TypeVar("ReceiverT", bound="Receiver")
+ReceiverT = TypeVar("ReceiverT", bound="UpdateReceiver")
 Listener = Callable[[ReplicaStatus | CacheReport], None]
 
 
-class Receiver(Protocol):
-    """Who is told what a replica says of the answers that it was handed together."""
+class UpdateReceiver(Protocol):
+    """Receives a replica's updates for one submitted request."""
 
-    def put(self, handle: int, news: SequenceUpdate) -> None: ...
+    def put(self, handle: int, update: SequenceUpdate) -> None: ...
 
     def fail(self, error: QuireError) -> None:
-        """Nothing will come any more."""
+        """Take the error that ends all updates."""
         ...
 
 
-class RunningRequest(UpdateQueue):
-    """A request submitted to one replica, to whose end it runs or with which it fails.
+class SubmittedRequest(UpdateQueue):
+    """A request submitted to one replica; it fails if the replica does.
 
     Args:
-        handles: of its answers, by index.
+        handles: one per output, by index.
     """
 
     def __init__(self, client: ReplicaClient, handles: range) -> None:
@@ -79,7 +79,7 @@ class RunningRequest(UpdateQueue):
 
     def abort(self) -> None:
         """See `RequestStream`."""
-        self._client.forget(self.handles)
+        self._client.abort(self.handles)
         self.open.clear()
 
     def end(self, error: QuireError) -> None:
@@ -87,24 +87,24 @@ class RunningRequest(UpdateQueue):
         self.abort()
         self.fail(error)
 
-    def put(self, handle: int, news: SequenceUpdate) -> None:
-        """See `Receiver`."""
-        self.add(handle - self.handles.start, news)
+    def put(self, handle: int, update: SequenceUpdate) -> None:
+        """See `UpdateReceiver`."""
+        self.add(handle - self.handles.start, update)
 
 
 class ReplicaClient:
-    """Submits requests to one replica and hands their news to whoever reads them. For one event loop.
+    """Submits requests to one replica and passes their updates to receivers. For one event loop.
 
     Args:
         address: endpoint of the scheduler's ROUTER.
-        replica_id: how errors name the replica.
-        patience_s: a replica that says nothing for this long has failed. A step may take as long as the
-            scheduler's step_timeout_s, and the scheduler may be silent meanwhile.
-        heartbeat_s: how often it is asked for its status.
-        keys: that it takes to speak to the replica over a network; None: the address is ipc.
+        replica_id: the replica's name in errors.
+        silence_timeout_s: a replica that sends no message for this long has failed. Must exceed the scheduler's
+            step_timeout_s, as the scheduler may be silent during a step.
+        heartbeat_s: seconds between status queries.
+        keys: CURVE keys of a tcp address; None for an ipc address.
 
     Attributes:
-        latest: the status that came last; None before the first.
+        latest_status: None before the first status.
     """
 
     def __init__(
@@ -112,63 +112,63 @@ class ReplicaClient:
         address: str,
         replica_id: str,
         *,
-        patience_s: float = 65.0,
+        silence_timeout_s: float = 65.0,
         heartbeat_s: float = HEARTBEAT_S,
         keys: CurveKeys | None = None,
     ) -> None:
         self._address = address
         self.replica_id = replica_id
-        self._patience_s = patience_s
+        self._silence_timeout_s = silence_timeout_s
         self._heartbeat_s = heartbeat_s
         self._keys = keys
-        self._running: dict[int, Receiver] = {}  # handle |-> who is told, while the answer runs
+        self._running: dict[int, UpdateReceiver] = {}  # handle |-> receiver, while the sequence runs
         self._next_handle = 1
         self._query_ids = itertools.count(1)
         self._queries: dict[int, asyncio.Future[ReplicaStatus]] = {}
-        # Who waits for the next status, whoever asked for it.
-        self._listening: set[asyncio.Future[ReplicaStatus]] = set()
+        # Futures of `next_status`, done by the next status whichever query it answers.
+        self._next_statuses: set[asyncio.Future[ReplicaStatus]] = set()
         self._problem = f"replica {replica_id} has not answered yet"
         self._failed, self._failure = asyncio.Event(), ""
-        self._is_gone = False
-        self._is_well, self._is_unwell = asyncio.Event(), asyncio.Event()
-        self._heard_at = time.monotonic()
-        self.latest: ReplicaStatus | None = None
+        self._is_gone = False  # failed for good
+        self._healthy, self._unhealthy = asyncio.Event(), asyncio.Event()
+        self._received_at = time.monotonic()  # the latest message
+        self.latest_status: ReplicaStatus | None = None
         self._listeners: list[Listener] = []
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def problem(self) -> str:
-        """Why the replica cannot be relied on now; empty when it answers and is well."""
+        """Reason why the replica is unhealthy; empty while it answers and reports no problem."""
         return self._problem
 
     @property
     def has_failed(self) -> bool:
-        """It takes no requests, until it says that it is well after all; for ever once its owner knows it gone."""
+        """True while the replica takes no requests: until its next healthy status, or forever after `fail`."""
         return self._failed.is_set()
 
     @property
     def num_running(self) -> int:
-        """Answers of submitted requests that have not ended."""
+        """Number of submitted sequences that have not ended."""
         return len(self._running)
 
     def start(self) -> None:
-        """Connects. Call it in the event loop that will use the client."""
+        """Connect. Call it in the event loop that uses the client."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        # Never blocks: what waits to be sent is bounded by the heartbeat, which ends a silent replica's requests.
+        # Sending never blocks: the heartbeat fails a silent replica, which bounds the unsent messages.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         connect(self._socket, self._address, self._keys)
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         self._tasks = [
-            run_in_background(self._receive(), f"hearing {self.replica_id}", self._note_fault),
-            run_in_background(self._keep_asking(), f"asking {self.replica_id}", self._note_fault),
+            run_in_background(self._receive(), f"receiving from {self.replica_id}", self._on_task_failed),
+            run_in_background(self._send_heartbeats(), f"querying {self.replica_id}", self._on_task_failed),
         ]
 
     async def close(self, reason: str = "its client was closed") -> None:
-        """Ends what still runs, with the reason, and closes the connection. Safe to call twice."""
+        """Fail running requests with the reason and close the connection. Safe to call twice."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -179,53 +179,56 @@ class ReplicaClient:
             linger_ms = _LINGER_MS if self._running else 0
             self._fail_all(reason)
             socket, self._socket = self._socket, None
-            self._end_queries()
+            self._fail_queries()
             socket.close(linger=linger_ms)
-            # Blocks until they have left.
+            # Blocks until the aborts are sent.
             await asyncio.to_thread(self._context.term)
 
-    def submit(self, request: Request) -> RunningRequest:
-        """Hands the request to the replica. Raises ReplicaUnavailable where that is known to have failed."""
-        return self.place(request, lambda handles: RunningRequest(self, handles))
+    def submit(self, request: Request) -> SubmittedRequest:
+        """Send the request to the replica; raise ReplicaUnavailable if the replica has failed."""
+        return self.submit_with(request, lambda handles: SubmittedRequest(self, handles))
 
-    def place(self, request: Request, make_receiver: Callable[[range], ReceiverT]) -> ReceiverT:
-        """Hands the request to the replica, and its news to the receiver that is made for its answers' handles.
+    def submit_with(self, request: Request, make_receiver: Callable[[range], ReceiverT]) -> ReceiverT:
+        """Send the request to the replica.
+
+        Args:
+            make_receiver: called with the handles of the request's outputs; makes the receiver of their updates.
 
         Raises:
-            ReplicaUnavailable: the replica is known to have failed.
+            ReplicaUnavailable: the replica has failed.
         """
         if self._failed.is_set():
             raise ReplicaUnavailable(self._problem)
-        self._check_can_answer()
-        handles = self._take_handles(request.sampling.num_sequences)
+        self._check_open()
+        handles = self._new_handles(request.sampling.num_sequences)
         receiver = make_receiver(handles)
         self._running |= dict.fromkeys(handles, receiver)
         self.send(request.submit(handles.start))
         return receiver
 
     def stop(self, handle: int) -> None:
-        """Ends an answer in which a stop string was found; its Finish comes."""
+        """End a sequence in which a stop string was found; the scheduler sends its Finish."""
         self.send(Stop(handle))
 
-    def _take_handles(self, count: int) -> range:
+    def _new_handles(self, count: int) -> range:
         if self._next_handle + count > _MAX_HANDLE:
             self._next_handle = 1
         self._next_handle += count
         return range(self._next_handle - count, self._next_handle)
 
-    def forget(self, handles: range) -> None:
-        """Takes no more news of these handles, and ends those that run."""
+    def abort(self, handles: range) -> None:
+        """Abort the sequences that still run, and drop all further updates for these handles."""
         for handle in handles:
             if self._running.pop(handle, None) is not None:
                 self.send(Abort(handle))
 
     async def status(self, timeout_s: float) -> ReplicaStatus:
-        """The replica's state now.
+        """Query the replica's status.
 
         Raises:
-            ReplicaUnavailable: no answer in time, or there will be none.
+            ReplicaUnavailable: the replica does not answer in time, or has failed.
         """
-        self._check_can_answer()
+        self._check_open()
         query_id = next(self._query_ids)
         self._queries[query_id] = asyncio.get_running_loop().create_future()
         try:
@@ -239,81 +242,88 @@ class ReplicaClient:
             del self._queries[query_id]
 
     def fail(self, reason: str) -> None:
-        """The owner knows that the replica is gone: ends every request with ReplicaUnavailable, and takes no others.
+        """Fail the replica for good, as its owner knows that it is gone: every request ends with ReplicaUnavailable.
 
-        A status that it sent before may come only now; nothing takes the failure back.
+        A status that the replica sent before, and that arrives later, does not undo the failure.
         """
         self._is_gone = True
-        self._lose(reason)
-        self._end_queries()
+        self._fail_replica(reason)
+        self._fail_queries()
 
-    def watch(self, failure: Future[QuireError | None]) -> None:
-        """Fails as soon as the future ends, in whichever thread: with an error, or None for a replica that closed.
+    def fail_after(self, failure: Future[QuireError | None]) -> None:
+        """Call `fail` when the future is done, in any thread: with its error, or None for a replica that was closed.
 
-        Where the future is cancelled, nobody knows of the replica's end any more but by its silence.
+        After a cancellation of the future, only the silence timeout detects the replica's end.
         """
         loop = asyncio.get_running_loop()
 
-        def tell(ended: Future[QuireError | None]) -> None:
-            if ended.cancelled():
+        def on_done(done: Future[QuireError | None]) -> None:
+            if done.cancelled():
                 return
-            with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-                loop.call_soon_threadsafe(self.fail, str(ended.result() or "it was closed"))
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self.fail, str(done.result() or "it was closed"))
 
-        failure.add_done_callback(tell)
+        failure.add_done_callback(on_done)
 
-    def listen(self, listener: Listener) -> None:
-        """Has every status and cache report that comes told."""
+    def add_listener(self, listener: Listener) -> None:
+        """Call the listener with every status and cache report that arrives."""
         self._listeners.append(listener)
 
     async def next_status(self, timeout_s: float) -> ReplicaStatus:
-        """The next status that comes by itself. Raises ReplicaUnavailable where none does in time, or none will."""
-        self._check_can_answer()
-        heard: asyncio.Future[ReplicaStatus] = asyncio.get_running_loop().create_future()
-        self._listening.add(heard)
+        """Return the next status that arrives.
+
+        Raises:
+            ReplicaUnavailable: no status arrives in time, or the replica has failed.
+        """
+        self._check_open()
+        arrival: asyncio.Future[ReplicaStatus] = asyncio.get_running_loop().create_future()
+        self._next_statuses.add(arrival)
         try:
             async with asyncio.timeout(timeout_s):
-                return await heard
+                return await arrival
         except TimeoutError:
-            raise ReplicaUnavailable(f"replica {self.replica_id} said nothing for {timeout_s:g} s") from None
+            raise ReplicaUnavailable(f"replica {self.replica_id} sent no status in {timeout_s:g} s") from None
         finally:
-            self._listening.discard(heard)
+            self._next_statuses.discard(arrival)
 
     async def wait_until_failed(self) -> str:
-        """Returns why the replica failed, once it has; it may say meanwhile that it is well after all."""
+        """Wait until the replica fails and return the reason, even if the replica is healthy again by then."""
         await self._failed.wait()
         return self._failure
 
-    async def wait_until(self, *, well: bool) -> None:
-        """Returns once the replica answers without a problem, or (`well` false) once it has one."""
-        await (self._is_well if well else self._is_unwell).wait()
+    async def wait_until_healthy(self) -> None:
+        """Wait until the replica answers and reports no problem."""
+        await self._healthy.wait()
+
+    async def wait_until_unhealthy(self) -> None:
+        """Wait until the replica has failed or reports a problem."""
+        await self._unhealthy.wait()
 
     @property
-    def _why_mute(self) -> str:
-        """Why nothing can come from the replica any more; empty where something can."""
+    def _closed_reason(self) -> str:
+        """Reason why no message can arrive any more; empty if one can."""
         if self._socket is None:
             return f"the client of replica {self.replica_id} is closed"
         return self._problem if self._is_gone else ""
 
-    def _check_can_answer(self) -> None:
-        if why := self._why_mute:
-            raise ReplicaUnavailable(why)
+    def _check_open(self) -> None:
+        if reason := self._closed_reason:
+            raise ReplicaUnavailable(reason)
 
-    def _end_queries(self) -> None:
-        """Nobody waits for what cannot come."""
-        for waiting in (*self._queries.values(), *self._listening):
+    def _fail_queries(self) -> None:
+        for waiting in (*self._queries.values(), *self._next_statuses):
             if not waiting.done():
-                waiting.set_exception(ReplicaUnavailable(self._why_mute))
+                waiting.set_exception(ReplicaUnavailable(self._closed_reason))
 
-    def _note_fault(self, error: BaseException) -> None:
-        """This end of the line is broken: nothing would be heard any more."""
-        self.fail(f"the line to it broke: {error!r}")
+    def _on_task_failed(self, error: BaseException) -> None:
+        """Fail the replica after a bug of this client: no message would be received any more."""
+        self.fail(f"its connection broke: {error!r}")
 
-    def _lose(self, reason: str) -> None:
-        self._note_failure(f"replica {self.replica_id} failed: {reason}")
+    def _fail_replica(self, reason: str) -> None:
+        self._set_failed(f"replica {self.replica_id} failed: {reason}")
         self._fail_all(reason)
 
-    def _note_failure(self, problem: str) -> None:
+    def _set_failed(self, problem: str) -> None:
         self._failure = problem
         self._failed.set()
         self._set_problem(problem)
@@ -327,14 +337,12 @@ class ReplicaClient:
         if problem and problem != self._problem:
             logger.warning("%s", problem)
         self._problem = problem
-        for event, holds in ((self._is_well, not problem), (self._is_unwell, bool(problem))):
-            if holds:
-                event.set()
-            else:
-                event.clear()
+        became, ended = (self._unhealthy, self._healthy) if problem else (self._healthy, self._unhealthy)
+        became.set()
+        ended.clear()
 
     def send(self, message: GatewayMessage) -> None:
-        """Never blocks; nothing is sent once the client is closed."""
+        """Send without blocking; does nothing once the client is closed."""
         if self._socket is not None:
             self._socket.send(encode(message))
 
@@ -342,7 +350,7 @@ class ReplicaClient:
         assert self._socket is not None
         while True:
             frame = await self._socket.recv()
-            self._heard_at = time.monotonic()
+            self._received_at = time.monotonic()
             try:
                 message = decode(frame)
             except ProtocolError as error:
@@ -351,43 +359,43 @@ class ReplicaClient:
             if isinstance(message, TokenBatch):
                 self._deliver(message)
             elif isinstance(message, ReplicaStatus):
-                self._take_status(message)
+                self._on_status(message)
             if isinstance(message, ReplicaStatus | CacheReport):
                 for listener in self._listeners:
                     listener(message)
 
     def _deliver(self, batch: TokenBatch) -> None:
-        for handle, news in updates_by_handle(batch):
+        for handle, update in updates_by_handle(batch):
             receiver = self._running.get(handle)
-            if receiver is None:  # aborted meanwhile
+            if receiver is None:  # aborted after the scheduler sent the update
                 continue
-            if news.finish is not None:
+            if update.finish is not None:
                 del self._running[handle]
-                self._look_at(news.finish)
-            receiver.put(handle, news)
+                self._check_replica_failure(update.finish)
+            receiver.put(handle, update)
 
-    def _look_at(self, finish: Finish) -> None:
-        """A sequence that a broken rank ended tells of it before the next heartbeat does."""
+    def _check_replica_failure(self, finish: Finish) -> None:
+        """Mark the replica as failed if the sequence ended with it: this arrives before the next heartbeat."""
         if finish.reason is FinishReason.ERROR and finish.grpc_status == ReplicaUnavailable.grpc_status:
-            self._note_failure(finish.error)
+            self._set_failed(finish.error)
 
-    def _take_status(self, status: ReplicaStatus) -> None:
-        if self.latest is not None and status.uptime_s < self.latest.uptime_s:
-            self._fail_all("it was restarted and knows nothing of earlier requests")
-        self.latest = status
+    def _on_status(self, status: ReplicaStatus) -> None:
+        if self.latest_status is not None and status.uptime_s < self.latest_status.uptime_s:
+            self._fail_all("it was restarted and has no earlier requests")
+        self.latest_status = status
         if not self._is_gone:
             self._failed.clear()
             self._set_problem(status.problem)
         query = self._queries.get(status.query_id)
-        for waiting in (*self._listening, *([] if query is None else [query])):
+        for waiting in (*self._next_statuses, *([] if query is None else [query])):
             if not waiting.done():
                 waiting.set_result(status)
 
-    async def _keep_asking(self) -> None:
-        """The heartbeat: asks for the status at intervals, and fails a replica that stays silent."""
+    async def _send_heartbeats(self) -> None:
+        """Query the status at intervals, and fail a replica that stays silent."""
         while True:
             self.send(StatusQuery(next(self._query_ids)))
             await asyncio.sleep(self._heartbeat_s)
-            silence_s = time.monotonic() - self._heard_at
-            if silence_s > self._patience_s:
-                self._lose(f"it has been silent for {silence_s:.0f} s")
+            silence_s = time.monotonic() - self._received_at
+            if silence_s > self._silence_timeout_s:
+                self._fail_replica(f"it has been silent for {silence_s:.0f} s")

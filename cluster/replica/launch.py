@@ -1,4 +1,4 @@
-"""Launching a replica: room for its processes, the processes, weights and KV cache, and the lines between them."""
+"""Launch of a replica: placement, processes, weights, KV cache, and the connections between the processes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from ...proto.config import EngineConfig
 from ...proto.errors import ReplicaUnavailable
 from ...scheduler.service.actor import WATCH_GROUP, SchedulerActor
 from ...worker.actor import LoadReport, WorkerActor
-from ..host.stopwatch import Stopwatch, seconds_in_words
+from ..host.stopwatch import Stopwatch, format_seconds
 from ..ray_runtime.errors import await_all
 from ..ray_runtime.launch_target import LaunchTarget
-from .channel_group import ChannelGroupMaker
-from .launch_progress import LaunchProgress, LaunchStage, Tell
+from .channel_group import ChannelGroupFactory
+from .launch_progress import LaunchProgress, LaunchStage, OnProgress
 from .loading_bar import LoadingBar
-from .placement import ClusterView, bundles_for, choose_strategy, explain
-from .replica import Replica, ReplicaRecord, actor_name, placement_name, remove_replica
+from .placement import ClusterView, bundles_for, choose_strategy, explain_shortage
+from .record import ReplicaRecord
+from .replica import Replica, actor_name, placement_name, remove_replica
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 _PROCESS_TIMEOUT_S = 120.0
 _LOAD_TIMEOUT_S = 1800.0
 _ANSWER_TIMEOUT_S = 5.0
-# A replica whose placement takes longer tells why, and again after as long.
-_EXPLAIN_AFTER_S = 10.0
+# Seconds between reports of why a placement waits.
+_EXPLAIN_INTERVAL_S = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -43,28 +44,28 @@ _log = logging.getLogger(__name__)
 def launch_replica(
     config: EngineConfig,
     replica_id: str,
-    site: LaunchTarget,
+    target: LaunchTarget,
     *,
     version: str = "",
-    tell: Tell = lambda progress: None,
+    on_progress: OnProgress = lambda progress: None,
 ) -> Replica:
-    """Starts a replica; returns when it takes requests. What it is at stands in the log, too.
+    """Start a replica and return it when it takes requests. Logs each stage.
 
     Args:
-        tell: is told of every stage, and why there is no room as long as there is none. What it raises ends the
-            launch.
+        on_progress: called on entry to every stage, and repeatedly with the reason while there is no room. An
+            exception that it raises cancels the launch.
 
     Raises:
         ConfigError: the model cannot be loaded, or its KV cache does not fit.
-        ReplicaUnavailable: no room was found, or a process died or was not ready in time; says why, and names it.
+        ReplicaUnavailable: there was no room in time (says why), or a process died or was late (names it).
     """
-    launch = _Launch(config, replica_id, site, tell)
+    launch = _Launch(config, replica_id, target, on_progress)
     try:
         stopwatch = Stopwatch()
         launch.place()
         stopwatch.lap("place")
-        launch.create()
-        site.guard()
+        launch.start_processes()
+        target.on_processes_started()
         stopwatch.lap("processes")
         reports = launch.load()
         stopwatch.lap("load")
@@ -72,30 +73,32 @@ def launch_replica(
         stopwatch.lap("allocate")
         endpoint = launch.connect(config, reports)
         stopwatch.lap("connect")
-        launch.note(LaunchStage.STARTED, f"{stopwatch}; slowest rank: {_slowest(reports)}")
+        launch.report(LaunchStage.STARTED, f"{stopwatch}; slowest rank: {_slowest_seconds(reports)}")
         record = launch.record(config, endpoint, version)
         return Replica(record, config, launch.scheduler)
     except BaseException:
         try:
-            remove_replica(replica_id, site.namespace)
-        except Exception:  # why the launch failed is what counts
-            _log.exception("what there is of %s could not be removed", replica_id)
+            remove_replica(replica_id, target.namespace)
+        except Exception:  # the launch's own error is the one to raise
+            _log.exception("the processes of %s could not be removed", replica_id)
         raise
 
 
 class _Launch:
-    """The steps by which a replica's processes come to serve."""
+    """The steps of a launch, in the order of their methods."""
 
-    def __init__(self, config: EngineConfig, replica_id: str, site: LaunchTarget, tell: Tell) -> None:
+    def __init__(
+        self, config: EngineConfig, replica_id: str, target: LaunchTarget, on_progress: OnProgress
+    ) -> None:
         self._config = config
         self._replica_id = replica_id
-        self._site = site
-        self._tell = tell
+        self._target = target
+        self._on_progress = on_progress
         self._placement: PlacementGroup = PlacementGroup.empty()
-        self._bundles = bundles_for(config, site.resources_per_rank)
+        self._bundles = bundles_for(config, target.resources_per_rank)
         self._actors: list[ActorHandle] = []
         self._scheduler_host = ""
-        # Of the scheduler and then of each rank.
+        # The scheduler's first, then each rank's.
         self._node_ids: tuple[str, ...] = ()
         self._pids: tuple[int, ...] = ()
 
@@ -107,49 +110,49 @@ class _Launch:
     def _workers(self) -> list[ActorHandle]:
         return self._actors[1:]
 
-    def note(self, stage: LaunchStage, detail: object = "") -> None:
-        """Tells the log, and whoever wants to know."""
+    def report(self, stage: LaunchStage, detail: object = "") -> None:
+        """Log the progress and pass it to `on_progress`."""
         progress = LaunchProgress(stage, str(detail))
         _log.info("%s %s", self._replica_id, progress)
-        self._tell(progress)
+        self._on_progress(progress)
 
     def place(self) -> None:
-        """Gets room for all processes; while there is none, tells why at intervals."""
-        site, view = self._site, ClusterView.read(self._site.autoscaling_config)
+        """Reserve resources for all processes; while there are none, report why at intervals."""
+        target, view = self._target, ClusterView.read(self._target.autoscaling_config)
         strategy = choose_strategy(self._bundles, view.nodes, view.node_types)
         self._placement = placement_group(
             self._bundles,
             strategy=strategy,
-            name=placement_name(self._replica_id, site.namespace),
-            lifetime="detached" if site.outlives_us else None,
+            name=placement_name(self._replica_id, target.namespace),
+            lifetime="detached" if target.is_detached else None,
         )
-        # From here on, whoever ends the replica finds the placement; whoever did so before is heard now.
-        self.note(LaunchStage.PLACING)
-        deadline = time.monotonic() + site.placement_timeout_s
-        while not self._placement.wait(max(0.0, min(_EXPLAIN_AFTER_S, deadline - time.monotonic()))):
-            reason = explain(self._bundles, strategy, ClusterView.read(site.autoscaling_config))
-            if self._state_of_placement() == "REMOVED":
-                raise ReplicaUnavailable(f"{self._replica_id} was given up before it had a place: {reason}")
+        # From here on `remove_replica` finds the placement. A removal requested earlier is raised by `on_progress`.
+        self.report(LaunchStage.PLACING)
+        deadline = time.monotonic() + target.placement_timeout_s
+        while not self._placement.wait(max(0.0, min(_EXPLAIN_INTERVAL_S, deadline - time.monotonic()))):
+            reason = explain_shortage(self._bundles, strategy, ClusterView.read(target.autoscaling_config))
+            if self._placement_state() == "REMOVED":
+                raise ReplicaUnavailable(f"{self._replica_id} was removed before it was placed: {reason}")
             if time.monotonic() >= deadline:
-                raise ReplicaUnavailable(f"no room in {site.placement_timeout_s:g} s: {reason}")
-            self.note(LaunchStage.WAITING_FOR_ROOM, reason)
+                raise ReplicaUnavailable(f"no room in {target.placement_timeout_s:g} s: {reason}")
+            self.report(LaunchStage.WAITING_FOR_ROOM, reason)
         nodes = placement_group_table(self._placement)["bundles_to_node_id"]
         self._node_ids = tuple(nodes[bundle] for bundle in range(len(self._bundles)))
 
-    def create(self) -> None:
-        """Starts the processes."""
+    def start_processes(self) -> None:
+        """Start the scheduler's process and the ranks'."""
         size = self._config.parallel.tensor_parallel_size
-        self.note(LaunchStage.STARTING, 1 + size)
-        self._actors.append(self._start(SchedulerActor, "scheduler", 0, self._replica_id))
+        self.report(LaunchStage.STARTING, 1 + size)
+        self._actors.append(self._start_actor(SchedulerActor, "scheduler", 0, self._replica_id))
         for rank in range(size):
-            self._actors.append(self._start(WorkerActor, f"rank-{rank}", 1 + rank, self._config, rank))
+            self._actors.append(self._start_actor(WorkerActor, f"rank-{rank}", 1 + rank, self._config, rank))
         calls = {"the scheduler": self.scheduler.where.remote()} | self._call_workers("status")
         (self._scheduler_host, pid), *ranks = await_all(calls, _PROCESS_TIMEOUT_S, "starting its process")
         self._pids = (pid, *(rank.pid for rank in ranks))
 
     def load(self) -> list[LoadReport]:
-        """Joins the ranks and loads the weights; the reports by rank."""
-        self.note(LaunchStage.LOADING, self._config.model.name)
+        """Connect the ranks to each other and load the weights; return the ranks' reports, by rank."""
+        self.report(LaunchStage.LOADING, self._config.model.name)
         store = None
         if len(self._workers) > 1:
             one_host = len(set(self._node_ids[1:])) == 1
@@ -160,30 +163,30 @@ class _Launch:
             return await_all(self._call_workers("load", store), _LOAD_TIMEOUT_S, "loading", watch)
 
     def _show_bytes_read(self, bar: LoadingBar) -> None:
-        # A rank that cannot answer is found out by the call that is waited for.
+        # The pending call to `load` reports a rank that does not answer.
         with suppress(RayError):
             calls = self._call_workers("bytes_read")
             for rank, counts in enumerate(ray.get(list(calls.values()), timeout=_ANSWER_TIMEOUT_S)):
                 bar.update(rank, *counts)
 
     def allocate(self, config: EngineConfig) -> EngineConfig:
-        """Has the ranks take their KV memory; the configuration comes back with the speed of the slowest's swap."""
+        """Allocate every rank's KV cache; return the configuration with the slowest rank's swap rate."""
         calls = self._call_workers("allocate", config.cache.num_blocks)
         return config.with_swap_rate(min(await_all(calls, _LOAD_TIMEOUT_S, "allocating its KV cache")))
 
     def connect(self, config: EngineConfig, reports: Sequence[LoadReport]) -> str:
-        """Has the scheduler join the ranks and listen to gateways; the endpoint for those."""
+        """Connect the scheduler to the ranks and start it; return its endpoint for gateways."""
         host = self._scheduler_host
         statuses = tuple(report.status for report in reports)
-        channel = self._site.channel(host)
-        make_group = ChannelGroupMaker(channel, tuple(self._workers), statuses, _PROCESS_TIMEOUT_S)
-        endpoint = self._site.mailbox(self._replica_id, host)
-        call = self.scheduler.start.remote(config, make_group, endpoint, self._site.keys)
+        channel = self._target.channel_address(host)
+        make_group = ChannelGroupFactory(channel, tuple(self._workers), statuses, _PROCESS_TIMEOUT_S)
+        endpoint = self._target.mailbox_endpoint(self._replica_id, host)
+        call = self.scheduler.start.remote(config, make_group, endpoint, self._target.keys)
         (bound,) = await_all({"the scheduler": call}, 2 * _PROCESS_TIMEOUT_S, "joining the ranks")
         return str(bound)
 
     def record(self, config: EngineConfig, endpoint: str, version: str) -> ReplicaRecord:
-        """How to find it again."""
+        """Return the record from which other processes find the replica."""
         assert config.cache.num_blocks is not None
         return ReplicaRecord(
             replica_id=self._replica_id,
@@ -191,21 +194,21 @@ class _Launch:
             version=version,
             endpoint=endpoint,
             num_kv_blocks=config.cache.num_blocks,
-            namespace=self._site.namespace,
+            namespace=self._target.namespace,
             node_ids=self._node_ids,
             pids=self._pids,
         )
 
-    def _start(self, kind: type, role: str, bundle: int, *arguments: Any) -> ActorHandle:
+    def _start_actor(self, kind: type, role: str, bundle: int, *arguments: Any) -> ActorHandle:
         resources = dict(self._bundles[bundle])
         options: dict[str, Any] = {
             "name": actor_name(self._replica_id, role),
-            "namespace": self._site.namespace,
-            "lifetime": "detached" if self._site.outlives_us else None,
+            "namespace": self._target.namespace,
+            "lifetime": "detached" if self._target.is_detached else None,
             "num_cpus": resources.pop("CPU"),
             "num_gpus": resources.pop("GPU", 0),
             "resources": resources,
-            # What is asked while a long call runs: a rank's run, or a scheduler's start.
+            # One call may be long, a rank's run or a scheduler's start; short queries need the second thread.
             "max_concurrency": 2,
             "max_restarts": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._placement, bundle),
@@ -214,7 +217,7 @@ class _Launch:
             return ray.remote(concurrency_groups={WATCH_GROUP: 1})(kind).options(**options).remote(*arguments)
         return ray.remote(kind).options(**options).remote(*arguments)
 
-    def _state_of_placement(self) -> str:
+    def _placement_state(self) -> str:
         return str(placement_group_table(self._placement).get("state", "REMOVED"))
 
     def _call_workers(self, method: str, *arguments: Any) -> dict[str, ObjectRef]:
@@ -222,5 +225,5 @@ class _Launch:
         return {f"rank {rank}": getattr(worker, method).remote(*arguments) for rank, worker in workers}
 
 
-def _slowest(reports: Sequence[LoadReport]) -> str:
-    return seconds_in_words(max(reports, key=lambda report: sum(report.seconds.values())).seconds)
+def _slowest_seconds(reports: Sequence[LoadReport]) -> str:
+    return format_seconds(max(reports, key=lambda report: sum(report.seconds.values())).seconds)

@@ -1,4 +1,4 @@
-"""What the launch of a replica is at: a stage for programs, a line for operators."""
+"""Launch stage, for code and operators."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from enum import Enum
 
 
 class LaunchStage(Enum):
-    """The stages of a launch in their order; the values are the words for operators, with room for the detail."""
+    """Stages of a launch in order; each value is the text for operators, with a place for the detail."""
 
     PLACING = "asks for room"
     WAITING_FOR_ROOM = "waits for room: {}"
     STARTING = "starts {} processes"
     LOADING = "loads {}"
     STARTED = "started: {}"
-    PROVING = "waits for its first token"
+    CANARY = "waits for its first token"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchProgress:
-    """A launch has come to a stage, or goes on waiting in it.
+    """The stage that a launch has entered, or still waits in.
 
     Attributes:
-        detail: of that stage: why there is no room, how many processes, which model, or where the time went.
+        detail: by stage: why there is no room, the number of processes, the model, or seconds by launch step.
     """
 
     stage: LaunchStage
@@ -33,5 +33,5 @@ class LaunchProgress:
         return self.stage.value.format(self.detail)
 
 
-# Called in the launching thread. It may raise: then the launch ends with that, and leaves nothing.
-Tell = Callable[[LaunchProgress], None]
+# Called in the launching thread. An exception that it raises cancels the launch, which then leaves nothing behind.
+OnProgress = Callable[[LaunchProgress], None]

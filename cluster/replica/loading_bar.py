@@ -1,4 +1,4 @@
-"""LoadingBar: shows on a terminal how many bytes of their weights the ranks have read."""
+"""LoadingBar: progress on a terminal of the bytes of weights that each rank has read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 
 class LoadingBar:
-    """A line for each rank while it loads; nothing at all where nobody watches, as the log tells how long it took.
+    """A progress bar per rank while it loads its weights. Shows nothing if the console is not a terminal.
 
     Args:
-        num_ranks: that load.
-        console: where; None: standard error.
+        num_ranks: number of ranks that load.
+        console: None for standard error.
     """
 
     def __init__(self, num_ranks: int, console: Console | None = None) -> None:
@@ -28,7 +28,7 @@ class LoadingBar:
         ]
 
     def update(self, rank: int, num_read: int, num_expected: int) -> None:
-        """Bytes that a rank has read, and those that it will read in all."""
+        """Show a rank's progress in bytes: read so far, and expected in total."""
         self._progress.update(self._tasks[rank], completed=num_read, total=num_expected)
 
     def __enter__(self) -> Self:

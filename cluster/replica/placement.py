@@ -1,4 +1,4 @@
-"""Where a replica fits: what it asks of the cluster, on one node or over several, and why it has no place yet."""
+"""Placement of a replica: its resource bundles, one node or several, and the reason why there is no room."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Node:
     """A live node.
 
     Attributes:
-        total, free: by resource, ``CPU``, ``GPU`` and whatever the operator named.
+        total, free: resource |-> amount: ``CPU``, ``GPU`` and the operator's custom resources.
     """
 
     node_id: str
@@ -40,10 +40,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class NodeType:
-    """A kind of node that the autoscaler can add.
+    """A type of node that the autoscaler can add.
 
     Attributes:
-        max_nodes: that it may have at once.
+        max_nodes: limit of nodes of this type at once.
     """
 
     name: str
@@ -53,11 +53,11 @@ class NodeType:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """What placement knows of a Ray cluster.
+    """State of a Ray cluster as placement needs it.
 
     Attributes:
-        node_types: empty where there is no autoscaler, or none whose configuration is known.
-        launches: what the autoscaler says of nodes that it starts, or could not start; a line each.
+        node_types: empty if there is no autoscaler, or its configuration is unknown.
+        launches: a line per node type that the autoscaler is starting or could not start.
     """
 
     nodes: tuple[Node, ...] = ()
@@ -66,11 +66,11 @@ class ClusterView:
 
     @staticmethod
     def read(autoscaling_config: str | None = None) -> ClusterView:
-        """Of the cluster that this process is connected to.
+        """Return the state of the cluster that this process is connected to.
 
         Args:
-            autoscaling_config: the file that the autoscaler was started with; None: the one that `ray up` leaves on
-                the head, if this is it.
+            autoscaling_config: path of the file that the autoscaler was started with; None for the file that
+                `ray up` leaves on the head node, if it is there.
 
         Raises:
             ConfigError: the file cannot be read.
@@ -85,10 +85,10 @@ class ClusterView:
 
 
 def bundles_for(config: EngineConfig, resources_per_rank: Resources | None = None) -> list[dict[str, float]]:
-    """What a replica asks for: a bundle for the scheduler, then one a rank.
+    """Return a replica's resource bundles: the scheduler's, then one per rank.
 
     Args:
-        resources_per_rank: beside a CPU, and a GPU where the device is one.
+        resources_per_rank: resources of each rank beside its CPU and, if it computes on one, its GPU.
     """
     gpu = {"GPU": 1.0} if config.parallel.device == "cuda" else {}
     rank = {"CPU": 1.0} | gpu | dict(resources_per_rank or {})
@@ -98,55 +98,52 @@ def bundles_for(config: EngineConfig, resources_per_rank: Resources | None = Non
 def choose_strategy(
     bundles: Sequence[Resources], nodes: Iterable[Node], node_types: Iterable[NodeType]
 ) -> str:
-    """``STRICT_PACK`` where one node, live or yet to be added, can hold all; else ``PACK``, over as few as can be.
+    """Return ``STRICT_PACK`` if one node, live or addable, can hold all bundles; else ``PACK``, over few nodes.
 
-    Ranks of one node meet in shared memory or over NVLink; a network is much slower.
+    Ranks on one node communicate through shared memory or NVLink; a network is much slower.
     """
     needed = _sum(bundles)
-    hosts = [node.total for node in nodes] + [kind.resources for kind in node_types if kind.max_nodes > 0]
+    hosts = [node.total for node in nodes] + [each.resources for each in node_types if each.max_nodes > 0]
     return STRICT_PACK if any(_holds(resources, needed) for resources in hosts) else PACK
 
 
-def explain(bundles: Sequence[Resources], strategy: str, view: ClusterView) -> str:
-    """One line on a replica without a place: what was asked, and what each node and node type could give."""
+def explain_shortage(bundles: Sequence[Resources], strategy: str, view: ClusterView) -> str:
+    """Return one line on a replica without room: its resources, and those of each node and node type."""
     needed = _sum(bundles)
-    asked = f"replica needs {_in_words(needed)} "
-    asked += (
-        "on one node"
-        if strategy == STRICT_PACK
-        else f"over several nodes, a rank {_in_words(bundles[-1])} of them"
+    spread = (
+        "on one node" if strategy == STRICT_PACK else f"over several nodes, each rank {_format(bundles[-1])}"
     )
-    nodes = ", ".join(f"{node.address} has {_what_is_free(node, needed)}" for node in view.nodes)
-    kinds = ", ".join(
-        f"{kind.name} offers {_in_words(kind.resources, needed)} (max {kind.max_nodes} nodes)"
-        for kind in view.node_types
+    nodes = ", ".join(f"{node.address} has {_format_free(node, needed)}" for node in view.nodes)
+    node_types = ", ".join(
+        f"{each.name} offers {_format(each.resources, needed)} (max {each.max_nodes} nodes)"
+        for each in view.node_types
     )
     parts = [
-        asked,
+        f"replica needs {_format(needed)} {spread}",
         f"nodes: {nodes or 'none'}",
-        f"node types: {kinds}" if kinds else "no autoscaler is known that could add nodes",
+        f"node types: {node_types}" if node_types else "no autoscaler is known that could add nodes",
         *view.launches,
-        _why_impossible(bundles, view),
+        _hard_limit(bundles, view),
     ]
     return "; ".join(part for part in parts if part)
 
 
 def read_node_types(autoscaling_config: Path) -> tuple[NodeType, ...]:
-    """The kinds of workers in a file for `ray up`, with the resources that it gives them.
+    """Return the worker node types of a file for `ray up`, with their resources.
 
     Raises:
-        ConfigError: it is no such file.
+        ConfigError: the file cannot be read or is not such a file.
     """
     try:
         config = yaml.safe_load(autoscaling_config.read_text())
-        most = int(config.get("max_workers", 0))
+        max_workers = int(config.get("max_workers", 0))
         return tuple(
             NodeType(
                 name,
-                {resource: float(amount) for resource, amount in (kind.get("resources") or {}).items()},
-                min(most, int(kind.get("max_workers", most))),
+                {resource: float(amount) for resource, amount in (settings.get("resources") or {}).items()},
+                min(max_workers, int(settings.get("max_workers", max_workers))),
             )
-            for name, kind in config["available_node_types"].items()
+            for name, settings in config["available_node_types"].items()
             if name != config.get("head_node_type")
         )
     except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -180,17 +177,17 @@ def _describe_launches(status: AutoscalerStatus) -> list[str]:
     return pending + failed
 
 
-def _why_impossible(bundles: Sequence[Resources], view: ClusterView) -> str:
-    """What the cluster lacks even with all the nodes that it may have; empty where it lacks nothing."""
+def _hard_limit(bundles: Sequence[Resources], view: ClusterView) -> str:
+    """Return why the bundles fit not even with every node that may be added; empty if they do fit."""
     offers = [(node.total, 1) for node in view.nodes] + [
-        (kind.resources, kind.max_nodes) for kind in view.node_types
+        (each.resources, each.max_nodes) for each in view.node_types
     ]
     most = _sum({name: count * amount for name, amount in resources.items()} for resources, count in offers)
     needed = _sum(bundles)
     if lacking := [name for name in sorted(needed) if needed[name] > most.get(name, 0.0)]:
-        return f"the whole cluster, fully grown, has {_in_words(most, lacking)}"
+        return f"the whole cluster, fully grown, has {_format(most, lacking)}"
     if not any(_holds(resources, bundles[-1]) for resources, count in offers if count):
-        return f"no node or node type holds one rank: {_in_words(bundles[-1])}"
+        return f"no node or node type holds one rank: {_format(bundles[-1])}"
     return ""
 
 
@@ -206,12 +203,12 @@ def _holds(resources: Resources, needed: Resources) -> bool:
     return all(resources.get(name, 0.0) >= amount for name, amount in needed.items())
 
 
-def _what_is_free(node: Node, names: Iterable[str]) -> str:
+def _format_free(node: Node, names: Iterable[str]) -> str:
     return ", ".join(
         f"{node.free.get(name, 0.0):g} of {node.total.get(name, 0.0):g} {name} free" for name in sorted(names)
     )
 
 
-def _in_words(resources: Resources, names: Iterable[str] | None = None) -> str:
+def _format(resources: Resources, names: Iterable[str] | None = None) -> str:
     chosen = resources if names is None else names
     return ", ".join(f"{resources.get(name, 0.0):g} {name}" for name in sorted(chosen))

@@ -1,16 +1,14 @@
-"""A replica as its owner holds it: found by its record, watched, and ended as a whole.
+"""Replica: a running replica in the process that owns it, and the functions that find and remove one.
 
-Its processes, a scheduler and the ranks, are Ray actors in one placement group, all of them named after the replica:
-whoever knows the id finds them again, from another process and after the launcher has gone.
+A replica's processes, a scheduler and its ranks, are Ray actors in one placement group. Their names and the group's
+contain the replica's id, so any process can find them by the id, even after the launching process has ended.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import ray
@@ -18,10 +16,11 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from ...proto.config import EngineConfig
-from ...proto.errors import ProtocolError, QuireError, ReplicaUnavailable
+from ...proto.errors import QuireError, ReplicaUnavailable
 from ...scheduler.service.actor import WATCH_GROUP
 from ..host.closing import Closing
 from ..ray_runtime.errors import await_all, unwrap
+from .record import ReplicaRecord
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -30,53 +29,13 @@ _STOP_TIMEOUT_S = 5.0
 _ADOPT_TIMEOUT_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaRecord:
-    """What it takes to find a running replica again, and to speak to it. Plain data, for a key-value store.
-
-    Attributes:
-        version: of what is deployed, in its owner's words.
-        endpoint: where its scheduler hears gateways.
-        num_kv_blocks: of its pool, the scratch block included.
-        namespace: Ray's, of its actors' names.
-        node_ids: Ray's, of the scheduler's node and then of each rank's.
-        pids: of the same processes, as their hosts count them.
-    """
-
-    replica_id: str
-    model: str
-    version: str
-    endpoint: str
-    num_kv_blocks: int
-    namespace: str
-    node_ids: tuple[str, ...]
-    pids: tuple[int, ...]
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        return len(self.node_ids) - 1
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> ReplicaRecord:
-        """Raises ProtocolError on anything that `to_json` did not write."""
-        try:
-            fields = json.loads(text)
-            fields["node_ids"], fields["pids"] = tuple(fields["node_ids"]), tuple(fields["pids"])
-            return ReplicaRecord(**fields)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ProtocolError(f"a replica's record cannot be read: {error}") from error
-
-
 class Replica(Closing):
-    """A running replica, as its owner holds it.
+    """A running replica in the process that owns it.
 
     Attributes:
         config: with the number of KV blocks that every rank has.
-        failure: ends when the scheduler does: with the QuireError that it failed of, or None when it was closed.
-            Whoever waits no longer may cancel it.
+        failure: done when the scheduler ends: the QuireError that it failed with, or None if it was closed. A
+            caller that no longer waits may cancel the future.
     """
 
     def __init__(self, record: ReplicaRecord, config: EngineConfig, scheduler: ActorHandle) -> None:
@@ -84,10 +43,10 @@ class Replica(Closing):
         self.config = config
         self.failure: Future[QuireError | None] = Future()
         self._scheduler = scheduler
-        self._life: Future[None] = (
+        self._scheduler_end: Future[None] = (
             scheduler.wait_ended.options(concurrency_group=WATCH_GROUP).remote().future()
         )
-        self._life.add_done_callback(self._note_end)
+        self._scheduler_end.add_done_callback(self._on_scheduler_end)
 
     @property
     def replica_id(self) -> str:
@@ -95,21 +54,21 @@ class Replica(Closing):
 
     @property
     def address(self) -> str:
-        """ZeroMQ endpoint where gateways reach the scheduler."""
+        """ZeroMQ endpoint at which the scheduler receives gateways' messages."""
         return self.record.endpoint
 
     def close(self) -> None:
-        """Ends every process of the replica; requests that still run end UNAVAILABLE. Safe to call twice."""
-        if not self._life.done():
+        """End every process of the replica; running requests fail as UNAVAILABLE. Safe to call twice."""
+        if not self._scheduler_end.done():
             self._scheduler.stop.remote()
             with suppress(TimeoutError, RayError, QuireError):
-                self._life.result(_STOP_TIMEOUT_S)
+                self._scheduler_end.result(_STOP_TIMEOUT_S)
         remove_replica(self.replica_id, self.record.namespace)
 
-    def _note_end(self, life: Future[None]) -> None:
-        error = life.exception()
+    def _on_scheduler_end(self, end: Future[None]) -> None:
+        error = end.exception()
         failure = None if error is None else unwrap(error, f"the scheduler of {self.replica_id}")
-        if self.failure.set_running_or_notify_cancel():  # false: nobody waits for it any more
+        if self.failure.set_running_or_notify_cancel():  # false if the future was canceled
             self.failure.set_result(failure)
 
 
@@ -118,34 +77,36 @@ def new_replica_id() -> str:
 
 
 def adopt_replica(record: ReplicaRecord) -> Replica:
-    """Takes over a running replica that another process launched.
+    """Take over a running replica that another process launched.
 
     Raises:
-        ReplicaUnavailable: it is not running any more, or does not answer; says which process is missing.
+        ReplicaUnavailable: a process of the replica is not running or does not answer; names it.
     """
     roles = ["scheduler", *(f"rank-{rank}" for rank in range(record.tensor_parallel_size))]
     handles = [_find_actor(record.replica_id, role, record.namespace) for role in roles]
     call = {f"the scheduler of {record.replica_id}": handles[0].config.remote()}
     (config,) = await_all(call, _ADOPT_TIMEOUT_S, "answering its new owner")
     if config is None:
-        raise ReplicaUnavailable(f"the scheduler of {record.replica_id} has ended, or never began, to serve")
+        raise ReplicaUnavailable(
+            f"the scheduler of {record.replica_id} does not serve: it ended or never started"
+        )
     return Replica(record, config, handles[0])
 
 
 def remove_replica(replica_id: str, namespace: str) -> None:
-    """Ends whatever there is of a replica, running, half launched or half ended. Does nothing where it is gone."""
+    """Kill a replica's actors and free its placement group, in any state. Does nothing if it is gone."""
     prefix = actor_name(replica_id, "")
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] == namespace and actor["name"].startswith(prefix):
-            with suppress(ValueError):  # it ended just now
+            with suppress(ValueError):  # the actor ended after it was listed
                 ray.kill(ray.get_actor(actor["name"], namespace))
     for group_id, group in placement_group_table().items():
         if group["name"] == placement_name(replica_id, namespace) and group["state"] != "REMOVED":
-            remove_placement_group(_group_of(group_id))
+            remove_placement_group(_placement_group(group_id))
 
 
 def known_replicas(namespace: str) -> set[str]:
-    """Ids of all replicas of which there is anything: a process, or a place that is taken or asked for."""
+    """Return the ids of all replicas that have an actor, or a placement group that is placed or pending."""
     names = [
         actor["name"]
         for actor in ray.util.list_named_actors(all_namespaces=True)
@@ -162,16 +123,19 @@ def known_replicas(namespace: str) -> set[str]:
 
 
 def actor_name(replica_id: str, role: str) -> str:
-    """Of a replica's process: its role is ``scheduler`` or ``rank-N``."""
+    """Return the name of a replica's actor; the role is ``scheduler`` or ``rank-N``."""
     return f"quire/{replica_id}/{role}"
 
 
 def placement_name(replica_id: str, namespace: str) -> str:
-    """Of a replica's placement group. Ray lists those of all namespaces together and does not say which is whose."""
+    """Return the name of a replica's placement group.
+
+    The name contains the namespace because Ray lists the groups of all namespaces together, without theirs.
+    """
     return f"{namespace}:{actor_name(replica_id, 'place')}"
 
 
-def _group_of(group_id: str) -> PlacementGroup:
+def _placement_group(group_id: str) -> PlacementGroup:
     return PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id)))
 
 
@@ -179,4 +143,4 @@ def _find_actor(replica_id: str, role: str, namespace: str) -> ActorHandle:
     try:
         return ray.get_actor(actor_name(replica_id, role), namespace)
     except ValueError:
-        raise ReplicaUnavailable(f"{role} of {replica_id} is not running any more") from None
+        raise ReplicaUnavailable(f"the {role} of {replica_id} is not running") from None

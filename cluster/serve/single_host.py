@@ -19,7 +19,7 @@ from ..gateway.server import Gateway
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
 from ..host.stopwatch import Stopwatch
 from ..ray_runtime.local_cluster import LocalCluster
-from ..replica.client import PATIENCE_S, ReplicaClient
+from ..replica.client import SILENCE_MARGIN_S, ReplicaClient
 from ..replica.launch import launch_replica
 from ..replica.replica import Replica, new_replica_id
 from ..requests.tokenizer import Tokenizer
@@ -83,8 +83,8 @@ async def _serve_replica(
     failure = asyncio.wrap_future(replica.failure)
     signalled = next_signal()
     config = replica.config
-    patience_s = config.scheduler.step_timeout_s + PATIENCE_S
-    client = ReplicaClient(replica.address, replica.replica_id, patience_s=patience_s)
+    silence_timeout_s = config.scheduler.step_timeout_s + SILENCE_MARGIN_S
+    client = ReplicaClient(replica.address, replica.replica_id, silence_timeout_s=silence_timeout_s)
     client.start()
     models = serve_single_replica(config, tokenizer, client)
     gateway = Gateway(models, front.listen, security=security, insecure=front.insecure)

@@ -186,12 +186,12 @@ class StepReceiver:
         poller.register(self._plans, zmq.POLLIN)
         poller.register(connection_events, zmq.POLLIN)
         while not self._plans.poll(0):
-            patience_s = None if self._lost_at is None else self._lost_at + self._lost_s - time.monotonic()
-            if patience_s is not None and patience_s <= 0:
+            remaining_s = None if self._lost_at is None else self._lost_at + self._lost_s - time.monotonic()
+            if remaining_s is not None and remaining_s <= 0:
                 raise ReplicaUnavailable(
                     f"rank {self._rank} has not reached the scheduler at {self._endpoint} for {self._lost_s:g} s"
                 )
-            events = dict(poller.poll(None if patience_s is None else round(1000 * patience_s) + 1))
+            events = dict(poller.poll(None if remaining_s is None else round(1000 * remaining_s) + 1))
             if connection_events in events:
                 is_connected = (
                     recv_monitor_message(connection_events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -73,7 +73,7 @@ def serve(make_model: Callable[..., Path]) -> ServerFactory:
         *,
         security: Security | None = None,
         ready: bool = True,
-        patience_s: float = 65.0,
+        silence_timeout_s: float = 65.0,
         model_dir: Path | None = None,
         **options: Any,
     ) -> AsyncIterator[Server]:
@@ -84,7 +84,9 @@ def serve(make_model: Callable[..., Path]) -> ServerFactory:
         )
         config = resolve(engine_options, Machine.this())
         with local_replica(config) as local:
-            replica = ReplicaClient(local.address, "replica-0", patience_s=patience_s, heartbeat_s=0.1)
+            replica = ReplicaClient(
+                local.address, "replica-0", silence_timeout_s=silence_timeout_s, heartbeat_s=0.1
+            )
             replica.start()
             tokenizer = Tokenizer(str(model))
             models = serve_single_replica(local.config, tokenizer, replica)

@@ -17,8 +17,8 @@ from quire.cluster.controller_api.demand import Demand
 from quire.cluster.controller_api.fleet_state import FleetState, NodeEntry
 from quire.cluster.fleet.fleet import Fleet
 from quire.cluster.replica.client import ReplicaClient
-from quire.cluster.replica.launch_progress import LaunchProgress, LaunchStage, Tell
-from quire.cluster.replica.replica import ReplicaRecord
+from quire.cluster.replica.launch_progress import LaunchProgress, LaunchStage, OnProgress
+from quire.cluster.replica.record import ReplicaRecord
 from quire.proto.errors import QuireError, ReplicaUnavailable
 from quire.proto.step import StepResult
 from quire.scheduler.core.scheduler import Scheduler
@@ -111,7 +111,7 @@ class FakeLauncher:
         self._changed = threading.Condition()
         self._live: dict[str, FakeReplica] = {}
 
-    def launch(self, deployment: Deployment, replica_id: str, on_progress: Tell) -> FakeReplica:
+    def launch(self, deployment: Deployment, replica_id: str, on_progress: OnProgress) -> FakeReplica:
         assert self.may_place.wait(DEADLINE_S), "the test never let it be placed"
         with self._changed:
             on_progress(LaunchProgress(LaunchStage.PLACING))
@@ -171,8 +171,10 @@ class FakeLauncher:
     def cordon(self, node_id: str) -> None:
         self.cordoned.append(node_id)
 
-    def connect(self, record: ReplicaRecord, patience_s: float = 60.0) -> ReplicaClient:
-        return ReplicaClient(record.endpoint, record.replica_id, patience_s=patience_s, heartbeat_s=0.05)
+    def connect(self, record: ReplicaRecord, silence_timeout_s: float = 60.0) -> ReplicaClient:
+        return ReplicaClient(
+            record.endpoint, record.replica_id, silence_timeout_s=silence_timeout_s, heartbeat_s=0.05
+        )
 
     def notice(self, node_id: str) -> Future[float]:
         return self.notices.setdefault(node_id, Future())

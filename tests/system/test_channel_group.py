@@ -15,7 +15,7 @@ import ray
 
 from quire.cluster.ray_runtime.local_cluster import LocalCluster
 from quire.cluster.replica import channel_group
-from quire.cluster.replica.channel_group import ChannelGroupMaker, ChannelWorkerGroup
+from quire.cluster.replica.channel_group import ChannelGroupFactory, ChannelWorkerGroup
 from quire.proto.errors import ConfigError, RankFailed
 from quire.proto.step import StepFailure, StepPlan, StepResult
 from quire.proto.stream import RankStatus
@@ -86,7 +86,7 @@ def started(cluster: LocalCluster) -> Iterator[Started]:
     remote = ray.remote(ObedientRank).options(max_concurrency=2, num_cpus=1)
     workers = tuple(remote.remote(rank) for rank in range(NUM_RANKS))
     statuses = tuple(ray.get([worker.status.remote() for worker in workers], timeout=60))
-    maker = ChannelGroupMaker(ChannelAddress.in_directory(cluster.directory), workers, statuses, 30.0)
+    maker = ChannelGroupFactory(ChannelAddress.in_directory(cluster.directory), workers, statuses, 30.0)
     group = maker()
     yield Started(group, [status.pid for status in statuses])
     group.close()

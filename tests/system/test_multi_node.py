@@ -29,7 +29,8 @@ from quire.cluster.ray_runtime.launch_target import FleetLaunchTarget
 from quire.cluster.ray_runtime.local_cluster import attach
 from quire.cluster.replica.launch import launch_replica
 from quire.cluster.replica.launch_progress import LaunchProgress, LaunchStage
-from quire.cluster.replica.replica import Replica, ReplicaRecord, adopt_replica, known_replicas
+from quire.cluster.replica.record import ReplicaRecord
+from quire.cluster.replica.replica import Replica, adopt_replica, known_replicas
 from quire.proto.config import EngineConfig
 from quire.proto.errors import RankFailed, ReplicaUnavailable
 from quire.proto.stream import Drain, FinishReason, ReplicaStatus, StatusQuery, TokenBatch
@@ -229,7 +230,7 @@ def test_a_launch_that_nobody_wants_any_more_leaves_nothing(
 
     with attach(two_nodes.nodes.address, NAMESPACE):
         with pytest.raises(ReplicaUnavailable, match="not wanted any more"):
-            launch_replica(config, "replica-unwanted", site, tell=refuse)
+            launch_replica(config, "replica-unwanted", site, on_progress=refuse)
         assert told == [LaunchStage.PLACING]
         assert "replica-unwanted" not in known_replicas(NAMESPACE)
 
@@ -259,7 +260,7 @@ def test_a_draining_replica_gives_back_and_its_killed_far_rank_is_named(
     assert failure.rank == far_rank
     replica.close()
     assert known_replicas(NAMESPACE) == set()
-    with pytest.raises(ReplicaUnavailable, match=r"scheduler of .* is not running any more"):
+    with pytest.raises(ReplicaUnavailable, match=r"the scheduler of .* is not running"):
         adopt_replica(replica.record)
 
 

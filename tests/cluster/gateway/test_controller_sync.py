@@ -22,7 +22,7 @@ from quire.cluster.fleet.fleet import Fleet
 from quire.cluster.gateway.controller_sync import ControllerSync
 from quire.cluster.gateway.served_models import ServedModels
 from quire.cluster.gateway.server import Gateway
-from quire.cluster.replica.replica import ReplicaRecord
+from quire.cluster.replica.record import ReplicaRecord
 from quire.cluster.requests.outputs import RequestOutput
 from quire.proto.errors import (
     ConfigError,

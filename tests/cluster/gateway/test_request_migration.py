@@ -28,10 +28,10 @@ class FakeClient:
         self.replica_id = replica_id
         self.placed: list[tuple[Request, Any]] = []
         self.stopped: list[int] = []
-        self.forgotten: list[int] = []
+        self.aborted: list[int] = []
         self.problem = ""
 
-    def place(self, request: Request, make_receiver: Callable[[range], Any]) -> Any:
+    def submit_with(self, request: Request, make_receiver: Callable[[range], Any]) -> Any:
         if self.problem:
             raise ReplicaUnavailable(self.problem)
         start = 100 * (1 + len(self.placed))
@@ -49,8 +49,8 @@ class FakeClient:
     def stop(self, handle: int) -> None:
         self.stopped.append(handle)
 
-    def forget(self, handles: range) -> None:
-        self.forgotten += handles
+    def abort(self, handles: range) -> None:
+        self.aborted += handles
 
 
 class FakeReplicaPicker:
@@ -180,7 +180,7 @@ def test_request_without_tokens_moves_as_a_whole() -> None:
             0,
         )
         running.abort()
-        assert picker.b.forgotten == [100, 101, 102]
+        assert picker.b.aborted == [100, 101, 102]
 
     run(scenario)
 

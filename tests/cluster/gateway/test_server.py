@@ -284,7 +284,7 @@ def test_logprobs_and_seed_work_over_grpc(serve: ServerFactory) -> None:
 def test_health_follows_the_replica(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with (
-            serve(ready=False, patience_s=3.0) as server,
+            serve(ready=False, silence_timeout_s=3.0) as server,
             grpc.aio.insecure_channel(server.target) as channel,
         ):
             stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -317,7 +317,7 @@ def test_failed_replica_stays_failed_despite_later_statuses(serve: ServerFactory
             # In truth the replica is well, so its statuses go on coming, like those sent just before a death.
             server.replica.fail("rank 1 failed at step 7: killed")
             heard: asyncio.Queue[ReplicaStatus | CacheReport] = asyncio.Queue()
-            server.replica.listen(heard.put_nowait)
+            server.replica.add_listener(heard.put_nowait)
             with pytest.raises(ReplicaUnavailable, match="replica-0 failed: rank 1 failed at step 7: killed"):
                 await drain(running)
             while not isinstance(await asyncio.wait_for(heard.get(), 20.0), ReplicaStatus):
@@ -349,7 +349,7 @@ def test_ended_replica_fails_its_requests_and_rejects_new_ones(serve: ServerFact
 
 def test_silent_replica_fails_its_requests(serve: ServerFactory) -> None:
     async def scenario() -> None:
-        async with serve(patience_s=0.5) as server, AsyncClient(server.target) as client:
+        async with serve(silence_timeout_s=0.5) as server, AsyncClient(server.target) as client:
             server.brake.hold()
             with pytest.raises(ReplicaUnavailable, match="replica-0 failed: it has been silent for"):
                 await client.generate(PROMPT, GREEDY)
@@ -462,7 +462,7 @@ def test_reflection_lists_the_services(serve: ServerFactory) -> None:
 
     async def scenario() -> None:
         async with (
-            serve(ready=False, patience_s=3.0) as server,
+            serve(ready=False, silence_timeout_s=3.0) as server,
             grpc.aio.insecure_channel(server.target) as channel,
         ):
             stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]

@@ -85,7 +85,7 @@ def test_what_cannot_be_read_is_passed_over() -> None:
     async def scenario() -> None:
         async with line() as (client, scheduler):
             heard: asyncio.Queue[object] = asyncio.Queue()
-            client.listen(heard.put_nowait)
+            client.add_listener(heard.put_nowait)
             await scheduler.say(b"\xc1 not a message")
             await scheduler.say(encode(CacheReport(1, 0, b"", b"")))
             assert isinstance(await heard.get(), CacheReport)
@@ -102,12 +102,12 @@ def test_a_fault_of_ours_in_hearing_a_replica_is_told_and_ends_what_waits(
 
     async def scenario() -> None:
         async with line() as (client, scheduler):
-            client.listen(stumble)
+            client.add_listener(stumble)
             waiting = asyncio.ensure_future(client.next_status(LONG_S))
             await scheduler.say(encode(CacheReport(1, 0, b"", b"")))
-            assert "the line to it broke: KeyError('a fault')" in await client.wait_until_failed()
-            with pytest.raises(ReplicaUnavailable, match="the line to it broke"):
+            assert "its connection broke: KeyError('a fault')" in await client.wait_until_failed()
+            with pytest.raises(ReplicaUnavailable, match="its connection broke"):
                 await waiting
 
     run(scenario)
-    assert "hearing replica-0 has failed" in caplog.text
+    assert "receiving from replica-0 has failed" in caplog.text

@@ -1,4 +1,4 @@
-"""What is decided while a replica starts, with its processes left out."""
+"""Decisions of a launch, with fakes in place of the processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.worker.actor import LoadReport
 
 
 class Launch:
-    """Ranks that have loaded, with so many blocks each."""
+    """A launch whose ranks report the given numbers of blocks."""
 
     scheduler = None
 
@@ -28,9 +28,9 @@ class Launch:
 
     def place(self) -> None: ...
 
-    def create(self) -> None: ...
+    def start_processes(self) -> None: ...
 
-    def note(self, *_: object) -> None: ...
+    def report(self, *_: object) -> None: ...
 
     def load(self) -> list[LoadReport]:
         return self._reports
@@ -48,13 +48,13 @@ class Launch:
 
 
 @pytest.mark.parametrize("num_blocks", [(30,), (31, 12, 40), (7, 7)])
-def test_every_rank_gets_the_blocks_that_the_least_of_them_holds(
+def test_every_rank_gets_the_smallest_number_of_blocks_of_all(
     num_blocks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = Launch(*num_blocks)
     monkeypatch.setattr(module, "_Launch", lambda *_: launch)
     monkeypatch.setattr(module, "Replica", lambda record, *_: record)
-    site: Any = SimpleNamespace(guard=lambda: None, namespace="none")
-    started: Any = module.launch_replica(small_config(num_blocks=99), "replica-1", site)
+    target: Any = SimpleNamespace(on_processes_started=lambda: None, namespace="none")
+    started: Any = module.launch_replica(small_config(num_blocks=99), "replica-1", target)
     assert launch.allocated == [min(num_blocks)]
     assert started.cache.num_blocks == min(num_blocks)

@@ -1,4 +1,4 @@
-"""Where a replica goes, and what is said when it has no place."""
+"""Placement: bundles, strategy, and the explanation of a shortage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.cluster.replica.placement import (
     NodeType,
     bundles_for,
     choose_strategy,
-    explain,
+    explain_shortage,
     read_node_types,
 )
 from quire.proto.config import EngineConfig
@@ -36,7 +36,7 @@ def config(size: int, device: str = "cuda") -> EngineConfig:
     return replace(config, parallel=replace(config.parallel, tensor_parallel_size=size, device=device))
 
 
-def test_a_replica_asks_for_a_scheduler_and_its_ranks() -> None:
+def test_bundles_are_the_scheduler_s_and_one_per_rank() -> None:
     assert bundles_for(config(2)) == [{"CPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}]
     assert bundles_for(config(1, "cpu")) == [{"CPU": 1.0}, {"CPU": 1.0}]
     assert bundles_for(config(1, "cpu"), {"GPU": 1, "slot": 0.5})[1] == {"CPU": 1.0, "GPU": 1, "slot": 0.5}
@@ -45,7 +45,7 @@ def test_a_replica_asks_for_a_scheduler_and_its_ranks() -> None:
 @pytest.mark.parametrize(
     ("size", "nodes", "types", "strategy"),
     [
-        (4, [BIG], [], STRICT_PACK),  # busy now, but it could hold it
+        (4, [BIG], [], STRICT_PACK),  # busy now, but large enough
         (4, [HEAD], [SMALL_TYPE], PACK),
         (4, [HEAD], [SMALL_TYPE, BIG_TYPE], STRICT_PACK),
         (8, [BIG], [], STRICT_PACK),
@@ -55,15 +55,15 @@ def test_a_replica_asks_for_a_scheduler_and_its_ranks() -> None:
         (1, [], [], PACK),
     ],
 )
-def test_one_node_where_one_can_hold_it(
+def test_strategy_is_one_node_if_one_can_hold_the_replica(
     size: int, nodes: list[Node], types: list[NodeType], strategy: str
 ) -> None:
     assert choose_strategy(bundles_for(config(size)), nodes, types) == strategy
 
 
-def test_what_was_asked_and_what_there_is_are_told() -> None:
+def test_shortage_names_needed_and_available_resources() -> None:
     view = ClusterView((HEAD, BIG), (SMALL_TYPE,), ("1 of gpu-small being started",))
-    assert explain(bundles_for(config(4)), STRICT_PACK, view) == (
+    assert explain_shortage(bundles_for(config(4)), STRICT_PACK, view) == (
         "replica needs 5 CPU, 4 GPU on one node; "
         "nodes: 10.0.0.1 has 3 of 4 CPU free, 0 of 0 GPU free, 10.0.0.2 has 12 of 16 CPU free, 2 of 8 GPU free; "
         "node types: gpu-small offers 8 CPU, 1 GPU (max 4 nodes); "
@@ -71,18 +71,20 @@ def test_what_was_asked_and_what_there_is_are_told() -> None:
     )
 
 
-def test_what_can_never_be_had_is_told() -> None:
-    told = explain(bundles_for(config(16)), PACK, ClusterView((HEAD,), (SMALL_TYPE,)))
-    assert "replica needs 17 CPU, 16 GPU over several nodes, a rank 1 CPU, 1 GPU of them" in told
-    assert told.endswith("the whole cluster, fully grown, has 4 GPU")
-    told = explain(bundles_for(config(1)), PACK, ClusterView((HEAD,)))
-    assert "no autoscaler is known" in told
-    assert told.endswith("the whole cluster, fully grown, has 0 GPU")
+def test_shortage_names_what_the_fully_grown_cluster_lacks() -> None:
+    explanation = explain_shortage(bundles_for(config(16)), PACK, ClusterView((HEAD,), (SMALL_TYPE,)))
+    assert "replica needs 17 CPU, 16 GPU over several nodes, each rank 1 CPU, 1 GPU; nodes:" in explanation
+    assert explanation.endswith("the whole cluster, fully grown, has 4 GPU")
+    explanation = explain_shortage(bundles_for(config(1)), PACK, ClusterView((HEAD,)))
+    assert "no autoscaler is known" in explanation
+    assert explanation.endswith("the whole cluster, fully grown, has 0 GPU")
 
 
-def test_a_rank_larger_than_any_node_is_told() -> None:
-    told = explain(bundles_for(config(1), {"GPU": 2.0}), PACK, ClusterView((HEAD,), (SMALL_TYPE,)))
-    assert told.endswith("no node or node type holds one rank: 1 CPU, 2 GPU")
+def test_shortage_names_a_rank_larger_than_any_node() -> None:
+    explanation = explain_shortage(
+        bundles_for(config(1), {"GPU": 2.0}), PACK, ClusterView((HEAD,), (SMALL_TYPE,))
+    )
+    assert explanation.endswith("no node or node type holds one rank: 1 CPU, 2 GPU")
 
 
 def test_node_types_are_read_from_a_file_for_ray_up(tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ available_node_types:
 @pytest.mark.parametrize(
     "text", [None, "", "[1]", "available_node_types: {a: 3}", "a: [", "available_node_types: 1"]
 )
-def test_a_file_that_is_none_for_ray_up_is_refused(tmp_path: Path, text: str | None) -> None:
+def test_file_that_is_not_for_ray_up_is_refused(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "cluster.yaml"
     if text is not None:
         path.write_text(text)

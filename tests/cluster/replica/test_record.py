@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from quire.cluster.replica.replica import ReplicaRecord
+from quire.cluster.replica.record import ReplicaRecord
 from quire.proto.errors import ProtocolError
 
 RECORD = ReplicaRecord(

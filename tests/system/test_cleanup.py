@@ -1,4 +1,4 @@
-"""The janitor cleans up after an owner that had no chance to."""
+"""The cleanup process removes what a killed owner leaves."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from pathlib import Path
 
 import pytest
 
-from quire.cluster.host.janitor import PrivateDirectory
+from quire.cluster.host.cleanup import PrivateDirectory
 from quire.cluster.host.processes import ProcessTree, children
 
 OWNER = """
 import subprocess, sys, time
-from quire.cluster.host.janitor import PrivateDirectory
+from quire.cluster.host.cleanup import PrivateDirectory
 directory = PrivateDirectory()
 (directory.path / "socket").write_text("")
 stubborn = subprocess.Popen(["sleep", "300"], start_new_session=True)
-directory.guard([stubborn.pid])
+directory.kill_on_exit([stubborn.pid])
 print(directory.path, stubborn.pid, flush=True)
 time.sleep(300)
 """
 
 
-def test_killed_owner_leaves_neither_process_nor_directory() -> None:
+def test_killed_owner_leaves_no_process_and_no_directory() -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     path, pid = owner.stdout.readline().split()
     assert Path(path, "socket").is_file()
-    left = ProcessTree([int(pid), *children(owner.pid)])
+    remaining = ProcessTree([int(pid), *children(owner.pid)])
     owner.kill()
     owner.communicate()
-    assert left.wait(60) == []
+    assert remaining.wait(60) == []
     assert not Path(path).exists()
 
 
-def test_directory_is_private_and_goes_at_once_when_removed() -> None:
+def test_directory_is_private_and_removed_immediately() -> None:
     directory = PrivateDirectory()
     assert directory.path.stat().st_mode & 0o777 == 0o700
     directory.remove()
@@ -46,14 +46,14 @@ def test_directory_is_private_and_goes_at_once_when_removed() -> None:
     directory.remove()
 
 
-def test_long_temporary_path_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_temporary_path_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 20)))
     directory = PrivateDirectory()
     assert len(str(directory.path)) < 40
     directory.remove()
 
 
-def test_process_tree_holds_grandchildren_and_ends_them() -> None:
+def test_process_tree_contains_and_kills_grandchildren() -> None:
     parent = subprocess.Popen(["sh", "-c", "sleep 300 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     grandchild = int(parent.stdout.readline())
