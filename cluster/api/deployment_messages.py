@@ -26,7 +26,7 @@ def deployment_to_message(deployment: Deployment) -> admin_pb2.Deployment:
                 **_set_values(deployment.engine, without="tenant_weights"), tenant_weights=weights
             ),
             limits=admin_pb2.ScalingLimits(**_set_values(deployment.limits)),
-            rank_resources=deployment.rank_resources,
+            rank_resources=dict(deployment.rank_resources),
             drain_grace_s=deployment.drain_grace_s,
             revision=deployment.revision,
         )
@@ -44,7 +44,7 @@ def deployment_from_message(message: admin_pb2.Deployment) -> Deployment:
     return Deployment(
         EngineOptions(**engine),
         ScalingLimits(**_present_values(ScalingLimits, message.limits)),
-        rank_resources=dict(message.rank_resources),
+        rank_resources=tuple(sorted(message.rank_resources.items())),
         **{name: getattr(message, name) for name in ("drain_grace_s", "revision") if message.HasField(name)},
     )
 

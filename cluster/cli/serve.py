@@ -8,7 +8,7 @@ import typer
 from ..config.cluster_options import ClusterOptions
 from ..config.deployment import Deployment
 from ..config.engine_options import EngineOptions
-from ..config.option import read_environment, read_table
+from ..config.option import read_environment, select_options
 from ..config.scaling_limits import ScalingLimits
 from ..config.server_options import ServerOptions
 from .deployments import FLEET_FILE_SUFFIX, read_deployments
@@ -49,11 +49,11 @@ def serve(
     Example: `quire serve demo --tensor-parallel-size 2 --listen 127.0.0.1:0`
     """
     environment = read_environment(os.environ, EngineOptions, ClusterOptions, ServerOptions)
-    server_options = ServerOptions(**read_table(ServerOptions, environment | server))
+    server_options = ServerOptions(**select_options(ServerOptions, environment | server))
     if address is not None:
         from ..serve.fleet import serve_fleet
 
-        cluster_options = ClusterOptions(**read_table(ClusterOptions, environment | cluster))
+        cluster_options = ClusterOptions(**select_options(ClusterOptions, environment | cluster))
         deployments = read_deployments(model, engine | fleet)
         raise typer.Exit(serve_fleet(deployments, address, server_options, cluster_options))
     if fleet or cluster:
@@ -64,5 +64,5 @@ def serve(
         raise typer.BadParameter("a fleet file needs a Ray cluster; say where with --address")
     from ..serve.single_host import serve as run_server
 
-    options = EngineOptions(model, **read_table(EngineOptions, environment | engine))
+    options = EngineOptions(model, **select_options(EngineOptions, environment | engine))
     raise typer.Exit(run_server(options, server_options))

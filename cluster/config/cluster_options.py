@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .checks import one_of
-from .option import check_values, option
+from .option import option, validate_options
 from .scaling_limits import FLEET
 
 
@@ -26,4 +26,4 @@ class ClusterOptions:
     )
 
     def __post_init__(self) -> None:
-        check_values(self)
+        validate_options(self)

@@ -23,7 +23,7 @@ from typing import Any, Self
 from ...proto.errors import ConfigError
 from .checks import between, positive_amounts
 from .engine_options import EngineOptions
-from .option import check_names, check_values, declared_options, option, read_table, write_table
+from .option import check_names, declared_options, option, select_options, validate_options, write_table
 from .scaling_limits import FLEET, ScalingLimits
 from .value_kinds import amounts
 
@@ -60,7 +60,7 @@ class Deployment:
     )
 
     def __post_init__(self) -> None:
-        check_values(self)
+        validate_options(self)
 
     @property
     def name(self) -> str:
@@ -99,9 +99,9 @@ class Deployment:
         check_names(
             table, "a model", ["model", *(name for owner in owners for name in declared_options(owner))]
         )
-        engine = EngineOptions(table["model"], **read_table(EngineOptions, table))
-        limits = ScalingLimits(**read_table(ScalingLimits, table))
-        return cls(engine, limits, **read_table(cls, table))
+        engine = EngineOptions(table["model"], **select_options(EngineOptions, table))
+        limits = ScalingLimits(**select_options(ScalingLimits, table))
+        return cls(engine, limits, **select_options(cls, table))
 
 
 def read_fleet_file(path: Path, defaults: Mapping[str, Any] | None = None) -> tuple[Deployment, ...]:

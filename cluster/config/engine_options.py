@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .checks import at_least, between, one_of, positive, positive_amounts, share
-from .option import check_values, option
+from .option import option, validate_options
 from .value_kinds import NUM_BYTES, amounts
 
 DEMO_MODEL = "demo"
@@ -25,7 +25,7 @@ class EngineOptions:
         model: a Hugging Face model directory, or ``demo`` for the bundled model.
 
     Raises:
-        ConfigError: a value is out of its range.
+        ConfigError: a value has the wrong type or is out of its range.
     """
 
     model: str
@@ -198,7 +198,7 @@ class EngineOptions:
     )
 
     def __post_init__(self) -> None:
-        check_values(self)
+        validate_options(self)
 
     @property
     def name(self) -> str:

@@ -148,12 +148,24 @@ def _kind_of(annotation: Any) -> ValueKind | None:
     return KIND_OF.get(plain[0]) if len(plain) == 1 else None
 
 
-def check_values(options: Any) -> None:
-    """Check each declared option of a dataclass instance. Raises ConfigError with every problem."""
-    declared = declared_options(type(options))
-    problems = [option.problem(getattr(options, name)) for name, option in declared.items()]
-    if found := [problem for problem in problems if problem]:
-        raise ConfigError("; ".join(found))
+def validate_options(options: Any) -> None:
+    """Read and check each declared option of a dataclass instance, for its ``__post_init__``.
+
+    Raises:
+        ConfigError: values have the wrong type or are not allowed; the message names all of them.
+    """
+    problems = []
+    for name, option in declared_options(type(options)).items():
+        try:
+            value = option.read(getattr(options, name))
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        object.__setattr__(options, name, value)
+        if problem := option.problem(value):
+            problems.append(problem)
+    if problems:
+        raise ConfigError("; ".join(problems))
 
 
 def check_names(names: Iterable[str], subject: str, known: Iterable[str]) -> None:
@@ -165,18 +177,13 @@ def check_names(names: Iterable[str], subject: str, known: Iterable[str]) -> Non
         raise ConfigError(f"there is no option {name!r} of {subject}{hint}")
 
 
-def read_table(owner: type, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constructor's arguments for those entries of a table that are options of the dataclass.
-
-    Raises:
-        ConfigError: a value has the wrong type.
-    """
-    declared = declared_options(owner)
-    return {name: option.read(table[name]) for name, option in declared.items() if name in table}
+def select_options(owner: type, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a table that are options of the dataclass, as arguments of its constructor."""
+    return {name: table[name] for name in declared_options(owner) if name in table}
 
 
 def write_table(options: Any) -> dict[str, Any]:
-    """Return the declared options of a dataclass instance as plain values: the inverse of `read_table`."""
+    """Return the declared options of a dataclass instance as plain values, which its constructor accepts."""
     values = ((option, getattr(options, name)) for name, option in declared_options(type(options)).items())
     return {option.name: None if value is None else option.kind.write(value) for option, value in values}
 

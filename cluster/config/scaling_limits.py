@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ...proto.errors import ConfigError
 from .checks import at_least, not_negative_finite, positive_finite, share
-from .option import check_values, option
+from .option import option, validate_options
 
 FLEET = "Fleet"
 
@@ -85,7 +85,7 @@ class ScalingLimits:
     )
 
     def __post_init__(self) -> None:
-        check_values(self)
+        validate_options(self)
         if self.max_replicas < self.min_replicas:
             raise ConfigError(
                 f"max_replicas is {self.max_replicas}, must be at least min_replicas ({self.min_replicas})"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from .option import option
+from .option import option, validate_options
 
 _SERVER = "Server"
 
@@ -34,3 +34,6 @@ class ServerOptions:
         metavar="FILE",
         group=_SERVER,
     )
+
+    def __post_init__(self) -> None:
+        validate_options(self)

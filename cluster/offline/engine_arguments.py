@@ -8,7 +8,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..config.engine_options import EngineOptions
-from ..config.option import check_names, declared_options, keyword_parameters, read_environment, read_table
+from ..config.option import (
+    check_names,
+    declared_options,
+    keyword_parameters,
+    read_environment,
+    select_options,
+)
 
 # Offline the caller holds all prompts anyway; refusing some gains nothing.
 _DEFAULTS: Mapping[str, Any] = {"max_queue_len": 1 << 30}
@@ -36,7 +42,11 @@ def read_engine_options(
         ConfigError: there is no such option, or a value that the option cannot have.
     """
     check_names(given, "LLM", declared_options(EngineOptions))
-    values = {**_DEFAULTS, **read_environment(environment, EngineOptions), **read_table(EngineOptions, given)}
+    values = {
+        **_DEFAULTS,
+        **read_environment(environment, EngineOptions),
+        **select_options(EngineOptions, given),
+    }
     options = EngineOptions(model, **values)
     if options.tensor_parallel_size == 1 and "max_steps_in_flight" not in values:
         return replace(options, max_steps_in_flight=1)

@@ -9,6 +9,8 @@ import pytest
 
 from quire import Deployment, EngineOptions, ScalingLimits
 from quire.cluster.api.deployment_messages import deployment_from_message, deployment_to_message
+from quire.cluster.config.checks import OneOf
+from quire.cluster.config.option import declared_options
 from quire.proto import admin_pb2
 from quire.proto.errors import ConfigError
 
@@ -24,6 +26,9 @@ def other_value(kind: type, field: Field[Any]) -> Any:
     """A valid value that is not the field's default."""
     if field.name in ("min_replicas", "max_replicas"):
         return {"min_replicas": 2, "max_replicas": 5}[field.name]
+    declared = declared_options(kind).get(field.name)
+    if declared is not None and isinstance(declared.check, OneOf):
+        return declared.check.choices[-1]
     hint = get_type_hints(kind)[field.name]
     for candidate in (getattr(hint, "__origin__", None), hint, *getattr(hint, "__args__", ())):
         if candidate is bool:
@@ -44,7 +49,7 @@ def test_deployment_keeps_every_changed_field() -> None:
     for kind, values in ((EngineOptions, engine), (ScalingLimits, limits)):
         assert all(values[field.name] != field.default for field in fields(kind))
     deployment = Deployment(
-        EngineOptions(**engine), ScalingLimits(**limits), {"slot": 1.5}, drain_grace_s=4.25, revision="2"
+        EngineOptions(**engine), ScalingLimits(**limits), (("slot", 1.5),), drain_grace_s=4.25, revision="2"
     )
     message = admin_pb2.Deployment.FromString(deployment_to_message(deployment).SerializeToString())
     received = deployment_from_message(message)

@@ -21,11 +21,10 @@ from quire.cluster.config.deployment import Deployment
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.option import (
     Option,
-    check_values,
     declared_options,
     option,
     read_environment,
-    read_table,
+    select_options,
     write_table,
 )
 from quire.cluster.config.scaling_limits import ScalingLimits
@@ -248,17 +247,17 @@ def test_offline_engine_of_one_rank_has_one_step_in_flight() -> None:
     assert steps == [1, 2, 2, 2]
 
 
-def test_read_table_inverts_write_table() -> None:
+def test_constructor_accepts_what_write_table_returns() -> None:
     engine = EngineOptions("demo", policy="fair", tenant_weights=(("gold", 3.0),), kv_cache_memory=1 << 20)
     table = write_table(engine)
     assert table["tenant_weights"] == {"gold": 3.0}
-    assert EngineOptions("demo", **read_table(EngineOptions, table)) == engine
+    assert EngineOptions("demo", **select_options(EngineOptions, table)) == engine
     assert write_table(ServerOptions(tls_key=Path("/key")))["tls_key"] == "/key"
 
 
-def test_check_values_reports_all_problems() -> None:
+def test_constructor_reports_all_problems() -> None:
     with pytest.raises(ConfigError, match="max_num_seqs is 0, must be above 0; max_queue_len is -1"):
-        check_values(EngineOptions("demo", max_num_seqs=0, max_queue_len=-1))
+        EngineOptions("demo", max_num_seqs=0, max_queue_len=-1)
 
 
 def test_choices_are_those_of_the_code_behind_them() -> None:
