@@ -27,8 +27,8 @@ from .memory.cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine, bytes_per_bl
 from .memory.host_memory import available_bytes
 from .memory.host_to_device import to_device
 from .memory.kv_budget import profile_kv_bytes
-from .models.build import Model, build_model
-from .models.layers import LoadContext
+from .models.load_context import LoadContext
+from .models.loader import Model, load_model
 from .sampling.prompt_logprobs import compute_prompt_logprobs
 from .sampling.sampler import SampledLogprobs, Sampler
 from .weights.checkpoint import Checkpoint, ProgressCallback
@@ -96,7 +96,7 @@ class ModelRunner:
                 config.parallel.fused_all_reduce,
             )
             with _memory_for(f"{config.model.name} does not fit into the memory of rank {comm.rank}"):
-                return build_model(load, config.model)
+                return load_model(load, config.model)
 
     def num_blocks_that_fit(self) -> int:
         """Blocks that this rank's KV memory holds, the scratch block included."""
@@ -129,7 +129,7 @@ class ModelRunner:
         with _memory_for(failure):
             self._cache = CacheEngine(self._config, num_blocks, self._dtype, self._device)
         with torch.inference_mode():
-            self._model.check()
+            self._model.selfcheck()
             self._graphs = self._make_graphs()
         return self._cache.measure_swap_rate()
 
@@ -243,7 +243,7 @@ class ModelRunner:
     @property
     def _records_graphs(self) -> bool:
         possible = self._device.type == "cuda" or self._graph_backend is not None
-        return possible and self._config.parallel.cuda_graphs and self._model.can_be_recorded
+        return possible and self._config.parallel.cuda_graphs and self._model.supports_graphs
 
     @property
     def _item_len(self) -> int | None:

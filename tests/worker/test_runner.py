@@ -213,7 +213,7 @@ def test_a_model_larger_than_the_memory_is_refused_in_words(
     def ask_for_too_much(*_: object) -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
 
-    monkeypatch.setattr(runner_module, "build_model", ask_for_too_much)
+    monkeypatch.setattr(runner_module, "load_model", ask_for_too_much)
     with pytest.raises(ConfigError, match="does not fit into the memory of rank 0"):
         ModelRunner(engine_config(make_model("llama")), SingleRank())
 

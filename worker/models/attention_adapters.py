@@ -1,7 +1,6 @@
-"""Attention of architectures whose modules compute it themselves, made to go where the interface's goes.
+"""Adapters for architectures whose modules do not use transformers' attention interface.
 
-Each adapter takes the place of a module's `forward`: what it returns is what the module returned, and the step
-gets queries, keys and values.
+An adapter replaces a module's `forward`. It returns the same values, but passes queries, keys and values to `attend`.
 """
 
 from __future__ import annotations
@@ -20,15 +19,18 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, float, AttentionVariant], Tensor
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """A slope a head: a geometric sequence for a power of two of heads, and every other one of the next power's
-    for the heads beyond it (Press et al., *Train Short, Test Long*, 2022)."""
+    """Return the ALiBi slope of each head (Press et al., *Train Short, Test Long*, 2022).
+
+    They are a geometric sequence if the number of heads is a power of two. Heads beyond the largest power of two get
+    every other slope of the next power.
+    """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
     return slopes + [2 ** (-4 * (2 * head + 1) / power) for head in range(num_heads - power)]
 
 
 class BloomAttention:
-    """BLOOM (Le Scao et al., 2022): linear biases; q, k and v of each head lie together."""
+    """BLOOM (Le Scao et al., 2022): ALiBi; q, k and v of a head are adjacent."""
 
     def __init__(self, module: Any, attend: Attend, device: torch.device) -> None:
         self._module, self._attend = module, attend
@@ -46,7 +48,7 @@ class BloomAttention:
 
 
 class FalconAttention:
-    """Falcon (Almazrouei et al., 2023): rotary embedding or linear biases; each KV head follows its query heads."""
+    """Falcon (Almazrouei et al., 2023): rotary embedding or ALiBi; each KV head follows its query heads."""
 
     def __init__(self, module: Any, attend: Attend, device: torch.device) -> None:
         self._module, self._attend = module, attend
@@ -56,7 +58,7 @@ class FalconAttention:
             self._num_kv_heads = 1 if config.multi_query else module.num_heads
         self._variant = AttentionVariant()
         if config.alibi:
-            # The bias is added before the scale is applied, and so is scaled with the products.
+            # Falcon adds the bias before the scale, so the slopes are scaled as well.
             slopes = torch.tensor(alibi_slopes(module.num_heads), device=device) * module.inv_norm_factor
             self._variant = AttentionVariant(alibi_slopes=slopes)
 

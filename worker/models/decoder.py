@@ -1,4 +1,4 @@
-"""The decoder of Llama and its relatives: one definition, their differences are in the DecoderSpec."""
+"""Decoder: Llama and related architectures; a DecoderSpec holds their differences."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ from ..weights.linear_weight import PlainWeight
 from .fused_decode import plan_fused_decode
 from .layers import (
     ColumnParallelLinear,
-    LoadContext,
     PartialSum,
     Projection,
     RotaryTable,
     RowParallelLinear,
-    VocabParallelEmbedding,
-    VocabParallelHead,
     WholeProjectionNorm,
 )
+from .load_context import LoadContext
 from .moe import MixtureOfExperts
 from .spec import DecoderSpec, LayerSpec
+from .vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 
-# Cosines and sines of a step's tokens by the rope that they are of; None for layers without positions.
+# Rope key |-> cosines and sines of a step's tokens; the key None is for layers without positions.
 Rotations = Mapping[str | None, tuple[Tensor | None, Tensor | None]]
 
 
 class Attention:
-    """Self-attention over the paged cache; a rank computes its own heads."""
+    """Self-attention over the paged cache; each rank computes its part of the heads."""
 
     def __init__(
         self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
@@ -57,16 +56,10 @@ class Attention:
             load, f"{name}.o_proj", q_size, spec.hidden_size, bias=spec.output_bias, peers=peers
         )
         self.q_norm = self.k_norm = None
-        self.projection_norms: list[WholeProjectionNorm] = []
         if spec.qk_norm == "head":
             self.q_norm = load.norm(f"{name}.q_norm", spec.head_dim, spec.norm_offset)
             self.k_norm = load.norm(f"{name}.k_norm", spec.head_dim, spec.norm_offset)
-        elif spec.qk_norm == "projection":
-            for own, count in (("q", spec.num_heads), ("k", spec.num_kv_heads)):
-                shard = load.head_shard(count, spec.head_dim)
-                self.projection_norms.append(
-                    WholeProjectionNorm(load, f"{name}.{own}_norm", shard, spec.norm_eps)
-                )
+        self.projection_norms = _projection_norms(load, spec, name) if spec.qk_norm == "projection" else []
 
     def forward(
         self,
@@ -75,7 +68,7 @@ class Attention:
         kv_cache: LayerCache,
         inputs: AttentionInputs,
     ) -> Tensor | PartialSum:
-        """[T, E] -> [T, E]; writes the tokens' keys and values before anything reads them."""
+        """[T, E] -> [T, E]; writes the tokens' keys and values to the cache before attention reads them."""
         projected = self.qkv.forward(x)
         num_tokens = projected.shape[0]
         start = 0
@@ -93,11 +86,11 @@ class Attention:
             kv_cache.scales,
         )
         attended = paged_attention(q, kv_cache, inputs, self.scale, self.variant)
-        return self.output.forward_unsummed(attended.view(num_tokens, -1))
+        return self.output.forward_partial(attended.view(num_tokens, -1))
 
 
 class Mlp:
-    """Gated feed-forward."""
+    """Gated feed-forward network."""
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, name: str, peers: Peers | None) -> None:
         inner, shard = spec.intermediate_size, load.shard(spec.intermediate_size)
@@ -114,14 +107,14 @@ class Mlp:
 
     def forward(self, x: Tensor | Float8Tokens) -> Tensor | PartialSum:
         """[T, E] -> [T, E]."""
-        return self.down.forward_unsummed(ACTIVATIONS[self.activation](self.gate_up.forward(x)))
+        return self.down.forward_partial(ACTIVATIONS[self.activation](self.gate_up.forward(x)))
 
 
 class DecoderLayer:
-    """Attention and feed-forward, each added to the residual; normalised before, after, or both.
+    """Attention and feed-forward network, each added to the residual, with norms before, after, or both.
 
     Args:
-        peers: what sums over the ranks are left to where nothing comes between a sum and its addition.
+        peers: memory for fused all-reduces. It is used only if the residual addition directly follows the sum.
     """
 
     def __init__(
@@ -159,33 +152,33 @@ class DecoderLayer:
         kv_cache: LayerCache,
         inputs: AttentionInputs,
     ) -> Tensor | PartialSum:
-        """Additions to the residual are made with the norm that follows them, which reads it anyway.
+        """Compute the layer; each residual addition is fused with the norm that follows it.
 
         Args:
-            x: what the layer before wants added to `residual`, if there is one.
+            x: output of the previous layer, still to be added to `residual`; None for the first layer.
             residual: [T, E]; updated in place.
 
         Returns:
-            What is to be added to `residual`, [T, E].
+            the layer's output, still to be added to `residual`, [T, E].
         """
-        normed = self._add_for(self.attention.qkv, x, residual, self.before_attention)
+        normed = self._add_and_quantize(self.attention.qkv, x, residual, self.before_attention)
         x = self._finish(self.attention.forward(normed, rotations, kv_cache, inputs), self.after_attention)
         if isinstance(self.mlp, Mlp):
-            x = self.mlp.forward(self._add_for(self.mlp.gate_up, x, residual, self.before_mlp))
+            x = self.mlp.forward(self._add_and_quantize(self.mlp.gate_up, x, residual, self.before_mlp))
         else:
             x = self.mlp.forward(self.add(x, residual, self.before_mlp))
         return self._finish(x, self.after_mlp)
 
-    def as_dense(self, ropes: Sequence[str]) -> DenseLayer | None:
-        """All that it computes by, for kernels.decode_layers; None where it is more than a DenseLayer.
+    def to_dense_layer(self, ropes: Sequence[str]) -> DenseLayer | None:
+        """Return the layer for kernels.decode_layers. Returns None if a DenseLayer cannot represent it.
 
         Args:
-            ropes: keys of the model's rotary embeddings, by number.
+            ropes: keys of the model's rotary embeddings; a DenseLayer refers to them by index.
         """
         attention, mlp = self.attention, self.mlp
         if isinstance(mlp, MixtureOfExperts) or self.before_attention is None or self.before_mlp is None:
             return None
-        is_more = (
+        has_more = (
             self.peers is not None
             or bool(attention.projection_norms)
             or attention.output.bias is not None
@@ -193,7 +186,7 @@ class DecoderLayer:
         )
         qkv, output = _packed(attention.qkv), _packed(attention.output)
         gate_up, down = _packed(mlp.gate_up), _packed(mlp.down)
-        if is_more or qkv is None or output is None or gate_up is None or down is None:
+        if has_more or qkv is None or output is None or gate_up is None or down is None:
             return None
         return DenseLayer(
             qkv=qkv,
@@ -217,20 +210,20 @@ class DecoderLayer:
             variant=attention.variant,
         )
 
-    def _add_for(
+    def _add_and_quantize(
         self,
-        reader: ColumnParallelLinear,
+        consumer: ColumnParallelLinear,
         x: Tensor | PartialSum | None,
         residual: Tensor,
         norm: Tensor | None,
     ) -> Tensor | Float8Tokens:
-        """As `add`, in float8 where `reader` rounds to it anyway: nothing else is read or written for that."""
-        if reader.takes_float8 and isinstance(x, Tensor) and norm is not None:
+        """As `add`, but the norm quantizes its output if `consumer` multiplies in float8; no extra memory pass."""
+        if consumer.accepts_float8 and isinstance(x, Tensor) and norm is not None:
             return Float8Tokens(*add_rms_norm_float8(x, residual, norm, self.norm_eps), x.dtype)
         return self.add(x, residual, norm)
 
     def add(self, x: Tensor | PartialSum | None, residual: Tensor, norm: Tensor | None) -> Tensor:
-        """Adds x, if there is one, to the residual, and returns that normalised where there is a norm."""
+        """Add x, if any, to the residual; return the residual, normalized if there is a norm."""
         if isinstance(x, PartialSum):
             if norm is not None and self.peers is not None:
                 return all_reduce_add_rms_norm(x.part, residual, norm, self.norm_eps, self.peers)
@@ -242,7 +235,7 @@ class DecoderLayer:
         return add_rms_norm(x, residual, norm, self.norm_eps)
 
     def _finish(self, x: Tensor | PartialSum, norm: Tensor | None) -> Tensor | PartialSum:
-        """What is to be added to the residual of what was computed."""
+        """Apply the norm and the scale that precede the residual addition, if the layer has them."""
         if isinstance(x, PartialSum):
             return x
         if norm is not None:
@@ -251,14 +244,14 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Token ids to hidden states to logits; see `build.Model`.
+    """A decoder-only model; implements `loader.Model`.
 
     Args:
-        num_positions: positions that the rotary tables cover.
+        num_positions: length of the rotary tables.
     """
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, num_positions: int) -> None:
-        self.can_be_recorded = spec.experts is None
+        self.supports_graphs = spec.experts is None
         self.rotary = {key: RotaryTable(load, rope, num_positions) for key, rope in spec.ropes.items()}
         self.embedding = VocabParallelEmbedding(
             load, "model.embed_tokens", spec.vocab_size, spec.hidden_size, spec.embedding_scale
@@ -271,7 +264,7 @@ class Decoder:
             for index, layer in enumerate(spec.layers)
         ]
         self.norm = load.norm("model.norm", spec.hidden_size, spec.norm_offset)
-        dense = [layer.as_dense(list(self.rotary)) for layer in self.layers]
+        dense = [layer.to_dense_layer(list(self.rotary)) for layer in self.layers]
         self.fused_decode = plan_fused_decode(dense, self.norm, load.comm)
         self.head = VocabParallelHead(
             load,
@@ -282,31 +275,31 @@ class Decoder:
             scale=spec.logits_scale,
             soft_cap=spec.logits_soft_cap,
         )
-        # Some checkpoints store the head although it is tied.
+        # Some checkpoints store the head even though it is tied.
         load.checkpoint.check_all_read(ignoring=["lm_head.weight"] if spec.tied_embeddings else [])
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: list[LayerCache], inputs: AttentionInputs
     ) -> Tensor:
-        """Hidden states after the last norm."""
+        """Return hidden states after the last norm, [T, E]."""
         hidden = self.embedding.forward(token_ids)
-        turned = {key: table.at(positions) for key, table in self.rotary.items()}
+        rotated = {key: table.at(positions) for key, table in self.rotary.items()}
         fused = self.fused_decode
-        if fused is not None and fused.takes(len(hidden), inputs):
-            return fused.forward(hidden, list(turned.values()), kv_caches, inputs)
+        if fused is not None and fused.supports(len(hidden), inputs):
+            return fused.forward(hidden, list(rotated.values()), kv_caches, inputs)
         rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {None: (None, None)}
-        rotations.update(turned.items())
+        rotations.update(rotated.items())
         x: Tensor | PartialSum | None = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer.forward(x, hidden, rotations, kv_cache, inputs)
         return self.layers[-1].add(x, hidden, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """This rank's logits of [N, E] hidden states, [N, padded part of the vocabulary] float32."""
+        """Return this rank's logits of [N, E] hidden states, [N, padded part of the vocabulary] float32."""
         return self.head.forward(hidden)
 
-    def check(self) -> None:
-        """Nothing is in doubt."""
+    def selfcheck(self) -> None:
+        """Do nothing: the decoder is written for paged caches."""
 
 
 def _qkv_projections(load: LoadContext, spec: DecoderSpec, name: str) -> list[Projection]:
@@ -322,6 +315,14 @@ def _qkv_projections(load: LoadContext, spec: DecoderSpec, name: str) -> list[Pr
     ]
 
 
+def _projection_norms(load: LoadContext, spec: DecoderSpec, name: str) -> list[WholeProjectionNorm]:
+    """Return the norms over all queries and over all keys."""
+    return [
+        WholeProjectionNorm(load, f"{name}.{own}_norm", load.head_shard(count, spec.head_dim), spec.norm_eps)
+        for own, count in (("q", spec.num_heads), ("k", spec.num_kv_heads))
+    ]
+
+
 def _packed(linear: ColumnParallelLinear | RowParallelLinear) -> PackedWeight | None:
-    """Its weight, if that is laid out as kernels.linear does it."""
+    """Return the layer's packed weight. Returns None if it is not a PlainWeight."""
     return linear.weight.packed if isinstance(linear.weight, PlainWeight) else None

@@ -1,4 +1,4 @@
-"""The layers of a decoder over a step of decoding rows alone, on a CPU that does not wait for Python."""
+"""FusedDecode: all layers of a decode step in one native call, which saves a CPU the time of Python."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..comm.communicator import Communicator
 
 
 class FusedDecode:
-    """What a Decoder's layers and its last norm compute, in one call; where ranks must sum, in two a layer.
+    """A Decoder's layers and its last norm in one native call; with several ranks, in two calls per layer.
 
     Args:
-        layers: what `plan_fused_decode` has found fit for it.
+        layers: all of them have native ops; see plan_fused_decode.
         last_norm: [E].
     """
 
@@ -25,8 +25,8 @@ class FusedDecode:
         self._comm = comm
         self._caches: list[LayerCache] | None = None
 
-    def takes(self, num_tokens: int, inputs: AttentionInputs) -> bool:
-        """Whether it computes this step: one of decoding rows, and not too many of them."""
+    def supports(self, num_tokens: int, inputs: AttentionInputs) -> bool:
+        """Return whether all rows of the step decode, and few enough for the native linear layers."""
         return inputs.num_decodes == num_tokens and prefers_native_linear(num_tokens)
 
     def forward(
@@ -36,30 +36,30 @@ class FusedDecode:
         kv_caches: list[LayerCache],
         inputs: AttentionInputs,
     ) -> Tensor:
-        """Hidden states after the last norm, [T, E].
+        """Return hidden states after the last norm, [T, E].
 
         Args:
-            hidden: [T, E], the embedded tokens; of no use afterwards.
-            rotations: cosines and sines of the tokens, as the layers number them.
+            hidden: [T, E], the embedded tokens; overwritten.
+            rotations: cosines and sines of the tokens, in the order of the layers' `rope` indices.
         """
         if self._caches is not kv_caches:
             self._layers.bind([(cache.blocks, cache.scales) for cache in kv_caches])
             self._caches = kv_caches
         x = torch.empty_like(hidden)
         step = rotations, inputs.slot_mapping, inputs.block_tables, inputs.seq_lens
-        halves = range(self._layers.num_sublayers)
+        sublayers = range(self._layers.num_sublayers)
         if self._comm.size > 1:
-            for half in halves[:-1]:
-                self._layers.run(halves[half : half + 1], x, hidden, *step)
+            for index in sublayers[:-1]:
+                self._layers.run(sublayers[index : index + 1], x, hidden, *step)
                 x = self._comm.all_reduce(x)
-            halves = halves[-1:]
-        self._layers.run(halves, x, hidden, *step)
+            sublayers = sublayers[-1:]
+        self._layers.run(sublayers, x, hidden, *step)
         return x
 
 
 def plan_fused_decode(
     layers: Sequence[DenseLayer | None], last_norm: Tensor, comm: Communicator
 ) -> FusedDecode | None:
-    """None where a layer is not dense, or lacks ops of our own."""
+    """Return a FusedDecode. Returns None if a layer is not dense or has no native ops."""
     dense = [layer for layer in layers if layer is not None and layer.has_native_ops]
     return FusedDecode(dense, last_norm, comm) if len(dense) == len(layers) else None

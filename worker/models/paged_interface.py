@@ -1,5 +1,4 @@
-"""Our attention in transformers' attention interface: modules call it with what they projected, and it runs on the
-step's paged caches."""
+"""Paged attention as an implementation of transformers' attention interface."""
 
 from __future__ import annotations
 
@@ -17,15 +16,21 @@ from ...proto.errors import ConfigError
 from ..attention import AttentionInputs, LayerCache, paged_attention
 
 IMPLEMENTATION = "quire_paged"
-# What modules tell their attention beside what is computed with, and what changes nothing.
-_HARMLESS = {"position_ids", "cache_position", "position_embeddings", "output_attentions", "use_cache"}
+# Arguments of the interface that do not change the result.
+_IGNORED_ARGUMENTS = {
+    "position_ids",
+    "cache_position",
+    "position_embeddings",
+    "output_attentions",
+    "use_cache",
+}
 
 
 class PagedStep:
-    """The caches and inputs of the step that a model computes, for its attention modules to find.
+    """Caches and inputs of the current step, which attention modules read.
 
     Args:
-        num_layers: each must attend once a step.
+        num_layers: number of layers; each must attend once per step.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -35,11 +40,11 @@ class PagedStep:
         self._attended: list[int] = []
 
     @contextmanager
-    def over(self, caches: list[LayerCache], inputs: AttentionInputs) -> Iterator[None]:
-        """While a step is computed.
+    def bind(self, caches: list[LayerCache], inputs: AttentionInputs) -> Iterator[None]:
+        """Set caches and inputs while the body computes a step.
 
         Raises:
-            ConfigError: afterwards, if a layer did not attend or did so twice.
+            ConfigError: at the end, if the layers did not attend once each in order.
         """
         self._caches, self._inputs, self._attended = caches, inputs, []
         try:
@@ -47,12 +52,14 @@ class PagedStep:
         finally:
             self._caches, self._inputs = [], None
         if self._attended != list(range(self._num_layers)):
-            raise ConfigError(f"its layers attend in the order {self._attended}, not each once")
+            raise ConfigError(
+                f"its layers attend in the order {self._attended}, must be 0 to {self._num_layers - 1}"
+            )
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, variant: AttentionVariant
     ) -> Tensor:
-        """Stores the keys and values of a layer, and attends to them and to those before.
+        """Write a layer's keys and values to the cache, and compute its attention.
 
         Args:
             q: [T, Hq, D].
@@ -61,7 +68,7 @@ class PagedStep:
         Returns:
             [T, Hq, D].
         """
-        assert self._inputs is not None, "a module attends outside a step"
+        assert self._inputs is not None, "attend must be called within bind"
         self._attended.append(layer)
         cache = self._caches[layer]
         num_kv_heads, head_dim = cache.blocks.shape[2], cache.blocks.shape[4]
@@ -69,7 +76,7 @@ class PagedStep:
         if not fits or q.shape[2] != head_dim or q.shape[1] % num_kv_heads:
             raise ConfigError(
                 f"layer {layer} has queries, keys and values of shapes {list(q.shape)}, {list(k.shape)} and "
-                f"{list(v.shape)}, where its configuration says {num_kv_heads} KV heads of {head_dim}"
+                f"{list(v.shape)}, but its configuration has {num_kv_heads} KV heads of {head_dim}"
             )
         heads = torch.cat((q, k, v), dim=1)
         q = fused_qk_norm_rope_kv_write(
@@ -91,16 +98,20 @@ def _attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention interface: [1, H, T, D] each -> [1, T, Hq, D]."""
+    """Implement the attention interface: [1, H, T, D] each -> [1, T, Hq, D]."""
     own: Any = module
-    strange = [name for name, value in others.items() if value is not None and name not in _HARMLESS]
-    if strange or attention_mask is not None:
-        raise ConfigError(f"its attention has arguments that change it: {', '.join(strange) or 'a mask'}")
+    unsupported = [
+        name for name, value in others.items() if value is not None and name not in _IGNORED_ARGUMENTS
+    ]
+    if attention_mask is not None:
+        unsupported.append("attention_mask")
+    if unsupported:
+        raise ConfigError(f"its attention has arguments that are not supported: {', '.join(unsupported)}")
     if is_causal is False or getattr(module, "is_causal", True) is False:
-        raise ConfigError("its attention looks ahead")
-    named_window = getattr(own, "layer_type", None) or getattr(own, "attention_type", None)
-    if named_window == "sliding_attention" and not sliding_window:
-        raise ConfigError("its layers have windows that it does not tell their attention")
+        raise ConfigError("its attention is not causal")
+    layer_type = getattr(own, "layer_type", None) or getattr(own, "attention_type", None)
+    if layer_type == "sliding_attention" and not sliding_window:
+        raise ConfigError("its sliding-window layers call attention without the window")
     step: PagedStep = own.paged_step
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

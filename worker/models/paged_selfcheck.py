@@ -1,4 +1,4 @@
-"""A model that was not written for paged caches has to prove, before it serves, that it can run on them."""
+"""Self-check of models that were not written for paged caches, run before they serve."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..attention import AttentionInputs, LayerCache
 Forward = Callable[[Tensor, Tensor, list[LayerCache], AttentionInputs], Tensor]
 
 BLOCK_SIZE = 16
-# Tokens of the two sequences.
+# Tokens of each of the two sequences.
 LENS = 7, 5
-# How far the same hidden states may be apart, relative to their length: rounding, and no more.
+# Largest difference of hidden states due to rounding, relative to their norm.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Tokens of a sequence that are computed in one step; a sequence has the block of its number."""
+    """Tokens of a sequence that one step computes; sequence i has block i."""
 
     sequence: int
     start: int
@@ -36,15 +36,16 @@ def run_paged_selfcheck(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Checks that tokens see each other through attention only: two sequences that are computed in chunks, beside
-    each other, have the hidden states that each has alone.
+    """Check that only attention mixes tokens.
+
+    Two sequences computed in chunks in one batch must have the same hidden states as each sequence computed alone.
 
     Args:
         forward: of the model.
         head_shape: KV heads of this rank, and head_dim.
 
     Raises:
-        ConfigError: they have not, or the model does not run; says why.
+        ConfigError: the hidden states differ, or the model does not run; states the reason.
     """
 
     def run(*steps: Sequence[_Chunk]) -> Tensor:
@@ -66,16 +67,16 @@ def run_paged_selfcheck(
         )
     except (QuireError, ConnectionError):
         raise
-    except Exception as error:  # whatever a model's modules raise
+    except Exception as error:  # a model's modules may raise anything
         raise ConfigError(f"it does not run on paged caches: {first_line(error)}") from error
     if not (mixed - alone).norm() <= TOLERANCES[dtype] * alone.norm():
-        raise ConfigError("its tokens depend on others by more than attention")
+        raise ConfigError("its hidden states depend on other tokens of the batch by more than attention")
 
 
 def _run_step(
     forward: Forward, chunks: Sequence[_Chunk], caches: list[LayerCache], device: torch.device
 ) -> Tensor:
-    """Hidden states of the chunks' tokens, one chunk after the other."""
+    """Return the hidden states of the chunks' tokens, in the order of the chunks."""
     lengths = torch.tensor([0, *(chunk.end - chunk.start for chunk in chunks)])
     slots = torch.cat(
         [chunk.sequence * BLOCK_SIZE + torch.arange(chunk.start, chunk.end) for chunk in chunks]

@@ -1,4 +1,4 @@
-"""Which models quire can serve. Imports no torch, so that a wish can be refused before anything heavy starts."""
+"""Registry of supported models. Imports no torch, so that the CLI can check a model before it loads anything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import transformers_spec
 from .spec import DecoderSpec, Family, Norms, read_spec
 from .transformers_spec import TransformersSpec, read_transformers_spec
 
-# Around attention and feed-forward, and after them only.
+# Norms before and after attention and feed-forward network, and norms after them only.
 _SANDWICH = Norms(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
@@ -27,25 +27,25 @@ _AFTER_ONLY = Norms(
 )
 _GEMMA = Family(norms=_SANDWICH, activation_field="hidden_activation", is_gemma=True)
 
-# What quire defines itself; all else is transformers', if it will do.
+# Architectures that quire defines itself; TransformersSpec covers others.
 FAMILIES = {
     "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(qkv_bias=False, window_of_all=True),
+    "MistralForCausalLM": Family(qkv_bias=False, all_layers_windowed=True),
     "MinistralForCausalLM": Family(qkv_bias=False),
     "MixtralForCausalLM": Family(
         qkv_bias=False,
-        window_of_all=True,
+        all_layers_windowed=True,
         expert_fields=("num_local_experts", "intermediate_size"),
-        experts_normalised=True,
+        experts_normalized=True,
     ),
     "Qwen2ForCausalLM": Family(qkv_bias=True),
     "Qwen3ForCausalLM": Family(qk_norm="head"),
     "Qwen3MoeForCausalLM": Family(
-        qk_norm="head", window_of_all=True, expert_fields=("num_experts", "moe_intermediate_size")
+        qk_norm="head", all_layers_windowed=True, expert_fields=("num_experts", "moe_intermediate_size")
     ),
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": replace(_GEMMA, qk_norm="head"),
-    "Phi3ForCausalLM": Family(qkv_bias=False, fused_projections=True, window_of_all=True),
+    "Phi3ForCausalLM": Family(qkv_bias=False, fused_projections=True, all_layers_windowed=True),
     "Olmo2ForCausalLM": Family(qk_norm="projection", norms=_AFTER_ONLY),
     "Olmo3ForCausalLM": Family(qk_norm="projection", norms=_AFTER_ONLY),
     "GraniteForCausalLM": Family(),
@@ -54,16 +54,16 @@ FAMILIES = {
 
 
 def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> None:
-    """Raises ConfigError if no model of that architecture can be served, whatever its sizes."""
+    """Check an architecture, regardless of sizes. Raises ConfigError if it is not supported."""
     if architecture not in FAMILIES:
         transformers_spec.check_architecture(name, architecture, hf)
 
 
 def check_supported(model: ModelConfig, tensor_parallel_size: int) -> DecoderSpec | TransformersSpec:
-    """How the model is computed, when it can be served by that many ranks.
+    """Return the spec of a model that this number of ranks can serve.
 
     Raises:
-        ConfigError: an architecture, a feature or a size that is not supported; names it and says why.
+        ConfigError: the architecture, a feature or a size is not supported; states which and why.
     """
     if tensor_parallel_size < 1:
         raise ConfigError(f"tensor_parallel_size is {tensor_parallel_size}, must be at least 1")
@@ -75,15 +75,13 @@ def check_supported(model: ModelConfig, tensor_parallel_size: int) -> DecoderSpe
         spec = read_spec(model, family)
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         reason = first_line(error)
-        raise ConfigError(
-            f"{model.name}: its config.json has settings that mean nothing: {reason}"
-        ) from error
+        raise ConfigError(f"{model.name}: its config.json has invalid settings: {reason}") from error
     _check_sizes(model, spec, tensor_parallel_size)
     return spec
 
 
 def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int) -> None:
-    """Every rank must have something to compute, the same number of heads, and KV heads for its query heads."""
+    """Check that the ranks get equal numbers of heads, and that no rank's part is empty."""
     if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
         raise ConfigError(
             f"{model.name}: its {spec.num_heads} attention heads cannot share {spec.num_kv_heads} KV heads evenly"
@@ -101,7 +99,7 @@ def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int) -> None:
     if spec.experts is not None:
         lengths["intermediate size of experts"] = spec.experts.intermediate_size
     for what, length in lengths.items():
-        # Parts are equal but for the last, which may come out empty.
+        # All parts are equal except the last, which must not be empty.
         if -(-length // size) * (size - 1) >= length:
             raise ConfigError(
                 f"{model.name}: its {what}, {length}, is too small for a tensor_parallel_size of {size}"

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies that a configuration asks for, as plain numbers.
+"""Rotary position embedding: the frequencies of a configuration, as plain numbers.
 
 The kinds are those of Hugging Face configurations: linear interpolation (Chen et al., 2023), NTK-aware scaling and
 YaRN (Peng et al., 2023), Llama 3.1's blend by wavelength, and LongRoPE's factors found by search (Ding et al., 2024).
@@ -16,10 +16,10 @@ DEFAULT_THETA = 10000.0
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotates the first ``2 * len(frequencies)`` dimensions of a head; the others stay as they are.
+    """Rotation of the first ``2 * len(frequencies)`` dimensions of a head; the others are not rotated.
 
     Attributes:
-        frequencies: radians a position of each pair of dimensions.
+        frequencies: radians per position, for each pair of dimensions.
         scale: multiplies cosines and sines.
     """
 
@@ -29,15 +29,15 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class RopeContext:
-    """What the frequencies depend on beside their own settings.
+    """Model settings that the frequencies depend on, besides the rope settings.
 
     Attributes:
         head_dim: D.
         max_model_len: most tokens of a sequence.
         context_len: ``max_position_embeddings``.
-        original_len: ``original_max_position_embeddings`` where the configuration has it beside the rope settings.
-        theta: base of the frequencies where the settings have none.
-        partial_rotary_factor: the share of a head that is rotated, likewise.
+        original_len: ``original_max_position_embeddings``, if it is outside of the rope settings.
+        theta: base of the frequencies if the rope settings have none.
+        partial_rotary_factor: fraction of a head that is rotated if the rope settings have none.
     """
 
     head_dim: int
@@ -49,10 +49,10 @@ class RopeContext:
 
 
 def make_rope(settings: dict[str, Any], context: RopeContext) -> Rope:
-    """The rope of one ``rope_parameters`` or ``rope_scaling`` dictionary.
+    """Return the Rope of a ``rope_parameters`` or ``rope_scaling`` dictionary.
 
     Raises:
-        ValueError: an unknown kind, or a setting that the kind needs and that is missing or malformed.
+        ValueError: the rope type is unknown, or a setting that it needs is missing or malformed.
     """
     kind = settings.get("rope_type", settings.get("type", "default"))
     if not isinstance(kind, str) or kind not in _KINDS:
@@ -62,17 +62,17 @@ def make_rope(settings: dict[str, Any], context: RopeContext) -> Rope:
         share = settings.get("partial_rotary_factor", context.partial_rotary_factor)
         rotary_dim = int(context.head_dim * (1.0 if share is None else float(share)))
         if rotary_dim < 2 or rotary_dim % 2:
-            raise ValueError(f"{rotary_dim} of {context.head_dim} dimensions; it needs pairs")
+            raise ValueError(f"{rotary_dim} of {context.head_dim} dimensions, must be even and at least 2")
         frequencies = [theta ** (-2 * pair / rotary_dim) for pair in range(rotary_dim // 2)]
         return _KINDS[kind](frequencies, theta, settings, context)
     except KeyError as error:
         raise ValueError(f"rope scaling {kind!r} lacks {error}") from error
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise ValueError(f"rope scaling {kind!r} has settings that mean nothing: {error}") from error
+        raise ValueError(f"rope scaling {kind!r} has invalid settings: {error}") from error
 
 
 def _default(frequencies: list[float], theta: float, settings: dict[str, Any], context: RopeContext) -> Rope:
-    """Also ``dynamic``: its base grows only in sequences beyond the context, and none gets there."""
+    """Also ``dynamic``: its base grows only beyond the context length, which no sequence exceeds."""
     return Rope(tuple(frequencies))
 
 
@@ -82,7 +82,7 @@ def _linear(frequencies: list[float], theta: float, settings: dict[str, Any], co
 
 
 def _llama3(frequencies: list[float], theta: float, settings: dict[str, Any], context: RopeContext) -> Rope:
-    """Wavelengths above original_len / low are stretched, below original_len / high left, blended in between."""
+    """Scale wavelengths above original_len / low, keep those below original_len / high, and blend in between."""
     factor = float(settings["factor"])
     low, high = float(settings["low_freq_factor"]), float(settings["high_freq_factor"])
     original_len = _original_len(settings, context)
@@ -93,7 +93,7 @@ def _llama3(frequencies: list[float], theta: float, settings: dict[str, Any], co
 
 
 def _yarn(frequencies: list[float], theta: float, settings: dict[str, Any], context: RopeContext) -> Rope:
-    """Pairs that turn often enough within the original context are left, slow ones are stretched."""
+    """Keep pairs that turn often within the original context, scale slow ones, and blend in between."""
     original_len = _original_len(settings, context)
     factor = settings["factor"]
     factor = context.context_len / original_len if factor is None else float(factor)
@@ -125,10 +125,10 @@ def _yarn_scale(factor: float, settings: dict[str, Any]) -> float:
 
 
 def _longrope(frequencies: list[float], theta: float, settings: dict[str, Any], context: RopeContext) -> Rope:
-    """One factor a pair, from one of two lists: which one is a matter of the longest sequence that is served.
+    """Divide each frequency by its factor, from the long list if sequences may exceed the original context.
 
-    A cached key is rotated once, so a sequence that grows beyond the original context cannot change lists as it
-    would have to: where such sequences are allowed, all have the long list's factors.
+    A cached key is rotated once, so a sequence cannot switch lists when it grows beyond the original context. If
+    max_model_len allows such sequences, all sequences use the long list.
     """
     original_len = _original_len(settings, context)
     name = "long_factor" if context.max_model_len > original_len else "short_factor"
@@ -161,7 +161,7 @@ def _original_len(settings: dict[str, Any], context: RopeContext) -> int:
 
 
 def _blend(frequencies: list[float], kept: list[float], factor: float) -> tuple[float, ...]:
-    """Each frequency, of which the share `kept` is left and the rest divided by `factor`."""
+    """Blend each frequency with the one divided by `factor`; `kept` is the weight of the original."""
     pairs = zip(frequencies, kept, strict=True)
     return tuple(share * frequency + (1 - share) * frequency / factor for frequency, share in pairs)
 

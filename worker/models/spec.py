@@ -1,4 +1,4 @@
-"""DecoderSpec: all in which the decoders of our own differ, read from a Hugging Face configuration."""
+"""DecoderSpec: the differences between decoder architectures, read from a Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ...proto.errors import ConfigError
 from .rope import DEFAULT_THETA, Rope, RopeContext, make_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Names that Hugging Face configurations have for the activations that are computed.
+# Activation in a Hugging Face configuration |-> name in DecoderSpec.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """The RMSNorms of a layer by their names in checkpoints; None where there is no such norm."""
+    """Checkpoint names of a layer's RMSNorms; None if the layer has no such norm."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -26,28 +26,28 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts in place of a feed-forward network (Shazeer et al., 2017; Jiang et al., 2024).
+    """Mixture of experts that replaces a feed-forward network (Shazeer et al., 2017; Jiang et al., 2024).
 
     Attributes:
-        count: experts.
-        per_token: how many of them each token goes through.
+        count: number of experts.
+        per_token: experts per token (top k of the router).
         intermediate_size: of one expert.
-        normalised: the weights of a token's experts are scaled to sum to 1.
+        normalized: scale the weights of a token's experts to sum to 1.
     """
 
     count: int
     per_token: int
     intermediate_size: int
-    normalised: bool
+    normalized: bool
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """In which one layer differs from another of the same model.
+    """The differences between layers of one model.
 
     Attributes:
-        window: a token sees the last `window` tokens, itself included; 0: all.
-        rope: key of the layer's rotary embedding in DecoderSpec.ropes; None: it has no positions.
+        window: tokens that a token attends to, itself included; 0 for all.
+        rope: key of the layer's rotary embedding in DecoderSpec.ropes; None for layers without positions.
         has_experts: its feed-forward network is a mixture of experts.
     """
 
@@ -58,14 +58,14 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """A decoder in numbers; the sizes are those of the whole model, not of a rank's shard.
+    """Sizes and options of a decoder; sizes are those of the whole model, not of a rank's shard.
 
     Attributes:
         ropes: key |-> rotary embedding.
         attention_scale: multiplies the products of queries and keys.
-        attention_soft_cap, logits_soft_cap: ``cap * tanh(x / cap)`` bounds scores and logits; 0: unbounded.
-        qk_norm: ``head`` or ``projection``: over what queries and keys are normalised before the rotation; None:
-            they are not.
+        attention_soft_cap, logits_soft_cap: ``cap * tanh(x / cap)`` bounds scores and logits; 0 for unbounded.
+        qk_norm: RMSNorm of queries and keys before the rotation, over each ``head`` or the whole ``projection``; None
+            for no norm.
         fused_projections: checkpoints store q, k and v as one ``qkv_proj``, gate and up as one ``gate_up_proj``.
         norm_offset: added to the weights of all norms.
         embedding_scale, residual_scale, logits_scale: multiply the embeddings, what a layer adds to the residual,
@@ -101,17 +101,17 @@ class DecoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What an architecture fixes beyond its configuration.
+    """Properties of an architecture that its configuration does not contain.
 
     Attributes:
-        qkv_bias: biases of the q, k and v projections; None: ``attention_bias`` says, for the output too.
-        activation_field: where the configuration names the activation.
-        is_gemma: embeddings are multiplied by the square root of their size, weights of norms are stored less 1,
-            and ``query_pre_attn_scalar`` takes the place of head_dim.
-        expert_fields: where the configuration has the number of experts and their intermediate size; None: there
-            are none.
-        experts_normalised: the weights of a token's experts sum to 1; None: ``norm_topk_prob`` says.
-        window_of_all: ``sliding_window`` applies to every layer, not to those that ``layer_types`` names.
+        qkv_bias: the q, k and v projections have biases; None to read ``attention_bias``, also for the output.
+        activation_field: field of the configuration with the activation.
+        is_gemma: embeddings are multiplied by the square root of the hidden size, norm weights are stored minus 1,
+            and ``query_pre_attn_scalar`` replaces head_dim in the attention scale.
+        expert_fields: fields of the configuration with the number of experts and their intermediate size; None for
+            dense architectures.
+        experts_normalized: the weights of a token's experts sum to 1; None to read ``norm_topk_prob``.
+        all_layers_windowed: ``sliding_window`` applies to every layer, regardless of ``layer_types``.
 
     The other fields are those of DecoderSpec.
     """
@@ -123,15 +123,15 @@ class Family:
     fused_projections: bool = False
     is_gemma: bool = False
     expert_fields: tuple[str, str] | None = None
-    experts_normalised: bool | None = None
-    window_of_all: bool = False
+    experts_normalized: bool | None = None
+    all_layers_windowed: bool = False
 
 
 def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
-    """The model's DecoderSpec.
+    """Return the model's DecoderSpec.
 
     Raises:
-        ConfigError: the configuration asks for something that the decoder does not compute; names it.
+        ConfigError: the configuration has an option that Decoder does not support; names it.
     """
     hf = model.hf
     attention_bias = bool(hf.get("attention_bias", False)) if family.qkv_bias is None else False
@@ -187,30 +187,30 @@ def _attention_scale(model: ModelConfig) -> float:
 
 
 def _read_layers(model: ModelConfig, family: Family) -> tuple[LayerSpec, ...]:
-    """Whether a layer has a window, positions and experts is told in as many ways as there are families."""
+    """Return each layer's window, positions and experts, from the fields of all families."""
     hf = model.hf
     kinds = hf.get("layer_types") or [FULL] * model.num_layers
     window = (hf.get("sliding_window") or 0) if hf.get("use_sliding_window", True) else 0
-    if family.window_of_all:
+    if family.all_layers_windowed:
         kinds = [SLIDING if window else FULL] * model.num_layers
     unknown = sorted(set(kinds) - {FULL, SLIDING})
     if unknown:
         raise ConfigError(f"{model.name}: layers of type {unknown[0]!r} are not supported")
     if hf.get("use_bidirectional_attention"):
         raise ConfigError(
-            f"{model.name}: attention that looks ahead (use_bidirectional_attention) is not supported"
+            f"{model.name}: bidirectional attention (use_bidirectional_attention) is not supported"
         )
     has_positions = hf.get("no_rope_layers") or [True] * model.num_layers
     if not len(kinds) == len(has_positions) == model.num_layers:
         raise ConfigError(
             f"{model.name}: config.json describes {len(kinds)} layers and has {model.num_layers}"
         )
-    ropes_by_kind = _has_ropes_by_kind(hf)
+    ropes_per_layer_type = _has_ropes_per_layer_type(hf)
     return tuple(
         LayerSpec(
-            # A window that no sequence outgrows is none.
+            # A window that no sequence exceeds has no effect.
             window=window if kind == SLIDING and window < model.max_model_len else 0,
-            rope=(kind if ropes_by_kind else FULL) if has_position else None,
+            rope=(kind if ropes_per_layer_type else FULL) if has_position else None,
             has_experts=family.expert_fields is not None and _has_experts(hf, index),
         )
         for index, (kind, has_position) in enumerate(zip(kinds, has_positions, strict=True))
@@ -226,28 +226,27 @@ def _read_experts(model: ModelConfig, family: Family) -> Experts | None:
     if family.expert_fields is None:
         return None
     count_field, size_field = family.expert_fields
-    # Newer configurations call experts local, as attribute maps make of either name.
+    # Newer configurations have num_local_experts, which transformers maps to the older name.
     count = model.hf.get(count_field) or _required(model, "num_local_experts")
     per_token = _required(model, "num_experts_per_tok")
     if not 0 < per_token <= count:
         raise ConfigError(f"{model.name}: num_experts_per_tok is {per_token}, but it has {count} experts")
-    normalised = family.experts_normalised
+    normalized = family.experts_normalized
     return Experts(
         count,
         per_token,
         _required(model, size_field),
-        bool(model.hf.get("norm_topk_prob")) if normalised is None else normalised,
+        bool(model.hf.get("norm_topk_prob")) if normalized is None else normalized,
     )
 
 
-def _has_ropes_by_kind(hf: dict[str, Any]) -> bool:
+def _has_ropes_per_layer_type(hf: dict[str, Any]) -> bool:
     settings = hf.get("rope_parameters") or {}
     return any(isinstance(settings.get(kind), dict) for kind in (FULL, SLIDING))
 
 
 def _read_ropes(model: ModelConfig, keys: set[str]) -> dict[str, Rope]:
-    """Transformers 5 writes ``rope_parameters``, of each kind of layer or of all; older files have
-    ``rope_scaling`` and ``rope_theta``."""
+    """Read ``rope_parameters`` (Transformers 5; per layer type or for all) or ``rope_scaling``, ``rope_theta``."""
     hf = model.hf
     settings: dict[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     context = RopeContext(
@@ -258,9 +257,11 @@ def _read_ropes(model: ModelConfig, keys: set[str]) -> dict[str, Rope]:
         theta=hf.get("rope_theta") or DEFAULT_THETA,
         partial_rotary_factor=hf.get("partial_rotary_factor") or 1.0,
     )
-    by_kind = _has_ropes_by_kind(hf)
+    per_layer_type = _has_ropes_per_layer_type(hf)
     try:
-        return {key: make_rope(settings[key] if by_kind else settings, context) for key in sorted(keys)}
+        return {
+            key: make_rope(settings[key] if per_layer_type else settings, context) for key in sorted(keys)
+        }
     except KeyError as error:
         raise ConfigError(f"{model.name}: its rope settings lack layers of type {error}") from error
     except ValueError as error:

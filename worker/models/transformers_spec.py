@@ -1,7 +1,7 @@
-"""TransformersSpec: an architecture that quire has no definition of its own for, and whether transformers' will do.
+"""TransformersSpec: an architecture that quire serves with transformers' modules, and checks that they can be used.
 
-Everything is read from the configuration and from the text of transformers' modules: no model code runs, and none
-comes from the model's directory.
+The checks read the configuration and the source of transformers' modules. No model code runs, and no code from the
+model's directory is used.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
 from .spec import FULL, SLIDING
 
-# Their attention is written into their modules, where `attention_adapters` replaces it.
+# Architectures without the attention interface; `attention_adapters` replaces their attention modules.
 ADAPTED = ("BloomForCausalLM", "FalconForCausalLM")
-# What a rank does with a layer of the plan; all other layers are held in full by every rank.
+# Styles of the tensor-parallel plan; every rank holds all other layers in full.
 COLUMN, ROW = "colwise", "rowwise"
-WHOLE = ("replicate", "replicated_with_grad_allreduce")
+REPLICATED = ("replicate", "replicated_with_grad_allreduce")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class TransformersSpec:
     """A causal language model of transformers that can run on paged caches.
 
     Attributes:
-        plan: pattern of a layer's name within the base model, with ``*`` for its number |-> COLUMN or ROW.
+        plan: pattern of a layer's name in the base model, with ``*`` for its number |-> COLUMN or ROW.
     """
 
     architecture: str
@@ -37,45 +37,45 @@ class TransformersSpec:
 
 
 def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> None:
-    """Whether transformers has the architecture, and it is one that can run on paged caches.
+    """Check that transformers has the architecture and that it can run on paged caches.
 
     Args:
         name: of the model.
         hf: its configuration.
 
     Raises:
-        ConfigError: no; says why.
+        ConfigError: the architecture is not supported; states the reason.
     """
     if hf.get("is_encoder_decoder"):
-        raise refusal(name, architecture, "it is an encoder and a decoder, and only decoders are served")
+        raise unsupported(name, architecture, "it is an encoder and a decoder, and only decoders are served")
     model_type = str(hf.get("model_type"))
     if architecture not in _causal_architectures(model_type):
-        why = f"transformers has no causal language model of that name for model type {model_type!r}"
-        raise refusal(name, architecture, why)
+        reason = f"transformers has no causal language model of that name for model type {model_type!r}"
+        raise unsupported(name, architecture, reason)
     source = _modeling_source(_config_class(model_type))
     if _has_flag(source, "_is_stateful"):
-        raise refusal(name, architecture, "it keeps a recurrent state, and only attention is cached")
+        raise unsupported(name, architecture, "it keeps a recurrent state, and only attention is cached")
     if architecture not in ADAPTED and not _has_flag(source, "_supports_attention_backend"):
-        why = "its attention does not go through transformers' attention interface"
-        raise refusal(name, architecture, why)
+        reason = "its attention does not go through transformers' attention interface"
+        raise unsupported(name, architecture, reason)
     if hf.get("kv_lora_rank"):
-        why = "its keys and values are compressed (multi-head latent attention)"
-        raise refusal(name, architecture, why)
-    strange = sorted(set(hf.get("layer_types") or []) - {FULL, SLIDING})
-    if strange:
-        raise refusal(name, architecture, f"it has layers of type {strange[0]!r}")
+        reason = "its keys and values are compressed (multi-head latent attention)"
+        raise unsupported(name, architecture, reason)
+    other_types = sorted(set(hf.get("layer_types") or []) - {FULL, SLIDING})
+    if other_types:
+        raise unsupported(name, architecture, f"it has layers of type {other_types[0]!r}")
 
 
 def read_transformers_spec(model: ModelConfig, tensor_parallel_size: int) -> TransformersSpec:
-    """How transformers would serve the model.
+    """Return the spec of the model.
 
     Raises:
-        ConfigError: it would not, or not on so many ranks; says why.
+        ConfigError: the model is not supported, or not on this number of ranks; states the reason.
     """
     check_architecture(model.name, model.architecture, model.hf)
     if model.hf.get("quantization_config") or model.quantization is not None:
-        why = "architectures that are served through transformers cannot be quantized"
-        raise refusal(model.name, model.architecture, why)
+        reason = "architectures that are served through transformers cannot be quantized"
+        raise unsupported(model.name, model.architecture, reason)
     _check_rope(model)
     config_class = _config_class(str(model.hf["model_type"]))
     plan = dict(getattr(config_class, "base_model_tp_plan", None) or {})
@@ -85,21 +85,21 @@ def read_transformers_spec(model: ModelConfig, tensor_parallel_size: int) -> Tra
 
 
 def _check_rope(model: ModelConfig) -> None:
-    """Transformers changes some rotations with the longest sequence of a batch: a sequence would feel the others."""
+    """Check that rotations of one sequence do not depend on the longest one of the batch, as LongRoPE's do."""
     rope = model.hf.get("rope_parameters") or {}
     for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         original_len = settings.get("original_max_position_embeddings") or 0
         if settings.get("rope_type") == "longrope" and model.max_model_len > original_len:
-            why = (
+            reason = (
                 f"its rope changes with the longest sequence; give a max_model_len of at most {original_len}"
             )
-            raise refusal(model.name, model.architecture, why)
+            raise unsupported(model.name, model.architecture, reason)
 
 
 def _check_plan(model: ModelConfig, plan: Mapping[str, str], size: int) -> None:
-    strange = sorted(set(plan.values()) - {COLUMN, ROW, *WHOLE})
-    if not plan or strange:
-        lack = f"needs {strange[0]!r} in its" if strange else "has no"
+    other_styles = sorted(set(plan.values()) - {COLUMN, ROW, *REPLICATED})
+    if not plan or other_styles:
+        lack = f"needs {other_styles[0]!r} in its" if other_styles else "has no"
         raise ConfigError(
             f"{model.name}: architecture {model.architecture!r} {lack} tensor-parallel plan: tensor_parallel_size "
             f"must be 1, not {size}"
@@ -111,13 +111,13 @@ def _check_plan(model: ModelConfig, plan: Mapping[str, str], size: int) -> None:
             )
 
 
-def refusal(name: str, architecture: str, why: str) -> ConfigError:
-    """The error that says why a model of an architecture cannot be served."""
-    return ConfigError(f"{name}: architecture {architecture!r} is not supported: {why}")
+def unsupported(name: str, architecture: str, reason: str) -> ConfigError:
+    """Return the error for an architecture that cannot be served."""
+    return ConfigError(f"{name}: architecture {architecture!r} is not supported: {reason}")
 
 
 def _config_class(model_type: str) -> Any:
-    # Slow to import, and needed by the architectures only that come here.
+    # Slow to import, and needed only for these architectures.
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return CONFIG_MAPPING[model_type]
@@ -131,7 +131,7 @@ def _causal_architectures(model_type: str) -> tuple[str, ...]:
 
 
 def _modeling_source(config_class: type) -> str:
-    """The text of the module that defines the models of a configuration."""
+    """Return the source of the module that defines the models of a configuration."""
     package, _, module = config_class.__module__.rpartition(".")
     name = f"{package}.{module.replace('configuration_', 'modeling_', 1)}"
     found = importlib.util.find_spec(name)
@@ -139,5 +139,5 @@ def _modeling_source(config_class: type) -> str:
 
 
 def _has_flag(source: str, flag: str) -> bool:
-    """Whether a class of the module sets the flag."""
+    """Return whether a class of the module sets the flag."""
     return re.search(rf"^    {flag} = True", source, re.MULTILINE) is not None

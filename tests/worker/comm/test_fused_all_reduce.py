@@ -18,7 +18,7 @@ from quire.proto.step import RowSampling
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.comm.symmetric_memory import open_symmetric_memory
 from quire.worker.comm.torch_distributed import TorchDistributed, create_store
-from quire.worker.models import decoder, layers
+from quire.worker.models import decoder, load_context
 
 HOST = "127.0.0.1"
 MAX_TOKENS = 3
@@ -62,12 +62,12 @@ def test_tokens_are_those_of_the_communicators_sums(
     expected = generate()
     monkeypatch.setattr(decoder, "all_reduce_add_rms_norm", count)
     monkeypatch.setattr(decoder, "open_symmetric_memory", peers_of)
-    make_context: Callable[..., None] = layers.LoadContext.__init__
+    make_context: Callable[..., None] = load_context.LoadContext.__init__
 
     def with_fused(self: Any, *arguments: Any) -> None:
         make_context(self, *arguments[:5], True)
 
-    monkeypatch.setattr(layers.LoadContext, "__init__", with_fused)
+    monkeypatch.setattr(load_context.LoadContext, "__init__", with_fused)
     assert generate() == expected
     assert calls == [1] * (5 * num_fused)
 

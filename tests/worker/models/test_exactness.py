@@ -1,4 +1,4 @@
-"""Greedy tokens equal transformers' for the same weights, whatever the ranks, batches, chunks and blocks are."""
+"""Greedy tokens equal transformers' for any number of ranks and any batches, chunks and blocks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": 24},
     "granite": {},
     "smollm3": {"no_rope_layer_interval": 2},
-    # What follows is computed by the modules of transformers.
+    # Served with the modules of transformers.
     "gpt2": {},
     "gpt_neox": {},
     "opt": {},
@@ -92,7 +92,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 11},
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64},
 }
-# These have no tensor-parallel plan, or one that needs more than columns and rows.
+# No tensor-parallel plan, or one with styles besides columns and rows.
 ONE_RANK_ONLY = {
     "gpt2",
     "opt",
@@ -108,7 +108,7 @@ References = Callable[[str], tuple[Path, Reference]]
 
 @pytest.fixture(scope="module")
 def references(make_model: Any) -> References:
-    """`references(kind) -> folder, Reference`, of a kind of KINDS; made when it is first asked for."""
+    """`references(kind) -> folder, Reference`, for a kind of KINDS; cached."""
     made: dict[str, tuple[Path, Reference]] = {}
 
     def reference(kind: str) -> tuple[Path, Reference]:
@@ -121,7 +121,9 @@ def references(make_model: Any) -> References:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_single_requests(tp: int, references: References, make_engine: Any, planned: Any) -> None:
+def test_single_request_equals_transformers(
+    tp: int, references: References, make_engine: Any, planned: Any
+) -> None:
     folder, reference = references("llama")
     engine = make_engine(folder, tp)
     for prompt in prompts_of([5, 33], seed=6):
@@ -131,7 +133,7 @@ def test_single_requests(tp: int, references: References, make_engine: Any, plan
 
 
 def ranks_for(kind: str) -> tuple[int, ...]:
-    """Every family on 1, 2 and 4 ranks; its variants where they matter."""
+    """Return 1, 2 and 4 ranks for a family, and fewer for its variants."""
     if kind in ONE_RANK_ONLY or "-rope-" in kind:
         return (1,)
     return (4,) if "-" in kind else (1, 2, 4)
@@ -143,7 +145,7 @@ def test_mixed_batch_equals_transformers(
 ) -> None:
     folder, reference = references(kind)
     engine = make_engine(folder, tp, block_size=8, max_num_seqs=4)
-    # Around the borders of blocks of 8 and chunks of 20, more sequences than rows, arriving while others decode.
+    # Lengths around multiples of block and chunk size; more sequences than rows; arrivals while others decode.
     lengths = [1, 8, 9, 20, 41, 60]
     sequences = [
         planned(prompt, 8 + 3 * index, GREEDY, arrival=index)
@@ -151,13 +153,15 @@ def test_mixed_batch_equals_transformers(
     ]
     engine.generate(sequences, chunk_len=20)
     generated = {token_id for sequence in sequences for token_id in sequence.generated}
-    assert len(generated) > 10, "a model that repeats itself could not tell right from wrong"
+    assert len(generated) > 10, "the output of the model is too repetitive for this test"
     for sequence in sequences:
         reference.check_greedy(sequence.prompt, sequence.generated)
 
 
-def test_positions_beyond_the_first_context(references: References, make_engine: Any, planned: Any) -> None:
-    """A sequence longer than LongRoPE's original context has the long list's factors from its first token on."""
+def test_sequence_beyond_original_context_equals_transformers(
+    references: References, make_engine: Any, planned: Any
+) -> None:
+    """With LongRoPE it has the factors of the long list from its first token on."""
     folder, reference = references("phi3-longrope")
     engine = make_engine(folder, 1, max_model_len=320)
     (prompt,) = prompts_of([270], seed=5)
@@ -167,7 +171,7 @@ def test_positions_beyond_the_first_context(references: References, make_engine:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mixtral", "opt", "bloom"])
-def test_every_split_of_a_prompt_gives_the_same_tokens(
+def test_any_chunk_length_gives_same_tokens(
     kind: str, references: References, make_engine: Any, planned: Any
 ) -> None:
     folder, reference = references(kind)
@@ -185,7 +189,7 @@ def demo_reference(demo_model_dir: Path) -> Reference:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_single_requests_of_the_demo_model(
+def test_single_request_of_demo_model_equals_transformers(
     demo_model_dir: Path, demo_reference: Reference, tp: int, make_engine: Any, planned: Any
 ) -> None:
     engine = make_engine(demo_model_dir, tp)
@@ -196,7 +200,7 @@ def test_single_requests_of_the_demo_model(
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_mixed_batch_of_the_demo_model(
+def test_mixed_batch_of_demo_model_equals_transformers(
     demo_model_dir: Path, demo_reference: Reference, tp: int, make_engine: Any, planned: Any
 ) -> None:
     engine = make_engine(demo_model_dir, tp, max_num_seqs=8)

@@ -19,12 +19,12 @@ SHARDED = (
     *("olmo3", "granite", "smollm3", "gpt_neox", "olmo", "gemma", "cohere2", "starcoder2"),
 )
 ONE_RANK = ("gpt2", "opt", "bloom", "falcon")
-# By transformers' modules: the ranks must divide their KV heads.
+# Served with transformers' modules: the number of ranks must divide the KV heads.
 WITH_A_PLAN = ("gpt_neox", "olmo", "gemma", "cohere2", "starcoder2")
 
 
 def draw_model(rng: random.Random) -> tuple[str, int, dict[str, Any]]:
-    """A kind, a number of ranks, and overrides of its configuration."""
+    """Return a kind, a number of ranks, and overrides of its configuration."""
     kind = rng.choice(SHARDED + ONE_RANK)
     tp = rng.choice((1, 2, 4)) if kind in SHARDED else 1
     num_kv_heads = rng.choice((1, 2, 4, 8))
@@ -65,7 +65,7 @@ def draw_model(rng: random.Random) -> tuple[str, int, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(NUM_CONFIGS))
-def test_random_model(seed: int, make_model: Any, make_engine: Any, planned: Any) -> None:
+def test_random_model_equals_transformers(seed: int, make_model: Any, make_engine: Any, planned: Any) -> None:
     rng = random.Random(seed)
     kind, tp, fields = draw_model(rng)
     folder: Path = make_model(kind, seed=seed, **fields)

@@ -1,4 +1,4 @@
-"""Where linear layers round their tokens to float8, the norm before them does it, and nothing else changes."""
+"""A norm quantizes the activations of the float8 linear layer after it, without changing tokens."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ GREEDY = RowSampling(temperature=0.0)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-def test_the_norm_rounds_for_the_linear_layer(
+def test_norm_quantizes_for_float8_linear_layer(
     kind: str, make_model: Any, make_engine: Any, planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the PyTorch twins, as if they were tensor cores that multiply float8; a mixture rounds by itself."""
+    """The PyTorch twins stand in for tensor cores; an MoE layer quantizes its own input."""
     monkeypatch.setattr(
         linear_weight,
         "supports_float8_linear",
@@ -44,7 +44,7 @@ def test_the_norm_rounds_for_the_linear_layer(
         return tokens
 
     tokens = generate()
-    # Of three layers all norms but the first one follow an addition; those before a mixture stay as they are.
+    # All norms of the three layers but the first follow an addition; norms before an MoE layer do not quantize.
     assert num_calls == 6 * (5 if kind == "llama" else 2)
-    monkeypatch.setattr(ColumnParallelLinear, "takes_float8", False)
+    monkeypatch.setattr(ColumnParallelLinear, "accepts_float8", False)
     assert generate() == tokens

@@ -1,4 +1,4 @@
-"""Decode steps in one call into C++: bit for bit what the ops give one by one, for decoders that are fit for it."""
+"""FusedDecode: bit-identical to the layers run op by op, for the decoders that support it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.worker.attention import AttentionInputs, LayerCache
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.memory.cache_engine import QUANTIZED_DTYPES
 from quire.worker.models.decoder import Decoder
-from quire.worker.models.layers import LoadContext
+from quire.worker.models.load_context import LoadContext
 from quire.worker.models.registry import check_supported
 from quire.worker.models.spec import DecoderSpec
 from quire.worker.weights.checkpoint import Checkpoint
@@ -26,10 +26,9 @@ from quire.worker.weights.quantization import Quantization
 
 BLOCK_SIZE, NUM_BLOCKS, TABLE_LEN, NUM_POSITIONS = 8, 40, 5, 128
 
-# What is in one of these in another way than in the others: biases of q, k and v; norms of heads; windows; layers
-# without positions; several rotations; a head whose rotated half is no whole vector; norms after a half, soft caps;
-# what is added scaled.
-FIT: dict[str, dict[str, Any]] = {
+# Covers biases of q, k and v; norms of heads; windows; layers without positions; several rotations; a rotated half of
+# a head that is not a whole vector; norms after a sublayer; soft caps; scaled residual additions.
+SUPPORTED: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 32},
     "llama-short-heads": {},
     "qwen2": {"head_dim": 32},
@@ -44,8 +43,8 @@ FIT: dict[str, dict[str, Any]] = {
     "gemma3_text": {},
     "granite": {},
 }
-# Biases after a sum over the ranks, norms after a half alone, experts, a length that is no whole vector.
-UNFIT: dict[str, dict[str, Any]] = {
+# Biases after a sum over the ranks, norms only after sublayers, experts, a length that is not a whole vector.
+UNSUPPORTED: dict[str, dict[str, Any]] = {
     "llama-biased": {"attention_bias": True, "mlp_bias": True},
     "olmo2": {},
     "mixtral": {},
@@ -71,7 +70,7 @@ def make_decoder(make_model: Any) -> MakeDecoder:
     def make(
         kind: str, dtype: torch.dtype = torch.float32, quantization: Quantization | None = None
     ) -> Decoder:
-        folder = make_model(kind.split("-")[0], seed=3, **(FIT | UNFIT)[kind])
+        folder = make_model(kind.split("-")[0], seed=3, **(SUPPORTED | UNSUPPORTED)[kind])
         spec = instance_of(DecoderSpec, check_supported(describe_model(folder, kind), 1))
         load = LoadContext(Checkpoint(folder), SingleRank(), dtype, torch.device("cpu"), quantization)
         return Decoder(load, spec, NUM_POSITIONS)
@@ -80,11 +79,11 @@ def make_decoder(make_model: Any) -> MakeDecoder:
 
 
 def make_caches(decoder: Decoder, dtype: torch.dtype, stored: torch.dtype) -> list[LayerCache]:
-    """Full of numbers; quantised ones with scales."""
+    """Return caches of random numbers; quantized ones have scales."""
     torch.manual_seed(1)
     caches = []
     for layer in decoder.layers:
-        dense = layer.as_dense(list(decoder.rotary))
+        dense = layer.to_dense_layer(list(decoder.rotary))
         assert dense is not None
         assert dense.qkv.panels is not None
         assert dense.output.panels is not None
@@ -100,7 +99,7 @@ def make_caches(decoder: Decoder, dtype: torch.dtype, stored: torch.dtype) -> li
 
 
 def make_step(num_tokens: int) -> tuple[Tensor, Tensor, AttentionInputs]:
-    """Token ids, positions and the rest of a step in which every sequence decodes."""
+    """Return token ids, positions and attention inputs of a step in which every sequence decodes."""
     torch.manual_seed(num_tokens)
     tables = (torch.randperm(NUM_BLOCKS - 1) + 1)[: num_tokens * TABLE_LEN].view(num_tokens, TABLE_LEN).int()
     seq_lens = torch.randint(1, TABLE_LEN * BLOCK_SIZE + 1, (num_tokens,)).int()
@@ -119,14 +118,14 @@ def clone(caches: list[LayerCache]) -> list[LayerCache]:
 
 
 def assert_equal_bits(decoder: Decoder, dtype: torch.dtype, stored: torch.dtype) -> None:
-    """One call and op after op, twice, on caches that go on; what they write to the caches, too."""
+    """Compare fused and op-by-op steps of several batch sizes: hidden states and cache contents."""
     fused = decoder.fused_decode
     assert fused is not None
     caches = make_caches(decoder, dtype, stored)
     by_ops = clone(caches)
     for num_tokens in (1, 2, 7):
         token_ids, positions, inputs = make_step(num_tokens)
-        assert fused.takes(num_tokens, inputs) == prefers_native_linear(num_tokens)
+        assert fused.supports(num_tokens, inputs) == prefers_native_linear(num_tokens)
         hidden = decoder.forward(token_ids, positions, caches, inputs)
         decoder.fused_decode = None
         expected = decoder.forward(token_ids, positions, by_ops, inputs)
@@ -139,32 +138,36 @@ def assert_equal_bits(decoder: Decoder, dtype: torch.dtype, stored: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", FIT)
-def test_bits_are_those_of_the_ops(kind: str, dtype: torch.dtype, make_decoder: MakeDecoder) -> None:
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_fused_decode_is_bit_identical_to_ops(
+    kind: str, dtype: torch.dtype, make_decoder: MakeDecoder
+) -> None:
     assert_equal_bits(make_decoder(kind, dtype), dtype, dtype)
 
 
 @pytest.mark.parametrize("kv_dtype", QUANTIZED_DTYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_quantised_cache_and_weights(kv_dtype: str, dtype: torch.dtype, make_decoder: MakeDecoder) -> None:
+def test_fused_decode_is_bit_identical_with_quantized_cache_and_weights(
+    kv_dtype: str, dtype: torch.dtype, make_decoder: MakeDecoder
+) -> None:
     decoder = make_decoder("llama", dtype, Quantization("int8"))
     assert_equal_bits(decoder, dtype, QUANTIZED_DTYPES[kv_dtype])
 
 
-@pytest.mark.parametrize("kind", UNFIT)
-def test_other_decoders_are_computed_op_after_op(kind: str, make_decoder: MakeDecoder) -> None:
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_unsupported_decoder_has_no_fused_decode(kind: str, make_decoder: MakeDecoder) -> None:
     assert make_decoder(kind).fused_decode is None
 
 
-def test_steps_with_chunks_of_prompts_are_computed_op_after_op(make_decoder: MakeDecoder) -> None:
+def test_step_with_prompt_chunk_is_not_supported(make_decoder: MakeDecoder) -> None:
     fused = make_decoder("llama").fused_decode
     assert fused is not None
     inputs = make_step(2)[2]
-    assert not fused.takes(5, inputs)
+    assert not fused.supports(5, inputs)
 
 
-def test_a_model_may_be_given_another_cache(make_decoder: MakeDecoder) -> None:
-    """As when memory is measured by a step in a cache of its own before the real one is there."""
+def test_fused_decode_follows_change_of_cache(make_decoder: MakeDecoder) -> None:
+    """The profile run uses a cache of its own before the real one is allocated."""
     decoder = make_decoder("llama")
     token_ids, positions, inputs = make_step(1)
     one = make_caches(decoder, torch.float32, torch.float32)
@@ -177,10 +180,10 @@ def test_a_model_may_be_given_another_cache(make_decoder: MakeDecoder) -> None:
 
 
 @pytest.mark.parametrize(("kind", "tp"), [("gemma2", 2), ("llama", 4)])
-def test_ranks_sum_between_the_halves(
+def test_fused_decode_on_several_ranks_gives_same_tokens(
     kind: str, tp: int, make_model: Any, make_engine: Any, planned: Any
 ) -> None:
-    """With more ranks than KV heads some hold the same ones."""
+    """With more ranks than KV heads, ranks share heads."""
     folder = make_model(kind, seed=3, num_key_value_heads=2)
     tokens = []
     for is_fused in (True, False):

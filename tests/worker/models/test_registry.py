@@ -1,4 +1,4 @@
-"""Which models and sizes are refused, and in which words."""
+"""check_supported: specs of supported models, and errors for unsupported models and sizes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def spec_of(model: Any, tensor_parallel_size: int = 1) -> DecoderSpec:
     return instance_of(DecoderSpec, check_supported(model, tensor_parallel_size))
 
 
-def as_transformers_would(architecture: str, model_type: str, model: Any, **settings: Any) -> Any:
-    """The model as one of an architecture that quire has no definition of its own for."""
+def with_architecture(architecture: str, model_type: str, model: Any, **settings: Any) -> Any:
+    """Return the model with an architecture that quire serves with transformers' modules."""
     return replace(changed(model, model_type=model_type, **settings), architecture=architecture)
 
 
@@ -55,7 +55,7 @@ def as_transformers_would(architecture: str, model_type: str, model: Any, **sett
         ("DeepseekV3ForCausalLM", "deepseek_v3", "multi-head latent attention"),
     ],
 )
-def test_architectures_that_cannot_be_served_are_named_with_the_reason(
+def test_unsupported_architecture_raises_with_reason(
     model: Any, architecture: str, model_type: str, words: str
 ) -> None:
     settings: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def test_architectures_that_cannot_be_served_are_named_with_the_reason(
     if model_type == "deepseek_v3":
         settings["kv_lora_rank"] = 512
     with pytest.raises(ConfigError, match=rf"architecture '{architecture}' is not supported: .*{words}"):
-        check_supported(as_transformers_would(architecture, model_type, model, **settings), 1)
+        check_supported(with_architecture(architecture, model_type, model, **settings), 1)
 
 
 @pytest.mark.parametrize(
@@ -75,25 +75,25 @@ def test_architectures_that_cannot_be_served_are_named_with_the_reason(
         ("GlmForCausalLM", "glm", "needs 'colwise_gather_output' in its tensor-parallel plan"),
     ],
 )
-def test_architectures_without_a_plan_are_for_one_rank(
+def test_architecture_without_plan_supports_one_rank_only(
     model: Any, architecture: str, model_type: str, words: str
 ) -> None:
-    named = as_transformers_would(architecture, model_type, model)
+    named = with_architecture(architecture, model_type, model)
     check_supported(named, 1)
     with pytest.raises(ConfigError, match=f"{words}: tensor_parallel_size must be 1, not 2"):
         check_supported(named, 2)
 
 
-def test_a_plan_wants_sizes_that_divide(model: Any) -> None:
-    named = as_transformers_would("OlmoForCausalLM", "olmo", model)
+def test_ranks_must_divide_kv_heads_of_transformers_model(model: Any) -> None:
+    named = with_architecture("OlmoForCausalLM", "olmo", model)
     check_supported(named, 4)
     with pytest.raises(ConfigError, match="8 does not divide its KV heads, 4"):
         check_supported(named, 8)
 
 
-def test_a_rope_that_depends_on_the_batch_is_refused(model: Any) -> None:
+def test_longrope_of_transformers_model_raises_beyond_original_context(model: Any) -> None:
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 128}
-    named = as_transformers_would("OlmoForCausalLM", "olmo", model, rope_parameters=rope)
+    named = with_architecture("OlmoForCausalLM", "olmo", model, rope_parameters=rope)
     check_supported(replace(named, max_model_len=128), 1)
     with pytest.raises(ConfigError, match="longest sequence; give a max_model_len of at most 128"):
         check_supported(named, 1)
@@ -111,7 +111,9 @@ def test_a_rope_that_depends_on_the_batch_is_refused(model: Any) -> None:
         ({"vocab_size": 9}, 8, "vocab_size, 9, is too small for a tensor_parallel_size of 8"),
     ],
 )
-def test_sizes_that_ranks_cannot_share(model: Any, fields: dict[str, int], size: int, words: str) -> None:
+def test_sizes_that_cannot_be_sharded_raise(
+    model: Any, fields: dict[str, int], size: int, words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         check_supported(replace(model, **fields), size)
 
@@ -120,18 +122,18 @@ def test_sizes_that_ranks_cannot_share(model: Any, fields: dict[str, int], size:
     "settings",
     [{"query_pre_attn_scalar": -1}, {"logits_scaling": 0}, {"layer_types": 5}, {"rope_parameters": "yarn"}],
 )
-def test_settings_that_mean_nothing(model: Any, settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"its config\.json has settings that mean nothing"):
+def test_invalid_settings_raise(model: Any, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"its config\.json has invalid settings"):
         check_supported(changed(model, **settings), 1)
 
 
-def test_more_ranks_than_kv_heads(model: Any) -> None:
+def test_more_ranks_than_kv_heads_replicate_heads(model: Any) -> None:
     config = engine_config(EngineOptions("many-ranks", tensor_parallel_size=8), model)
     assert spec_of(model, 8).num_kv_heads == 4
     assert config.num_kv_heads_per_rank == 1
 
 
-def test_an_intermediate_size_that_does_not_divide(model: Any) -> None:
+def test_intermediate_size_need_not_divide(model: Any) -> None:
     check_supported(changed(model, intermediate_size=130), 4)
     with pytest.raises(ConfigError, match=r"intermediate_size, 9, is too small"):
         check_supported(changed(model, intermediate_size=9), 4)
@@ -150,12 +152,10 @@ def test_an_intermediate_size_that_does_not_divide(model: Any) -> None:
         ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported, only 'silu'"),
         ({"layer_types": ["chunked_attention"] * 3}, "layers of type 'chunked_attention'"),
         ({"layer_types": ["full_attention"]}, "describes 1 layers and has 3"),
-        ({"use_bidirectional_attention": True}, "looks ahead"),
+        ({"use_bidirectional_attention": True}, "bidirectional attention"),
     ],
 )
-def test_features_that_are_not_computed_are_refused_by_name(
-    model: Any, settings: dict[str, Any], words: str
-) -> None:
+def test_unsupported_feature_raises_and_is_named(model: Any, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_supported(changed(model, **settings), 1)
 
@@ -164,17 +164,17 @@ def windows(model: Any, **settings: Any) -> list[int]:
     return [layer.window for layer in spec_of(changed(model, **settings)).layers]
 
 
-def test_windows_are_of_the_layers_that_have_them(make_model: Any, engine_config: Any) -> None:
+def test_read_spec_gives_window_to_sliding_layers_only(make_model: Any, engine_config: Any) -> None:
     mistral = engine_config(make_model("mistral")).model
     assert windows(mistral, sliding_window=100) == [100, 100, 100]
-    assert windows(mistral, sliding_window=256) == [0, 0, 0], "no sequence outgrows it"
+    assert windows(mistral, sliding_window=256) == [0, 0, 0], "no sequence exceeds the window"
     qwen2 = engine_config(make_model("qwen2")).model
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     assert windows(qwen2, sliding_window=64, use_sliding_window=True, layer_types=kinds) == [0, 64, 0]
     assert windows(qwen2, sliding_window=64, use_sliding_window=False, layer_types=kinds) == [0, 0, 0]
 
 
-def test_layers_with_experts(make_model: Any, engine_config: Any) -> None:
+def test_read_spec_selects_layers_with_experts(make_model: Any, engine_config: Any) -> None:
     model = engine_config(make_model("qwen3_moe")).model
 
     def sparse(**settings: Any) -> list[bool]:
@@ -187,12 +187,12 @@ def test_layers_with_experts(make_model: Any, engine_config: Any) -> None:
         sparse(num_experts_per_tok=7)
 
 
-def test_old_and_new_spellings_of_rope_mean_the_same(model: Any) -> None:
+def test_rope_scaling_and_rope_parameters_give_same_ropes(model: Any) -> None:
     new = changed(model, rope_parameters=LLAMA3_ROPE | {"rope_theta": 5e5})
     old = changed(model, rope_parameters=None, rope_theta=5e5, rope_scaling=LLAMA3_ROPE)
     assert spec_of(new).ropes == spec_of(old).ropes
 
 
-def test_the_registry_imports_no_torch() -> None:
+def test_registry_imports_no_torch() -> None:
     code = "import sys, quire.worker.models.registry; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0

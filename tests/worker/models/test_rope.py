@@ -1,4 +1,4 @@
-"""Rotary frequencies equal transformers' for every kind, and settings that mean nothing are refused by name."""
+"""make_rope: frequencies equal transformers' for every rope type, and invalid settings raise."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def test_frequencies_equal_transformers(name: str, max_model_len: int) -> None:
     assert rope.scale == pytest.approx(scale)
 
 
-def test_no_settings_are_the_plain_kind() -> None:
+def test_empty_settings_give_default_rope() -> None:
     assert make_rope({}, RopeContext(8, 64, 64)) == Rope((1.0, 0.1, 0.01, 0.001))
     assert make_rope({}, RopeContext(8, 64, 64, theta=16.0)) == Rope((1.0, 0.5, 0.25, 0.125))
     assert make_rope({}, RopeContext(8, 64, 64, partial_rotary_factor=0.5)) == Rope((1.0, 0.01))
 
 
-def test_a_configurations_original_length_outdoes_the_settings() -> None:
-    """Phi-3's has it outside of them."""
+def test_original_len_of_configuration_overrides_settings() -> None:
+    """Phi-3 has original_max_position_embeddings outside of its rope settings."""
     assert make_rope(LONGROPE, context(8192, original_len=8192)).frequencies[1] == pytest.approx(
         10000 ** (-1 / 64) / 1.01
     )
@@ -86,16 +86,16 @@ def test_a_configurations_original_length_outdoes_the_settings() -> None:
     [
         ({"rope_type": "spiral"}, "'spiral' is not supported; supported: default, linear"),
         ({"type": "linear"}, "'linear' lacks 'factor'"),
-        ({"rope_type": "linear", "factor": 0}, "'linear' has settings that mean nothing: .*zero"),
+        ({"rope_type": "linear", "factor": 0}, "'linear' has invalid settings: .*zero"),
         ({"rope_type": "longrope", "short_factor": [1.0]}, "short_factor has 1 numbers for 64 pairs"),
-        ({"rope_type": "yarn", "factor": "much"}, "'yarn' has settings that mean nothing"),
-        ({"partial_rotary_factor": 0.34}, "43 of 128 dimensions; it needs pairs"),
-        ({"partial_rotary_factor": 0.001}, "0 of 128 dimensions; it needs pairs"),
-        ({"partial_rotary_factor": [1]}, "'default' has settings that mean nothing"),
-        ({"rope_theta": "wide"}, "'default' has settings that mean nothing"),
+        ({"rope_type": "yarn", "factor": "much"}, "'yarn' has invalid settings"),
+        ({"partial_rotary_factor": 0.34}, "43 of 128 dimensions, must be even"),
+        ({"partial_rotary_factor": 0.001}, "0 of 128 dimensions, must be even"),
+        ({"partial_rotary_factor": [1]}, "'default' has invalid settings"),
+        ({"rope_theta": "wide"}, "'default' has invalid settings"),
         ({"rope_type": ["yarn"]}, "is not supported; supported: default, linear"),
     ],
 )
-def test_settings_that_mean_nothing(settings: dict[str, Any], words: str) -> None:
+def test_invalid_settings_raise(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make_rope(settings, context())

@@ -1,4 +1,4 @@
-"""A matrix that is both embedding and head lies in memory once where it can be looked up as the head needs it."""
+"""Tied embedding and head share one matrix in memory if its packed layout supports look-ups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from quire.kernels.linear import Layout
 from quire.worker.comm.communicator import SingleRank
-from quire.worker.models.layers import LoadContext, VocabParallelEmbedding, VocabParallelHead
+from quire.worker.models.load_context import LoadContext
+from quire.worker.models.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 from quire.worker.weights.checkpoint import Checkpoint
 from quire.worker.weights.linear_weight import PlainWeight
 
@@ -17,7 +18,7 @@ VOCAB_SIZE, HIDDEN_SIZE = 384, 64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_embedding_and_head_share_their_numbers(dtype: torch.dtype, make_model: Any) -> None:
+def test_tied_embedding_and_head_share_packed_weight(dtype: torch.dtype, make_model: Any) -> None:
     checkpoint = Checkpoint(make_model("llama", tie_word_embeddings=True))
     load = LoadContext(checkpoint, SingleRank(), dtype, torch.device("cpu"))
     embedding = VocabParallelEmbedding(load, "model.embed_tokens", VOCAB_SIZE, HIDDEN_SIZE)
@@ -27,7 +28,7 @@ def test_embedding_and_head_share_their_numbers(dtype: torch.dtype, make_model: 
     head = VocabParallelHead(load, "lm_head", HIDDEN_SIZE, VOCAB_SIZE, embedding)
     assert isinstance(head.weight, PlainWeight)
     if head.weight.packed.panels is None and head.weight.packed.layout is not Layout.PLAIN:
-        pytest.skip("the packed numbers do not lie in known panels here")
+        pytest.skip("the packed layout of this machine does not support look-ups")
     assert embedding.weight is head.weight.packed
     assert torch.equal(embedding.forward(token_ids), before)
     x = torch.randn(2, HIDDEN_SIZE).to(dtype)

@@ -1,4 +1,4 @@
-"""Models of transformers: what a checkpoint may call its tensors, and what is found out before a model serves."""
+"""TransformersModel: names of stored tensors, and the checks before a model serves."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from quire.worker.runner import ModelRunner
 
 
 def rewrite(folder: Path, copy: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:
-    """A copy of a model directory with other tensors."""
+    """Copy a model directory and change its tensors."""
     shutil.copytree(folder, copy)
     save_file(change(load_file(folder / "model.safetensors")), copy / "model.safetensors")
     return copy
 
 
-def test_a_published_checkpoint_of_a_base_model(
+def test_published_checkpoint_of_base_model_gives_tokens_of_transformers(
     make_model: Any, make_engine: Any, planned: Any, tmp_path: Path
 ) -> None:
-    """GPT-2 as it was published: no prefix, no head, and masks that nobody needs."""
+    """GPT-2 as published has no prefix, no head, and unused masks."""
 
     def published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -69,58 +69,58 @@ def test_a_published_checkpoint_of_a_base_model(
         ),
     ],
 )
-def test_tensors_that_are_missing_extra_or_misshapen(
+def test_missing_unused_or_misshapen_tensor_raises(
     make_model: Any, engine_config: Any, tmp_path: Path, change: Callable[[Any], Any], words: str
 ) -> None:
     def changed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         change(tensors)
         return tensors
 
-    folder = rewrite(make_model("gpt2", seed=7), tmp_path / "spoilt", changed)
+    folder = rewrite(make_model("gpt2", seed=7), tmp_path / "damaged", changed)
     with pytest.raises(ModelLoadError, match=words):
         ModelRunner(engine_config(folder), SingleRank())
 
 
-def test_tables_that_nobody_computes(
+def test_buffer_that_model_does_not_compute_raises(
     make_model: Any, engine_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GPTNeoXPreTrainedModel, "_init_weights", lambda self, module: None)
-    with pytest.raises(ConfigError, match=r"does not say how to compute gpt_neox\.rotary_emb\.inv_freq"):
+    with pytest.raises(ConfigError, match=r"does not compute the buffer gpt_neox\.rotary_emb\.inv_freq"):
         ModelRunner(engine_config(make_model("gpt_neox", seed=7)), SingleRank())
 
 
-def test_slopes_equal_transformers() -> None:
+def test_alibi_slopes_equal_transformers() -> None:
     for num_heads in range(1, 72):
         expected = _get_alibi_slopes(num_heads, torch.device("cpu"))
         torch.testing.assert_close(torch.tensor(alibi_slopes(num_heads)), expected)
 
 
-def prove(forward: Callable[..., Tensor]) -> None:
+def selfcheck(forward: Callable[..., Tensor]) -> None:
     run_paged_selfcheck(forward, 1, (1, 8), torch.float32, torch.device("cpu"))
 
 
-def test_tokens_by_themselves_prove_well() -> None:
-    prove(lambda token_ids, positions, caches, inputs: torch.outer(positions + 1.0, torch.ones(8)))
+def test_selfcheck_passes_for_independent_tokens() -> None:
+    selfcheck(lambda token_ids, positions, caches, inputs: torch.outer(positions + 1.0, torch.ones(8)))
 
 
-def test_tokens_that_see_their_neighbours_in_the_batch_do_not() -> None:
-    with pytest.raises(ConfigError, match="depend on others by more than attention"):
-        prove(
+def test_selfcheck_fails_if_tokens_depend_on_batch() -> None:
+    with pytest.raises(ConfigError, match="depend on other tokens of the batch by more than attention"):
+        selfcheck(
             lambda token_ids, positions, caches, inputs: torch.outer(positions.cumsum(0) + 1.0, torch.ones(8))
         )
 
 
-def test_numbers_that_are_none_do_not() -> None:
-    with pytest.raises(ConfigError, match="depend on others"):
-        prove(lambda token_ids, positions, caches, inputs: torch.full((len(token_ids), 8), torch.nan))
+def test_selfcheck_fails_for_nan() -> None:
+    with pytest.raises(ConfigError, match="depend on other tokens"):
+        selfcheck(lambda token_ids, positions, caches, inputs: torch.full((len(token_ids), 8), torch.nan))
 
 
-def test_a_model_that_does_not_run_says_why() -> None:
+def test_selfcheck_error_of_model_is_one_line() -> None:
     def forward(*args: Any) -> Tensor:
         raise KeyError("gate\nand more")
 
     with pytest.raises(ConfigError, match=r"^it does not run on paged caches: 'gate\\nand more'$"):
-        prove(forward)
+        selfcheck(forward)
 
 
 @pytest.fixture
@@ -135,16 +135,16 @@ def inputs() -> AttentionInputs:
 @pytest.mark.parametrize(
     ("module", "arguments", "words"),
     [
-        ({}, {"s_aux": torch.ones(2)}, "arguments that change it: s_aux"),
-        ({}, {"attention_mask": torch.ones(1)}, "arguments that change it: a mask"),
-        ({"is_causal": False}, {}, "looks ahead"),
-        ({}, {"is_causal": False}, "looks ahead"),
-        ({"layer_type": "sliding_attention"}, {}, "windows that it does not tell"),
-        ({"num_kv_heads": 2}, {}, r"where its configuration says 1 KV heads of 8"),
-        ({"head_dim": 16}, {}, r"where its configuration says 1 KV heads of 8"),
+        ({}, {"s_aux": torch.ones(2)}, "arguments that are not supported: s_aux"),
+        ({}, {"attention_mask": torch.ones(1)}, "arguments that are not supported: attention_mask"),
+        ({"is_causal": False}, {}, "not causal"),
+        ({}, {"is_causal": False}, "not causal"),
+        ({"layer_type": "sliding_attention"}, {}, "call attention without the window"),
+        ({"num_kv_heads": 2}, {}, r"but its configuration has 1 KV heads of 8"),
+        ({"head_dim": 16}, {}, r"but its configuration has 1 KV heads of 8"),
     ],
 )
-def test_attention_that_is_not_ours_to_compute(
+def test_unsupported_attention_call_raises(
     inputs: AttentionInputs, module: dict[str, Any], arguments: dict[str, Any], words: str
 ) -> None:
     step = PagedStep(1)
@@ -152,22 +152,22 @@ def test_attention_that_is_not_ours_to_compute(
     q, k, v = (torch.ones(1, count, 1, head_dim) for count in (2, num_kv_heads, num_kv_heads))
     arguments = {"attention_mask": None} | arguments
     own = SimpleNamespace(paged_step=step, layer_idx=0, **module)
-    with step.over([LayerCache(torch.zeros(1, 2, 1, 16, 8))], inputs):
+    with step.bind([LayerCache(torch.zeros(1, 2, 1, 16, 8))], inputs):
         with pytest.raises(ConfigError, match=words):
             ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION](own, q, k, v, **arguments)
-        step._attended = [0]  # so that leaving the step has nothing to say
+        step._attended = [0]  # so that leaving `bind` does not raise
 
 
-def test_each_layer_attends_once(inputs: AttentionInputs) -> None:
+def test_layer_that_attends_twice_raises(inputs: AttentionInputs) -> None:
     step = PagedStep(2)
     caches = [LayerCache(torch.zeros(1, 2, 1, 16, 8)) for _ in range(2)]
     q, kv = torch.ones(1, 2, 8), torch.ones(1, 1, 8)
-    with step.over(caches, inputs):
+    with step.bind(caches, inputs):
         for layer in (0, 1):
             step.attend(layer, q, kv, kv, 1.0, PLAIN)
 
     def attend_twice() -> None:
-        with step.over(caches, inputs):
+        with step.bind(caches, inputs):
             for _ in range(2):
                 step.attend(1, q, kv, kv, 1.0, PLAIN)
 

@@ -1,4 +1,4 @@
-"""What a rank computes: a model as the runner sees it, and how one is made."""
+"""Model: the interface of a model to the runner, and load_model."""
 
 from __future__ import annotations
 
@@ -10,48 +10,52 @@ from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
 from ..attention import AttentionInputs, LayerCache
 from .decoder import Decoder
-from .layers import LoadContext, VocabParallelHead
+from .load_context import LoadContext
 from .registry import check_supported
 from .spec import DecoderSpec
+from .vocab_parallel import VocabParallelHead
 
 
 class Model(Protocol):
-    """Token ids to hidden states to logits, on one rank.
+    """One rank of a model: token ids to hidden states to logits.
 
     Attributes:
-        can_be_recorded: a step is launched without reading numbers back from the device.
+        supports_graphs: a step can be recorded as a graph, because launching it reads nothing back from the device.
     """
 
     head: VocabParallelHead
-    can_be_recorded: bool
+    supports_graphs: bool
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: list[LayerCache], inputs: AttentionInputs
     ) -> Tensor:
-        """Hidden states of a step's tokens after the last norm, [T, E].
+        """Return hidden states of a step's tokens after the last norm, [T, E].
 
         Args:
             token_ids: [T] int32.
             positions: [T] int64.
-            kv_caches: a layer each.
+            kv_caches: by layer.
         """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """This rank's logits of [N, E] hidden states, [N, padded part of the vocabulary] float32."""
+        """Return this rank's logits of [N, E] hidden states, [N, padded part of the vocabulary] float32."""
         ...
 
-    def check(self) -> None:
-        """Called once on all ranks together, before the first step. Raises ConfigError if the model cannot be
-        trusted with steps."""
+    def selfcheck(self) -> None:
+        """Check that the model runs on paged caches; called on all ranks together, before the first step.
+
+        Raises:
+            ConfigError: the check failed.
+        """
         ...
 
 
-def build_model(load: LoadContext, model: ModelConfig) -> Model:
-    """The model with its weights.
+def load_model(load: LoadContext, model: ModelConfig) -> Model:
+    """Build the model and load its weights.
 
     Raises:
-        ConfigError: it is not supported.
+        ConfigError: the model is not supported.
         ModelLoadError: its weights cannot be read.
     """
     spec = check_supported(model, load.comm.size)
@@ -59,7 +63,7 @@ def build_model(load: LoadContext, model: ModelConfig) -> Model:
         return Decoder(load, spec, model.max_model_len)
     if load.fused_all_reduce:
         raise ConfigError(f"{model.name}: fused_all_reduce is for models that quire defines itself")
-    # transformers takes its time to import, and most models do without.
+    # transformers is slow to import, and models that quire defines itself do not need it.
     from .transformers_model import TransformersModel
 
     return TransformersModel(load, spec, model)

@@ -1,0 +1,77 @@
+"""LoadContext: reads each rank's part of a layer's tensors from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..comm.communicator import Communicator
+from ..comm.shard import Shard
+from ..weights.checkpoint import Checkpoint
+from ..weights.linear_weight import LinearWeight, read_linear
+from ..weights.quantization import Quantization
+from ..weights.weight_slice import WeightSlice
+
+
+@dataclass(frozen=True, slots=True)
+class LoadContext:
+    """Context that every layer needs to read its part of the weights.
+
+    Attributes:
+        dtype: of the model.
+        quantization: of the linear layers, stored or online; None for full precision.
+        fused_all_reduce: as in ParallelConfig.
+    """
+
+    checkpoint: Checkpoint
+    comm: Communicator
+    dtype: torch.dtype
+    device: torch.device
+    quantization: Quantization | None = None
+    fused_all_reduce: bool = False
+
+    def empty(self, *shape: int) -> Tensor:
+        """Return an uninitialized tensor of the model's dtype."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def replicated(self, name: str, *shape: int) -> Tensor:
+        """Read a tensor that every rank holds in full."""
+        out = self.empty(*shape)
+        self.checkpoint.read_into(out, name, shape)
+        return out
+
+    def sharded(self, name: str, shape: tuple[int, int], dim: int) -> Tensor:
+        """Read this rank's part of a matrix that is sharded along `dim`."""
+        shard = self.shard(shape[dim])
+        out = self.empty(*(len(shard) if axis == dim else length for axis, length in enumerate(shape)))
+        self.checkpoint.read_into(out, name, shape, dim, shard.start)
+        return out
+
+    def linear(self, parts: Sequence[WeightSlice], *, allow_online: bool = True) -> LinearWeight:
+        """Read the matrix of a linear layer.
+
+        Args:
+            parts: slices whose rows are concatenated.
+            allow_online: apply online quantization, if requested; False for layers that need full precision.
+        """
+        quantization = self.quantization
+        if quantization is not None and quantization.is_online and not allow_online:
+            quantization = None
+        return read_linear(self.checkpoint, parts, self.dtype, self.device, quantization)
+
+    def norm(self, name: str, length: int, offset: float = 0.0) -> Tensor:
+        """Read the weight of a norm and add the constant `offset`, which checkpoints leave out."""
+        weight = self.replicated(f"{name}.weight", length)
+        return weight.add_(offset) if offset else weight
+
+    def shard(self, full_len: int) -> Shard:
+        """Return this rank's part of a dimension."""
+        return Shard(self.comm.rank, self.comm.size, full_len)
+
+    def head_shard(self, num_heads: int, head_dim: int) -> Shard:
+        """Return this rank's part of the outputs of attention heads; ranks share heads if there are fewer."""
+        num_replicas = max(1, self.comm.size // num_heads)
+        return Shard(self.comm.rank // num_replicas, self.comm.size // num_replicas, num_heads * head_dim)

@@ -1,0 +1,103 @@
+"""Embedding and language-model head, sharded over the ranks by token."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels.linear import PackedWeight, embed, pack
+from ..weights.linear_weight import LinearWeight, PlainWeight
+from ..weights.weight_slice import WeightSlice
+from .load_context import LoadContext
+
+
+class VocabParallelEmbedding:
+    """Token embeddings; each rank holds those of its part of the vocabulary.
+
+    Args:
+        scale: multiplies every embedding.
+    """
+
+    def __init__(
+        self, load: LoadContext, name: str, vocab_size: int, hidden_size: int, scale: float = 1.0
+    ) -> None:
+        self.comm = load.comm
+        self.shard = load.shard(vocab_size)
+        self.dtype = load.dtype
+        self.weight = PackedWeight(load.sharded(f"{name}.weight", (vocab_size, hidden_size), dim=0))
+        # Models are trained with the factor rounded to the weights' dtype.
+        self.scale = float(torch.tensor(scale, dtype=load.dtype))
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, E]."""
+        x = self._look_up(token_ids)
+        return x if self.scale == 1.0 else x.mul_(self.scale)
+
+    def _look_up(self, token_ids: Tensor) -> Tensor:
+        if self.comm.size == 1:
+            return embed(token_ids, self.weight, self.dtype)
+        local_ids = token_ids - self.shard.start
+        is_remote = (local_ids < 0) | (local_ids >= len(self.shard))
+        x = embed(local_ids.masked_fill_(is_remote, 0), self.weight, self.dtype)
+        return self.comm.all_reduce(x.masked_fill_(is_remote.unsqueeze(-1), 0))
+
+    def pack_for_head(self) -> PackedWeight:
+        """Return the packed matrix for a tied head; keep only the packed one if it supports look-ups."""
+        packed = pack(self.weight.weight)
+        if packed.can_embed:
+            self.weight = packed
+        return packed
+
+
+class VocabParallelHead:
+    """Projection to logits; each rank computes the logits of its part of the vocabulary.
+
+    Args:
+        tied: the embedding that the head shares its weight with; None for a weight of its own.
+        scale: multiplies the logits.
+        soft_cap: bounds logits to ``soft_cap * tanh(logit / soft_cap)``; 0 for unbounded.
+    """
+
+    def __init__(
+        self,
+        load: LoadContext,
+        name: str,
+        hidden_size: int,
+        vocab_size: int,
+        tied: VocabParallelEmbedding | None,
+        bias: bool = False,
+        scale: float = 1.0,
+        soft_cap: float = 0.0,
+    ) -> None:
+        self.scale, self.soft_cap = scale, soft_cap
+        self.shard = load.shard(vocab_size)
+        self.weight: LinearWeight
+        if tied is None:
+            part = WeightSlice(name, (vocab_size, hidden_size), 0, self.shard.start, len(self.shard))
+            self.weight = load.linear([part], allow_online=False)
+        else:
+            self.weight = PlainWeight(tied.pack_for_head())
+
+        self.bias: Tensor | None = None
+        if bias:
+            self.bias = load.empty(len(self.shard))
+            load.checkpoint.read_into(self.bias, f"{name}.bias", (vocab_size,), 0, self.shard.start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, E] -> [N, padded_len of the shard] float32; -inf where the padded vocabulary has no token."""
+        logits = self.local_logits(x)
+        if self.scale != 1.0:
+            logits *= self.scale
+        if self.soft_cap:
+            logits = torch.tanh(logits / self.soft_cap).mul_(self.soft_cap)
+        return self.pad(logits)
+
+    def local_logits(self, x: Tensor) -> Tensor:
+        """[N, E] -> [N, tokens of the shard] float32, neither scaled nor capped."""
+        return self.weight.multiply(x, self.bias).float()
+
+    def pad(self, logits: Tensor) -> Tensor:
+        """[N, tokens of the shard] -> [N, padded_len of the shard]."""
+        num_padding = self.shard.padded_len - len(self.shard)
+        return F.pad(logits, (0, num_padding), value=-torch.inf) if num_padding else logits
