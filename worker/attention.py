@@ -1,4 +1,4 @@
-"""The attention of a step: the kernel is chosen by what each row does."""
+"""Attention of one step: a decode kernel for rows with one token, a prefill kernel for chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LayerCache:
 
     Attributes:
         blocks: [N, 2, Hkv, B, D].
-        scales: [N, 2, Hkv, B] float32 where the blocks are quantised, otherwise None.
+        scales: [N, 2, Hkv, B] float32 if the blocks are quantized, otherwise None.
     """
 
     blocks: Tensor
@@ -27,15 +27,15 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Where a step's tokens are, for every layer. Sequences with one token come first.
+    """Attention inputs of a step, shared by all layers. Sequences with one token come first.
 
     Attributes:
-        num_decodes: sequences of one token; the rest have chunks.
+        num_decodes: number of sequences with one token; the others have chunks.
         slot_mapping: [T] int64, the slot of each token.
         block_tables: [S, M] int32.
-        query_start: [S - num_decodes + 1] int32, where each chunk's tokens begin, counted from the first chunk.
-        seq_lens: [S] int32, with this step's tokens.
-        splits: how a GPU cuts the sequences of one token; None on a CPU, which does not.
+        query_start: [S - num_decodes + 1] int32, offset of each chunk's tokens from the first chunk.
+        seq_lens: [S] int32, including this step's tokens.
+        splits: split of the sequences with one token for a GPU (split-KV); None on a CPU.
     """
 
     num_decodes: int
@@ -53,11 +53,11 @@ def paged_attention(
     scale: float,
     variant: AttentionVariant = PLAIN,
 ) -> Tensor:
-    """Attention of all of the step's tokens.
+    """Compute the attention of all of the step's tokens.
 
     Args:
         q: [T, Hq, D], rotated.
-        kv_cache: with the keys and values of the whole step: a row may read what another writes in the same step.
+        kv_cache: with the keys and values of the whole step: a row may read what another row writes in this step.
 
     Returns:
         [T, Hq, D].

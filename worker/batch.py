@@ -1,4 +1,4 @@
-"""Batch: the inputs of one step, gathered from the rows that compute in it."""
+"""Batch: the inputs of one step, gathered from DeviceRows."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ LongArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's tokens: first those of decoding rows, then the chunks, each row's together.
+    """One step's tokens: those of decoding rows first, then the chunks; the tokens of a row are adjacent.
 
     Attributes:
-        rows: [S] int32, the rows in that order.
-        lens: [S] int32, how far each is computed after the step.
+        rows: [S] int32, the rows in this order.
+        lens: [S] int32, computed tokens of each row after the step.
         token_ids: [T] int32.
         positions: [T] int64.
         sampled_rows: [N] int32 ascending, rows whose last known token is in the step.
-        sampled_index: [N] int64, where their last tokens are among the T; None: they are all of those, in order.
-        scored: tokens of prompts whose log-probabilities are asked for.
+        sampled_index: [N] int64, indices of their last tokens among the T; None if these are all T tokens in order.
+        scored: prompt tokens whose log-probabilities the step computes.
     """
 
     rows: IntArray
@@ -46,13 +46,13 @@ class Batch:
 def gather_batch(
     rows: DeviceRows, plan: StepPlan, block_size: int, fixed_item_len: int | None = None
 ) -> Batch | None:
-    """The step's inputs; None if no row computes.
+    """Gather the inputs of a step. Returns None if no row computes.
 
     Args:
         fixed_item_len: as for split_decodes.
 
     Raises:
-        ValueError: the plan asks a row for tokens or blocks that it does not have; names the row.
+        ValueError: the plan computes tokens or uses blocks that a row does not have; names the row.
     """
     decode_rows = _decoding_rows(rows, plan)
     row_ids = np.concatenate((decode_rows, plan.chunk_rows))
@@ -65,17 +65,17 @@ def gather_batch(
     ends = np.cumsum(query_lens)
     positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, query_lens)
     token_rows = np.repeat(row_ids, query_lens)
-    completes = np.flatnonzero(seq_lens == rows.lens[row_ids])
-    completes = completes[np.argsort(row_ids[completes])]
-    are_all_sampled = plan.chunk_rows.size == 0 and completes.size == decode_rows.size
+    sampled = np.flatnonzero(seq_lens == rows.lens[row_ids])
+    sampled = sampled[np.argsort(row_ids[sampled])]
+    are_all_sampled = plan.chunk_rows.size == 0 and sampled.size == decode_rows.size
     arrays = [
         token_rows.astype(np.int64),
         positions,
-        _slots_of(rows, token_rows, positions, block_size),
+        _compute_slots(rows, token_rows, positions, block_size),
         row_ids,
         np.concatenate(([0], np.cumsum(plan.chunk_lens))).astype(np.int32),
         seq_lens,
-        *([] if are_all_sampled else [ends[completes] - 1]),
+        *([] if are_all_sampled else [ends[sampled] - 1]),
     ]
     tables, num_decodes = rows.device_tables.ids, decode_rows.size
     device_rows, device_positions, slots, row_index, chunk_starts, device_lens, *sampled_index = (
@@ -98,24 +98,30 @@ def gather_batch(
             seq_lens=device_lens,
             splits=splits,
         ),
-        sampled_rows=row_ids[completes],
+        sampled_rows=row_ids[sampled],
         sampled_index=sampled_index[0] if sampled_index else None,
-        scored=_scored(rows, plan, (seq_lens - query_lens)[num_decodes:], (ends - query_lens)[num_decodes:]),
+        scored=_scored_tokens(
+            rows, plan, (seq_lens - query_lens)[num_decodes:], (ends - query_lens)[num_decodes:]
+        ),
     )
 
 
-def _slots_of(rows: DeviceRows, token_rows: IntArray, positions: LongArray, block_size: int) -> LongArray:
-    """The slot of each token, ``block_id * B + offset``, [T] int64."""
+def _compute_slots(
+    rows: DeviceRows, token_rows: IntArray, positions: LongArray, block_size: int
+) -> LongArray:
+    """Return the slot of each token, ``block_id * B + offset``, [T] int64."""
     index, offsets = np.divmod(positions, block_size)
     return rows.tables.ids[token_rows, index].astype(np.int64) * block_size + offsets
 
 
-def _scored(rows: DeviceRows, plan: StepPlan, starts: IntArray, sources: IntArray) -> ScoredTokens | None:
-    """Tokens of prompts whose log-probabilities are asked for.
+def _scored_tokens(
+    rows: DeviceRows, plan: StepPlan, starts: IntArray, sources: IntArray
+) -> ScoredTokens | None:
+    """Return the prompt tokens whose log-probabilities the step computes. Returns None if there are none.
 
     Args:
-        starts: [C] where each chunk begins in its prompt.
-        sources: [C] where it begins among the step's tokens.
+        starts: [C], the first position of each chunk.
+        sources: [C], index of each chunk's first token among the step's T tokens.
     """
     if not rows.sampling.scores[plan.chunk_rows].any():
         return None
@@ -125,20 +131,22 @@ def _scored(rows: DeviceRows, plan: StepPlan, starts: IntArray, sources: IntArra
 def _decoding_rows(rows: DeviceRows, plan: StepPlan) -> IntArray:
     if plan.held_rows.size == 0:
         return np.flatnonzero(rows.decoding).astype(np.int32)
-    runs = rows.decoding.copy()
-    runs[plan.held_rows] = False
-    return np.flatnonzero(runs).astype(np.int32)
+    computes = rows.decoding.copy()
+    computes[plan.held_rows] = False
+    return np.flatnonzero(computes).astype(np.int32)
 
 
 def _check(
     rows: DeviceRows, row_ids: IntArray, query_lens: IntArray, seq_lens: IntArray, block_size: int
 ) -> None:
-    """Numbers out of range would read and write other sequences' blocks in silence."""
-    _refuse(row_ids, query_lens < 1, "an empty chunk")
-    _refuse(row_ids, seq_lens > np.minimum(rows.lens[row_ids], rows.max_len), "tokens that it does not have")
-    _refuse(row_ids, seq_lens > rows.tables.lens[row_ids] * block_size, "slots beyond its blocks")
+    """Check ranges; otherwise a step could silently read and write blocks of other sequences."""
+    _raise_if_any(row_ids, query_lens < 1, "an empty chunk")
+    _raise_if_any(row_ids, seq_lens > np.minimum(rows.lens[row_ids], rows.max_len), "more tokens than it has")
+    _raise_if_any(
+        row_ids, seq_lens > rows.tables.lens[row_ids] * block_size, "more tokens than its blocks hold"
+    )
 
 
-def _refuse(row_ids: IntArray, wrong: npt.NDArray[np.bool_], what: str) -> None:
-    if wrong.any():
-        raise ValueError(f"the plan asks row {row_ids[wrong][0]} for {what}")
+def _raise_if_any(row_ids: IntArray, is_wrong: npt.NDArray[np.bool_], what: str) -> None:
+    if is_wrong.any():
+        raise ValueError(f"the plan computes {what} for row {row_ids[is_wrong][0]}")

@@ -1,4 +1,4 @@
-"""DeviceRows: what a rank remembers of its running sequences between steps. Deltas come with the plans."""
+"""DeviceRows: a rank's persistent state of running sequences, updated by the differences in each plan."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .sampling.sampling_table import SamplingTable
 
 
 class DeviceRows:
-    """The persistent state of `max_num_seqs` sequences.
+    """Persistent state of R = `max_num_seqs` rows (batch slots), one sequence each.
 
-    What the scheduler determines lies in numpy, so that no step waits for the device; the tokens, which the
-    device determines, lie on the device.
+    State that the scheduler determines is in numpy, so that no step waits for the device. Tokens, which the device
+    samples, are on the device.
 
     Attributes:
         max_len: most tokens that a row may compute.
-        tables: block tables, equal to the scheduler's.
+        tables: block tables, a copy of the scheduler's.
         device_tables: the same on the device.
-        token_ids: [R, max_len + 1] int32 on the device, prompt and answer.
-        lens: [R] int32, tokens known.
+        token_ids: [R, max_len + 1] int32 on the device, prompt and output.
+        lens: [R] int32, known tokens.
         num_computed: [R] int32, tokens whose KV is in the cache.
         decoding: [R] bool, rows that compute their newest token in each step.
-        sampling: how each row samples.
-        logits_processors: what rows do to their logits before.
+        sampling: sampling parameters.
+        logits_processors: logits processors.
 
     Args:
         shard: this rank's part of the vocabulary.
@@ -50,7 +50,7 @@ class DeviceRows:
         self.logits_processors = LogitsProcessorState(shard, self.token_ids)
 
     def apply(self, plan: StepPlan) -> None:
-        """Steps 1 to 3 and 5 of the plan: released, new, appended and chosen. The caller compares digests."""
+        """Apply steps 1 to 3 and 5 of the plan: released, new, appended and chosen. The caller compares digests."""
         self.tables.release(plan.released_rows)
         self.device_tables.release(plan.released_rows)
         self.decoding[plan.released_rows] = False
@@ -63,14 +63,15 @@ class DeviceRows:
             self._replace_newest(plan.chosen_rows, plan.chosen_ids)
 
     def mark_computed(self, rows: IntArray, lens: IntArray) -> None:
-        """The KV of these rows is in the cache up to `lens`."""
+        """Set the number of tokens of rows whose KV is in the cache."""
         self.num_computed[rows] = lens
 
     def append(self, rows: IntArray, token_ids: Tensor) -> None:
-        """Gives rows their sampled tokens; from now on they decode.
+        """Append the sampled tokens of rows, which decode from now on.
 
         Args:
-            token_ids: [N] int32 on the device, by row.
+            rows: [N] int32.
+            token_ids: [N] int32 on the device, in the order of `rows`.
         """
         self._write(rows, self.lens[rows], token_ids)
         self.logits_processors.append(rows, token_ids)
@@ -81,8 +82,8 @@ class DeviceRows:
         self._write(rows, self.lens[rows] - 1, to_device(token_ids, self.token_ids.device, torch.int32))
 
     def _write(self, rows: IntArray, positions: IntArray, token_ids: Tensor) -> None:
-        places = [rows.astype(np.int64), positions.astype(np.int64)]
-        self.token_ids[tuple(to_device_together(places, self.token_ids.device))] = token_ids
+        index = [rows.astype(np.int64), positions.astype(np.int64)]
+        self.token_ids[tuple(to_device_together(index, self.token_ids.device))] = token_ids
 
     def _put(self, sequence: NewSequence) -> None:
         row, length = sequence.row, len(sequence.token_ids)
@@ -96,9 +97,10 @@ class DeviceRows:
 
 
 class DeviceTables:
-    """A rank's block tables where its kernels read them.
+    """A rank's block tables on the device.
 
-    They follow BlockTables by the entries that each step adds, sent together. On a CPU they share its memory.
+    `update` sends the entries that were added to the BlockTables since the last one, in one transfer. On a CPU both
+    share the same memory.
 
     Attributes:
         ids: [R, M] int32 on the device.
@@ -111,11 +113,11 @@ class DeviceTables:
         self._num_sent = tables.lens.copy()
 
     def release(self, rows: IntArray) -> None:
-        """What these rows get from now on is new."""
+        """Forget the entries of rows that have been sent."""
         self._num_sent[rows] = 0
 
     def update(self) -> None:
-        """Sends what was appended since the last update; the host does not wait for it."""
+        """Send the entries appended since the last update; the host does not wait for the transfer."""
         if self._shared:
             return
         added = self._tables.lens - self._num_sent

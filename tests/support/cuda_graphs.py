@@ -1,4 +1,4 @@
-"""CUDA graphs in tests of kernels, which run on a GPU alone."""
+"""CUDA graphs for kernel tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 def capture(step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph of the step, and what its replays fill."""
-    step()  # compiles
+    """Record the step as a graph; return the graph and the output that its replays overwrite."""
+    step()  # compiles kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()

@@ -1,4 +1,4 @@
-"""Quantised checkpoints for tests, written by the benchmark that writes them, beside their full-precision twins."""
+"""Quantized checkpoints for tests, written by benchmarks/quantized_checkpoints.py, and full-precision twins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PATH = Path(__file__).parents[2] / "benchmarks" / "quantized_checkpoints.py"
 
 
 def _load() -> Any:
-    """The module by its path: with the root on sys.path its folders would be packages of their own."""
+    """Load the module by its path, since the repository's root must not be on sys.path."""
     spec = importlib.util.spec_from_file_location("quantized_checkpoints", _PATH)
     assert spec is not None
     assert spec.loader is not None
@@ -30,7 +30,7 @@ Scheme = checkpoints.Scheme
 
 
 def write_quantized(source: Path, folder: Path, scheme: Any) -> tuple[Path, Path]:
-    """The model quantised by the scheme, and the same with its dequantised weights in float32."""
+    """Write the model quantized by the scheme, and a twin with the dequantized weights in float32."""
     quantized, twin = folder / "quantized", folder / "twin"
     dequantized = checkpoints.write_checkpoint(source, quantized, scheme)
     assert dequantized, "nothing was quantised"

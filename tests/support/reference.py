@@ -1,4 +1,4 @@
-"""What transformers generates for a model directory, to compare with."""
+"""Reference: greedy tokens of transformers for a model directory."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from pathlib import Path
 import numpy as np
 import torch
 
-# Logits of these models in float32 are off those in float64 by up to 4e-5 in quire and 5e-5 in transformers (measured
-# over all kinds of test_exactness). Two tokens change places where they are nearer than twice the sum.
+# float32 logits differ from float64 ones by up to 4e-5 in quire and 5e-5 in transformers (measured over all kinds of
+# test_exactness). Two tokens may swap ranks if their logits differ by less than twice the sum.
 NEAR_TIE = 2e-4
 
 
 class Reference:
-    """transformers' model of the same folder."""
+    """The model of a folder in transformers."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        # Experts one by one: in one call they can neither be float64 nor of any size.
+        # Eager experts: the grouped implementation supports neither float64 nor all sizes.
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, experts_implementation="eager"
         ).eval()
         self._generated: dict[tuple[int, ...], list[int]] = {}
 
     def generate(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """Greedy tokens; kept, as the same prompts are asked for at each number of ranks."""
+        """Return greedy tokens; cached, since tests repeat prompts for each number of ranks."""
         kept = self._generated.get(tuple(prompt), [])
         if len(kept) < max_tokens:
             kept = self._generated[tuple(prompt)] = self._generate(prompt, max_tokens)
@@ -46,18 +46,18 @@ class Reference:
         return generated
 
     def check_generate(self, prompt: list[int], generated: list[int]) -> None:
-        """Fails unless `generated` is what transformers generates, up to a proven near-tie."""
+        """Assert that `generated` equals the tokens of transformers, up to a verified near-tie."""
         expected = self.generate(prompt, len(generated))
         for place, (ours, theirs) in enumerate(zip(generated, expected, strict=True)):
             if ours != theirs:
                 self._check_near_tie(prompt + generated[:place], ours, theirs)
-                return  # the texts go on differently from here
+                return  # the continuations differ from here on
 
     @torch.inference_mode()
     def check_greedy(self, prompt: list[int], generated: list[int]) -> None:
-        """Fails unless each token is the likeliest after those before it, up to proven near-ties.
+        """Assert that each token is the most likely one after its prefix, up to verified near-ties.
 
-        This holds exactly if `generated` is the greedy continuation, and takes one forward pass to see.
+        This is equivalent to `generated` being the greedy continuation, and takes one forward pass.
         """
         logits = self.model(torch.tensor([prompt + generated])).logits[0, len(prompt) - 1 : -1]
         for place, (ours, theirs) in enumerate(zip(generated, logits.argmax(dim=-1).tolist(), strict=True)):
@@ -66,7 +66,7 @@ class Reference:
 
     @torch.inference_mode()
     def _check_near_tie(self, tokens: list[int], ours: int, theirs: int) -> None:
-        """Fails unless the logits of two next tokens are nearer than noise, in float64."""
+        """Assert that the float64 logits of two tokens differ by less than NEAR_TIE."""
         logits = self.model.double()(torch.tensor([tokens])).logits[0, -1]
         self.model.float()
         gap = abs(float(logits[ours] - logits[theirs]))

@@ -1,4 +1,4 @@
-"""The attention variants that every implementation is tested with."""
+"""Attention variants that every implementation is tested with."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A minimal scheduler for tests of the ModelRunner: it plans greedily, in order, and knows no preemption.
+"""Minimal scheduler for tests of the ModelRunner: plans greedily, in arrival order, without preemption.
 
-Some of the tests run Triton kernels: triton_device comes first, for the first import of Triton decides where.
+Some tests run Triton kernels. triton_device is imported first, because the first import of Triton selects the device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quire.worker.runner import ModelRunner
 
 
 class ThreadGroup:
-    """Ranks as threads of one process; sums are made in rank order, on every rank for itself."""
+    """Ranks as threads of one process; every rank computes the sums itself, in rank order."""
 
     def __init__(self, size: int, timeout_s: float = 120) -> None:
         self.size = size
@@ -69,7 +69,7 @@ class ThreadCommunicator:
 
 
 def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
-    """An EngineConfig as the resolver would make it, for float32 on a CPU.
+    """Return an EngineConfig like that of `resolve`, for float32 on a CPU.
 
     Settings: block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype, device, quantization,
     cuda_graphs.
@@ -95,7 +95,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
 
 @dataclass
 class Planned:
-    """A sequence as the planner sees it."""
+    """A sequence and its state in the Planner."""
 
     prompt: list[int]
     max_tokens: int
@@ -115,10 +115,10 @@ class Planned:
 
 
 class Planner:
-    """Makes plans and applies results: rows in arrival order, blocks from a shuffled pool, no prefix caching.
+    """Makes plans and applies results; rows in arrival order, shuffled free blocks, no prefix caching.
 
     Args:
-        chunk_len: most prompt tokens that a sequence computes in one step.
+        chunk_len: most prompt tokens that a sequence computes per step.
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int, chunk_len: int, seed: int = 0) -> None:
@@ -133,7 +133,7 @@ class Planner:
         self.step_id = 0
 
     def plan(self, arriving: list[Planned]) -> StepPlan:
-        """The next step; takes from `arriving` while rows are free."""
+        """Plan the next step; admit sequences of `arriving` while rows are free."""
         self.step_id += 1
         released = _ints(self._released)
         self.tables.release(released)
@@ -187,7 +187,7 @@ class Planner:
 
 
 class Engine:
-    """ModelRunners of all ranks, as threads, with a Planner.
+    """ModelRunners of all ranks, in threads, with a Planner.
 
     Args:
         graph_backend: of every runner.
@@ -214,8 +214,7 @@ class Engine:
         self.on_all(lambda runner: runner.allocate_cache(num_blocks), self.runners)
 
     def on_all(self, function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:
-        """The function for each rank's argument at the same time; an error on one ends the wait of the others, and
-        is the one that is raised."""
+        """Call the function with each rank's argument concurrently; raise the first error and abort the others."""
         errors: list[BaseException] = []
 
         def call(argument: Any) -> Any:
@@ -233,7 +232,7 @@ class Engine:
         return [call.result(timeout=0) for call in calls]
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Executes the plan on every rank, through its encoded form; rank 0's result."""
+        """Encode, decode and execute the plan on every rank; return rank 0's result."""
         plan = StepPlan.decode(plan.encode())
         results = self.on_all(lambda runner: runner.execute(plan), self.runners)
         self.on_all(lambda runner: runner.after_step(), self.runners)
@@ -243,7 +242,7 @@ class Engine:
     def generate(
         self, sequences: list[Planned], chunk_len: int = 512, seed: int = 0, record: list[bytes] | None = None
     ) -> list[StepResult]:
-        """Runs the sequences, each from its arrival step on, until all are done; `record` gets the plans."""
+        """Run the sequences, each from its arrival step on, until all are done; append the plans to `record`."""
         planner = Planner(self.config, self.num_blocks, chunk_len, seed)
         waiting = sorted(sequences, key=lambda sequence: sequence.arrival)
         arrived: list[Planned] = []
@@ -269,7 +268,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """Numbers that tests draw do not depend on the tests before them."""
+    """Seed torch, so that random numbers do not depend on earlier tests."""
     torch.manual_seed(0)
 
 

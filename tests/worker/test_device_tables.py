@@ -1,4 +1,4 @@
-"""The block tables on a device follow those of the host by the entries that each step adds."""
+"""DeviceTables: equal to the host's block tables after each update."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def expect_equal(tables: BlockTables, device_tables: DeviceTables) -> None:
         assert device_tables.ids[row, : tables.lens[row]].tolist() == tables.row(row).tolist()
 
 
-def test_entries_follow_in_one_update(followed: tuple[BlockTables, DeviceTables]) -> None:
+def test_update_sends_appended_entries(followed: tuple[BlockTables, DeviceTables]) -> None:
     tables, device_tables = followed
     device_tables.update()
     tables.append(ints(0, 2, 2, 3), ints(7, 8, 9, 10))
@@ -42,7 +42,7 @@ def test_entries_follow_in_one_update(followed: tuple[BlockTables, DeviceTables]
     expect_equal(tables, device_tables)
 
 
-def test_a_released_row_is_sent_anew(followed: tuple[BlockTables, DeviceTables]) -> None:
+def test_entries_of_released_row_are_sent_again(followed: tuple[BlockTables, DeviceTables]) -> None:
     tables, device_tables = followed
     tables.append(ints(1, 1, 2), ints(4, 5, 6))
     device_tables.update()
@@ -59,7 +59,7 @@ def test_a_released_row_is_sent_anew(followed: tuple[BlockTables, DeviceTables])
     expect_equal(tables, device_tables)
 
 
-def test_only_what_is_new_is_sent(
+def test_update_sends_new_entries_only(
     followed: tuple[BlockTables, DeviceTables], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables, device_tables = followed

@@ -1,4 +1,4 @@
-"""Recorded decode steps: the same tokens as computed ones, whatever batches come."""
+"""DecodeGraphs: replayed decode steps give the same tokens as computed ones for any batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GREEDY = RowSampling(temperature=0.0)
 
 
 def decode(q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
-    """As the kernel, for which rows of no length are padding."""
+    """Behave as the kernel, which treats rows of length 0 as padding."""
     out, live = torch.zeros_like(q), seq_lens > 0
     if live.any():
         out[live] = paged_attention.paged_decode_attention(
@@ -36,7 +36,7 @@ _DECODE = on_one_launch("paged_decode_attention", decode)
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> TapeBackend:
-    """A tape that sees every operation: none of them hidden in C++."""
+    """A tape that records every operation, because none runs in C++."""
     monkeypatch.setattr(cpu, "supports", lambda x, length: False)
     monkeypatch.setattr(linear, "max_linear_tokens", lambda *panels: 0)
     monkeypatch.setattr(
@@ -54,10 +54,10 @@ def engine(make_model: Any, make_engine: Any, backend: TapeBackend, monkeypatch:
                        graph_backend=backend)  # fmt: skip
 
 
-def test_replayed_tokens_are_those_of_computed_steps(
+def test_replayed_steps_give_same_tokens_as_computed_steps(
     engine: Any, backend: TapeBackend, make_model: Any, make_engine: Any, planned: Any
 ) -> None:
-    """Batches that grow and shrink across sizes, on blocks that were others' before."""
+    """Batches grow and shrink across graph sizes and reuse blocks of finished sequences."""
     lengths = [3, 9, 2, 17, 5, 8, 30, 4, 6]
     prompts = [[(7 * place + 31 * index) % 380 + 1 for place in range(n)] for index, n in enumerate(lengths)]
 
@@ -76,19 +76,19 @@ def test_replayed_tokens_are_those_of_computed_steps(
     assert backend.num_replays > first > 0
 
 
-def test_padding_is_written_nowhere(engine: Any, backend: TapeBackend, planned: Any) -> None:
-    """Three rows replay the graph of four; beside their own blocks only block 0, where padding goes, may change."""
+def test_padding_writes_no_blocks(engine: Any, backend: TapeBackend, planned: Any) -> None:
+    """Three rows replay the graph of four; besides their blocks only block 0, for padding, may change."""
     sequences = [planned([5, 6, 7 + index], 10, GREEDY) for index in range(3)]
     engine.generate(sequences)
     assert backend.num_replays > 0
     (runner,) = engine.runners
-    used = runner._kv.layers[0].blocks.flatten(1).any(dim=1).nonzero().flatten().tolist()
-    # 3 prompts of 3 tokens and 9 computed answers, in blocks of 4.
+    used = runner._kv_cache.layers[0].blocks.flatten(1).any(dim=1).nonzero().flatten().tolist()
+    # 3 sequences of 3 prompt and 9 computed output tokens, in blocks of 4.
     assert len([block for block in used if block]) == 3 * 3
 
 
-def test_a_row_that_left_is_padding(engine: Any, backend: TapeBackend, planned: Any) -> None:
-    """Its buffers would go on writing to blocks that are others' now."""
+def test_finished_row_becomes_padding(engine: Any, backend: TapeBackend, planned: Any) -> None:
+    """Otherwise a replay would write to blocks that belong to other sequences now."""
     sequences = [planned([5, 6, 7 + index], 8 + 4 * (index > 0), GREEDY) for index in range(4)]
     engine.generate(sequences)
     (runner,) = engine.runners
@@ -98,7 +98,7 @@ def test_a_row_that_left_is_padding(engine: Any, backend: TapeBackend, planned: 
     assert (runner._graphs._seq_lens == 0).tolist() == [False] * 3 + [True] * 3
 
 
-def test_a_seeded_row_draws_the_same_tokens(engine: Any, backend: TapeBackend, planned: Any) -> None:
+def test_seeded_row_samples_same_tokens(engine: Any, backend: TapeBackend, planned: Any) -> None:
     sampling = RowSampling(temperature=0.9, top_p=0.9, seed=11, logprobs=2)
     tokens = []
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_a_seeded_row_draws_the_same_tokens(engine: Any, backend: TapeBackend, p
     assert backend.num_replays > 0
 
 
-def test_graphs_are_recorded_after_the_answer_and_seldom(
+def test_graphs_are_recorded_after_result_and_at_interval(
     make_model: Any, make_engine: Any, backend: TapeBackend, planned: Any
 ) -> None:
     engine = make_engine(make_model("llama"), 1, graph_backend=backend)
@@ -117,13 +117,13 @@ def test_graphs_are_recorded_after_the_answer_and_seldom(
     results = engine.generate(sequences)
     (runner,) = engine.runners
     assert runner._graphs.sizes == [1, 2]
-    # Two rows are recorded after step 2 and replayed in steps 3 and 4; one row is when the interval is over.
+    # Two rows are recorded after step 2 and replayed in steps 3 and 4; one row is recorded after the interval.
     last_step = CAPTURE_INTERVAL + 8
     assert backend.num_replays == 2 + last_step - (2 + CAPTURE_INTERVAL)
     assert all("record" not in result.stage_times for result in results)
 
 
-def test_what_cannot_be_recorded_is_computed(
+def test_failed_recording_disables_graphs(
     make_model: Any, make_engine: Any, planned: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(TapeBackend):
@@ -141,11 +141,11 @@ def test_what_cannot_be_recorded_is_computed(
             tokens.append(sequence.generated)
     assert tokens[0] == tokens[1]
     assert backend.num_recorded == 1
-    assert "decode steps are not recorded as graphs: the model waits" in caplog.text
+    assert "disabling graphs, a decode step cannot be recorded: the model waits" in caplog.text
     assert "for its results" not in caplog.text
 
 
-def test_a_rank_that_is_lost_meanwhile_is_a_failure_of_that_stage(
+def test_lost_rank_while_recording_fails_in_stage_record(
     make_model: Any, make_engine: Any, planned: Any
 ) -> None:
     class Lonely(TapeBackend):
@@ -167,22 +167,24 @@ def test_a_rank_that_is_lost_meanwhile_is_a_failure_of_that_stage(
         (100, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100]),
     ],
 )
-def test_graph_sizes(max_num_seqs: int, sizes: list[int]) -> None:
+def test_graph_sizes_are_powers_and_midpoints(max_num_seqs: int, sizes: list[int]) -> None:
     assert graph_sizes(max_num_seqs) == sizes
 
 
-def test_memory_available_kv_bytes() -> None:
+def test_available_kv_bytes_excludes_other_processes() -> None:
     gib = 1 << 30
     assert available_kv_bytes(80 * gib, 60 * gib, 20 * gib, 20 * gib, 0.9) == 52 * gib
-    # A neighbour has 10 GiB; our peak is above what is reserved at the moment.
+    # Another process has 10 GiB; the peak is above what is reserved now.
     assert available_kv_bytes(80 * gib, 50 * gib, 20 * gib, 22 * gib, 0.9) == 40 * gib
-    # One left while it was measured: more is free than what the device had left.
+    # Another process ended during the profile run: `free + reserved` exceeds the total.
     assert available_kv_bytes(80 * gib, 79 * gib, 20 * gib, 20 * gib, 0.9) == 52 * gib
     assert available_kv_bytes(80 * gib, 1 * gib, 20 * gib, 20 * gib, 0.9) == 0
 
 
 @pytest.mark.gpu
-def test_cuda_graphs_replay_what_is_computed(make_model: Any, make_engine: Any, planned: Any) -> None:
+def test_cuda_graphs_give_same_tokens_as_computed_steps(
+    make_model: Any, make_engine: Any, planned: Any
+) -> None:
     folder: Path = make_model("llama", seed=5)
     tokens = []
     for cuda_graphs in (True, False):
@@ -196,7 +198,7 @@ def test_cuda_graphs_replay_what_is_computed(make_model: Any, make_engine: Any, 
     assert tokens[0] == tokens[1]
 
 
-def test_without_graphs_there_are_none(make_model: Any, make_engine: Any, backend: TapeBackend) -> None:
+def test_cuda_graphs_option_disables_graphs(make_model: Any, make_engine: Any, backend: TapeBackend) -> None:
     engine = make_engine(make_model("llama"), 1, graph_backend=backend, cuda_graphs=False)
     assert engine.runners[0]._graphs is None
     assert isinstance(

@@ -1,4 +1,4 @@
-"""ModelRunner as the scheduler sees it: the step contract, and what it says when a plan is wrong."""
+"""ModelRunner: the step contract with the scheduler, and errors for invalid plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ints(*values: int) -> Any:
 
 
 class Script:
-    """Plans by hand: keeps block tables as the scheduler would, so that each plan has the right digest."""
+    """Hand-written plans; keeps block tables like the scheduler, so that each plan has the right digest."""
 
     def __init__(self, runner: ModelRunner, num_rows: int, max_blocks: int) -> None:
         self.runner = runner
@@ -38,7 +38,7 @@ class Script:
     def step(
         self, new: tuple[NewSequence, ...] = (), appended: tuple[tuple[int, int], ...] = (), **fields: Any
     ) -> list[int]:
-        """Executes a plan; the sampled tokens."""
+        """Execute a plan and return the sampled tokens."""
         self.step_id += 1
         self.tables.release(fields.get("released_rows", ints()))
         for sequence in new:
@@ -81,25 +81,25 @@ def alone(script: Script) -> list[int]:
     return tokens
 
 
-def test_a_cached_prefix_is_not_computed_again(script: Script, alone: list[int]) -> None:
+def test_cached_prefix_is_not_computed_again(script: Script, alone: list[int]) -> None:
     # Blocks 1 and 2 still hold the first 8 tokens.
     assert script.step((sequence(2, PROMPT, (1, 2, 7), num_computed=8),), **chunks((2, 3))) == alone[:1]
     assert script.step() == alone[1:2]
 
 
-def test_a_prefix_written_in_the_same_step_can_be_read(script: Script, alone: list[int]) -> None:
-    # Row 1 reads blocks 8 and 9, which row 3 writes in this very step; row 1 comes first in the batch.
+def test_prefix_written_in_same_step_can_be_read(script: Script, alone: list[int]) -> None:
+    # Row 1 reads blocks 8 and 9, which row 3 writes in the same step; row 1 comes first in the batch.
     new = sequence(3, PROMPT, (8, 9, 10)), sequence(1, PROMPT, (8, 9, 11), num_computed=8)
     assert script.step(new, **chunks((1, 3), (3, 11))) == [alone[0], alone[0]]
 
 
-def test_copied_blocks_are_read_in_their_new_place(script: Script, alone: list[int]) -> None:
+def test_copied_blocks_have_same_contents(script: Script, alone: list[int]) -> None:
     copies = np.array([(1, 21), (2, 22)], dtype=np.int32)
     new = sequence(0, PROMPT, (21, 22, 23), num_computed=8)
     assert script.step((new,), copies=copies, **chunks((0, 3))) == alone[:1]
 
 
-def test_held_rows_do_nothing(script: Script, alone: list[int]) -> None:
+def test_held_rows_do_not_compute(script: Script, alone: list[int]) -> None:
     new = sequence(0, PROMPT, (5, 6, 7)), sequence(1, PROMPT, (8, 9, 10))
     assert script.step(new, **chunks((0, 11), (1, 11))) == [alone[0]] * 2
     assert script.step(held_rows=ints(0)) == [alone[1]]
@@ -107,20 +107,20 @@ def test_held_rows_do_nothing(script: Script, alone: list[int]) -> None:
     assert script.step(held_rows=ints(0, 1)) == []
 
 
-def test_results_come_by_ascending_row(script: Script, alone: list[int]) -> None:
+def test_sampled_tokens_are_in_ascending_row_order(script: Script, alone: list[int]) -> None:
     script.step((sequence(3, PROMPT, (5, 6, 7)),), **chunks((3, 11)))
     new = sequence(2, [300, 4], (8,)), sequence(0, PROMPT, (9, 10, 11))
     first = script.step(new, **chunks((0, 11), (2, 2)))
     assert (first[0], first[2]) == (alone[0], alone[1])
 
 
-def test_a_resumed_sequence_goes_on_as_it_would_have(script: Script, alone: list[int]) -> None:
+def test_resumed_sequence_continues_with_same_tokens(script: Script, alone: list[int]) -> None:
     new = sequence(1, PROMPT + alone[:3], (14, 15, 16, 17))
     assert script.step((new,), **chunks((1, 9))) == []
     assert script.step(**chunks((1, 5))) == alone[3:4]
 
 
-def test_a_plan_without_work_is_answered(script: Script) -> None:
+def test_empty_plan_returns_empty_result(script: Script) -> None:
     assert script.step() == []
     assert script.runner.stage == "idle"
 
@@ -132,7 +132,7 @@ def test_stage_times_are_reported(script: Script) -> None:
     assert all(seconds > 0 for seconds in result.stage_times.values())
 
 
-def test_another_digest_stops_the_step_before_anything_is_computed(script: Script) -> None:
+def test_wrong_digest_fails_before_computing(script: Script) -> None:
     script.step((sequence(0, PROMPT, (1, 2, 3)),), **chunks((0, 11)))
     with pytest.raises(
         RankFailed, match=r"rank 0 failed at step 7 in stage apply: .* digest .* the scheduler's"
@@ -141,8 +141,8 @@ def test_another_digest_stops_the_step_before_anything_is_computed(script: Scrip
     assert script.runner.stage == "apply"
 
 
-def test_a_failure_is_told_in_one_line(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's errors go on with the stack of its C++ code, and what is told goes into a gRPC trailer."""
+def test_failure_reason_is_one_short_line(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's errors contain a C++ stack, and the reason goes into a gRPC trailer."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("no kernel " + 9000 * "x" + "\nException raised from at::empty\nframe #0")
@@ -156,23 +156,23 @@ def test_a_failure_is_told_in_one_line(script: Script, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (chunks((0, 12)), "row 0 for tokens that it does not have"),
-        (chunks((0, 0)), "row 0 for an empty chunk"),
-        (chunks((3, 1)), "row 3 for tokens that it does not have"),
+        (chunks((0, 12)), "more tokens than it has for row 0"),
+        (chunks((0, 0)), "an empty chunk for row 0"),
+        (chunks((3, 1)), "more tokens than it has for row 3"),
     ],
 )
-def test_plans_out_of_range_are_refused(script: Script, fields: dict[str, Any], words: str) -> None:
+def test_plan_out_of_range_raises(script: Script, fields: dict[str, Any], words: str) -> None:
     with pytest.raises(RankFailed, match=words):
         script.step((sequence(0, PROMPT, (1, 2, 3)),), **fields)
 
 
-def test_missing_blocks_are_refused(script: Script) -> None:
-    with pytest.raises(RankFailed, match="row 0 for slots beyond its blocks"):
+def test_missing_blocks_raise(script: Script) -> None:
+    with pytest.raises(RankFailed, match="more tokens than its blocks hold for row 0"):
         script.step((sequence(0, PROMPT, (1, 2)),), **chunks((0, 11)))
 
 
-def test_garbage_in_unused_slots_does_not_matter(script: Script, alone: list[int]) -> None:
-    for layer in script.runner._kv.layers:
+def test_unused_slots_do_not_affect_tokens(script: Script, alone: list[int]) -> None:
+    for layer in script.runner._kv_cache.layers:
         layer.blocks.fill_(torch.nan)
     other = sequence(1, PROMPT[:2], (20,))
     tokens = script.step((sequence(0, PROMPT, (5, 6, 7)), other), **chunks((0, 11), (1, 2)))
@@ -181,44 +181,44 @@ def test_garbage_in_unused_slots_does_not_matter(script: Script, alone: list[int
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_blocks_that_fit_are_counted_by_bytes(make_model: Any, engine_config: Any, tp: int) -> None:
-    class Nowhere(SingleRank):
+def test_num_blocks_that_fit_counts_bytes(make_model: Any, engine_config: Any, tp: int) -> None:
+    class FakeComm(SingleRank):
         size = tp
 
     # 3 layers, keys and values, 4 KV heads of 16 float32 numbers, blocks of 16 tokens.
     block_bytes = 3 * 2 * 4 * 16 * 4 * 16 // tp
     config = engine_config(make_model("llama"), tp)
-    assert ModelRunner(config, Nowhere()).num_blocks_that_fit() == DEFAULT_CPU_KV_BYTES // block_bytes
+    assert ModelRunner(config, FakeComm()).num_blocks_that_fit() == DEFAULT_CPU_KV_BYTES // block_bytes
     config = replace(config, cache=replace(config.cache, memory_bytes=10 * block_bytes + 1))
-    assert ModelRunner(config, Nowhere()).num_blocks_that_fit() == 10
-    assert ModelRunner(config.with_num_blocks(5), Nowhere()).num_blocks_that_fit() == 5
+    assert ModelRunner(config, FakeComm()).num_blocks_that_fit() == 10
+    assert ModelRunner(config.with_num_blocks(5), FakeComm()).num_blocks_that_fit() == 5
 
 
-def test_memory_that_is_not_there_is_refused_in_words(make_model: Any, engine_config: Any) -> None:
+def test_kv_cache_beyond_memory_raises_config_error(make_model: Any, engine_config: Any) -> None:
     runner = ModelRunner(engine_config(make_model("llama")), SingleRank())
     with pytest.raises(ConfigError, match=r"rank 0 cannot allocate \d+\.\d+ GiB of KV memory"):
         runner.allocate_cache(1 << 40)
 
 
-def test_host_memory_that_is_not_there_is_refused_in_words(make_model: Any, engine_config: Any) -> None:
+def test_host_blocks_beyond_memory_raise_config_error(make_model: Any, engine_config: Any) -> None:
     config = engine_config(make_model("llama"))
     config = replace(config, cache=replace(config.cache, num_host_blocks=1 << 40))
-    with pytest.raises(ConfigError, match=r"KV memory and \d+\.\d+ GiB for what is swapped"):
+    with pytest.raises(ConfigError, match=r"KV memory and \d+\.\d+ GiB for swapped blocks"):
         ModelRunner(config, SingleRank()).allocate_cache(2)
 
 
-def test_a_model_larger_than_the_memory_is_refused_in_words(
+def test_model_beyond_memory_raises_config_error(
     make_model: Any, engine_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ask_for_too_much(*_: object) -> None:
+    def allocate_too_much(*_: object) -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
 
-    monkeypatch.setattr(runner_module, "load_model", ask_for_too_much)
+    monkeypatch.setattr(runner_module, "load_model", allocate_too_much)
     with pytest.raises(ConfigError, match="does not fit into the memory of rank 0"):
         ModelRunner(engine_config(make_model("llama")), SingleRank())
 
 
-def test_a_model_that_is_loaded_holds_no_files(make_model: Any, engine_config: Any) -> None:
+def test_loaded_model_keeps_no_files_open(make_model: Any, engine_config: Any) -> None:
     for kind in ("llama", "gpt2"):
         folder = make_model(kind)
         runner = ModelRunner(engine_config(folder), SingleRank())
@@ -227,7 +227,7 @@ def test_a_model_that_is_loaded_holds_no_files(make_model: Any, engine_config: A
         runner.close()
 
 
-def test_bfloat16_runs_on_a_cpu(make_model: Any, engine_config: Any) -> None:
+def test_bfloat16_runs_on_cpu(make_model: Any, engine_config: Any) -> None:
     config = engine_config(make_model("qwen3"), block_size=4)
     runner = ModelRunner(replace(config, model=replace(config.model, dtype="bfloat16")), SingleRank())
     runner.allocate_cache(8)

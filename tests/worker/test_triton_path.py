@@ -1,4 +1,4 @@
-"""A whole rank on the Triton kernels answers with the tokens of a rank on their PyTorch twins."""
+"""A rank on the Triton kernels gives the same tokens as one on their PyTorch twins."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROMPTS = [[5, 17, 99, 3, 42, 7, 11], [8], list(range(30, 50)), [8, 9], [3, 200,
 
 @pytest.mark.parametrize("device", [DEVICE])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_tokens_are_those_of_the_twins(
+def test_triton_kernels_give_tokens_of_twins(
     make_model: Any, make_engine: Any, planned: Any, monkeypatch: pytest.MonkeyPatch, kind: str, device: str
 ) -> None:
     pytest.importorskip("triton")
@@ -57,7 +57,7 @@ def test_tokens_are_those_of_the_twins(
 
 
 def sample_all(logits: torch.Tensor, device: str) -> tuple[list[int], SampledLogprobs]:
-    """One step of the sampler, a row for each kind of sampling; all report log-probabilities, as many as row."""
+    """Sample one row of each kind in one step; row i reports i most likely tokens."""
     num_rows, vocab_len = logits.shape
     table, shard = SamplingTable(num_rows, vocab_len), Shard(0, 1, vocab_len)
     processors = LogitsProcessorState(shard, torch.zeros(num_rows, 32, dtype=torch.int32, device=device))
@@ -73,8 +73,8 @@ def sample_all(logits: torch.Tensor, device: str) -> tuple[list[int], SampledLog
 
 
 @pytest.mark.parametrize("device", [DEVICE])
-def test_log_probabilities_are_of_what_the_model_said(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """A batch of every kind, sampled by kernels that adjust logits and by twins, and reported as they were."""
+def test_logprobs_are_of_unprocessed_logits(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Kernels and twins apply the logits processors, but report log-probabilities without them."""
     pytest.importorskip("triton")
     logits = 2 * torch.randn(len(SAMPLING), 400, generator=torch.Generator().manual_seed(0))
     expected_ids, expected = sample_all(logits, "cpu")

@@ -1,4 +1,4 @@
-"""Communicators over real sockets, ranks in processes of their own, and what is said when one does not come."""
+"""TorchDistributed over real sockets and processes, its errors for absent ranks, and Shard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.worker.comm.torch_distributed import TorchDistributed, create_store, 
 
 HOST = "127.0.0.1"
 
-# A rank in a process of its own: it is told where to meet, what to load and what plans to execute.
+# Program of a rank: reads its rank, config, store port, number of blocks and plans from stdin.
 RANK = """
 import pickle, sys
 from quire.proto.step import StepPlan
@@ -36,7 +36,7 @@ pickle.dump(results, sys.stdout.buffer)
 """
 
 
-def test_two_processes_over_gloo_give_the_tokens_of_two_threads(
+def test_two_processes_over_gloo_give_tokens_of_two_threads(
     make_model: Any, make_engine: Any, planned: Any, engine_config: Any
 ) -> None:
     folder = make_model("qwen2")
@@ -46,9 +46,9 @@ def test_two_processes_over_gloo_give_the_tokens_of_two_threads(
     frames: list[bytes] = []
     expected = engine.generate(sequences, chunk_len=24, record=frames)
     store, port = create_store(HOST)
-    orders = [pickle.dumps((rank, engine_config(folder, 2), port, 64, frames)) for rank in range(2)]
+    inputs = [pickle.dumps((rank, engine_config(folder, 2), port, 64, frames)) for rank in range(2)]
     with ThreadPoolExecutor(2) as threads:
-        ran = list(threads.map(run_rank, orders))
+        ran = list(threads.map(run_rank, inputs))
     del store
     tokens = [[tokens_of(reply) for reply in replies] for replies in ran]
     assert tokens[0] == [result.token_ids.tolist() for result in expected]
@@ -62,16 +62,16 @@ def tokens_of(reply: bytes) -> list[int]:
     return tokens
 
 
-def run_rank(order: bytes) -> list[bytes]:
+def run_rank(stdin: bytes) -> list[bytes]:
     ran = subprocess.run(
-        [sys.executable, "-c", RANK], input=order, capture_output=True, timeout=240, check=False
+        [sys.executable, "-c", RANK], input=stdin, capture_output=True, timeout=240, check=False
     )
     assert ran.returncode == 0, ran.stderr.decode()
     replies: list[bytes] = pickle.loads(ran.stdout)  # noqa: S301  (from our own child)
     return replies
 
 
-def test_collectives() -> None:
+def test_all_reduce_and_all_gather_over_gloo() -> None:
     store, port = create_store(HOST)
     results: dict[int, tuple[list[float], list[list[float]]]] = {}
 
@@ -89,7 +89,7 @@ def test_collectives() -> None:
     assert results == {rank: ([3.0, 30.0], [[0.0, 7.0], [1.0, 7.0], [2.0, 7.0]]) for rank in range(3)}
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
+def test_join_times_out_without_other_rank() -> None:
     store, port = create_store(HOST)
     with pytest.raises(
         ConnectionError, match=r"joining at 127\.0\.0\.1:\d+ of rank 0 with the others of 2 failed"
@@ -98,7 +98,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
     del store
 
 
-def test_a_rank_that_leaves_fails_the_collective_of_the_others() -> None:
+def test_collective_fails_after_other_rank_left() -> None:
     store, port = create_store(HOST)
     left = threading.Event()
 
@@ -119,20 +119,20 @@ def test_a_rank_that_leaves_fails_the_collective_of_the_others() -> None:
     del store
 
 
-def test_a_single_rank_exchanges_nothing() -> None:
+def test_single_rank_returns_its_tensor() -> None:
     comm, tensor = SingleRank(), torch.ones(3)
     assert comm.all_reduce(tensor) is tensor
     assert comm.all_gather(tensor).shape == (1, 3)
 
 
 @pytest.mark.parametrize(("full_len", "size"), [(8, 4), (10, 4), (3, 2), (5, 1)])
-def test_shards_cover_a_dimension_once(full_len: int, size: int) -> None:
+def test_shards_cover_dimension_once(full_len: int, size: int) -> None:
     shards = [Shard(rank, size, full_len) for rank in range(size)]
     assert [place for shard in shards for place in range(shard.start, shard.end)] == list(range(full_len))
     assert all(len(shard) <= shard.padded_len for shard in shards)
 
 
-def test_a_store_listens_on_its_own_address_only() -> None:
+def test_store_listens_on_its_address_only() -> None:
     store, port = create_store("127.0.0.2")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
@@ -140,6 +140,6 @@ def test_a_store_listens_on_its_own_address_only() -> None:
     del store
 
 
-def test_an_interface_is_found_by_its_address() -> None:
+def test_interface_of_finds_interface_by_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("203.0.113.9") is None  # of a network that is kept for documentation
+    assert interface_of("203.0.113.9") is None  # reserved for documentation

@@ -1,4 +1,4 @@
-"""Sums over the ranks that are left to the norm after them: the same tokens, and refused where they cannot be."""
+"""Fused all-reduce and norm: same tokens as separate ops, and errors for unsupported devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT = [7, 21, 300, 45, 11]
 @pytest.mark.parametrize(
     ("kind", "num_fused"), [("llama", 6), ("gemma2", 0), ("qwen3_moe", 3)], ids=["llama", "gemma2", "moe"]
 )
-def test_tokens_are_those_of_the_communicators_sums(
+def test_fused_all_reduce_gives_tokens_of_separate_ops(
     kind: str,
     num_fused: int,
     make_model: Any,
@@ -36,10 +36,10 @@ def test_tokens_are_those_of_the_communicators_sums(
     planned: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One rank, whose part is the sum. Five norms of three layers and the last one follow a sum; the prompt is too
-    long for it.
+    """One rank, whose partial sum is the sum. Of three layers, five norms and the last norm follow a sum.
 
-    A norm between a sum and its addition, and a mixture's sum, are left as they are.
+    The prompt is too long for a fused sum. Sums with a norm before the residual addition and sums of MoE layers are
+    not fused.
     """
     folder = make_model(kind, seed=3)
     calls: list[int] = []
@@ -72,7 +72,7 @@ def test_tokens_are_those_of_the_communicators_sums(
     assert calls == [1] * (5 * num_fused)
 
 
-def test_it_is_for_ranks_on_gpus(demo_model_dir: Any) -> None:
+def test_fused_all_reduce_without_gpus_raises_config_error(demo_model_dir: Any) -> None:
     options = EngineOptions("demo", device="cpu", tensor_parallel_size=2, fused_all_reduce=True)
     with pytest.raises(ConfigError, match="fused_all_reduce is for several ranks on GPUs"):
         resolve(options, Machine(num_cores=2, num_gpus=0))
@@ -82,8 +82,8 @@ def test_it_is_for_ranks_on_gpus(demo_model_dir: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_ranks_on_gpus_agree_to_the_bit() -> None:
-    """Eager calls and replays of one graph, whose calls follow each other without a pause."""
+def test_fused_all_reduce_is_bit_identical_on_all_gpus() -> None:
+    """Eager calls, and replays of one graph with back-to-back calls."""
     store, port = create_store(HOST)
     spawn(be_rank, (2, port), nprocs=2)
     del store

@@ -1,4 +1,4 @@
-"""Collectives over shared memory: sums and gathers, who is late, who has left and who was killed."""
+"""SharedMemoryCommunicator: sums and gathers, and ranks that are late, closed or killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not is_available(), reason="there is no C++ comp
 
 
 def on_ranks(size: int, function: Callable[[Communicator], Any]) -> list[Any]:
-    """The function on each of `size` ranks of one group, as threads; closes the ranks."""
+    """Run the function on each of `size` ranks of one group, as threads; close the ranks."""
     store, port = create_store(HOST)
 
     def run(rank: int) -> Any:
@@ -51,7 +51,7 @@ def of_rank(rank: int, count: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sums_are_made_in_rank_order_with_the_same_bits_everywhere(size: int, dtype: torch.dtype) -> None:
+def test_sums_are_in_rank_order_and_bit_identical_on_all_ranks(size: int, dtype: torch.dtype) -> None:
     counts = [1, 5, 16, 1000, SLOT_BYTES // 2 + 3]
 
     def sums(comm: Communicator) -> list[Tensor]:
@@ -59,7 +59,7 @@ def test_sums_are_made_in_rank_order_with_the_same_bits_everywhere(size: int, dt
 
     for results in zip(*on_ranks(size, sums), strict=True):
         assert all(torch.equal(result, results[0]) for result in results)
-        if dtype != torch.float16:  # which gloo sums
+        if dtype != torch.float16:  # float16 sums are made by gloo
             parts = [of_rank(rank, len(results[0]), dtype).float() for rank in range(size)]
             total = parts[0]
             for part in parts[1:]:
@@ -67,7 +67,7 @@ def test_sums_are_made_in_rank_order_with_the_same_bits_everywhere(size: int, dt
             assert torch.equal(results[0], total.to(dtype))
 
 
-def test_gathers_of_any_dtype_and_shape() -> None:
+def test_all_gather_supports_any_dtype_and_shape() -> None:
     def gather(comm: Communicator) -> list[Tensor]:
         assert isinstance(comm, SharedMemoryCommunicator)
         wide = torch.full((SLOT_BYTES // 4 + 1,), float(comm.rank))
@@ -86,7 +86,7 @@ def test_gathers_of_any_dtype_and_shape() -> None:
         assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
 
 
-def test_many_rounds_keep_in_step() -> None:
+def test_many_sums_stay_synchronized() -> None:
     def rounds(comm: Communicator) -> list[float]:
         return [float(comm.all_reduce(torch.full((64,), float(i + comm.rank)))[i % 64]) for i in range(3000)]
 
@@ -94,7 +94,7 @@ def test_many_rounds_keep_in_step() -> None:
     assert on_ranks(2, rounds) == [expected, expected]
 
 
-def test_a_rank_that_does_not_come_is_named_after_the_deadline() -> None:
+def test_late_rank_is_named_after_deadline() -> None:
     given_up = threading.Event()
 
     def meet(comm: Communicator) -> None:
@@ -102,7 +102,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_deadline() -> None:
             assert given_up.wait(60)
             return
         assert isinstance(comm, SharedMemoryCommunicator)
-        comm._timeout_s = 0.3  # to join took what time it needed
+        comm._timeout_s = 0.3  # shortened only after joining
         with pytest.raises(
             ConnectionError, match=r"all-gather of rank 0 .* rank 1 did not arrive within 0\.3 s"
         ):
@@ -112,7 +112,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_deadline() -> None:
     on_ranks(2, meet)
 
 
-def test_a_rank_that_leaves_is_named_at_once() -> None:
+def test_closed_rank_is_named_at_once() -> None:
     def meet(comm: Communicator) -> None:
         comm.barrier()
         if comm.rank == 0:
@@ -122,7 +122,7 @@ def test_a_rank_that_leaves_is_named_at_once() -> None:
     on_ranks(2, meet)
 
 
-def test_ranks_of_several_hosts_use_gloo_and_look_into_no_other_process(
+def test_ranks_of_several_hosts_use_gloo_and_open_no_other_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hosts = iter(range(2))
@@ -138,20 +138,20 @@ def test_ranks_of_several_hosts_use_gloo_and_look_into_no_other_process(
     assert on_ranks(2, add) == [[3.0] * 3] * 2
 
 
-def test_a_host_is_the_same_for_all_its_processes() -> None:
+def test_host_number_is_equal_for_processes_of_one_host() -> None:
     script = "from quire.worker.comm.shared_memory import _host; print(_host())"
     other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(other.stdout) == shared_memory._host()
 
 
-def test_a_rank_without_the_library_makes_all_use_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_use_gloo_if_one_cannot_map_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_open_segment", lambda *_: None)
     files = num_segments()
     assert on_ranks(2, lambda comm: type(comm)) == [TorchDistributed, TorchDistributed]
     assert num_segments() == files
 
 
-def test_a_group_that_fails_while_it_joins_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_join_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_open_segment", fail)
     files = num_segments()
     with pytest.raises(ConnectionError):
@@ -164,7 +164,7 @@ def fail(*_: object) -> None:
 
 
 def num_segments() -> int:
-    """Files of shared memory that this process has open."""
+    """Return the number of shared-memory files that this process has open."""
     return sum("quire-collectives" in os.path.realpath(link) for link in Path("/proc/self/fd").iterdir())
 
 
@@ -178,7 +178,7 @@ sys.stdin.read()
 """
 
 
-def test_a_killed_rank_is_noticed_long_before_the_deadline() -> None:
+def test_killed_rank_is_named_before_deadline() -> None:
     store, port = create_store(HOST)
     victim = subprocess.Popen(
         [sys.executable, "-c", VICTIM, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -12,6 +12,7 @@ from quire.cluster.config.resolve import Machine, resolve
 from quire.proto.errors import ConfigError
 from quire.worker import runner as module
 from quire.worker.comm.communicator import SingleRank
+from quire.worker.memory import allocation
 from quire.worker.memory.cache_engine import bytes_per_block
 from quire.worker.memory.host_memory import available_bytes
 from quire.worker.runner import ModelRunner
@@ -61,9 +62,9 @@ def test_kv_memory_beyond_available_raises_config_error(
     assert config.cache.num_blocks is not None
     runner = ModelRunner(config, SingleRank())
     per_block = bytes_per_block(config, module.DTYPES[config.model.dtype])
-    monkeypatch.setattr(module, "available_bytes", lambda: 9 * per_block - 1)
+    monkeypatch.setattr(allocation, "available_bytes", lambda: 9 * per_block - 1)
     with pytest.raises(ConfigError, match=rf"rank 0 .* GiB of KV memory.*{named}"):
         runner.allocate_cache(config.cache.num_blocks)
-    monkeypatch.setattr(module, "available_bytes", lambda: 12 * per_block)
+    monkeypatch.setattr(allocation, "available_bytes", lambda: 12 * per_block)
     runner.allocate_cache(config.cache.num_blocks)
     runner.close()

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts are those of transformers, however the prompts are cut and on any number of ranks."""
+"""Prompt log-probabilities equal transformers' for any chunk length and any number of ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PROMPTS = [[11, 52, 173, 94, 35, 216, 77, 118, 9, 310, 21, 5, 6], [7, 8, 9], [4]
 
 @pytest.fixture(scope="module")
 def expected(make_model: Any) -> list[Tensor]:
-    """transformers' log-probabilities at each place of each prompt, [P, V]."""
+    """Return transformers' log-probabilities at each position of each prompt, [P, V]."""
     model = AutoModelForCausalLM.from_pretrained(make_model("llama"), dtype=torch.float32)
     with torch.inference_mode():
         return [model(torch.tensor([prompt])).logits[0].log_softmax(dim=-1) for prompt in PROMPTS]
 
 
 def by_row(results: list[StepResult]) -> dict[int, list[tuple[int, float, list[int], list[float]]]]:
-    """Row |-> (place, log-probability, likeliest ids, theirs) in the order in which they came."""
+    """Return row |-> (position, log-probability, most likely ids and theirs), in the order of the results."""
     rows = defaultdict(list)
     for result in results:
         if result.prompt_logprobs is None:
@@ -40,7 +40,7 @@ def by_row(results: list[StepResult]) -> dict[int, list[tuple[int, float, list[i
 
 @pytest.mark.parametrize("slice_bytes", [prompt_scores.SLICE_BYTES, 1])
 @pytest.mark.parametrize(("tp", "chunk_len"), [(1, 512), (1, 4), (2, 7), (4, 512)])
-def test_scores_equal_transformers(
+def test_prompt_logprobs_equal_transformers(
     tp: int,
     chunk_len: int,
     slice_bytes: int,
@@ -50,31 +50,33 @@ def test_scores_equal_transformers(
     planned: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also with the head computed for one token at a time, as in a huge vocabulary."""
+    """With SLICE_BYTES 1 the head computes one token at a time, as for a very large vocabulary."""
     monkeypatch.setattr(prompt_scores, "SLICE_BYTES", slice_bytes)
     engine = make_engine(make_model("llama"), tp)
     sequences = [
         planned(prompt, 3, RowSampling(temperature=0.0, scoring=PromptScoring(3, 1, len(prompt))))
         for prompt in PROMPTS
     ]
-    unasked = planned(PROMPTS[0], 3, RowSampling(temperature=0.0))
-    rows = by_row(engine.generate([unasked, *sequences], chunk_len=chunk_len))
+    without_scoring = planned(PROMPTS[0], 3, RowSampling(temperature=0.0))
+    rows = by_row(engine.generate([without_scoring, *sequences], chunk_len=chunk_len))
     assert rows.keys() == {sequence.row for sequence in sequences if len(sequence.prompt) > 1}
     for sequence, logprobs in zip(sequences, expected, strict=True):
-        told = rows[sequence.row]
-        assert [place for place, *_ in told] == list(range(1, len(sequence.prompt)))
-        for place, chosen, top_ids, top in told:
-            of_place = logprobs[place - 1]
-            assert chosen == pytest.approx(float(of_place[sequence.prompt[place]]), abs=1e-4)
-            values, ids = of_place.topk(3)
+        reported = rows[sequence.row]
+        assert [position for position, *_ in reported] == list(range(1, len(sequence.prompt)))
+        for position, chosen, top_ids, top in reported:
+            at_position = logprobs[position - 1]
+            assert chosen == pytest.approx(float(at_position[sequence.prompt[position]]), abs=1e-4)
+            values, ids = at_position.topk(3)
             assert top_ids == ids.tolist()
             assert top == pytest.approx(values.tolist(), abs=1e-4)
 
 
-def test_only_what_is_asked_for_is_scored(make_model: Any, make_engine: Any, planned: Any) -> None:
-    """From a place on, as after a preemption; and the chosen tokens alone."""
+def test_only_requested_prompt_tokens_are_scored(make_model: Any, make_engine: Any, planned: Any) -> None:
+    """A range of positions, as after a preemption, without most likely tokens."""
     engine = make_engine(make_model("llama"))
     settings = RowSampling(temperature=0.0, scoring=PromptScoring(0, 5, 9))
     sequence = planned(PROMPTS[0], 1, settings)
     rows = by_row(engine.generate([sequence], chunk_len=3))
-    assert [(place, top_ids) for place, _, top_ids, _ in rows[sequence.row]] == [(p, []) for p in range(5, 9)]
+    assert [(position, top_ids) for position, _, top_ids, _ in rows[sequence.row]] == [
+        (p, []) for p in range(5, 9)
+    ]

@@ -1,4 +1,4 @@
-"""The sampler's distribution, its cuts, and that its tokens do not depend on ranks or batches."""
+"""Sampler: its distribution and truncation, and independence of ranks and batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def sample(
     logits: Tensor, settings: list[RowSampling], lens: list[int]
 ) -> tuple[Tensor, SampledLogprobs | None]:
-    """One token a row on one rank; logits are [N, V]."""
+    """Sample one token per row on one rank; logits are [N, V]."""
     table, rows, lengths = table_of(logits, settings, lens)
     sampler = Sampler(Shard(0, 1, logits.shape[1]), SingleRank(), CPU)
     return sampler.sample(logits.clone(), table, rows, lengths)
@@ -33,7 +33,7 @@ def sample(
 def sample_on_ranks(
     thread_group: Any, size: int, logits: Tensor, settings: list[RowSampling], lens: list[int]
 ) -> list[tuple[Tensor, SampledLogprobs | None]]:
-    """Each rank's answer, the vocabulary split over `size` ranks."""
+    """Return each rank's output, with the vocabulary sharded over `size` ranks."""
     group = thread_group(size)
     table, rows, lengths = table_of(logits, settings, lens)
 
@@ -55,7 +55,7 @@ def table_of(logits: Tensor, settings: list[RowSampling], lens: list[int]) -> tu
 
 
 def reference_probabilities(logits: Tensor, sampling: RowSampling) -> Tensor:
-    """The exact distribution after temperature and cuts, by sorting: [V] float64."""
+    """Return the exact distribution after temperature and truncation, by sorting: [V] float64."""
     probabilities = (logits.double() / sampling.temperature).softmax(dim=-1)
     order = probabilities.argsort(descending=True, stable=True)
     kept = order[: sampling.top_k] if sampling.top_k else order
@@ -72,7 +72,7 @@ def random_logits(num_rows: int, vocab_size: int, seed: int, spread: float = 2.0
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-CUTS = {
+TRUNCATIONS = {
     "none": RowSampling(temperature=1.3),
     "top_k": RowSampling(temperature=0.8, top_k=7),
     "top_k of one": RowSampling(top_k=1),
@@ -84,41 +84,41 @@ CUTS = {
 
 
 @pytest.mark.parametrize("seed_of", ["position", "seed"])
-@pytest.mark.parametrize("cut", CUTS)
-def test_tokens_follow_the_exact_distribution(cut: str, seed_of: str) -> None:
-    """Chi-square over 20,000 draws at successive positions of one seed, and at one position of successive seeds."""
-    num_draws, sampling = 20_000, CUTS[cut]
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+def test_tokens_follow_exact_distribution(truncation: str, seed_of: str) -> None:
+    """Chi-square over 20,000 samples at successive positions of one seed, and at one position of successive seeds."""
+    num_samples, sampling = 20_000, TRUNCATIONS[truncation]
     logits = random_logits(1, 50, seed=11)
     expected = reference_probabilities(logits[0], sampling)
     by_position = seed_of == "position"
-    settings = [with_seed(sampling, 99 if by_position else draw) for draw in range(num_draws)]
-    lens = list(range(1, num_draws + 1)) if by_position else [17] * num_draws
-    tokens, _ = sample(logits.expand(num_draws, -1), settings, lens)
+    settings = [with_seed(sampling, 99 if by_position else draw) for draw in range(num_samples)]
+    lens = list(range(1, num_samples + 1)) if by_position else [17] * num_samples
+    tokens, _ = sample(logits.expand(num_samples, -1), settings, lens)
     counts = torch.bincount(tokens.long(), minlength=50).double()
     assert counts[expected == 0].sum() == 0
-    assert_chi_square(counts, expected * num_draws)
+    assert_chi_square(counts, expected * num_samples)
 
 
-def test_a_nucleus_wider_than_the_candidates_is_drawn_from_exactly() -> None:
-    num_draws, sampling = 10_000, RowSampling(temperature=1.2, top_p=0.97)
+def test_nucleus_larger_than_candidates_is_sampled_exactly() -> None:
+    num_samples, sampling = 10_000, RowSampling(temperature=1.2, top_p=0.97)
     logits = random_logits(1, 400, seed=12, spread=1.0)
     expected = reference_probabilities(logits[0], sampling)
     assert (expected > 0).sum() > NUM_CANDIDATES
-    settings = [with_seed(sampling, draw) for draw in range(num_draws)]
-    tokens, _ = sample(logits.expand(num_draws, -1), settings, [5] * num_draws)
+    settings = [with_seed(sampling, draw) for draw in range(num_samples)]
+    tokens, _ = sample(logits.expand(num_samples, -1), settings, [5] * num_samples)
     counts = torch.bincount(tokens.long(), minlength=400).double()
     assert counts[expected == 0].sum() == 0
-    assert_chi_square(counts, expected * num_draws)
+    assert_chi_square(counts, expected * num_samples)
 
 
-def test_noise_of_neighbouring_tokens_is_independent() -> None:
-    """Pairs of draws at successive positions follow the product distribution."""
-    num_draws = 40_000
-    settings = [RowSampling(seed=5)] * num_draws
-    tokens, _ = sample(torch.zeros(1, 8).expand(num_draws, -1), settings, list(range(num_draws)))
+def test_noise_of_adjacent_positions_is_independent() -> None:
+    """Pairs of samples at successive positions follow the product distribution."""
+    num_samples = 40_000
+    settings = [RowSampling(seed=5)] * num_samples
+    tokens, _ = sample(torch.zeros(1, 8).expand(num_samples, -1), settings, list(range(num_samples)))
     pairs = tokens[::2] * 8 + tokens[1::2]
     counts = torch.bincount(pairs.long(), minlength=64).double()
-    assert_chi_square(counts, torch.full((64,), num_draws / 2 / 64, dtype=torch.float64))
+    assert_chi_square(counts, torch.full((64,), num_samples / 2 / 64, dtype=torch.float64))
 
 
 def with_seed(sampling: RowSampling, seed: int) -> RowSampling:
@@ -127,8 +127,8 @@ def with_seed(sampling: RowSampling, seed: int) -> RowSampling:
 
 @pytest.mark.parametrize("vocab_size", [37, 1000])
 @pytest.mark.parametrize("spread", [0.3, 4.0])
-def test_cuts_keep_exactly_the_reference_tokens(vocab_size: int, spread: float) -> None:
-    """Wide and narrow nuclei: covered by the candidates, and wider than they are."""
+def test_truncation_keeps_exactly_reference_tokens(vocab_size: int, spread: float) -> None:
+    """Nuclei within the candidates, and larger than them."""
     logits = random_logits(1, vocab_size, seed=3, spread=spread)
     for sampling in (
         RowSampling(top_k=5),
@@ -141,23 +141,23 @@ def test_cuts_keep_exactly_the_reference_tokens(vocab_size: int, spread: float) 
         RowSampling(temperature=3.0, top_k=20, top_p=0.6, min_p=0.05),
     ):
         possible = reference_probabilities(logits[0], sampling) > 0
-        num_draws = 1000
-        settings = [with_seed(sampling, seed) for seed in range(num_draws)]
-        tokens, _ = sample(logits.expand(num_draws, -1), settings, [3] * num_draws)
-        drawn = torch.bincount(tokens.long(), minlength=vocab_size) > 0
-        assert not (drawn & ~possible).any(), sampling
+        num_samples = 1000
+        settings = [with_seed(sampling, seed) for seed in range(num_samples)]
+        tokens, _ = sample(logits.expand(num_samples, -1), settings, [3] * num_samples)
+        sampled = torch.bincount(tokens.long(), minlength=vocab_size) > 0
+        assert not (sampled & ~possible).any(), sampling
         if possible.sum() <= 20:
-            assert (drawn == possible).all(), sampling
+            assert (sampled == possible).all(), sampling
 
 
 def mixed_settings(num_rows: int) -> list[RowSampling]:
-    kinds = [RowSampling(temperature=0.0), *CUTS.values(), RowSampling(top_p=0.99, temperature=5.0)]
+    kinds = [RowSampling(temperature=0.0), *TRUNCATIONS.values(), RowSampling(top_p=0.99, temperature=5.0)]
     return [with_seed(kinds[row % len(kinds)], row * 1_000_003) for row in range(num_rows)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("vocab_size", [64, 1001])
-def test_tokens_do_not_depend_on_the_number_of_ranks(size: int, vocab_size: int, thread_group: Any) -> None:
+def test_tokens_do_not_depend_on_number_of_ranks(size: int, vocab_size: int, thread_group: Any) -> None:
     logits, settings = random_logits(36, vocab_size, seed=5), mixed_settings(36)
     lens = list(range(36))
     alone, _ = sample(logits, settings, lens)
@@ -165,7 +165,7 @@ def test_tokens_do_not_depend_on_the_number_of_ranks(size: int, vocab_size: int,
         assert tokens.tolist() == alone.tolist()
 
 
-def test_tokens_do_not_depend_on_the_batch() -> None:
+def test_tokens_do_not_depend_on_batch() -> None:
     logits, settings = random_logits(18, 300, seed=6), mixed_settings(18)
     together, _ = sample(logits, settings, list(range(18)))
     for row in range(18):
@@ -173,7 +173,7 @@ def test_tokens_do_not_depend_on_the_batch() -> None:
         assert alone.item() == together[row].item()
 
 
-def test_ties_go_to_the_lowest_id_on_any_number_of_ranks(thread_group: Any) -> None:
+def test_lowest_id_wins_tie_on_any_number_of_ranks(thread_group: Any) -> None:
     logits = torch.zeros(2, 40)
     logits[0, [13, 25, 39]] = 1.0
     settings = [RowSampling(temperature=0.0), RowSampling(top_k=3)]
@@ -184,7 +184,7 @@ def test_ties_go_to_the_lowest_id_on_any_number_of_ranks(thread_group: Any) -> N
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_logprobs_are_those_of_the_whole_vocabulary(size: int, thread_group: Any) -> None:
+def test_logprobs_are_of_whole_vocabulary(size: int, thread_group: Any) -> None:
     logits = random_logits(4, 50, seed=8)
     settings = [
         RowSampling(temperature=0.0, logprobs=0),
@@ -203,20 +203,20 @@ def test_logprobs_are_those_of_the_whole_vocabulary(size: int, thread_group: Any
         torch.testing.assert_close(logprobs.top, top)
 
 
-def test_no_logprobs_unless_asked() -> None:
+def test_no_logprobs_by_default() -> None:
     _, logprobs = sample(random_logits(2, 30, seed=1), [RowSampling(), RowSampling(temperature=0.0)], [1, 1])
     assert logprobs is None
 
 
-def test_only_chosen_logprobs_have_no_top() -> None:
+def test_zero_logprobs_have_no_top() -> None:
     _, logprobs = sample(random_logits(1, 30, seed=1), [RowSampling(logprobs=0)], [1])
     assert logprobs is not None
     assert logprobs.top.shape == (1, 0)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_broken_logits_give_some_token(poison: float) -> None:
-    """A model that overflows harms its own request, not the engine."""
+def test_non_finite_logits_give_valid_tokens(poison: float) -> None:
+    """An overflow in one request must not stop the engine."""
     logits = torch.full((9, 300), poison)
     tokens, _ = sample(logits, mixed_settings(9), [1] * 9)
     assert ((tokens >= 0) & (tokens < 300)).all()

@@ -1,4 +1,4 @@
-"""Temperature, top_k, top_p and min_p leave the distribution that transformers' processors leave."""
+"""Sampling with temperature, top_k, top_p and min_p follows the distribution of transformers' processors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.worker.comm.shard import Shard
 from quire.worker.sampling.sampler import Sampler
 from quire.worker.sampling.sampling_table import SamplingTable
 
-NUM_DRAWS = 2000
+NUM_SAMPLES = 2000
 SETTINGS = [
     {"temperature": 0.7},
     {"temperature": 1.4, "top_k": 9},
@@ -37,8 +37,8 @@ SETTINGS = [
 ]
 
 
-def probabilities_left(logits: Tensor, settings: dict[str, Any]) -> Tensor:
-    """By transformers' processors, in the order in which its `generate` has them: [V] float64."""
+def expected_probabilities(logits: Tensor, settings: dict[str, Any]) -> Tensor:
+    """Return the distribution after transformers' processors in the order of its `generate`, [V] float64."""
     processors = LogitsProcessorList([TemperatureLogitsWarper(float(settings.get("temperature", 1.0)))])
     for name, make in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper)):
         if name in settings:
@@ -50,15 +50,15 @@ def probabilities_left(logits: Tensor, settings: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("vocab_size", [60, 700])
-def test_draws_follow_what_transformers_leaves(vocab_size: int, settings: dict[str, Any]) -> None:
+def test_samples_follow_distribution_of_transformers(vocab_size: int, settings: dict[str, Any]) -> None:
     logits = 2 * torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size))
-    table = SamplingTable(NUM_DRAWS, vocab_size)
-    for row in range(NUM_DRAWS):
+    table = SamplingTable(NUM_SAMPLES, vocab_size)
+    for row in range(NUM_SAMPLES):
         table.put(row, RowSampling(**settings, seed=row))
     sampler = Sampler(Shard(0, 1, vocab_size), SingleRank(), torch.device("cpu"))
-    rows = np.arange(NUM_DRAWS, dtype=np.int32)
-    drawn, _ = sampler.sample(logits.repeat(NUM_DRAWS, 1), table, rows, np.full_like(rows, 3))
-    counts = torch.bincount(drawn.long(), minlength=vocab_size).double()
-    expected = probabilities_left(logits, settings)
+    rows = np.arange(NUM_SAMPLES, dtype=np.int32)
+    sampled, _ = sampler.sample(logits.repeat(NUM_SAMPLES, 1), table, rows, np.full_like(rows, 3))
+    counts = torch.bincount(sampled.long(), minlength=vocab_size).double()
+    expected = expected_probabilities(logits, settings)
     assert counts[expected == 0].sum() == 0
-    assert_chi_square(counts, expected * NUM_DRAWS)
+    assert_chi_square(counts, expected * NUM_SAMPLES)
