@@ -1,4 +1,4 @@
-"""Fakes behind quire's seams: a worker group without a model, an in-memory mailbox, small configurations."""
+"""Fakes for tests of the control plane: a worker group without a model, small configurations, oracles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def small_config(
     eos: tuple[int, ...] = (EOS,),
     **scheduler: Any,
 ) -> EngineConfig:
-    """A configuration for tests of the control plane; no such model exists."""
+    """Return a configuration for tests of the control plane; its model does not exist."""
     model = ModelConfig(
         path="", name="fake", architecture="Fake", hf={}, dtype="float32", max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, eos_token_ids=eos,
@@ -47,34 +47,34 @@ def small_config(
 
 
 def submit(handle: int, prompt: list[int], **settings: Any) -> Submit:
-    """A request; settings are SamplingParams' and Submit's."""
-    standing: dict[str, Any] = {
+    """Return a request; `settings` are fields of SamplingParams and Submit."""
+    options: dict[str, Any] = {
         name: settings.pop(name) for name in ("tenant", "priority", "timeout_s", "salt") if name in settings
     }
-    standing["generated_token_ids"] = np.array(settings.pop("generated", []), np.int32)
+    options["generated_token_ids"] = np.array(settings.pop("generated", []), np.int32)
     params = SamplingParams(**({"temperature": 0.0} | settings))
-    return Submit(handle, f"request-{handle}", np.array(prompt, np.int32), params, **standing)
+    return Submit(handle, f"request-{handle}", np.array(prompt, np.int32), params, **options)
 
 
 def chain(state: bytes, token_id: int) -> bytes:
-    """The fake KV of a token: a digest of everything up to it, so that KV of another prefix is noticed."""
+    """Return the fake KV of a token: a digest of the sequence up to it, which detects KV of another prefix."""
     return hashlib.blake2b(state + token_id.to_bytes(4, "little"), digest_size=8).digest()
 
 
 def next_token(state: bytes) -> int:
-    """The fake model: a token that depends on the whole history."""
+    """Return the fake model's next token, which depends on the whole history."""
     return int.from_bytes(state[:4], "little") % VOCAB_SIZE
 
 
 def logprobs_of(state: bytes) -> np.ndarray:
-    """The fake model's whole distribution, [VOCAB_SIZE] float32; for beam search."""
+    """Return the fake model's log-probabilities, [VOCAB_SIZE] float32."""
     logits = np.random.default_rng(int.from_bytes(state, "little")).normal(size=VOCAB_SIZE)
     logprobs: np.ndarray = logits - np.log(np.exp(logits).sum())
     return logprobs.astype(np.float32)
 
 
 def score_oracle(prompt: list[int]) -> list[tuple[int, float]]:
-    """(place, log-probability) of the prompt's tokens by the fake model, from the second on."""
+    """Return (position, log-probability) of the prompt's tokens by the fake model, from the second on."""
     state, scores = b"", []
     for place in range(1, len(prompt)):
         state = chain(state, prompt[place - 1])
@@ -83,22 +83,22 @@ def score_oracle(prompt: list[int]) -> list[tuple[int, float]]:
 
 
 def oracle(prompt: list[int], max_tokens: int, stops: tuple[int, ...] = (EOS,)) -> list[int]:
-    """What the fake model answers when it runs alone."""
-    state, answer = b"", list[int]()
+    """Return the fake model's output for one sequence alone."""
+    state, output = b"", list[int]()
     for token_id in prompt:
         state = chain(state, token_id)
-    while len(answer) < max_tokens:
-        answer.append(next_token(state))
-        if answer[-1] in stops:
+    while len(output) < max_tokens:
+        output.append(next_token(state))
+        if output[-1] in stops:
             break
-        state = chain(state, answer[-1])
-    return answer
+        state = chain(state, output[-1])
+    return output
 
 
 def beam_oracle(
     prompt: list[int], max_tokens: int, width: int, n: int, stops: tuple[int, ...]
 ) -> list[list[int]]:
-    """What a beam search over the fake model answers when it runs alone, without rows or blocks."""
+    """Return the outputs of one beam search over the fake model, without rows or blocks."""
     search = BeamSearch(width, max_tokens, 0, stops, length_penalty=1.0, early_stopping=False)
     start = b""
     for token_id in prompt:
@@ -112,7 +112,7 @@ def beam_oracle(
             candidates.append((order, logprobs[order]))
         children = search.advance(candidates)
         if not children:
-            return [list(answer.token_ids) for answer in search.hypotheses[:n]]
+            return [list(hypothesis.token_ids) for hypothesis in search.hypotheses[:n]]
         states = [chain(states[child.parent], child.token_id) for child in children]
 
 
@@ -124,10 +124,10 @@ def _apply_to_tables(tables: BlockTables, plan: StepPlan) -> None:
 
 
 class FakeWorkerGroup:
-    """Executes plans as a rank does, on a KV cache of digests, and checks every read of it.
+    """A worker group whose KV cache holds digests. It executes plans as a rank does and checks every read.
 
-    `broadcast` only queues; a plan is executed when its result is gathered, as late as a rank could. It checks the
-    fences: no plan may write a block anew that a plan in flight reads or writes.
+    `broadcast` only queues a plan, which is executed when its result is gathered, as late as possible. `broadcast`
+    checks the fences: no plan may allocate a block that a plan in flight reads or writes.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -202,7 +202,7 @@ class FakeWorkerGroup:
         return StepResult(plan.step_id, plan.epoch, 0, token_ids, logprobs, prompt_logprobs=scores)
 
     def _scores(self, plan: StepPlan) -> PromptLogprobs | None:
-        """The chosen log-probabilities of prompt tokens, from the places that the chunks compute."""
+        """Return the log-probabilities of prompt tokens, from the positions that the chunks compute."""
         entries = []
         for row, count in zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True):
             scoring, start, state = self.scoring[row], self.num_computed[row], self._state_before(row)

@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs on a CPU: records the operations on tensors and repeats them on the same tensors."""
+"""A substitute for CUDA graphs on a CPU: records tensor operations and repeats them on the same tensors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.utils._pytree import tree_flatten
 
 from quire.worker.graphs import Recording
 
-# What reads a number back, for which a device would have to wait.
+# Operations that read a value back, for which a device would have to wait.
 _READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
 
 
 class TapeBackend:
-    """Records as a GPU does: no Python runs in a replay, every tensor is where it was, and nothing may be read back.
+    """A graph backend with a GPU's rules: replays run no Python, tensors stay in place, and no value is read back.
 
     Attributes:
-        num_recorded, num_replays: so far.
+        num_recorded, num_replays: counts so far.
     """
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class _Tape(TorchDispatchMode):
         for func, args, kwargs, places in self.calls:
             found = tree_flatten(func(*args, **kwargs))[0]
             for place, result in zip(places, found, strict=True):
-                # A view of what is in its place, or the tensor that was written to, is there already.
+                # A view, or a tensor written in place, has the result already.
                 if isinstance(place, Tensor) and place.data_ptr() != result.data_ptr():
                     place.copy_(result)
 
 
 def on_one_launch(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An op of plain tensors as one operation to the tape, as a kernel is; what it does inside is its own affair."""
+    """Return an op that the tape records as one operation, as it does a kernel, whatever the function does inside."""
     op = torch.library.custom_op(f"quire_tests::{name}", function, mutates_args=())
     return lambda *args: op(*args)

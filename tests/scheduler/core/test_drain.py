@@ -1,4 +1,4 @@
-"""A draining replica gives everything back, and what is taken over goes on as if it had never moved."""
+"""A draining scheduler hands off all sequences, and moved sequences get the same tokens as sequences that stay."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(2, VOCAB_SIZE, length).tolist()
 
 
-def told(driver: Driver) -> None:
-    """Gives the scheduler a chance to say what it has to say, without computing anything."""
-    driver._hear(driver.scheduler.take_outgoing())
+def receive(driver: Driver) -> None:
+    """Record the messages in the outbox, without a step."""
+    driver.record(driver.scheduler.take_outgoing())
 
 
-def test_what_waits_is_given_back_at_once_and_what_runs_may_finish() -> None:
+def test_drain_hands_off_waiting_requests_and_lets_running_ones_finish() -> None:
     driver = Driver(small_config(max_num_seqs=2))
     for handle in range(4):
         driver.add(handle, prompt(5, handle), max_tokens=6, ignore_eos=True)
@@ -34,18 +34,18 @@ def test_what_waits_is_given_back_at_once_and_what_runs_may_finish() -> None:
     assert driver.scheduler.blocks.num_held_blocks == 0
 
 
-def test_what_comes_to_a_draining_replica_is_given_back_answer_for_answer() -> None:
+def test_draining_scheduler_moves_each_output_of_new_requests() -> None:
     driver = Driver(small_config())
     driver.scheduler.drain(grace_s=10.0, now=0.0)
     driver.add(0, prompt(4), n=3)
     driver.add(3, prompt(4), n=1, best_of=2)
-    told(driver)
+    receive(driver)
     assert set(driver.moved) == set(range(5))
     assert {finish.reason for finish in driver.moved.values()} == {FinishReason.MOVED}
     assert not driver.scheduler.has_work
 
 
-def test_what_runs_past_the_grace_is_given_back_with_its_account() -> None:
+def test_drain_hands_off_running_requests_after_the_grace_time() -> None:
     driver = Driver(small_config())
     driver.add(0, prompt(5), max_tokens=30, ignore_eos=True)
     for _ in range(4):
@@ -55,12 +55,12 @@ def test_what_runs_past_the_grace_is_given_back_with_its_account() -> None:
     assert not driver.moved
     driver.now = 1.0
     driver.run(depth=2)
-    assert driver.moved[0].num_completion_tokens == len(driver.answers[0]) > 4
+    assert driver.moved[0].num_completion_tokens == len(driver.outputs[0]) > 4
     assert driver.moved[0].num_prompt_tokens == 5
     driver.replace()
 
 
-def test_the_shorter_of_two_graces_counts() -> None:
+def test_drain_uses_the_shorter_of_two_grace_times() -> None:
     driver = Driver(small_config())
     driver.add(0, prompt(5), max_tokens=30, ignore_eos=True)
     driver.step()
@@ -71,8 +71,8 @@ def test_the_shorter_of_two_graces_counts() -> None:
 
 
 @pytest.mark.parametrize("best_of", [None, 3])
-def test_answers_of_which_the_best_are_given_stay_together(best_of: int | None) -> None:
-    """With two rows the third answer waits for one of the others to end: alone it goes then, in a group it stays."""
+def test_outputs_of_a_best_of_request_are_handed_off_together(best_of: int | None) -> None:
+    """With two rows the third output waits for another to end: alone it is handed off, in a group it stays."""
     driver = Driver(small_config(max_num_seqs=2))
     driver.add(0, prompt(5), max_tokens=6, n=3 if best_of is None else 1, best_of=best_of, ignore_eos=True)
     driver.step()
@@ -83,7 +83,7 @@ def test_answers_of_which_the_best_are_given_stay_together(best_of: int | None) 
     driver.replace()
 
 
-def test_a_beam_search_is_given_back_whole_and_begins_anew() -> None:
+def test_beam_search_is_handed_off_whole_and_restarts() -> None:
     driver = Driver(small_config())
     settings: dict[str, Any] = {"max_tokens": 8, "n": 2, "beam_width": 3}
     driver.add(0, prompt(5), **settings)
@@ -95,12 +95,12 @@ def test_a_beam_search_is_given_back_whole_and_begins_anew() -> None:
     driver.replace()
     driver.add(0, prompt(5), **settings)
     driver.run()
-    assert [driver.answers[0], driver.answers[1]] == beam_oracle(prompt(5), 8, 3, 2, (EOS,))
+    assert [driver.outputs[0], driver.outputs[1]] == beam_oracle(prompt(5), 8, 3, 2, (EOS,))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_moves", [1, 5])
-def test_a_moved_sequence_goes_on_exactly(num_moves: int, depth: int) -> None:
+def test_moved_sequence_continues_with_same_tokens(num_moves: int, depth: int) -> None:
     driver = Driver(small_config())
     settings: dict[str, Any] = {"max_tokens": 25, "min_tokens": 3, "ignore_eos": True}
     driver.add(0, prompt(7), **settings)
@@ -110,9 +110,9 @@ def test_a_moved_sequence_goes_on_exactly(num_moves: int, depth: int) -> None:
         driver.scheduler.drain(grace_s=0.0, now=driver.now)
         driver.run(depth)
         driver.replace()
-        driver.add(0, prompt(7), generated=driver.answers[0], **settings)
+        driver.add(0, prompt(7), generated=driver.outputs[0], **settings)
     driver.run(depth)
-    assert driver.answers[0] == oracle(prompt(7), 25, stops=())
+    assert driver.outputs[0] == oracle(prompt(7), 25, stops=())
     finish = driver.finishes[0]
     assert (finish.reason, finish.num_prompt_tokens, finish.num_completion_tokens) == (
         FinishReason.LENGTH,
@@ -121,7 +121,7 @@ def test_a_moved_sequence_goes_on_exactly(num_moves: int, depth: int) -> None:
     )
 
 
-def test_limits_and_positions_of_a_moved_sequence_count_from_its_beginning() -> None:
+def test_moved_sequence_counts_lengths_from_its_beginning() -> None:
     driver = Driver(small_config())
     generated = oracle(prompt(6), 5, stops=())
     driver.add(0, prompt(6), generated=generated, max_tokens=9, min_tokens=7, seed=3, temperature=1.0)
@@ -131,12 +131,12 @@ def test_limits_and_positions_of_a_moved_sequence_count_from_its_beginning() -> 
     assert new.sampling.seed == 3
     guard = driver.scheduler._state.running[0]
     assert (guard.num_prompt_tokens, guard.max_len) == (6, 15)
-    driver.take_result()
+    driver.apply_result()
     driver.run()
-    assert len(driver.answers[0]) <= 4
+    assert len(driver.outputs[0]) <= 4
 
 
-def test_a_moved_sequence_goes_before_new_ones_and_tells_what_was_recomputed() -> None:
+def test_moved_sequence_goes_before_new_ones_and_reports_recomputed_tokens() -> None:
     driver = Driver(small_config(max_num_seqs=1))
     driver.add(0, prompt(5), max_tokens=2, ignore_eos=True)
     driver.add(1, prompt(6, 1), generated=oracle(prompt(6, 1), 4, stops=()), max_tokens=6, ignore_eos=True)
@@ -156,12 +156,12 @@ def test_a_moved_sequence_goes_before_new_ones_and_tells_what_was_recomputed() -
         ({"max_tokens": None}, None),
     ],
 )
-def test_what_cannot_be_taken_over_is_refused(settings: dict[str, Any], problem: str | None) -> None:
+def test_invalid_moved_sequence_is_rejected(settings: dict[str, Any], problem: str | None) -> None:
     driver = Driver(small_config())
-    refusal = driver.add(0, prompt(4), generated=[5, 6, 7], **settings)
+    rejection = driver.add(0, prompt(4), generated=[5, 6, 7], **settings)
     if problem is None:
-        assert refusal is None
+        assert rejection is None
     else:
-        assert problem in not_none(refusal).error
+        assert problem in not_none(rejection).error
     driver.run()
     assert driver.scheduler.blocks.num_held_blocks == 0

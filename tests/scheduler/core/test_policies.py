@@ -1,4 +1,4 @@
-"""The order of admission, deadlines, and who gives way."""
+"""Admission order, deadlines and the choice of victims."""
 
 import weakref
 from array import array
@@ -25,18 +25,18 @@ def order_of_first_tokens(driver: Driver) -> list[int]:
     order: list[int] = []
     while driver.step():
         driver.now += 1.0
-        order += [handle for handle, answer in driver.answers.items() if answer and handle not in order]
+        order += [handle for handle, output in driver.outputs.items() if output and handle not in order]
     return order
 
 
-def test_first_come_first_served() -> None:
+def test_fcfs_admits_by_arrival() -> None:
     driver = Driver(small_config(max_num_seqs=1))
     for handle, priority in ((0, 0), (1, 5), (2, 9)):
         driver.add(handle, prompt(4, handle), max_tokens=2, priority=priority)
     assert order_of_first_tokens(driver)[1:] == [1, 2]
 
 
-def test_priority_goes_first_and_takes_the_row_of_a_lower_one() -> None:
+def test_higher_priority_is_admitted_first_and_preempts_lower() -> None:
     driver = Driver(small_config(max_num_seqs=1, policy="priority"))
     driver.add(0, prompt(4), max_tokens=9, priority=0, ignore_eos=True)
     driver.step()
@@ -44,14 +44,14 @@ def test_priority_goes_first_and_takes_the_row_of_a_lower_one() -> None:
     driver.add(2, prompt(4, 2), max_tokens=3, priority=2, ignore_eos=True)
     driver.step()
     driver.step()  # a row that got a block in a plan is not taken in the same plan
-    assert driver.answers[2]
+    assert driver.outputs[2]
     driver.run(depth=2)
     assert driver.finishes[0].timings.recomputed_tokens > 0
     for handle, most in ((0, 9), (1, 3), (2, 3)):
-        assert driver.answers[handle] == oracle(prompt(4, handle), most, stops=())
+        assert driver.outputs[handle] == oracle(prompt(4, handle), most, stops=())
 
 
-def test_the_victim_has_the_lowest_priority_and_then_the_least_to_lose() -> None:
+def test_victim_has_lowest_priority_then_least_computed_tokens() -> None:
     driver = Driver(
         small_config(num_blocks=14, policy="priority", prefix_caching=False, max_num_batched_tokens=64)
     )
@@ -65,14 +65,14 @@ def test_the_victim_has_the_lowest_priority_and_then_the_least_to_lose() -> None
     assert preempted.handle == 2
 
 
-def test_shortest_prefill_first() -> None:
+def test_shortest_prefill_admits_shortest_prompt_first() -> None:
     driver = Driver(small_config(max_num_seqs=1, policy="shortest-prefill"))
     for handle, length in ((0, 4), (1, 12), (2, 3), (3, 7)):
         driver.add(handle, prompt(length, handle), max_tokens=2)
     assert order_of_first_tokens(driver) == [2, 0, 3, 1]
 
 
-def test_longest_prefix_first_but_nobody_waits_for_ever() -> None:
+def test_longest_prefix_goes_first_with_bounded_wait_for_others() -> None:
     driver = Driver(small_config(max_num_seqs=1, num_blocks=64, policy="longest-prefix"))
     head = prompt(16)
     driver.add(0, head, max_tokens=1)
@@ -85,7 +85,7 @@ def test_longest_prefix_first_but_nobody_waits_for_ever() -> None:
     assert 1 in order[:70]
 
 
-def test_tenants_share_by_weight() -> None:
+def test_fair_policy_shares_by_weight() -> None:
     weights = (("gold", 3.0), ("tin", 1.0))
     driver = Driver(small_config(max_num_seqs=1, num_blocks=64, policy="fair", tenant_weights=weights))
     for handle in range(80):
@@ -97,7 +97,7 @@ def test_tenants_share_by_weight() -> None:
     assert gold == pytest.approx(0.75 * len(driver.finishes), abs=2)
 
 
-def test_a_tenant_that_floods_does_not_delay_another() -> None:
+def test_fair_policy_isolates_a_tenant_from_a_flood() -> None:
     driver = Driver(small_config(max_num_seqs=1, num_blocks=64, policy="fair"))
     for handle in range(50):
         driver.add(handle, prompt(4, handle), max_tokens=2, tenant="loud")
@@ -110,13 +110,13 @@ def test_a_tenant_that_floods_does_not_delay_another() -> None:
     assert len(driver.finishes) - done <= 3
 
 
-def test_the_virtual_counter_as_a_function() -> None:
+def test_virtual_counter_functions() -> None:
     assert service(10, 5, weight=2.0) == 10.0
     assert counter_on_arrival(1.0, [7.0, 9.0]) == 7.0
     assert counter_on_arrival(8.0, []) == 8.0
 
 
-def test_a_deadline_ends_a_running_and_a_waiting_request() -> None:
+def test_deadline_ends_running_and_waiting_requests() -> None:
     driver = Driver(small_config(max_num_seqs=1))
     driver.add(0, prompt(4), max_tokens=50, ignore_eos=True, timeout_s=5.0)
     driver.add(1, prompt(4, 1), max_tokens=50, ignore_eos=True, timeout_s=2.0)
@@ -125,13 +125,13 @@ def test_a_deadline_ends_a_running_and_a_waiting_request() -> None:
         driver.now += 1.0
     for handle in (0, 1):
         assert driver.finishes[handle].grpc_status == "DEADLINE_EXCEEDED"
-    assert 4 <= len(driver.answers[0]) <= 6
-    assert driver.answers[1] == []
-    assert driver.answers[2] == oracle(prompt(4, 2), 2, stops=())
+    assert 4 <= len(driver.outputs[0]) <= 6
+    assert driver.outputs[1] == []
+    assert driver.outputs[2] == oracle(prompt(4, 2), 2, stops=())
     assert driver.scheduler.blocks.num_held_blocks == 0
 
 
-def test_a_prompt_that_cannot_be_computed_in_time_is_not_started() -> None:
+def test_prompt_too_long_for_its_deadline_is_not_started() -> None:
     driver = Driver(small_config())
     driver.scheduler._state.costs.prefill_tokens_per_s = 1.0
     driver.add(0, prompt(20), max_tokens=2, timeout_s=10.0)
@@ -140,7 +140,7 @@ def test_a_prompt_that_cannot_be_computed_in_time_is_not_started() -> None:
     assert not_none(driver.add(1, prompt(4), timeout_s=0.0)).grpc_status == "DEADLINE_EXCEEDED"
 
 
-def test_salts_keep_tenants_apart() -> None:
+def test_different_salts_share_no_prefix() -> None:
     driver = Driver(small_config())
     for handle, salt in ((0, b"a"), (1, b"b"), (2, b"a")):
         driver.add(handle, prompt(20), max_tokens=2, salt=salt)
@@ -148,7 +148,7 @@ def test_salts_keep_tenants_apart() -> None:
     assert [driver.finishes[handle].num_cached_tokens > 0 for handle in range(3)] == [False, False, True]
 
 
-def test_the_cost_model_weighs_what_was_measured() -> None:
+def test_cost_model_compares_measured_costs() -> None:
     costs = CostModel(swap_blocks_per_s=100.0)
     assert costs.swap_is_cheaper(10, 160)  # nothing measured yet
     costs.observe(1000, 1.0)
@@ -158,7 +158,7 @@ def test_the_cost_model_weighs_what_was_measured() -> None:
     assert not CostModel(swap_blocks_per_s=0.0).swap_is_cheaper(1, 10**6)
 
 
-def test_a_step_that_was_only_launched_counts_with_the_next_that_was_waited_for() -> None:
+def test_cost_model_counts_a_launched_step_with_the_next_done_step() -> None:
     costs = CostModel(swap_blocks_per_s=100.0)
     costs.observe(1000, 0.001, is_done=False)
     assert costs.prefill_tokens_per_s == 0.0
@@ -168,7 +168,7 @@ def test_a_step_that_was_only_launched_counts_with_the_next_that_was_waited_for(
     assert not costs.has_launched
 
 
-def test_the_speed_of_prompts_is_learned_from_steps_that_are_full_of_them() -> None:
+def test_prefill_rate_is_measured_on_steps_full_of_prompt_tokens() -> None:
     driver = Driver(small_config(max_num_batched_tokens=8))
     gather, stages = (
         driver.group.gather,
@@ -192,8 +192,8 @@ def test_the_speed_of_prompts_is_learned_from_steps_that_are_full_of_them() -> N
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest-prefill", "fair", "longest-prefix"])
-def test_aborted_requests_that_never_come_up_are_forgotten(policy: str) -> None:
-    """Others always go before them, and callers send and abort as they like."""
+def test_waiting_queue_drops_removed_entries_that_never_reach_the_top(policy: str) -> None:
+    """Bounds the memory: callers may submit and abort any number of requests behind others."""
     queue = WaitingQueue(policy, lambda sequence: 0)
     queue.push(make_sequence(0, num_prompt_tokens=1, priority=9))
     for number in range(1, 2000):

@@ -21,7 +21,7 @@ def test_one_sequence_equals_the_oracle(length: int, depth: int) -> None:
     driver = Driver(small_config())
     driver.add(0, prompt(length), max_tokens=20)
     driver.run(depth)
-    assert driver.answers[0] == oracle(prompt(length), 20)
+    assert driver.outputs[0] == oracle(prompt(length), 20)
     assert driver.scheduler.blocks.num_held_blocks == 0
 
 
@@ -33,20 +33,20 @@ def test_many_sequences_in_a_small_pool_equal_the_oracle(depth: int) -> None:
     driver.run(depth)
     assert driver.scheduler.stats.num_preemptions > 0
     for handle in range(50):
-        assert driver.answers[handle] == oracle(prompt(5 + handle % 20, handle), 12, stops=())
+        assert driver.outputs[handle] == oracle(prompt(5 + handle % 20, handle), 12, stops=())
 
 
-def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
+def test_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
     driver = Driver(small_config(max_num_batched_tokens=8))
     driver.add(0, prompt(4), max_tokens=30, ignore_eos=True)
     driver.step()
     driver.add(1, prompt(40, 1), max_tokens=2, ignore_eos=True)
-    before = len(driver.answers[0])
+    before = len(driver.outputs[0])
     driver.step()
     assert driver.plans[-1].chunk_lens.tolist() == [7]
-    while not driver.answers[1]:
+    while not driver.outputs[1]:
         driver.step()
-    assert len(driver.answers[0]) - before == 6  # one token a step, all along the six chunks of 40 tokens
+    assert len(driver.outputs[0]) - before == 6  # one token a step, all along the six chunks of 40 tokens
 
 
 def test_no_step_exceeds_the_token_budget() -> None:
@@ -60,7 +60,7 @@ def test_no_step_exceeds_the_token_budget() -> None:
         before = driver.group.num_executed_tokens
 
 
-def test_a_request_that_shares_a_prefix_computes_only_the_rest() -> None:
+def test_request_with_cached_prefix_computes_only_the_rest() -> None:
     driver = Driver(small_config())
     head = prompt(16)
     driver.add(0, [*head, 7, 8], max_tokens=1)
@@ -70,24 +70,24 @@ def test_a_request_that_shares_a_prefix_computes_only_the_rest() -> None:
     assert driver.plans[-1].new[0].num_computed_tokens == 16
     assert driver.plans[-1].chunk_lens.tolist() == [1]
     assert driver.finishes[1].num_cached_tokens == 16
-    assert driver.answers[1] == oracle([*head, 9], 1)
+    assert driver.outputs[1] == oracle([*head, 9], 1)
 
 
-def test_a_request_in_the_same_step_shares_the_prefix_that_is_computed_in_it() -> None:
+def test_requests_of_one_step_share_a_prefix_computed_in_it() -> None:
     driver = Driver(small_config(max_num_batched_tokens=64))
     head = prompt(16)
     driver.add(0, [*head, 7], max_tokens=1)
     driver.add(1, [*head, 9], max_tokens=1)
     driver.run()
     assert driver.plans[0].chunk_lens.tolist() == [17, 1]
-    assert driver.answers[1] == oracle([*head, 9], 1)
+    assert driver.outputs[1] == oracle([*head, 9], 1)
 
 
-def test_generated_tokens_are_found_by_the_next_turn() -> None:
+def test_next_turn_reuses_generated_tokens() -> None:
     driver = Driver(small_config())
     driver.add(0, prompt(6), max_tokens=10, ignore_eos=True)
     driver.run()
-    history = prompt(6) + driver.answers[0]
+    history = prompt(6) + driver.outputs[0]
     driver.add(1, [*history, 5], max_tokens=1)
     driver.run()
     # 15 of the 16 were computed: three full blocks of 4 that are shared, and three tokens that are copied.
@@ -101,24 +101,24 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
         driver.add(handle, prompt(20), max_tokens=3, ignore_eos=True)
         driver.run()
     assert driver.finishes[1].num_cached_tokens == 0
-    assert driver.answers[0] == driver.answers[1]
+    assert driver.outputs[0] == driver.outputs[1]
 
 
-def test_an_abort_frees_blocks_at_once_and_ends_in_silence() -> None:
+def test_abort_frees_blocks_at_once_and_sends_no_finish() -> None:
     driver = Driver(small_config())
     driver.add(0, prompt(12), max_tokens=30, ignore_eos=True)
     driver.step()
     assert driver.scheduler.blocks.num_held_blocks > 0
     assert driver.abort(0)
     assert driver.scheduler.blocks.num_held_blocks == 0
-    told = list(driver.answers[0])
+    received = list(driver.outputs[0])
     driver.run()
-    assert driver.answers[0] == told
+    assert driver.outputs[0] == received
     assert 0 not in driver.finishes
     assert not driver.abort(0)
 
 
-def test_a_stop_found_a_step_late_never_leaks_its_extra_token() -> None:
+def test_token_sampled_after_a_stop_is_dropped() -> None:
     for seed in range(200):
         expected = oracle(prompt(5, seed), 40)
         if expected[-1] == EOS and len(expected) < 40:
@@ -126,23 +126,23 @@ def test_a_stop_found_a_step_late_never_leaks_its_extra_token() -> None:
     driver = Driver(small_config())
     driver.add(0, prompt(5, seed), max_tokens=40)
     driver.run(depth=2)
-    assert driver.answers[0] == expected
+    assert driver.outputs[0] == expected
     assert driver.finishes[0].reason is FinishReason.STOP
     assert driver.finishes[0].stop_token_id is None
 
 
-def test_own_stop_tokens_are_named() -> None:
+def test_finish_names_own_stop_token() -> None:
     expected = oracle(prompt(5), 40, stops=())
     stop = expected[6]
     cut = expected[: expected.index(stop) + 1]
     driver = Driver(small_config())
     driver.add(0, prompt(5), max_tokens=40, ignore_eos=True, stop_token_ids=(stop,))
     driver.run(depth=2)
-    assert driver.answers[0] == cut
+    assert driver.outputs[0] == cut
     assert driver.finishes[0].stop_token_id == stop
 
 
-def test_accounts_tell_where_the_time_went() -> None:
+def test_finish_reports_timings() -> None:
     driver = Driver(small_config(max_num_seqs=1))
     driver.add(0, prompt(5), max_tokens=4, ignore_eos=True)
     driver.add(1, prompt(6, 1), max_tokens=2, ignore_eos=True)
@@ -154,7 +154,7 @@ def test_accounts_tell_where_the_time_went() -> None:
     assert (first.num_prompt_tokens, first.num_completion_tokens, first.reason) == (5, 4, FinishReason.LENGTH)
 
 
-def test_a_preempted_sequence_tells_its_time_and_its_recomputed_tokens() -> None:
+def test_finish_reports_preempted_time_and_recomputed_tokens() -> None:
     driver = Driver(small_config(num_blocks=9, prefix_caching=False, max_model_len=32))
     for handle in range(2):
         driver.add(handle, prompt(10, handle), max_tokens=16, ignore_eos=True)
@@ -165,7 +165,7 @@ def test_a_preempted_sequence_tells_its_time_and_its_recomputed_tokens() -> None
     assert driver.finishes[1].timings.recomputed_tokens >= 10
 
 
-def test_the_oldest_is_never_preempted() -> None:
+def test_oldest_sequence_is_never_preempted() -> None:
     driver = Driver(small_config(num_blocks=12, max_model_len=40))
     for handle in range(12):
         driver.add(handle, prompt(6, handle), max_tokens=30, ignore_eos=True)
@@ -174,7 +174,7 @@ def test_the_oldest_is_never_preempted() -> None:
     assert driver.finishes[0].timings.recomputed_tokens == 0
 
 
-def test_refusals_are_clear_and_leave_nothing_behind() -> None:
+def test_rejected_requests_leave_no_state() -> None:
     driver = Driver(small_config(num_blocks=5, max_queue_len=1))
     assert "has 16 tokens, must have 1 to 15" in not_none(driver.add(0, prompt(16))).error
     assert driver.add(1, prompt(3)) is None
@@ -184,27 +184,27 @@ def test_refusals_are_clear_and_leave_nothing_behind() -> None:
     assert not driver.scheduler.has_work
 
 
-def test_a_prompt_that_fills_the_pool_is_served() -> None:
+def test_prompt_that_fills_the_pool_is_served() -> None:
     driver = Driver(small_config(num_blocks=5))
     driver.add(0, prompt(15), max_tokens=10)
     driver.run()
-    assert driver.answers[0] == oracle(prompt(15), 1)
+    assert driver.outputs[0] == oracle(prompt(15), 1)
     assert driver.finishes[0].reason in (FinishReason.LENGTH, FinishReason.STOP)
 
 
-def test_each_gateway_hears_of_its_own_only() -> None:
+def test_each_gateway_receives_only_its_own_requests() -> None:
     driver = Driver(small_config())
     for handle in range(6):
         driver.scheduler.add(b"%d" % (handle % 2), submit(handle, prompt(4, handle), max_tokens=3), 0.0)
-    heard: dict[bytes, set[int]] = {b"0": set(), b"1": set()}
+    received: dict[bytes, set[int]] = {b"0": set(), b"1": set()}
     while driver.scheduler.has_work:
         driver.plan()
         for gateway, batch in driver.scheduler.apply(driver.group.gather(1.0), 0.0):
-            heard[gateway] |= set(batch.handles.tolist()) | {finish.handle for finish in batch.finished}
-    assert heard == {b"0": {0, 2, 4}, b"1": {1, 3, 5}}
+            received[gateway] |= set(batch.handles.tolist()) | {finish.handle for finish in batch.finished}
+    assert received == {b"0": {0, 2, 4}, b"1": {1, 3, 5}}
 
 
-def test_a_foreign_result_is_refused() -> None:
+def test_result_of_another_step_or_epoch_is_rejected() -> None:
     driver = Driver(small_config())
     driver.add(0, prompt(4), max_tokens=3)
     driver.plan()
@@ -228,21 +228,21 @@ def test_a_foreign_result_is_refused() -> None:
         ({"prompt": [5], "beam_width": 3, "stop_token_ids": range(2, 63)}, "must be at most 2"),
     ],
 )
-def test_what_would_end_a_step_for_everybody_is_refused(settings: dict[str, Any], field: str) -> None:
+def test_request_that_would_fail_a_step_is_rejected(settings: dict[str, Any], field: str) -> None:
     driver = Driver(small_config())
-    refusal = driver.add(0, **settings)
-    assert refusal is not None
-    assert field in refusal.error
+    rejection = driver.add(0, **settings)
+    assert rejection is not None
+    assert field in rejection.error
     assert not driver.scheduler.has_work
 
 
-def test_a_failure_ends_every_sequence_with_its_reason() -> None:
+def test_fail_all_ends_every_sequence_with_the_error() -> None:
     driver = Driver(small_config(max_num_seqs=2))
     for handle in range(5):
         driver.add(handle, prompt(4, handle), max_tokens=9)
     driver.plan()
-    news = driver.scheduler.fail_all(ReplicaUnavailable("rank 1 died"))
-    finished = [finish for _, batch in news for finish in batch.finished]
+    outgoing = driver.scheduler.fail_all(ReplicaUnavailable("rank 1 died"))
+    finished = [finish for _, batch in outgoing for finish in batch.finished]
     assert {finish.handle for finish in finished} == set(range(5))
     assert {finish.grpc_status for finish in finished} == {"UNAVAILABLE"}
     driver.scheduler.check_integrity()
@@ -250,7 +250,7 @@ def test_a_failure_ends_every_sequence_with_its_reason() -> None:
     assert driver.scheduler.blocks.num_held_blocks == 0
 
 
-def test_waste_counts_unused_slots_of_allocated_blocks() -> None:
+def test_fragmentation_counts_unused_slots_of_allocated_blocks() -> None:
     driver = Driver(small_config())
     driver.add(0, prompt(5), max_tokens=1)
     driver.run()

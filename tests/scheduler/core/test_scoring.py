@@ -1,4 +1,4 @@
-"""Each token of a prompt is scored once and in order, whatever happens to its sequence meanwhile."""
+"""Each prompt token is scored once and in order, with preemption, prefix hits and aborts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_every_chunk_tells_its_part(depth: int) -> None:
+def test_each_chunk_reports_its_prompt_logprobs(depth: int) -> None:
     driver = Driver(small_config(max_num_batched_tokens=7))
     for handle, length in enumerate((1, 2, 30, 19)):
         driver.add(handle, prompt(length, handle), max_tokens=4, prompt_logprobs=0, ignore_eos=True)
@@ -23,7 +23,7 @@ def test_every_chunk_tells_its_part(depth: int) -> None:
     }
 
 
-def test_a_cached_prefix_is_computed_again_where_it_is_to_be_scored() -> None:
+def test_cached_prefix_is_recomputed_for_prompt_logprobs() -> None:
     driver = Driver(small_config())
     tokens = prompt(30)
     driver.add(0, tokens, max_tokens=3)
@@ -34,13 +34,13 @@ def test_a_cached_prefix_is_computed_again_where_it_is_to_be_scored() -> None:
     assert driver.finishes[1].num_cached_tokens >= 28
     assert driver.finishes[2].num_cached_tokens == 0
     assert driver.scores == {2: score_oracle(tokens)}
-    assert driver.answers[1] == driver.answers[2] == oracle(tokens, 3)
+    assert driver.outputs[1] == driver.outputs[2] == oracle(tokens, 3)
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 40])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_preempted_prompt_goes_on_where_it_was(depth: int, num_host_blocks: int) -> None:
-    """The scores of a step in flight are dropped with the row, so what was told says where to go on."""
+def test_preempted_prompt_resumes_scoring_without_gaps(depth: int, num_host_blocks: int) -> None:
+    """Prompt logprobs of a step in flight are dropped with the row: scoring resumes after the last one received."""
     config = small_config(
         num_blocks=17, num_host_blocks=num_host_blocks, swap_blocks_per_s=1e9, policy="priority",
         max_num_batched_tokens=5,
@@ -51,23 +51,23 @@ def test_a_preempted_prompt_goes_on_where_it_was(depth: int, num_host_blocks: in
     for _ in range(4):
         driver.plan()
         if depth == 1 or driver.scheduler.num_in_flight == 2:
-            driver.take_result()
+            driver.apply_result()
     driver.add(1, prompt(40, 2), max_tokens=3, priority=1, prompt_logprobs=0, ignore_eos=True)
     driver.run(depth)
     assert driver.scheduler.stats.num_preemptions > 0
     assert driver.scores == {0: score_oracle(low), 1: score_oracle(prompt(40, 2))}
-    assert driver.answers[0] == oracle(low, 3, stops=())
+    assert driver.outputs[0] == oracle(low, 3, stops=())
     assert driver.finishes[0].timings.recomputed_tokens < 48
 
 
-def test_several_answers_score_their_prompt_once() -> None:
+def test_parallel_outputs_score_their_prompt_once() -> None:
     driver = Driver(small_config())
     driver.add(5, prompt(20), max_tokens=4, n=3, prompt_logprobs=0, ignore_eos=True)
     driver.run()
     assert driver.scores == {5: score_oracle(prompt(20))}
 
 
-def test_scores_of_what_was_aborted_are_dropped() -> None:
+def test_prompt_logprobs_of_aborted_requests_are_dropped() -> None:
     driver = Driver(small_config(max_num_batched_tokens=8))
     driver.add(0, prompt(30), max_tokens=4, prompt_logprobs=0)
     driver.plan()

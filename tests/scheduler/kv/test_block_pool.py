@@ -8,14 +8,14 @@ def make_pool(num_blocks: int = 6) -> tuple[BlockPool, list[int]]:
     return BlockPool(num_blocks, evicted.append), evicted
 
 
-def test_scratch_block_is_never_handed_out() -> None:
+def test_allocate_never_returns_the_scratch_block() -> None:
     pool, _ = make_pool(6)
     assert pool.num_free == 5
     assert sorted(pool.allocate(5)) == [1, 2, 3, 4, 5]
     assert pool.num_free == 0
 
 
-def test_a_block_is_free_when_its_last_reference_goes() -> None:
+def test_block_is_free_after_its_last_reference() -> None:
     pool, _ = make_pool()
     (block,) = pool.allocate(1)
     pool.share([block])
@@ -26,7 +26,7 @@ def test_a_block_is_free_when_its_last_reference_goes() -> None:
     pool.check_integrity({})
 
 
-def test_releasing_twice_is_found() -> None:
+def test_release_of_a_free_block_fails() -> None:
     pool, _ = make_pool()
     (block,) = pool.allocate(1)
     pool.release([block], fence_step=None)
@@ -48,7 +48,7 @@ def test_cached_blocks_are_evicted_last_and_oldest_first() -> None:
     assert evicted == [kept[2], kept[1]]
 
 
-def test_a_shared_cached_block_leaves_the_free_queue() -> None:
+def test_shared_cached_block_leaves_the_free_queue() -> None:
     pool, evicted = make_pool(3)
     kept = pool.allocate(2)
     for block in kept:
@@ -60,7 +60,7 @@ def test_a_shared_cached_block_leaves_the_free_queue() -> None:
     pool.check_integrity({kept[0]: 1, kept[1]: 1})
 
 
-def test_a_fenced_block_waits_for_its_step() -> None:
+def test_fenced_block_is_free_after_its_step() -> None:
     pool, _ = make_pool(3)
     blocks = pool.allocate(2)
     pool.release(blocks, fence_step=7)
@@ -72,7 +72,7 @@ def test_a_fenced_block_waits_for_its_step() -> None:
     assert pool.num_free == 2
 
 
-def test_a_fenced_block_that_is_shared_again_is_not_freed_by_the_old_fence() -> None:
+def test_fenced_block_shared_again_is_not_freed_by_the_old_fence() -> None:
     pool, _ = make_pool(3)
     (block,) = pool.allocate(1)
     pool.keep_content(block)
@@ -91,11 +91,11 @@ def test_a_fenced_block_that_is_shared_again_is_not_freed_by_the_old_fence() -> 
 def test_check_integrity_finds_a_leaked_reference() -> None:
     pool, _ = make_pool()
     pool.allocate(1)
-    with pytest.raises(AssertionError, match="block 1 counts 1 references, the tables have 0 times"):
+    with pytest.raises(AssertionError, match="block 1 has 1 references, the tables have 0"):
         pool.check_integrity({})
 
 
-def test_a_large_pool_costs_nothing_to_make() -> None:
+def test_large_pool_is_made_without_listing_its_blocks() -> None:
     pool, _ = make_pool(50_000_000)
     assert pool.num_free == 49_999_999
     assert pool.allocate(2) == [1, 2]

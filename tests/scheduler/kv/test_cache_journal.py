@@ -1,4 +1,4 @@
-"""Whoever follows the reports knows what the cache holds, and gateways compute the same hashes."""
+"""Reports reproduce the set of cached prefixes, and gateways compute the same hashes."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ class Follower:
         self.version = 0
         self.known: set[bytes] = set()
 
-    def take(self, report: CacheReport) -> None:
+    def apply(self, report: CacheReport) -> None:
         if report.since == 0:
             self.known = set()
         else:
@@ -42,7 +42,7 @@ def name(number: int) -> bytes:
 
 
 @given(st.lists(st.tuples(st.sampled_from("+-?"), st.integers(0, 7)), max_size=120), st.integers(1, 40))
-def test_a_follower_knows_what_is_there(events: list[tuple[str, int]], max_changes: int) -> None:
+def test_reports_reproduce_the_cached_set(events: list[tuple[str, int]], max_changes: int) -> None:
     journal, follower = CacheJournal(max_changes=max_changes), Follower()
     places: list[int] = []
     for kind, number in events:
@@ -53,12 +53,12 @@ def test_a_follower_knows_what_is_there(events: list[tuple[str, int]], max_chang
             journal.remove(digest(number))
             places.remove(number)
         elif kind == "?":
-            follower.take(journal.report(follower.version))
+            follower.apply(journal.report(follower.version))
             assert follower.known == {name(number) for number in places}
     journal.check_integrity([digest(number) for number in places])
 
 
-def test_a_report_is_bounded_and_tells_of_the_newest() -> None:
+def test_full_report_is_bounded_to_the_newest_hashes() -> None:
     journal = CacheJournal(max_hashes=3)
     for number in range(10):
         journal.add(digest(number))
@@ -67,7 +67,7 @@ def test_a_report_is_bounded_and_tells_of_the_newest() -> None:
     assert set(split(report.added)) == {name(7), name(8), name(9)}
 
 
-def test_one_who_asks_from_another_life_gets_everything() -> None:
+def test_unknown_version_gets_a_full_report() -> None:
     journal = CacheJournal()
     for number in range(4):
         journal.add(digest(number))
@@ -77,7 +77,7 @@ def test_one_who_asks_from_another_life_gets_everything() -> None:
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 30])
-def test_reports_of_a_replica_name_the_prefixes_that_a_gateway_computes(num_host_blocks: int) -> None:
+def test_reported_hashes_equal_those_of_gateways(num_host_blocks: int) -> None:
     driver = Driver(small_config(num_blocks=12, num_host_blocks=num_host_blocks))
     follower = Follower()
     rng = np.random.default_rng(0)
@@ -85,7 +85,7 @@ def test_reports_of_a_replica_name_the_prefixes_that_a_gateway_computes(num_host
     for handle, prompt in enumerate(prompts):
         driver.add(handle, prompt, max_tokens=1, salt=b"salt", ignore_eos=True)
         driver.run()
-        follower.take(driver.scheduler.blocks.journal.report(follower.version))
+        follower.apply(driver.scheduler.blocks.journal.report(follower.version))
         hashes = prefix_hashes(prompt, 4, b"salt", model="fake")
         assert len(hashes) == 3
         assert set(hashes) <= follower.known

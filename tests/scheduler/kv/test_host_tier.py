@@ -1,4 +1,4 @@
-"""Host memory as a second tier: preemption by swap, and evicted prefixes that come back."""
+"""Host memory as a second tier: preemption by swap, and prefix hits on evicted blocks."""
 
 import numpy as np
 from driver import Driver
@@ -16,7 +16,7 @@ def swapped(driver: Driver) -> tuple[int, int]:
     return sum(len(p.swap_out) for p in driver.plans), sum(len(p.swap_in) for p in driver.plans)
 
 
-def test_a_sequence_preempted_by_swap_goes_on_without_computing_again() -> None:
+def test_sequence_preempted_by_swap_resumes_without_recomputation() -> None:
     driver = Driver(
         small_config(num_blocks=12, prefix_caching=False, num_host_blocks=32, swap_blocks_per_s=FAST)
     )
@@ -24,7 +24,7 @@ def test_a_sequence_preempted_by_swap_goes_on_without_computing_again() -> None:
         driver.add(handle, prompt(9, handle), max_tokens=20, ignore_eos=True)
     driver.run(depth=2)
     for handle in range(3):
-        assert driver.answers[handle] == oracle(prompt(9, handle), 20, stops=())
+        assert driver.outputs[handle] == oracle(prompt(9, handle), 20, stops=())
         assert driver.finishes[handle].timings.recomputed_tokens == 0
     assert driver.scheduler.stats.num_preemptions > 0
     out, back = swapped(driver)
@@ -32,7 +32,7 @@ def test_a_sequence_preempted_by_swap_goes_on_without_computing_again() -> None:
     assert not_none(driver.scheduler.blocks.host).num_held == 0
 
 
-def test_without_room_in_host_memory_it_is_computed_again() -> None:
+def test_preempted_sequence_is_recomputed_if_host_memory_is_full() -> None:
     driver = Driver(
         small_config(num_blocks=12, prefix_caching=False, num_host_blocks=1, swap_blocks_per_s=FAST)
     )
@@ -43,7 +43,7 @@ def test_without_room_in_host_memory_it_is_computed_again() -> None:
     assert sum(finish.timings.recomputed_tokens for finish in driver.finishes.values()) > 0
 
 
-def test_a_slow_bus_makes_recomputation_cheaper() -> None:
+def test_preemption_recomputes_if_swapping_is_slower() -> None:
     driver = Driver(
         small_config(num_blocks=12, prefix_caching=False, num_host_blocks=32, swap_blocks_per_s=1.0)
     )
@@ -54,7 +54,7 @@ def test_a_slow_bus_makes_recomputation_cheaper() -> None:
     assert swapped(driver) == (0, 0)
 
 
-def test_an_abort_while_swapped_out_frees_host_memory() -> None:
+def test_abort_of_swapped_sequences_frees_host_memory() -> None:
     driver = Driver(
         small_config(num_blocks=12, prefix_caching=False, num_host_blocks=32, swap_blocks_per_s=FAST)
     )
@@ -68,7 +68,7 @@ def test_an_abort_while_swapped_out_frees_host_memory() -> None:
     driver.run()
 
 
-def test_an_evicted_prefix_comes_back_from_host_memory() -> None:
+def test_evicted_prefix_is_loaded_from_host_memory() -> None:
     driver = Driver(small_config(num_blocks=12, num_host_blocks=64, swap_blocks_per_s=FAST))
     driver.add(0, prompt(20), max_tokens=1)
     driver.run()
@@ -78,5 +78,5 @@ def test_an_evicted_prefix_comes_back_from_host_memory() -> None:
     driver.add(9, [*prompt(20), 7], max_tokens=3, ignore_eos=True)
     driver.run()
     assert driver.finishes[9].num_cached_tokens == 20
-    assert driver.answers[9] == oracle([*prompt(20), 7], 3, stops=())
+    assert driver.outputs[9] == oracle([*prompt(20), 7], 3, stops=())
     assert swapped(driver)[1] == 5

@@ -16,7 +16,7 @@ def key(parent: bytes, tokens: list[int]) -> CacheKey:
     return CacheKey(child_digest(parent, raw), parent, raw)
 
 
-def test_a_block_is_found_by_all_that_comes_before_it() -> None:
+def test_block_is_found_by_its_whole_prefix() -> None:
     cache = PrefixCache(2)
     first, second = chain(cache, [1, 2, 3, 4], 2)
     assert cache.insert(key(ROOT, [1, 2]), 10)
@@ -25,18 +25,18 @@ def test_a_block_is_found_by_all_that_comes_before_it() -> None:
     assert cache.find(chain(cache, [3, 4], 1)[0]) is None
 
 
-def test_equal_blocks_after_different_beginnings_differ() -> None:
+def test_equal_blocks_after_different_prefixes_differ() -> None:
     cache = PrefixCache(2)
     assert chain(cache, [1, 2, 7, 7], 2)[1] != chain(cache, [2, 1, 7, 7], 2)[1]
 
 
-def test_models_salts_and_adapters_share_nothing() -> None:
+def test_models_salts_and_adapters_have_different_roots() -> None:
     named = [("m", b"", ""), ("m", b"s", ""), ("m", b"", "s"), ("ms", b"", ""), ("m", b"", "t")]
     roots = [make_root(*names) for names in named]
     assert len(set(roots)) == len(roots)
 
 
-def test_extend_only_adds_what_is_missing() -> None:
+def test_extend_adds_missing_digests_only() -> None:
     cache = PrefixCache(2)
     tokens = array("i", [1, 2, 3, 4])
     digests: list[bytes] = []
@@ -47,7 +47,7 @@ def test_extend_only_adds_what_is_missing() -> None:
     assert digests == chain(cache, [1, 2, 3, 4], 2)
 
 
-def test_the_first_block_with_a_content_stays_and_eviction_forgets_it() -> None:
+def test_insert_keeps_the_first_block_until_it_is_forgotten() -> None:
     cache = PrefixCache(2)
     entry = key(ROOT, [1, 2])
     assert cache.insert(entry, 5)
@@ -60,7 +60,7 @@ def test_the_first_block_with_a_content_stays_and_eviction_forgets_it() -> None:
     cache.check_integrity()
 
 
-def test_the_closest_child_agrees_in_the_most_tokens() -> None:
+def test_closest_child_shares_the_most_first_tokens() -> None:
     cache = PrefixCache(4)
     cache.insert(key(ROOT, [1, 2, 9, 9]), 5)
     cache.insert(key(ROOT, [1, 2, 3]), 6)  # a part-filled block

@@ -34,7 +34,7 @@ from quire.scheduler.service.zmq_mailbox import MAX_MESSAGES_AT_ONCE, ZmqMailbox
 
 
 class FakeMailbox:
-    """Hands out scripted messages, one list a call, and keeps what was sent."""
+    """A mailbox with scripted messages, one list per `receive`, which records the messages sent."""
 
     def __init__(self, script: list[list[tuple[bytes, GatewayMessage]]]) -> None:
         self.script = script
@@ -65,21 +65,21 @@ def run_until_idle(loop: StepLoop, mailbox: FakeMailbox) -> None:
         loop.handle_messages(0.0)
 
 
-def answer(mailbox: FakeMailbox, handle: int) -> list[int]:
+def output(mailbox: FakeMailbox, handle: int) -> list[int]:
     batches = [message for _, message in mailbox.sent if isinstance(message, TokenBatch)]
     return [token for batch in batches for token in batch.token_ids[batch.handles == handle].tolist()]
 
 
-def test_requests_of_two_gateways_are_answered() -> None:
+def test_loop_serves_two_gateways() -> None:
     mailbox = FakeMailbox([[(b"a", submit(1, [5, 6], max_tokens=6))], [(b"b", submit(2, [7], max_tokens=4))]])
     loop, _, _ = make_loop(mailbox)
     run_until_idle(loop, mailbox)
-    assert answer(mailbox, 1) == oracle([5, 6], 6)
-    assert answer(mailbox, 2) == oracle([7], 4)
+    assert output(mailbox, 1) == oracle([5, 6], 6)
+    assert output(mailbox, 2) == oracle([7], 4)
     assert {gateway for gateway, message in mailbox.sent} == {b"a", b"b"}
 
 
-def test_the_gap_between_steps_leaves_idle_times_out() -> None:
+def test_mean_plan_wait_excludes_idle_time() -> None:
     mailbox = FakeMailbox([[(b"a", submit(1, [5, 6], max_tokens=5))], [], [], [], [], [], [], []])
     loop, scheduler, group = make_loop(mailbox, max_steps_in_flight=1)
     gather, waits = group.gather, iter([7.0, 0.5, 0.25, 0.25, 1.0, 9.0, 3.0])
@@ -96,7 +96,7 @@ def test_the_gap_between_steps_leaves_idle_times_out() -> None:
     assert loop.status().mean_plan_wait_s == scheduler.stats.mean_plan_wait_s
 
 
-def test_a_status_query_is_answered_in_numbers() -> None:
+def test_status_query_returns_counts() -> None:
     mailbox = FakeMailbox(
         [[(b"a", submit(1, [5] * 9, max_tokens=30, ignore_eos=True))], [(b"a", StatusQuery(7))]]
     )
@@ -111,19 +111,19 @@ def test_a_status_query_is_answered_in_numbers() -> None:
     assert status.num_blocks == 31
 
 
-def test_a_gateway_that_is_gone_loses_its_requests_and_no_other() -> None:
+def test_requests_of_a_gone_gateway_are_ended() -> None:
     mailbox = FakeMailbox(
         [[(b"a", submit(1, [5, 6], max_tokens=20, ignore_eos=True)), (b"b", submit(1, [7], max_tokens=3))]]
     )
     loop, scheduler, _ = make_loop(mailbox)
     mailbox.gone.add(b"a")
     run_until_idle(loop, mailbox)
-    assert answer(mailbox, 1) == oracle([7], 3)
+    assert output(mailbox, 1) == oracle([7], 3)
     assert not scheduler.has_work
     assert scheduler.blocks.num_held_blocks == 0
 
 
-def test_a_gateway_that_reads_again_is_told_what_was_ended_meanwhile() -> None:
+def test_returning_gateway_receives_ends_of_dropped_requests() -> None:
     mailbox = FakeMailbox([[(b"a", submit(n, [5, n], max_tokens=20, ignore_eos=True)) for n in (6, 7)]])
     loop, _, _ = make_loop(mailbox)
     mailbox.gone.add(b"a")
@@ -138,15 +138,15 @@ def test_a_gateway_that_reads_again_is_told_what_was_ended_meanwhile() -> None:
     assert [instance_of(ReplicaStatus, status).query_id for status in statuses] == [1, 2]
 
 
-def test_an_abort_ends_a_request() -> None:
+def test_abort_ends_a_request() -> None:
     mailbox = FakeMailbox([[(b"a", submit(1, [5], max_tokens=30, ignore_eos=True))], [(b"a", Abort(1))]])
     loop, scheduler, _ = make_loop(mailbox)
     run_until_idle(loop, mailbox)
-    assert len(answer(mailbox, 1)) < 30
+    assert len(output(mailbox, 1)) < 30
     assert scheduler.blocks.num_held_blocks == 0
 
 
-def test_a_failed_rank_ends_the_loop_and_everyone_is_told() -> None:
+def test_failed_rank_ends_the_loop_and_all_requests() -> None:
     mailbox = FakeMailbox([[(b"a", submit(1, [5], max_tokens=30))]])
     loop, _, group = make_loop(mailbox)
     group.failure = RankFailed(1, "killed by signal 9", step_id=1)
@@ -159,7 +159,7 @@ def test_a_failed_rank_ends_the_loop_and_everyone_is_told() -> None:
     assert "rank 1" in finish.error
 
 
-def test_everyone_is_told_even_when_the_state_cannot_be_put_in_order(
+def test_all_gateways_receive_the_error_if_cleanup_raises(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mailbox = FakeMailbox([[(b"a", submit(1, [5], max_tokens=30)), (b"b", submit(1, [6], max_tokens=30))]])
@@ -181,7 +181,7 @@ def test_everyone_is_told_even_when_the_state_cannot_be_put_in_order(
     assert "replica-0 could not end in order" in caplog.text
 
 
-def test_a_draining_replica_says_so_and_gives_its_requests_back() -> None:
+def test_draining_replica_reports_it_and_hands_off_its_requests() -> None:
     mailbox = FakeMailbox(
         [
             [(b"a", submit(1, [5] * 9, max_tokens=30, ignore_eos=True))],
@@ -200,7 +200,7 @@ def test_a_draining_replica_says_so_and_gives_its_requests_back() -> None:
     assert not scheduler.has_work
 
 
-def test_a_status_tells_of_load() -> None:
+def test_status_reports_load() -> None:
     now = [100.0]
     mailbox = FakeMailbox([])
     config = small_config(max_num_seqs=1, max_num_batched_tokens=8)
@@ -221,7 +221,7 @@ def test_a_status_tells_of_load() -> None:
     assert status.cache_version == 2
 
 
-def test_a_cache_query_is_answered_with_what_changed() -> None:
+def test_cache_query_returns_changes() -> None:
     mailbox = FakeMailbox([[(b"a", submit(1, [5] * 9, max_tokens=1))]])
     loop, _, _ = make_loop(mailbox)
     run_until_idle(loop, mailbox)
@@ -247,7 +247,7 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket
     return socket
 
 
-def test_the_loop_serves_over_a_socket_and_stops_when_asked(endpoint: str) -> None:
+def test_loop_serves_over_a_socket_until_stopped(endpoint: str) -> None:
     mailbox = ZmqMailbox(endpoint)
     loop, _, _ = make_loop(mailbox)
     thread = threading.Thread(target=loop.run)
@@ -255,13 +255,13 @@ def test_the_loop_serves_over_a_socket_and_stops_when_asked(endpoint: str) -> No
     with zmq.Context() as context, dealer(context, endpoint) as socket:
         socket.send(b"no such message")
         socket.send(stream.encode(submit(3, [5, 6], max_tokens=6)))
-        told: list[int] = []
+        token_ids: list[int] = []
         finished: tuple[Finish, ...] = ()
         while not finished:
             batch = instance_of(TokenBatch, stream.decode(socket.recv()))
-            told += batch.token_ids.tolist()
+            token_ids += batch.token_ids.tolist()
             finished = batch.finished
-        assert told == oracle([5, 6], 6)
+        assert token_ids == oracle([5, 6], 6)
         socket.send(stream.encode(submit(4, [5, 6], max_tokens=10**6)))
         loop.stop()
         thread.join(60)
@@ -271,7 +271,7 @@ def test_the_loop_serves_over_a_socket_and_stops_when_asked(endpoint: str) -> No
     loop.stop()  # does nothing any more
 
 
-def test_a_mailbox_notices_a_gateway_that_left(endpoint: str) -> None:
+def test_zmq_mailbox_send_fails_for_unknown_gateway(endpoint: str) -> None:
     mailbox = ZmqMailbox(endpoint)
     with zmq.Context() as context, dealer(context, endpoint) as socket:
         socket.send(stream.encode(Abort(1)))
@@ -279,11 +279,11 @@ def test_a_mailbox_notices_a_gateway_that_left(endpoint: str) -> None:
         assert message == Abort(1)
         assert mailbox.send(gateway, TokenBatch(1, np.array([1], np.int32), np.array([2], np.int32)))
         assert instance_of(TokenBatch, stream.decode(socket.recv())).token_ids.tolist() == [2]
-    assert not mailbox.send(b"nobody", TokenBatch(1))
+    assert not mailbox.send(b"unknown", TokenBatch(1))
     mailbox.close()
 
 
-def test_a_flood_of_messages_is_taken_in_parts(endpoint: str) -> None:
+def test_zmq_mailbox_bounds_the_messages_per_receive(endpoint: str) -> None:
     mailbox = ZmqMailbox(endpoint)
     with zmq.Context() as context, dealer(context, endpoint) as socket:
         for handle in range(MAX_MESSAGES_AT_ONCE + 5):
@@ -299,14 +299,14 @@ def test_a_flood_of_messages_is_taken_in_parts(endpoint: str) -> None:
     mailbox.close()
 
 
-def test_a_mailbox_that_cannot_be_opened_leaves_nothing() -> None:
+def test_zmq_mailbox_that_cannot_bind_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     with pytest.raises(zmq.ZMQError, match="Cannot assign"):
         ZmqMailbox(tcp_endpoint("203.0.113.9"), CurveKeys.generate())  # of a network kept for documentation
     assert set(threading.enumerate()) <= before
 
 
-def test_a_mailbox_over_tcp_is_for_holders_of_the_keys() -> None:
+def test_zmq_mailbox_over_tcp_ignores_foreign_keys() -> None:
     keys = CurveKeys.generate()
     mailbox = ZmqMailbox(tcp_endpoint("127.0.0.1"), keys)
     with (
