@@ -46,13 +46,6 @@ class DeployRequest(_message.Message):
 
 class Deployment(_message.Message):
     __slots__ = ("engine", "limits", "rank_resources", "drain_grace_s", "revision")
-    class RankResourcesEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     RANK_RESOURCES_FIELD_NUMBER: _ClassVar[int]
@@ -60,10 +53,10 @@ class Deployment(_message.Message):
     REVISION_FIELD_NUMBER: _ClassVar[int]
     engine: EngineOptions
     limits: ScalingLimits
-    rank_resources: _containers.ScalarMap[str, float]
+    rank_resources: _containers.RepeatedCompositeFieldContainer[NamedAmount]
     drain_grace_s: float
     revision: str
-    def __init__(self, engine: _Optional[_Union[EngineOptions, _Mapping]] = ..., limits: _Optional[_Union[ScalingLimits, _Mapping]] = ..., rank_resources: _Optional[_Mapping[str, float]] = ..., drain_grace_s: _Optional[float] = ..., revision: _Optional[str] = ...) -> None: ...
+    def __init__(self, engine: _Optional[_Union[EngineOptions, _Mapping]] = ..., limits: _Optional[_Union[ScalingLimits, _Mapping]] = ..., rank_resources: _Optional[_Iterable[_Union[NamedAmount, _Mapping]]] = ..., drain_grace_s: _Optional[float] = ..., revision: _Optional[str] = ...) -> None: ...
 
 class EngineOptions(_message.Message):
     __slots__ = ("model", "served_model_name", "tensor_parallel_size", "device", "dtype", "quantization", "max_model_len", "block_size", "kv_cache_memory", "num_kv_blocks", "num_host_kv_blocks", "kv_cache_dtype", "prefix_caching", "batch_invariant", "fused_all_reduce", "cuda_graphs", "max_num_seqs", "max_num_batched_tokens", "max_queue_len", "policy", "tenant_weights", "step_timeout_s", "audit", "seed", "gpu_memory_utilization", "max_steps_in_flight")
@@ -113,21 +106,21 @@ class EngineOptions(_message.Message):
     max_num_batched_tokens: int
     max_queue_len: int
     policy: str
-    tenant_weights: _containers.RepeatedCompositeFieldContainer[TenantWeight]
+    tenant_weights: _containers.RepeatedCompositeFieldContainer[NamedAmount]
     step_timeout_s: float
     audit: bool
     seed: int
     gpu_memory_utilization: float
     max_steps_in_flight: int
-    def __init__(self, model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., kv_cache_memory: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., num_host_kv_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., prefix_caching: _Optional[bool] = ..., batch_invariant: _Optional[bool] = ..., fused_all_reduce: _Optional[bool] = ..., cuda_graphs: _Optional[bool] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., policy: _Optional[str] = ..., tenant_weights: _Optional[_Iterable[_Union[TenantWeight, _Mapping]]] = ..., step_timeout_s: _Optional[float] = ..., audit: _Optional[bool] = ..., seed: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., max_steps_in_flight: _Optional[int] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., kv_cache_memory: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., num_host_kv_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., prefix_caching: _Optional[bool] = ..., batch_invariant: _Optional[bool] = ..., fused_all_reduce: _Optional[bool] = ..., cuda_graphs: _Optional[bool] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., policy: _Optional[str] = ..., tenant_weights: _Optional[_Iterable[_Union[NamedAmount, _Mapping]]] = ..., step_timeout_s: _Optional[float] = ..., audit: _Optional[bool] = ..., seed: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., max_steps_in_flight: _Optional[int] = ...) -> None: ...
 
-class TenantWeight(_message.Message):
-    __slots__ = ("tenant", "weight")
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    WEIGHT_FIELD_NUMBER: _ClassVar[int]
-    tenant: str
-    weight: float
-    def __init__(self, tenant: _Optional[str] = ..., weight: _Optional[float] = ...) -> None: ...
+class NamedAmount(_message.Message):
+    __slots__ = ("name", "amount")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    AMOUNT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    amount: float
+    def __init__(self, name: _Optional[str] = ..., amount: _Optional[float] = ...) -> None: ...
 
 class ScalingLimits(_message.Message):
     __slots__ = ("min_replicas", "max_replicas", "target_wait_s", "target_use", "target_memory_use", "up_delay_s", "down_delay_s", "max_step_up", "max_step_down", "cooldown_s", "idle_timeout_s", "cold_start_s")

@@ -18,7 +18,7 @@ TlsCa = Annotated[
 
 
 def connect(target: str, token_file: Path | None, tls_ca: Path | None) -> Client:
-    from ..api.security import load_tokens
+    from ..api.tokens import load_tokens
     from ..client.client import Client
 
     token = None if token_file is None else load_tokens(token_file)[0].secret.decode()

@@ -18,9 +18,9 @@ from ..api.deployment_messages import deployment_to_message
 from ..api.grpc_status import from_grpc_error
 from ..api.request_messages import as_invalid_request, sampling_to_message, set_prompt
 from ..api.response_messages import event_from_message, output_from_message
-from ..api.security import bearer
 from ..api.status import FleetInfo, ModelInfo, ReplicaInfo
 from ..api.status_messages import fleet_from_message, model_from_message
+from ..api.tokens import bearer
 from ..config.deployment import Deployment
 from ..requests.chat import Chat, Message
 from ..requests.outputs import RequestOutput, StreamEvent

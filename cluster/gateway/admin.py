@@ -11,10 +11,10 @@ import grpc.aio
 from ...proto import admin_pb2, admin_pb2_grpc
 from ...proto.errors import ConfigError, PermissionDenied, ReplicaUnavailable
 from ..api.deployment_messages import deployment_from_message
-from ..api.security import ADMIN_TENANT, Security
 from ..api.status_messages import replica_to_message
 from ..config.deployment import Deployment
-from .handlers import authorization, convert_errors
+from .authentication import ADMIN_TENANT, Authenticator
+from .handlers import convert_errors
 from .replica_pool import ReplicaPool
 from .served_models import ServedModels
 
@@ -53,9 +53,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         fleet: None if the gateway has one replica of its own, which cannot be changed.
     """
 
-    def __init__(self, models: ServedModels, security: Security, fleet: Fleet | None) -> None:
+    def __init__(self, models: ServedModels, authenticator: Authenticator, fleet: Fleet | None) -> None:
         self._models = models
-        self._security = security
+        self._authenticator = authenticator
         self._fleet = fleet
 
     @convert_errors
@@ -106,7 +106,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             PermissionDenied: the call's token is not the admin tenant's.
             ConfigError: there is no fleet.
         """
-        token = self._security.check_call(authorization(context.invocation_metadata()))
+        token = self._authenticator.token(context.invocation_metadata())
         if token is not None and token.tenant != ADMIN_TENANT:
             raise PermissionDenied(f"this call needs a token of the tenant {ADMIN_TENANT!r}")
         if self._fleet is None:

@@ -1,9 +1,9 @@
-"""Helpers of every gRPC handler: errors become statuses, and the token is read from the call's metadata."""
+"""convert_errors: turns the errors of gRPC handlers into statuses."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -37,8 +37,3 @@ def convert_errors(handler: Handler[RequestT, ResponseT]) -> Handler[RequestT, R
         raise AssertionError("abort_with_status raises")
 
     return converting
-
-
-def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | bytes | None:
-    """Return the call's ``authorization`` metadata, or None if it has none."""
-    return dict(metadata or ()).get("authorization")

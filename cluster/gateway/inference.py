@@ -14,13 +14,13 @@ from ...proto import inference_pb2, inference_pb2_grpc
 from ...proto.errors import DuplicateRequest, RequestAborted
 from ..api.request_messages import prompt_from_message, sampling_from_message
 from ..api.response_messages import event_to_message, output_to_message
-from ..api.security import Security
 from ..requests.chat import Chat
 from ..requests.output_processor import OutputProcessor
 from ..requests.outputs import RequestStarted, StreamEvent, collect_output
 from ..requests.request import Request
 from ..requests.request_stream import output_events
-from .handlers import authorization, convert_errors
+from .authentication import Authenticator
+from .handlers import convert_errors
 from .request_migration import MigratingRequest
 from .served_models import ServedModel, ServedModels
 
@@ -33,9 +33,9 @@ RequestKey = tuple[str, str]  # (tenant, request_id): no tenant can abort or blo
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """quire.v1.Inference over all models."""
 
-    def __init__(self, models: ServedModels, security: Security) -> None:
+    def __init__(self, models: ServedModels, authenticator: Authenticator) -> None:
         self._models = models
-        self._security = security
+        self._authenticator = authenticator
         self._running: dict[RequestKey, MigratingRequest] = {}
 
     @convert_errors
@@ -116,7 +116,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def _tenant(self, claimed: str, context: grpc.aio.ServicerContext[Any, Any]) -> str:
         """Return the caller's tenant. Raises InvalidRequest if the call's token belongs to another tenant."""
-        return self._security.tenant(authorization(context.invocation_metadata()), claimed)
+        return self._authenticator.tenant(context.invocation_metadata(), claimed)
 
     def _check_not_running(self, key: RequestKey) -> None:
         if key in self._running:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
 
-import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ...proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from ...proto.errors import ConfigError, QuireError
-from ..api.grpc_status import to_grpc_status
-from ..api.security import ListenAddress, Security
+from ...proto.errors import ConfigError
 from ..host.background import run_in_background
 from .admin import AdminService, Fleet
-from .handlers import authorization
+from .authentication import AuthenticationInterceptor, Authenticator
 from .inference import InferenceService
+from .listen_address import ListenAddress
+from .security import Security
 from .served_models import ServedModels
 
 MAX_MESSAGE_BYTES = 4 << 20
@@ -27,7 +24,6 @@ MAX_STREAMS_PER_CONNECTION = 4096
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 _HEALTH_SERVICES = (health.OVERALL_HEALTH, INFERENCE)
-_OPEN_METHODS = f"/{health.SERVICE_NAME}/"
 
 _SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -69,8 +65,9 @@ class Gateway:
         self._security.check_listen(self._address, insecure=insecure)
         self._models = models
         self._health = health.aio.HealthServicer()
-        self._inference = InferenceService(models, self._security)
-        self._admin = AdminService(models, self._security, fleet)
+        self._authenticator = Authenticator(self._security.tokens)
+        self._inference = InferenceService(models, self._authenticator)
+        self._admin = AdminService(models, self._authenticator, fleet)
         self._server: grpc.aio.Server | None = None
         self._monitor: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
@@ -84,7 +81,9 @@ class Gateway:
         Raises:
             ConfigError: the port is in use, or the certificate is not valid.
         """
-        self._server = grpc.aio.server(interceptors=(TokenCheck(self._security),), options=_SERVER_OPTIONS)
+        self._server = grpc.aio.server(
+            interceptors=(AuthenticationInterceptor(self._authenticator),), options=_SERVER_OPTIONS
+        )
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -151,31 +150,3 @@ class Gateway:
         )
         for service in _HEALTH_SERVICES:
             await self._health.set(service, status)
-
-
-class TokenCheck(grpc.aio.ServerInterceptor):
-    """Interceptor that rejects calls without a valid token. Health calls need none: load balancers have no token."""
-
-    def __init__(self, security: Security) -> None:
-        self._security = security
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        if not handler_call_details.method.startswith(_OPEN_METHODS):
-            try:
-                self._security.check_call(authorization(handler_call_details.invocation_metadata))
-            except QuireError as error:
-                return _reject(error)
-        return await continuation(handler_call_details)
-
-
-def _reject(error: QuireError) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a handler that aborts any call, unary or streaming, with the error."""
-
-    async def abort(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await context.abort_with_status(to_grpc_status(error))
-
-    return grpc.stream_stream_rpc_method_handler(abort)

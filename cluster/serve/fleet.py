@@ -8,13 +8,13 @@ import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from ..api.security import Security
 from ..config.cluster_options import ClusterOptions
 from ..config.deployment import Deployment
 from ..config.server_options import ServerOptions
 from ..controller_api.controller_client import ControllerClient
 from ..fleet.controller import find_or_start_controller
 from ..gateway.controller_sync import ControllerSync
+from ..gateway.security import Security
 from ..gateway.served_models import ServedModels
 from ..gateway.server import Gateway
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise

@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 
 from ...proto.errors import ConfigError
-from ..api.security import ListenAddress, Security
 from ..config.server_options import ServerOptions
+from ..gateway.listen_address import ListenAddress
+from ..gateway.security import Security
 from ..host.logs import log_to_stderr
 
 

@@ -10,10 +10,10 @@ from contextlib import ExitStack, suppress
 
 from ...proto.config import EngineConfig
 from ...proto.errors import ReplicaUnavailable
-from ..api.security import Security
 from ..config.engine_options import EngineOptions
 from ..config.resolve import Machine, resolve
 from ..config.server_options import ServerOptions
+from ..gateway.security import Security
 from ..gateway.served_models import serve_single_replica
 from ..gateway.server import Gateway
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from local_replica import DEADLINE_S, Brake, local_replica
 
-from quire.cluster.api.security import Security
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.resolve import Machine, resolve
+from quire.cluster.gateway.security import Security
 from quire.cluster.gateway.served_models import ServedModels, serve_single_replica
 from quire.cluster.gateway.server import Gateway
 from quire.cluster.replica.client import ReplicaClient

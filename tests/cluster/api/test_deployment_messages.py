@@ -49,7 +49,11 @@ def test_deployment_keeps_every_changed_field() -> None:
     for kind, values in ((EngineOptions, engine), (ScalingLimits, limits)):
         assert all(values[field.name] != field.default for field in fields(kind))
     deployment = Deployment(
-        EngineOptions(**engine), ScalingLimits(**limits), (("slot", 1.5),), drain_grace_s=4.25, revision="2"
+        EngineOptions(**engine),
+        ScalingLimits(**limits),
+        rank_resources=(("slot", 1.5), ("CPU", 4.0)),
+        drain_grace_s=4.25,
+        revision="2",
     )
     message = admin_pb2.Deployment.FromString(deployment_to_message(deployment).SerializeToString())
     received = deployment_from_message(message)

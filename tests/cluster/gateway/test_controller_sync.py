@@ -12,14 +12,15 @@ import pytest
 from fake_fleet import DirectLine, FakeLauncher, MemoryStore
 from fakes import oracle
 
-from quire.cluster.api.security import Security, Token
 from quire.cluster.api.status import FleetInfo
+from quire.cluster.api.tokens import Token
 from quire.cluster.client.async_client import AsyncClient
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.controller_api.fleet_state import DeploymentEntry, FleetState, ReplicaEntry, ReplicaState
 from quire.cluster.fleet.fleet import Fleet
 from quire.cluster.gateway.controller_sync import ControllerSync
+from quire.cluster.gateway.security import Security
 from quire.cluster.gateway.served_models import ServedModels
 from quire.cluster.gateway.server import Gateway
 from quire.cluster.replica.record import ReplicaRecord

@@ -17,9 +17,10 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from narrowing import instance_of
 
-from quire.cluster.api.security import Security, Token
+from quire.cluster.api.tokens import Token
 from quire.cluster.client.async_client import AsyncClient
 from quire.cluster.client.client import Client
+from quire.cluster.gateway.security import Security
 from quire.cluster.gateway.server import Gateway
 from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished, RequestStarted, StreamEvent
 from quire.cluster.requests.request import RequestChecker

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.api.security import Security, Token
+from quire.cluster.api.tokens import Token
 from quire.cluster.client.async_client import AsyncClient
+from quire.cluster.gateway.security import Security
 from quire.cluster.requests.output_processor import OutputProcessor
 from quire.cluster.requests.outputs import (
     CompletionDelta,

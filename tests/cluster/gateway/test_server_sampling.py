@@ -11,7 +11,8 @@ from narrowing import not_none
 
 from quire import AsyncClient, SamplingParams
 from quire.cluster.api.request_messages import sampling_from_message, sampling_to_message
-from quire.cluster.api.security import Security, Token
+from quire.cluster.api.tokens import Token
+from quire.cluster.gateway.security import Security
 from quire.cluster.requests.outputs import (
     CompletionDelta,
     PromptLogprobsDelta,

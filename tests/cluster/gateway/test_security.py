@@ -1,0 +1,64 @@
+"""Listening addresses, and what they require of TLS and tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.cluster.api.tokens import Token
+from quire.cluster.gateway.listen_address import ListenAddress
+from quire.cluster.gateway.security import Security
+from quire.proto.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [("127.0.0.1:0", "127.0.0.1", 0), ("[::1]:50051", "::1", 50051), ("localhost:65535", "localhost", 65535)],
+)
+def test_listen_address_is_parsed(text: str, host: str, port: int) -> None:
+    address = ListenAddress.parse(text)
+    assert (address.host, address.port) == (host, port)
+    assert str(address) == text
+    assert address.is_loopback
+
+
+@pytest.mark.parametrize(
+    "text", ["", "host", ":50051", "::1:50051", "host:", "host:x", "host:-1", "host:70000", "h:٣"]
+)
+def test_invalid_listen_address_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="listening"):
+        ListenAddress.parse(text)
+
+
+def test_unknown_host_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is unknown"):
+        _ = ListenAddress.parse("no such host:1").is_loopback
+
+
+@pytest.mark.parametrize(
+    ("security", "missing"),
+    [
+        (Security(), "TLS and a token file"),
+        (Security(tokens=(Token(b"secret"),)), "but TLS is missing"),
+        (Security(certificate=(b"chain", b"key")), "but a token file is missing"),
+    ],
+)
+def test_public_address_requires_tls_and_tokens(security: Security, missing: str) -> None:
+    for text in ("0.0.0.0:1", "[::]:1", "192.0.2.1:1"):
+        with pytest.raises(ConfigError, match=missing):
+            security.check_listen(ListenAddress.parse(text), insecure=False)
+    security.check_listen(ListenAddress.parse("0.0.0.0:1"), insecure=True)
+    security.check_listen(ListenAddress.parse("127.0.0.1:1"), insecure=False)
+
+
+def test_public_address_with_tls_and_tokens_is_allowed() -> None:
+    security = Security(certificate=(b"chain", b"key"), tokens=(Token(b"secret"),))
+    security.check_listen(ListenAddress.parse("0.0.0.0:1"), insecure=False)
+
+
+def test_certificate_requires_its_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="given together"):
+        Security.load(tls_cert=tmp_path / "cert.pem")
+    with pytest.raises(ConfigError, match=r"TLS certificate .*cert.pem cannot be read"):
+        Security.load(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem")
