@@ -1,4 +1,4 @@
-"""A replica without Ray: the real step loop on a thread, a tiny model in this process, a gateway before it."""
+"""Fixture `serve`: a gateway with a local replica, which has the real step loop and a tiny model."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from quire.scheduler.core.scheduler import Scheduler
 
 
 @pytest.fixture(autouse=True, scope="module")
-def tell_of_lost_failures() -> Iterator[None]:
-    """asyncio logs failures that nobody asked for once they are collected: here, not in the midst of another module.
+def collect_garbage_after_module() -> Iterator[None]:
+    """Collect garbage after each module: asyncio logs unretrieved exceptions when their futures are collected.
 
-    There it would be taken for that one's; and on Python 3.11 the traceback that it logs breaks an `ast.parse` during
-    which it is collected.
+    In a later module the log would be attributed to that module's test. On Python 3.11 the traceback that asyncio
+    logs also breaks an `ast.parse` during which the collection runs.
     """
     yield
     gc.collect()
@@ -37,13 +37,13 @@ def tell_of_lost_failures() -> Iterator[None]:
 
 @dataclass
 class Server:
-    """A gateway before a local replica.
+    """A gateway with a local replica.
 
     Attributes:
         target: the gateway's HOST:PORT.
-        replica: the gateway's own client of the replica.
+        replica: the gateway's client of the replica.
         brake: holds the replica's steps.
-        scheduler: the replica's, which another thread drives: to look at.
+        scheduler: the replica's; another thread runs it, so tests only read it.
     """
 
     target: str
@@ -64,7 +64,7 @@ ServerFactory = Callable[..., AbstractAsyncContextManager[Server]]
 def serve(make_model: Callable[..., Path]) -> ServerFactory:
     """`serve(security=..., ready=True, **options of resolve)`: an asynchronous context with a running Server.
 
-    `model_dir`: what it serves; a tiny Llama unless given.
+    `model_dir` is the served model; default: a tiny Llama.
     """
     tiny = make_model("llama")
 

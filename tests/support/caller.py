@@ -1,4 +1,4 @@
-"""Caller: the barest gateway there is, for tests of what a replica says on its socket."""
+"""Caller: a minimal gateway, for tests of a replica's socket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Answer:
 
 
 class Caller(Closing):
-    """Speaks to one scheduler; for one thread."""
+    """Connection to one scheduler. For one thread."""
 
     def __init__(self, endpoint: str, keys: CurveKeys | None = None) -> None:
         self._context = zmq.Context()
@@ -29,7 +29,7 @@ class Caller(Closing):
         self._socket.send(encode(message))
 
     def receive(self, timeout_s: float) -> ReplicaMessage | None:
-        """The next message, or None when there is none in time."""
+        """Return the next message, or None if none came in time."""
         if not self._socket.poll(round(1000 * timeout_s)):
             return None
         message = decode(self._socket.recv())
@@ -37,11 +37,15 @@ class Caller(Closing):
         return message
 
     def follow(self, *handles: int, timeout_s: float = 60.0) -> dict[int, Answer]:
-        """handle |-> what came for it, until all have ended. Each message may take `timeout_s`."""
+        """Receive until all sequences have ended; each message may take `timeout_s`.
+
+        Returns:
+            handle |-> its tokens and finish.
+        """
         answers = {handle: Answer() for handle in handles}
         while not all(answer.finish for answer in answers.values()):
             batch = self.receive(timeout_s)
-            assert batch is not None, f"nothing came in {timeout_s:g} s"
+            assert batch is not None, f"no message in {timeout_s:g} s"
             if isinstance(batch, TokenBatch):
                 for handle, token_id in zip(batch.handles.tolist(), batch.token_ids.tolist(), strict=True):
                     answers.get(handle, Answer()).token_ids.append(token_id)

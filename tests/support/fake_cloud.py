@@ -1,4 +1,4 @@
-"""A Ray cluster whose autoscaler is the real one, and whose machines are Ray's fakes: raylets on this machine."""
+"""FakeCloud: a Ray cluster with the real autoscaler and fake machines, which are raylets on this machine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _HEAD_TYPE = "ray.head.default"
 
 
 class FakeCloud(RayNodes):
-    """A head without accelerators, and a type of node that the autoscaler adds and takes away.
+    """A head node, and a node type whose nodes the autoscaler starts and ends.
 
-    Ray's own AutoscalingCluster does not start from the wheel, and ends every Ray on the machine.
+    Ray's own AutoscalingCluster does not start from the wheel, and it ends every Ray on the machine.
 
     Args:
         node: resources of the node type ``worker``.
-        max_nodes: of that type.
-        idle_s: after which a node without work goes.
+        max_nodes: most nodes of that type.
+        idle_s: idle time after which a node ends.
 
     Attributes:
         config: the autoscaler's file.
@@ -48,7 +48,7 @@ class FakeCloud(RayNodes):
         return self._directory / "autoscaler.json"
 
     def node_pids(self) -> dict[str, int]:
-        """node_id |-> the pid of its raylet, of the nodes that the autoscaler has added."""
+        """Return node_id |-> pid of its raylet, of the nodes that the autoscaler started."""
         found = {}
         for process in psutil.process_iter(["name", "cmdline"]):
             with suppress(psutil.Error):
@@ -56,12 +56,12 @@ class FakeCloud(RayNodes):
                     process.info["cmdline"]
                 ):
                     node_id = process.environ().get("RAY_OVERRIDE_NODE_ID_FOR_TESTING")
-                    if node_id is not None and not node_id.endswith("00000"):  # which the head has
+                    if node_id is not None and not node_id.endswith("00000"):  # the head's id ends so
                         found[node_id] = process.pid
         return found
 
     def close(self) -> None:
-        """Ends all nodes; those of the autoscaler are not the head's own to end."""
+        """End all nodes. The head's end does not end the nodes that the autoscaler started."""
         super().close()
         for process in psutil.process_iter(["cmdline"]):
             with suppress(psutil.Error, TypeError):

@@ -1,4 +1,4 @@
-"""A fleet without Ray and without a model: replicas are step loops on threads, whose answers `fakes.oracle` knows."""
+"""Fakes of the fleet's interfaces: replicas are step loops on threads, whose outputs `fakes.oracle` predicts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
 from fakes import FakeWorkerGroup, small_config
 
@@ -29,10 +28,14 @@ DEADLINE_S = 60.0
 
 
 class SlowWorkers(FakeWorkerGroup):
-    """Fake ranks whose steps take a while, so that something can happen meanwhile; `kill` ends them."""
+    """Fake ranks whose steps take time, so that a test can interfere.
+
+    Attributes:
+        error: raised by the next step; None if it succeeds.
+    """
 
     step_s = 0.004
-    death: QuireError | None = None
+    error: QuireError | None = None
 
     def gather(self, timeout_s: float) -> StepResult:
         time.sleep(self.step_s)
@@ -40,8 +43,8 @@ class SlowWorkers(FakeWorkerGroup):
         return super().gather(timeout_s)
 
     def check(self) -> None:
-        if self.death is not None:
-            raise self.death
+        if self.error is not None:
+            raise self.error
 
 
 class FakeReplica:
@@ -61,8 +64,8 @@ class FakeReplica:
         self._thread.start()
 
     def kill(self, reason: str) -> None:
-        """A rank fails."""
-        self.group.death = ReplicaUnavailable(reason)
+        """Let a rank fail."""
+        self.group.error = ReplicaUnavailable(reason)
 
     def close(self) -> None:
         if self._is_closed:
@@ -70,7 +73,7 @@ class FakeReplica:
         self._is_closed = True
         self._loop.stop()
         self._thread.join(DEADLINE_S)
-        assert not self._thread.is_alive(), "the step loop does not end"
+        assert not self._thread.is_alive(), f"the step loop did not end in {DEADLINE_S:g} s"
         self._mailbox.close()
 
     def _run(self) -> None:
@@ -83,15 +86,18 @@ class FakeReplica:
 
 
 class FakeLauncher:
-    """See `interfaces.Launcher`: as many replicas as there is room for.
+    """See `interfaces.Launcher`. Every replica has a node of its own, `node-0` for the first.
 
     Attributes:
-        room: replicas that fit; those that do not wait for it, and say so.
-        problem: what launches fail of; None: they do not.
-        may_place: launches come to nothing that could be removed before it is set.
-        num_failing_removals: the next ones raise.
-        all_nodes: by number, for each replica one, `node-0` for the first.
-        launched: every replica that was, by id.
+        room: replicas that fit; further launches report that they wait for room.
+        problem: raised by launches; None if they succeed.
+        may_place: launches wait for this event before they start anything.
+        num_failing_removals: this many of the next removals raise.
+        launched: replica_id |-> every replica that was launched.
+        draining: node_id |-> Unix time of its end (0 if unknown), of the nodes that Ray drains.
+        cordoned: node ids that `cordon` was called with.
+        notices: node_id |-> its future notice.
+        removed: replica ids that `remove` was called with.
     """
 
     def __init__(self, room: int = 8, num_blocks: int = 64) -> None:
@@ -112,7 +118,7 @@ class FakeLauncher:
         self._live: dict[str, FakeReplica] = {}
 
     def launch(self, deployment: Deployment, replica_id: str, on_progress: OnProgress) -> FakeReplica:
-        assert self.may_place.wait(DEADLINE_S), "the test never let it be placed"
+        assert self.may_place.wait(DEADLINE_S), "the test did not set may_place"
         with self._changed:
             on_progress(LaunchProgress(LaunchStage.PLACING))
             while len(self._live) >= self.room:
@@ -139,14 +145,14 @@ class FakeLauncher:
     def adopt(self, record: ReplicaRecord) -> FakeReplica:
         replica = self._live.get(record.replica_id)
         if replica is None:
-            raise ReplicaUnavailable(f"{record.replica_id} is not running any more")
+            raise ReplicaUnavailable(f"{record.replica_id} does not run any more")
         return replica
 
     def remove(self, replica_id: str) -> None:
         with self._changed:
             if self.num_failing_removals:
                 self.num_failing_removals -= 1
-                raise ConnectionError("Ray's head is away")
+                raise ConnectionError("the Ray head node is not reachable")
             self.removed.append(replica_id)
             replica = self._live.pop(replica_id, None)
             self._changed.notify_all()
@@ -201,11 +207,11 @@ class MemoryStore:
         self.texts.pop(name, None)
 
 
-class DirectLine:
-    """See `link.Controller`: a Fleet in the same event loop.
+class DirectController:
+    """See `controller_client.Controller`: calls a Fleet in the same event loop.
 
     Attributes:
-        fleet: None: the controller is away.
+        fleet: None while the controller is away.
     """
 
     def __init__(self, fleet: Fleet | None) -> None:
@@ -215,27 +221,21 @@ class DirectLine:
         return None
 
     async def watch(self, since: str, timeout_s: float) -> FleetState | None:
-        return await self._present().watch(since, min(timeout_s, 1.0))
+        return await self._reachable_fleet().watch(since, min(timeout_s, 1.0))
 
     async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
-        self._present().report(gateway_id, demand)
+        self._reachable_fleet().report(gateway_id, demand)
 
     async def deploy(self, deployment: Deployment) -> None:
-        await self._present().deploy(deployment)
+        await self._reachable_fleet().deploy(deployment)
 
     async def delete(self, model: str) -> None:
-        await self._present().delete(model)
+        await self._reachable_fleet().delete(model)
 
     async def drain(self, target: str) -> Sequence[str]:
-        return await self._present().drain(target)
+        return await self._reachable_fleet().drain(target)
 
-    def _present(self) -> Fleet:
+    def _reachable_fleet(self) -> Fleet:
         if self.fleet is None:
             raise ReplicaUnavailable("the fleet's controller is away")
         return self.fleet
-
-
-def model_directory(folder: Path) -> Path:
-    """A directory that can be named in a Deployment whose replicas are fakes."""
-    folder.mkdir(exist_ok=True)
-    return folder

@@ -1,4 +1,4 @@
-"""Load on a fleet, and looks at it, for tests of whole clusters."""
+"""Load on a fleet, and queries of its status, for tests of whole clusters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANSWER_TIMEOUT_S = 300.0
 
 
 def wait_for(client: Client, holds: Callable[[FleetInfo], bool], timeout_s: float) -> FleetInfo:
-    """The first status of which that holds."""
+    """Return the first status for which the condition holds."""
     deadline = time.monotonic() + timeout_s
     while not holds(status := client.fleet()):
         assert time.monotonic() < deadline, status
@@ -22,7 +22,7 @@ def wait_for(client: Client, holds: Callable[[FleetInfo], bool], timeout_s: floa
 
 
 def ready(status: FleetInfo) -> list[ReplicaInfo]:
-    """The replicas that the gateway gives requests."""
+    """Return the replicas that the gateway sends requests to."""
     return [replica for replica in status.replicas if replica.ready]
 
 

@@ -1,4 +1,4 @@
-"""A replica without Ray: the real step loop on a thread of the test, with a tiny model in this process."""
+"""LocalReplica: a replica without Ray, with the real step loop on a thread and a tiny model in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ DEADLINE_S = 60.0
 
 
 class Brake:
-    """Holds the ranks before their next step while it is set."""
+    """Holds the ranks before their next step.
+
+    Attributes:
+        steps: plans that passed the brake.
+    """
 
     def __init__(self) -> None:
         self._may_go = threading.Event()
@@ -31,10 +35,10 @@ class Brake:
         self._may_go.clear()
 
     def catch(self) -> None:
-        """Holds them, and returns once they stand and nothing more is taken in. Something must be running."""
+        """Hold the ranks, and return once a step has reached the brake. A request must be running."""
         self._stands.clear()
         self.hold()
-        assert self._stands.wait(DEADLINE_S), "no step came to the brake"
+        assert self._stands.wait(DEADLINE_S), f"no step reached the brake in {DEADLINE_S:g} s"
 
     def release(self) -> None:
         self._may_go.set()
@@ -45,7 +49,7 @@ class Brake:
         def held_broadcast(plan: StepPlan) -> None:
             if not self._may_go.is_set():
                 self._stands.set()
-            assert self._may_go.wait(DEADLINE_S), "the test never released the brake"
+            assert self._may_go.wait(DEADLINE_S), "the test did not release the brake"
             self.steps.append(plan)
             broadcast(plan)
 
@@ -79,7 +83,7 @@ def local_replica(config: EngineConfig, replica_id: str = "replica-0") -> Iterat
             brake.release()
             loop.stop()
             thread.join(DEADLINE_S)
-            assert not thread.is_alive(), "the step loop does not end"
+            assert not thread.is_alive(), f"the step loop did not end in {DEADLINE_S:g} s"
 
         try:
             yield LocalReplica(config, mailbox.endpoint, scheduler, brake, stop)

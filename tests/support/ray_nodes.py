@@ -1,4 +1,4 @@
-"""Ray nodes on this machine, as processes of the test's own: `ray start --block`, ended by their ids."""
+"""RayNodes: Ray nodes on this machine, each a `ray start --block` process that is ended by its pid."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ _END_TIMEOUT_S = 20.0
 
 
 class RayNodes(Closing):
-    """A head node, and others that join it. Each is a raylet of its own, though the machine is the same.
+    """A head node and nodes that join it, each with a raylet of its own.
 
-    They have the token of this process's private clusters, because Ray's library keeps the first one that it reads.
+    They use the token of this process's private clusters, because Ray's library keeps the first token that it reads.
 
     Args:
-        resources: of the head node: ``CPU`` and any other.
+        resources: of the head node: ``CPU`` and others.
         ip: of the head node.
 
     Attributes:
-        address: of the head, for `attach` and RAY_ADDRESS.
+        address: of the head node, for `attach` and RAY_ADDRESS.
     """
 
     def __init__(self, resources: Mapping[str, float], ip: str = LOOPBACK) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="qrn-", dir="/tmp"))  # short: Unix sockets live in it
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._wrapped: list[subprocess.Popen[bytes]] = []  # by commands that do not hand on a signal
+        self._wrapped: list[
+            subprocess.Popen[bytes]
+        ] = []  # started by prefix commands that do not forward signals
         port = _free_port(ip)
         self.address = f"{ip}:{port}"
         try:
@@ -49,7 +51,7 @@ class RayNodes(Closing):
 
     @property
     def environment(self) -> dict[str, str]:
-        """For processes that join the cluster."""
+        """Environment of processes that join the cluster."""
         own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
         return os.environ | own
 
@@ -60,14 +62,14 @@ class RayNodes(Closing):
     def add(
         self, resources: Mapping[str, float], ip: str = LOOPBACK, prefix: Sequence[str] = ()
     ) -> subprocess.Popen[bytes]:
-        """Starts another node; `prefix` goes before its command. Returns before it has joined."""
+        """Start another node, and return before it has joined. `prefix` is put before its command."""
         process = self._start([f"--address={self.address}"], resources, ip, prefix)
         if prefix:
             self._wrapped.append(process)
         return process
 
     def close(self) -> None:
-        """Ends all nodes, the last first. Safe to call twice."""
+        """End all nodes, the latest first. Safe to call twice."""
         for process in reversed(self._processes):
             tree = ProcessTree([process.pid])
             (tree.kill if process in self._wrapped else process.terminate)()
@@ -110,7 +112,7 @@ class RayNodes(Closing):
                 return
             except OSError:
                 time.sleep(0.1)
-        raise AssertionError("the head did not start: " + (self._directory / "node-0.log").read_text())
+        raise AssertionError("the head node did not start: " + (self._directory / "node-0.log").read_text())
 
 
 def _free_port(ip: str) -> int:

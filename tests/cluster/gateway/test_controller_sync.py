@@ -1,4 +1,4 @@
-"""A gateway before a fleet, without Ray: what clients and operators see while replicas and controllers change."""
+"""A gateway with a fleet, without Ray, as clients and operators see it while replicas and controllers change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_fleet import DirectLine, FakeLauncher, MemoryStore
+from fake_fleet import DirectController, FakeLauncher, MemoryStore
 from fakes import oracle
 
 from quire.cluster.api.status import FleetInfo
@@ -40,12 +40,14 @@ PARAMS = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
 EXPECTED = oracle(PROMPT, 30, stops=())
 
 
-class Served:
-    """A fleet, its gateway and a client of it."""
+class ServedFleet:
+    """A fleet, its gateway and a client of the gateway."""
 
-    def __init__(self, fleet: Fleet, line: DirectLine, client: AsyncClient, target: str, model: Path) -> None:
+    def __init__(
+        self, fleet: Fleet, controller: DirectController, client: AsyncClient, target: str, model: Path
+    ) -> None:
         self.fleet = fleet
-        self.line = line
+        self.controller = controller
         self.client = client
         self.target = target
         self._model = model
@@ -83,23 +85,23 @@ def serve(make_model: Callable[..., Path]) -> Callable[..., Any]:
     @asynccontextmanager
     async def serving(
         launcher: FakeLauncher, security: Security | None = None, token: str | None = None
-    ) -> AsyncIterator[Served]:
+    ) -> AsyncIterator[ServedFleet]:
         fleet = Fleet(launcher, MemoryStore(), tick_s=0.05, canary_timeout_s=DEADLINE_S)
         await fleet.recover()
-        keeper = asyncio.create_task(fleet.run())
-        line, models = DirectLine(fleet), ServedModels()
-        link = ControllerSync(line, models)
-        gateway = Gateway(models, security=security, fleet=link)
-        link.start()
+        runner = asyncio.create_task(fleet.run())
+        controller, models = DirectController(fleet), ServedModels()
+        sync = ControllerSync(controller, models)
+        gateway = Gateway(models, security=security, fleet=sync)
+        sync.start()
         target = await gateway.start()
         try:
             async with AsyncClient(target, token=token) as client:
-                yield Served(fleet, line, client, target, model)
+                yield ServedFleet(fleet, controller, client, target, model)
         finally:
             await gateway.stop(0)
-            await link.close()
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
+            await sync.close()
+            runner.cancel()
+            await asyncio.gather(runner, return_exceptions=True)
             await fleet.close()
 
     return serving
@@ -132,8 +134,8 @@ def test_two_models_are_served_by_name(serve: Callable[..., Any]) -> None:
             assert sorted(model.name for model in await served.client.models()) == ["other", "tiny"]
             assert await served.client.is_ready()
             for name in ("tiny", "other"):
-                answer = await served.ask(model=name)
-                assert (answer.model, answer.outputs[0].token_ids) == (name, EXPECTED)
+                output = await served.ask(model=name)
+                assert (output.model, output.outputs[0].token_ids) == (name, EXPECTED)
             with pytest.raises(InvalidRequest, match="'tiny' and 'other' are served"):
                 await served.ask()
             with pytest.raises(ModelNotFound, match="'gpt' is not served here"):
@@ -148,7 +150,7 @@ def test_two_models_are_served_by_name(serve: Callable[..., Any]) -> None:
 
 
 def test_requests_survive_updates_drains_failures_and_controller_loss(serve: Callable[..., Any]) -> None:
-    """A rolling update, a drain, a dead replica and a controller that goes and comes, under steady load."""
+    """A rolling update, a drain, a failed replica and a controller outage under steady load."""
 
     async def scenario(launcher: FakeLauncher) -> None:
         async with serve(launcher) as served:
@@ -176,21 +178,21 @@ def test_requests_survive_updates_drains_failures_and_controller_loss(serve: Cal
                 lambda status: not any(r.ready for r in status.replicas if r.replica_id == drained.replica_id)
             )
             await served.until_ready(2)
-            served.line.fleet = None
+            served.controller.fleet = None
             dead = next(each for each in (await served.client.fleet()).replicas if each.ready)
             launcher.launched[dead.replica_id].kill("rank 1 was killed")
             status = await served.until(lambda status: "away" in status.problem)
             assert len(status.replicas) > 0
             with pytest.raises(ReplicaUnavailable, match="away"):
                 await served.client.drain(dead.replica_id)
-            served.line.fleet = served.fleet
+            served.controller.fleet = served.fleet
             await served.until(lambda status: not status.problem)
             await served.until_ready(2)
             loading.cancel()
-            answers = await asyncio.gather(*asked)
-            assert len(answers) > 50
-            assert all(answer.outputs[0].token_ids == EXPECTED for answer in answers)
-            assert any(answer.outputs[0].timings.num_moves for answer in answers)
+            outputs = await asyncio.gather(*asked)
+            assert len(outputs) > 50
+            assert all(output.outputs[0].token_ids == EXPECTED for output in outputs)
+            assert any(output.outputs[0].timings.num_moves for output in outputs)
 
     run(scenario)
 
@@ -205,7 +207,7 @@ def test_request_scales_a_model_from_zero(serve: Callable[..., Any]) -> None:
             for _ in range(2):
                 assert (await served.ask()).outputs[0].token_ids == EXPECTED
                 await served.until(lambda status: not launcher.known())
-                assert await served.client.is_ready()  # a request would be answered
+                assert await served.client.is_ready()  # a request would start a replica
 
     run(scenario)
 
@@ -234,23 +236,23 @@ def test_only_admin_tokens_change_the_fleet(serve: Callable[..., Any]) -> None:
     run(scenario)
 
 
-class Tables:
-    """A Controller that gives out the tables that a test puts into it, one after the other."""
+class ScriptedController:
+    """A Controller that returns the states that a test puts into it, one after the other."""
 
     def __init__(self) -> None:
-        self._tables: asyncio.Queue[FleetState] = asyncio.Queue()
-        self.num_asked = 0
+        self._states: asyncio.Queue[FleetState] = asyncio.Queue()
+        self.num_watches = 0
 
     def put(self, version: str, *models: Deployment, replicas: Sequence[ReplicaEntry] = ()) -> None:
         deployments = tuple(DeploymentEntry(model, 1) for model in models)
-        self._tables.put_nowait(FleetState(version, deployments, tuple(replicas)))
+        self._states.put_nowait(FleetState(version, deployments, tuple(replicas)))
 
     async def keys(self) -> None:
         return None
 
     async def watch(self, since: str, timeout_s: float) -> FleetState:
-        self.num_asked += 1
-        return await self._tables.get()
+        self.num_watches += 1
+        return await self._states.get()
 
     async def report(self, gateway_id: str, demand: Mapping[str, object]) -> None:
         pass
@@ -270,26 +272,26 @@ def test_new_replica_of_a_deleted_model_is_ignored(make_model: Callable[..., Pat
     )
 
     async def scenario() -> None:
-        tables, models = Tables(), ServedModels()
-        link = ControllerSync(tables, models)  # type: ignore[arg-type]
-        link.start()
+        controller, models = ScriptedController(), ServedModels()
+        sync = ControllerSync(controller, models)  # type: ignore[arg-type]
+        sync.start()
         try:
-            tables.put("1", deployment, replicas=[ready_replica("a", deployment)])
+            controller.put("1", deployment, replicas=[ready_replica("a", deployment)])
             while "tiny" not in models:
                 await models.wait_for_change()
-            # Deleted, while one of its replicas became ready and the other still serves.
-            tables.put("2", replicas=[ready_replica(name, deployment) for name in "ab"])
-            tables.put("3", deployment, replicas=[ready_replica("c", deployment)])
+            # The model is deleted while one of its replicas becomes ready and the other still serves.
+            controller.put("2", replicas=[ready_replica(name, deployment) for name in "ab"])
+            controller.put("3", deployment, replicas=[ready_replica("c", deployment)])
             while "tiny" in models:
                 await models.wait_for_change()
             while "tiny" not in models:
                 await models.wait_for_change()
-            while tables.num_asked < 4:
+            while controller.num_watches < 4:
                 await asyncio.sleep(0.01)
             assert list(models.find("tiny").pool.clients) == ["c"]
-            assert link.describe().problem == ""
+            assert sync.describe().problem == ""
         finally:
-            await link.close()
+            await sync.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 2 * DEADLINE_S))
 
@@ -299,23 +301,23 @@ def test_failure_to_apply_a_state_is_reported_and_the_next_state_applied(
 ) -> None:
     deployment = Deployment.from_table({"model": str(make_model("llama")), "device": "cpu"})
     monkeypatch.setattr(
-        "quire.cluster.gateway.controller_sync.Tokenizer", lambda path: dict[str, Any]()["a fault"]
+        "quire.cluster.gateway.controller_sync.Tokenizer", lambda path: dict[str, Any]()["unexpected"]
     )
 
     async def scenario() -> None:
-        tables, models = Tables(), ServedModels()
-        link = ControllerSync(tables, models)  # type: ignore[arg-type]
-        link.start()
+        controller, models = ScriptedController(), ServedModels()
+        sync = ControllerSync(controller, models)  # type: ignore[arg-type]
+        sync.start()
         try:
-            tables.put("1", deployment)
-            while "cannot apply the fleet's state: KeyError('a fault')" not in link.describe().problem:
+            controller.put("1", deployment)
+            while "cannot apply the fleet's state: KeyError('unexpected')" not in sync.describe().problem:
                 await asyncio.sleep(0.01)
             monkeypatch.undo()
-            tables.put("2", deployment)
+            controller.put("2", deployment)
             while deployment.name not in models:
                 await models.wait_for_change()
         finally:
-            await link.close()
+            await sync.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 2 * DEADLINE_S))
     assert "the fleet's state is out of date" in caplog.text

@@ -1,4 +1,4 @@
-"""The gateway over real loopback gRPC, before the real scheduler and a tiny model."""
+"""The gateway over real loopback gRPC, with the real scheduler and a tiny model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 async def eventually(condition: Callable[[], Coroutine[Any, Any, bool]]) -> None:
-    """Waits until the condition holds, for a while."""
+    """Wait until the condition holds, DEADLINE_S at most."""
     async with asyncio.timeout(DEADLINE_S):
         while not await condition():
             await asyncio.sleep(0.01)
@@ -154,7 +154,7 @@ def test_invalid_requests_raise_and_the_server_continues(serve: ServerFactory) -
     ],
 )
 def test_status_details_name_the_field(serve: ServerFactory, sampling: dict[str, Any], field: str) -> None:
-    """A client of another language sees the field at fault in google.rpc.BadRequest."""
+    """google.rpc.BadRequest names the invalid field, for clients in any language."""
 
     async def scenario() -> None:
         async with serve() as server, grpc.aio.insecure_channel(server.target) as channel:
@@ -194,7 +194,7 @@ def test_broken_stream_frees_its_blocks(serve: ServerFactory, how: str) -> None:
             before = (await observer.status())[0].kv.num_used_blocks
             client = AsyncClient(server.target)
             if how == "deadline":
-                server.brake.hold()  # nothing comes before the deadline, however near that is
+                server.brake.hold()  # so that no token comes before the deadline
                 with pytest.raises(DeadlineExpired):
                     await drain(client.generate_stream(PROMPT, ENDLESS, timeout_s=0.5))
             else:
@@ -215,7 +215,7 @@ def test_broken_stream_frees_its_blocks(serve: ServerFactory, how: str) -> None:
                 return (await observer.status())[0].kv.num_used_blocks == before
 
             await eventually(is_free)
-            # Those planned before the abort was heard, and none after it.
+            # Only steps planned before the abort arrived have run.
             assert len(server.brake.steps) <= num_steps + 2
             await client.close()
 
@@ -250,12 +250,12 @@ def test_stop_string_ends_the_sequence_in_the_scheduler(serve: ServerFactory) ->
             whole = (await client.generate(prompt, GREEDY)).outputs[0].text
             stop = whole[5:8]
             params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, stop=(stop,))
-            (answer,) = (await client.generate(prompt, params)).outputs
-            assert answer.text == whole[: whole.find(stop)]
-            assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
-            assert answer.usage.completion_tokens == len(answer.token_ids)
-            assert answer.timings.decode_s > 0
-            assert answer.usage.cached_tokens == 16  # the first block, which the first answer left there
+            (output,) = (await client.generate(prompt, params)).outputs
+            assert output.text == whole[: whole.find(stop)]
+            assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+            assert output.usage.completion_tokens == len(output.token_ids)
+            assert output.timings.decode_s > 0
+            assert output.usage.cached_tokens == 16  # the first block, cached by the first request
 
             async def is_free() -> bool:
                 return (await client.status())[0].kv.num_used_blocks == 0
@@ -315,13 +315,13 @@ def test_failed_replica_stays_failed_despite_later_statuses(serve: ServerFactory
         async with serve() as server, AsyncClient(server.target) as client:
             running = client.generate_stream(PROMPT, ENDLESS)
             await first_delta(running)
-            # In truth the replica is well, so its statuses go on coming, like those sent just before a death.
+            # The replica still runs, so its statuses keep coming, like those sent just before a failure.
             server.replica.fail("rank 1 failed at step 7: killed")
-            heard: asyncio.Queue[ReplicaStatus | CacheReport] = asyncio.Queue()
-            server.replica.add_listener(heard.put_nowait)
+            messages: asyncio.Queue[ReplicaStatus | CacheReport] = asyncio.Queue()
+            server.replica.add_listener(messages.put_nowait)
             with pytest.raises(ReplicaUnavailable, match="replica-0 failed: rank 1 failed at step 7: killed"):
                 await drain(running)
-            while not isinstance(await asyncio.wait_for(heard.get(), 20.0), ReplicaStatus):
+            while not isinstance(await asyncio.wait_for(messages.get(), 20.0), ReplicaStatus):
                 pass
             assert server.replica.has_failed
             assert "rank 1 failed" in server.replica.problem
@@ -369,10 +369,10 @@ def test_slow_reader_gets_merged_updates(serve: ServerFactory) -> None:
                 return server.replica.num_running == 0
 
             await eventually(is_done)
-            ((index, news),) = [item async for item in running]
+            ((index, update),) = [item async for item in running]
             assert index == 0
-            assert len(news.token_ids) == 50
-            assert news.finish is not None
+            assert len(update.token_ids) == 50
+            assert update.finish is not None
 
     run(scenario())
 
@@ -386,8 +386,8 @@ def test_two_hundred_concurrent_streams_return_equal_outputs(serve: ServerFactor
                 events = client.generate_stream([5, 6, 7], GREEDY, request_id=f"r{number}")
                 return tuple([t async for e in events if isinstance(e, CompletionDelta) for t in e.token_ids])
 
-            answers = await asyncio.gather(*map(stream, range(200)))
-            assert set(answers) == {tuple(alone.outputs[0].token_ids)}
+            results = await asyncio.gather(*map(stream, range(200)))
+            assert set(results) == {tuple(alone.outputs[0].token_ids)}
 
             async def is_free() -> bool:
                 return (await client.status())[0].kv.num_used_blocks == 0
@@ -410,9 +410,9 @@ def test_full_queue_rejects_requests(serve: ServerFactory) -> None:
 
             await eventually(have_all_come)
             server.brake.release()
-            answers = await asyncio.gather(*calls, return_exceptions=True)
-            assert sum(isinstance(answer, Overloaded) for answer in answers) >= 1
-            assert sum(not isinstance(answer, Exception) for answer in answers) >= 2
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            assert sum(isinstance(result, Overloaded) for result in results) >= 1
+            assert sum(not isinstance(result, Exception) for result in results) >= 2
             await first.aclose()
 
     run(scenario())
@@ -468,8 +468,8 @@ def test_reflection_lists_the_services(serve: ServerFactory) -> None:
         ):
             stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
             call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
-            answer = await call.read()
-            names = {service.name for service in answer.list_services_response.service}
+            response = await call.read()
+            names = {service.name for service in response.list_services_response.service}
             assert {"quire.v1.Inference", "quire.v1.Admin", "grpc.health.v1.Health"} <= names
             call.cancel()
 

@@ -1,4 +1,4 @@
-"""Requests with several answers, and whose request it is, over real loopback gRPC and the real scheduler."""
+"""Several outputs per request, tenants, priorities and deadlines, over loopback gRPC with the real scheduler."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def until_free(client: AsyncClient) -> None:
 
 
 def check_numbers(events: list[StreamEvent], n: int) -> None:
-    """One RequestStarted, deltas numbered over the stream, one CompletionFinished last for each completion."""
+    """Check for one RequestStarted, consecutive delta numbers, and one CompletionFinished last per completion."""
     assert isinstance(events[0], RequestStarted)
     assert [e.sequence_number for e in events if isinstance(e, CompletionDelta)] == list(
         range(1, 1 + sum(isinstance(e, CompletionDelta) for e in events))
@@ -184,18 +184,18 @@ def test_queue_limit_counts_requests_not_outputs(serve: ServerFactory) -> None:
                 while server.replica.num_running < 1 + 3 * 3:
                     await asyncio.sleep(0.01)
             server.brake.release()
-            answers = await asyncio.gather(*calls, return_exceptions=True)
+            results = await asyncio.gather(*calls, return_exceptions=True)
             await first.aclose()
-            refused = [answer for answer in answers if isinstance(answer, BaseException)]
-            assert len(refused) == 1
-            assert isinstance(refused[0], Overloaded)
+            rejected = [result for result in results if isinstance(result, BaseException)]
+            assert len(rejected) == 1
+            assert isinstance(rejected[0], Overloaded)
             assert server.replica.num_running == 0
 
     run(scenario())
 
 
 def test_deadline_ends_a_request_and_frees_its_blocks(serve: ServerFactory) -> None:
-    """The scheduler's own word, before any gRPC deadline."""
+    """The scheduler ends the request, before any gRPC deadline."""
 
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
@@ -232,8 +232,8 @@ def test_cache_salt_separates_prefixes_regardless_of_tenant(serve: ServerFactory
 
             async def cached_tokens(tenant: str, salt: str) -> int:
                 params = SamplingParams(max_tokens=1)
-                answer = await client.generate(prompt, params, tenant=tenant, cache_salt=salt)
-                return answer.usage.cached_tokens
+                output = await client.generate(prompt, params, tenant=tenant, cache_salt=salt)
+                return output.usage.cached_tokens
 
             assert await cached_tokens("gold", "a") == 0
             assert await cached_tokens("tin", "b") == 0
@@ -252,12 +252,12 @@ def test_token_determines_the_tenant(serve: ServerFactory) -> None:
             tenants: list[str] = []
             add = server.scheduler.add
 
-            def watched(gateway: bytes, submit: Submit, now: float) -> Finish | None:
+            def recording_add(gateway: bytes, submit: Submit, now: float) -> Finish | None:
                 tenants.append(submit.tenant)
                 return add(gateway, submit, now)
 
-            server.scheduler.add = watched
-            for token, claimed, refused in (
+            server.scheduler.add = recording_add
+            for token, claimed, is_rejected in (
                 ("golden", "", False),
                 ("golden", "gold", False),
                 ("golden", "tin", True),
@@ -265,7 +265,7 @@ def test_token_determines_the_tenant(serve: ServerFactory) -> None:
                 ("plain", "tin", True),
             ):
                 async with AsyncClient(server.target, token=token) as client:
-                    if not refused:
+                    if not is_rejected:
                         await client.generate(PROMPT, SAMPLED, tenant=claimed)
                         continue
                     with pytest.raises(InvalidRequest) as caught:

@@ -1,4 +1,4 @@
-"""What may be asked of sampling crosses the network whole, and what is reported comes back whole."""
+"""Sampling parameters, log-probabilities and logits processors over loopback gRPC."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     ],
 )  # fmt: skip
 def test_sampling_params_round_trip_through_messages(params: SamplingParams) -> None:
-    """Above all those that are unset: the server decides them."""
+    """Unset parameters stay unset: the server decides them."""
     assert sampling_from_message(sampling_to_message(params)) == params
 
 
@@ -62,14 +62,14 @@ def test_prompt_logprobs_over_the_network(serve: ServerFactory) -> None:
             assert len(whole.prompt_logprobs) == len(prompt)
             events = [event async for event in client.generate_stream(PROMPT, params)]
             parts = [event for event in events if isinstance(event, PromptLogprobsDelta)]
-            assert len(parts) > 1  # a chunk each
+            assert len(parts) > 1  # one event per chunk
             kinds = [type(event) for event in events]
             assert kinds[0] is RequestStarted
             assert kinds.index(CompletionDelta) > kinds.index(PromptLogprobsDelta)
             streamed = collect_output(events, prompt=PROMPT, prompt_token_ids=None, with_prompt_logprobs=True)
             assert streamed.prompt_logprobs == whole.prompt_logprobs
             assert [token_id for part in parts for token_id in part.token_ids] == prompt[1:]
-            # The same numbers as those of an answer that is made to be the prompt.
+            # They equal the logprobs of an output that is forced to be the prompt.
             for place in (1, 5):
                 forced = SamplingParams(
                     temperature=0.0, max_tokens=1, logprobs=2, allowed_token_ids=prompt[place : place + 1]
@@ -131,7 +131,7 @@ def test_add_special_tokens_reaches_the_tokenizer(serve: ServerFactory) -> None:
 
 
 def test_only_the_own_tenant_can_abort_a_request(serve: ServerFactory) -> None:
-    """And no tenant can take a name from another."""
+    """Request ids are separate per tenant."""
     security = Security(tokens=(Token(b"golden", "gold"), Token(b"tinny", "tin"), Token(b"plain")))
 
     async def scenario() -> None:
