@@ -13,7 +13,7 @@ help:
 	@echo "make demo      two tensor-parallel workers serve concurrent gRPC requests, then shut down"
 	@echo "make test      the tests that need no GPU, without the slow ones (at most 15 minutes on two cores)"
 	@echo "make test-all  the tests that need no GPU, including the slow ones"
-	@echo "make check     linters, types of package, tests and benchmarks, import layers, generated files"
+	@echo "make check     linters, types, import layers, generated files"
 	@echo "make layers    the import layers only"
 	@echo "make proto     regenerate the gRPC code from the .proto files"
 	@echo "make figures   regenerate docs/benchmarks.md from benchmarks/results/"
