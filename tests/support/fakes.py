@@ -46,6 +46,12 @@ def small_config(
     return engine_config(options, model).with_swap_rate(swap_blocks_per_s)
 
 
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    """Return token ids without the special ones, the same for the same length and seed."""
+    token_ids: list[int] = np.random.default_rng(seed).integers(EOS + 1, VOCAB_SIZE, length).tolist()
+    return token_ids
+
+
 def submit(handle: int, prompt: list[int], **settings: Any) -> Submit:
     """Return a request; `settings` are fields of SamplingParams and Submit."""
     options: dict[str, Any] = {

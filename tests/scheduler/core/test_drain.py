@@ -2,17 +2,12 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 from driver import Driver
-from fakes import EOS, VOCAB_SIZE, beam_oracle, oracle, small_config
+from fakes import EOS, beam_oracle, oracle, random_prompt, small_config
 from narrowing import not_none
 
 from quire.proto.stream import FinishReason
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(2, VOCAB_SIZE, length).tolist()
 
 
 def receive(driver: Driver) -> None:
@@ -23,7 +18,7 @@ def receive(driver: Driver) -> None:
 def test_drain_hands_off_waiting_requests_and_lets_running_ones_finish() -> None:
     driver = Driver(small_config(max_num_seqs=2))
     for handle in range(4):
-        driver.add(handle, prompt(5, handle), max_tokens=6, ignore_eos=True)
+        driver.add(handle, random_prompt(5, handle), max_tokens=6, ignore_eos=True)
     driver.step()
     driver.scheduler.drain(grace_s=10.0, now=0.0)
     driver.step()
@@ -37,8 +32,8 @@ def test_drain_hands_off_waiting_requests_and_lets_running_ones_finish() -> None
 def test_draining_scheduler_moves_each_output_of_new_requests() -> None:
     driver = Driver(small_config())
     driver.scheduler.drain(grace_s=10.0, now=0.0)
-    driver.add(0, prompt(4), n=3)
-    driver.add(3, prompt(4), n=1, best_of=2)
+    driver.add(0, random_prompt(4), n=3)
+    driver.add(3, random_prompt(4), n=1, best_of=2)
     receive(driver)
     assert set(driver.moved) == set(range(5))
     assert {finish.reason for finish in driver.moved.values()} == {FinishReason.MOVED}
@@ -47,7 +42,7 @@ def test_draining_scheduler_moves_each_output_of_new_requests() -> None:
 
 def test_drain_hands_off_running_requests_after_the_grace_time() -> None:
     driver = Driver(small_config())
-    driver.add(0, prompt(5), max_tokens=30, ignore_eos=True)
+    driver.add(0, random_prompt(5), max_tokens=30, ignore_eos=True)
     for _ in range(4):
         driver.step(depth=2)
     driver.scheduler.drain(grace_s=1.0, now=0.0)
@@ -62,7 +57,7 @@ def test_drain_hands_off_running_requests_after_the_grace_time() -> None:
 
 def test_drain_uses_the_shorter_of_two_grace_times() -> None:
     driver = Driver(small_config())
-    driver.add(0, prompt(5), max_tokens=30, ignore_eos=True)
+    driver.add(0, random_prompt(5), max_tokens=30, ignore_eos=True)
     driver.step()
     driver.scheduler.drain(grace_s=0.0, now=0.0)
     driver.scheduler.drain(grace_s=60.0, now=0.0)
@@ -74,7 +69,9 @@ def test_drain_uses_the_shorter_of_two_grace_times() -> None:
 def test_outputs_of_a_best_of_request_are_handed_off_together(best_of: int | None) -> None:
     """With two rows the third output waits for another to end: alone it is handed off, in a group it stays."""
     driver = Driver(small_config(max_num_seqs=2))
-    driver.add(0, prompt(5), max_tokens=6, n=3 if best_of is None else 1, best_of=best_of, ignore_eos=True)
+    driver.add(
+        0, random_prompt(5), max_tokens=6, n=3 if best_of is None else 1, best_of=best_of, ignore_eos=True
+    )
     driver.step()
     driver.step()
     driver.scheduler.drain(grace_s=10.0, now=0.0)
@@ -86,16 +83,16 @@ def test_outputs_of_a_best_of_request_are_handed_off_together(best_of: int | Non
 def test_beam_search_is_handed_off_whole_and_restarts() -> None:
     driver = Driver(small_config())
     settings: dict[str, Any] = {"max_tokens": 8, "n": 2, "beam_width": 3}
-    driver.add(0, prompt(5), **settings)
+    driver.add(0, random_prompt(5), **settings)
     for _ in range(3):
         driver.step()
     driver.scheduler.drain(grace_s=0.0, now=0.0)
     driver.run()
     assert set(driver.moved) == {0, 1}
     driver.replace()
-    driver.add(0, prompt(5), **settings)
+    driver.add(0, random_prompt(5), **settings)
     driver.run()
-    assert [driver.outputs[0], driver.outputs[1]] == beam_oracle(prompt(5), 8, 3, 2, (EOS,))
+    assert [driver.outputs[0], driver.outputs[1]] == beam_oracle(random_prompt(5), 8, 3, 2, (EOS,))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -103,16 +100,16 @@ def test_beam_search_is_handed_off_whole_and_restarts() -> None:
 def test_moved_sequence_continues_with_same_tokens(num_moves: int, depth: int) -> None:
     driver = Driver(small_config())
     settings: dict[str, Any] = {"max_tokens": 25, "min_tokens": 3, "ignore_eos": True}
-    driver.add(0, prompt(7), **settings)
+    driver.add(0, random_prompt(7), **settings)
     for _ in range(num_moves):
         for _ in range(3):
             driver.step(depth)
         driver.scheduler.drain(grace_s=0.0, now=driver.now)
         driver.run(depth)
         driver.replace()
-        driver.add(0, prompt(7), generated=driver.outputs[0], **settings)
+        driver.add(0, random_prompt(7), generated=driver.outputs[0], **settings)
     driver.run(depth)
-    assert driver.outputs[0] == oracle(prompt(7), 25, stops=())
+    assert driver.outputs[0] == oracle(random_prompt(7), 25, stops=())
     finish = driver.finishes[0]
     assert (finish.reason, finish.num_prompt_tokens, finish.num_completion_tokens) == (
         FinishReason.LENGTH,
@@ -123,11 +120,11 @@ def test_moved_sequence_continues_with_same_tokens(num_moves: int, depth: int) -
 
 def test_moved_sequence_counts_lengths_from_its_beginning() -> None:
     driver = Driver(small_config())
-    generated = oracle(prompt(6), 5, stops=())
-    driver.add(0, prompt(6), generated=generated, max_tokens=9, min_tokens=7, seed=3, temperature=1.0)
+    generated = oracle(random_prompt(6), 5, stops=())
+    driver.add(0, random_prompt(6), generated=generated, max_tokens=9, min_tokens=7, seed=3, temperature=1.0)
     driver.plan()
     (new,) = driver.plans[0].new
-    assert new.token_ids.tolist() == prompt(6) + generated
+    assert new.token_ids.tolist() == random_prompt(6) + generated
     assert new.sampling.seed == 3
     guard = driver.scheduler._state.running[0]
     assert (guard.num_prompt_tokens, guard.max_len) == (6, 15)
@@ -138,8 +135,14 @@ def test_moved_sequence_counts_lengths_from_its_beginning() -> None:
 
 def test_moved_sequence_goes_before_new_ones_and_reports_recomputed_tokens() -> None:
     driver = Driver(small_config(max_num_seqs=1))
-    driver.add(0, prompt(5), max_tokens=2, ignore_eos=True)
-    driver.add(1, prompt(6, 1), generated=oracle(prompt(6, 1), 4, stops=()), max_tokens=6, ignore_eos=True)
+    driver.add(0, random_prompt(5), max_tokens=2, ignore_eos=True)
+    driver.add(
+        1,
+        random_prompt(6, 1),
+        generated=oracle(random_prompt(6, 1), 4, stops=()),
+        max_tokens=6,
+        ignore_eos=True,
+    )
     driver.run()
     assert list(driver.finishes) == [1, 0]
     assert driver.finishes[1].timings.recomputed_tokens == 9
@@ -158,7 +161,7 @@ def test_moved_sequence_goes_before_new_ones_and_reports_recomputed_tokens() -> 
 )
 def test_invalid_moved_sequence_is_rejected(settings: dict[str, Any], problem: str | None) -> None:
     driver = Driver(small_config())
-    rejection = driver.add(0, prompt(4), generated=[5, 6, 7], **settings)
+    rejection = driver.add(0, random_prompt(4), generated=[5, 6, 7], **settings)
     if problem is None:
         assert rejection is None
     else:

@@ -1,52 +1,47 @@
 """Parallel sampling and beam search: several outputs that share their prompt's blocks."""
 
-import numpy as np
 import pytest
 from driver import Driver
-from fakes import EOS, VOCAB_SIZE, beam_oracle, oracle, small_config
+from fakes import EOS, beam_oracle, oracle, random_prompt, small_config
 from narrowing import not_none
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(2, VOCAB_SIZE, length).tolist()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 8, 15])
 def test_parallel_outputs_share_the_prompt_and_copy_one_block(length: int, depth: int) -> None:
     driver = Driver(small_config(num_blocks=64, max_num_batched_tokens=64, prefix_caching=False))
-    driver.add(0, prompt(length), max_tokens=6, n=4, ignore_eos=True)
+    driver.add(0, random_prompt(length), max_tokens=6, n=4, ignore_eos=True)
     driver.run(depth)
     for handle in range(4):
-        assert driver.outputs[handle] == oracle(prompt(length), 6, stops=())
+        assert driver.outputs[handle] == oracle(random_prompt(length), 6, stops=())
     assert sum(plan.copies.shape[0] for plan in driver.plans) == (3 if (length - 1) % 4 else 0)
     assert driver.group.num_executed_tokens <= length + 4 * 6 + 3 * depth
 
 
 def test_parallel_outputs_hold_the_prompt_once() -> None:
     driver = Driver(small_config(num_blocks=64, max_num_batched_tokens=64, prefix_caching=False))
-    driver.add(0, prompt(33), max_tokens=8, n=4, ignore_eos=True)
+    driver.add(0, random_prompt(33), max_tokens=8, n=4, ignore_eos=True)
     driver.run()
     assert driver.scheduler.stats.peak_held_blocks <= 9 + 4 * 2
 
 
 def test_outputs_without_a_free_row_wait() -> None:
     driver = Driver(small_config(max_num_seqs=2))
-    driver.add(0, prompt(9), max_tokens=5, n=6, ignore_eos=True)
+    driver.add(0, random_prompt(9), max_tokens=5, n=6, ignore_eos=True)
     driver.run(depth=2)
-    assert all(driver.outputs[handle] == oracle(prompt(9), 5, stops=()) for handle in range(6))
+    assert all(driver.outputs[handle] == oracle(random_prompt(9), 5, stops=()) for handle in range(6))
 
 
 def test_children_of_a_parent_that_ends_at_once_complete() -> None:
     driver = Driver(small_config())
-    driver.add(0, prompt(9), max_tokens=1, n=3)
+    driver.add(0, random_prompt(9), max_tokens=1, n=3)
     driver.run()
-    assert [driver.outputs[handle] for handle in range(3)] == [oracle(prompt(9), 1)] * 3
+    assert [driver.outputs[handle] for handle in range(3)] == [oracle(random_prompt(9), 1)] * 3
 
 
 def test_each_output_samples_with_its_own_seed() -> None:
     driver = Driver(small_config())
-    driver.add(0, prompt(9), max_tokens=3, n=3, seed=40, temperature=1.0, ignore_eos=True)
+    driver.add(0, random_prompt(9), max_tokens=3, n=3, seed=40, temperature=1.0, ignore_eos=True)
     driver.run()
     seeds = {new.sampling.seed for plan in driver.plans for new in plan.new}
     assert seeds == {40, 41, 42}
@@ -54,11 +49,11 @@ def test_each_output_samples_with_its_own_seed() -> None:
 
 def test_one_output_can_be_aborted_alone() -> None:
     driver = Driver(small_config())
-    driver.add(0, prompt(9), max_tokens=12, n=3, ignore_eos=True)
+    driver.add(0, random_prompt(9), max_tokens=12, n=3, ignore_eos=True)
     driver.step()
     assert driver.abort(0)  # the parent, whose children have not started
     driver.run()
-    assert driver.outputs[2] == oracle(prompt(9), 12, stops=())
+    assert driver.outputs[2] == oracle(random_prompt(9), 12, stops=())
     assert set(driver.finishes) == {1, 2}
 
 
@@ -67,9 +62,11 @@ def test_one_output_can_be_aborted_alone() -> None:
 def test_beam_search_equals_the_oracle(width: int, depth: int) -> None:
     driver = Driver(small_config(num_blocks=64))
     n = min(2, width)
-    driver.add(0, prompt(9), max_tokens=10, beam_width=width, n=n)
+    driver.add(0, random_prompt(9), max_tokens=10, beam_width=width, n=n)
     driver.run(depth)
-    assert [driver.outputs[handle] for handle in range(n)] == beam_oracle(prompt(9), 10, width, n, (EOS,))
+    assert [driver.outputs[handle] for handle in range(n)] == beam_oracle(
+        random_prompt(9), 10, width, n, (EOS,)
+    )
     assert not_none(driver.finishes[0].score) >= not_none(driver.finishes[n - 1].score)
 
 
@@ -77,19 +74,19 @@ def test_beam_search_equals_the_oracle(width: int, depth: int) -> None:
 def test_beam_searches_complete_with_too_few_blocks_and_rows(num_blocks: int) -> None:
     driver = Driver(small_config(num_blocks=num_blocks, max_num_seqs=4))
     for handle in range(0, 12, 2):
-        driver.add(handle, prompt(7, handle), max_tokens=8, beam_width=4, n=2)
-    driver.add(100, prompt(5), max_tokens=9, ignore_eos=True)
+        driver.add(handle, random_prompt(7, handle), max_tokens=8, beam_width=4, n=2)
+    driver.add(100, random_prompt(5), max_tokens=9, ignore_eos=True)
     driver.run(depth=2)
     for handle in range(0, 12, 2):
-        expected = beam_oracle(prompt(7, handle), 8, 4, 2, (EOS,))
+        expected = beam_oracle(random_prompt(7, handle), 8, 4, 2, (EOS,))
         assert [driver.outputs[handle], driver.outputs[handle + 1]] == expected
-    assert driver.outputs[100] == oracle(prompt(5), 9, stops=())
+    assert driver.outputs[100] == oracle(random_prompt(5), 9, stops=())
     assert driver.scheduler.stats.num_preemptions > 0
 
 
 def test_aborted_beam_search_frees_all_beams() -> None:
     driver = Driver(small_config(num_blocks=64))
-    driver.add(0, prompt(9), max_tokens=20, beam_width=4, n=2, ignore_eos=True)
+    driver.add(0, random_prompt(9), max_tokens=20, beam_width=4, n=2, ignore_eos=True)
     for _ in range(6):
         driver.step()
     assert driver.scheduler.num_running + driver.scheduler.num_waiting == 4

@@ -4,10 +4,9 @@ import weakref
 from array import array
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from driver import Driver
-from fakes import VOCAB_SIZE, oracle, small_config
+from fakes import oracle, random_prompt, small_config
 from narrowing import not_none
 
 from quire.proto.sampling import SamplingParams
@@ -15,10 +14,6 @@ from quire.proto.step import StepResult
 from quire.scheduler.core.policy import CostModel, counter_on_arrival, service
 from quire.scheduler.core.waiting import WaitingQueue
 from quire.scheduler.sequences.sequence import Sequence
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(2, VOCAB_SIZE, length).tolist()
 
 
 def order_of_first_tokens(driver: Driver) -> list[int]:
@@ -32,32 +27,32 @@ def order_of_first_tokens(driver: Driver) -> list[int]:
 def test_fcfs_admits_by_arrival() -> None:
     driver = Driver(small_config(max_num_seqs=1))
     for handle, priority in ((0, 0), (1, 5), (2, 9)):
-        driver.add(handle, prompt(4, handle), max_tokens=2, priority=priority)
+        driver.add(handle, random_prompt(4, handle), max_tokens=2, priority=priority)
     assert order_of_first_tokens(driver)[1:] == [1, 2]
 
 
 def test_higher_priority_is_admitted_first_and_preempts_lower() -> None:
     driver = Driver(small_config(max_num_seqs=1, policy="priority"))
-    driver.add(0, prompt(4), max_tokens=9, priority=0, ignore_eos=True)
+    driver.add(0, random_prompt(4), max_tokens=9, priority=0, ignore_eos=True)
     driver.step()
-    driver.add(1, prompt(4, 1), max_tokens=3, priority=1, ignore_eos=True)
-    driver.add(2, prompt(4, 2), max_tokens=3, priority=2, ignore_eos=True)
+    driver.add(1, random_prompt(4, 1), max_tokens=3, priority=1, ignore_eos=True)
+    driver.add(2, random_prompt(4, 2), max_tokens=3, priority=2, ignore_eos=True)
     driver.step()
     driver.step()  # a row that got a block in a plan is not taken in the same plan
     assert driver.outputs[2]
     driver.run(depth=2)
     assert driver.finishes[0].timings.recomputed_tokens > 0
     for handle, most in ((0, 9), (1, 3), (2, 3)):
-        assert driver.outputs[handle] == oracle(prompt(4, handle), most, stops=())
+        assert driver.outputs[handle] == oracle(random_prompt(4, handle), most, stops=())
 
 
 def test_victim_has_lowest_priority_then_least_computed_tokens() -> None:
     driver = Driver(
         small_config(num_blocks=14, policy="priority", prefix_caching=False, max_num_batched_tokens=64)
     )
-    driver.add(0, prompt(12), max_tokens=20, priority=1, ignore_eos=True)
-    driver.add(1, prompt(14, 1), max_tokens=20, priority=0, ignore_eos=True)
-    driver.add(2, prompt(5, 2), max_tokens=20, priority=0, ignore_eos=True)
+    driver.add(0, random_prompt(12), max_tokens=20, priority=1, ignore_eos=True)
+    driver.add(1, random_prompt(14, 1), max_tokens=20, priority=0, ignore_eos=True)
+    driver.add(2, random_prompt(5, 2), max_tokens=20, priority=0, ignore_eos=True)
     while not driver.scheduler.stats.num_preemptions:
         driver.step()
     preempted = driver.scheduler._state.waiting.peek()
@@ -68,16 +63,16 @@ def test_victim_has_lowest_priority_then_least_computed_tokens() -> None:
 def test_shortest_prefill_admits_shortest_prompt_first() -> None:
     driver = Driver(small_config(max_num_seqs=1, policy="shortest-prefill"))
     for handle, length in ((0, 4), (1, 12), (2, 3), (3, 7)):
-        driver.add(handle, prompt(length, handle), max_tokens=2)
+        driver.add(handle, random_prompt(length, handle), max_tokens=2)
     assert order_of_first_tokens(driver) == [2, 0, 3, 1]
 
 
 def test_longest_prefix_goes_first_with_bounded_wait_for_others() -> None:
     driver = Driver(small_config(max_num_seqs=1, num_blocks=64, policy="longest-prefix"))
-    head = prompt(16)
+    head = random_prompt(16)
     driver.add(0, head, max_tokens=1)
     driver.run()
-    driver.add(1, prompt(16, 1), max_tokens=1)
+    driver.add(1, random_prompt(16, 1), max_tokens=1)
     for handle in range(2, 90):
         driver.add(handle, [*head, handle % 60 + 2], max_tokens=1)
     order = order_of_first_tokens(driver)
@@ -90,7 +85,7 @@ def test_fair_policy_shares_by_weight() -> None:
     driver = Driver(small_config(max_num_seqs=1, num_blocks=64, policy="fair", tenant_weights=weights))
     for handle in range(80):
         tenant = "gold" if handle % 2 else "tin"
-        driver.add(handle, prompt(4, handle), max_tokens=4, tenant=tenant, ignore_eos=True)
+        driver.add(handle, random_prompt(4, handle), max_tokens=4, tenant=tenant, ignore_eos=True)
     for _ in range(4 * 40):
         driver.step()
     gold = sum(1 for handle in driver.finishes if handle % 2)
@@ -100,10 +95,10 @@ def test_fair_policy_shares_by_weight() -> None:
 def test_fair_policy_isolates_a_tenant_from_a_flood() -> None:
     driver = Driver(small_config(max_num_seqs=1, num_blocks=64, policy="fair"))
     for handle in range(50):
-        driver.add(handle, prompt(4, handle), max_tokens=2, tenant="loud")
+        driver.add(handle, random_prompt(4, handle), max_tokens=2, tenant="loud")
     for _ in range(20):
         driver.step()
-    driver.add(99, prompt(4, 99), max_tokens=2, tenant="quiet")
+    driver.add(99, random_prompt(4, 99), max_tokens=2, tenant="quiet")
     done = len(driver.finishes)
     while 99 not in driver.finishes:
         driver.step()
@@ -118,32 +113,32 @@ def test_virtual_counter_functions() -> None:
 
 def test_deadline_ends_running_and_waiting_requests() -> None:
     driver = Driver(small_config(max_num_seqs=1))
-    driver.add(0, prompt(4), max_tokens=50, ignore_eos=True, timeout_s=5.0)
-    driver.add(1, prompt(4, 1), max_tokens=50, ignore_eos=True, timeout_s=2.0)
-    driver.add(2, prompt(4, 2), max_tokens=2, ignore_eos=True)
+    driver.add(0, random_prompt(4), max_tokens=50, ignore_eos=True, timeout_s=5.0)
+    driver.add(1, random_prompt(4, 1), max_tokens=50, ignore_eos=True, timeout_s=2.0)
+    driver.add(2, random_prompt(4, 2), max_tokens=2, ignore_eos=True)
     while driver.step():
         driver.now += 1.0
     for handle in (0, 1):
         assert driver.finishes[handle].grpc_status == "DEADLINE_EXCEEDED"
     assert 4 <= len(driver.outputs[0]) <= 6
     assert driver.outputs[1] == []
-    assert driver.outputs[2] == oracle(prompt(4, 2), 2, stops=())
+    assert driver.outputs[2] == oracle(random_prompt(4, 2), 2, stops=())
     assert driver.scheduler.blocks.num_held_blocks == 0
 
 
 def test_prompt_too_long_for_its_deadline_is_not_started() -> None:
     driver = Driver(small_config())
     driver.scheduler._state.costs.prefill_tokens_per_s = 1.0
-    driver.add(0, prompt(20), max_tokens=2, timeout_s=10.0)
+    driver.add(0, random_prompt(20), max_tokens=2, timeout_s=10.0)
     driver.run()
     assert "cannot be computed before its deadline" in driver.finishes[0].error
-    assert not_none(driver.add(1, prompt(4), timeout_s=0.0)).grpc_status == "DEADLINE_EXCEEDED"
+    assert not_none(driver.add(1, random_prompt(4), timeout_s=0.0)).grpc_status == "DEADLINE_EXCEEDED"
 
 
 def test_different_salts_share_no_prefix() -> None:
     driver = Driver(small_config())
     for handle, salt in ((0, b"a"), (1, b"b"), (2, b"a")):
-        driver.add(handle, prompt(20), max_tokens=2, salt=salt)
+        driver.add(handle, random_prompt(20), max_tokens=2, salt=salt)
         driver.run()
     assert [driver.finishes[handle].num_cached_tokens > 0 for handle in range(3)] == [False, False, True]
 
@@ -180,12 +175,12 @@ def test_prefill_rate_is_measured_on_steps_full_of_prompt_tokens() -> None:
 
     driver.group.gather = gather_late  # type: ignore[method-assign]
     driver.add(
-        0, prompt(16), max_tokens=3, ignore_eos=True
+        0, random_prompt(16), max_tokens=3, ignore_eos=True
     )  # two chunks, of which the second samples; then it decodes
     driver.run()
     assert driver.scheduler._state.costs.prefill_tokens_per_s == pytest.approx(16 / 2.0)
     stages += [{"forward": 9.0}]
-    driver.add(1, prompt(3, 1), max_tokens=1)  # takes as long as a full step
+    driver.add(1, random_prompt(3, 1), max_tokens=1)  # takes as long as a full step
     driver.run()
     assert not stages
     assert driver.scheduler._state.costs.prefill_tokens_per_s == pytest.approx(16 / 2.0)

@@ -3,7 +3,7 @@ from typing import Any
 import numpy as np
 import pytest
 from driver import GATEWAY, Driver
-from fakes import EOS, VOCAB_SIZE, oracle, small_config, submit
+from fakes import EOS, VOCAB_SIZE, oracle, random_prompt, small_config, submit
 from narrowing import not_none
 
 from quire.proto.errors import ProtocolError, ReplicaUnavailable
@@ -11,17 +11,13 @@ from quire.proto.step import StepResult
 from quire.proto.stream import FinishReason
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(2, VOCAB_SIZE, length).tolist()
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 15, 16, 17, 33])
 def test_one_sequence_equals_the_oracle(length: int, depth: int) -> None:
     driver = Driver(small_config())
-    driver.add(0, prompt(length), max_tokens=20)
+    driver.add(0, random_prompt(length), max_tokens=20)
     driver.run(depth)
-    assert driver.outputs[0] == oracle(prompt(length), 20)
+    assert driver.outputs[0] == oracle(random_prompt(length), 20)
     assert driver.scheduler.blocks.num_held_blocks == 0
 
 
@@ -29,18 +25,20 @@ def test_one_sequence_equals_the_oracle(length: int, depth: int) -> None:
 def test_many_sequences_in_a_small_pool_equal_the_oracle(depth: int) -> None:
     driver = Driver(small_config(num_blocks=14))
     for handle in range(50):
-        assert driver.add(handle, prompt(5 + handle % 20, handle), max_tokens=12, ignore_eos=True) is None
+        assert (
+            driver.add(handle, random_prompt(5 + handle % 20, handle), max_tokens=12, ignore_eos=True) is None
+        )
     driver.run(depth)
     assert driver.scheduler.stats.num_preemptions > 0
     for handle in range(50):
-        assert driver.outputs[handle] == oracle(prompt(5 + handle % 20, handle), 12, stops=())
+        assert driver.outputs[handle] == oracle(random_prompt(5 + handle % 20, handle), 12, stops=())
 
 
 def test_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
     driver = Driver(small_config(max_num_batched_tokens=8))
-    driver.add(0, prompt(4), max_tokens=30, ignore_eos=True)
+    driver.add(0, random_prompt(4), max_tokens=30, ignore_eos=True)
     driver.step()
-    driver.add(1, prompt(40, 1), max_tokens=2, ignore_eos=True)
+    driver.add(1, random_prompt(40, 1), max_tokens=2, ignore_eos=True)
     before = len(driver.outputs[0])
     driver.step()
     assert driver.plans[-1].chunk_lens.tolist() == [7]
@@ -52,7 +50,7 @@ def test_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
 def test_no_step_exceeds_the_token_budget() -> None:
     driver = Driver(small_config(max_num_batched_tokens=10, max_num_seqs=6))
     for handle in range(12):
-        driver.add(handle, prompt(9, handle), max_tokens=5, ignore_eos=True)
+        driver.add(handle, random_prompt(9, handle), max_tokens=5, ignore_eos=True)
     before = 0
     while driver.step():
         executed = driver.group.num_executed_tokens - before
@@ -62,7 +60,7 @@ def test_no_step_exceeds_the_token_budget() -> None:
 
 def test_request_with_cached_prefix_computes_only_the_rest() -> None:
     driver = Driver(small_config())
-    head = prompt(16)
+    head = random_prompt(16)
     driver.add(0, [*head, 7, 8], max_tokens=1)
     driver.run()
     driver.add(1, [*head, 9], max_tokens=1)
@@ -75,7 +73,7 @@ def test_request_with_cached_prefix_computes_only_the_rest() -> None:
 
 def test_requests_of_one_step_share_a_prefix_computed_in_it() -> None:
     driver = Driver(small_config(max_num_batched_tokens=64))
-    head = prompt(16)
+    head = random_prompt(16)
     driver.add(0, [*head, 7], max_tokens=1)
     driver.add(1, [*head, 9], max_tokens=1)
     driver.run()
@@ -85,9 +83,9 @@ def test_requests_of_one_step_share_a_prefix_computed_in_it() -> None:
 
 def test_next_turn_reuses_generated_tokens() -> None:
     driver = Driver(small_config())
-    driver.add(0, prompt(6), max_tokens=10, ignore_eos=True)
+    driver.add(0, random_prompt(6), max_tokens=10, ignore_eos=True)
     driver.run()
-    history = prompt(6) + driver.outputs[0]
+    history = random_prompt(6) + driver.outputs[0]
     driver.add(1, [*history, 5], max_tokens=1)
     driver.run()
     # 15 of the 16 were computed: three full blocks of 4 that are shared, and three tokens that are copied.
@@ -98,7 +96,7 @@ def test_next_turn_reuses_generated_tokens() -> None:
 def test_without_prefix_caching_nothing_is_shared() -> None:
     driver = Driver(small_config(prefix_caching=False))
     for handle in range(2):
-        driver.add(handle, prompt(20), max_tokens=3, ignore_eos=True)
+        driver.add(handle, random_prompt(20), max_tokens=3, ignore_eos=True)
         driver.run()
     assert driver.finishes[1].num_cached_tokens == 0
     assert driver.outputs[0] == driver.outputs[1]
@@ -106,7 +104,7 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
 
 def test_abort_frees_blocks_at_once_and_sends_no_finish() -> None:
     driver = Driver(small_config())
-    driver.add(0, prompt(12), max_tokens=30, ignore_eos=True)
+    driver.add(0, random_prompt(12), max_tokens=30, ignore_eos=True)
     driver.step()
     assert driver.scheduler.blocks.num_held_blocks > 0
     assert driver.abort(0)
@@ -120,11 +118,11 @@ def test_abort_frees_blocks_at_once_and_sends_no_finish() -> None:
 
 def test_token_sampled_after_a_stop_is_dropped() -> None:
     for seed in range(200):
-        expected = oracle(prompt(5, seed), 40)
+        expected = oracle(random_prompt(5, seed), 40)
         if expected[-1] == EOS and len(expected) < 40:
             break
     driver = Driver(small_config())
-    driver.add(0, prompt(5, seed), max_tokens=40)
+    driver.add(0, random_prompt(5, seed), max_tokens=40)
     driver.run(depth=2)
     assert driver.outputs[0] == expected
     assert driver.finishes[0].reason is FinishReason.STOP
@@ -132,11 +130,11 @@ def test_token_sampled_after_a_stop_is_dropped() -> None:
 
 
 def test_finish_names_own_stop_token() -> None:
-    expected = oracle(prompt(5), 40, stops=())
+    expected = oracle(random_prompt(5), 40, stops=())
     stop = expected[6]
     cut = expected[: expected.index(stop) + 1]
     driver = Driver(small_config())
-    driver.add(0, prompt(5), max_tokens=40, ignore_eos=True, stop_token_ids=(stop,))
+    driver.add(0, random_prompt(5), max_tokens=40, ignore_eos=True, stop_token_ids=(stop,))
     driver.run(depth=2)
     assert driver.outputs[0] == cut
     assert driver.finishes[0].stop_token_id == stop
@@ -144,8 +142,8 @@ def test_finish_names_own_stop_token() -> None:
 
 def test_finish_reports_timings() -> None:
     driver = Driver(small_config(max_num_seqs=1))
-    driver.add(0, prompt(5), max_tokens=4, ignore_eos=True)
-    driver.add(1, prompt(6, 1), max_tokens=2, ignore_eos=True)
+    driver.add(0, random_prompt(5), max_tokens=4, ignore_eos=True)
+    driver.add(1, random_prompt(6, 1), max_tokens=2, ignore_eos=True)
     while driver.step():
         driver.now += 1.0
     first, second = driver.finishes[0], driver.finishes[1]
@@ -157,7 +155,7 @@ def test_finish_reports_timings() -> None:
 def test_finish_reports_preempted_time_and_recomputed_tokens() -> None:
     driver = Driver(small_config(num_blocks=9, prefix_caching=False, max_model_len=32))
     for handle in range(2):
-        driver.add(handle, prompt(10, handle), max_tokens=16, ignore_eos=True)
+        driver.add(handle, random_prompt(10, handle), max_tokens=16, ignore_eos=True)
     while driver.step():
         driver.now += 1.0
     assert driver.finishes[0].timings.preempted_s == 0
@@ -168,7 +166,7 @@ def test_finish_reports_preempted_time_and_recomputed_tokens() -> None:
 def test_oldest_sequence_is_never_preempted() -> None:
     driver = Driver(small_config(num_blocks=12, max_model_len=40))
     for handle in range(12):
-        driver.add(handle, prompt(6, handle), max_tokens=30, ignore_eos=True)
+        driver.add(handle, random_prompt(6, handle), max_tokens=30, ignore_eos=True)
     while 0 not in driver.finishes:
         driver.step(depth=2)
     assert driver.finishes[0].timings.recomputed_tokens == 0
@@ -176,26 +174,28 @@ def test_oldest_sequence_is_never_preempted() -> None:
 
 def test_rejected_requests_leave_no_state() -> None:
     driver = Driver(small_config(num_blocks=5, max_queue_len=1))
-    assert "has 16 tokens, must have 1 to 15" in not_none(driver.add(0, prompt(16))).error
-    assert driver.add(1, prompt(3)) is None
-    assert not_none(driver.add(2, prompt(3))).grpc_status == "RESOURCE_EXHAUSTED"
-    assert not_none(driver.scheduler.add(GATEWAY, submit(1, prompt(3)), 0.0)).grpc_status == "INTERNAL"
+    assert "has 16 tokens, must have 1 to 15" in not_none(driver.add(0, random_prompt(16))).error
+    assert driver.add(1, random_prompt(3)) is None
+    assert not_none(driver.add(2, random_prompt(3))).grpc_status == "RESOURCE_EXHAUSTED"
+    assert not_none(driver.scheduler.add(GATEWAY, submit(1, random_prompt(3)), 0.0)).grpc_status == "INTERNAL"
     driver.run()
     assert not driver.scheduler.has_work
 
 
 def test_prompt_that_fills_the_pool_is_served() -> None:
     driver = Driver(small_config(num_blocks=5))
-    driver.add(0, prompt(15), max_tokens=10)
+    driver.add(0, random_prompt(15), max_tokens=10)
     driver.run()
-    assert driver.outputs[0] == oracle(prompt(15), 1)
+    assert driver.outputs[0] == oracle(random_prompt(15), 1)
     assert driver.finishes[0].reason in (FinishReason.LENGTH, FinishReason.STOP)
 
 
 def test_each_gateway_receives_only_its_own_requests() -> None:
     driver = Driver(small_config())
     for handle in range(6):
-        driver.scheduler.add(b"%d" % (handle % 2), submit(handle, prompt(4, handle), max_tokens=3), 0.0)
+        driver.scheduler.add(
+            b"%d" % (handle % 2), submit(handle, random_prompt(4, handle), max_tokens=3), 0.0
+        )
     received: dict[bytes, set[int]] = {b"0": set(), b"1": set()}
     while driver.scheduler.has_work:
         driver.plan()
@@ -206,7 +206,7 @@ def test_each_gateway_receives_only_its_own_requests() -> None:
 
 def test_result_of_another_step_or_epoch_is_rejected() -> None:
     driver = Driver(small_config())
-    driver.add(0, prompt(4), max_tokens=3)
+    driver.add(0, random_prompt(4), max_tokens=3)
     driver.plan()
     one = np.array([3], np.int32)
     with pytest.raises(ProtocolError, match="is due"):
@@ -239,7 +239,7 @@ def test_request_that_would_fail_a_step_is_rejected(settings: dict[str, Any], fi
 def test_fail_all_ends_every_sequence_with_the_error() -> None:
     driver = Driver(small_config(max_num_seqs=2))
     for handle in range(5):
-        driver.add(handle, prompt(4, handle), max_tokens=9)
+        driver.add(handle, random_prompt(4, handle), max_tokens=9)
     driver.plan()
     outgoing = driver.scheduler.fail_all(ReplicaUnavailable("rank 1 died"))
     finished = [finish for _, batch in outgoing for finish in batch.finished]
@@ -252,6 +252,6 @@ def test_fail_all_ends_every_sequence_with_the_error() -> None:
 
 def test_fragmentation_counts_unused_slots_of_allocated_blocks() -> None:
     driver = Driver(small_config())
-    driver.add(0, prompt(5), max_tokens=1)
+    driver.add(0, random_prompt(5), max_tokens=1)
     driver.run()
     assert driver.scheduler.stats.mean_kv_fragmentation == pytest.approx(3 / 8)
