@@ -1,10 +1,10 @@
-"""How long a rank waits for its scheduler between two steps, with one step in flight and with two.
+"""Time that a rank waits for its scheduler between two steps, with one step in flight and with two.
 
     python -m benchmarks.gap --json benchmarks/results/gap.json
 
-A rank that has answered a step can go on at once if the next plan is there already. Rank 0 measures the time from its
-answer to the arrival of the next plan, in the cluster that serves: a scheduler and its ranks as processes, plans over
-the step channel. Idle times, when there is nothing to plan, do not count.
+A rank that has sent a step's result can continue at once if the next plan has arrived. Rank 0 measures the time from
+its result to the arrival of the next plan, in a cluster as it serves: a scheduler and its ranks as processes, plans
+over the step channel. Idle times without requests do not count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROMPT_LEN = 32
 async def answer_all(
     replica: Replica, tokenizer: Tokenizer, num_requests: int, num_tokens: int
 ) -> ReplicaStatus:
-    """Has all requests answered at once; the replica's status afterwards."""
+    """Run all requests at once; return the replica's status afterwards."""
     checker = RequestChecker(replica.config, tokenizer)
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     client = ReplicaClient(replica.address, replica.replica_id)

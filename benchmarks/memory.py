@@ -148,7 +148,7 @@ def lru_hit_rate(trace: Trace, num_blocks: int) -> float:
 
 def measure_saved_by_parallel_sampling(width: int, lengths: Trace, num_sequences: int) -> Figures:
     trace = lengths.first(max(2, num_sequences // width))
-    outcome = replay(at_load(trace, width), POOL_TOKENS // 16, answers=SamplingParams(n=width))
+    outcome = replay(at_load(trace, width), POOL_TOKENS // 16, sampling=SamplingParams(n=width))
     return {f"memory.saved.n.{width}.{trace.name}": Figure(100 * outcome.saved, "%", _saved_note("n", trace))}
 
 
@@ -156,7 +156,7 @@ def measure_saved_by_beams(width: int, lengths: Trace, num_beams: int, relatedne
     trace = lengths.first(max(2, num_beams // width))
     candidates = ZipfCandidates(relatedness=relatedness)
     sampling = SamplingParams(beam_width=width)
-    outcome = replay(at_load(trace, width), POOL_TOKENS // 16, answers=sampling, candidates=candidates)
+    outcome = replay(at_load(trace, width), POOL_TOKENS // 16, sampling=sampling, candidates=candidates)
     name = f"memory.saved.beam.{width}.{trace.name}" + (".related" if relatedness == 1.0 else "")
     return {name: Figure(100 * outcome.saved, "%", _saved_note("beam", trace))}
 

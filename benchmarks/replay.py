@@ -1,8 +1,8 @@
-"""Replays traces through the control plane that serves, in simulated time.
+"""Replay of traces through the real control plane, in simulated time.
 
-Scheduler and StepLoop are the real ones. What stands in for the outside is here: a worker group without a model,
-which answers each step with made-up tokens after the time that a roofline says, a mailbox from which requests come
-when the trace says, and a clock that only these two move. A replay of an hour takes seconds, and the same each time.
+Scheduler and StepLoop are the real ones. Their environment is simulated: a worker group without a model returns
+random tokens after the time given by a roofline, a mailbox delivers requests at the times of the trace, and only these
+two advance the clock. A replay of an hour takes seconds and is deterministic.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GATEWAY = b"trace"
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """How long a step takes at best (Williams et al., 2009): its arithmetic or its memory traffic.
+    """Lower bound of a step's time (Williams et al., 2009): its arithmetic or its memory traffic.
 
     The defaults are a Llama of 8 billion parameters in bfloat16 on one NVIDIA H100, at 60 % of its arithmetic.
     """
@@ -50,12 +50,12 @@ class Roofline:
     bytes_per_s: float = 3.35e12
 
     def step_s(self, num_tokens: int, num_read_tokens: int) -> float:
-        """Seconds of a step that computes `num_tokens` and reads the KV of `num_read_tokens`."""
+        """Return the seconds of a step that computes `num_tokens` and reads the KV of `num_read_tokens`."""
         traffic = self.weight_bytes + self.kv_bytes_per_token * num_read_tokens
         return max(num_tokens * self.flops_per_token / self.flops_per_s, traffic / self.bytes_per_s)
 
     def busy_s(self, trace: Trace) -> float:
-        """Seconds that a trace's prompts and KV reads take, however well they are batched."""
+        """Return the seconds that a trace's prompts and KV reads take with perfect batching."""
         num_prompt = sum(request.num_prompt_tokens for request in trace.requests)
         num_read = sum(
             request.num_output_tokens * (request.num_prompt_tokens + request.num_output_tokens / 2)
@@ -69,11 +69,11 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class ZipfCandidates:
-    """Made-up next-token distributions for beam search: the token of rank r has probability ~ r ** -exponent.
+    """Synthetic next-token distributions for beam search: the token of rank r has probability ~ r ** -exponent.
 
-    Exponents are uniform between `flattest` and `steepest`: the likeliest token has a probability from about 0.1 to
-    0.98. Beams of one request that stand at the same position share their exponent with probability `relatedness`;
-    else each has its own.
+    Exponents are uniform between `flattest` and `steepest`: the most likely token has a probability from about 0.1 to
+    0.98. Beams of one request at the same position share their exponent with probability `relatedness`; otherwise
+    each has its own.
     """
 
     flattest: float = 1.0
@@ -81,7 +81,7 @@ class ZipfCandidates:
     relatedness: float = 0.5
 
     def logprobs(self, shared: FloatArray, rng: np.random.Generator, count: int) -> FloatArray:
-        """[n, count] float32, likeliest first.
+        """Return log-probabilities, [n, count] float32, most likely first.
 
         Args:
             shared: [n], uniform in 0 to 1 and equal for beams of a request at one position.
@@ -89,14 +89,14 @@ class ZipfCandidates:
         is_shared = rng.random(shared.size) < self.relatedness
         uniform = np.where(is_shared, shared, rng.random(shared.size))
         exponents = self.flattest + (self.steepest - self.flattest) * uniform
-        log_ranks = np.log(np.arange(1, 1001))  # the tail beyond weighs nothing that matters here
+        log_ranks = np.log(np.arange(1, 1001))  # the tail has negligible weight
         weights = -exponents[:, None] * log_ranks
         totals = np.log(np.exp(weights).sum(axis=1, keepdims=True))
         return np.asarray(weights[:, :count] - totals, np.float32)
 
 
 class SimulatedClock:
-    """Seconds since the trace began."""
+    """Simulated seconds since the start of the trace."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -106,29 +106,29 @@ class SimulatedClock:
 
 
 class SimulatedGroup:
-    """A worker group without a model: executes plans as far as their rows, lengths and duration go.
+    """A worker group without a model: it simulates the rows, lengths and duration of plans.
 
     Args:
-        on_pass: told of the seconds that pass before each result is in, while all is as the plans so far left it.
+        on_elapsed: called with the seconds before each result, during which the state is that of the plans so far.
     """
 
     def __init__(
         self,
         num_rows: int,
         clock: SimulatedClock,
-        on_pass: Callable[[float], None] = lambda seconds: None,
+        on_elapsed: Callable[[float], None] = lambda seconds: None,
         roofline: Roofline | None = None,
         candidates: ZipfCandidates | None = None,
     ) -> None:
         self._clock = clock
-        self._on_pass = on_pass
+        self._on_elapsed = on_elapsed
         self._roofline = roofline or Roofline()
         self._candidates = candidates or ZipfCandidates()
         self._rng = np.random.default_rng(0)
         self._busy_until = 0.0
         self._results: deque[tuple[float, StepResult]] = deque()
         self._decoding = np.zeros(num_rows, np.bool_)
-        self._num_known = np.zeros(num_rows, np.int64)  # when the row's sequence came
+        self._num_known = np.zeros(num_rows, np.int64)  # at the start of the row's sequence
         self._num_computed = np.zeros(num_rows, np.int64)
         self._num_candidates = np.zeros(num_rows, np.int64)
         self._seeds = np.zeros(num_rows, np.int64)
@@ -144,7 +144,7 @@ class SimulatedGroup:
 
     def gather(self, timeout_s: float) -> StepResult:
         done_at, result = self._results.popleft()
-        self._on_pass(done_at - self._clock.now)
+        self._on_elapsed(done_at - self._clock.now)
         self._clock.now = done_at
         return result
 
@@ -156,7 +156,7 @@ class SimulatedGroup:
     def close(self) -> None: ...
 
     def _execute(self, plan: StepPlan) -> tuple[IntArray, int, int]:
-        """The rows that sample, the tokens computed, and those whose KV is read."""
+        """Return the rows that sample, the number of tokens computed, and the number of tokens whose KV is read."""
         self._decoding[plan.released_rows] = False
         for new in plan.new:
             self._num_known[new.row] = new.token_ids.size
@@ -178,31 +178,33 @@ class SimulatedGroup:
         return self._rng.integers(FIRST_TOKEN, VOCAB_SIZE, shape).astype(np.int32)
 
     def _logprobs(self, rows: IntArray) -> Logprobs | None:
-        """Candidates of those rows that are beams."""
+        """Return the candidates of rows that are beams."""
         index = np.flatnonzero(self._num_candidates[rows]).astype(np.int32)
         if not index.size:
             return None
         beams = rows[index]
         count = int(self._num_candidates[beams].max())
-        # A low-discrepancy walk over positions, which begins elsewhere for each request.
+        # A low-discrepancy sequence over positions, with a different start per request.
         shared = (self._seeds[beams] * 0.7548776662 + self._num_computed[beams] * 0.6180339887) % 1.0
         top = self._candidates.logprobs(shared.astype(np.float32), self._rng, count)
         return Logprobs(index, top[:, 0], self._tokens((index.size, count)), top)
 
 
 class TraceMailbox:
-    """Requests come when the trace says; what is told of their ends is kept.
+    """A mailbox that delivers requests at the times of a trace and records their ends.
 
     Attributes:
-        finishes: every account of an end, in order.
-        on_done: called when all have ended.
+        finishes: all Finish messages, in order.
+        on_done: called when all requests have ended.
     """
 
-    def __init__(self, clock: SimulatedClock, requests: list[TracedRequest], answers: SamplingParams) -> None:
+    def __init__(
+        self, clock: SimulatedClock, requests: list[TracedRequest], sampling: SamplingParams
+    ) -> None:
         self._clock = clock
-        self._coming = deque(requests)
-        self._answers = answers
-        self._num_left = len(requests) * answers.n
+        self._pending = deque(requests)
+        self._sampling = sampling
+        self._num_left = len(requests) * sampling.n
         self.finishes: list[Finish] = []
         self.on_done: Callable[[], None] = lambda: None
 
@@ -211,11 +213,11 @@ class TraceMailbox:
             self.on_done()
             return []
         if timeout_s > 0:
-            assert self._coming, f"{self._num_left} answers are left that the scheduler does not schedule"
-            self._clock.now = max(self._clock.now, self._coming[0].arrival_s)
+            assert self._pending, f"{self._num_left} outputs are left that the scheduler does not schedule"
+            self._clock.now = max(self._clock.now, self._pending[0].arrival_s)
         due: list[tuple[bytes, GatewayMessage]] = []
-        while self._coming and self._coming[0].arrival_s <= self._clock.now:
-            due.append((GATEWAY, self._submit(self._coming.popleft())))
+        while self._pending and self._pending[0].arrival_s <= self._clock.now:
+            due.append((GATEWAY, self._submit(self._pending.popleft())))
         return due
 
     def _submit(self, request: TracedRequest) -> Submit:
@@ -224,7 +226,7 @@ class TraceMailbox:
             handle=request.number * MAX_ANSWERS,
             request_id=f"request-{request.number}",
             prompt_token_ids=request.prompt(),
-            sampling=replace(self._answers, max_tokens=most, seed=request.number, ignore_eos=True),
+            sampling=replace(self._sampling, max_tokens=most, seed=request.number, ignore_eos=True),
         )
 
     def send(self, gateway: bytes, message: ReplicaMessage) -> bool:
@@ -243,9 +245,9 @@ class MemoryWatch:
     """KV memory over time.
 
     Attributes:
-        slot_seconds: KV slots of held blocks, a shared block once, times seconds.
-        unused_slot_seconds: of them, those that no token was planned into.
-        table_block_seconds: blocks of all tables, a shared block once a table.
+        slot_seconds: KV slots of held blocks times seconds; a shared block counts once.
+        unused_slot_seconds: the same for slots without a planned token.
+        table_block_seconds: blocks of all tables times seconds; a shared block counts once per table.
     """
 
     scheduler: Scheduler
@@ -255,11 +257,11 @@ class MemoryWatch:
     table_block_seconds: float = 0.0
     row_seconds: float = 0.0
 
-    def take(self, seconds: float) -> None:
-        """Memory was as it is for so long."""
+    def add(self, seconds: float) -> None:
+        """Count the present state of the memory for `seconds`."""
         blocks = self.scheduler.blocks
         num_table_blocks = int(blocks.tables.lens.sum())
-        # Only full blocks are shared: what a table does not use lies in blocks of its own.
+        # Only full blocks are shared: the unused slots of a table are in blocks of its own.
         num_unused = num_table_blocks * blocks.block_size - self.scheduler.num_used_tokens
         self.seconds += seconds
         self.slot_seconds += seconds * blocks.num_held_blocks * blocks.block_size
@@ -270,11 +272,11 @@ class MemoryWatch:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a replay came to.
+    """The outcome of a replay.
 
     Attributes:
-        num_left_out: requests that the pool could never hold, which were not sent.
-        num_steps, num_preemptions: of the whole replay.
+        num_left_out: requests that were not sent because the pool cannot hold them.
+        num_steps, num_preemptions: counts of the whole replay.
     """
 
     memory: MemoryWatch
@@ -285,24 +287,24 @@ class Replay:
 
     @property
     def waste(self) -> float:
-        """Share of the KV slots of held blocks that held no token, averaged over time."""
+        """Return the share of the KV slots of held blocks that held no token, averaged over time."""
         return self.memory.unused_slot_seconds / self.memory.slot_seconds
 
     @property
     def saved(self) -> float:
-        """Share of the blocks of all tables that sharing saves, averaged over time."""
+        """Return the share of the blocks of all tables that sharing saves, averaged over time."""
         block_seconds = self.memory.slot_seconds / self.memory.scheduler.blocks.block_size
         return 1.0 - block_seconds / self.memory.table_block_seconds
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompts' tokens that were cached when their sequence first ran."""
+        """Return the share of the prompts' tokens that were cached when their sequence first ran."""
         num_prompt_tokens = sum(finish.num_prompt_tokens for finish in self.finishes)
         return sum(finish.num_cached_tokens for finish in self.finishes) / num_prompt_tokens
 
     @property
     def mean_running(self) -> float:
-        """Sequences that ran at once, averaged over the time in which steps were computed."""
+        """Return the number of running sequences, averaged over the time in which steps were computed."""
         return self.memory.row_seconds / self.memory.seconds
 
 
@@ -311,23 +313,23 @@ def replay(
     num_blocks: int,
     block_size: int = 16,
     num_rows: int = 256,
-    answers: SamplingParams | None = None,
+    sampling: SamplingParams | None = None,
     candidates: ZipfCandidates | None = None,
 ) -> Replay:
-    """Serves all requests of a trace, each answer as long as the trace says.
+    """Serve all requests of a trace, with outputs of the lengths in the trace.
 
     Args:
-        num_blocks: of the pool; a scratch block comes on top.
+        num_blocks: size of the pool, without the scratch block.
         num_rows: most sequences that run at once.
-        answers: how many, and of what kind, each request asks for; its lengths are the trace's.
-        candidates: what beam searches choose from.
+        sampling: parameters of each request, except its lengths.
+        candidates: distributions for beam searches.
     """
     config = make_config(num_blocks, block_size, num_rows, trace.max_tokens)
     fitting = [request for request in trace.requests if request.num_tokens <= config.max_servable_tokens]
     scheduler, clock = Scheduler(config), SimulatedClock()
     memory = MemoryWatch(scheduler)
-    group = SimulatedGroup(num_rows, clock, memory.take, candidates=candidates)
-    mailbox = TraceMailbox(clock, fitting, answers or SamplingParams())
+    group = SimulatedGroup(num_rows, clock, memory.add, candidates=candidates)
+    mailbox = TraceMailbox(clock, fitting, sampling or SamplingParams())
     loop = StepLoop(scheduler, group, mailbox, "replay", clock)
     mailbox.on_done = loop.stop
     loop.run()
@@ -336,7 +338,7 @@ def replay(
 
 
 def make_config(num_blocks: int, block_size: int, num_rows: int, max_tokens: int) -> EngineConfig:
-    """A replica of no model in particular, whose context holds `max_tokens`."""
+    """Return the configuration of a replica with a context of `max_tokens` and no real model."""
     model = ModelConfig(
         path="", name="none", architecture="", hf={}, dtype="bfloat16", max_model_len=max_tokens,
         vocab_size=VOCAB_SIZE, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1,

@@ -1,13 +1,13 @@
-"""What a step of the control plane costs, with no model behind it.
+"""Cost of a step of the control plane, without a model.
 
     python -m benchmarks.scheduler --json benchmarks/results/scheduler.json
 
-Times schedule(), the plan's encoding and apply() in steady decode: sequences of about 1,000 tokens whose lengths
-are staggered, so that each step the same share of them crosses a block boundary. Sampled tokens are made up.
+Times schedule(), the plan's encoding and apply() in steady decode: sequences of about 1,000 tokens with staggered
+lengths, so that in each step the same share of them crosses a block boundary. Sampled tokens are random.
 
-With ``--scaling`` also what must not grow: the cost of a request from submission to its one token, with pools of up
-to a million blocks, all in use or cached, and queues of up to 100,000 requests; and steps per second of the whole
-loop with ranks that answer at once. These are in CPU time, since other work on the machine would drown what differs.
+With ``--scaling`` also costs that must not grow: a request from submission to its one token, with pools of up to a
+million blocks, all in use or cached, and queues of up to 100,000 requests; and steps per second of the whole loop
+with ranks that take no time. These are in CPU time, because other work on the machine would hide the differences.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def make_model() -> ModelConfig:
 
 
 def fill(scheduler: Scheduler, running: int) -> None:
-    """Submits the sequences and runs their prefill as one step."""
+    """Submit the sequences and run their prefill as one step."""
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=STEPS + 64)
     for handle in range(running):
@@ -75,7 +75,7 @@ def fill(scheduler: Scheduler, running: int) -> None:
 
 
 def decode(scheduler: Scheduler, running: int) -> tuple[list[float], list[int]]:
-    """Seconds and plan bytes of each of STEPS steady steps."""
+    """Return the seconds and plan bytes of each of STEPS steady steps."""
     rng = np.random.default_rng(1)
     seconds, sizes = [], []
     for _ in range(STEPS):
@@ -91,13 +91,13 @@ def decode(scheduler: Scheduler, running: int) -> tuple[list[float], list[int]]:
 
 
 def measure(running: int, prefix_caching: bool, repetitions: int) -> tuple[float, float]:
-    """Median microseconds a step, and median plan bytes."""
+    """Return the median microseconds per step and the median plan bytes."""
     times, sizes = [], []
     for _ in range(repetitions):
         scheduler = make_scheduler(running, prefix_caching)
         fill(scheduler, running)
         gc.collect()
-        gc.freeze()  # as a server does once it is up
+        gc.freeze()  # as a server does after its start
         seconds, plan_sizes = decode(scheduler, running)
         times.append(1e6 * median(seconds))
         sizes.append(median([float(size) for size in plan_sizes]))
@@ -105,7 +105,7 @@ def measure(running: int, prefix_caching: bool, repetitions: int) -> tuple[float
 
 
 def make_admitting(num_blocks: int) -> Scheduler:
-    """A scheduler of ROWS rows, all of which one step can fill with prompts."""
+    """Return a scheduler of ROWS rows that can start a prompt in each of them in one step."""
     options = EngineOptions(
         "none",
         block_size=BLOCK_SIZE,
@@ -118,7 +118,7 @@ def make_admitting(num_blocks: int) -> Scheduler:
 
 
 def submit(scheduler: Scheduler, handles: range, num_tokens: int = ADMITTED_TOKENS) -> None:
-    """Requests for one token each, with prompts like no other."""
+    """Submit requests for one token each, with unique prompts."""
     rng = np.random.default_rng(handles.start)
     params = SamplingParams(temperature=0.0, max_tokens=1)
     for handle in handles:
@@ -127,9 +127,9 @@ def submit(scheduler: Scheduler, handles: range, num_tokens: int = ADMITTED_TOKE
 
 
 def serve(scheduler: Scheduler, num_requests: int) -> None:
-    """Steps until so many requests have got their token."""
-    enough = scheduler.stats.num_finished + num_requests
-    while scheduler.stats.num_finished < enough:
+    """Step until so many more requests have finished."""
+    goal = scheduler.stats.num_finished + num_requests
+    while scheduler.stats.num_finished < goal:
         plan = scheduler.schedule(0.0)
         assert plan is not None
         plan.encode()
@@ -138,7 +138,7 @@ def serve(scheduler: Scheduler, num_requests: int) -> None:
 
 
 def admit_us(scheduler: Scheduler, first_handle: int) -> float:
-    """Microseconds of CPU time a request, to submit REQUESTS and serve as many from the head of the queue."""
+    """Return the CPU microseconds per request to submit REQUESTS and serve as many from the head of the queue."""
     gc.collect()
     gc.freeze()
     costs = []
@@ -152,7 +152,7 @@ def admit_us(scheduler: Scheduler, first_handle: int) -> float:
 
 
 def measure_pool(num_blocks: int) -> float:
-    """`admit_us` in a pool that is full of cached blocks, so that each new one evicts another."""
+    """Return `admit_us` with a pool full of cached blocks, so that each new block evicts another."""
     scheduler = make_admitting(num_blocks)
     num_fillers = num_blocks * BLOCK_SIZE // FILLER_TOKENS + 1
     for handle in range(num_fillers):
@@ -163,14 +163,14 @@ def measure_pool(num_blocks: int) -> float:
 
 
 def measure_queue(num_queued: int) -> float:
-    """`admit_us` with so many in the queue."""
+    """Return `admit_us` with so many requests in the queue."""
     scheduler = make_admitting(POOL_BLOCKS[0])
     submit(scheduler, range(num_queued))
     return admit_us(scheduler, num_queued)
 
 
 class NoOpGroup:
-    """Ranks that answer at once: the same token for each of the rows that run."""
+    """Ranks that take no time and sample the same token for each running row."""
 
     def __init__(self, running: int) -> None:
         self._token_ids = np.full(running, 100, np.int32)
@@ -191,8 +191,8 @@ class NoOpGroup:
     def close(self) -> None: ...
 
 
-class DeafMailbox:
-    """Nobody writes, and nobody reads."""
+class NoOpMailbox:
+    """A mailbox without messages, which drops those that are sent."""
 
     def receive(self, timeout_s: float) -> list[tuple[bytes, GatewayMessage]]:
         return []
@@ -204,10 +204,10 @@ class DeafMailbox:
 
 
 def measure_loop(running: int) -> float:
-    """Steps per CPU second of StepLoop in steady decode, with ranks that take no time."""
+    """Return the steps per CPU second of StepLoop in steady decode, with ranks that take no time."""
     scheduler = make_scheduler(running, prefix_caching=True)
     fill(scheduler, running)
-    loop = StepLoop(scheduler, NoOpGroup(running), DeafMailbox(), "none")
+    loop = StepLoop(scheduler, NoOpGroup(running), NoOpMailbox(), "none")
     gc.collect()
     gc.freeze()
     start = time.process_time()

@@ -1,8 +1,8 @@
-"""Traces of requests: when each came, how long it and its answer were, and which beginnings they shared.
+"""Traces of requests: arrival times, lengths of prompts and outputs, and shared prefixes.
 
 A folder of traces holds ``*.csv`` and ``*.csv.gz`` files (``prompt_tokens``, ``output_tokens``, and ``arrival_s``
-except in ``lengths_*``) and ``*.jsonl.gz`` files, which have also ``block_size`` and ``prefix_block_hashes``: one
-integer for each block of the prompt, equal where two prompts agree up to the end of that block.
+except in ``lengths_*``) and ``*.jsonl.gz`` files, which also have ``block_size`` and ``prefix_block_hashes``: one
+integer per block of the prompt, equal if two prompts agree up to the end of that block.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import numpy as np
 
 from quire.proto.block_tables import IntArray
 
-# Prompts are built from blocks of this many tokens. A trace with larger ones is shortened to it, so that what was
-# shared is shared still and a small context is enough.
+# Prompts are built from blocks of this many tokens. Lengths of a trace with larger blocks are scaled down to it: the
+# same blocks are shared, and a small context is enough.
 BLOCK_TOKENS = 16
 VOCAB_SIZE = 32_000
-FIRST_TOKEN = 10  # those before it mean something to most models
+FIRST_TOKEN = 10  # smaller ids are special in most models
 
-# Spread of drawn lengths: the standard deviation of their logarithm.
+# Standard deviation of the logarithm of drawn lengths.
 LOG_SIGMA = 1.0
-MOST_DRAWN_TOKENS = 1024
+MAX_DRAWN_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class TracedRequest:
     """One request of a trace.
 
     Attributes:
-        number: its place in the trace, from 0.
-        block_hashes: what each block of BLOCK_TOKENS prompt tokens is, the last one perhaps in part; empty: like no
-            other request's.
+        number: its position in the trace, from 0.
+        block_hashes: identity of each block of BLOCK_TOKENS prompt tokens, of which the last may be partial; empty
+            if the prompt shares no block.
     """
 
     number: int
@@ -52,20 +52,20 @@ class TracedRequest:
         return self.num_prompt_tokens + self.num_output_tokens
 
     def prompt(self) -> IntArray:
-        """Made-up token ids, [num_prompt_tokens]: equal hashes give equal blocks."""
+        """Return random token ids, [num_prompt_tokens]: equal hashes give equal blocks."""
         num_blocks = math.ceil(self.num_prompt_tokens / BLOCK_TOKENS)
         if self.block_hashes:
             blocks = np.array(self.block_hashes, np.uint64)
         else:
             blocks = np.arange(num_blocks, dtype=np.uint64) + np.uint64((self.number + 1) << 32)
-        places = blocks[:, None] * np.uint64(BLOCK_TOKENS) + np.arange(BLOCK_TOKENS, dtype=np.uint64)
-        tokens = _scramble(places.ravel()) % np.uint64(VOCAB_SIZE - FIRST_TOKEN) + np.uint64(FIRST_TOKEN)
+        positions = blocks[:, None] * np.uint64(BLOCK_TOKENS) + np.arange(BLOCK_TOKENS, dtype=np.uint64)
+        tokens = _scramble(positions.ravel()) % np.uint64(VOCAB_SIZE - FIRST_TOKEN) + np.uint64(FIRST_TOKEN)
         return tokens[: self.num_prompt_tokens].astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their arrival."""
+    """Requests in order of arrival."""
 
     name: str
     requests: tuple[TracedRequest, ...]
@@ -76,20 +76,20 @@ class Trace:
 
     @property
     def max_tokens(self) -> int:
-        """Of the longest request, its answer included."""
+        """Return the tokens of the longest request, prompt and output."""
         return max(request.num_tokens for request in self.requests)
 
     def first(self, count: int) -> Trace:
         return replace(self, requests=self.requests[:count])
 
     def over(self, seconds: float) -> Trace:
-        """The same, stretched or squeezed by one factor to arrive within `seconds`."""
+        """Return the trace with arrival times scaled to end after `seconds`."""
         factor = seconds / (self.requests[-1].arrival_s or 1.0)
         requests = (replace(request, arrival_s=request.arrival_s * factor) for request in self.requests)
         return replace(self, requests=tuple(requests))
 
     def one_at_a_time(self) -> Trace:
-        """Each prompt alone, with an answer of one token, in the same order."""
+        """Return the trace with each prompt alone, with an output of one token, in the same order."""
         requests = (
             replace(request, arrival_s=1e6 * request.number, num_output_tokens=1) for request in self.requests
         )
@@ -97,10 +97,10 @@ class Trace:
 
 
 def read_traces(folder: Path) -> list[Trace]:
-    """All traces of a folder, by name.
+    """Read all traces of a folder, in order of their names.
 
     Raises:
-        FileNotFoundError: there are none.
+        FileNotFoundError: the folder has no traces.
     """
     paths = sorted([*folder.glob("*.csv"), *folder.glob("*.csv.gz"), *folder.glob("*.jsonl.gz")])
     if not paths:
@@ -109,7 +109,7 @@ def read_traces(folder: Path) -> list[Trace]:
 
 
 def read_trace(path: Path) -> Trace:
-    """One file; requests without times of arrival get those of a Poisson process."""
+    """Read one file; requests without arrival times get those of a Poisson process."""
     rows = _json_rows(path) if ".jsonl" in path.suffixes else _csv_rows(path)
     requests = tuple(_request(number, row) for number, row in enumerate(rows))
     trace = Trace(path.name.split(".")[0], requests)
@@ -117,17 +117,17 @@ def read_trace(path: Path) -> Trace:
 
 
 def with_poisson_arrivals(trace: Trace, seed: int = 0) -> Trace:
-    """One request a second on average; `over` sets the rate."""
+    """Return the trace with one arrival per second on average; `over` changes the rate."""
     arrivals = np.cumsum(np.random.default_rng(seed).exponential(size=len(trace.requests))).tolist()
     requests = zip(trace.requests, arrivals, strict=True)
     return replace(trace, requests=tuple(replace(request, arrival_s=at) for request, at in requests))
 
 
 def draw_lengths(name: str, mean_prompt: float, mean_output: float, count: int, seed: int = 0) -> Trace:
-    """Requests whose lengths are log-normal around given means, at most MOST_DRAWN_TOKENS each."""
+    """Return requests with log-normal lengths around given means, at most MAX_DRAWN_TOKENS each."""
     rng = np.random.default_rng(seed)
     prompts, outputs = (
-        np.clip(mean * rng.lognormal(-(LOG_SIGMA**2) / 2, LOG_SIGMA, count), 1, MOST_DRAWN_TOKENS)
+        np.clip(mean * rng.lognormal(-(LOG_SIGMA**2) / 2, LOG_SIGMA, count), 1, MAX_DRAWN_TOKENS)
         for mean in (mean_prompt, mean_output)
     )
     lengths = zip(np.rint(prompts).astype(int).tolist(), np.rint(outputs).astype(int).tolist(), strict=True)
@@ -157,7 +157,7 @@ def _request(number: int, row: dict[str, Any]) -> TracedRequest:
 
 
 def _scramble(values: np.ndarray) -> np.ndarray:
-    """Well-mixed 64-bit numbers: the finaliser of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    """Hash 64-bit numbers with the finalizer of SplitMix64 (Steele et al., OOPSLA 2014)."""
     x = values + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

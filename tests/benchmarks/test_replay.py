@@ -96,16 +96,16 @@ def test_waste_is_the_unused_part_of_the_last_block() -> None:
 def test_parallel_sampling_saves_the_full_blocks_of_the_prompt() -> None:
     # One sequence runs alone during the prefill; then four tables of five blocks share four.
     request = trace((65, 15))
-    outcome = replay(request, num_blocks=100, answers=SamplingParams(n=4))
+    outcome = replay(request, num_blocks=100, sampling=SamplingParams(n=4))
     assert 0.5 < outcome.saved < 1 - (4 + 4) / 20
     assert replay(request, num_blocks=100).saved == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize("answers", [SamplingParams(n=3), SamplingParams(beam_width=3)])
+@pytest.mark.parametrize("sampling", [SamplingParams(n=3), SamplingParams(beam_width=3)])
 def test_held_blocks_equal_the_unique_blocks_of_the_tables(
-    answers: SamplingParams, monkeypatch: pytest.MonkeyPatch
+    sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = MemoryWatch.take
+    count = MemoryWatch.add
 
     def recount(watch: MemoryWatch, seconds: float) -> None:
         tables = watch.scheduler.blocks.tables
@@ -114,8 +114,8 @@ def test_held_blocks_equal_the_unique_blocks_of_the_tables(
         watch.scheduler.check_integrity()
         count(watch, seconds)
 
-    monkeypatch.setattr(MemoryWatch, "take", recount)
-    outcome = replay(draw_lengths("x", 40.0, 20.0, 12), num_blocks=40, num_rows=8, answers=answers)
+    monkeypatch.setattr(MemoryWatch, "add", recount)
+    outcome = replay(draw_lengths("x", 40.0, 20.0, 12), num_blocks=40, num_rows=8, sampling=sampling)
     assert 0.0 < outcome.saved < 2 / 3
 
 
