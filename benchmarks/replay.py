@@ -1,8 +1,8 @@
 """Replay of traces through the real control plane, in simulated time.
 
 Scheduler and StepLoop are the real ones. Their environment is simulated: a worker group without a model returns
-random tokens after the time given by a roofline, a mailbox delivers requests at the times of the trace, and only these
-two advance the clock. A replay of an hour takes seconds and is deterministic.
+random tokens after the time given by a roofline, a mailbox delivers requests at the times of the trace, and only
+these two advance the clock. A replay of an hour takes seconds and is deterministic.
 """
 
 from __future__ import annotations
