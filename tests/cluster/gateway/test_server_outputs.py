@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from serving import DEADLINE_S, ENDLESS, PROMPT, ServerFactory, first_delta, num_used_blocks, run, until_free
 
 from quire.cluster.api.tokens import Token
 from quire.cluster.client.async_client import AsyncClient
@@ -26,33 +25,7 @@ from quire.proto.errors import DeadlineExpired, InvalidRequest, Overloaded, Requ
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Finish, Submit
 
-PROMPT = "The quick brown fox"
 SAMPLED = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
-ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True)
-
-ServerFactory = Callable[..., Any]
-DEADLINE_S = 60.0
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 2 * DEADLINE_S))
-
-
-async def first_delta(events: AsyncIterator[StreamEvent]) -> None:
-    async for event in events:
-        if isinstance(event, CompletionDelta):
-            return
-    raise AssertionError("the stream ended without a delta")
-
-
-async def num_used_blocks(client: AsyncClient) -> int:
-    return int((await client.status())[0].kv.num_used_blocks)
-
-
-async def until_free(client: AsyncClient) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while await num_used_blocks(client):
-            await asyncio.sleep(0.01)
 
 
 def check_numbers(events: list[StreamEvent], n: int) -> None:

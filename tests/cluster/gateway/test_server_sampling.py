@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from narrowing import not_none
+from serving import ServerFactory, run
 
 from quire import AsyncClient, SamplingParams
 from quire.cluster.api.request_messages import sampling_from_message, sampling_to_message
@@ -20,8 +19,6 @@ from quire.cluster.requests.outputs import (
     collect_output,
 )
 from quire.proto.errors import DuplicateRequest, InvalidRequest, RequestAborted
-
-ServerFactory = Callable[..., Any]
 
 PROMPT = "The quick brown fox jumps over the lazy dog"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -44,10 +41,6 @@ ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 def test_sampling_params_round_trip_through_messages(params: SamplingParams) -> None:
     """Unset parameters stay unset: the server decides them."""
     assert sampling_from_message(sampling_to_message(params)) == params
-
-
-def run(scenario: Any) -> None:
-    asyncio.run(scenario)
 
 
 def test_prompt_logprobs_over_the_network(serve: ServerFactory) -> None:

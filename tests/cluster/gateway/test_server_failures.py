@@ -1,0 +1,184 @@
+"""Ended streams, aborts, failed replicas and full queues, over loopback gRPC with the real scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from serving import (
+    ENDLESS,
+    PROMPT,
+    ServerFactory,
+    drain,
+    eventually,
+    first_delta,
+    run,
+    until_free,
+)
+
+from quire.cluster.client.async_client import AsyncClient
+from quire.proto.errors import (
+    DeadlineExpired,
+    DuplicateRequest,
+    Overloaded,
+    ReplicaUnavailable,
+    RequestAborted,
+)
+from quire.proto.sampling import SamplingParams
+from quire.proto.stream import CacheReport, ReplicaStatus
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+
+
+@pytest.mark.parametrize("how", ["close", "disconnect", "deadline"])
+def test_broken_stream_frees_its_blocks(serve: ServerFactory, how: str) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as observer:
+            before = (await observer.status())[0].kv.num_used_blocks
+            client = AsyncClient(server.target)
+            if how == "deadline":
+                server.brake.hold()  # so that no token comes before the deadline
+                with pytest.raises(DeadlineExpired):
+                    await drain(client.generate_stream(PROMPT, ENDLESS, timeout_s=0.5))
+            else:
+                events = client.generate_stream(PROMPT, ENDLESS)
+                await first_delta(events)
+                server.brake.hold()
+                assert server.replica.num_running == 1
+                await (events.aclose() if how == "close" else client.close())
+
+            async def is_forgotten() -> bool:
+                return server.replica.num_running == 0
+
+            await eventually(is_forgotten)
+            num_steps = len(server.brake.steps)
+            server.brake.release()
+
+            async def is_free() -> bool:
+                return (await observer.status())[0].kv.num_used_blocks == before
+
+            await eventually(is_free)
+            # Only steps planned before the abort arrived have run.
+            assert len(server.brake.steps) <= num_steps + 2
+            await client.close()
+
+    run(scenario())
+
+
+def test_abort_ends_the_stream_and_frees_its_blocks(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            events = client.generate_stream(PROMPT, ENDLESS, request_id="long")
+            await first_delta(events)
+            with pytest.raises(DuplicateRequest, match="'long' is running already"):
+                await client.generate(PROMPT, GREEDY, request_id="long")
+            assert await client.abort("long")
+            with pytest.raises(RequestAborted, match="'long' was aborted"):
+                await drain(events)
+            assert not await client.abort("long")
+
+            await until_free(client)
+            assert (await client.generate(PROMPT, GREEDY, request_id="long")).request_id == "long"
+
+    run(scenario())
+
+
+def test_health_follows_the_replica(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with (
+            serve(ready=False, silence_timeout_s=3.0) as server,
+            grpc.aio.insecure_channel(server.target) as channel,
+        ):
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            for service in ("", "quire.v1.Inference"):
+                watch = stub.Watch(health_pb2.HealthCheckRequest(service=service))
+                statuses = [(await watch.read()).status]
+                if statuses[0] == health_pb2.HealthCheckResponse.NOT_SERVING:
+                    statuses.append((await watch.read()).status)
+                assert statuses[-1] == health_pb2.HealthCheckResponse.SERVING
+            client = AsyncClient(server.target)
+            running = client.generate_stream(PROMPT, ENDLESS)
+            await first_delta(running)
+            server.brake.hold()
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            with pytest.raises(ReplicaUnavailable, match="replica-0 failed: it has been silent for"):
+                await drain(running)
+            server.brake.release()
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            assert await client.is_ready()
+            await client.close()
+
+    run(scenario())
+
+
+def test_failed_replica_stays_failed_despite_later_statuses(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            running = client.generate_stream(PROMPT, ENDLESS)
+            await first_delta(running)
+            # The replica still runs, so its statuses keep coming, like those sent just before a failure.
+            server.replica.fail("rank 1 failed at step 7: killed")
+            messages: asyncio.Queue[ReplicaStatus | CacheReport] = asyncio.Queue()
+            server.replica.add_listener(messages.put_nowait)
+            with pytest.raises(ReplicaUnavailable, match="replica-0 failed: rank 1 failed at step 7: killed"):
+                await drain(running)
+            while not isinstance(await asyncio.wait_for(messages.get(), 20.0), ReplicaStatus):
+                pass
+            assert server.replica.has_failed
+            assert "rank 1 failed" in server.replica.problem
+            assert "rank 1 failed" in await server.replica.wait_until_failed()
+            with pytest.raises(ReplicaUnavailable, match="rank 1 failed"):
+                await client.generate(PROMPT, GREEDY)
+            assert not await client.is_ready()
+
+    run(scenario())
+
+
+def test_ended_replica_fails_its_requests_and_rejects_new_ones(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            events = client.generate_stream(PROMPT, ENDLESS)
+            await first_delta(events)
+            await asyncio.to_thread(server.stop_replica)
+            with pytest.raises(ReplicaUnavailable, match="replica-0 is shutting down"):
+                await drain(events)
+            with pytest.raises(ReplicaUnavailable, match="replica-0"):
+                await client.generate(PROMPT, GREEDY)
+            assert not await client.is_ready()
+
+    run(scenario())
+
+
+def test_silent_replica_fails_its_requests(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve(silence_timeout_s=0.5) as server, AsyncClient(server.target) as client:
+            server.brake.hold()
+            with pytest.raises(ReplicaUnavailable, match="replica-0 failed: it has been silent for"):
+                await client.generate(PROMPT, GREEDY)
+
+    run(scenario())
+
+
+def test_full_queue_rejects_requests(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve(max_num_seqs=1, max_queue_len=2) as server, AsyncClient(server.target) as client:
+            first = client.generate_stream(PROMPT, ENDLESS)
+            await first_delta(first)
+            server.brake.catch()
+            calls = [asyncio.ensure_future(client.generate(PROMPT, GREEDY)) for _ in range(8)]
+
+            async def have_all_come() -> bool:
+                return server.replica.num_running == 1 + len(calls)
+
+            await eventually(have_all_come)
+            server.brake.release()
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            assert sum(isinstance(result, Overloaded) for result in results) >= 1
+            assert sum(not isinstance(result, Exception) for result in results) >= 2
+            await first.aclose()
+
+    run(scenario())

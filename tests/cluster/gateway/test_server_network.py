@@ -1,0 +1,105 @@
+"""Tokens, TLS, reflection and listen address of the gateway, over loopback gRPC."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from serving import PROMPT, ServerFactory, run
+
+from quire.cluster.api.tokens import Token
+from quire.cluster.client.async_client import AsyncClient
+from quire.cluster.client.client import Client
+from quire.cluster.gateway.security import Security
+from quire.cluster.gateway.server import Gateway
+from quire.proto.errors import (
+    ConfigError,
+    ReplicaUnavailable,
+    Unauthenticated,
+)
+from quire.proto.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+
+
+def test_every_call_but_health_needs_a_token(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve(security=Security(tokens=(Token(b"one"), Token(b"two")))) as server:
+            async with AsyncClient(server.target, token="two") as client:
+                assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
+                assert [event async for event in client.generate_stream(PROMPT, GREEDY)]
+            for token in (None, "three", ""):
+                async with AsyncClient(server.target, token=token) as client:
+                    assert await client.is_ready()
+                    for call in (client.models(), client.status(), client.generate(PROMPT)):
+                        with pytest.raises(Unauthenticated):
+                            await call
+                    with pytest.raises(Unauthenticated):
+                        await anext(client.generate_stream(PROMPT))
+
+    run(scenario())
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_calls_work_over_tls(serve: ServerFactory, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command.split() + names, check=True, capture_output=True, timeout=30)
+
+    async def scenario() -> None:
+        async with serve(security=Security.load(tls_cert=certificate, tls_key=key)) as server:
+            async with AsyncClient(server.target, tls_ca=certificate) as client:
+                assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
+            async with AsyncClient(server.target) as client:
+                with pytest.raises(ReplicaUnavailable):
+                    await client.generate(PROMPT, GREEDY)
+            broken = Security(certificate=(b"no certificate", b"no key"))
+            gateway = Gateway(server.models, security=broken)
+            with pytest.raises(ConfigError, match="or the TLS certificate or key is not valid"):
+                await gateway.start()
+
+    run(scenario())
+
+
+def test_reflection_lists_the_services(serve: ServerFactory) -> None:
+    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+    async def scenario() -> None:
+        async with (
+            serve(ready=False, silence_timeout_s=3.0) as server,
+            grpc.aio.insecure_channel(server.target) as channel,
+        ):
+            stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
+            call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+            response = await call.read()
+            names = {service.name for service in response.list_services_response.service}
+            assert {"quire.v1.Inference", "quire.v1.Admin", "grpc.health.v1.Health"} <= names
+            call.cancel()
+
+    run(scenario())
+
+
+def test_port_in_use_raises(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve(ready=False) as server:
+            second = Gateway(server.models, server.target)
+            with pytest.raises(ConfigError, match=f"cannot listen on {server.target}"):
+                await second.start()
+
+    run(scenario())
+
+
+def test_unreachable_server_raises_replica_unavailable() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with Client(f"127.0.0.1:{port}", timeout_s=20) as client:
+        assert not client.is_ready()
+        with pytest.raises(ReplicaUnavailable, match=f"127.0.0.1:{port}"):
+            client.generate("hello")
