@@ -1,21 +1,21 @@
-"""Back-tests the autoscaler: `decide` on recorded traffic, beside fixed fleets and a plain rule.
+"""Back-tests of the autoscaler: `decide` on recorded traffic, against fixed fleets and a simple rule.
 
     python -m benchmarks.autoscale [--traces DIR] [--plot FILE.png] --json FILE
 
-What a replica does is a model (`fleet_model.ReplicaModel`), and so is its cold start; what arrives is recorded:
-azure_code_2023, which comes in bursts that are shorter than a cold start, and azure_conv_2023, an even load. Each is
-less than half an hour of one afternoon, in which there is little to save. So there is a made-up shift of each, too:
-the recording again and again for eight hours, thinned so that the load rises from a tenth to the whole and falls.
+A replica and its cold start are simulated (`fleet_model.ReplicaModel`); arrivals are recorded: azure_code_2023, with
+bursts that are shorter than a cold start, and azure_conv_2023, an even load. Each is less than half an hour of one
+afternoon, which leaves little to save. So a synthetic eight-hour shift is made of each, too: the recording repeated,
+and thinned so that the load rises from a tenth to the whole and falls again.
 
-A request is within the target when the computation of its prompt begins no later than TARGET_WAIT_S after it came.
-GPU-hours count from when a replica is asked for until it is gone. The policies:
+A request is within the target if the computation of its prompt begins at most TARGET_WAIT_S after its arrival.
+GPU-hours count from a replica's start to its end. The policies:
 
-- ``fixed``: the smallest fleet that has 99 % within the target, known by trying (nobody could know it in advance);
+- ``fixed``: the smallest fleet with 99 % of the requests within the target, found by trying all sizes;
 - ``quire``: `decide` with the defaults of ScalingLimits. They were chosen on the first half of each recording (the
-  second halves are the test), except that `target_use` is lower than they need, for what the made-up shifts showed;
-- ``ongoing_requests``: Ray Serve's rule with its defaults, as many replicas as two requests each ask for.
+  second halves are the test), except that `target_use` is lower than the recordings need: the shifts needed that;
+- ``ongoing_requests``: Ray Serve's rule with its defaults, which aims at two requests per replica.
 
-Each begins with as many replicas as the fixed fleet has: a recording begins in the middle of things.
+Each policy begins with as many replicas as the fixed fleet, because a recording begins under load.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ TARGET_WAIT_S = 10.0
 TARGET_SHARE = 0.99
 MAX_REPLICAS = 24
 SHIFT_S = 8 * 3600.0
-LEAST_LOAD = 0.1
+MIN_LOAD = 0.1
 
 
 def quire_policy(limits: ScalingLimits) -> Policy:
-    """What the fleet's controller does."""
+    """Return `decide` with its state, as the controller calls it."""
     state = ScalingState()
 
     def policy(snapshot: FleetSnapshot) -> int:
@@ -59,9 +59,9 @@ def quire_policy(limits: ScalingLimits) -> Policy:
 
 @dataclass(slots=True)
 class OngoingRequests:
-    """Ray Serve's default rule: requests under way, averaged over `look_back_s`, are to be `target` a replica.
+    """Ray Serve's default rule: `target` running requests per replica, averaged over `look_back_s`.
 
-    More, or fewer, replicas must have been asked for throughout a delay; then there are at once as many as asked for.
+    More (or fewer) replicas than live must be wanted throughout a delay; then the fleet changes to the wanted size.
     """
 
     max_replicas: int
@@ -94,20 +94,20 @@ class OngoingRequests:
 
 
 def shift_of(trace: Trace, seed: int = 0) -> Trace:
-    """Eight hours made of the trace: repeated, and thinned by a cosine from LEAST_LOAD to 1 and back."""
+    """Return eight hours of the repeated trace, thinned by a cosine from MIN_LOAD to 1 and back."""
     rng, length = random.Random(seed), trace.requests[-1].arrival_s
     requests: list[TracedRequest] = []
     for repeat in range(math.ceil(SHIFT_S / length)):
         for request in trace.requests:
             at = repeat * length + request.arrival_s
-            share = LEAST_LOAD + (1 - LEAST_LOAD) * (1 - math.cos(2 * math.pi * at / SHIFT_S)) / 2
+            share = MIN_LOAD + (1 - MIN_LOAD) * (1 - math.cos(2 * math.pi * at / SHIFT_S)) / 2
             if at < SHIFT_S and rng.random() < share:
                 requests.append(replace(request, number=len(requests), arrival_s=at))
     return Trace(f"{trace.name}_shift", tuple(requests))
 
 
 def half_of(trace: Trace, half: int) -> Trace:
-    """The first (0) or the second (1) half of the time, beginning at 0."""
+    """Return the first (0) or the second (1) half of the trace's time, shifted to begin at 0."""
     begin, length = half * trace.requests[-1].arrival_s / 2, trace.requests[-1].arrival_s / 2
     requests = [each for each in trace.requests if begin <= each.arrival_s < begin + length]
     moved = (replace(each, arrival_s=each.arrival_s - begin) for each in requests)
@@ -115,14 +115,14 @@ def half_of(trace: Trace, half: int) -> Trace:
 
 
 def smallest_fixed(trace: Trace, model: ReplicaModel) -> tuple[int, FleetRun]:
-    """The fewest replicas that have TARGET_SHARE within the target, and how they do."""
+    """Return the smallest fixed fleet with TARGET_SHARE of the requests within the target, and its run."""
     mean = sum(each.num_prompt_tokens for each in trace.requests) / trace.requests[-1].arrival_s
-    least = max(1, math.floor(mean * model.roofline.flops_per_token / model.roofline.flops_per_s))
-    for size in range(least, 10 * MAX_REPLICAS):
+    min_size = max(1, math.floor(mean * model.roofline.flops_per_token / model.roofline.flops_per_s))
+    for size in range(min_size, 10 * MAX_REPLICAS):
         run = SimulatedFleet(trace, partial(_keep, size), model, size).run()
         if run.within(TARGET_WAIT_S) >= TARGET_SHARE:
             return size, run
-    raise ValueError(f"no fleet of {10 * MAX_REPLICAS} is enough for {trace.name}")
+    raise ValueError(f"{10 * MAX_REPLICAS} replicas are not enough for {trace.name}")
 
 
 def _keep(size: int, _: FleetSnapshot) -> int:
@@ -130,14 +130,14 @@ def _keep(size: int, _: FleetSnapshot) -> int:
 
 
 def compare(trace: Trace, model: ReplicaModel, limits: ScalingLimits) -> dict[str, tuple[FleetRun, str]]:
-    """policy |-> what came of it, and a remark."""
+    """Return policy |-> (its run, a remark)."""
     size, fixed = smallest_fixed(trace, model)
     policies: dict[str, Callable[[], Policy]] = {
         "quire": lambda: quire_policy(limits),
         "ongoing_requests": OngoingRequests(limits.max_replicas).policy,
     }
     runs = {name: SimulatedFleet(trace, make(), model, size).run() for name, make in policies.items()}
-    peaks = {name: max(asked for _, asked, _ in run.history) for name, run in runs.items()}
+    peaks = {name: max(started for _, started, _ in run.history) for name, run in runs.items()}
     return {
         "fixed": (fixed, f"{size} replicas"),
         **{name: (run, f"at most {peaks[name]} replicas") for name, run in runs.items()},

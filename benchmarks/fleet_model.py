@@ -1,8 +1,8 @@
-"""A fleet in simulated time: replicas that start, serve and drain as an autoscaling policy says.
+"""A fleet in simulated time, whose replicas start, serve and drain as an autoscaling policy decides.
 
-What a policy is told and decides is real; what a replica does is a model of it: steps that each compute a budget of
-tokens (running sequences one each, then chunks of prompts, first come first served) and take the time that a roofline
-says, within the rows and the KV memory that it has. Prefix caches, preemption and speculation are left out.
+The policy's input and decisions are real; replicas are simulated. Each of their steps computes a token budget (one
+token per running sequence, then chunks of prompts in order of arrival) in the time of a roofline, within the rows and
+the KV memory of the replica. Prefix caches, preemption and speculation are not simulated.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from quire.cluster.controller_api.fleet_state import ReplicaState
 from quire.cluster.fleet.autoscaler import FleetSnapshot, ReplicaSample
 from quire.cluster.gateway.router import ReplicaLoad, Router
 
-# The policy is asked this often.
+# Time between two calls of the policy.
 DECISION_INTERVAL_S = 1.0
-# Weight of the latest second in a replica's throughput, as it reports it.
+# Weight of the latest second in the throughput that a replica reports.
 _RECENT = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaModel:
-    """What a replica is taken to be: a Llama of 8 billion parameters in bfloat16 on one NVIDIA L4.
+    """Parameters of a simulated replica: a Llama of 8 billion parameters in bfloat16 on one NVIDIA L4.
 
     Attributes:
         roofline: half of the card's 121 dense TFLOP/s, 300 GB/s.
         num_kv_tokens: its 24 GB at 90 %, less the weights.
-        cold_start_s: from being asked for to the first token. The weights are on the node, and the node is there.
+        cold_start_s: from the start to the first token, on a running node that has the weights.
     """
 
     roofline: Roofline = field(
@@ -48,11 +48,11 @@ class ReplicaModel:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """One request, and how it went.
+    """One request and its times.
 
     Attributes:
         first_step_s: when the computation of its prompt began.
-        first_token_s: when that was complete.
+        first_token_s: when the computation of its prompt ended.
     """
 
     arrival_s: float
@@ -73,11 +73,11 @@ class SimulatedRequest:
 
 
 class SimulatedReplica:
-    """One replica; `step` is one of its steps."""
+    """One replica; `step` simulates one step."""
 
-    def __init__(self, replica_id: str, model: ReplicaModel, asked_at: float) -> None:
+    def __init__(self, replica_id: str, model: ReplicaModel, started_at: float) -> None:
         self.replica_id = replica_id
-        self.asked_at = asked_at
+        self.started_at = started_at
         self.state = ReplicaState.STARTING
         self.is_stepping = False
         self._model = model
@@ -86,7 +86,7 @@ class SimulatedReplica:
         self._decoding: list[tuple[int, int, SimulatedRequest]] = []  # (last step, tie, request), a heap
         self._num_steps = 0
         self._ties = count()
-        self._num_held_tokens = 0  # of KV, as if every answer had its full length
+        self._num_held_tokens = 0  # of KV memory, reserved for the full length of every output
         self._num_read_tokens = 0
         self.queued_tokens = 0
         self._tokens_per_s = 0.0
@@ -104,7 +104,7 @@ class SimulatedReplica:
         return ReplicaLoad(self.queued_tokens, self._num_held_tokens / self._model.num_kv_tokens)
 
     def sample(self, now: float) -> ReplicaSample:
-        """As its status would tell."""
+        """Return the replica as its status would report it."""
         return ReplicaSample(
             state=self.state,
             queued_tokens=self.queued_tokens,
@@ -119,15 +119,15 @@ class SimulatedReplica:
         self._waiting.append(request)
         self.queued_tokens += request.num_prompt_tokens
 
-    def give_back(self) -> list[SimulatedRequest]:
-        """It drains: what waits goes elsewhere."""
+    def hand_off(self) -> list[SimulatedRequest]:
+        """Return the waiting requests of a draining replica, for other replicas."""
         waiting = list(self._waiting)
         self._waiting.clear()
         self.queued_tokens -= sum(request.num_prompt_tokens for request in waiting)
         return waiting
 
     def step(self, now: float) -> float:
-        """Plans and executes a step that begins now; returns when it ends."""
+        """Simulate a step that begins now; return its end."""
         budget = self._model.max_num_batched_tokens - len(self._decoding)
         num_decoded, done = len(self._decoding), []
         num_prefilled = 0
@@ -146,7 +146,7 @@ class SimulatedReplica:
         self._note_throughput((num_decoded + num_prefilled) / seconds, seconds)
         end = now + seconds
         self._num_steps += 1
-        for request in done:  # this step samples its first token
+        for request in done:  # the step samples their first tokens
             request.first_token_s = end
             self._num_read_tokens += request.num_prompt_tokens
             last_step = self._num_steps + request.num_output_tokens - 1
@@ -158,7 +158,7 @@ class SimulatedReplica:
         return end
 
     def _admit(self, now: float) -> bool:
-        """Begins the next one; False where there is none, or no room for it."""
+        """Admit the next waiting request. Returns False if there is none, or no room for it."""
         if not self._waiting or self.num_running >= self._model.max_num_seqs:
             return False
         request = self._waiting[0]
@@ -171,7 +171,7 @@ class SimulatedReplica:
         return True
 
     def _note_throughput(self, tokens_per_s: float, seconds: float) -> None:
-        """An average over the seconds that were computed in."""
+        """Update the exponential average over the time in which the replica computed."""
         weight = 1 - (1 - _RECENT) ** seconds
         self._tokens_per_s += weight * (tokens_per_s - self._tokens_per_s)
 
@@ -181,12 +181,12 @@ Policy = Callable[[FleetSnapshot], int]
 
 @dataclass(slots=True)
 class FleetRun:
-    """What came of a policy.
+    """Result of a policy.
 
     Attributes:
-        requests: all of them.
-        replica_seconds: from each replica's being asked for to its end.
-        history: (time, replicas asked for, replicas ready), one a decision.
+        requests: all requests of the trace.
+        replica_seconds: summed over the replicas, from start to end.
+        history: (time, replicas started, replicas ready), one entry per decision.
     """
 
     requests: list[SimulatedRequest]
@@ -194,7 +194,7 @@ class FleetRun:
     history: list[tuple[float, int, int]] = field(default_factory=list)
 
     def within(self, target_wait_s: float) -> float:
-        """Share of the requests that waited no longer."""
+        """Return the share of requests that waited at most `target_wait_s`."""
         return sum(request.wait_s <= target_wait_s for request in self.requests) / len(self.requests)
 
 
@@ -202,8 +202,8 @@ class SimulatedFleet:
     """Runs a trace under a policy.
 
     Args:
-        policy: snapshot |-> how many replicas there are to be.
-        num_replicas: that are ready when the trace begins.
+        policy: snapshot |-> number of replicas.
+        num_replicas: ready replicas at the trace's begin.
     """
 
     def __init__(self, trace: Trace, policy: Policy, model: ReplicaModel, num_replicas: int) -> None:
@@ -226,12 +226,12 @@ class SimulatedFleet:
             self._start(0.0).state = ReplicaState.READY
 
     def run(self) -> FleetRun:
-        """Until the last request has come and been answered."""
+        """Simulate until the last request has finished."""
         for request in self._requests:
-            self._at(request.arrival_s, partial(self._arrive, request))
-        self._at(0.0, self._decide)
+            self._schedule(request.arrival_s, partial(self._arrive, request))
+        self._schedule(0.0, self._decide)
         end = self._requests[-1].arrival_s
-        while self._events and (self._events[0][0] <= end or self._num_unanswered):
+        while self._events and (self._events[0][0] <= end or self._num_unfinished):
             now, _, event = heapq.heappop(self._events)
             event(now)
         for replica in list(self._replicas.values()):
@@ -239,10 +239,10 @@ class SimulatedFleet:
         return self._run
 
     @property
-    def _num_unanswered(self) -> int:
+    def _num_unfinished(self) -> int:
         return len(self._buffer) + sum(each.num_requests for each in self._replicas.values())
 
-    def _at(self, time_s: float, event: Callable[[float], None]) -> None:
+    def _schedule(self, time_s: float, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time_s, next(self._order), event))
 
     def _arrive(self, request: SimulatedRequest, now: float) -> None:
@@ -251,7 +251,7 @@ class SimulatedFleet:
         self._submit(request, now)
 
     def _submit(self, request: SimulatedRequest, now: float) -> None:
-        loads = {each.replica_id: each.load for each in self._in(ReplicaState.READY)}
+        loads = {each.replica_id: each.load for each in self._replicas_in(ReplicaState.READY)}
         if not loads:
             self._buffer.append(request)
             return
@@ -262,7 +262,7 @@ class SimulatedFleet:
     def _keep_stepping(self, replica: SimulatedReplica, now: float) -> None:
         if not replica.is_stepping and replica.num_requests:
             replica.is_stepping = True
-            self._at(replica.step(now), partial(self._after_step, replica))
+            self._schedule(replica.step(now), partial(self._after_step, replica))
 
     def _after_step(self, replica: SimulatedReplica, now: float) -> None:
         replica.is_stepping = False
@@ -283,14 +283,17 @@ class SimulatedFleet:
             cold_start_s=self._model.cold_start_s,
         )
         self._resize(self._policy(snapshot), now)
-        starting, ready = len(self._in(ReplicaState.STARTING)), len(self._in(ReplicaState.READY))
+        starting, ready = (
+            len(self._replicas_in(ReplicaState.STARTING)),
+            len(self._replicas_in(ReplicaState.READY)),
+        )
         self._run.history.append((now, starting + ready, ready))
-        self._at(now + DECISION_INTERVAL_S, self._decide)
+        self._schedule(now + DECISION_INTERVAL_S, self._decide)
 
     def _resize(self, target: int, now: float) -> None:
-        starting, ready = self._in(ReplicaState.STARTING), self._in(ReplicaState.READY)
+        starting, ready = self._replicas_in(ReplicaState.STARTING), self._replicas_in(ReplicaState.READY)
         for _ in range(target - len(starting) - len(ready)):
-            self._at(now + self._model.cold_start_s, partial(self._make_ready, self._start(now)))
+            self._schedule(now + self._model.cold_start_s, partial(self._make_ready, self._start(now)))
         surplus = max(0, len(starting) + len(ready) - target)
         for replica in starting[::-1][:surplus]:
             self._end(replica, now)
@@ -313,7 +316,7 @@ class SimulatedFleet:
 
     def _drain(self, replica: SimulatedReplica, now: float) -> None:
         replica.state = ReplicaState.DRAINING
-        for request in replica.give_back():
+        for request in replica.hand_off():
             self._submit(request, now)
         if not replica.num_requests:
             self._end(replica, now)
@@ -321,7 +324,7 @@ class SimulatedFleet:
     def _end(self, replica: SimulatedReplica, now: float) -> None:
         replica.state = ReplicaState.STOPPED
         del self._replicas[replica.replica_id]
-        self._run.replica_seconds += now - replica.asked_at
+        self._run.replica_seconds += now - replica.started_at
 
-    def _in(self, state: ReplicaState) -> list[SimulatedReplica]:
+    def _replicas_in(self, state: ReplicaState) -> list[SimulatedReplica]:
         return [replica for replica in self._replicas.values() if replica.state is state]

@@ -1,10 +1,10 @@
-"""What a fleet costs while nobody asks it for anything: CPU time of each of its processes, quire's and Ray's apart.
+"""CPU time of an idle fleet, by process, with quire's share and Ray's share apart.
 
     python -m benchmarks.idle --json benchmarks/results/idle.json
 
-Starts a Ray node of its own with two replicas of the demo model behind a gateway, waits until all is calm, and counts
-CPU seconds for a while. Every actor, and the gateway, holds Ray's client library, whose threads are never quite idle;
-what an actor and a driver that do nothing at all take beside them is therefore measured as well, and taken off.
+Starts a Ray node of its own with two replicas of the demo model behind a gateway, waits until start-up work has
+ended, and counts CPU seconds. Every actor and the gateway hold Ray's client library, whose threads are never quite
+idle. The CPU time of actors and of a driver that do nothing is therefore measured as well, and subtracted.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from quire.cluster.host.processes import ProcessTree
 from quire.cluster.ray_runtime.local_cluster import attach
 
 NUM_REPLICAS = 2
-# After the last change, until start-up work has died down.
+# Wait after the last change, until start-up work has ended.
 CALM_S = 15.0
 START_TIMEOUT_S = 300.0
-# What a process of quire is called, by what its command line contains.
+# part of a command line |-> name of that process of quire
 QUIRE = {
     "ray::FleetController": "controller",
     "ray::SchedulerActor": "scheduler",
     "ray::WorkerActor": "rank",
     "quire.cluster.cli": "gateway",
 }
-# Actors and a driver that do nothing: what Ray's library takes in each process.
+# part of a command line |-> name of a process that does nothing: it shows the CPU time of Ray's library
 BARE = {"ray::BareActor": "bare_actor", "--bare": "bare_driver"}
 NUM_BARE_ACTORS = 2
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def count(seconds: float, mark: str) -> dict[str, Figure]:
-    """Percent of a core that each kind of process takes. Ours are known by a mark in their environment."""
+    """Return percent of a core by kind of process. The processes are found by a mark in their environment."""
     before = cpu_seconds(mark)
     started = time.monotonic()
     time.sleep(seconds)
@@ -102,7 +102,7 @@ def count(seconds: float, mark: str) -> dict[str, Figure]:
 
 
 def cpu_seconds(mark: str) -> dict[int, tuple[str, float]]:
-    """pid |-> what the process is, and the CPU time that it has taken."""
+    """Return pid |-> (name of the process, its CPU seconds so far)."""
     found = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -122,7 +122,7 @@ def name_of(process: psutil.Process) -> str:
 
 @contextmanager
 def ray_node() -> Iterator[tuple[str, dict[str, str]]]:
-    """A node of its own: its address, and the environment of processes that use it."""
+    """Start a Ray node; yield its address and the environment of processes that use it."""
     folder = Path(tempfile.mkdtemp(prefix="qi-", dir="/tmp"))  # short: Unix sockets live in it
     port, client_port = free_port(), free_port()
     environment = dict(os.environ) | {
@@ -148,7 +148,7 @@ def ray_node() -> Iterator[tuple[str, dict[str, str]]]:
 
 @contextmanager
 def gateway(address: str, environment: Mapping[str, str]) -> Iterator[str]:
-    """`quire serve` on that node; the gateway's HOST:PORT."""
+    """Run `quire serve` on that node; yield the gateway's HOST:PORT."""
     replicas = ["--min-replicas", str(NUM_REPLICAS), "--max-replicas", str(NUM_REPLICAS)]
     command = [
         sys.executable, "-c", "from quire.cluster.cli import main; main()", "serve", "demo", "--address", address,
@@ -166,7 +166,7 @@ def gateway(address: str, environment: Mapping[str, str]) -> Iterator[str]:
 
 @contextmanager
 def bare_actors(address: str, environment: Mapping[str, str]) -> Iterator[None]:
-    """Another process that holds them."""
+    """Run a process that holds actors that do nothing."""
     command = [sys.executable, "-m", "benchmarks.idle", "--bare", address]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -178,7 +178,7 @@ def bare_actors(address: str, environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def hold_bare_actors(address: str) -> None:
-    """Until this process is ended."""
+    """Hold actors that do nothing until this process is ended."""
     import ray
 
     class BareActor:
@@ -194,7 +194,7 @@ def hold_bare_actors(address: str) -> None:
 
 @contextmanager
 def child(command: list[str], environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process, ended with all that descends from it."""
+    """Run a process; end it and its descendants at the end."""
     with log.open("wb") as stderr:
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True

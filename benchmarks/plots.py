@@ -26,8 +26,8 @@ def draw_scaling(
         edges = np.linspace(0, trace.requests[-1].arrival_s, NUM_BINS + 1)
         _draw_load(load, trace, edges)
         for policy, (run, _) in runs.items():
-            at, asked, ready = np.array(run.history).T
-            replicas.step(at / 60, asked, where="post", color=COLORS[policy], label=policy)
+            at, started, ready = np.array(run.history).T
+            replicas.step(at / 60, started, where="post", color=COLORS[policy], label=policy)
             replicas.fill_between(at / 60, ready, step="post", color=COLORS[policy], alpha=0.15)
             _draw_waits(waits, run, edges, COLORS[policy], policy)
         waits.axhline(target_wait_s, color="tab:red", linewidth=0.8, label="target")

@@ -1,15 +1,15 @@
-"""How much of the prompts a fleet finds cached, by how requests are routed, on multi-turn traces.
+"""Prefix cache hit rate of a fleet by routing policy, on multi-turn traces.
 
     python -m benchmarks.routing [--traces DIR] --json FILE
 
-Each replica is the real control plane: StepLoop, Scheduler and prefix cache, in simulated time over a worker group
-without a model. The gateway's side is real, too: hashes of prompts, the replicas' statuses and reports of their
-caches every REPORT_S, and the Router. Arrivals are squeezed so that any number of replicas is about equally busy.
+Each replica has the real control plane, with StepLoop, Scheduler and prefix cache, in simulated time over a worker
+group without a model. The gateway's side is real, too: hashes of prompts, statuses and cache reports of the replicas
+every REPORT_S, and the Router. Arrivals are compressed so that any number of replicas is about equally busy.
 
-- ``fleet.hit_rate.<trace>.<n>.<policy>``: prompt tokens found cached, of all;
+- ``fleet.hit_rate.<trace>.<n>.<policy>``: share of the prompt tokens that were found cached;
 - ``fleet.imbalance.<trace>.<n>.<policy>``: prompt tokens that the busiest replica computed, over the mean;
-- ``fleet.choice_us.<blocks>``: what the Router takes to choose for a prompt of so many blocks, among 8 replicas of
-  which each holds 64 k blocks and one the prompt.
+- ``fleet.choice_us.<blocks>``: time in which the Router chooses for a prompt of that many blocks among 8 replicas,
+  each with 64 k cached blocks, one of them with the prompt's.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from quire.scheduler.service.loop import StepLoop
 TRACES = Path(__file__).parent / "traces"
 NUMS_REPLICAS = (2, 4, 8)
 BLOCK_SIZE = 16
-NUM_BLOCKS = 8192  # a replica
+NUM_BLOCKS = 8192  # per replica
 REPORT_S = 1.0
-# Share of the time that replicas would be busy if every step were full; steps are not, so they are busier.
+# Share of the time in which replicas would be busy if every step were full. Steps are not, so replicas are busier.
 LOAD = 0.3
 NUM_CHOICES = 200
 
@@ -56,11 +56,11 @@ Choose = Callable[[Sequence[bytes], Mapping[str, ReplicaLoad]], str]
 
 
 class Replica:
-    """One replica's control plane in simulated time; its own mailbox.
+    """One replica's control plane in simulated time; also its Mailbox.
 
     Attributes:
-        finishes: accounts of what has ended.
-        load: as it last told.
+        finishes: of its requests.
+        load: as last reported.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -73,17 +73,17 @@ class Replica:
         self.reported_version = 0
 
     def advance(self, until: float) -> None:
-        """Computes what there is to compute before that time."""
+        """Run steps until that time, or until there is nothing to compute."""
         while self._clock.now < until and self._loop.step():
             pass
         self._clock.now = max(self._clock.now, until)
 
     def submit(self, submit: Submit) -> None:
-        refusal = self.scheduler.add(GATEWAY, submit, self._clock.now)
-        assert refusal is None, refusal
+        rejection = self.scheduler.add(GATEWAY, submit, self._clock.now)
+        assert rejection is None, rejection
 
-    def tell(self) -> CacheReport:
-        """Its load, and what has changed in its cache."""
+    def report(self) -> CacheReport:
+        """Update `load`; return the changes of the cache since the last report."""
         status = self._loop.status()
         self.load = ReplicaLoad(status.queued_tokens, status.kv_use)
         changes = self.scheduler.blocks.journal.report(self.reported_version)
@@ -104,20 +104,20 @@ class Replica:
 
 
 def route(trace: Trace, num_replicas: int, policy: str) -> tuple[float, float]:
-    """Hit rate and imbalance of a trace that is routed so."""
-    squeezed = trace.over(Roofline().busy_s(trace) / (LOAD * num_replicas))
+    """Return (hit rate, imbalance) of a trace under a routing policy."""
+    compressed = trace.over(Roofline().busy_s(trace) / (LOAD * num_replicas))
     config = make_config(NUM_BLOCKS, BLOCK_SIZE, 256, trace.max_tokens)
     replicas = {f"replica-{number}": Replica(config) for number in range(num_replicas)}
     router = Router(BLOCK_SIZE, random.Random(0))
     choose = POLICIES[policy](router)
     report_at = 0.0
-    for request in squeezed.requests:
+    for request in compressed.requests:
         if request.num_tokens > config.max_servable_tokens:
             continue
         if request.arrival_s >= report_at:
             for replica_id, replica in replicas.items():
                 replica.advance(request.arrival_s)
-                router.apply_report(replica_id, replica.tell())
+                router.apply_report(replica_id, replica.report())
             report_at = request.arrival_s + REPORT_S
         hashes = prefix_hashes(request.prompt(), BLOCK_SIZE, model=config.model.name)
         replica_id = choose(hashes, {name: replica.load for name, replica in replicas.items()})
@@ -126,7 +126,7 @@ def route(trace: Trace, num_replicas: int, policy: str) -> tuple[float, float]:
         replica = replicas[replica_id]
         replica.advance(request.arrival_s)
         replica.submit(_submit(request))
-        # As the gateway counts what it has sent since the replica last told its load.
+        # Like the gateway, count the tokens sent since the replica's last report.
         queued_tokens = replica.load.queued_tokens + request.num_prompt_tokens - num_cached_tokens
         replica.load = ReplicaLoad(queued_tokens, replica.load.kv_use)
     for replica in replicas.values():
@@ -156,8 +156,8 @@ def _at_random(router: Router) -> Choose:
 
 
 def _round_robin(router: Router) -> Choose:
-    turns = count()
-    return lambda hashes, loads: list(loads)[next(turns) % len(loads)]
+    numbers = count()
+    return lambda hashes, loads: list(loads)[next(numbers) % len(loads)]
 
 
 POLICIES: Mapping[str, Callable[[Router], Choose]] = {
@@ -168,7 +168,7 @@ POLICIES: Mapping[str, Callable[[Router], Choose]] = {
 
 
 def time_choices() -> dict[str, Figure]:
-    """Microseconds a choice."""
+    """Return microseconds per choice."""
     router, caches = Router(BLOCK_SIZE, random.Random(0)), {}
     for number in range(8):
         caches[f"replica-{number}"] = os.urandom(65_536 * CACHE_HASH_BYTES)
