@@ -19,7 +19,7 @@ from quire.cluster.config.resolve import engine_config
 from quire.proto.block_tables import IntArray
 from quire.proto.codec import FloatArray
 from quire.proto.config import EngineConfig, ModelConfig
-from quire.proto.sampling import MAX_ANSWERS, SamplingParams
+from quire.proto.sampling import MAX_OUTPUTS, SamplingParams
 from quire.proto.step import Logprobs, StepPlan, StepResult
 from quire.proto.stream import (
     Finish,
@@ -223,7 +223,7 @@ class TraceMailbox:
     def _submit(self, request: TracedRequest) -> Submit:
         most = request.num_output_tokens
         return Submit(
-            handle=request.number * MAX_ANSWERS,
+            handle=request.number * MAX_OUTPUTS,
             request_id=f"request-{request.number}",
             prompt_token_ids=request.prompt(),
             sampling=replace(self._sampling, max_tokens=most, seed=request.number, ignore_eos=True),

@@ -1,7 +1,7 @@
-"""BlockTables: which blocks hold each row's KV, with a digest that scheduler and ranks can compare.
+"""BlockTables: the block ids of each row's KV, with a digest that the scheduler and the ranks compare.
 
-The scheduler's is the truth; each rank's is a copy built from the plans. Both apply the same deltas with the
-same code, so equal digests mean that every rank reads and writes the blocks that the scheduler believes in.
+The scheduler owns the tables; each rank builds a copy from the plans. Both apply the same deltas with the same code,
+so equal digests mean that every rank reads and writes the blocks that the scheduler planned.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class BlockTables:
         self.digest = 0
 
     def row(self, row: int) -> IntArray:
-        """The row's block ids, [lens[row]]; a view."""
+        """Return the row's block ids, [lens[row]]; a view."""
         return self.ids[row, : self.lens[row]]
 
     def append(self, rows: IntArray, block_ids: IntArray) -> None:
-        """Appends one block to each row. A row may repeat, then its entries must be neighbours, in order."""
+        """Append one block per entry. The entries of a row that repeats must be adjacent and in order."""
         if rows.size == 0:
             return
         index = self.lens[rows] + _run_offsets(rows)
@@ -44,7 +44,7 @@ class BlockTables:
         self._add(rows, _mix(rows, index, block_ids))
 
     def replace(self, rows: IntArray, index: IntArray, block_ids: IntArray) -> None:
-        """Puts another block in the place of ``ids[rows, index]``: a copy-on-write."""
+        """Replace ``ids[rows, index]`` by other blocks, for copy-on-write."""
         if rows.size == 0:
             return
         change = _mix(rows, index, block_ids) - _mix(rows, index, self.ids[rows, index])
@@ -52,7 +52,7 @@ class BlockTables:
         self._add(rows, change)
 
     def release(self, rows: IntArray) -> None:
-        """Empties rows, each named once."""
+        """Empty the rows, which must be distinct."""
         if rows.size == 0:
             return
         self.digest = (self.digest - int(self._row_digests[rows].sum(dtype=np.uint64))) & _MASK
@@ -65,7 +65,7 @@ class BlockTables:
 
 
 def _run_offsets(rows: IntArray) -> IntArray:
-    """Position of each entry in its run of equal neighbours: [3, 3, 5] -> [0, 1, 0]."""
+    """Return each entry's position in its run of equal entries: [3, 3, 5] -> [0, 1, 0]."""
     starts = np.flatnonzero(np.diff(rows, prepend=-1))
     if starts.size == rows.size:
         return np.zeros(rows.size, dtype=np.int32)
@@ -74,7 +74,7 @@ def _run_offsets(rows: IntArray) -> IntArray:
 
 
 def _mix(rows: IntArray, index: IntArray, block_ids: IntArray) -> npt.NDArray[np.uint64]:
-    """One well-mixed 64-bit number an entry: the finaliser of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    """Return a 64-bit hash per entry: the finalizer of SplitMix64 (Steele et al., OOPSLA 2014)."""
     x = rows.astype(np.uint64) << _ROW_SHIFT
     x |= index.astype(np.uint64) << _INDEX_SHIFT
     x |= block_ids.astype(np.uint64)

@@ -1,6 +1,6 @@
-"""What callers give as plain values: numbers and sequences of any kind become Python's own, or are refused.
+"""Conversion of callers' values to plain Python: numpy's numbers and any sequences become int, float and tuple.
 
-Each function takes the name of the field, for the error, and what was given, and raises InvalidRequest.
+Each function takes the field's name, for the error, and the value, and raises InvalidRequest for a wrong type.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 
 from .errors import InvalidRequest
 
-# Numbers below this, either way, are what the messages between processes can hold.
+# msgpack holds integers from -_LIMIT to _LIMIT - 1.
 _LIMIT = 1 << 63
 
-# A forbidden word: text, or once it is tokenised the ids that spell it.
+# A forbidden word: text, or its token ids.
 BadWord = str | tuple[int, ...]
 
 
 def whole_number(field: str, given: Any) -> int:
-    """An integer, numpy's too."""
+    """Return an integer, also from numpy's types."""
     try:
         number = int(operator.index(given))
     except TypeError as error:
@@ -33,7 +33,7 @@ def whole_number(field: str, given: Any) -> int:
 
 
 def real_number(field: str, given: Any) -> float:
-    """A finite number; text is none."""
+    """Return a finite number; text is refused."""
     try:
         number = math.nan if isinstance(given, str | bytes) else float(given)
     except (TypeError, ValueError, OverflowError):
@@ -45,63 +45,63 @@ def real_number(field: str, given: Any) -> float:
 
 
 def flag(field: str, given: Any) -> bool:
-    """True or false; no other value stands for either."""
+    """Return a bool; no other type is converted."""
     if not isinstance(given, bool | np.bool_):
         raise InvalidRequest(field, f"is {_kind(given)}, must be true or false")
     return bool(given)
 
 
 def texts(field: str, given: Any) -> tuple[str, ...]:
-    """Strings; one alone is a tuple of one, and None of none."""
+    """Return a tuple of strings: of one for a single string, empty for None."""
     parts = _parts(field, given)
     for part in parts:
         if not isinstance(part, str):
-            raise InvalidRequest(field, f"has {_kind(part)} in it, must be of strings")
+            raise InvalidRequest(field, f"has an item {_kind(part)}, must have strings only")
     return parts
 
 
 def token_ids(field: str, given: Any) -> tuple[int, ...]:
-    """Whole numbers; None is of none."""
+    """Return a tuple of integers; empty for None."""
     if isinstance(given, str | bytes):
-        raise InvalidRequest(field, f"is {_kind(given)}, must be of token ids")
+        raise InvalidRequest(field, f"is {_kind(given)}, must be a list of token ids")
     parts = _parts(field, given)
     try:
-        # There may be tens of thousands: one by one only to say which is wrong.
+        # Fast path for tens of thousands of ids; the slow path below names the wrong one.
         ids = tuple(map(operator.index, parts))
         if not ids or (min(ids) >= -_LIMIT and max(ids) < _LIMIT):
             return ids
     except TypeError:
         pass
-    return tuple(whole_number(f"{field}[{place}]", part) for place, part in enumerate(parts))
+    return tuple(whole_number(f"{field}[{index}]", part) for index, part in enumerate(parts))
 
 
 def distinct_token_ids(field: str, given: Any) -> tuple[int, ...]:
-    """Whole numbers, each once, in the order of their first."""
+    """Return a tuple of integers without repeats, in order of first occurrence."""
     return tuple(dict.fromkeys(token_ids(field, given)))
 
 
 def bad_words(field: str, given: Any) -> tuple[BadWord, ...]:
-    """Words as text or token ids; one text alone is a tuple of one, and None of none."""
+    """Return a tuple of words, each as text or token ids: of one for a single text, empty for None."""
     return tuple(
-        word if isinstance(word, str) else token_ids(f"{field}[{place}]", word)
-        for place, word in enumerate(_parts(field, given))
+        word if isinstance(word, str) else token_ids(f"{field}[{index}]", word)
+        for index, word in enumerate(_parts(field, given))
     )
 
 
 def biases(field: str, given: Any) -> tuple[tuple[int, float], ...]:
-    """A mapping or pairs of token ids and numbers, as pairs by token id; None is of none."""
+    """Return pairs of token id and number, sorted by token id, from a mapping or pairs; empty for None."""
     items = given.items() if isinstance(given, Mapping) else _parts(field, given)
-    read: dict[int, float] = {}
+    bias_of: dict[int, float] = {}
     for item in items:
         try:
             token_id, bias = item
         except (TypeError, ValueError) as error:
             raise InvalidRequest(
-                field, f"has {_kind(item)} in it, must be of token ids and numbers"
+                field, f"has an item {_kind(item)}, must have pairs of token id and number"
             ) from error
         token_id = whole_number(field, token_id)
-        read[token_id] = real_number(f"{field}[{token_id}]", bias)
-    return tuple(sorted(read.items()))
+        bias_of[token_id] = real_number(f"{field}[{token_id}]", bias)
+    return tuple(sorted(bias_of.items()))
 
 
 def _parts(field: str, given: Any) -> tuple[Any, ...]:
@@ -115,5 +115,5 @@ def _parts(field: str, given: Any) -> tuple[Any, ...]:
 
 
 def _kind(given: Any) -> str:
-    """What it is, without showing it: it may be as long as it likes."""
+    """Return the value's type for an error; the value itself may be of any length."""
     return "None" if given is None else f"of type {type(given).__name__}"

@@ -1,7 +1,7 @@
 """EngineConfig: the configuration that a replica was started with. Frozen, composed, resolved once.
 
 `cluster.config.resolve` makes it from an operator's options, which hold the defaults, and a model directory. Every
-process of a replica is handed the same object and none changes it.
+process of a replica gets an equal object, and none changes it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from .sampling import SamplingDefaults
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The model as its directory describes it.
+    """ModelConfig from a model directory, with the operator's overrides.
 
     Attributes:
         path: the Hugging Face model directory.
-        name: the name it is served under.
+        name: the name that the model is served under.
         architecture: the first entry of ``architectures`` in config.json, for example ``LlamaForCausalLM``.
-        hf: transformers' configuration as a plain dictionary, defaults filled in.
-        dtype: what is computed in: ``float32``, ``bfloat16`` or ``float16``.
-        max_model_len: most tokens of prompt and answer together.
+        hf: transformers' configuration as a plain dictionary, with defaults filled in.
+        dtype: data type of activations: ``float32``, ``bfloat16`` or ``float16``.
+        max_model_len: maximum number of tokens of prompt and output together.
         eos_token_ids: tokens that end a sequence, from generation_config.json and config.json.
-        sampling_defaults: how requests sample that say nothing else, from generation_config.json.
-        seed: where seeds of requests without one are drawn from.
-        quantization: what the weights of a full-precision checkpoint become as they are read: ``int8`` or ``fp8``;
-            None: what they are.
+        sampling_defaults: sampling settings for values that a request leaves unset, from generation_config.json.
+        seed: seed of the generator of seeds for requests without one.
+        quantization: quantizes the weights of a full-precision checkpoint when they are loaded: ``int8`` or
+            ``fp8``; None to keep the checkpoint's type.
     """
 
     path: str
@@ -53,17 +53,17 @@ class CacheConfig:
     """The paged KV cache.
 
     Attributes:
-        block_size: tokens a block.
+        block_size: tokens per block.
         num_blocks: blocks of the pool, block 0 (scratch for padding rows) included; None until the ranks
             have reported their memory.
-        memory_bytes: KV bytes a rank may take; None: ``gpu_memory_utilization`` decides on a GPU, and
+        memory_bytes: bytes of KV cache per rank; None to use ``gpu_memory_utilization`` on a GPU and
             ``DEFAULT_CPU_KV_BYTES`` on a CPU.
         gpu_memory_utilization: share of a GPU's memory for weights, activations and KV together.
-        prefix_caching: keep computed blocks for later requests with the same beginning.
-        num_host_blocks: blocks of host memory that evicted and preempted blocks go to; 0: none.
-        swap_blocks_per_s: blocks that move between device and host a second, each way, as measured at the start.
-        kv_dtype: what keys and values are stored in: ``auto`` (what the model computes in), or ``fp8_e4m3`` or
-            ``int8`` with a scale for each token and head.
+        prefix_caching: keep computed blocks for later requests with the same prefix.
+        num_host_blocks: blocks of host memory for evicted and preempted blocks; 0 for no host tier.
+        swap_blocks_per_s: blocks per second between device and host in each direction, measured at start-up.
+        kv_dtype: data type of stored keys and values: ``auto`` (the model's dtype), or ``fp8_e4m3`` or ``int8``
+            with a scale per token and head.
     """
 
     block_size: int
@@ -78,16 +78,17 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How many ranks, on what.
+    """The ranks and their devices.
 
     Attributes:
         tensor_parallel_size: ranks that share each layer.
         device: ``cpu`` or ``cuda``.
-        threads_per_rank: compute threads a rank on a CPU.
-        cuda_graphs: decode steps on a GPU are recorded and replayed.
-        batch_invariant: attention on a GPU sums a sequence's values in an order that no other sequence changes, at
-            some cost where few long ones run.
-        fused_all_reduce: ranks on GPUs of one host sum few tokens in the op that adds and normalises the sum.
+        threads_per_rank: compute threads per rank on a CPU.
+        cuda_graphs: on a GPU, capture decode steps as CUDA graphs and replay them.
+        batch_invariant: on a GPU, attention sums a sequence's values in an order that does not depend on other
+            sequences; slower for few long sequences.
+        fused_all_reduce: on GPUs of one host, steps of few tokens all-reduce in the op that adds the residual and
+            normalizes.
     """
 
     tensor_parallel_size: int
@@ -100,19 +101,19 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """What one step may hold and how long things may take.
+    """Limits of a step and of the waiting queue, deadlines, and the admission policy.
 
     Attributes:
-        max_num_seqs: rows, that is sequences that run at once.
-        max_num_batched_tokens: the token budget of a step, decoding rows first, then chunks of prompts.
-        max_queue_len: waiting requests beyond which new ones are refused (RESOURCE_EXHAUSTED).
-        max_steps_in_flight: steps planned before the first one's result is in: 2 hides the scheduler's time
-            behind the workers', 1 where both share a thread.
-        step_timeout_s: a step without a result for this long has a hung rank.
+        max_num_seqs: number of rows, that is of sequences that run at once.
+        max_num_batched_tokens: token budget of a step; decoding rows first, then chunks of prompts.
+        max_queue_len: length of the waiting queue from which new requests are refused (RESOURCE_EXHAUSTED).
+        max_steps_in_flight: steps planned before the first one's result arrives: 2 overlaps the scheduler with the
+            workers; 1 if both share a thread.
+        step_timeout_s: a step without a result after this time has a hung rank.
         audit: recount every block after each step (`check_integrity`).
-        policy: the order of admission: ``fcfs``, ``priority``, ``fair`` (between tenants), ``shortest-prefill``
-            or ``longest-prefix``.
-        tenant_weights: (tenant, share) of the fair policy; tenants not named have 1.
+        policy: order of admission: ``fcfs``, ``priority``, ``fair`` (between tenants), ``shortest-prefill`` or
+            ``longest-prefix``.
+        tenant_weights: (tenant, share) of the fair policy; other tenants have share 1.
     """
 
     max_num_seqs: int
@@ -127,7 +128,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """All of a replica's configuration."""
+    """The whole configuration of a replica."""
 
     model: ModelConfig
     cache: CacheConfig
@@ -135,7 +136,7 @@ class EngineConfig:
     scheduler: SchedulerConfig
 
     def with_num_blocks(self, num_blocks: int) -> EngineConfig:
-        """The same configuration with the pool's size filled in.
+        """Return the configuration with the pool's number of blocks.
 
         Raises:
             ConfigError: the pool cannot hold even one block beside the scratch block.
@@ -148,12 +149,12 @@ class EngineConfig:
         return replace(self, cache=replace(self.cache, num_blocks=num_blocks))
 
     def with_swap_rate(self, blocks_per_s: float) -> EngineConfig:
-        """The same configuration with the measured speed of the host tier filled in."""
+        """Return the configuration with the measured swap rate of the host tier."""
         return replace(self, cache=replace(self.cache, swap_blocks_per_s=blocks_per_s))
 
     @property
     def num_kv_heads_per_rank(self) -> int:
-        """Where there are fewer KV heads than ranks, several ranks hold the same one."""
+        """KV heads per rank; with fewer KV heads than ranks, several ranks hold the same head."""
         return max(1, self.model.num_kv_heads // self.parallel.tensor_parallel_size)
 
     @property
@@ -162,7 +163,7 @@ class EngineConfig:
 
     @property
     def max_servable_tokens(self) -> int:
-        """Prompt plus answer that fit: bounded by the context and by the whole pool."""
+        """Maximum number of tokens of prompt and output: limited by the context length and by the pool."""
         if self.cache.num_blocks is None:
             return self.model.max_model_len
         return min(self.model.max_model_len, (self.cache.num_blocks - 1) * self.cache.block_size)

@@ -1,4 +1,4 @@
-"""Generates the gRPC code beside the .proto files: `make proto`, or with --check compares and exits with 1.
+"""Generator of the gRPC code beside the .proto files: `make proto`; --check only compares and exits with 1.
 
 The generated modules import each other as `quire.proto.*`: protoc is given the folder under that name.
 """
@@ -19,7 +19,7 @@ SUFFIXES = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py")
 
 
 def generate(into: Path) -> dict[str, bytes]:
-    """file name |-> content of every generated module."""
+    """Generate into a folder; return file name |-> content of every generated module."""
     well_known = importlib.resources.files("grpc_tools") / "_proto"
     arguments = ["protoc", f"-Iquire/proto={FOLDER}", f"-I{well_known}"]
     arguments += [f"--{kind}_out={into}" for kind in ("python", "pyi", "grpc_python")]

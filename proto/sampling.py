@@ -1,4 +1,4 @@
-"""SamplingParams: how the next token is chosen and when to stop. Checked once, at the edge."""
+"""SamplingParams: sampling and stop settings of a request, validated once, at the edge."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
-MAX_ANSWERS = 16
-# A logit that is divided by much less leaves float32. An exact number in float32, in which penalties travel.
+MAX_OUTPUTS = 16
+# Dividing a logit by much less overflows float32. Exactly representable in float32, the type of penalties on a rank.
 MIN_REPETITION_PENALTY = 1 / 128
 MAX_REPETITION_PENALTY = 100.0
 MAX_OUTPUT_PENALTY = 2.0
@@ -26,13 +26,13 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 128
 MAX_BAD_WORD_TOKENS = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 16
-# Of a value that is refused: an error must fit into a gRPC trailer, whatever was given.
+# Of an invalid value in an error: the error must fit into a gRPC trailer.
 MAX_SHOWN_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What holds where a request leaves a setting unset: the model's own choice, or what changes nothing."""
+    """Settings for values that a request leaves unset: the model's, or by default those without effect."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -41,63 +41,63 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
     def under(self, params: SamplingParams) -> SamplingDefaults:
-        """The settings as `params` has them, and these where it has none."""
+        """Return the settings of `params`, with these for values that it leaves unset."""
         given = {field.name: getattr(params, field.name) for field in fields(self)}
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling settings of one request, in the words that users of vLLM know.
+    """Sampling settings of one request, named as in vLLM.
 
-    temperature, top_k, top_p, min_p and repetition_penalty are the model's own where they are None: those that its
-    generation_config.json recommends, otherwise 1, 0, 1, 0 and 1.
+    temperature, top_k, top_p, min_p and repetition_penalty of None stand for the model's defaults: the values in its
+    generation_config.json, or else 1, 0, 1, 0 and 1.
 
-    Logits are changed in the order of transformers' processors: logit_bias, repetition_penalty, then
-    frequency_penalty and presence_penalty (which transformers lacks), bad_words, min_tokens, allowed_token_ids;
-    then temperature, top_k, top_p and min_p decide what is drawn from.
+    Logits are processed in the order of transformers: logit_bias, repetition_penalty, frequency_penalty and
+    presence_penalty (which transformers lacks), bad_words, min_tokens, allowed_token_ids, temperature, top_k, top_p,
+    min_p.
 
-    Numbers may be numpy's, and a sequence a list, one string alone or None for an empty one: all become plain values
-    of Python's.
+    Numbers may be numpy's. A sequence may be a list, a single string, or None if it is empty. All are stored as plain
+    Python values.
 
     Args:
-        max_tokens: most tokens to generate; None: as many as the context leaves room for.
+        max_tokens: maximum number of tokens to generate; None to use the rest of the context.
         min_tokens: end-of-sequence and stop tokens cannot be sampled before this many tokens.
-        temperature: 0 is greedy; otherwise logits are divided by it.
-        top_k: sample among the k likeliest tokens; 0 for all.
-        top_p: nucleus sampling (Holtzman et al., 2020): the smallest set of likeliest tokens whose
+        temperature: divides the logits; 0 for greedy decoding.
+        top_k: sample among the k most likely tokens; 0 for all.
+        top_p: nucleus sampling (Holtzman et al., 2020): sample among the smallest set of most likely tokens whose
             probabilities sum to at least top_p; 1 for all.
-        min_p: drop tokens less likely than min_p times the likeliest; 0 for none.
-        seed: the same seed, prompt and settings give the same tokens, whatever else runs; None: one is drawn.
-        stop: strings that end the text; the text is cut before the first of them.
-        stop_token_ids: tokens that end the sequence, beside the model's own end-of-sequence tokens.
-        ignore_eos: the model's own end-of-sequence tokens do not end the sequence.
-        logprobs: number of likeliest tokens to report the log-probabilities of, beside the chosen one's;
-            0: the chosen one's only; None: none. Those of the model itself, before anything is changed. Not
-            with beam search, which reports scores.
-        n: answers to the same prompt. They share its KV blocks; answer i samples with seed + i.
-        best_of: answers to generate, of which the n likeliest (by summed log-probability) are given, the best
-            first; None: all n are given.
-        beam_width: beam search with that many beams, of which the n best are given; None: sampling. Then
-            temperature, top_k, top_p, min_p and seed mean nothing, and nothing may change the logits.
+        min_p: drop tokens less likely than min_p times the most likely one; 0 for none.
+        seed: equal seed, prompt and settings give equal tokens, whatever else runs; None for a random seed.
+        stop: strings that end the text, which is cut before the first of them.
+        stop_token_ids: tokens that end the sequence, beside the model's end-of-sequence tokens.
+        ignore_eos: do not end the sequence at the model's end-of-sequence tokens.
+        logprobs: number of most likely tokens whose log-probabilities are reported beside the sampled one's; 0 for
+            the sampled one's only; None for none. Taken from the model's logits before any processing. Not
+            available with beam search, which reports scores.
+        n: number of outputs for the prompt. They share its KV blocks; output i samples with seed + i.
+        best_of: number of outputs to generate, of which the n most likely (by summed log-probability) are returned,
+            best first; None to return all n.
+        beam_width: beam search with this number of beams, of which the n best are returned; None for sampling. Beam
+            search ignores temperature, top_k, top_p, min_p and seed, and allows no logits processor.
         length_penalty: beam search divides a sequence's summed log-probability by its length to this power.
-        early_stopping: beam search ends when it has beam_width complete answers, however good the open ones are.
-        repetition_penalty: logits of tokens of the prompt or the answer are divided by it where they are
-            positive and multiplied by it where they are not (Keskar et al., 2019); above 1 makes repeats rarer.
-        frequency_penalty: taken off a token's logit for each time that it is in the answer.
-        presence_penalty: taken off a token's logit once it is in the answer.
-        logit_bias: token id |-> what is added to its logit. From here on pairs, by token id.
-        bad_words: what the answer must not contain, each as text or as token ids. Text is forbidden both with
-            and without a space before it, in the tokens that the tokenizer spells it with.
-        allowed_token_ids: the only tokens that may be sampled, those that end the answer included; None: all.
-        prompt_logprobs: as logprobs, for the tokens of the prompt; all of it is computed then, whatever the
-            prefix cache has. None: none.
-        skip_special_tokens: the text leaves out the tokenizer's special tokens.
-        include_stop_str_in_output: the text keeps the stop string or stop token that ended it.
-        truncate_prompt_tokens: only so many tokens at the end of the prompt are used; None: all.
+        early_stopping: end beam search at beam_width complete outputs, even if unfinished beams could score higher.
+        repetition_penalty: divides positive logits, and multiplies negative logits, of tokens in the prompt or the
+            output (Keskar et al., 2019); above 1 makes repeats rarer.
+        frequency_penalty: subtracted from a token's logit for each of its occurrences in the output.
+        presence_penalty: subtracted from a token's logit if the token is in the output.
+        logit_bias: token id |-> number added to its logit. Stored as pairs sorted by token id.
+        bad_words: words that the output must not contain, each as text or as token ids. Text is forbidden with and
+            without a leading space, in the tokenizer's own spelling.
+        allowed_token_ids: the only tokens that may be sampled, tokens that end the output included; None for all.
+        prompt_logprobs: as logprobs, for the prompt's tokens; computes the whole prompt, without the prefix cache.
+            None for none.
+        skip_special_tokens: leave the tokenizer's special tokens out of the text.
+        include_stop_str_in_output: keep the stop string or stop token at the end of the text.
+        truncate_prompt_tokens: use only this many tokens at the end of the prompt; None for all.
 
     Raises:
-        InvalidRequest: a value is out of its range; the message names both.
+        InvalidRequest: a value is out of range; the message names the value and the range.
     """
 
     max_tokens: int | None = 128
@@ -128,14 +128,14 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for field, read in _READERS.items():
+        for field, convert in _CONVERTERS.items():
             value = getattr(self, field)
             if value is not None or field in _NEVER_NONE:
-                object.__setattr__(self, field, read(f"sampling.{field}", value))
+                object.__setattr__(self, field, convert(f"sampling.{field}", value))
         self._check_numbers()
         self._check_stops()
-        self._check_constraints()
-        self._check_answers()
+        self._check_logits_processors()
+        self._check_outputs()
 
     def _check_numbers(self) -> None:
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
@@ -165,17 +165,19 @@ class SamplingParams:
             "stop_token_ids", len(self.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS} tokens",
         )  # fmt: skip
 
-    def _check_constraints(self) -> None:
+    def _check_logits_processors(self) -> None:
         for field in ("frequency_penalty", "presence_penalty"):
-            penalty, most = getattr(self, field), MAX_OUTPUT_PENALTY
-            _require(_in(penalty, -most, most), field, penalty, f"from {-most:g} to {most:g}")
+            penalty, limit = getattr(self, field), MAX_OUTPUT_PENALTY
+            _require(_in(penalty, -limit, limit), field, penalty, f"from {-limit:g} to {limit:g}")
         biases, allowed = self.bias_pairs, self.allowed_token_ids
         _require(
             len(biases) <= MAX_LOGIT_BIASES, "logit_bias", len(biases), f"at most {MAX_LOGIT_BIASES} tokens"
         )
         for token_id, bias in biases:
-            most = MAX_LOGIT_BIAS
-            _require(_in(bias, -most, most), f"logit_bias[{token_id}]", bias, f"from {-most:g} to {most:g}")
+            limit = MAX_LOGIT_BIAS
+            _require(
+                _in(bias, -limit, limit), f"logit_bias[{token_id}]", bias, f"from {-limit:g} to {limit:g}"
+            )
         self._check_bad_words()
         _require(
             allowed is None or 0 < len(allowed) <= MAX_ALLOWED_TOKEN_IDS,
@@ -184,7 +186,7 @@ class SamplingParams:
 
     def _check_bad_words(self) -> None:
         texts = [word for word in self.bad_words if isinstance(word, str)]
-        # A text has two spellings at most, which take its place once it is tokenised.
+        # The tokenizer replaces each text by up to two spellings as token ids.
         num_spellings = len(self.bad_words) + len(texts)
         _require(
             num_spellings <= 2 * MAX_BAD_WORDS,
@@ -192,30 +194,31 @@ class SamplingParams:
         )  # fmt: skip
         for word in self.bad_words:
             is_text = isinstance(word, str)
-            most = MAX_BAD_WORD_CHARS if is_text else MAX_BAD_WORD_TOKENS
+            max_parts = MAX_BAD_WORD_CHARS if is_text else MAX_BAD_WORD_TOKENS
             num_parts = len(word.strip()) if isinstance(word, str) else len(word)
             unit = "characters" if is_text else "tokens"
-            _require(0 < num_parts <= most, "bad_words", repr(word[:32]), f"words of 1 to {most} {unit}")
+            allowed = f"words of 1 to {max_parts} {unit}"
+            _require(0 < num_parts <= max_parts, "bad_words", repr(word[:32]), allowed)
 
-    def _check_answers(self) -> None:
-        _require(1 <= self.n <= MAX_ANSWERS, "n", self.n, f"from 1 to {MAX_ANSWERS}")
+    def _check_outputs(self) -> None:
+        _require(1 <= self.n <= MAX_OUTPUTS, "n", self.n, f"from 1 to {MAX_OUTPUTS}")
         for field, count in (("best_of", self.best_of), ("beam_width", self.beam_width)):
             _require(
-                count is None or self.n <= count <= MAX_ANSWERS,
+                count is None or self.n <= count <= MAX_OUTPUTS,
                 field,
                 count,
-                f"from n, {self.n}, to {MAX_ANSWERS}",
+                f"from n, {self.n}, to {MAX_OUTPUTS}",
             )
         _require(
             self.best_of is None or self.beam_width is None, "best_of", self.best_of, "unset with beam_width"
         )
         _require(_in(self.length_penalty, -10, 10), "length_penalty", self.length_penalty, "from -10 to 10")
         _require(self.beam_width is None or not self.stop, "stop", self.stop, "empty with beam_width")
-        self._check_goes_with_beams()
+        self._check_unset_with_beams()
 
-    def _check_goes_with_beams(self) -> None:
-        """What a beam search ranks by is the model's own probabilities."""
-        unchanged: dict[str, tuple[object, ...]] = {
+    def _check_unset_with_beams(self) -> None:
+        """Refuse logits processors with beam search, which ranks by the model's own probabilities."""
+        unset: dict[str, tuple[object, ...]] = {
             "logprobs": (None,),
             "repetition_penalty": (None, 1),
             "frequency_penalty": (0,),
@@ -224,32 +227,32 @@ class SamplingParams:
             "bad_words": ((),),
             "allowed_token_ids": (None,),
         }
-        for field, values in unchanged.items():
+        for field, values in unset.items():
             given = getattr(self, field)
             _require(self.beam_width is None or given in values, field, given, "unset with beam_width")
 
     @property
     def num_sequences(self) -> int:
-        """Answers that are generated, whether or not they are given."""
+        """Number of sequences that are generated, returned or not."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def is_ranked(self) -> bool:
-        """The likeliest answers are given: which those are is known when all have ended."""
+        """True if the outputs to return are chosen by likelihood, after all have ended."""
         return self.best_of is not None and self.best_of > 1
 
     @property
     def bias_pairs(self) -> tuple[tuple[int, float], ...]:
-        """logit_bias as (token id, value), by token id."""
+        """logit_bias as (token id, value), sorted by token id."""
         return cast(tuple[tuple[int, float], ...], self.logit_bias)
 
     def with_defaults(self, defaults: SamplingDefaults) -> SamplingParams:
-        """The same settings, with these where it leaves them open; a beam search has no use for them."""
+        """Return the settings with `defaults` for unset values; unchanged for beam search, which ignores them."""
         return self if self.beam_width is not None else replace(self, **asdict(defaults.under(self)))
 
 
 def check_sampling_settings(settings: SamplingDefaults, owner: str) -> None:
-    """Raises InvalidRequest, which names a setting of `owner`, where it is out of its range."""
+    """Raise InvalidRequest if a setting is out of range; `owner` precedes the setting's name in the message."""
     s = settings
     _require(_in(s.temperature, 0, 100), "temperature", s.temperature, "from 0 to 100", owner)
     _require(s.top_k >= 0, "top_k", s.top_k, "at least 0", owner)
@@ -274,8 +277,8 @@ def _require(holds: bool, field: str, given: Any, allowed: str, owner: str = "sa
         raise InvalidRequest(f"{owner}.{field}", f"is {shown}, must be {allowed}")
 
 
-# How each field becomes a plain value, whatever kind of number or sequence callers wrote.
-_READERS: dict[str, Callable[[str, Any], Any]] = {
+# field |-> the function that converts its value to plain Python.
+_CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(
         ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "n", "best_of", "beam_width",
          "prompt_logprobs", "truncate_prompt_tokens"),
@@ -295,7 +298,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "bad_words": plain.bad_words,
     "allowed_token_ids": plain.distinct_token_ids,
 }  # fmt: skip
-# Fields in which None does not stand for something that is left open.
+# Fields that are converted even if they are None: None is an empty sequence or invalid.
 _NEVER_NONE = {
     member.name
     for member in fields(SamplingParams)

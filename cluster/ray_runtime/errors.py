@@ -1,4 +1,4 @@
-"""Errors of Ray's as ours: what an actor raised on purpose comes out as it was raised; the rest in one line."""
+"""Ray's errors as QuireErrors: an actor's QuireError is raised again, any other error becomes one line."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ...proto.errors import QuireError, ReplicaUnavailable, in_one_line
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-MEANWHILE_S = 0.5
+POLL_INTERVAL_S = 0.5
 
 
 def describe(error: BaseException) -> str:
-    """One line that says how a remote call failed."""
+    """Return one line that says how a remote call failed."""
     if isinstance(error, RayTaskError):
         error = error.cause
     if isinstance(error, (RayActorError, ActorDiedError, WorkerCrashedError)):
@@ -26,46 +26,47 @@ def describe(error: BaseException) -> str:
     return in_one_line(error)
 
 
-def unwrap(error: BaseException, who: str) -> QuireError:
-    """The QuireError that an actor raised, or one that says what happened to `who`."""
+def unwrap(error: BaseException, name: str) -> QuireError:
+    """Return the QuireError that an actor raised, or a ReplicaUnavailable that says how the actor `name` failed."""
     if isinstance(error, RayTaskError):
         error = error.cause
     if isinstance(error, QuireError):
         return error
-    return ReplicaUnavailable(f"{who} failed: {describe(error)}")
+    return ReplicaUnavailable(f"{name} failed: {describe(error)}")
 
 
 def await_all(
     calls: Mapping[str, ObjectRef],
     timeout_s: float,
-    doing: str,
-    meanwhile: Callable[[], None] | None = None,
+    activity: str,
+    on_poll: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """The results of remote calls, in order; fails as soon as one of them does.
+    """Return the results of remote calls, in order; raise as soon as one of them fails.
 
     Args:
-        calls: who |-> its call.
-        doing: what they were asked for, as in "rank 1 did not finish loading in 600 s".
-        meanwhile: is called every MEANWHILE_S seconds of the wait.
+        calls: name of the process, for errors |-> its call.
+        activity: the calls' purpose, as in "rank 1 did not finish loading in 600 s".
+        on_poll: called every POLL_INTERVAL_S during the wait.
 
     Raises:
-        QuireError: one that an actor raised.
-        ReplicaUnavailable: a process died, or was not done in time; names it.
+        QuireError: raised by an actor.
+        ReplicaUnavailable: a process died, or did not finish in time; names it.
     """
-    who_by_ref = {ref: who for who, ref in calls.items()}
-    pending = list(who_by_ref)
+    names = {ref: name for name, ref in calls.items()}
+    pending = list(names)
     deadline = time.monotonic() + timeout_s
     while pending:
-        left_s = max(0.0, deadline - time.monotonic())
-        ready, pending = ray.wait(pending, timeout=left_s if meanwhile is None else min(left_s, MEANWHILE_S))
-        if not ready and meanwhile is not None and left_s > MEANWHILE_S:
-            meanwhile()
+        remaining_s = max(0.0, deadline - time.monotonic())
+        wait_s = remaining_s if on_poll is None else min(remaining_s, POLL_INTERVAL_S)
+        ready, pending = ray.wait(pending, timeout=wait_s)
+        if not ready and on_poll is not None and remaining_s > POLL_INTERVAL_S:
+            on_poll()
             continue
         if not ready:
-            late = " and ".join(who_by_ref[ref] for ref in pending)
-            raise ReplicaUnavailable(f"{late} did not finish {doing} in {timeout_s:g} s")
+            late = " and ".join(names[ref] for ref in pending)
+            raise ReplicaUnavailable(f"{late} did not finish {activity} in {timeout_s:g} s")
         try:
             ray.get(ready)
         except RayError as error:
-            raise unwrap(error, who_by_ref[ready[0]]) from None
+            raise unwrap(error, names[ready[0]]) from None
     return list(ray.get(list(calls.values())))

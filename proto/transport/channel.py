@@ -1,8 +1,8 @@
-"""StepChannel: one plan to every rank, one small reply from each. The only road of steps; Ray carries none.
+"""StepChannel: broadcasts each plan to every rank and receives their replies. No step travels through Ray.
 
-`StepSender` is the scheduler's end and `StepReceiver` a rank's. Here they are ZeroMQ sockets (PUB and SUB for
-plans, PUSH and PULL for replies), over ipc on one host and tcp between hosts (see `network`). 16 KB to two ranks and
-back takes 0.16 to 0.25 ms over ipc on two cores, where a Ray actor call takes 2.3 ms.
+`StepSender` is the scheduler's end, `StepReceiver` a rank's. Both are ZeroMQ sockets (PUB and SUB for plans, PUSH and
+PULL for replies), over ipc on one host and tcp between hosts (see `network`). 16 KB to two ranks and back takes
+0.16 to 0.25 ms over ipc on two cores; a Ray actor call takes 2.3 ms.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .wakeup import Wakeup
 _HELLO = b"hello"
 _END = b"end"
 _GREETING_INTERVAL_MS = 20
-# A rank that has lost its scheduler's host for this long takes it for gone. Over ipc the two go together.
+# A rank without a tcp connection to its scheduler for this long ends. Over ipc both are on one host.
 _LOST_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelAddress:
-    """Where a channel's two sockets are bound, or are to be.
+    """Endpoints of a channel's two sockets, before or after binding.
 
     Attributes:
         plans: endpoint that ranks subscribe to.
         replies: endpoint that ranks push to.
-        keys: that it takes to speak there; None: the endpoints are ipc.
+        keys: CURVE keys of tcp endpoints; None for ipc endpoints.
     """
 
     plans: str
@@ -42,13 +42,13 @@ class ChannelAddress:
 
     @staticmethod
     def in_directory(directory: Path) -> ChannelAddress:
-        """An ipc address under a directory that only its owner may enter; its path must be short (80 bytes)."""
+        """Return an ipc address in a directory that only its owner may enter and whose path has at most 80 bytes."""
         name = f"{os.getpid()}-{time.monotonic_ns():x}"
         return ChannelAddress(f"ipc://{directory}/{name}.plans", f"ipc://{directory}/{name}.replies")
 
     @staticmethod
     def on_host(host: str, keys: CurveKeys) -> ChannelAddress:
-        """Tcp at ports that the system chooses when the sender binds."""
+        """Return a tcp address, at ports that the system chooses when the sender binds."""
         return ChannelAddress(tcp_endpoint(host), tcp_endpoint(host), keys)
 
 
@@ -56,7 +56,7 @@ class StepSender:
     """The scheduler's end: binds, waits for the ranks, broadcasts frames and receives replies.
 
     Attributes:
-        address: where it is bound, for the ranks.
+        address: the bound endpoints, for the ranks.
     """
 
     def __init__(self, address: ChannelAddress, num_ranks: int) -> None:
@@ -82,10 +82,10 @@ class StepSender:
         self.address = ChannelAddress(plans, replies, address.keys)
 
     def wait_for_ranks(self, timeout_s: float) -> None:
-        """Returns when every rank hears this sender, or when interrupted.
+        """Wait until every rank receives this sender's frames, or until interrupted.
 
         Raises:
-            ReplicaUnavailable: not all did in time; names those that did not.
+            ReplicaUnavailable: a rank did not join in time; names all such ranks.
         """
         deadline = time.monotonic() + timeout_s
         while self._missing:
@@ -93,7 +93,7 @@ class StepSender:
                 raise ReplicaUnavailable(
                     f"ranks {sorted(self._missing)} did not join the channel in {timeout_s:.0f} s"
                 )
-            # A subscription may arrive after a broadcast, so greet until each rank has answered.
+            # A frame sent before a rank's subscription arrives is lost, so repeat until each rank has replied.
             self._plans.send(_HELLO)
             ready = dict(self._poller.poll(_GREETING_INTERVAL_MS))
             if self._interrupt.socket in ready:
@@ -105,11 +105,11 @@ class StepSender:
             self._missing.discard(int.from_bytes(reply[len(_HELLO) :], "little"))
 
     def send(self, frame: bytes) -> None:
-        """Broadcasts one frame to every rank; never blocks."""
+        """Broadcast one frame to every rank without blocking."""
         self._plans.send(frame)
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """The next reply of any rank, or None after `timeout_s` or when interrupted."""
+        """Return the next reply of any rank, or None after `timeout_s` or when interrupted."""
         ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
         if self._interrupt.socket in ready:
             self._interrupt.clear()
@@ -117,11 +117,11 @@ class StepSender:
         return bytes(self._replies.recv()) if ready else None
 
     def interrupt(self) -> None:
-        """Makes the `receive` that is waiting, or the next one, return None. From any thread; no-op when closed."""
+        """Make the waiting `receive`, or the next one, return None. For any thread; does nothing once closed."""
         self._interrupt.wake()
 
     def close(self, linger_s: float = 0.5) -> None:
-        """Tells the ranks to end and closes; waits at most `linger_s` for frames to leave."""
+        """End the ranks and close; wait at most `linger_s` for frames to be sent. Safe to call twice."""
         if self._context.closed:
             return
         self._interrupt.close()
@@ -138,7 +138,7 @@ class StepReceiver:
     """A rank's end: receives the frames in order and replies.
 
     Args:
-        lost_s: over tcp, how long to be without a connection before the scheduler is taken for gone.
+        lost_s: over tcp, seconds without a connection after which `receive` fails.
     """
 
     def __init__(self, address: ChannelAddress, rank: int, lost_s: float = _LOST_S) -> None:
@@ -150,7 +150,7 @@ class StepReceiver:
         self._plans.setsockopt(zmq.RCVHWM, 0)
         self._plans.setsockopt(zmq.SUBSCRIBE, b"")
         self._connection_events = self._watch_connection() if address.keys is not None else None
-        self._lost_at: float | None = time.monotonic()  # since when there is no connection
+        self._lost_at: float | None = time.monotonic()  # when the connection was lost; None while connected
         connect(self._plans, address.plans, address.keys)
         self._replies = self._context.socket(zmq.PUSH)
         self._replies.setsockopt(zmq.SNDHWM, 0)
@@ -158,12 +158,12 @@ class StepReceiver:
         self._greeted = False
 
     def receive(self) -> bytes | None:
-        """The next frame, or None when the sender has ended. Answers greetings by itself.
+        """Return the next frame, or None if the sender has closed. Replies to greetings by itself.
 
-        Waits as long as there is no work: an idle rank uses no CPU. Whoever started the rank ends it.
+        Blocks without a deadline while there is no work: an idle rank uses no CPU, and its launcher ends it.
 
         Raises:
-            ReplicaUnavailable: the scheduler's host cannot be reached any more.
+            ReplicaUnavailable: over tcp, there was no connection to the scheduler for `lost_s`.
         """
         while True:
             if self._connection_events is not None:
@@ -181,7 +181,7 @@ class StepReceiver:
         return self._plans.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
 
     def _wait_while_connected(self, connection_events: zmq.Socket[bytes]) -> None:
-        """Returns when there is a frame."""
+        """Wait for a frame; raise ReplicaUnavailable if the connection stays lost for too long."""
         poller = zmq.Poller()
         poller.register(self._plans, zmq.POLLIN)
         poller.register(connection_events, zmq.POLLIN)
@@ -202,7 +202,7 @@ class StepReceiver:
         self._replies.send(frame)
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Closes after at most `linger_s` of sending what is left."""
+        """Close; wait at most `linger_s` for replies to be sent."""
         if self._connection_events is not None:
             self._plans.disable_monitor()
         self._context.destroy(linger=round(linger_s * 1000))

@@ -1,4 +1,4 @@
-"""BlockTables: equal tables have equal digests however they came about, and different ones differ."""
+"""BlockTables: equal tables have equal digests whatever their history, different tables different ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def filled(rows: dict[int, list[int]]) -> BlockTables:
     return tables
 
 
-def test_append_of_several_blocks_to_several_rows_at_once() -> None:
+def test_append_adds_several_blocks_to_several_rows() -> None:
     tables = filled({0: [9]})
     tables.append(ints(0, 0, 2, 5, 5, 5), ints(1, 2, 3, 4, 5, 6))
     assert tables.row(0).tolist() == [9, 1, 2]
@@ -31,7 +31,7 @@ def test_append_of_several_blocks_to_several_rows_at_once() -> None:
     assert tables.digest == filled({0: [9, 1, 2], 2: [3], 5: [4, 5, 6]}).digest
 
 
-def test_replace_and_release() -> None:
+def test_digest_follows_replace_and_release() -> None:
     tables = filled({1: [4, 5], 3: [6]})
     tables.replace(ints(1), ints(1), ints(7))
     assert tables.digest == filled({1: [4, 7], 3: [6]}).digest
@@ -49,12 +49,14 @@ tables_by_row = st.dictionaries(
 
 
 @given(tables_by_row, tables_by_row)
-def test_digest_tells_tables_apart(one: dict[int, list[int]], other: dict[int, list[int]]) -> None:
+def test_digests_are_equal_only_for_equal_tables(
+    one: dict[int, list[int]], other: dict[int, list[int]]
+) -> None:
     assert (filled(one).digest == filled(other).digest) == (one == other)
 
 
 @given(tables_by_row)
-def test_digest_does_not_depend_on_history(rows: dict[int, list[int]]) -> None:
+def test_digest_depends_only_on_the_content(rows: dict[int, list[int]]) -> None:
     tables = filled({row: [block + 1 for block in blocks] for row, blocks in rows.items()})
     for row, blocks in rows.items():
         row_ids = ints(*[row] * len(blocks))

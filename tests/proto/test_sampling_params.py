@@ -1,4 +1,4 @@
-"""SamplingParams refuses what cannot be served, by name and with the number that was given."""
+"""SamplingParams refuses invalid values, with the field and the given value."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from quire.proto.sampling import SamplingDefaults, SamplingParams
         ("repetition_penalty", 1e-300),
     ],
 )
-def test_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
+def test_value_out_of_range_is_refused_with_its_field(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**{field: value})
     assert caught.value.field.partition("[")[0] == f"sampling.{field}"
@@ -94,43 +94,43 @@ def test_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
         ("allowed_token_ids", "ab"),
     ],
 )
-def test_values_of_another_kind_are_refused_by_name(field: str, value: Any) -> None:
-    """They would else come as far as a rank's step, and end it for everybody."""
+def test_value_of_wrong_type_is_refused_with_its_field(field: str, value: Any) -> None:
+    """Otherwise such a value would fail a step of the ranks, for all of its requests."""
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**{field: value})
     assert caught.value.field.partition("[")[0] == f"sampling.{field}"
 
 
-def test_what_is_shown_of_a_long_value_is_short() -> None:
+def test_long_value_is_cut_in_the_error() -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(beam_width=2, allowed_token_ids=tuple(range(50_000)))
     assert len(str(caught.value)) < 400
 
 
-def test_the_wrong_entry_of_a_list_is_named() -> None:
+def test_wrong_item_of_a_list_is_named() -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(bad_words=("a", (3, 2.5)))  # type: ignore[arg-type]
     assert caught.value.field == "sampling.bad_words[1][1]"
 
 
-def test_none_stands_for_an_empty_list() -> None:
+def test_none_is_an_empty_list() -> None:
     given = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None, bad_words=None)  # type: ignore[arg-type]
     assert given == SamplingParams()
 
 
-def test_any_kind_of_number_becomes_a_plain_one() -> None:
+def test_numpy_numbers_become_plain_python() -> None:
     given = SamplingParams(n=np.int8(2), temperature=np.float32(0.5), top_p=1, ignore_eos=np.True_)  # type: ignore[arg-type]
     assert [type(value) for value in (given.n, given.temperature, given.top_p, given.ignore_eos)] == [
         int, float, float, bool,
     ]  # fmt: skip
 
 
-def test_the_least_repetition_penalty_travels_as_float32() -> None:
+def test_minimum_repetition_penalty_is_valid_as_float32() -> None:
     assert SamplingParams(repetition_penalty=float(np.float32(0.01))).repetition_penalty is not None
 
 
 @pytest.mark.parametrize("bias", [100.5, -101, math.nan])
-def test_a_bias_out_of_range_names_its_token(bias: float) -> None:
+def test_bias_out_of_range_names_its_token(bias: float) -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(logit_bias={3: 1.0, 7: bias})
     assert caught.value.field == "sampling.logit_bias[7]"
@@ -150,24 +150,24 @@ def test_min_tokens_beyond_max_tokens_is_refused() -> None:
         ("allowed_token_ids", [1]),
     ],
 )  # fmt: skip
-def test_what_does_not_go_with_beam_search_is_refused(field: str, value: Any) -> None:
+def test_settings_that_beam_search_does_not_allow_are_refused(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match="beam_width"):
         SamplingParams(**({"beam_width": 4} | {field: value}))
 
 
-def test_answers_are_ranked_where_more_are_made_than_one() -> None:
+def test_outputs_are_ranked_if_best_of_exceeds_one() -> None:
     assert not SamplingParams(n=3).is_ranked
     assert not SamplingParams(best_of=1).is_ranked
     assert SamplingParams(n=2, best_of=2).is_ranked
     assert SamplingParams(n=2, best_of=5).num_sequences == 5
 
 
-def test_one_stop_string_may_be_given_alone() -> None:
+def test_stop_may_be_a_single_string() -> None:
     assert SamplingParams(stop="end").stop == ("end",)  # type: ignore[arg-type]
     assert SamplingParams(stop=["a", "b"], stop_token_ids=[1]).stop_token_ids == (1,)  # type: ignore[arg-type]
 
 
-def test_constraints_may_be_given_in_any_form_and_are_the_same() -> None:
+def test_equivalent_forms_of_logits_processor_settings_are_equal() -> None:
     given = SamplingParams(logit_bias={9: 2, 3: -1.5}, bad_words=["a", [1, 2]], allowed_token_ids=[4, 4, 2])  # type: ignore[arg-type]
     assert given.logit_bias == ((3, -1.5), (9, 2.0))
     assert given.bad_words == ("a", (1, 2))
@@ -179,13 +179,13 @@ def test_constraints_may_be_given_in_any_form_and_are_the_same() -> None:
     assert type((numpy_ids.allowed_token_ids or ())[0]) is int
 
 
-def test_the_model_s_defaults_hold_where_nothing_is_said() -> None:
+def test_model_defaults_apply_to_unset_values_only() -> None:
     of_model = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05)
-    silent = SamplingParams().with_defaults(of_model)
-    assert (silent.temperature, silent.top_k, silent.top_p, silent.min_p, silent.repetition_penalty) == (
+    unset = SamplingParams().with_defaults(of_model)
+    assert (unset.temperature, unset.top_k, unset.top_p, unset.min_p, unset.repetition_penalty) == (
         0.6, 20, 0.95, 0.0, 1.05,
     )  # fmt: skip
-    # What is said holds, also where it is what would have held in a model without defaults.
-    said = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0)
-    assert said.with_defaults(of_model) == replace(said, min_p=0.0)
+    # A set value is kept, even if it equals the default of a model without its own.
+    explicit = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0)
+    assert explicit.with_defaults(of_model) == replace(explicit, min_p=0.0)
     assert SamplingParams().with_defaults(SamplingDefaults()).temperature == 1.0

@@ -125,7 +125,7 @@ def test_failure_round_trip() -> None:
     assert decode_reply(failure.encode()) == failure
 
 
-def test_logprobs_select_renumbers() -> None:
+def test_selected_logprobs_index_into_the_selection() -> None:
     logprobs = Logprobs(
         np.array([0, 2, 5], np.int32),
         np.array([-1, -2, -3], np.float32),
@@ -142,7 +142,7 @@ def test_logprobs_select_renumbers() -> None:
 @pytest.mark.parametrize(
     "frame", [b"", b"\x00", b"\x01\x90", b"\x02", b"\x02\x90", b"\x02\xc1", b"\x02\x93\x01\x02\x03"]
 )
-def test_unreadable_frames_are_refused(frame: bytes) -> None:
+def test_unreadable_frame_is_a_protocol_error(frame: bytes) -> None:
     with pytest.raises(ProtocolError):
         StepPlan.decode(frame)
     with pytest.raises(ProtocolError):
@@ -150,7 +150,7 @@ def test_unreadable_frames_are_refused(frame: bytes) -> None:
 
 
 @given(st.binary(max_size=64))
-def test_garbage_never_raises_anything_else(garbage: bytes) -> None:
+def test_random_bytes_raise_only_protocol_errors(garbage: bytes) -> None:
     for decode in (StepPlan.decode, decode_reply):
         try:
             decode(bytes((VERSION,)) + garbage)

@@ -138,25 +138,25 @@ def test_token_batch_round_trip() -> None:
 
 
 @pytest.mark.parametrize("body", [b"\x91", b"\x91\xa4what", b"\x90", b"\x92\xa5abort"])
-def test_unreadable_messages_are_refused(body: bytes) -> None:
+def test_unreadable_message_is_a_protocol_error(body: bytes) -> None:
     with pytest.raises(ProtocolError, match="cannot be read"):
         decode(bytes((VERSION,)) + body)
 
 
 @pytest.mark.parametrize("frame", [b"", b"\x00\x91", bytes((VERSION - 1,)) + encode(Abort(7))[1:]])
-def test_other_versions_are_refused(frame: bytes) -> None:
+def test_other_version_is_a_protocol_error(frame: bytes) -> None:
     with pytest.raises(ProtocolError, match="version"):
         decode(frame)
 
 
 @given(st.binary(max_size=64))
-def test_garbage_never_raises_anything_else(garbage: bytes) -> None:
+def test_random_bytes_raise_only_protocol_errors(garbage: bytes) -> None:
     with suppress(ProtocolError):
         decode(bytes((VERSION,)) + garbage)
 
 
 @given(st.integers(0, 2), st.integers(0, 10**6), st.binary(min_size=1, max_size=3))
-def test_damaged_messages_never_raise_anything_else(kind: int, place: int, damage: bytes) -> None:
+def test_damaged_message_raises_only_protocol_errors(kind: int, place: int, damage: bytes) -> None:
     prompt, sampling = (
         np.array([1, 2], np.int32),
         SamplingParams(logit_bias={1: 2.0}, bad_words=((1, 2), "a")),
@@ -169,7 +169,7 @@ def test_damaged_messages_never_raise_anything_else(kind: int, place: int, damag
         decode(bytes(frame))
 
 
-def test_sampling_that_no_gateway_lets_through_is_refused() -> None:
+def test_invalid_sampling_params_in_a_message_are_a_protocol_error() -> None:
     frame = encode(Submit(1, "id", np.array([1], np.int32), SamplingParams(max_tokens=5)))
     with pytest.raises(ProtocolError, match="max_tokens"):
         decode(frame.replace(b"\x05\x00\xc0", b"\x00\x00\xc0"))

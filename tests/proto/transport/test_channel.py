@@ -1,4 +1,4 @@
-"""StepChannel: every frame arrives once and in order, and nobody waits for ever."""
+"""StepChannel: every frame arrives once and in order, and every wait ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_RANKS = 2
 
 @pytest.fixture(params=["ipc", "tcp"])
 def address(request: pytest.FixtureRequest) -> Iterator[ChannelAddress]:
-    """Where a sender may bind."""
+    """Address for a sender to bind."""
     if request.param == "tcp":
         yield ChannelAddress.on_host("127.0.0.1", CurveKeys.generate())
         return
@@ -35,7 +35,7 @@ def ipc_address() -> Iterator[ChannelAddress]:
 
 
 def echo(address: ChannelAddress, rank: int) -> threading.Thread:
-    """A rank that answers each frame with itself and its rank."""
+    """Start a rank that replies to each frame with the frame and its rank."""
 
     def run() -> None:
         receiver = StepReceiver(address, rank)
@@ -68,25 +68,25 @@ def test_frames_arrive_once_and_in_order(address: ChannelAddress) -> None:
         assert not rank.is_alive()
 
 
-def test_rank_that_does_not_come_is_named(address: ChannelAddress) -> None:
+def test_missing_rank_is_named(address: ChannelAddress) -> None:
     sender = StepSender(address, NUM_RANKS)
     echo(sender.address, 0)
     joined_by = time.monotonic() + 60
-    said = ""
+    message = ""
     while (
-        "ranks [1] did not join" not in said and time.monotonic() < joined_by
-    ):  # rank 0 takes what time it needs
+        "ranks [1] did not join" not in message and time.monotonic() < joined_by
+    ):  # rank 0 may need some time to join
         with pytest.raises(ReplicaUnavailable, match=r"1\] did not join the channel in 0 s") as caught:
             sender.wait_for_ranks(0.1)
-        said = str(caught.value)
-    assert "ranks [1] did not join" in said
+        message = str(caught.value)
+    assert "ranks [1] did not join" in message
     sender.close()
 
 
-def test_a_sender_that_cannot_bind_leaves_nothing() -> None:
+def test_sender_that_cannot_bind_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     with pytest.raises(zmq.ZMQError, match="Cannot assign"):
-        # Of a network that is kept for documentation.
+        # An address reserved for documentation.
         StepSender(ChannelAddress.on_host("203.0.113.9", CurveKeys.generate()), NUM_RANKS)
     assert set(threading.enumerate()) <= before
 
@@ -98,10 +98,10 @@ def test_interrupt_ends_a_receive_from_another_thread(address: ChannelAddress) -
     assert sender.receive(120) is None
     assert time.monotonic() - started < 60
     sender.close()
-    sender.interrupt()  # does nothing any more
+    sender.interrupt()  # does nothing
 
 
-def test_interrupts_while_it_closes_do_not_hold_it_up() -> None:
+def test_interrupts_during_close_do_not_block_it() -> None:
     for _ in range(20):
         with TemporaryDirectory(prefix="qt-") as folder:
             sender = StepSender(ChannelAddress.in_directory(Path(folder)), NUM_RANKS)
@@ -133,7 +133,7 @@ def test_close_removes_the_sockets_and_may_be_repeated(ipc_address: ChannelAddre
 
 
 @pytest.mark.parametrize("connects", [False, True])
-def test_a_rank_whose_scheduler_has_gone_without_a_word_says_so(connects: bool) -> None:
+def test_rank_without_connection_to_its_scheduler_fails(connects: bool) -> None:
     sender = StepSender(ChannelAddress.on_host("127.0.0.1", CurveKeys.generate()), 1)
     address = sender.address
     if not connects:
@@ -142,7 +142,7 @@ def test_a_rank_whose_scheduler_has_gone_without_a_word_says_so(connects: bool) 
     receivers: list[StepReceiver] = []
 
     def run() -> None:
-        # To connect may take a while on a busy machine.
+        # On a busy machine connecting takes a while.
         receiver = StepReceiver(address, 0, lost_s=60.0 if connects else 1.0)
         receivers.append(receiver)
         with pytest.raises(
@@ -158,8 +158,8 @@ def test_a_rank_whose_scheduler_has_gone_without_a_word_says_so(connects: bool) 
         sender.wait_for_ranks(60)
         receivers[0]._lost_s = 1.0
         rank.join(1.5)
-        assert rank.is_alive(), "an idle rank with a connection waits on"
-        # As if its process had been killed: its sockets end, and no frame says so.
+        assert rank.is_alive(), "a connected idle rank must keep waiting"
+        # As if its process had been killed: the sockets close without an end frame.
         assert sender._guard is not None
         sender._guard.close()
         sender._context.destroy(linger=0)

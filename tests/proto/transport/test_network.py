@@ -1,4 +1,4 @@
-"""Over tcp only holders of the fleet's keys hear and are heard."""
+"""Over tcp only holders of the fleet's keys can communicate."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import zmq
 
 from quire.proto.transport.network import CurveGuard, CurveKeys, bind, connect, tcp_endpoint
 
-HEARD_WITHIN_MS = 10_000
-SILENT_FOR_MS = 500
+RECEIVE_TIMEOUT_MS = 10_000
+SILENCE_MS = 500
 
 
 @pytest.fixture
@@ -37,17 +37,17 @@ def client() -> Iterator[zmq.Socket[bytes]]:
         yield socket
 
 
-def test_a_holder_of_the_keys_is_heard_and_answered(
+def test_client_with_the_keys_is_accepted(
     server: tuple[zmq.Socket[bytes], str], client: zmq.Socket[bytes], keys: CurveKeys
 ) -> None:
     socket, endpoint = server
     assert not endpoint.endswith(("*", ":0"))
     connect(client, endpoint, keys)
     client.send(b"question")
-    assert socket.poll(HEARD_WITHIN_MS)
+    assert socket.poll(RECEIVE_TIMEOUT_MS)
     sender, question = socket.recv_multipart()
     socket.send_multipart([sender, b"answer to " + question])
-    assert client.poll(HEARD_WITHIN_MS)
+    assert client.poll(RECEIVE_TIMEOUT_MS)
     assert client.recv() == b"answer to question"
 
 
@@ -67,23 +67,23 @@ def of_another_fleet(client: zmq.Socket[bytes], endpoint: str, keys: CurveKeys) 
     connect(client, endpoint, CurveKeys.generate())
 
 
-@pytest.mark.parametrize("comes", [with_the_public_key_only, in_the_clear, of_another_fleet])
-def test_a_stranger_is_not_heard(
+@pytest.mark.parametrize("connect_as", [with_the_public_key_only, in_the_clear, of_another_fleet])
+def test_client_without_the_keys_is_refused(
     server: tuple[zmq.Socket[bytes], str],
     client: zmq.Socket[bytes],
     keys: CurveKeys,
-    comes: Callable[[zmq.Socket[bytes], str, CurveKeys], None],
+    connect_as: Callable[[zmq.Socket[bytes], str, CurveKeys], None],
 ) -> None:
     socket, endpoint = server
-    comes(client, endpoint, keys)
+    connect_as(client, endpoint, keys)
     client.send(b"question")
-    assert not socket.poll(SILENT_FOR_MS)
+    assert not socket.poll(SILENCE_MS)
 
 
-def test_the_secret_is_not_shown(keys: CurveKeys) -> None:
+def test_repr_does_not_contain_the_secret(keys: CurveKeys) -> None:
     assert keys.secret.decode() not in repr(keys)
 
 
-def test_addresses_of_both_families() -> None:
+def test_tcp_endpoint_brackets_ipv6_addresses() -> None:
     assert tcp_endpoint("10.0.0.1") == "tcp://10.0.0.1:*"
     assert tcp_endpoint("fd00::1") == "tcp://[fd00::1]:*"
