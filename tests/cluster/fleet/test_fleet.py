@@ -1,80 +1,17 @@
-"""Fleet without Ray: replicas start, drain, fail and are adopted."""
+"""Replicas of a fleet without Ray: started, updated, failed, scaled and removed."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
-from fake_fleet import FakeLauncher, MemoryStore
+from fake_fleet import FakeLauncher
+from running_fleet import deployment, run, running
 
-from quire.cluster.config.deployment import Deployment
-from quire.cluster.config.scaling_limits import ScalingLimits
 from quire.cluster.controller_api.demand import Demand
-from quire.cluster.controller_api.fleet_state import ReplicaEntry, ReplicaState
-from quire.cluster.fleet.autoscaler import Decision, FleetSnapshot, ScalingState, decide
+from quire.cluster.controller_api.fleet_state import ReplicaState
 from quire.cluster.fleet.blocking_calls import MAX_CALLS
-from quire.cluster.fleet.fleet import Fleet
-from quire.proto.errors import InvalidRequest, ModelNotFound, ReplicaUnavailable
-
-TICK_S = 0.02
-DEADLINE_S = 60.0
-
-
-def deployment(**options: Any) -> Deployment:
-    return Deployment.from_table({"model": "demo", "drain_grace_s": 0.2, **options})
-
-
-class RunningFleet:
-    """A running fleet."""
-
-    def __init__(self, launcher: FakeLauncher, store: MemoryStore) -> None:
-        self.launcher = launcher
-        self.store = store
-        self.fleet = Fleet(launcher, store, tick_s=TICK_S, canary_timeout_s=DEADLINE_S)
-
-    def entries(self, *states: ReplicaState) -> list[ReplicaEntry]:
-        return [entry for entry in self.fleet.state().replicas if not states or entry.state in states]
-
-    def ready(self) -> list[ReplicaEntry]:
-        return self.entries(ReplicaState.READY)
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not holds():
-                await self.fleet.watch(self.fleet.state().version, 0.05)
-
-    async def until_ready(self, num_replicas: int, version: str | None = None) -> None:
-        await self.until(
-            lambda: (
-                len(self.ready()) == num_replicas
-                and not self.entries(ReplicaState.STARTING, ReplicaState.DRAINING)
-                and all(version in (None, entry.version) for entry in self.ready())
-            )
-        )
-
-
-@asynccontextmanager
-async def running(launcher: FakeLauncher, store: MemoryStore | None = None) -> AsyncIterator[RunningFleet]:
-    fleet = RunningFleet(launcher, store or MemoryStore())
-    await fleet.fleet.recover()
-    runner = asyncio.create_task(fleet.fleet.run())
-    try:
-        yield fleet
-    finally:
-        runner.cancel()
-        await asyncio.gather(runner, return_exceptions=True)
-        await fleet.fleet.close()
-
-
-def run(scenario: Callable[[FakeLauncher], Coroutine[Any, Any, None]], **room: int) -> None:
-    launcher = FakeLauncher(**room)
-    try:
-        asyncio.run(asyncio.wait_for(scenario(launcher), 2 * DEADLINE_S))
-    finally:
-        launcher.close()
+from quire.proto.errors import ModelNotFound, ReplicaUnavailable
 
 
 def test_deployed_replicas_become_ready_and_deleted_replicas_end() -> None:
@@ -246,116 +183,5 @@ def test_waiting_requests_scale_a_model_from_zero() -> None:
                 fleet.fleet.report("gateway", {"demo": Demand()})
                 await fleet.until(lambda: not launcher.known())
             assert len(launcher.launched) == 2
-
-    run(scenario)
-
-
-def test_drained_replicas_and_nodes_are_replaced() -> None:
-    async def scenario(launcher: FakeLauncher) -> None:
-        async with running(launcher) as fleet:
-            await fleet.fleet.deploy(deployment(min_replicas=2, max_replicas=2))
-            await fleet.until_ready(2)
-            first, second = fleet.ready()
-            assert await fleet.fleet.drain(first.replica_id) == (first.replica_id,)
-            await fleet.until(lambda: first.replica_id not in launcher.known())
-            await fleet.until_ready(2)
-            assert second.record is not None
-            (node,) = second.record.node_ids
-            assert await fleet.fleet.drain(node) == (second.replica_id,)
-            assert launcher.cordoned == [node]
-            await fleet.until(lambda: second.replica_id not in launcher.known())
-            await fleet.until_ready(2)
-            for target in ("", "replica-", "nowhere"):
-                with pytest.raises(InvalidRequest, match="target"):
-                    await fleet.fleet.drain(target)
-
-    run(scenario)
-
-
-def test_replica_on_a_node_drained_by_ray_is_replaced() -> None:
-    async def scenario(launcher: FakeLauncher) -> None:
-        async with running(launcher) as fleet:
-            await fleet.fleet.deploy(deployment(min_replicas=2, max_replicas=2))
-            await fleet.until_ready(2)
-            first, _ = fleet.ready()
-            assert first.record is not None
-            launcher.draining[first.record.node_ids[0]] = 0.0
-            await fleet.until(lambda: first.replica_id not in launcher.known())
-            await fleet.until_ready(2)
-
-    run(scenario)
-
-
-def test_replica_on_a_preempted_node_is_replaced() -> None:
-    async def scenario(launcher: FakeLauncher) -> None:
-        async with running(launcher) as fleet:
-            await fleet.fleet.deploy(deployment())
-            await fleet.until_ready(1)
-            (first,) = fleet.ready()
-            assert first.record is not None
-            await fleet.until(lambda: bool(launcher.notices))
-            launcher.notices[first.record.node_ids[0]].set_result(0.3)
-            await fleet.until(lambda: first.replica_id not in launcher.known())
-            await fleet.until_ready(1)
-            entry = next(entry for entry in fleet.entries() if entry.replica_id == first.replica_id)
-            assert entry.reason == "the cloud takes node node-0 back"
-
-    run(scenario)
-
-
-def test_restarted_controller_adopts_live_replicas() -> None:
-    async def scenario(launcher: FakeLauncher) -> None:
-        store = MemoryStore()
-        async with running(launcher, store) as first:
-            await first.fleet.deploy(deployment(min_replicas=3, max_replicas=3))
-            await first.until_ready(3)
-            kept, dead, lost = (entry.replica_id for entry in first.ready())
-        # Between the two controllers one replica dies, and the record of another is lost.
-        launcher.remove(dead)
-        store.delete(f"replica/{lost}")
-        async with running(launcher, store) as second:
-            await second.until_ready(3)
-            assert kept in {entry.replica_id for entry in second.ready()}
-            assert {dead, lost} & launcher.known() == set()
-            assert second.fleet.state().version != first.fleet.state().version
-
-    run(scenario)
-
-
-def test_adopted_replica_sets_no_cold_start_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[FleetSnapshot] = []
-
-    def recording_decide(snapshot: FleetSnapshot, limits: ScalingLimits, state: ScalingState) -> Decision:
-        seen.append(snapshot)
-        return decide(snapshot, limits, state)
-
-    monkeypatch.setattr("quire.cluster.fleet.fleet.decide", recording_decide)
-
-    async def scenario(launcher: FakeLauncher) -> None:
-        store = MemoryStore()
-        async with running(launcher, store) as first:
-            await first.fleet.deploy(deployment())
-            await first.until_ready(1)
-            await first.until(lambda: seen[-1].cold_start_s is not None)
-        seen.clear()
-        async with running(launcher, store) as second:
-            await second.until_ready(1)
-            await second.until(
-                lambda: any(replica.state is ReplicaState.READY for replica in seen[-1].replicas)
-            )
-            assert seen[-1].cold_start_s is None
-
-    run(scenario)
-
-
-def test_unreadable_store_entries_are_skipped() -> None:
-    async def scenario(launcher: FakeLauncher) -> None:
-        store = MemoryStore()
-        store.texts = {"deployment/a": "{", "replica/b": "x\ny", "deployment/demo": deployment().to_json()}
-        async with running(launcher, store) as fleet:
-            await fleet.until_ready(1)
-            assert [entry.deployment.name for entry in fleet.fleet.state().deployments] == ["demo"]
 
     run(scenario)
