@@ -69,7 +69,7 @@ def down(file: File = None, yes: Yes = False) -> None:
     ray_launcher.check_sdk(cluster.provider)
     name = cluster.config["cluster_name"]
     print(
-        f"Every node of cluster {name!r} ({cluster.place}) ends, and the requests that run on it with them."
+        f"Every node of cluster {name!r} ({cluster.location}) ends, and the requests that run on it with them."
     )
     print("To lose none, drain first: quire drain, then quire status until nothing runs.")
     if not yes:
@@ -95,7 +95,7 @@ def _describe_start(cluster: ClusterFile) -> list[RenderableType]:
     does = Table.grid(padding=(0, 2))
     does.add_row(
         "cluster",
-        f"{config['cluster_name']} ({cluster.place}), at most {config['max_workers']} nodes beside the head",
+        f"{config['cluster_name']} ({cluster.location}), at most {config['max_workers']} nodes beside the head",
     )
     doors = (
         "no public address" if config["provider"].get("use_internal_ips") else "as the machines' network is"
@@ -108,6 +108,6 @@ def _describe_start(cluster: ClusterFile) -> list[RenderableType]:
 
 
 def _columns(node: NodeType) -> tuple[str, str, str, str, str]:
-    gpus = f"{node.resources.get('GPU', 0):g}" if node.instance is None else node.instance.gpus_in_words
+    gpus = f"{node.resources.get('GPU', 0):g}" if node.instance is None else node.instance.gpu_summary
     count = "the head" if node.is_head else f"{node.min_workers} to {node.max_workers}"
     return node.name, node.machine or "yours", gpus, "spot" if node.is_spot else "on demand", count

@@ -1,1 +1,1 @@
-"""Starting a cluster on machines: files for `ray up` and Kubernetes, their checks, and the commands up and down."""
+"""Provisioning of clusters: files for `ray up` and Kubernetes, their checks, and Ray's commands up and down."""

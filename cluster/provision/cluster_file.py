@@ -1,4 +1,4 @@
-"""ClusterFile: a file for `ray up`, read and checked before anything is started that costs money."""
+"""ClusterFile: a file for `ray up`, checked before it starts machines that cost money."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .instance_types import InstanceType, instance_types
 EXAMPLES = ("aws", "gcp", "azure", "onprem", "kuberay")
 
 _PLACEHOLDER = re.compile(r"<[a-z][a-z-]*>")
-# Where each provider's node_config names the machine type.
+# provider |-> path of the machine type in its node_config.
 _TYPE_PATHS: Mapping[str, tuple[str, ...]] = {
     "aws": ("InstanceType",),
     "gcp": ("machineType",),
@@ -30,11 +30,11 @@ _TYPE_PATHS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class NodeType:
-    """A kind of node that the file allows.
+    """A type of node in the file.
 
     Attributes:
-        instance: what quire's list says of its machine type; None where the list does not have it.
-        is_spot: the provider may take it back.
+        instance: the machine type's entry in quire's list; None if the list lacks it.
+        is_spot: a spot instance, which the provider may take back.
     """
 
     name: str
@@ -50,10 +50,10 @@ class NodeType:
 
 @dataclass(frozen=True, slots=True)
 class ClusterFile:
-    """A cluster as a file asks for it; `read` makes one.
+    """The content of a file for `ray up`; made by `read`.
 
     Attributes:
-        config: the file with Ray's defaults filled in.
+        config: the file's settings with Ray's defaults filled in.
     """
 
     path: Path
@@ -63,10 +63,10 @@ class ClusterFile:
 
     @staticmethod
     def read(path: Path) -> ClusterFile:
-        """The file, in which Ray finds no fault and no value is left to fill in.
+        """Read a file that Ray accepts and that has no placeholder left.
 
         Raises:
-            ConfigError: it cannot be read, or not be used; says where and why.
+            ConfigError: the file cannot be read or used; says where and why.
         """
         try:
             text = path.read_text()
@@ -76,7 +76,7 @@ class ClusterFile:
         except yaml.YAMLError as error:
             raise ConfigError(f"{path} is not YAML: {joined_lines(error)}") from error
         if not isinstance(raw, dict):
-            raise ConfigError(f"{path} is not a cluster file: it holds no settings")
+            raise ConfigError(f"{path} is not a cluster file: it has no settings")
         _refuse_placeholders(path, text)
         config = _with_ray_defaults(path, raw)
         provider = str(config["provider"]["type"])
@@ -86,66 +86,66 @@ class ClusterFile:
         return ClusterFile(path, provider, config, nodes)
 
     def problems(self) -> list[str]:
-        """What would fail, cost more than meant, or open the cluster to others; empty for a good file."""
-        return [*self._open_doors(), *self._wrong_nodes(), *self._missing_files()]
+        """Return a line per setting that would fail, cost too much, or expose the cluster; empty for a good file."""
+        return [*self._security_problems(), *self._node_problems(), *self._missing_files()]
 
     @property
-    def place(self) -> str:
-        """Where the nodes will be, in words."""
+    def location(self) -> str:
+        """The provider and region of the nodes, or the addresses of local machines."""
         provider = self.config["provider"]
         if self.provider == "local":
             return f"{provider.get('head_ip')} and {len(provider.get('worker_ips', []))} machines"
         return f"{self.provider} {provider.get('region') or provider.get('location') or ''}".strip()
 
-    def _open_doors(self) -> Iterator[str]:
+    def _security_problems(self) -> Iterator[str]:
         if self.provider != "local" and not self.config["provider"].get("use_internal_ips"):
             yield "provider.use_internal_ips is not true: every node gets a public address"
         for section in ("head_start_ray_commands", "worker_start_ray_commands"):
             for command in self.config.get(section, []):
                 if "ray start" in command and "RAY_AUTH_MODE=token" not in command:
-                    yield f"{section}: `ray start` without RAY_AUTH_MODE=token lets whoever reaches a port run code"
+                    yield f"{section}: `ray start` without RAY_AUTH_MODE=token allows code from anyone"
                 if "dashboard-host=0.0.0.0" in command:
-                    yield f"{section}: --dashboard-host=0.0.0.0 shows the dashboard to the whole network"
+                    yield f"{section}: --dashboard-host=0.0.0.0 exposes the dashboard to the whole network"
                 if "quire serve" in command and "--insecure" in command:
-                    yield f"{section}: `quire serve --insecure` answers everybody, in the clear"
+                    yield f"{section}: `quire serve --insecure` serves everyone, without encryption"
         if not any(target.endswith(".ray/auth_token") for target in self.config.get("file_mounts", {})):
-            yield "file_mounts lacks ~/.ray/auth_token, the token that nodes know each other by"
+            yield "file_mounts lacks ~/.ray/auth_token, the token that authenticates the nodes"
         for node in self.node_types if self.provider == "aws" else ():
             if not node.node_config.get("SecurityGroupIds"):
-                yield f"{node.name}: no SecurityGroupIds, so Ray makes a group that admits ssh from everywhere"
+                yield f"{node.name}: no SecurityGroupIds, so Ray creates a group that allows ssh from everywhere"
 
-    def _wrong_nodes(self) -> Iterator[str]:
+    def _node_problems(self) -> Iterator[str]:
         for node in self.node_types:
             if node.is_head and node.resources.get("GPU"):
-                yield f"{node.name}: the head offers GPUs, so a replica may keep it from ever being cheap"
+                yield f"{node.name}: the head has GPUs and runs as long as the cluster: use a machine type without"
             if self.provider not in _TYPE_PATHS:
                 continue
             if not _image(self.provider, node.node_config):
-                yield f"{node.name}: no image, so Ray picks an old one"
+                yield f"{node.name}: no image, so Ray uses an old one: set one"
             if node.instance is None:
-                yield f"{node.name}: machine type {node.machine!r} is not in quire's list, what it has is not known"
+                yield f"{node.name}: machine type {node.machine!r} is not in quire's list: resources unchecked"
                 continue
             for resource, offered in (("CPU", node.instance.cpus), ("GPU", node.instance.gpus)):
                 if node.resources.get(resource, 0) != offered:
                     yield (
                         f"{node.name}: resources say {resource}: {node.resources.get(resource, 0):g}, "
-                        f"a {node.machine} has {offered}"
+                        f"must be {offered} for a {node.machine}"
                     )
 
     def _missing_files(self) -> Iterator[str]:
         for source in self.config.get("file_mounts", {}).values():
             if not (self.path.parent / Path(source).expanduser()).exists():
-                yield f"file_mounts: there is no {source} (relative paths begin at {self.path.parent})"
+                yield f"file_mounts: {source} does not exist (relative paths begin at {self.path.parent})"
 
 
 def example(name: str) -> str:
-    """The text of a bundled file.
+    """Return the text of a bundled file.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: no bundled file has that name.
     """
     if name not in EXAMPLES:
-        raise ConfigError(f"there is no example {name!r}; there are {', '.join(EXAMPLES)}")
+        raise ConfigError(f"there is no example {name!r}, must be one of {', '.join(EXAMPLES)}")
     return files(__package__).joinpath("files", f"{name}.yaml").read_text()
 
 
@@ -153,7 +153,7 @@ def _refuse_placeholders(path: Path, text: str) -> None:
     for number, line in enumerate(text.splitlines(), start=1):
         found = None if line.lstrip().startswith("#") else _PLACEHOLDER.search(line)
         if found:
-            raise ConfigError(f"{path} line {number}: {found.group()} is left to fill in")
+            raise ConfigError(f"{path} line {number}: {found.group()} is a placeholder, must be filled in")
 
 
 def _with_ray_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _with_ray_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
         return complete_cluster_file(copy.deepcopy(raw))
     except jsonschema.ValidationError as error:
         raise ConfigError(f"{path}: {error.json_path.removeprefix('$.')}: {error.message}") from error
-    except Exception as error:  # Ray raises whatever it stumbles over
+    except Exception as error:  # Ray raises errors of any type for a faulty file
         raise ConfigError(f"{path}: Ray does not accept the file: {first_line(error)}") from error
 
 

@@ -1,4 +1,4 @@
-"""The machine types that quire knows, and what they offer."""
+"""Instance types: the checked-in list of cloud machine types with their CPUs, memory and GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class InstanceType:
 
     Attributes:
         memory: GiB.
-        gpu: the GPU's name; empty for a machine without.
+        gpu: the GPU's name; empty for a machine without GPUs.
         gpu_memory: GiB of one GPU.
     """
 
@@ -28,13 +28,14 @@ class InstanceType:
     gpu_memory: int
 
     @property
-    def gpus_in_words(self) -> str:
+    def gpu_summary(self) -> str:
+        """For example ``8 x H100 80 GiB``; ``none`` for a machine without GPUs."""
         return f"{self.gpus} x {self.gpu} {self.gpu_memory} GiB" if self.gpus else "none"
 
 
 @functools.cache
 def instance_types() -> Mapping[tuple[str, str], InstanceType]:
-    """(provider, name) |-> what the checked-in list says of it."""
+    """Return (provider, name) |-> its entry in the checked-in list."""
     text = files(__package__).joinpath("instance_types.csv").read_text()
     rows = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
     types = [

@@ -1,4 +1,4 @@
-"""Ray's own `up` and `down`, run as commands: they talk to the cloud, and to the operator."""
+"""Ray's own `up` and `down`, run as commands on the operator's terminal."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from ...proto.errors import ConfigError, ReplicaUnavailable
 from ..ray_runtime.compat import RAY_COMMAND
 from .cluster_file import ClusterFile
 
-# What Ray imports to reach a provider, and the extra of quire that installs it.
+# provider, which is also quire's extra that installs the module |-> module that Ray needs to reach the provider.
 _SDKS = {"aws": "boto3", "gcp": "googleapiclient", "azure": "azure.mgmt.compute"}
 
 
 def check_sdk(provider: str) -> None:
-    """Raises ConfigError, with the line that installs it, when the provider's library is missing here."""
+    """Raise ConfigError, with the command that installs it, if the provider's library is missing."""
     module = _SDKS.get(provider)
     if module is not None and not _is_installed(module):
-        raise ConfigError(f"{module} is needed to reach {provider}: pip install 'quire[{provider}]'")
+        raise ConfigError(
+            f"{module} is not installed, and `ray` needs it for {provider}: pip install 'quire[{provider}]'"
+        )
 
 
 def run_ray(command: Literal["up", "down"], cluster: ClusterFile) -> None:
-    """Runs `ray up` or `ray down` on the file, its output on this terminal; asks nothing.
+    """Run `ray up` or `ray down` on the file, without questions, its output on this terminal.
 
     Raises:
         ReplicaUnavailable: the command failed; its own output says why.

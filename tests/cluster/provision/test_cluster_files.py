@@ -1,4 +1,4 @@
-"""The bundled cluster files: Ray accepts them, and they cost and open what they say."""
+"""Bundled cluster files: Ray accepts them, and the checks find costly or insecure settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLACEHOLDER = re.compile(r"<[a-z][a-z-]*>")
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home directory with the Ray token, and beside it the files that the examples mount."""
+    """Return a home directory with the Ray token and the files that the examples mount."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in (".ray/auth_token", "fleet.toml", "tokens", "tls.crt", "tls.key"):
         path = tmp_path / name
@@ -51,23 +51,25 @@ def changed(name: str, old: str, new: str) -> str:
 
 
 @pytest.mark.parametrize("name", RAY_FILES)
-def test_a_bundled_file_is_right_once_it_is_filled_in(name: str, home: Path) -> None:
+def test_bundled_file_without_placeholders_has_no_problems(name: str, home: Path) -> None:
     assert ClusterFile.read(write(home, filled_in(name))).problems() == []
 
 
 @pytest.mark.parametrize("name", RAY_FILES)
-def test_what_is_left_to_fill_in_is_named_with_its_line(name: str, home: Path) -> None:
+def test_placeholder_is_refused_with_its_line(name: str, home: Path) -> None:
     text = example(name)
     lines = text.splitlines()
     first = next(
         n for n, line in enumerate(lines, 1) if PLACEHOLDER.search(line) and not line.startswith("#")
     )
-    with pytest.raises(ConfigError, match=rf"line {first}: <[a-z-]+> is left to fill in"):
+    with pytest.raises(ConfigError, match=rf"line {first}: <[a-z-]+> is a placeholder, must be filled in"):
         ClusterFile.read(write(home, text))
 
 
 @pytest.mark.parametrize("name", CLOUDS)
-def test_a_cloud_has_two_classes_of_gpus_each_as_spot_too_and_a_head_without(name: str, home: Path) -> None:
+def test_cloud_file_has_two_gpu_types_on_demand_and_spot_and_a_head_without_gpus(
+    name: str, home: Path
+) -> None:
     cluster = ClusterFile.read(write(home, filled_in(name)))
     (head,) = [node for node in cluster.node_types if node.is_head]
     workers = [node for node in cluster.node_types if not node.is_head]
@@ -84,12 +86,12 @@ def test_a_cloud_has_two_classes_of_gpus_each_as_spot_too_and_a_head_without(nam
 
 
 @pytest.mark.parametrize("name", RAY_FILES)
-def test_quire_is_installed_everywhere_and_started_on_the_head_alone(name: str, home: Path) -> None:
+def test_quire_is_installed_on_all_nodes_and_served_on_the_head_only(name: str, home: Path) -> None:
     config = ClusterFile.read(write(home, filled_in(name))).config
     assert any("filled-in" in command and "pip install" in command for command in config["setup_commands"])
     (serve,) = [command for command in config["head_start_ray_commands"] if "quire serve" in command]
     assert not any("quire serve" in command for command in config["worker_start_ray_commands"])
-    # What the loop on the head runs is a command that exists, with options that exist.
+    # Every option in the head's `quire serve` command exists.
     arguments = serve[serve.index("quire serve") :].partition(";")[0].split()[1:]
     known = {option for parameter in _parameters("serve") for option in parameter.opts}
     assert {word for word in arguments if word.startswith("--")} <= known
@@ -100,19 +102,21 @@ def test_quire_is_installed_everywhere_and_started_on_the_head_alone(name: str, 
     [
         ("use_internal_ips: true", "use_internal_ips: false", "every node gets a public address"),
         ("SecurityGroupIds: *groups", "KeyName: key", "ssh from everywhere"),
-        ("RAY_AUTH_MODE=token ray start --head", "ray start --head", "lets whoever reaches a port run code"),
+        (
+            "RAY_AUTH_MODE=token ray start --head",
+            "ray start --head",
+            "allows code from anyone",
+        ),
         ("  ~/.ray/auth_token: ~/.ray/auth_token\n", "", "lacks ~/.ray/auth_token"),
-        ("GPU: 4", "GPU: 8", "resources say GPU: 8, a g6.12xlarge has 4"),
-        ("CPU: 192, GPU: 8", "CPU: 96, GPU: 8", "resources say CPU: 96, a p5.48xlarge has 192"),
+        ("GPU: 4", "GPU: 8", "resources say GPU: 8, must be 4 for a g6.12xlarge"),
+        ("CPU: 192, GPU: 8", "CPU: 96, GPU: 8", "resources say CPU: 96, must be 192 for a p5.48xlarge"),
         ("g6.12xlarge", "g6.13xlarge", "'g6.13xlarge' is not in quire's list"),
         ("ImageId: *image", "KeyName: key", "no image"),
-        ("./tokens", "./nowhere", "there is no ./nowhere"),
-        ("--include-dashboard=false", "--dashboard-host=0.0.0.0", "shows the dashboard"),
+        ("./tokens", "./nowhere", "./nowhere does not exist"),
+        ("--include-dashboard=false", "--dashboard-host=0.0.0.0", "exposes the dashboard"),
     ],
 )
-def test_a_file_that_costs_or_opens_more_than_meant_is_told(
-    old: str, new: str, problem: str, home: Path
-) -> None:
+def test_costly_or_insecure_setting_is_a_problem(old: str, new: str, problem: str, home: Path) -> None:
     problems = ClusterFile.read(write(home, changed("aws", old, new))).problems()
     assert any(problem in found for found in problems), problems
 
@@ -121,19 +125,19 @@ def test_a_file_that_costs_or_opens_more_than_meant_is_told(
     ("text", "reason"),
     [
         ("a: [", "is not YAML"),
-        ("just words", "holds no settings"),
+        ("just words", "has no settings"),
         (changed("aws", "max_workers: 8", "max_worker: 8"), "max_worker"),
         (changed("aws", "head_node_type: head", "heads: head"), "heads"),
         (changed("aws", "min_workers: 0", "min_workers: none"), "min_workers"),
     ],
 )
-def test_what_ray_does_not_accept_is_refused_in_one_line(text: str, reason: str, home: Path) -> None:
+def test_file_that_ray_does_not_accept_is_refused_in_one_line(text: str, reason: str, home: Path) -> None:
     with pytest.raises(ConfigError, match=reason) as refusal:
         ClusterFile.read(write(home, text))
     assert "\n" not in str(refusal.value)
 
 
-def test_every_listed_machine_type_is_whole() -> None:
+def test_every_instance_type_is_complete() -> None:
     for (provider, name), known in instance_types().items():
         assert provider in CLOUDS
         assert name
@@ -142,7 +146,7 @@ def test_every_listed_machine_type_is_whole() -> None:
         assert (known.gpus > 0) == bool(known.gpu) == (known.gpu_memory > 0)
 
 
-def test_the_kubernetes_pods_ask_for_what_they_are_named_after() -> None:
+def test_kubernetes_pods_request_the_gpus_in_their_names() -> None:
     cluster, service, policy = yaml.safe_load_all(filled_in("kuberay"))
     assert (cluster["kind"], service["kind"], policy["kind"]) == ("RayCluster", "Service", "NetworkPolicy")
     assert service["spec"]["type"] == cluster["spec"]["headGroupSpec"]["serviceType"] == "ClusterIP"
@@ -171,7 +175,7 @@ def run_cli(*arguments: str, home: Path, answer: str = "") -> subprocess.Complet
     return subprocess.run(command, env=environment, input=answer, capture_output=True, text=True, timeout=120)
 
 
-def test_up_says_what_it_will_do_and_a_dry_run_does_nothing(home: Path) -> None:
+def test_up_dry_run_prints_the_plan_only(home: Path) -> None:
     done = run_cli("up", str(write(home, filled_in("aws"))), "--dry-run", home=home)
     assert done.returncode == 0, done.stderr
     for said in ("4 x L4 24 GiB", "8 x H100 80 GiB", "spot", "us-west-2", "no public address", "quire serve"):
@@ -186,21 +190,19 @@ def test_up_refuses_a_file_with_problems(home: Path) -> None:
     assert "--ignore-problems" in done.stderr
 
 
-def test_an_example_can_be_printed_and_an_unknown_one_is_refused(home: Path) -> None:
+def test_example_is_printed_and_unknown_example_is_refused(home: Path) -> None:
     assert run_cli("up", "--example", "gcp", home=home).stdout == example("gcp")
-    assert "there are aws, gcp" in run_cli("up", "--example", "moon", home=home).stderr
+    assert "must be one of aws, gcp" in run_cli("up", "--example", "moon", home=home).stderr
 
 
-def test_a_missing_cloud_library_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cloud_library_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ray_launcher._SDKS, "aws", "no_such_library.at_all")
     with pytest.raises(ConfigError, match=re.escape("pip install 'quire[aws]'")):
         ray_launcher.check_sdk("aws")
     ray_launcher.check_sdk("local")
 
 
-def test_up_and_down_run_rays_own_in_the_folder_of_the_file(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_up_and_down_run_ray_in_the_folder_of_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[list[str], Path]] = []
 
     def run(command: list[str], *, cwd: Path, check: bool) -> subprocess.CompletedProcess[str]:

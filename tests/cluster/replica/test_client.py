@@ -1,4 +1,4 @@
-"""A replica's client once nothing can come from the replica any more."""
+"""ReplicaClient: waiting calls end when the replica fails, its messages break, or the client is closed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ LONG_S = 600.0
 
 
 class Scheduler:
-    """The other end of the line, which says only what the test wants."""
+    """A scheduler's socket that sends only the frames that a test gives it."""
 
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.bind(endpoint)
 
-    async def say(self, frame: bytes) -> None:
-        """To whoever asks first."""
+    async def send(self, frame: bytes) -> None:
+        """Send a frame to the client, after its first query."""
         gateway, _ = await self._socket.recv_multipart()
         await self._socket.send_multipart([gateway, frame])
 
@@ -37,7 +37,7 @@ class Scheduler:
 
 
 @asynccontextmanager
-async def line() -> AsyncIterator[tuple[ReplicaClient, Scheduler]]:
+async def connection() -> AsyncIterator[tuple[ReplicaClient, Scheduler]]:
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         endpoint = f"ipc://{folder}/replica"
         scheduler = Scheduler(endpoint)
@@ -54,57 +54,57 @@ def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def ends_of(client: ReplicaClient) -> list[Callable[[], Coroutine[Any, Any, Any]]]:
-    """What one may wait for from a replica."""
+def waiting_calls(client: ReplicaClient) -> list[Callable[[], Coroutine[Any, Any, Any]]]:
+    """Return every call that waits for a message of the replica."""
     return [lambda: client.status(LONG_S), lambda: client.next_status(LONG_S)]
 
 
-@pytest.mark.parametrize("how", ["it fails", "it is closed"])
-def test_nobody_waits_for_a_replica_that_is_gone(how: str) -> None:
+@pytest.mark.parametrize("end", ["replica fails", "client is closed"])
+def test_waiting_calls_fail_once_the_replica_failed_or_the_client_is_closed(end: str) -> None:
     async def scenario() -> None:
-        async with line() as (client, _):
-            waiting = [asyncio.ensure_future(begin()) for begin in ends_of(client)]
+        async with connection() as (client, _):
+            waiting = [asyncio.ensure_future(begin()) for begin in waiting_calls(client)]
             await asyncio.sleep(0)
-            if how == "it fails":
+            if end == "replica fails":
                 client.fail("rank 0 was killed")
-                why = "replica-0 failed: rank 0 was killed"
+                reason = "replica-0 failed: rank 0 was killed"
             else:
                 await client.close()
-                why = "the client of replica replica-0 is closed"
-            for each in waiting:
-                with pytest.raises(ReplicaUnavailable, match=why):
-                    await each
-            for begin in ends_of(client):
-                with pytest.raises(ReplicaUnavailable, match=why):
+                reason = "the client of replica replica-0 is closed"
+            for call in waiting:
+                with pytest.raises(ReplicaUnavailable, match=reason):
+                    await call
+            for begin in waiting_calls(client):
+                with pytest.raises(ReplicaUnavailable, match=reason):
                     await begin()
 
     run(scenario)
 
 
-def test_what_cannot_be_read_is_passed_over() -> None:
+def test_unreadable_message_is_ignored() -> None:
     async def scenario() -> None:
-        async with line() as (client, scheduler):
-            heard: asyncio.Queue[object] = asyncio.Queue()
-            client.add_listener(heard.put_nowait)
-            await scheduler.say(b"\xc1 not a message")
-            await scheduler.say(encode(CacheReport(1, 0, b"", b"")))
-            assert isinstance(await heard.get(), CacheReport)
+        async with connection() as (client, scheduler):
+            received: asyncio.Queue[object] = asyncio.Queue()
+            client.add_listener(received.put_nowait)
+            await scheduler.send(b"\xc1 not a message")
+            await scheduler.send(encode(CacheReport(1, 0, b"", b"")))
+            assert isinstance(await received.get(), CacheReport)
             assert not client.has_failed
 
     run(scenario)
 
 
-def test_a_fault_of_ours_in_hearing_a_replica_is_told_and_ends_what_waits(
+def test_bug_in_a_listener_is_logged_and_fails_waiting_calls(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def stumble(message: object) -> None:
+    def fail(message: object) -> None:
         raise KeyError("a fault")
 
     async def scenario() -> None:
-        async with line() as (client, scheduler):
-            client.add_listener(stumble)
+        async with connection() as (client, scheduler):
+            client.add_listener(fail)
             waiting = asyncio.ensure_future(client.next_status(LONG_S))
-            await scheduler.say(encode(CacheReport(1, 0, b"", b"")))
+            await scheduler.send(encode(CacheReport(1, 0, b"", b"")))
             assert "its connection broke: KeyError('a fault')" in await client.wait_until_failed()
             with pytest.raises(ReplicaUnavailable, match="its connection broke"):
                 await waiting

@@ -1,4 +1,4 @@
-"""Bytes of weights on a terminal, and silence where there is none."""
+"""LoadingBar: bytes of weights on a terminal, nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from quire.cluster.replica.loading_bar import LoadingBar
 
 
-def test_a_line_for_each_rank() -> None:
+def test_bar_shows_a_line_per_rank() -> None:
     screen = io.StringIO()
     with LoadingBar(2, Console(file=screen, force_terminal=True, width=100)) as bar:
         assert bar.is_shown
@@ -22,7 +22,7 @@ def test_a_line_for_each_rank() -> None:
     assert "2.9/3.0 MB" in shown
 
 
-def test_nobody_watches() -> None:
+def test_bar_shows_nothing_without_a_terminal() -> None:
     pipe = io.StringIO()
     with LoadingBar(1, Console(file=pipe)) as bar:
         assert not bar.is_shown

@@ -1,4 +1,4 @@
-"""A replica's record is plain data that survives a key-value store, and nothing else is taken for one."""
+"""ReplicaRecord as JSON: it round-trips, and any other text is refused."""
 
 import json
 
@@ -13,18 +13,18 @@ RECORD = ReplicaRecord(
 )  # fmt: skip
 
 
-def test_a_record_comes_back_from_json_as_it_was() -> None:
+def test_record_round_trips_through_json() -> None:
     assert ReplicaRecord.from_json(RECORD.to_json()) == RECORD
     assert RECORD.tensor_parallel_size == 2
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"replica_id": "x"}', "\x00"])
-def test_anything_else_is_refused(text: str) -> None:
+def test_text_that_is_not_a_record_is_refused(text: str) -> None:
     with pytest.raises(ProtocolError, match="record cannot be read"):
         ReplicaRecord.from_json(text)
 
 
-def test_a_record_with_an_unknown_field_is_refused() -> None:
+def test_unknown_field_is_refused_by_name() -> None:
     fields = json.loads(RECORD.to_json()) | {"surprise": 1}
     with pytest.raises(ProtocolError, match="surprise"):
         ReplicaRecord.from_json(json.dumps(fields))
