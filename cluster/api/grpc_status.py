@@ -1,4 +1,4 @@
-"""quire's errors as gRPC statuses with google.rpc details, and back."""
+"""Conversions between quire's errors and gRPC statuses with google.rpc details."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DOMAIN = "quire"
 
 
 def to_grpc_status(error: QuireError) -> grpc.Status:
-    """The error with its class name, and the field at fault where there is one."""
+    """Return the status of an error, with its class name and, for InvalidRequest, the invalid field."""
     details = [_packed(error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN))]
     if isinstance(error, InvalidRequest):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.problem)
@@ -25,10 +25,10 @@ def to_grpc_status(error: QuireError) -> grpc.Status:
 
 
 def from_grpc_error(error: grpc.RpcError, waited_for: str) -> QuireError:
-    """The error that the server raised, or what gRPC says of a server that could not be asked.
+    """Return the error that the server raised, or the error of gRPC itself, for example of a server out of reach.
 
     Args:
-        waited_for: names the server and the call, for what the server did not say itself.
+        waited_for: name of the server, for errors of gRPC itself.
     """
     status = _rich_status(error)
     if status is None:
@@ -49,7 +49,7 @@ def _packed(detail: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest) 
 
 def _rich_status(error: grpc.RpcError) -> status_pb2.Status | None:
     try:
-        # Of synchronous and asynchronous calls alike: both errors can tell code, details and trailing metadata.
+        # Works for synchronous and asynchronous calls: both errors have code, details and trailing metadata.
         return rpc_status.from_call(cast(grpc.Call, error))
-    except ValueError:  # somebody between rewrote the status; the plain one has to do
+    except ValueError:  # a proxy rewrote the status: only the plain one is left
         return None

@@ -144,7 +144,7 @@ class _Batch:
             first = len(self._running)
             for index in range(collector.request.sampling.num_sequences):
                 self._running[first + index] = collector, index
-            self._mailbox.post(_GATEWAY, collector.request.submit(first))
+            self._mailbox.post(_GATEWAY, collector.request.submit_message(first))
         if not self._running:
             self.end()
 

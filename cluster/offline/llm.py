@@ -1,7 +1,7 @@
-"""LLM: offline inference in the words that users of vLLM know.
+"""LLM: offline inference with vLLM's interface.
 
-With one rank everything runs in this process, by the scheduler and the worker that serve in a cluster; with
-more, a private local cluster is started.
+One rank runs in this process, with the scheduler and the worker of a replica. Several ranks run in a private local
+cluster.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class LLM:
-    """A model, loaded to answer prompts from this program. Close it, or use it as a context manager.
+    """A loaded model for offline inference. Close it, or use it as a context manager.
 
     Args:
         model: a Hugging Face model directory, or ``demo`` for the bundled model.
@@ -50,7 +50,7 @@ class LLM:
         config = resolve(engine_options, Machine.this())
         self._tokenizer = Tokenizer(config.model.path)
         self._engine = _make_engine(config)
-        # Also when the interpreter exits: a local cluster must not outlive its owner.
+        # Runs at interpreter exit as well: a local cluster must not outlive its owner.
         self._close = weakref.finalize(self, self._engine.close)
         self.config = self._engine.config
         self._checker = RequestChecker(self.config, self._tokenizer)
@@ -66,19 +66,19 @@ class LLM:
         add_special_tokens: bool = True,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answers all prompts, in their order.
+        """Return the completions of all prompts, in the order of the prompts.
 
         Args:
             prompts: one prompt or several, each as text, token ids or a Chat.
-            sampling_params: one for all, or one for each; None: the defaults.
-            priority: likewise; higher goes first, where the policy is ``priority``.
-            tenant: likewise; who shares fairly, where the policy is ``fair``.
-            cache_salt: likewise; KV of prompts is shared only between equal salts.
-            add_special_tokens: to prompts of text, by the rule of the model's tokenizer.
+            sampling_params: one for all prompts, or one per prompt; None means the defaults.
+            priority: one or one per prompt; higher values are scheduled first if the policy is ``priority``.
+            tenant: one or one per prompt; tenants share the engine if the policy is ``fair``.
+            cache_salt: one or one per prompt; prefix caching shares KV only between equal salts.
+            add_special_tokens: the tokenizer adds its special tokens to text prompts.
             progress: show a progress bar.
 
         Raises:
-            InvalidRequest: one of the prompts cannot be served; none is started.
+            InvalidRequest: a prompt cannot be served. No request was started.
         """
         several = _as_list(prompts)
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
@@ -120,17 +120,17 @@ class LLM:
         cache_salt: str | Sequence[str] = "",
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answers conversations by the model's own chat template.
+        """Return the completions of conversations, rendered by the model's chat template.
 
         Args:
-            messages: of one conversation, ``{"role": "user", "content": "..."}`` each, or several conversations.
-            continue_final_message: the answer goes on with the last message, which is the assistant's.
-            template_options: what else the template takes, by name.
+            messages: one conversation, a list of ``{"role": "user", "content": "..."}``, or a list of conversations.
+            continue_final_message: continue the last message, which must be the assistant's, instead of a new one.
+            template_options: further variables of the template by name.
 
         The other arguments are those of `generate`.
 
         Raises:
-            InvalidRequest: a conversation cannot be served, or the model has no template; none is started.
+            InvalidRequest: a conversation cannot be served, or the model has no template. No request was started.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         chats = [
@@ -165,7 +165,7 @@ def _make_engine(config: EngineConfig) -> Engine:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, as text or as token ids, is a list of one. Raises InvalidRequest on what is neither."""
+    """Return one prompt or several as a list. Raises InvalidRequest for anything else."""
     if isinstance(prompts, str | Chat):
         return [prompts]
     if isinstance(prompts, _SEQUENCES) and len(prompts) > 0 and isinstance(prompts[0], int | np.integer):
@@ -178,9 +178,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _spread(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
-    """One for all, or one for each. Raises InvalidRequest, which names them, when they are neither."""
+    """Return one value per prompt. Raises InvalidRequest, which names the argument, if the numbers differ."""
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:
-        raise InvalidRequest(name, f"are {len(given)} for {count} prompts, must be one or as many")
+        raise InvalidRequest(name, f"are {len(given)} for {count} prompts, must be one or {count}")
     return given

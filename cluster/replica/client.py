@@ -203,7 +203,7 @@ class ReplicaClient:
         handles = self._new_handles(request.sampling.num_sequences)
         receiver = make_receiver(handles)
         self._running |= dict.fromkeys(handles, receiver)
-        self.send(request.submit(handles.start))
+        self.send(request.submit_message(handles.start))
         return receiver
 
     def stop(self, handle: int) -> None:

@@ -1,4 +1,4 @@
-"""Chat: a conversation that is to be answered. The model's own chat template makes a prompt of it."""
+"""Chat: a conversation, which the model's chat template renders to a prompt."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ...proto.errors import InvalidRequest
 
 MAX_MESSAGES = 4096
 MAX_ROLE_CHARS = 64
-# ``{"role": ..., "content": ...}``; the roles are those that the template knows.
+# ``{"role": ..., "content": ...}`` with a role that the model's template supports.
 Message = Mapping[str, str]
 
-# Of all messages together, and of what the template makes of them.
+# Limit for the contents of all messages together, and for the rendered prompt.
 MAX_CHAT_CHARS = 4 << 20
 
-# What a template is given by quire itself, or is not for a caller to choose.
+# Arguments of apply_chat_template that quire sets or that callers must not set.
 _RESERVED_OPTIONS = frozenset(
     {
         "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations",
@@ -31,9 +31,9 @@ class Chat:
     """A conversation.
 
     Args:
-        messages: from the first to the last; their roles are mostly ``system``, ``user`` and ``assistant``.
-        continue_final_message: the answer goes on with the last message, which is the assistant's.
-        template_options: what else the template takes, by name; ``tools`` for example.
+        messages: oldest first; the roles are usually ``system``, ``user`` and ``assistant``.
+        continue_final_message: continue the last message, which must be the assistant's, instead of a new one.
+        template_options: further variables of the template by name, for example ``tools``.
     """
 
     messages: Sequence[Message]
@@ -41,7 +41,7 @@ class Chat:
     template_options: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises InvalidRequest, which names the message, where it is not a conversation."""
+        """Raises InvalidRequest, which names the message, if this is not a valid conversation."""
         if not 0 < len(self.messages) <= MAX_MESSAGES:
             problem = f"are {len(self.messages)}, must be 1 to {MAX_MESSAGES}"
             raise InvalidRequest("chat.messages", problem)
@@ -52,7 +52,7 @@ class Chat:
             raise InvalidRequest("chat.messages", f"have {num_chars} characters, at most {MAX_CHAT_CHARS}")
         for name in self.template_options:
             if name in _RESERVED_OPTIONS:
-                raise InvalidRequest(f"chat.template_options[{name!r}]", "is not for the caller to choose")
+                raise InvalidRequest(f"chat.template_options[{name!r}]", "is reserved, must not be set")
 
 
 def _check_message(field: str, message: object) -> None:
@@ -68,7 +68,7 @@ def _check_message(field: str, message: object) -> None:
 
 
 def check_text(field: str, text: str) -> None:
-    """Raises InvalidRequest where it is no Unicode text."""
+    """Raises InvalidRequest if the text cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""One sequence's ids become the text that may be shown: no broken characters, nothing of a stop string."""
+"""Incremental detokenization of one sequence, with stop strings."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from .tokenizer import IncrementalDecoder, Tokenizer
 
 
 class Detokenizer:
-    """Decodes incrementally and finds stop strings, also across the borders of tokens.
+    """Decodes a sequence incrementally and finds stop strings, also across token boundaries.
+
+    The text that is returned never ends inside a character, or inside the beginning of a stop string.
 
     Args:
         skip_special_tokens: leave out the text of special tokens.
-        keep_stop: the stop string is part of the text that is shown.
+        keep_stop: keep the stop string at the end of the text.
 
     Attributes:
-        stop_string: the stop string that was found; nothing may be pushed after it.
+        stop_string: the stop string that was found, after which `push` must not be called; None so far.
     """
 
     def __init__(
@@ -31,44 +33,44 @@ class Detokenizer:
         self.stop_string: str | None = None
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, int]:
-        """The text that can be shown now, and how many of `token_ids` belong to the answer.
+        """Return the new text, and how many of `token_ids` belong to the sequence.
 
-        That is all of them, or those up to and including the one that completed a stop string.
+        These are all of them, or those up to and including the token that completed a stop string.
         """
         if self._finder is None:
             return self._decoder.push(token_ids), len(token_ids)
-        shown = ""
+        text = ""
         for count, token_id in enumerate(token_ids, start=1):
-            shown += self._find(self._decoder.push((token_id,)))
+            text += self._up_to_stop(self._decoder.push((token_id,)))
             if self.stop_string is not None:
-                return shown, count
-        return shown, len(token_ids)
+                return text, count
+        return text, len(token_ids)
 
     def finish(self) -> str:
-        """What was held back, once the sequence has ended without a stop string."""
+        """Return the text held back so far, when the sequence has ended without a stop string."""
         rest = self._decoder.flush()
         if self._finder is None:
             return rest
-        shown = self._find(rest)
-        return shown if self.stop_string is not None else shown + self._finder.held
+        text = self._up_to_stop(rest)
+        return text if self.stop_string is not None else text + self._finder.held
 
-    def _find(self, text: str) -> str:
+    def _up_to_stop(self, new_text: str) -> str:
         assert self._finder is not None
-        shown, self.stop_string = self._finder.push(text)
-        return shown
+        text, self.stop_string = self._finder.push(new_text)
+        return text
 
 
 class StopFinder:
-    """Cuts a text that comes in pieces before, or where it is to be kept after, the first stop string in it.
+    """Truncates a text that arrives in pieces at its first stop string.
 
-    First is the one that is completed first, character by character; of several that the same character
-    completes, the longest. So the cut does not depend on where the pieces' borders are.
+    The first stop string is the one whose last character comes first; of several that end at the same character, the
+    longest. The result does not depend on how the text is split into pieces.
 
     Args:
-        keep: cut after it.
+        keep: truncate after the stop string instead of before it.
 
     Attributes:
-        held: text that may still become the beginning of a stop string.
+        held: text held back, since it may be the beginning of a stop string.
     """
 
     def __init__(self, stop: tuple[str, ...], *, keep: bool = False) -> None:
@@ -77,7 +79,7 @@ class StopFinder:
         self.held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that is certainly before the cut, and the stop string that ended it, if one did."""
+        """Return the text that is certainly kept, and the stop string that ends it, or None."""
         text = self.held + text
         found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if found:
@@ -90,6 +92,6 @@ class StopFinder:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`, and is not all of it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

@@ -1,4 +1,4 @@
-"""What a caller asks for becomes a checked Request, the same way for the gateway and offline."""
+"""Request: a validated and tokenized request, made by RequestChecker for the gateway and LLM."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Prompt = str | Sequence[int] | Chat
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request that can be served: the prompt fits and is tokens; nothing of the sampling is open any more.
+    """A valid request: the prompt is tokenized and fits, and every sampling parameter has a value.
 
-    The fields from `tenant` on are Submit's.
+    The fields from `tenant` on are those of Submit.
     """
 
     request_id: str
@@ -42,11 +42,11 @@ class Request:
 
     @property
     def reports_logprobs(self) -> bool:
-        """Its tokens come with their log-probabilities: asked for, or needed to rank the answers."""
+        """The scheduler reports log-probabilities of its tokens: requested, or needed to rank the sequences."""
         return self.sampling.logprobs is not None or self.sampling.is_ranked
 
-    def submit(self, handle: int) -> Submit:
-        """What the scheduler is told; answer i is told of as `handle` + i."""
+    def submit_message(self, handle: int) -> Submit:
+        """Return the message to the scheduler; sequence i gets the handle `handle` + i."""
         sampling = self.sampling
         if self.reports_logprobs and sampling.logprobs is None:
             sampling = replace(sampling, logprobs=0)
@@ -63,7 +63,7 @@ class Request:
         )
 
     def resumed(self, index: int, token_ids: Sequence[int]) -> Request:
-        """A request for the rest of one answer, of which these tokens are there already."""
+        """Return a request for the rest of sequence `index`, which has generated these tokens so far."""
         sampling = self.sampling
         rest = replace(
             sampling,
@@ -76,12 +76,12 @@ class Request:
 
 
 class RequestChecker:
-    """Checks requests against what one replica serves. Threads may share one."""
+    """Validates and tokenizes requests for one replica configuration. Threads may share one."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        # Seeds of requests without one: an offline run with the same configuration repeats itself.
+        # For requests without a seed. Makes runs of LLM with the same configuration reproducible.
         self._seeds = random.Random(config.model.seed)
 
     def check(
@@ -96,54 +96,53 @@ class RequestChecker:
         cache_salt: str = "",
         add_special_tokens: bool = True,
     ) -> Request:
-        """The request, its id made up where it has none.
+        """Return the valid request, with a new id if it has none.
 
         Args:
-            timeout_s: time left to the caller's deadline.
-            cache_salt: prefixes are shared only between equal salts.
-            add_special_tokens: to a prompt of text, by the model's own rule. A chat template adds its own.
+            timeout_s: time left until the caller's deadline.
+            cache_salt: prefix caching shares KV only between requests with the same salt.
+            add_special_tokens: add the tokenizer's special tokens to a text prompt. A chat template adds its own.
 
         Raises:
-            InvalidRequest: names the field and what is wrong with it.
+            InvalidRequest: a field is invalid; the error names it.
         """
-        for what, name in (("request_id", request_id), ("tenant", tenant), ("cache_salt", cache_salt)):
+        for option, name in (("request_id", request_id), ("tenant", tenant), ("cache_salt", cache_salt)):
             if len(name) > MAX_NAME_CHARS:
-                raise InvalidRequest(what, f"is {len(name)} characters, at most {MAX_NAME_CHARS}")
-        token_ids = self._tokens(prompt, add_special_tokens)
+                raise InvalidRequest(option, f"is {len(name)} characters, at most {MAX_NAME_CHARS}")
+        token_ids = self._tokenize(prompt, add_special_tokens)
         if sampling.truncate_prompt_tokens is not None:
             token_ids = token_ids[-sampling.truncate_prompt_tokens :]
-        room = self._room(len(token_ids))
-        sampling = self._settled(sampling, room)
+        sampling = self._resolve_sampling(sampling, self._max_new_tokens(len(token_ids)))
         request_id = request_id or uuid.uuid4().hex
         return Request(request_id, token_ids, sampling, tenant, priority, timeout_s, cache_salt.encode())
 
-    def _settled(self, sampling: SamplingParams, room: int) -> SamplingParams:
-        """The settings with everything decided that was left open. `room`: tokens that the answer may have."""
+    def _resolve_sampling(self, sampling: SamplingParams, max_new_tokens: int) -> SamplingParams:
+        """Return the parameters with a value for each; checks those that depend on the model."""
         self._check_vocabulary("sampling.stop_token_ids", sampling.stop_token_ids)
         self._check_vocabulary("sampling.logit_bias", [token_id for token_id, _ in sampling.bias_pairs])
         self._check_vocabulary("sampling.allowed_token_ids", sampling.allowed_token_ids or ())
         self._check_beams(sampling.beam_width)
         return replace(
             sampling.with_defaults(self._config.model.sampling_defaults),
-            max_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
+            max_tokens=min(sampling.max_tokens or max_new_tokens, max_new_tokens),
             seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
-            bad_words=self._spelled(sampling.bad_words),
+            bad_words=self._bad_word_token_ids(sampling.bad_words),
         )
 
-    def _spelled(self, words: Sequence[BadWord]) -> tuple[tuple[int, ...], ...]:
-        """The token ids of forbidden words."""
-        spelled: list[tuple[int, ...]] = []
+    def _bad_word_token_ids(self, words: Sequence[BadWord]) -> tuple[tuple[int, ...], ...]:
+        """Return the distinct tokenizations of all words."""
+        found: list[tuple[int, ...]] = []
         for index, word in enumerate(words):
             where = f"sampling.bad_words[{index}]"
             if isinstance(word, str):
                 check_text(where, word)
-                spelled += self._tokenizer.spellings(word)
+                found += self._tokenizer.word_token_ids(word)
             else:
                 self._check_vocabulary(where, word)
-                spelled.append(word)
-        return tuple(dict.fromkeys(spelled))
+                found.append(word)
+        return tuple(dict.fromkeys(found))
 
-    def _tokens(self, prompt: Prompt, add_special_tokens: bool) -> IntArray:
+    def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> IntArray:
         token_ids: Sequence[int] = ()
         if isinstance(prompt, Chat):
             token_ids = self._tokenizer.encode_chat(prompt)
@@ -161,7 +160,7 @@ class RequestChecker:
     def _check_vocabulary(self, field: str, token_ids: Sequence[int]) -> None:
         vocab_size = self._config.model.vocab_size
         for position, token_id in enumerate(token_ids):
-            # bool is an int to Python; numpy's integers are welcome, floats are not.
+            # Accepts numpy's integers, refuses floats. A bool passes, since it is an int in Python.
             if not isinstance(token_id, int | np.integer) or not 0 <= token_id < vocab_size:
                 raise InvalidRequest(
                     f"{field}[{position}]", f"is {token_id!r}, must be a token id from 0 to {vocab_size - 1}"
@@ -174,16 +173,16 @@ class RequestChecker:
                 "sampling.beam_width", f"is {width}, this replica runs at most {most} at once"
             )
 
-    def _room(self, num_prompt_tokens: int) -> int:
-        """Tokens that an answer to this prompt can have; raises InvalidRequest when there is none."""
+    def _max_new_tokens(self, num_prompt_tokens: int) -> int:
+        """Return how many tokens may follow the prompt. Raises InvalidRequest if none may."""
         config = self._config
-        room = config.max_servable_tokens - num_prompt_tokens
-        if room >= 1:
-            return room
+        max_new_tokens = config.max_servable_tokens - num_prompt_tokens
+        if max_new_tokens >= 1:
+            return max_new_tokens
         if num_prompt_tokens >= config.model.max_model_len:
             limit = f"the context of {config.model.max_model_len} tokens"
         else:
             limit = f"the whole KV memory of {config.max_servable_tokens} tokens"
         raise InvalidRequest(
-            "prompt", f"has {num_prompt_tokens} tokens, which leaves no room for an answer in {limit}"
+            "prompt", f"has {num_prompt_tokens} tokens, which leaves no room for an output in {limit}"
         )

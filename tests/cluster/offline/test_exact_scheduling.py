@@ -46,7 +46,9 @@ def check(results: list[RequestOutput], reference: Reference) -> None:
         ("cohere2", {"logit_scale": 0.4}),  # by transformers' modules
     ],
 )
-def test_logits_are_scaled_and_bounded(make_model: Any, kind: str, settings: dict[str, Any]) -> None:
+def test_scaled_and_bounded_logits_equal_transformers(
+    make_model: Any, kind: str, settings: dict[str, Any]
+) -> None:
     """Which changes no greedy token, but its probability."""
     folder = make_model(kind, seed=7, **settings)
     (prompt,) = prompts_of([12], seed=1)
@@ -62,7 +64,7 @@ def test_logits_are_scaled_and_bounded(make_model: Any, kind: str, settings: dic
     torch.testing.assert_close(torch.tensor(chosen), expected, atol=1e-4, rtol=0)
 
 
-def test_prefix_hits(served: tuple[str, Reference]) -> None:
+def test_prefix_hits_keep_the_tokens(served: tuple[str, Reference]) -> None:
     folder, reference = served
     (prefix,) = prompts_of([40], seed=1)
     prompts = [
@@ -77,7 +79,7 @@ def test_prefix_hits(served: tuple[str, Reference]) -> None:
 
 
 @pytest.mark.parametrize("num_host_kv_blocks", [0, 64], ids=["recomputed", "swapped"])
-def test_preempt_and_resume(served: tuple[str, Reference], num_host_kv_blocks: int) -> None:
+def test_preempted_sequences_keep_the_tokens(served: tuple[str, Reference], num_host_kv_blocks: int) -> None:
     folder, reference = served
     with LLM(
         folder,

@@ -1,4 +1,4 @@
-"""One rank in this process says where the time of its start went."""
+"""The in-process engine logs the time of each stage of its start."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from quire.cluster.config.resolve import Machine, resolve
 from quire.cluster.offline.in_process import load_in_process
 
 
-def test_the_start_is_broken_down_by_stage_in_the_log(
-    make_model: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_start_logs_the_time_of_each_stage(make_model: Any, caplog: pytest.LogCaptureFixture) -> None:
     config = resolve(EngineOptions(str(make_model("llama")), device="cpu", num_kv_blocks=4), Machine.this())
     with caplog.at_level(logging.INFO, logger="quire.cluster.offline.in_process"):
         _, group = load_in_process(config)

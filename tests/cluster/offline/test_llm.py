@@ -1,4 +1,4 @@
-"""LLM in one process: the tokens of transformers, vLLM's words, and no Ray."""
+"""LLM on one rank: tokens equal to those of transformers, stop conditions, interrupts, and imports."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_greedy_tokens_equal_transformers(llm: LLM, model_dir: Path) -> None:
     assert llm.generate(prompts[0], GREEDY)[0].outputs[0].token_ids == expected[0]
 
 
-def test_prompts_in_all_their_forms(llm: LLM) -> None:
+def test_prompts_may_be_text_ids_or_arrays(llm: LLM) -> None:
     ids = not_none(llm.generate(PROMPTS[0], GREEDY)[0].prompt_token_ids)
     forms: list[Any] = [PROMPTS[0], [PROMPTS[0]], ids, [ids], tuple(ids), np.array(ids), [np.array(ids)]]
     for prompts in forms:
@@ -91,14 +91,14 @@ def test_prompts_in_all_their_forms(llm: LLM) -> None:
         (["one", "two"], [GREEDY], "sampling_params"),
     ],
 )
-def test_wrong_use_starts_nothing(llm: LLM, prompts: Any, params: Any, field: str) -> None:
+def test_invalid_arguments_start_no_request(llm: LLM, prompts: Any, params: Any, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         llm.generate(prompts, params)
     assert caught.value.field == field
     assert llm.generate(PROMPTS[1], GREEDY)[0].outputs[0].token_ids
 
 
-def test_a_stop_string_cuts_the_text_and_ends_the_sequence(llm: LLM) -> None:
+def test_stop_string_truncates_the_text_and_ends_the_sequence(llm: LLM) -> None:
     whole = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0]
     stop = whole.text[8:11]
     params = SamplingParams(temperature=0.0, max_tokens=300, stop=(stop,))
@@ -109,7 +109,7 @@ def test_a_stop_string_cuts_the_text_and_ends_the_sequence(llm: LLM) -> None:
     assert len(cut.token_ids) < len(whole.token_ids)
 
 
-def test_a_stop_token_is_an_answer_s_last_token_and_not_in_its_text(llm: LLM) -> None:
+def test_stop_token_is_the_last_token_and_not_in_the_text(llm: LLM) -> None:
     whole = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0]
     stop = whole.token_ids[5]
     end = whole.token_ids.index(stop) + 1
@@ -120,7 +120,7 @@ def test_a_stop_token_is_an_answer_s_last_token_and_not_in_its_text(llm: LLM) ->
     assert len(cut.text) < len(whole.text)
 
 
-def test_logprobs_are_those_of_the_model(llm: LLM, model_dir: Path) -> None:
+def test_logprobs_equal_those_of_transformers(llm: LLM, model_dir: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -142,7 +142,7 @@ def test_logprobs_are_those_of_the_model(llm: LLM, model_dir: Path) -> None:
     assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].logprobs is None
 
 
-def test_logprobs_keep_to_what_each_request_asked_for(llm: LLM) -> None:
+def test_each_request_gets_its_own_number_of_logprobs(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=4, seed=1, logprobs=count, ignore_eos=True) for count in (0, 5, 1)]
     none, many, one = (result.outputs[0].logprobs for result in llm.generate(PROMPTS, params))
     assert none is not None
@@ -153,7 +153,7 @@ def test_logprobs_keep_to_what_each_request_asked_for(llm: LLM) -> None:
     assert all(len(entry) in (1, 2) for entry in one)
 
 
-def test_a_seed_gives_the_same_tokens_whatever_else_runs(llm: LLM) -> None:
+def test_seed_gives_the_same_tokens_in_any_batch(llm: LLM) -> None:
     seeded = SamplingParams(max_tokens=12, seed=42, ignore_eos=True)
     alone = llm.generate(PROMPTS[0], seeded)[0].outputs[0].token_ids
     others = [SamplingParams(max_tokens=30, ignore_eos=True)] * 3
@@ -162,7 +162,7 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs(llm: LLM) -> None:
     assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=12, seed=43))[0].outputs[0].token_ids != alone
 
 
-def test_the_same_program_gives_the_same_answers(model_dir: Path) -> None:
+def test_unseeded_runs_are_reproducible(model_dir: Path) -> None:
     def answers(seed: int) -> list[list[int]]:
         with LLM(str(model_dir), device="cpu", num_kv_blocks=32, seed=seed) as llm:
             return [
@@ -173,7 +173,7 @@ def test_the_same_program_gives_the_same_answers(model_dir: Path) -> None:
     assert answers(1) != answers(2)
 
 
-def test_an_interrupted_batch_leaves_nothing_behind(llm: LLM) -> None:
+def test_interrupt_aborts_the_batch(llm: LLM) -> None:
     expected = llm.generate(PROMPTS, GREEDY)
     scheduler = llm._engine.scheduler  # type: ignore[attr-defined]
     schedule, num_steps = scheduler.schedule, 0
@@ -196,7 +196,9 @@ def test_an_interrupted_batch_leaves_nothing_behind(llm: LLM) -> None:
     assert [result.outputs for result in again] == [result.outputs for result in expected]
 
 
-def test_an_interrupt_as_the_steps_begin_ends_them(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_at_the_first_step_aborts_the_batch(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When their thread runs and whoever started it does not know yet."""
     has_begun, start = threading.Event(), threading.Thread.start
 
@@ -222,18 +224,18 @@ def test_an_interrupt_as_the_steps_begin_ends_them(model_dir: Path, monkeypatch:
         assert len(fresh.generate(PROMPTS, GREEDY)) == len(PROMPTS)
 
 
-def test_more_prompts_than_the_pool_holds_at_once(model_dir: Path) -> None:
+def test_more_prompts_than_the_kv_memory_holds_at_once(model_dir: Path) -> None:
     with LLM(str(model_dir), device="cpu", num_kv_blocks=8, max_num_seqs=8) as small:
         results = small.generate([PROMPTS[0]] * 20, GREEDY)
     assert len({tuple(result.outputs[0].token_ids) for result in results}) == 1
 
 
-def test_errors_come_before_anything_heavy(tmp_path: Path) -> None:
+def test_missing_model_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a directory"):
         LLM(str(tmp_path / "nowhere"))
 
 
-def test_one_rank_imports_no_ray_or_zmq_and_a_client_no_torch(model_dir: Path) -> None:
+def test_one_rank_imports_no_ray_or_zmq_and_client_no_torch(model_dir: Path) -> None:
     offline = (
         "import sys; from quire import LLM, SamplingParams\n"
         f"llm = LLM({str(model_dir)!r}, device='cpu', num_kv_blocks=8)\n"
@@ -251,7 +253,7 @@ def test_one_rank_imports_no_ray_or_zmq_and_a_client_no_torch(model_dir: Path) -
 
 
 @pytest.mark.cluster
-def test_two_ranks_answer_as_one_and_leave_no_process(model_dir: Path) -> None:
+def test_two_ranks_generate_the_tokens_of_one_and_leave_no_process(model_dir: Path) -> None:
     """Closed by the interpreter's exit alone, and in a process of its own: Ray has one instance a process."""
     import psutil
 

@@ -1,4 +1,4 @@
-"""Beam search through the real worker finds what that of transformers finds."""
+"""Beam search through the real worker equals that of transformers."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def compare(llm: LLM, model: Any, prompts: list[str], params: SamplingParams) ->
 @pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize("length_penalty", [-0.5, 1.0, 2.0])
 @pytest.mark.parametrize(("width", "n"), [(2, 1), (4, 2), (6, 6)])
-def test_answers_of_a_tiny_model(
+def test_beams_of_a_tiny_model_equal_transformers(
     llm: LLM, reference: Any, width: int, n: int, length_penalty: float, early_stopping: bool
 ) -> None:
     params = SamplingParams(
@@ -124,7 +124,7 @@ def test_answers_of_a_tiny_model(
     compare(llm, reference, PROMPTS, params)
 
 
-def test_answers_end_by_length_and_by_stop_tokens(llm: LLM, reference: Any) -> None:
+def test_beams_end_by_length_and_by_stop_tokens(llm: LLM, reference: Any) -> None:
     params = SamplingParams(max_tokens=14, stop_token_ids=STOPS, beam_width=6, n=6, length_penalty=1.0)
     outputs = compare(llm, reference, PROMPTS, params)
     assert {output.finish_reason for output in outputs} == {"stop", "length"}
@@ -137,7 +137,7 @@ def test_answers_end_by_length_and_by_stop_tokens(llm: LLM, reference: Any) -> N
 
 
 @pytest.mark.parametrize("early_stopping", [False, True])
-def test_no_answer_is_shorter_than_min_tokens(llm: LLM, reference: Any, early_stopping: bool) -> None:
+def test_no_beam_is_shorter_than_min_tokens(llm: LLM, reference: Any, early_stopping: bool) -> None:
     params = SamplingParams(
         min_tokens=6, max_tokens=12, stop_token_ids=STOPS, beam_width=4, n=4, early_stopping=early_stopping
     )
@@ -146,7 +146,7 @@ def test_no_answer_is_shorter_than_min_tokens(llm: LLM, reference: Any, early_st
 
 
 @pytest.mark.parametrize("num_host_kv_blocks", [0, 64])
-def test_memory_pressure_changes_no_answer(model_dir: Path, reference: Any, num_host_kv_blocks: int) -> None:
+def test_preemption_does_not_change_beams(model_dir: Path, reference: Any, num_host_kv_blocks: int) -> None:
     params = SamplingParams(max_tokens=24, stop_token_ids=STOPS[:3], beam_width=4, n=3)
     with LLM(
         str(model_dir),
@@ -173,7 +173,7 @@ def demo(demo_model_dir: Path) -> Iterator[tuple[LLM, Any]]:
 @pytest.mark.parametrize(
     ("width", "length_penalty", "early_stopping"), [(2, 1.0, False), (4, 0.7, True), (4, 2.0, False)]
 )
-def test_answers_of_the_demo_model(
+def test_beams_of_the_demo_model_equal_transformers(
     demo: tuple[LLM, Any], width: int, length_penalty: float, early_stopping: bool
 ) -> None:
     llm, model = demo

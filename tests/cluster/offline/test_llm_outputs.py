@@ -1,4 +1,4 @@
-"""Several answers to one prompt, and what preemption and priority do to answers: nothing but their order."""
+"""Several completions per prompt, best_of, preemption and priority."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ask(llm: LLM, params: SamplingParams, prompt: str = PROMPT) -> list[Completi
     return result.outputs
 
 
-def test_each_answer_is_that_of_a_request_with_its_own_seed(llm: LLM) -> None:
+def test_completion_i_equals_a_request_with_seed_plus_i(llm: LLM) -> None:
     together = ask(llm, replace(SAMPLED, n=4))
     alone = [ask(llm, replace(SAMPLED, seed=7 + index))[0] for index in range(4)]
     assert [output.index for output in together] == [0, 1, 2, 3]
@@ -40,7 +40,7 @@ def test_each_answer_is_that_of_a_request_with_its_own_seed(llm: LLM) -> None:
     assert len({tuple(output.token_ids) for output in together}) == 4
 
 
-def test_more_answers_than_rows(llm: LLM) -> None:
+def test_more_completions_than_batch_slots(llm: LLM) -> None:
     several = llm.generate([PROMPT, "It was"], replace(SAMPLED, n=9))
     assert [[output.index for output in result.outputs] for result in several] == [list(range(9))] * 2
     assert [output.token_ids for output in several[0].outputs[:4]] == [
@@ -48,7 +48,7 @@ def test_more_answers_than_rows(llm: LLM) -> None:
     ]
 
 
-def test_a_stop_string_ends_one_answer_and_not_the_others(llm: LLM) -> None:
+def test_stop_string_ends_only_its_completion(llm: LLM) -> None:
     whole = ask(llm, replace(SAMPLED, n=3))
     stop = whole[1].text[6:12]
     assert stop not in whole[0].text + whole[2].text
@@ -59,7 +59,7 @@ def test_a_stop_string_ends_one_answer_and_not_the_others(llm: LLM) -> None:
         assert (cut[index].token_ids, cut[index].finish_reason) == (whole[index].token_ids, "length")
 
 
-def test_cumulative_logprob_is_the_sum_where_it_is_known(llm: LLM) -> None:
+def test_cumulative_logprob_is_the_sum_of_logprobs(llm: LLM) -> None:
     assert all(output.cumulative_logprob is None for output in ask(llm, replace(SAMPLED, n=2)))
     for output in ask(llm, replace(SAMPLED, n=2, logprobs=1)):
         assert output.logprobs is not None
@@ -69,7 +69,7 @@ def test_cumulative_logprob_is_the_sum_where_it_is_known(llm: LLM) -> None:
         assert output.cumulative_logprob == pytest.approx(sum(chosen), abs=1e-4)
 
 
-def test_best_of_gives_the_likeliest(llm: LLM) -> None:
+def test_best_of_returns_the_most_likely_completions(llm: LLM) -> None:
     every = ask(llm, replace(SAMPLED, n=5, logprobs=0))
     ranked = sorted(every, key=lambda output: -(output.cumulative_logprob or 0.0))
     assert ranked != every
@@ -84,7 +84,7 @@ def test_best_of_gives_the_likeliest(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("num_host_kv_blocks", [0, 64])
-def test_preemption_changes_no_token(llm: LLM, model_dir: Path, num_host_kv_blocks: int) -> None:
+def test_preemption_does_not_change_outputs(llm: LLM, model_dir: Path, num_host_kv_blocks: int) -> None:
     prompts = [PROMPT, "It was", "The quick brown fox jumps over", PROMPT + "; many"]
     params = [
         replace(SAMPLED, max_tokens=30),
@@ -110,7 +110,7 @@ def test_preemption_changes_no_token(llm: LLM, model_dir: Path, num_host_kv_bloc
     assert [result.outputs for result in results] == [result.outputs for result in expected]
 
 
-def test_priority_decides_who_goes_first(model_dir: Path) -> None:
+def test_higher_priority_is_scheduled_first(model_dir: Path) -> None:
     with LLM(str(model_dir), device="cpu", num_kv_blocks=32, max_num_seqs=1, policy="priority") as llm:
         scheduler = llm._engine.scheduler  # type: ignore[attr-defined]
         started: list[list[int]] = []
@@ -131,6 +131,6 @@ def test_priority_decides_who_goes_first(model_dir: Path) -> None:
         assert caught.value.field == "priority"
 
 
-def test_a_beam_search_wider_than_the_rows_is_refused(llm: LLM) -> None:
+def test_beam_search_wider_than_the_batch_is_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="is 9, this replica runs at most 8 at once"):
         llm.generate(PROMPT, SamplingParams(beam_width=9))

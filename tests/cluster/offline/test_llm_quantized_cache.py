@@ -1,4 +1,4 @@
-"""LLM with a quantised KV cache: more blocks in the same memory, and answers that preemption does not change."""
+"""LLM with a quantized KV cache: number of blocks, and swapping."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def answers(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", KV_CACHE_DTYPES)
-def test_swapped_blocks_come_back_with_their_scales(kv_cache_dtype: str) -> None:
+def test_swapped_blocks_keep_their_scales(kv_cache_dtype: str) -> None:
     with LLM("demo", device="cpu", kv_cache_dtype=kv_cache_dtype, block_size=4, num_kv_blocks=200) as roomy:
         expected = answers(roomy)
     assert all(len(set(tokens)) > 8 for tokens in expected)
@@ -41,7 +41,7 @@ def test_swapped_blocks_come_back_with_their_scales(kv_cache_dtype: str) -> None
         assert scheduler.blocks.num_swapped_blocks > 0
 
 
-def test_the_same_memory_holds_more_blocks() -> None:
+def test_quantized_cache_has_more_blocks_in_the_same_memory() -> None:
     counts = []
     for kv_cache_dtype in ("auto", *KV_CACHE_DTYPES):
         with LLM("demo", device="cpu", kv_cache_dtype=kv_cache_dtype, kv_cache_memory=8 << 20) as llm:
@@ -51,6 +51,6 @@ def test_the_same_memory_holds_more_blocks() -> None:
     assert all(3 * full < count < 4 * full for count in quantised)
 
 
-def test_another_type_is_refused() -> None:
+def test_unknown_cache_dtype_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'int4', must be auto, fp8_e4m3 or int8"):
         LLM("demo", kv_cache_dtype="int4")

@@ -1,4 +1,4 @@
-"""LLM with quantised weights, made as they are read or stored so."""
+"""LLM with weights that are quantized at load, or stored quantized."""
 
 from __future__ import annotations
 
@@ -29,16 +29,14 @@ def mean_nats(quantization: str | None) -> float:
     )
 
 
-def test_eight_bits_are_close_to_full_precision() -> None:
+def test_eight_bit_weights_are_close_to_full_precision() -> None:
     exact = mean_nats(None)
     for quantization in ("int8", "fp8"):
         assert 0 < abs(mean_nats(quantization) - exact) < 0.05
 
 
 @pytest.mark.parametrize("layout", ["gptq", "awq", "packed"])
-def test_a_checkpoint_of_four_bits_is_served_by_its_own_word(
-    layout: str, demo_model_dir: Path, tmp_path: Path
-) -> None:
+def test_four_bit_checkpoint_needs_no_option(layout: str, demo_model_dir: Path, tmp_path: Path) -> None:
     quantized, twin = write_quantized(demo_model_dir, tmp_path, Scheme(layout, group_len=64))
     tokens = []
     for folder in (quantized, twin):
@@ -47,7 +45,7 @@ def test_a_checkpoint_of_four_bits_is_served_by_its_own_word(
     assert tokens[0] == tokens[1]
 
 
-def test_what_cannot_be_is_refused_before_anything_starts(demo_model_dir: Path, tmp_path: Path) -> None:
+def test_invalid_quantization_is_refused_before_anything_starts(demo_model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="quantization is 'int3', must be int8 or fp8"):
         EngineOptions("demo", quantization="int3")
     quantized, _ = write_quantized(demo_model_dir, tmp_path, Scheme("awq", group_len=64))

@@ -1,4 +1,4 @@
-"""Everything that a request may ask of its sampling, end to end in one process, beside transformers."""
+"""Every sampling parameter end to end in one process, compared with transformers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def answers(results: list[RequestOutput]) -> list[list[int]]:
     return [output.token_ids for result in results for output in result.outputs]
 
 
-def test_greedy_answers_under_constraints_equal_transformers(llm: LLM, reference: Any) -> None:
+def test_constrained_greedy_tokens_equal_transformers(llm: LLM, reference: Any) -> None:
     """All in one batch, each request with constraints of its own."""
     plain = llm.generate(PROMPTS, GREEDY)
     first, second, third = answers(plain)
@@ -85,7 +85,7 @@ def test_greedy_answers_under_constraints_equal_transformers(llm: LLM, reference
         assert result.outputs[0].token_ids != before
 
 
-def test_constraints_hold_in_any_batch_after_a_preemption_and_for_each_of_several_answers(
+def test_constraints_hold_in_batches_after_preemption_and_for_each_completion(
     llm: LLM, model_dir: Path
 ) -> None:
     params = [
@@ -116,12 +116,12 @@ def has(token_ids: list[int], spelling: tuple[int, ...]) -> bool:
     return any(tuple(token_ids[place : place + len(spelling)]) == spelling for place in places)
 
 
-def test_forbidden_words_are_not_written(llm: LLM) -> None:
+def test_bad_words_are_not_generated(llm: LLM) -> None:
     """Words of one token and of several, with and without a space before them."""
     tokenizer, free = llm._tokenizer, llm.generate(PROMPTS, SAMPLED)
     texts = (tokenizer.token_text(token_id) for tokens in answers(free) for token_id in tokens)
     words = {text.strip() for text in texts if text.strip().isalpha() and text.isascii()}
-    forbidden = {spelling for word in words for spelling in tokenizer.spellings(word)}
+    forbidden = {spelling for word in words for spelling in tokenizer.word_token_ids(word)}
     assert any(has(tokens, spelling) for tokens in answers(free) for spelling in forbidden)
     assert any(len(spelling) > 1 for spelling in forbidden)
     params = replace(SAMPLED, bad_words=tuple(sorted(words)))
@@ -150,7 +150,7 @@ def assert_prompt_logprobs(result: RequestOutput, reference: Any, num_top: int) 
         assert [entry[token_id].rank for token_id in likeliest] == list(range(1, num_top + 1))
 
 
-def test_prompt_logprobs_whatever_the_cache_has(llm: LLM, reference: Any) -> None:
+def test_prompt_logprobs_do_not_depend_on_the_prefix_cache(llm: LLM, reference: Any) -> None:
     """Chunks of 20 tokens a step, beside other requests, of prompts that the prefix cache has by then."""
     llm.generate(PROMPTS, GREEDY)
     asked = [replace(GREEDY, prompt_logprobs=num_top, n=n) for num_top, n in ((0, 1), (4, 2), (2, 1))]
@@ -177,7 +177,7 @@ def test_prompt_logprobs_of_preempted_prompts(model_dir: Path, reference: Any) -
         assert_prompt_logprobs(result, reference, 2)
 
 
-def test_only_the_end_of_a_prompt_is_used(llm: LLM) -> None:
+def test_truncate_prompt_tokens_keeps_the_end_of_the_prompt(llm: LLM) -> None:
     (whole,) = llm.generate(PROMPTS[2], GREEDY)
     (cut,) = llm.generate(PROMPTS[2], replace(GREEDY, truncate_prompt_tokens=9))
     assert not_none(cut.prompt_token_ids) == not_none(whole.prompt_token_ids)[-9:]
@@ -186,7 +186,7 @@ def test_only_the_end_of_a_prompt_is_used(llm: LLM) -> None:
     assert short.prompt_token_ids == llm.generate("It was", GREEDY)[0].prompt_token_ids
 
 
-def test_what_ended_an_answer_may_stay_in_its_text(llm: LLM) -> None:
+def test_include_stop_str_in_output_keeps_the_stop(llm: LLM) -> None:
     (plain,) = llm.generate(PROMPTS[0], SAMPLED)
     text, token_ids = plain.outputs[0].text, plain.outputs[0].token_ids
     stop = text[5:8]
@@ -205,7 +205,7 @@ def test_what_ended_an_answer_may_stay_in_its_text(llm: LLM) -> None:
     assert spoken.text.startswith(silent.text)
 
 
-def test_special_tokens_are_shown_where_asked(llm: LLM) -> None:
+def test_special_tokens_are_in_the_text_if_requested(llm: LLM) -> None:
     (end,) = llm.config.model.eos_token_ids
     forced = replace(GREEDY, allowed_token_ids=(end,), max_tokens=2)
     (hidden,) = llm.generate(PROMPTS[0], forced)
@@ -224,13 +224,13 @@ def test_special_tokens_are_shown_where_asked(llm: LLM) -> None:
         ({"bad_words": ["a\ud800"]}, "sampling.bad_words[0]"),
     ],
 )
-def test_tokens_that_do_not_exist_are_refused(llm: LLM, asked: dict[str, Any], field: str) -> None:
+def test_token_outside_the_vocabulary_is_refused(llm: LLM, asked: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         llm.generate(PROMPTS[0], replace(GREEDY, **asked))
     assert caught.value.field == field
 
 
-def test_tenants_and_salts_are_told_the_scheduler(llm: LLM) -> None:
+def test_tenant_and_salt_reach_the_scheduler(llm: LLM) -> None:
     prompt: Any = np.arange(40)
     (first,) = llm.generate(prompt, replace(GREEDY, max_tokens=1), cache_salt="mine", tenant="gold")
     hits = llm._engine.scheduler.blocks  # type: ignore[attr-defined]

@@ -92,7 +92,7 @@ def run(config: EngineConfig, moves: tuple[int, ...]) -> dict[int, list[int]]:
     replica = SteppedReplica(config, answers)
     for settings in SETTINGS.values():
         first, request = len(requests), Request("moving", PROMPT, settings)
-        replica.post(request.submit(first))
+        replica.post(request.submit_message(first))
         requests |= {first + index: (request, index) for index in range(settings.n)}
     for num_steps in moves:
         for _ in range(num_steps):
@@ -106,7 +106,7 @@ def run(config: EngineConfig, moves: tuple[int, ...]) -> dict[int, list[int]]:
         for handle, num_tokens in moved.items():
             assert num_tokens == len(answers[handle])
             request, index = requests[handle]
-            replica.post(request.resumed(index, answers[handle]).submit(handle))
+            replica.post(request.resumed(index, answers[handle]).submit_message(handle))
     while replica.step():
         pass
     assert not replica.scheduler.has_work

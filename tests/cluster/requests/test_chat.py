@@ -1,4 +1,4 @@
-"""Conversations: the model's own template, its defaults, and what is refused."""
+"""Conversations: chat templates, the model's sampling defaults, invalid messages, and `quire chat`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def tokenizer(chat_dir: Path) -> Tokenizer:
     return Tokenizer(str(chat_dir))
 
 
-def test_the_prompt_is_what_transformers_makes_of_it(tokenizer: Tokenizer, chat_dir: Path) -> None:
+def test_prompt_equals_transformers_chat_template(tokenizer: Tokenizer, chat_dir: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(chat_dir)
     expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     assert tokenizer.encode_chat(Chat(MESSAGES)) == expected
@@ -68,19 +68,19 @@ def test_the_prompt_is_what_transformers_makes_of_it(tokenizer: Tokenizer, chat_
     )
 
 
-def test_the_last_message_can_be_continued(tokenizer: Tokenizer) -> None:
+def test_final_message_can_be_continued(tokenizer: Tokenizer) -> None:
     begun = Chat([*MESSAGES, {"role": "assistant", "content": "It is"}], continue_final_message=True)
     assert tokenizer.decode(tokenizer.encode_chat(begun)).endswith("assistant: It is")
 
 
-def test_the_template_s_own_options(tokenizer: Tokenizer) -> None:
+def test_template_options_reach_the_template(tokenizer: Tokenizer) -> None:
     quiet = Chat(MESSAGES, template_options={"quietly": True})
     assert "hush" in tokenizer.decode(tokenizer.encode_chat(quiet))
     assert "hush" not in tokenizer.decode(tokenizer.encode_chat(Chat(MESSAGES)))
 
 
 @pytest.mark.parametrize(
-    ("messages", "options", "field", "said"),
+    ("messages", "options", "field", "problem"),
     [
         ([], {}, "chat.messages", "are 0, must be 1 to"),
         ([MESSAGES[0]] * (MAX_MESSAGES + 1), {}, "chat.messages", f"are {MAX_MESSAGES + 1}"),
@@ -94,22 +94,22 @@ def test_the_template_s_own_options(tokenizer: Tokenizer) -> None:
             MESSAGES,
             {"chat_template": "{{ 1 }}"},
             "chat.template_options['chat_template']",
-            "not for the caller",
+            "is reserved",
         ),
-        ([{"role": "king", "content": "x"}], {}, "chat", "refuses it: nobody is called king"),
-        (MESSAGES, {"tools": 5}, "chat", "the model's template refuses it"),
+        ([{"role": "king", "content": "x"}], {}, "chat", "rejects it: nobody is called king"),
+        (MESSAGES, {"tools": 5}, "chat", "the model's template rejects it"),
     ],
 )
-def test_conversations_that_cannot_be_answered(
-    messages: Any, options: dict[str, Any], field: str, said: str, tokenizer: Tokenizer
+def test_invalid_conversation_is_refused(
+    messages: Any, options: dict[str, Any], field: str, problem: str, tokenizer: Tokenizer
 ) -> None:
-    with pytest.raises(InvalidRequest, match=said) as caught:
+    with pytest.raises(InvalidRequest, match=problem) as caught:
         tokenizer.encode_chat(Chat(messages, template_options=options))
     assert caught.value.field == field
 
 
-def test_special_tokens_come_once(chat_dir: Path, tmp_path: Path) -> None:
-    """Where the tokenizer puts one before every text, the template's own is not doubled; words have none."""
+def test_special_tokens_are_not_doubled(chat_dir: Path, tmp_path: Path) -> None:
+    """A tokenizer adds a special token to every text: not to rendered chats, which have their own, nor to words."""
     folder = tmp_path / "model"
     shutil.copytree(chat_dir, folder)
     loaded = AutoTokenizer.from_pretrained(folder)
@@ -125,19 +125,19 @@ def test_special_tokens_come_once(chat_dir: Path, tmp_path: Path) -> None:
     chat = tokenizer.encode_chat(Chat(MESSAGES))
     assert chat[0] == start
     assert chat[1] != start
-    assert not any(start in spelling for spelling in tokenizer.spellings("dog"))
+    assert not any(start in spelling for spelling in tokenizer.word_token_ids("dog"))
 
 
-def test_a_model_without_a_template(make_model: Callable[..., Path]) -> None:
+def test_model_without_a_template_refuses_chats(make_model: Callable[..., Path]) -> None:
     with pytest.raises(InvalidRequest, match="the model has no chat template"):
         Tokenizer(str(make_model("llama"))).encode_chat(Chat(MESSAGES))
 
 
-def test_offline_chats_have_the_model_s_defaults(chat_dir: Path) -> None:
+def test_llm_chat_uses_the_model_s_sampling_defaults(chat_dir: Path) -> None:
     with LLM(str(chat_dir), device="cpu", num_kv_blocks=64) as llm:
         assert llm.config.model.sampling_defaults == SamplingDefaults(0.7, 5, 0.9, 0.0, 1.3)
-        silent = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
-        spoken = SamplingParams(
+        unset = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
+        explicit = SamplingParams(
             max_tokens=12,
             seed=3,
             ignore_eos=True,
@@ -155,10 +155,10 @@ def test_offline_chats_have_the_model_s_defaults(chat_dir: Path) -> None:
             top_p=1.0,
             repetition_penalty=1.0,
         )
-        first, second = llm.chat([MESSAGES, MESSAGES[1:]], silent)
+        first, second = llm.chat([MESSAGES, MESSAGES[1:]], unset)
         assert first.prompt is None
         assert len(not_none(first.prompt_token_ids)) > len(not_none(second.prompt_token_ids))
-        (again,) = llm.chat(MESSAGES, spoken)
+        (again,) = llm.chat(MESSAGES, explicit)
         assert again.outputs[0].token_ids == first.outputs[0].token_ids
         (other,) = llm.chat(MESSAGES, neutral)
         assert other.outputs[0].token_ids != first.outputs[0].token_ids
@@ -172,7 +172,7 @@ def run(scenario: Any) -> None:
     asyncio.run(scenario)
 
 
-def test_chat_over_the_network(serve: ServerFactory, chat_dir: Path) -> None:
+def test_chat_over_the_network_equals_generate(serve: ServerFactory, chat_dir: Path) -> None:
     async def scenario() -> None:
         async with serve(model_dir=chat_dir) as server, AsyncClient(server.target) as client:
             params = SamplingParams(max_tokens=10, seed=5, ignore_eos=True)
@@ -200,7 +200,7 @@ async def start(*arguments: str, **streams: Any) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(sys.executable, "-c", program, *arguments, **streams)
 
 
-def test_a_conversation_from_a_pipe(serve: ServerFactory, chat_dir: Path) -> None:
+def test_chat_command_reads_turns_from_a_pipe(serve: ServerFactory, chat_dir: Path) -> None:
     """Each line is a turn of one conversation; the second is longer by the first and its answer."""
 
     async def scenario() -> None:
@@ -218,22 +218,20 @@ def test_a_conversation_from_a_pipe(serve: ServerFactory, chat_dir: Path) -> Non
     run(scenario())
 
 
-def test_a_conversation_without_a_template_fails_once(serve: ServerFactory) -> None:
+def test_chat_command_fails_once_without_a_template(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server:
             pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
             process = await start("chat", "--target", server.target, **pipes)
             output, errors = await asyncio.wait_for(process.communicate(b"One\nTwo\n"), 60)
             assert (process.returncode, output) == (2, b"")
-            assert errors.decode().startswith(
-                "quire: chat: cannot be answered: the model has no chat template"
-            )
+            assert errors.decode().startswith("quire: chat: is not supported: the model has no chat template")
 
     run(scenario())
 
 
-def test_a_conversation_at_a_terminal(serve: ServerFactory, chat_dir: Path) -> None:
-    """Ctrl-C ends an answer and not the conversation; Ctrl-D ends that."""
+def test_chat_command_at_a_terminal(serve: ServerFactory, chat_dir: Path) -> None:
+    """Ctrl-C ends an output and Ctrl-D the conversation."""
 
     async def scenario() -> None:
         async with serve(model_dir=chat_dir) as server:
@@ -276,7 +274,7 @@ async def read_until(terminal: int, *wanted: str) -> None:
             seen += (await loop.run_in_executor(None, os.read, terminal, 4096)).decode(errors="replace")
 
 
-def test_ctrl_c_with_a_pipe_ends_the_command(serve: ServerFactory, chat_dir: Path) -> None:
+def test_ctrl_c_with_a_pipe_ends_the_chat_command(serve: ServerFactory, chat_dir: Path) -> None:
     async def scenario() -> None:
         async with serve(model_dir=chat_dir) as server:
             pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

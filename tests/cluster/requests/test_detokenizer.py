@@ -1,4 +1,4 @@
-"""Text as it comes is the text as a whole, cut at the first stop string; nothing of a stop string leaks."""
+"""Incremental text equals the text decoded at once, truncated at the first stop string."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def demo_tokenizer() -> Tokenizer:
     return Tokenizer(str(Path(quire.cluster.demo.__file__).parent / "model"))
 
 
-# Machines that are busy with other tests are no failure, and a failure must come again.
+# Slow machines must not fail a test, and failures must be reproducible.
 steady = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 token_lists = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40)
-# Words, so that there is text to find, among ids of every kind, broken characters included.
+# Words, so that stop strings are found; token_lists adds arbitrary ids, incomplete characters included.
 texts = st.lists(st.sampled_from(["the ", "cat", " and", "é", "😀", "st", "op", "\n", "stop"]), max_size=12)
 stops = st.lists(st.text("abcdehnopst é😀\n", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
 def first_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
-    """The text before the stop string that is completed first, by looking at every beginning of the text."""
+    """Return the text before the stop string that is completed first, by checking every prefix of the text."""
     for end in range(1, len(text) + 1):
         found = [string for string in stop if text[:end].endswith(string)]
         if found:
@@ -43,7 +43,7 @@ def first_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
 
 @steady
 @given(token_lists, st.booleans())
-def test_pieces_joined_are_the_whole(token_ids: list[int], skip_special_tokens: bool) -> None:
+def test_joined_pieces_equal_the_decoded_sequence(token_ids: list[int], skip_special_tokens: bool) -> None:
     decoder = IncrementalDecoder(demo_tokenizer(), skip_special_tokens=skip_special_tokens)
     pieces = [decoder.push([token_id]) for token_id in token_ids]
     whole = demo_tokenizer().decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -52,7 +52,7 @@ def test_pieces_joined_are_the_whole(token_ids: list[int], skip_special_tokens: 
 
 @steady
 @given(token_lists, st.data())
-def test_pieces_do_not_depend_on_how_tokens_arrive(token_ids: list[int], data: st.DataObject) -> None:
+def test_text_does_not_depend_on_how_tokens_are_batched(token_ids: list[int], data: st.DataObject) -> None:
     decoder, text, start = IncrementalDecoder(demo_tokenizer()), "", 0
     while start < len(token_ids):
         count = data.draw(st.integers(1, len(token_ids) - start))
@@ -61,18 +61,18 @@ def test_pieces_do_not_depend_on_how_tokens_arrive(token_ids: list[int], data: s
     assert text + decoder.flush() == demo_tokenizer().decode(token_ids)
 
 
-def test_a_character_is_shown_when_it_is_complete() -> None:
+def test_character_is_emitted_when_complete() -> None:
     decoder = IncrementalDecoder(demo_tokenizer())
     token_ids = demo_tokenizer().encode("😀")
     assert len(token_ids) > 1
     assert [decoder.push([token_id]) for token_id in token_ids] == [""] * (len(token_ids) - 1) + ["😀"]
 
 
-def test_ids_that_never_become_text_do_not_pile_up() -> None:
-    """A model can sample anything; each push stays cheap, and the text is still right."""
+def test_ids_that_never_form_text_are_bounded() -> None:
+    """A model can sample any token: each push must stay cheap, and the text correct."""
     tokenizer = demo_tokenizer()
     half = tokenizer.encode("😀")[0]
-    for token_id in (half, 0):  # a piece of a character, and the special token that ends a text
+    for token_id in (half, 0):  # a part of a character; the end-of-text token
         decoder = IncrementalDecoder(tokenizer)
         text = "".join(decoder.push([token_id]) for _ in range(500))
         assert len(decoder._window) < 100
@@ -81,31 +81,33 @@ def test_ids_that_never_become_text_do_not_pile_up() -> None:
 
 @settings(steady, max_examples=300)
 @given(texts, token_lists, stops, st.data())
-def test_text_is_cut_before_the_first_stop_string(
+def test_text_is_truncated_before_the_first_stop_string(
     words: list[str], noise: list[int], stop: list[str], data: st.DataObject
 ) -> None:
     tokenizer, strings = demo_tokenizer(), tuple(stop)
     token_ids = tokenizer.encode("".join(words)) + noise
     expected, expected_stop = first_stop(tokenizer.decode(token_ids), strings)
-    detokenizer, shown, num_taken = Detokenizer(tokenizer, strings), "", 0
-    while num_taken < len(token_ids) and detokenizer.stop_string is None:
-        count = data.draw(st.integers(1, len(token_ids) - num_taken))
-        text, num_tokens = detokenizer.push(token_ids[num_taken : num_taken + count])
+    detokenizer, shown, num_used = Detokenizer(tokenizer, strings), "", 0
+    while num_used < len(token_ids) and detokenizer.stop_string is None:
+        count = data.draw(st.integers(1, len(token_ids) - num_used))
+        text, num_tokens = detokenizer.push(token_ids[num_used : num_used + count])
         shown += text
-        assert expected.startswith(shown), "something after the cut was shown"
-        num_taken += num_tokens
+        assert expected.startswith(shown), "text after the stop string was returned"
+        num_used += num_tokens
     if detokenizer.stop_string is None:
         shown += detokenizer.finish()
     assert (shown, detokenizer.stop_string) == (expected, expected_stop)
-    if expected_stop is not None and num_taken < len(token_ids):
-        complete, before = (tokenizer.decode(token_ids[:n]) for n in (num_taken, num_taken - 1))
+    if expected_stop is not None and num_used < len(token_ids):
+        complete, before = (tokenizer.decode(token_ids[:n]) for n in (num_used, num_used - 1))
         assert first_stop(complete, strings)[1] is not None, "ended before the stop string was complete"
-        assert first_stop(before, strings)[1] is None, "took tokens after the one that completed it"
+        assert first_stop(before, strings)[1] is None, (
+            "used tokens after the one that completed the stop string"
+        )
 
 
 @steady
 @given(st.text("abc", max_size=20), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3))
-def test_only_what_may_become_a_stop_string_is_held(text: str, stop: list[str]) -> None:
+def test_only_a_possible_stop_string_is_held_back(text: str, stop: list[str]) -> None:
     finder, shown = StopFinder(tuple(stop)), ""
     for character in text:
         piece, found = finder.push(character)
@@ -126,22 +128,24 @@ def test_only_what_may_become_a_stop_string_is_held(text: str, stop: list[str]) 
         (("xyz",), "abxy", "ab", None),
     ],
 )
-def test_which_stop_string_is_first(stop: tuple[str, ...], text: str, shown: str, found: str | None) -> None:
+def test_first_completed_stop_string_wins(
+    stop: tuple[str, ...], text: str, shown: str, found: str | None
+) -> None:
     assert StopFinder(stop).push(text) == (shown, found)
     assert StopFinder(stop, keep=True).push(text) == (shown + (found or ""), found)
 
 
 @pytest.mark.parametrize("word", ["the", " captain", "😀", "whale-ship"])
-def test_spellings_of_a_word_are_those_inside_texts(word: str) -> None:
+def test_word_token_ids_are_those_inside_texts(word: str) -> None:
     tokenizer, bare = demo_tokenizer(), word.strip()
-    spellings = tokenizer.spellings(word)
-    assert {tokenizer.decode(spelling).lstrip() for spelling in spellings} == {bare}
+    tokenizations = tokenizer.word_token_ids(word)
+    assert {tokenizer.decode(token_ids).lstrip() for token_ids in tokenizations} == {bare}
     for text in (bare, f" {bare}"):
-        token_ids = tuple(tokenizer.encode(text))
-        assert any(token_ids[-len(spelling) :] == spelling for spelling in spellings)
-    # Neither is there for nothing.
-    assert not any(a != b and a[-len(b) :] == b for a in spellings for b in spellings)
+        whole = tuple(tokenizer.encode(text))
+        assert any(whole[-len(token_ids) :] == token_ids for token_ids in tokenizations)
+    # None is redundant.
+    assert not any(a != b and a[-len(b) :] == b for a in tokenizations for b in tokenizations)
 
 
-def test_encode_and_decode_are_inverse() -> None:
+def test_decode_inverts_encode() -> None:
     assert demo_tokenizer().decode(demo_tokenizer().encode(TEXT)) == TEXT

@@ -1,4 +1,4 @@
-"""Requests are checked once, before anything runs, and every refusal names the field."""
+"""RequestChecker: valid requests, defaults, and the field that each error names."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ CONFIG = engine_config(
 
 
 class LetterTokenizer:
-    """One token a letter; 49 before a text, unless it is told not to."""
+    """One token per letter; texts that begin with z get the special token 49 in front."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         letters = [ord(letter) - ord("a") for letter in text]
         return [49, *letters] if add_special_tokens and text.startswith("z") else letters
 
-    def spellings(self, word: str) -> list[tuple[int, ...]]:
+    def word_token_ids(self, word: str) -> list[tuple[int, ...]]:
         return [tuple(self.encode(word)), (40, *self.encode(word))]
 
 
@@ -39,7 +39,7 @@ def checker(config: EngineConfig = CONFIG) -> RequestChecker:
     return RequestChecker(config, LetterTokenizer())  # type: ignore[arg-type]
 
 
-def test_text_becomes_tokens() -> None:
+def test_text_prompt_is_tokenized() -> None:
     request = checker().check("abc", SamplingParams(seed=5), request_id="mine")
     assert (request.request_id, request.sampling.seed) == ("mine", 5)
     assert request.prompt_token_ids.tolist() == [0, 1, 2]
@@ -47,12 +47,12 @@ def test_text_becomes_tokens() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[3, 4], (3, 4), np.array([3, 4]), range(3, 5)])
-def test_token_ids_in_any_sequence(prompt: Sequence[int]) -> None:
+def test_token_ids_may_be_any_sequence(prompt: Sequence[int]) -> None:
     assert checker().check(prompt, SamplingParams()).prompt_token_ids.tolist() == [3, 4]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "field", "said"),
+    ("prompt", "field", "problem"),
     [
         ("", "prompt", "is empty"),
         ([], "prompt", "is empty"),
@@ -61,23 +61,23 @@ def test_token_ids_in_any_sequence(prompt: Sequence[int]) -> None:
         ([1.5], "prompt[0]", "is 1.5"),
         (["a"], "prompt[0]", "is 'a'"),
         ("a\ud800", "prompt", "not valid Unicode text at character 1"),
-        ([1] * 100, "prompt", "has 100 tokens, which leaves no room for an answer in the context of 100"),
+        ([1] * 100, "prompt", "has 100 tokens, which leaves no room for an output in the context of 100"),
     ],
 )
-def test_prompts_that_cannot_be_served(prompt: str | list[int], field: str, said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said) as caught:
+def test_invalid_prompt_is_refused(prompt: str | list[int], field: str, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem) as caught:
         checker().check(prompt, SamplingParams())
     assert caught.value.field == field
 
 
-def test_a_prompt_larger_than_the_pool_names_the_pool() -> None:
+def test_prompt_larger_than_the_kv_memory_is_refused() -> None:
     small = replace(CONFIG, cache=replace(CONFIG.cache, num_blocks=4))
     assert checker(small).check([1] * 47, SamplingParams()).sampling.max_tokens == 1
     with pytest.raises(InvalidRequest, match=r"has 48 tokens.*whole KV memory of 48 tokens"):
         checker(small).check([1] * 48, SamplingParams())
 
 
-def test_stop_tokens_must_exist() -> None:
+def test_stop_token_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(InvalidRequest) as caught:
         checker().check("abc", SamplingParams(stop_token_ids=(7, 50)))
     assert caught.value.field == "sampling.stop_token_ids[1]"
@@ -90,7 +90,7 @@ def test_long_names_are_refused(field: str) -> None:
     assert caught.value.field == field
 
 
-def test_more_beams_than_rows_are_refused() -> None:
+def test_beam_search_wider_than_the_batch_is_refused() -> None:
     few_rows = replace(CONFIG, scheduler=replace(CONFIG.scheduler, max_num_seqs=3))
     assert checker(few_rows).check("abc", SamplingParams(beam_width=3)).sampling.beam_width == 3
     with pytest.raises(InvalidRequest, match="is 4, this replica runs at most 3 at once") as caught:
@@ -98,36 +98,36 @@ def test_more_beams_than_rows_are_refused() -> None:
     assert caught.value.field == "sampling.beam_width"
 
 
-def test_whose_it_is_reaches_the_scheduler() -> None:
+def test_tenant_priority_and_salt_reach_the_scheduler() -> None:
     request = checker().check(
         "abc", SamplingParams(), tenant="gold", priority=-2, timeout_s=1.5, cache_salt="é"
     )
-    submit = request.submit(7)
+    submit = request.submit_message(7)
     assert (submit.handle, submit.tenant, submit.priority, submit.timeout_s) == (7, "gold", -2, 1.5)
     assert submit.salt == "é".encode()
 
 
-def test_ranking_needs_the_logprobs_that_the_caller_did_not_ask_for() -> None:
+def test_best_of_requests_logprobs_from_the_scheduler() -> None:
     for params, asked in (
         (SamplingParams(n=2), None),
         (SamplingParams(n=2, best_of=3), 0),
         (SamplingParams(n=2, best_of=3, logprobs=4), 4),
         (SamplingParams(beam_width=3), None),
     ):
-        assert checker().check("abc", params).submit(1).sampling.logprobs == asked
+        assert checker().check("abc", params).submit_message(1).sampling.logprobs == asked
 
 
 @pytest.mark.parametrize(("asked", "given"), [(None, 97), (1000, 97), (97, 97), (5, 5)])
-def test_max_tokens_is_cut_to_the_room_left(asked: int | None, given: int) -> None:
+def test_max_tokens_is_limited_by_the_context(asked: int | None, given: int) -> None:
     assert checker().check("abc", SamplingParams(max_tokens=asked)).sampling.max_tokens == given
 
 
-def test_request_ids_are_made_up_and_differ() -> None:
+def test_generated_request_ids_are_unique() -> None:
     check = checker()
     assert len({check.check("abc", SamplingParams()).request_id for _ in range(10)}) == 10
 
 
-def test_seeds_are_drawn_and_repeat_with_the_configuration() -> None:
+def test_drawn_seeds_repeat_with_the_configuration() -> None:
     def seeds(check: RequestChecker) -> list[int | None]:
         return [check.check("abc", SamplingParams()).sampling.seed for _ in range(5)]
 
