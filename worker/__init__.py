@@ -1,1 +1,1 @@
-"""One rank: its shard of the weights, its shard of the KV cache, and the step it executes."""
+"""One tensor-parallel rank: its shard of the weights and of the KV cache, and the execution of steps."""

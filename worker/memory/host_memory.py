@@ -11,7 +11,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
-    """Return the bytes that neither swap nor exceed the container's limit. Returns None if neither is known."""
+    """Return the bytes available without swapping and within the container's limit. Returns None if unknown."""
     known = [num for num in (_machine_bytes(meminfo), _container_bytes(cgroup)) if num is not None]
     return min(known, default=None)
 

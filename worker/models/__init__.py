@@ -1,1 +1,1 @@
-"""Model definitions."""
+"""Model definitions: decoders of quire, and models of transformers on paged caches."""

@@ -189,32 +189,37 @@ def _attention_scale(model: ModelConfig) -> float:
 def _read_layers(model: ModelConfig, family: Family) -> tuple[LayerSpec, ...]:
     """Return each layer's window, positions and experts, from the fields of all families."""
     hf = model.hf
-    kinds = hf.get("layer_types") or [FULL] * model.num_layers
     window = (hf.get("sliding_window") or 0) if hf.get("use_sliding_window", True) else 0
-    if family.all_layers_windowed:
-        kinds = [SLIDING if window else FULL] * model.num_layers
-    unknown = sorted(set(kinds) - {FULL, SLIDING})
-    if unknown:
-        raise ConfigError(f"{model.name}: layers of type {unknown[0]!r} are not supported")
+    layer_types = _read_layer_types(model, family, window)
     if hf.get("use_bidirectional_attention"):
         raise ConfigError(
             f"{model.name}: bidirectional attention (use_bidirectional_attention) is not supported"
         )
     has_positions = hf.get("no_rope_layers") or [True] * model.num_layers
-    if not len(kinds) == len(has_positions) == model.num_layers:
+    if not len(layer_types) == len(has_positions) == model.num_layers:
         raise ConfigError(
-            f"{model.name}: config.json describes {len(kinds)} layers and has {model.num_layers}"
+            f"{model.name}: config.json describes {len(layer_types)} layers and has {model.num_layers}"
         )
     ropes_per_layer_type = _has_ropes_per_layer_type(hf)
     return tuple(
         LayerSpec(
             # A window that no sequence exceeds has no effect.
-            window=window if kind == SLIDING and window < model.max_model_len else 0,
-            rope=(kind if ropes_per_layer_type else FULL) if has_position else None,
+            window=window if layer_type == SLIDING and window < model.max_model_len else 0,
+            rope=(layer_type if ropes_per_layer_type else FULL) if has_position else None,
             has_experts=family.expert_fields is not None and _has_experts(hf, index),
         )
-        for index, (kind, has_position) in enumerate(zip(kinds, has_positions, strict=True))
+        for index, (layer_type, has_position) in enumerate(zip(layer_types, has_positions, strict=True))
     )
+
+
+def _read_layer_types(model: ModelConfig, family: Family, window: int) -> list[str]:
+    if family.all_layers_windowed:
+        return [SLIDING if window else FULL] * model.num_layers
+    layer_types: list[str] = model.hf.get("layer_types") or [FULL] * model.num_layers
+    unknown = sorted(set(layer_types) - {FULL, SLIDING})
+    if unknown:
+        raise ConfigError(f"{model.name}: layers of type {unknown[0]!r} are not supported")
+    return layer_types
 
 
 def _has_experts(hf: dict[str, Any], index: int) -> bool:

@@ -1,1 +1,1 @@
-"""Checkpoints, read as each rank's slices, in any storage format."""
+"""Weights: checkpoints, of which each rank reads its slices, and quantized storage formats."""

@@ -103,22 +103,9 @@ def read_linear(
         return _read_plain(checkpoint, parts, dtype, device)
     if quantization.is_online:
         online = ONLINE_TYPES[quantization.method]
-        quantized = [_quantize_part(checkpoint, part, online, device) for part in parts]
+        quantized = [_quantize_slice(checkpoint, part, online, device) for part in parts]
         return make_linear_weight(_merge(quantized)[0], dtype)
-    read = [read_quantized(checkpoint, part, quantization) for part in parts]
-    stored = [weight for weight in read if weight is not None]
-    if not stored:
-        return _read_plain(checkpoint, parts, dtype, device)
-    if len(stored) == len(parts):
-        weights = [make_linear_weight(weight.to(device), dtype) for weight in _merge(stored)]
-    else:
-        weights = [
-            _read_plain(checkpoint, [part], dtype, device)
-            if weight is None
-            else make_linear_weight(weight.to(device), dtype)
-            for part, weight in zip(parts, read, strict=True)
-        ]
-    return weights[0] if len(weights) == 1 else StackedWeight(tuple(weights))
+    return _read_stored(checkpoint, parts, dtype, device, quantization)
 
 
 def make_linear_weight(weight: QuantizedWeight, dtype: torch.dtype) -> LinearWeight:
@@ -138,6 +125,30 @@ def make_linear_weight(weight: QuantizedWeight, dtype: torch.dtype) -> LinearWei
     return PlainWeight(pack(matrix))
 
 
+def _read_stored(
+    checkpoint: Checkpoint,
+    parts: Sequence[WeightSlice],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization,
+) -> LinearWeight:
+    """Read slices of a quantized checkpoint, which may store some of them in full precision."""
+    read = [read_quantized(checkpoint, part, quantization) for part in parts]
+    stored = [weight for weight in read if weight is not None]
+    if not stored:
+        return _read_plain(checkpoint, parts, dtype, device)
+    if len(stored) == len(parts):
+        weights = [make_linear_weight(weight.to(device), dtype) for weight in _merge(stored)]
+    else:
+        weights = [
+            _read_plain(checkpoint, [part], dtype, device)
+            if weight is None
+            else make_linear_weight(weight.to(device), dtype)
+            for part, weight in zip(parts, read, strict=True)
+        ]
+    return weights[0] if len(weights) == 1 else StackedWeight(tuple(weights))
+
+
 def _read_plain(
     checkpoint: Checkpoint, parts: Sequence[WeightSlice], dtype: torch.dtype, device: torch.device
 ) -> PlainWeight:
@@ -148,7 +159,7 @@ def _read_plain(
     return PlainWeight(pack(weight))
 
 
-def _quantize_part(
+def _quantize_slice(
     checkpoint: Checkpoint, part: WeightSlice, dtype: torch.dtype, device: torch.device
 ) -> QuantizedWeight:
     """Quantize a slice with the scales of the whole matrix, so that results do not depend on the number of ranks."""

@@ -45,6 +45,14 @@ def draw_model(rng: random.Random) -> tuple[str, int, dict[str, Any]]:
         fields["head_dim"] = rng.choice((8, 16, 32))
     if kind in WITH_A_PLAN:
         fields["intermediate_size"] = 128
+    if kind == "falcon":
+        fields |= {"num_kv_heads": num_kv_heads, "alibi": False}
+    return kind, tp, fields | draw_options(rng, kind, fields["hidden_size"])
+
+
+def draw_options(rng: random.Random, kind: str, hidden_size: int) -> dict[str, Any]:
+    """Return overrides of options that not every kind has."""
+    fields: dict[str, Any] = {}
     if kind in WINDOWED and rng.random() < 0.7:
         fields["sliding_window"] = rng.randint(1, 40)
     if kind in ("llama", "qwen2", "qwen3") and rng.random() < 0.4:
@@ -54,13 +62,11 @@ def draw_model(rng: random.Random) -> tuple[str, int, dict[str, Any]]:
     if kind == "qwen3_moe":
         fields |= {"num_experts": rng.randint(2, 7), "num_experts_per_tok": rng.randint(1, 2)}
         fields |= {"norm_topk_prob": rng.random() < 0.5, "decoder_sparse_step": rng.randint(1, 2)}
-    if kind == "falcon":
-        fields |= {"num_kv_heads": num_kv_heads, "alibi": False}
     if kind == "opt":
-        fields |= {"word_embed_proj_dim": fields["hidden_size"], "do_layer_norm_before": rng.random() < 0.8}
+        fields |= {"word_embed_proj_dim": hidden_size, "do_layer_norm_before": rng.random() < 0.8}
     if kind in ("mixtral", "qwen3_moe") and rng.random() < 0.5:
         fields["checkpoint"] = {"save_original_format": False}
-    return kind, tp, fields
+    return fields
 
 
 @pytest.mark.slow
