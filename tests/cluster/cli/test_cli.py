@@ -9,18 +9,15 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from serving import ServerFactory
 
 from quire.cluster import cli
 from quire.cluster.cli.exit_status import FAILED, INTERRUPTED, WRONG_USE
 from quire.cluster.config.units import parse_num_bytes
 from quire.proto.errors import ConfigError
-
-ServerFactory = Callable[..., Any]
 
 
 def quire(

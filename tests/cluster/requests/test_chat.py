@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from narrowing import not_none
+from serving import ServerFactory
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -27,8 +28,6 @@ from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished, 
 from quire.cluster.requests.tokenizer import Tokenizer
 from quire.proto.errors import InvalidRequest
 from quire.proto.sampling import SamplingDefaults
-
-ServerFactory = Callable[..., Any]
 
 TEMPLATE = """{%- for message in messages -%}
 {%- if message.role not in ("system", "user", "assistant") -%}
