@@ -17,10 +17,10 @@ Names are imported at their first use, so that a client does not import torch an
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from .cluster.api.status import (
         DeploymentInfo,
         FleetInfo,
@@ -51,11 +51,6 @@ if TYPE_CHECKING:
     from .proto import errors
     from .proto.sampling import SamplingParams
     from .proto.stream import RankStatus, Timings
-
-try:
-    __version__ = version("quire")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0+unknown"
 
 _OUTPUTS = ".cluster.requests.outputs"
 _STATUS = ".cluster.api.status"
@@ -121,11 +116,22 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name == "errors":
         return import_module(".proto.errors", __name__)
     if name in _MODULES:
         return getattr(import_module(_MODULES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # 25 ms, which few callers need
+
+    try:
+        return version("quire")
+    except PackageNotFoundError:  # a source tree that was never installed
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

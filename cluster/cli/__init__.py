@@ -1,6 +1,6 @@
 """The command `quire`. Errors are one line on stderr; exit status 0, 1 (failed), 2 (wrong use), 130 (Ctrl-C).
 
-A command has a file. Heavy modules are imported by the functions that need them, so that `quire --help` is quick.
+Each command has a file. Heavy modules are imported by the functions that need them, so that `quire --help` is fast.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .serve import serve
 from .status import status
 from .up import down, up
 
-# Some versions of typer bring their own click, and only this name of its errors is public in all.
+# Some versions of typer bundle click. BadParameter is public in all of them; its base is click's UsageError.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="quire",
-    help="Serve large language models with tensor parallelism, and talk to the servers.",
+    help="Serve large language models with tensor parallelism, and send requests to the servers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,11 +36,11 @@ for _command in (serve, generate, chat, status, health, up, down, deploy, drain,
 
 @app.callback()
 def _quire() -> None:
-    """Serve large language models with tensor parallelism, and talk to the servers."""
+    """Serve large language models with tensor parallelism, and send requests to the servers."""
 
 
 def main() -> None:
-    """The entry point: every error that quire or the user makes ends in one line."""
+    """Run the command line; print each expected error as one line and exit with its status."""
     try:
         exit_status = app(standalone_mode=False)
     except _UsageError as error:
@@ -51,7 +51,7 @@ def main() -> None:
         _end(str(error), WRONG_USE)
     except QuireError as error:
         _end(str(error), FAILED)
-    except BrokenPipeError:  # the reader of our output, `head` for example, has what it wanted
+    except BrokenPipeError:  # the reader of the output, for example `head`, has closed it
         sys.stderr.close()
         sys.exit(FAILED)
     sys.exit(exit_status if isinstance(exit_status, int) else 0)

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from ..requests.chat import Message
     from ..requests.outputs import StreamEvent
 
-# Answers the conversation so far.
-Ask = Callable[[list["Message"]], "Generator[StreamEvent, None, None]"]
+# conversation |-> events of the reply
+StreamReply = Callable[[list["Message"]], "Generator[StreamEvent, None, None]"]
 
 
 def chat(
     target: Target = "127.0.0.1:50051",
     model: Model = "",
-    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
+    system: Annotated[str, typer.Option(help="System message at the start of the conversation.")] = "",
     max_tokens: MaxTokens = 1024,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -58,9 +58,9 @@ def chat(
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
 ) -> None:
-    """Talk with a model. Ctrl-C ends an answer, Ctrl-D the conversation.
+    """Chat with a model. Ctrl-C aborts a reply, Ctrl-D ends the conversation.
 
-    Where stdin is no terminal each line of it is a turn, and only the answers are printed.
+    If stdin is not a terminal, each of its lines is a turn, and only the replies are printed.
 
     Example: `quire chat --target 127.0.0.1:50051 --system "You are brief."`
     """
@@ -81,46 +81,49 @@ def chat(
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     with connect(target, token_file, tls_ca) as client:
 
-        def ask(conversation: list[Message]) -> Generator[StreamEvent, None, None]:
+        def stream_reply(conversation: list[Message]) -> Generator[StreamEvent, None, None]:
             return client.chat_stream(
                 conversation, sampling_params, model=model, priority=priority, timeout_s=timeout_s
             )
 
         if sys.stdin.isatty():
-            _converse(messages, ask)
+            _converse(messages, stream_reply)
         else:
-            _answer_lines(messages, ask)
+            _reply_to_lines(messages, stream_reply)
 
 
-def _converse(messages: list[Message], ask: Ask) -> None:
-    """Turns at a terminal, until its user says Ctrl-D. A failed turn is told, and forgotten."""
+def _converse(messages: list[Message], stream_reply: StreamReply) -> None:
+    """Run turns at a terminal until Ctrl-D.
+
+    A turn that fails prints its error; without any text of a reply it is removed from the conversation.
+    """
     from rich.console import Console
 
     with suppress(ImportError):
         import readline  # noqa: F401  input() edits lines with it
     console = Console(highlight=False)
-    console.print("Ctrl-C ends an answer, Ctrl-D the conversation.", style="dim")
-    for line in _typed(console):
+    console.print("Ctrl-C aborts a reply, Ctrl-D ends the conversation.", style="dim")
+    for line in _read_lines(console):
         messages.append({"role": "user", "content": line})
-        answer = ""
+        reply = ""
         try:
-            with closing(ask(messages)) as events:
+            with closing(stream_reply(messages)) as events:
                 for text in _texts(events):
-                    answer += text
+                    reply += text
                     console.print(text, end="", markup=False, soft_wrap=True)
         except KeyboardInterrupt:
-            console.print(" (ended)", style="dim", end="")
+            console.print(" (aborted)", style="dim", end="")
         except QuireError as error:
             console.print(f"quire: {error}", style="red", markup=False)
-            if not answer:
+            if not reply:
                 messages.pop()
                 continue
         console.print()
-        messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "assistant", "content": reply})
 
 
-def _typed(console: Console) -> Iterator[str]:
-    """What the user says, line by line; Ctrl-C drops a line."""
+def _read_lines(console: Console) -> Iterator[str]:
+    """Yield the lines that the user types; Ctrl-C discards a line."""
     while True:
         try:
             line = console.input("[bold cyan]> [/]")
@@ -134,20 +137,20 @@ def _typed(console: Console) -> Iterator[str]:
             yield line
 
 
-def _answer_lines(messages: list[Message], ask: Ask) -> None:
-    """A turn a line of stdin. The first that fails ends the command."""
+def _reply_to_lines(messages: list[Message], stream_reply: StreamReply) -> None:
+    """Run one turn per line of stdin. The first failure ends the command."""
     for line in sys.stdin:
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line.rstrip("\n")})
-        answer = ""
-        with closing(ask(messages)) as events:
+        reply = ""
+        with closing(stream_reply(messages)) as events:
             for text in _texts(events):
-                answer += text
+                reply += text
                 sys.stdout.write(text)
                 sys.stdout.flush()
         sys.stdout.write("\n")
-        messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "assistant", "content": reply})
 
 
 def _texts(events: Iterator[StreamEvent]) -> Iterator[str]:

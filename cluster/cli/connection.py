@@ -1,4 +1,4 @@
-"""The options with which a command reaches a server."""
+"""Options with which a command connects to a server."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import typer
 if TYPE_CHECKING:
     from ..client.client import Client
 
-Target = Annotated[str, typer.Option(help="The server, HOST:PORT.")]
-TokenFile = Annotated[Path | None, typer.Option(help="File whose first token is sent with each call.")]
+Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the server.")]
+TokenFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File whose first bearer token is sent with each call.")
+]
 TlsCa = Annotated[
-    Path | None, typer.Option(help="PEM file of the authority that signed the server's certificate.")
+    Path | None,
+    typer.Option(metavar="FILE", help="PEM file of the authority that signed the server's certificate."),
 ]
 
 

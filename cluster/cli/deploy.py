@@ -1,4 +1,4 @@
-"""`quire deploy`, `quire delete` and `quire drain`: what operators change of a running fleet."""
+"""`quire deploy`, `quire delete` and `quire drain`: changes to a running fleet."""
 
 from typing import Annotated, Any
 
@@ -16,17 +16,18 @@ from .option_groups import with_options
 def deploy(
     model: Annotated[
         str,
-        typer.Argument(
-            help="A model directory as the cluster's nodes see it, `demo`, or a fleet file (*.toml)."
-        ),
+        typer.Argument(help="A model directory on the cluster's nodes, `demo`, or a fleet file (*.toml)."),
     ],
     options: dict[str, Any],
     target: Target = "127.0.0.1:50051",
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
 ) -> None:
-    """Have a running fleet serve a model, or all of a fleet file. Where one is served already and its engine's
-    options have changed, new replicas take over from the old ones, and no request is dropped.
+    """Deploy a model, or all models of a fleet file, on a running fleet.
+
+    If a deployed model's engine options have changed, new replicas replace the old ones and no request is dropped.
+    Each option below has an environment variable, for example QUIRE_MAX_NUM_SEQS for --max-num-seqs. The command line
+    and the fleet file win over the environment.
 
     Example: `quire deploy fleet.toml --target 127.0.0.1:50051 --token-file admin-token`
     """
@@ -38,12 +39,12 @@ def deploy(
 
 
 def delete(
-    model: Annotated[str, typer.Argument(help="The name that it is served under.")],
+    model: Annotated[str, typer.Argument(help="Name that the model is served under.")],
     target: Target = "127.0.0.1:50051",
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
 ) -> None:
-    """Have a running fleet serve a model no longer, and end its replicas.
+    """Remove a model from a running fleet and stop its replicas.
 
     Example: `quire delete demo --target 127.0.0.1:50051`
     """
@@ -54,13 +55,15 @@ def delete(
 def drain(
     replica_or_node: Annotated[
         str,
-        typer.Argument(help="The id of a replica or of a node, or its beginning; `quire status` shows them."),
+        typer.Argument(
+            help="Id of a replica or a node, or the first characters of it; `quire status` shows ids."
+        ),
     ],
     target: Target = "127.0.0.1:50051",
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
 ) -> None:
-    """Move the requests of a replica, or of a node's replicas, elsewhere, and end its processes.
+    """Move the requests of a replica, or of all replicas on a node, to other replicas, then stop it.
 
     Example: `quire drain replica-4f2a --target 127.0.0.1:50051`
     """

@@ -1,3 +1,3 @@
-"""What the command's exit status says, beside 0."""
+"""Exit statuses other than 0."""
 
 FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130

@@ -42,7 +42,7 @@ def generate(
     target: Target = "127.0.0.1:50051",
     model: Model = "",
     max_tokens: MaxTokens = 128,
-    min_tokens: Annotated[int, typer.Option(help="No end before this many tokens.")] = 0,
+    min_tokens: Annotated[int, typer.Option(help="Minimum number of generated tokens.")] = 0,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -55,39 +55,44 @@ def generate(
     bad_word: BadWord = None,
     stop: Stop = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="The model's own end of sequence does not end the answer.")
+        bool, typer.Option("--ignore-eos", help="Continue after the model's end-of-sequence token.")
     ] = False,
-    n: Annotated[int, typer.Option(help="Answers to give.")] = 1,
-    best_of: Annotated[int | None, typer.Option(help="Generate this many and give the likeliest.")] = None,
+    n: Annotated[int, typer.Option(help="Number of completions.")] = 1,
+    best_of: Annotated[
+        int | None, typer.Option(help="Generate this many completions and return the most likely.")
+    ] = None,
     beam_width: Annotated[int | None, typer.Option(help="Beam search with this many beams.")] = None,
     length_penalty: Annotated[
-        float, typer.Option(help="Beam search: below 0 favours short answers, above 0 long ones.")
+        float, typer.Option(help="Beam search: below 0 favors short completions, above 0 long ones.")
     ] = 1.0,
     early_stopping: Annotated[
-        bool, typer.Option("--early-stopping", help="Beam search: end with as many answers as beams.")
+        bool,
+        typer.Option(
+            "--early-stopping", help="Beam search: stop when there are as many completions as beams."
+        ),
     ] = False,
     logprobs: Annotated[
         int | None,
-        typer.Option(help="Show the tokens' log-probabilities, and so many likeliest beside them."),
+        typer.Option(help="Show the tokens' log-probabilities, and those of this many most likely tokens."),
     ] = None,
     prompt_logprobs: Annotated[
-        int | None, typer.Option(help="The same for the tokens of the prompt.")
+        int | None, typer.Option(help="The same, for the tokens of the prompt.")
     ] = None,
     priority: Priority = 0,
-    tenant: Annotated[str, typer.Option(help="Whose request it is, where no token says so.")] = "",
+    tenant: Annotated[str, typer.Option(help="Tenant of the request, if no token names one.")] = "",
     cache_salt: Annotated[
-        str, typer.Option(help="Share cached prompts only with requests of this salt.")
+        str, typer.Option(help="Share the prefix cache only with requests of the same salt.")
     ] = "",
     timeout_s: TimeoutS = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object with all that is known at the end.")
+        bool, typer.Option("--json", help="Print the complete result as one JSON object at the end.")
     ] = False,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
 ) -> None:
-    """Stream a completion to the terminal. Ctrl-C ends the request.
+    """Stream a completion to the terminal. Ctrl-C aborts the request.
 
-    Several answers are shown when all are complete.
+    With --n above 1, the completions are printed when all are complete.
 
     Example: `quire generate "It was a dark evening, and" --target 127.0.0.1:50051 --max-tokens 64`
     """

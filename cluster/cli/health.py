@@ -9,7 +9,7 @@ from .exit_status import FAILED
 
 
 def health(target: Target = "127.0.0.1:50051", tls_ca: TlsCa = None) -> None:
-    """Say whether the server takes requests; exit status 1 when it does not. For probes: it needs no token.
+    """Print ready or not ready, with exit status 0 or 1. Needs no token, for use in probes.
 
     Example: `quire health --target 127.0.0.1:50051`
     """

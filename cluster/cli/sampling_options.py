@@ -1,4 +1,4 @@
-"""The options that say how an answer is sampled; what is not given is the model's own or quire's default."""
+"""Options of sampling; those that are not given are the model's recommendation or quire's default."""
 
 from __future__ import annotations
 
@@ -8,32 +8,43 @@ import typer
 
 from ...proto.errors import InvalidRequest
 
-Model = Annotated[str, typer.Option(help="Needed only where several are served.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
-Temperature = Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")]
-TopK = Annotated[int | None, typer.Option(help="Sample among the k likeliest tokens; 0 for all.")]
-TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens that sum to this.")]
-MinP = Annotated[float | None, typer.Option(help="Drop tokens less likely than this share of the likeliest.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
+Model = Annotated[str, typer.Option(help="Name of the model; needed only if the server has several.")]
+MaxTokens = Annotated[int, typer.Option(help="Maximum number of generated tokens.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="Sampling temperature; 0 always takes the most likely token.")
+]
+TopK = Annotated[int | None, typer.Option(help="Sample from the k most likely tokens; 0 for all.")]
+TopP = Annotated[
+    float | None, typer.Option(help="Sample from the most likely tokens whose probabilities sum to this.")
+]
+MinP = Annotated[
+    float | None, typer.Option(help="Drop tokens less likely than this share of the top probability.")
+]
+Seed = Annotated[int | None, typer.Option(help="Seed; the same seed gives the same text.")]
 RepetitionPenalty = Annotated[
-    float | None, typer.Option(help="Above 1: tokens of the prompt and the answer come again less.")
+    float | None,
+    typer.Option(help="Above 1, makes tokens of the prompt and the output less likely to repeat."),
 ]
 FrequencyPenalty = Annotated[
-    float, typer.Option(help="Taken off a token's logit for each time it is in the answer.")
+    float, typer.Option(help="Subtracted from a token's logit for each time it is in the output.")
 ]
-PresencePenalty = Annotated[float, typer.Option(help="Taken off a token's logit once it is in the answer.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this string. May be repeated.")]
+PresencePenalty = Annotated[
+    float, typer.Option(help="Subtracted from a token's logit if it is in the output.")
+]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop before this string. May be repeated.")]
 LogitBias = Annotated[
     list[str] | None,
-    typer.Option(metavar="TOKEN_ID=VALUE", help="Add this to the token's logit. May be repeated."),
+    typer.Option(metavar="TOKEN_ID=VALUE", help="Added to the token's logit. May be repeated."),
 ]
-BadWord = Annotated[list[str] | None, typer.Option(help="The answer must not contain this. May be repeated.")]
-Priority = Annotated[int, typer.Option(help="Higher goes first, where the server's policy is priority.")]
-TimeoutS = Annotated[float | None, typer.Option(help="Give up after this many seconds.")]
+BadWord = Annotated[
+    list[str] | None, typer.Option(help="Text that the output must not contain. May be repeated.")
+]
+Priority = Annotated[int, typer.Option(help="Higher runs first if the server's policy is priority.")]
+TimeoutS = Annotated[float | None, typer.Option(metavar="SECONDS", help="Deadline of the request.")]
 
 
 def parse_logit_bias(texts: list[str]) -> dict[int, float]:
-    """``TOKEN_ID=VALUE`` each. Raises InvalidRequest on anything else."""
+    """Parse ``TOKEN_ID=VALUE`` texts. Raises InvalidRequest on other text."""
     biases = {}
     for text in texts:
         token_id, _, value = text.partition("=")

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 
 def status(target: Target = "127.0.0.1:50051", token_file: TokenFile = None, tls_ca: TlsCa = None) -> None:
-    """Show replicas, ranks, KV use and queue, and of a fleet its models and nodes. Exit status 1 when a model is
-    not served as it is wanted.
+    """Show replicas, ranks, KV use and queue; for a fleet also models and nodes.
+
+    The exit status is 1 if a model has fewer ready replicas than it should have.
 
     Example: `quire status --target 127.0.0.1:50051`
     """
@@ -35,12 +36,12 @@ def status(target: Target = "127.0.0.1:50051", token_file: TokenFile = None, tls
     for replica in status.replicas:
         for part in _describe(replica):
             console.print(part)
-    if status.problem or not _is_well(status):
+    if status.problem or not _is_healthy(status):
         raise typer.Exit(FAILED)
 
 
-def _is_well(status: FleetInfo) -> bool:
-    """As many replicas serve as are wanted; of a server without a fleet, all."""
+def _is_healthy(status: FleetInfo) -> bool:
+    """Return if each model has its target number of ready replicas; without a fleet, if all replicas are ready."""
     if not status.deployments:
         return all(replica.ready for replica in status.replicas)
     return all(
@@ -56,14 +57,18 @@ def _describe_fleet(status: FleetInfo) -> list[RenderableType]:
 
     parts: list[RenderableType] = []
     if status.deployments:
-        table = Table("model", "version", "replicas", "from..to", "why", title="Models", title_justify="left")
+        table = Table(
+            "model", "version", "replicas", "min..max", "reason", title="Models", title_justify="left"
+        )
         for model in status.deployments:
             num_ready = sum(each.ready and each.model == model.model for each in status.replicas)
-            why = Text(model.reason)
+            reason = Text(model.reason)
             if model.problem:
-                why.append(f"\n{model.problem}", "red")
+                reason.append(f"\n{model.problem}", "red")
             bounds = f"{model.min_replicas}..{model.max_replicas}"
-            table.add_row(model.model, model.version, f"{num_ready} of {model.target_replicas}", bounds, why)
+            table.add_row(
+                model.model, model.version, f"{num_ready} of {model.target_replicas}", bounds, reason
+            )
         parts.append(table)
     if status.nodes:
         table = Table("node", "address", "resources", "", title="Nodes", title_justify="left")
@@ -72,7 +77,7 @@ def _describe_fleet(status: FleetInfo) -> list[RenderableType]:
                 f"{amount:g} {name}" if name != "memory" else f"{amount / 2**30:.0f} GiB"
                 for name, amount in sorted(node.resources.items())
             )
-            table.add_row(node.node_id[:12], node.address, resources, "drains" if node.draining else "")
+            table.add_row(node.node_id[:12], node.address, resources, "draining" if node.draining else "")
         parts.append(table)
     return parts
 
@@ -84,7 +89,7 @@ def _describe(replica: ReplicaInfo) -> list[RenderableType]:
     title = Text.assemble(
         Text(replica.replica_id, "bold"), f"  {replica.model}  {replica.version}  ", _state(replica)
     )
-    if not replica.num_steps and not replica.ranks:  # it did not answer
+    if not replica.num_steps and not replica.ranks:  # the replica did not answer
         return [title]
     ranks = Table("rank", "pid", "node", "device", "stage", title="Ranks", title_justify="left")
     for rank in replica.ranks:
@@ -111,7 +116,7 @@ def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
     return [
         (
             "KV blocks",
-            f"{kv.num_used_blocks} of {kv.num_blocks} used ({kv.num_used_tokens} tokens, {kv.block_size} a block), "
+            f"{kv.num_used_blocks} of {kv.num_blocks} used ({kv.num_used_tokens} tokens, {kv.block_size} per block), "
             f"{kv.num_cached_blocks} cached, {kv.peak_used_blocks} at peak",
         ),
         (
@@ -119,7 +124,7 @@ def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
             f"{kv.num_used_host_blocks} of {kv.num_host_blocks} used, {kv.num_cached_host_blocks} cached, "
             f"{kv.num_swapped_blocks} blocks swapped so far",
         ),
-        ("KV waste", f"{kv.mean_kv_fragmentation:.1%} of allocated slots, mean over all steps"),
+        ("KV fragmentation", f"{kv.mean_kv_fragmentation:.1%} of allocated slots, mean over all steps"),
         (
             "prefix cache",
             f"{kv.prefix_hit_tokens} of {kv.prefix_query_tokens} prompt tokens found ({kv.prefix_hit_rate:.1%})",
@@ -131,6 +136,6 @@ def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
         ),
         (
             "steps",
-            f"{replica.num_steps} in {replica.uptime_s:.0f} s, {1e3 * replica.mean_plan_wait_s:.2f} ms between two",
+            f"{replica.num_steps} in {replica.uptime_s:.0f} s, {1e3 * replica.mean_plan_wait_s:.2f} ms between steps",
         ),
     ]

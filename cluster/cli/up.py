@@ -16,20 +16,26 @@ if TYPE_CHECKING:
     from ..provision.cluster_file import ClusterFile, NodeType
 
 File = Annotated[Path | None, typer.Argument(help="A cluster file, as for `ray up`.", show_default=False)]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
 def up(
     file: File = None,
     yes: Yes = False,
-    ignore_problems: Annotated[bool, typer.Option(help="Start it in spite of what the check found.")] = False,
-    dry_run: Annotated[bool, typer.Option(help="Only check the file and say what would happen.")] = False,
+    ignore_problems: Annotated[
+        bool, typer.Option(help="Start the cluster although the check found problems.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option(help="Check the file and show what would be started, without starting it.")
+    ] = False,
     example: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Print a file to start from: aws, gcp, azure, onprem, kuberay."),
+        typer.Option(
+            metavar="NAME", help="Print a cluster file to edit. One of: aws, gcp, azure, onprem, kuberay."
+        ),
     ] = None,
 ) -> None:
-    """Start a cluster on machines of a cloud or of your own, or update one.
+    """Start or update a cluster, on cloud instances or on your own machines.
 
     Example: `quire up --example aws > cluster.yaml`, edit it, then `quire up cluster.yaml`
     """
@@ -50,7 +56,7 @@ def up(
     if dry_run:
         raise typer.Exit(FAILED if problems else 0)
     if problems and not ignore_problems:
-        raise ConfigError(f"{cluster.path} has problems; --ignore-problems starts it all the same")
+        raise ConfigError(f"{cluster.path} has problems; fix them, or start it anyway with --ignore-problems")
     ray_launcher.check_sdk(cluster.provider)
     if not yes:
         typer.confirm("Start it?", abort=True)
@@ -58,7 +64,7 @@ def up(
 
 
 def down(file: File = None, yes: Yes = False) -> None:
-    """End a cluster that `quire up` started, with every node and everything on them.
+    """Stop a cluster that `quire up` started, with all of its nodes and replicas.
 
     Example: `quire down cluster.yaml`
     """
@@ -69,18 +75,18 @@ def down(file: File = None, yes: Yes = False) -> None:
     ray_launcher.check_sdk(cluster.provider)
     name = cluster.config["cluster_name"]
     print(
-        f"Every node of cluster {name!r} ({cluster.location}) ends, and the requests that run on it with them."
+        f"This stops every node of cluster {name!r} ({cluster.location}) and aborts the requests that run on it."
     )
-    print("To lose none, drain first: quire drain, then quire status until nothing runs.")
+    print("To lose no request, first run quire drain, then wait until quire status shows none running.")
     if not yes:
-        typer.confirm("End it?", abort=True)
+        typer.confirm("Stop it?", abort=True)
     ray_launcher.run_ray("down", cluster)
 
 
 def _required(file: Path | None) -> Path:
     if file is None:
         raise ConfigError(
-            "give a cluster file; `quire up --example aws > cluster.yaml` makes one to start from"
+            "no cluster file is given; `quire up --example aws > cluster.yaml` writes one to edit"
         )
     return file
 
@@ -92,22 +98,20 @@ def _describe_start(cluster: ClusterFile) -> list[RenderableType]:
     nodes = Table("node type", "machine", "GPUs", "price", "nodes", title="Nodes", title_justify="left")
     for node in cluster.node_types:
         nodes.add_row(*_columns(node))
-    does = Table.grid(padding=(0, 2))
-    does.add_row(
+    summary = Table.grid(padding=(0, 2))
+    summary.add_row(
         "cluster",
-        f"{config['cluster_name']} ({cluster.location}), at most {config['max_workers']} nodes beside the head",
+        f"{config['cluster_name']} ({cluster.location}), at most {config['max_workers']} nodes besides the head",
     )
-    doors = (
-        "no public address" if config["provider"].get("use_internal_ips") else "as the machines' network is"
-    )
-    does.add_row("open", doors)
+    is_internal = config["provider"].get("use_internal_ips")
+    summary.add_row("network", "no public addresses" if is_internal else "as the machines' network allows")
     for command in config["head_start_ray_commands"]:
         if "quire serve" in command:
-            does.add_row("runs", command[command.index("quire serve") :].partition(";")[0])
-    return [nodes, does]
+            summary.add_row("runs", command[command.index("quire serve") :].partition(";")[0])
+    return [nodes, summary]
 
 
 def _columns(node: NodeType) -> tuple[str, str, str, str, str]:
     gpus = f"{node.resources.get('GPU', 0):g}" if node.instance is None else node.instance.gpu_summary
     count = "the head" if node.is_head else f"{node.min_workers} to {node.max_workers}"
-    return node.name, node.machine or "yours", gpus, "spot" if node.is_spot else "on demand", count
+    return node.name, node.machine or "your own", gpus, "spot" if node.is_spot else "on demand", count

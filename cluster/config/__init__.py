@@ -1,1 +1,1 @@
-"""Options, their sources, and the configuration they resolve to."""
+"""Options, their declaration and sources, and the configuration that they resolve to."""

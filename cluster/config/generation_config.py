@@ -1,4 +1,4 @@
-"""generation_config.json: how a model's makers recommend to generate with it."""
+"""generation_config.json: a model's recommended sampling settings and its end-of-sequence tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE_NAME = "generation_config.json"
 
 
 def read_generation_config(model: Path) -> dict[str, Any]:
-    """What the model directory's file says; empty without one. Raises ModelLoadError where it cannot be read."""
+    """Return the file's content; empty if there is no file. Raises ModelLoadError if it cannot be read."""
     file = model / FILE_NAME
     if not file.is_file():
         return {}
@@ -27,14 +27,18 @@ def read_generation_config(model: Path) -> dict[str, Any]:
     return content
 
 
-def end_token_ids(content: dict[str, Any], of_model: object, model: Path) -> tuple[int, ...]:
-    """The tokens that end a sequence. The file has the last word, as in transformers.
+def end_token_ids(content: dict[str, Any], config_eos: object, model: Path) -> tuple[int, ...]:
+    """Return the ids of the tokens that end a sequence. The file overrides config.json, as in transformers.
 
     Args:
-        content: of the file.
-        of_model: ``eos_token_id`` of config.json.
+        content: content of generation_config.json.
+        config_eos: ``eos_token_id`` of config.json.
+        model: the model directory, for errors.
+
+    Raises:
+        ModelLoadError: the entry is neither a token id nor a list of them.
     """
-    ids = content.get("eos_token_id", of_model)
+    ids = content.get("eos_token_id", config_eos)
     if ids is None:
         return ()
     ids = [ids] if isinstance(ids, int) else ids
@@ -44,10 +48,13 @@ def end_token_ids(content: dict[str, Any], of_model: object, model: Path) -> tup
 
 
 def sampling_defaults(content: dict[str, Any], model: Path) -> SamplingDefaults:
-    """What holds where a request says nothing; settings that the file leaves out change nothing.
+    """Return the defaults of sampling settings that a request leaves out.
 
-    As in vLLM neither its ``do_sample`` nor its lengths are taken over: a request says by its temperature that it
-    wants no sampling, and how long its answer may be.
+    As in vLLM, the file's ``do_sample`` and lengths are ignored: a request turns sampling off by its temperature, and
+    sets the length of its output itself.
+
+    Raises:
+        ModelLoadError: a setting is not a number or out of its range.
     """
     given: dict[str, Any] = {}
     for field in fields(SamplingDefaults):

@@ -1,4 +1,4 @@
-"""A model directory becomes a ModelConfig: the model as it describes itself, before an operator's wishes."""
+"""ModelConfig from a model directory, before an operator's options apply."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from ...proto.errors import ModelLoadError, first_line
 from ...worker.models.registry import check_architecture
 from .generation_config import end_token_ids, read_generation_config, sampling_defaults
 
-# Models with linear biases have no longest sequence; those that do not say either were trained on this.
-_UNSAID_CONTEXT_LEN = 2048
+# Models with linear position biases (ALiBi) have no longest sequence. Those without a field for it were trained on
+# this length.
+_DEFAULT_CONTEXT_LEN = 2048
 
 
 def describe_model(path: Path, name: str) -> ModelConfig:
-    """The model of a directory, in its own dtype and with its whole context.
+    """Return the model of a directory, in the checkpoint's dtype and with its full context length.
+
+    Args:
+        name: the name to serve the model under.
 
     Raises:
-        ModelLoadError: a file of the directory cannot be read, or says what cannot be.
-        ConfigError: its architecture is not supported.
+        ModelLoadError: a file of the directory cannot be read, or has a bad value.
+        ConfigError: the architecture is not supported.
     """
     hf, recommended = _load_hf_config(path), read_generation_config(path)
     architecture, fields = _architecture(hf, path), hf.to_dict()
@@ -47,7 +51,7 @@ def _load_hf_config(path: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers raises whatever its parsers and validators do
+    except Exception as error:  # transformers raises errors of many kinds
         raise ModelLoadError(f"{path / 'config.json'}: {first_line(error)}") from error
 
 
@@ -59,28 +63,28 @@ def _architecture(hf: Any, path: Path) -> str:
 
 
 def _context_len(hf: Any, path: Path) -> int:
-    """Most tokens that the model is made for."""
+    """Return the longest sequence that the model was trained for, in tokens."""
     if getattr(hf, "max_position_embeddings", None) is None:
         has_field = getattr(hf, "seq_length", None) is not None
-        return _positive_int(hf, "seq_length", path) if has_field else _UNSAID_CONTEXT_LEN
+        return _positive_int(hf, "seq_length", path) if has_field else _DEFAULT_CONTEXT_LEN
     context_len = _positive_int(hf, "max_position_embeddings", path)
     rope = getattr(hf, "rope_parameters", None) or {}
     if rope.get("rope_type") != "yarn":
         return context_len
-    # YaRN stretches the original context, which many of these configurations still give as the whole.
+    # YaRN extends the original context; many such configs give only the original in max_position_embeddings.
     original_len, factor = rope.get("original_max_position_embeddings") or 0, rope.get("factor") or 1
     try:
         return max(context_len, int(original_len * float(factor)))
     except (TypeError, ValueError, OverflowError) as error:
         raise ModelLoadError(
-            f"{path / 'config.json'}: its rope has settings that mean nothing: {first_line(error)}"
+            f"{path / 'config.json'}: its rope_parameters cannot be read: {first_line(error)}"
         ) from error
 
 
 def _num_kv_heads(hf: Any, num_heads: int) -> int:
     if (count := getattr(hf, "num_key_value_heads", None)) is not None:
         return int(count)
-    # Falcon's words.
+    # Falcon's field names.
     if getattr(hf, "new_decoder_architecture", False):
         return int(hf.num_kv_heads)
     return 1 if getattr(hf, "multi_query", False) else num_heads

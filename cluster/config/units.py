@@ -1,4 +1,4 @@
-"""Amounts as people write them."""
+"""Parsers of amounts in text: bytes, and NAME=NUMBER."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...proto.errors import ConfigError
 
 
 def parse_num_bytes(text: str) -> int:
-    """``512MiB``, ``8GB`` or plain bytes. Raises ConfigError on anything else."""
+    """Parse ``512MiB``, ``8GB`` or a plain number of bytes. Raises ConfigError on other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise ConfigError(f"amount of memory is {text!r}, must be like 512MiB, 8GB or 1000000")
@@ -18,10 +18,18 @@ def parse_num_bytes(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** exponent)
 
 
-def parse_amount(text: str, what: str, example: str) -> tuple[str, float]:
-    """``NAME=NUMBER``. Raises ConfigError on anything else, with an example."""
+def parse_amount(text: str, noun: str, example: str) -> tuple[str, float]:
+    """Parse ``NAME=NUMBER``.
+
+    Args:
+        noun: the subject of the error message.
+        example: correct text, for the error message.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
     name, _, number = text.rpartition("=")
     with suppress(ValueError):
         if name:
             return name, float(number)
-    raise ConfigError(f"{what} is {text!r}, must be like {example}")
+    raise ConfigError(f"{noun} is {text!r}, must be like {example}")

@@ -1,4 +1,4 @@
-"""`quire serve --address`: deploys models on a Ray cluster and serves a gateway before its fleet, until a signal."""
+"""`quire serve --address`: deploys models on a Ray cluster and runs a gateway of its fleet until a signal."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ..gateway.server import Gateway
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
 from ..ray_runtime.launch_target import DEFAULT_NAMESPACE
 from ..ray_runtime.local_cluster import attach
-from .server_setup import set_up_server
+from .server_setup import set_up_server, wait_until_ready
 
-# For running streams to end after a signal; other gateways take the new calls meanwhile.
+# Time for running streams to finish after a signal; other gateways accept the new calls meanwhile.
 GRACE_S = 30.0
 
 _log = logging.getLogger(__name__)
@@ -31,62 +31,64 @@ _log = logging.getLogger(__name__)
 def serve_fleet(
     deployments: Sequence[Deployment],
     address: str,
-    front: ServerOptions,
-    cluster: ClusterOptions,
+    server_options: ServerOptions,
+    cluster_options: ClusterOptions,
 ) -> int:
-    """Serves until SIGINT or SIGTERM; the fleet goes on without this gateway. For the main thread.
+    """Serve until SIGINT or SIGTERM; the fleet runs on without this gateway. Call it from the main thread.
 
-    Prints one line on stdout once a request would be answered.
+    Prints one line on stdout when requests can be served.
 
     Args:
-        cluster: counts where the fleet's controller does not run yet.
+        cluster_options: ignored if the fleet's controller runs already.
 
     Returns:
-        The exit status: 0, or 128 and the signal's number when one came before the gateway was ready.
+        The exit status: 0, or 128 plus the signal's number if the signal came before the gateway was ready.
 
     Raises:
-        ConfigError: this cannot be started, or a model not be deployed, as it is asked for.
-        ReplicaUnavailable: no cluster answers at the address, or its controller does not.
+        ConfigError: the server cannot start with these options, or a model cannot be deployed with its own.
+        ReplicaUnavailable: no cluster answers at the address, or its controller does not answer.
     """
-    security = set_up_server(front)
+    security = set_up_server(server_options)
     try:
         with ExitStack() as stack:
             stack.enter_context(signals_raise())
             stack.enter_context(attach(address))
-            raise_on_signals()  # Ray has put its own handler in the place of ours
-            controller = find_or_start_controller(DEFAULT_NAMESPACE, cluster)
+            raise_on_signals()  # Ray has replaced our signal handlers
+            controller = find_or_start_controller(DEFAULT_NAMESPACE, cluster_options)
             stack.callback(ignore_signals)
-            return asyncio.run(_serve(deployments, controller, front, security))
-    except SystemExit:  # while it connects, Ray has its own handler of SIGTERM
+            return asyncio.run(_serve(deployments, controller, server_options, security))
+    except SystemExit:  # Ray handles SIGTERM itself while it connects
         return 128 + signal.SIGTERM
     except Interrupted as interrupted:
         return 128 + interrupted.signal_number
 
 
 async def _serve(
-    deployments: Sequence[Deployment], controller: ControllerClient, front: ServerOptions, security: Security
+    deployments: Sequence[Deployment],
+    controller: ControllerClient,
+    server_options: ServerOptions,
+    security: Security,
 ) -> int:
-    signalled = next_signal()
+    signaled = next_signal()
     models = ServedModels()
-    link = ControllerSync(controller, models)
-    gateway = Gateway(models, front.listen, security=security, insecure=front.insecure, fleet=link)
+    sync = ControllerSync(controller, models)
+    gateway = Gateway(
+        models, server_options.listen, security=security, insecure=server_options.insecure, fleet=sync
+    )
     try:
         for deployment in deployments:
             await controller.deploy(deployment)
             _log.info("%s is deployed, version %s", deployment.name, deployment.version)
-        link.start()
+        sync.start()
         address = await gateway.start()
         _log.info("listening on %s; requests wait until a replica is ready", address)
-        ready = asyncio.ensure_future(gateway.wait_ready())
-        await asyncio.wait((ready, signalled), return_when=asyncio.FIRST_COMPLETED)
-        is_ready = ready.done()
-        ready.cancel()
+        is_ready = await wait_until_ready(gateway, signaled)
         if is_ready:
             print(f"quire is ready on {address}", flush=True)
-            await signalled
+            await signaled
         _log.info("stopping; running requests have %g s", GRACE_S)
         await gateway.stop(GRACE_S)
-        return 0 if is_ready else 128 + signalled.result()
+        return 0 if is_ready else 128 + signaled.result()
     finally:
         await gateway.stop(0)
-        await link.close()
+        await sync.close()

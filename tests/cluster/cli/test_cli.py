@@ -1,4 +1,4 @@
-"""The command line: one clear line for each mistake, and the exit status that says whose it was."""
+"""The command line: one line per error, and exit statuses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.proto.errors import ConfigError
 def quire(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str
 ) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of the command."""
+    """Run the command; return exit status, stdout and stderr."""
     monkeypatch.setattr(sys, "argv", ["quire", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -32,7 +32,7 @@ def quire(
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "chat", "status"])
-def test_help_has_an_example(
+def test_help_shows_an_example(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: str
 ) -> None:
     status, output, _ = quire(monkeypatch, capfd, command, "--help")
@@ -68,7 +68,7 @@ def test_help_has_an_example(
         (["status", "--token-file", "/nowhere"], FAILED, "token file /nowhere cannot be read"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_error_is_one_line_on_stderr(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     arguments: list[str],
@@ -82,7 +82,9 @@ def test_mistakes_are_one_line(
     assert len(errors.splitlines()) == 1
 
 
-def test_nobody_at_the_target(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_status_fails_without_a_server_at_the_target(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     status, _, errors = quire(monkeypatch, capfd, "status", "--target", "127.0.0.1:1")
     assert status == FAILED
     assert "127.0.0.1:1" in errors
@@ -93,12 +95,12 @@ def test_nobody_at_the_target(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     ("text", "num_bytes"),
     [("1000000", 1_000_000), ("512MiB", 512 << 20), ("8GB", 8 * 10**9), ("1.5 gib", 3 << 29), ("2k", 2000)],
 )
-def test_amounts_of_memory(text: str, num_bytes: int) -> None:
+def test_parse_num_bytes_reads_units(text: str, num_bytes: int) -> None:
     assert parse_num_bytes(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1", "1XB", "1 2"])
-def test_no_amounts_of_memory(text: str) -> None:
+def test_parse_num_bytes_refuses_other_text(text: str) -> None:
     with pytest.raises(ConfigError, match="amount of memory"):
         parse_num_bytes(text)
 
@@ -139,7 +141,7 @@ def test_generate_and_status_against_a_server(serve: ServerFactory) -> None:
     asyncio.run(scenario())
 
 
-def test_generate_gives_all_that_can_be_asked_for(serve: ServerFactory) -> None:
+def test_generate_prints_completions_logprobs_and_json(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server:
             arguments = ["generate", "The quick", "--target", server.target, "--max-tokens", "4"]
@@ -151,7 +153,7 @@ def test_generate_gives_all_that_can_be_asked_for(serve: ServerFactory) -> None:
                 assert (process.returncode, errors) == (0, b"")
                 return output.decode()
 
-            plain, told = await asyncio.gather(
+            plain, as_json = await asyncio.gather(
                 ask("--n", "2", "--best-of", "3", "--prompt-logprobs", "1", "--priority", "2"),
                 ask("--json", "--frequency-penalty", "1", "--logit-bias", "70=100", "--bad-word", "zz"),
             )
@@ -159,7 +161,7 @@ def test_generate_gives_all_that_can_be_asked_for(serve: ServerFactory) -> None:
             assert re.search(r"^\[1\] ", plain, re.MULTILINE)
             for title in ("Prompt, from its second token on", "Completion 0", "Completion 1"):
                 assert title in plain
-            (output,) = json.loads(told)["outputs"]
+            (output,) = json.loads(as_json)["outputs"]
             assert output["token_ids"] == [70] * 4
             ranks = [
                 [each["rank"] for each in entry.values() if each["rank"]] for entry in output["logprobs"]
@@ -170,7 +172,7 @@ def test_generate_gives_all_that_can_be_asked_for(serve: ServerFactory) -> None:
     asyncio.run(scenario())
 
 
-def test_text_comes_as_it_is_made_and_ctrl_c_ends_the_request(serve: ServerFactory) -> None:
+def test_generate_streams_text_and_ctrl_c_aborts_the_request(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server:
             process = await run_quire(
@@ -178,7 +180,7 @@ def test_text_comes_as_it_is_made_and_ctrl_c_ends_the_request(serve: ServerFacto
             )
             assert process.stdout is not None
             assert await asyncio.wait_for(process.stdout.read(1), 60)
-            server.brake.hold()  # it is half-way, and cannot end by itself
+            server.brake.hold()  # half-way: it cannot finish by itself
             assert server.replica.num_running == 1
             process.send_signal(signal.SIGINT)
             _, errors = await asyncio.wait_for(process.communicate(), 60)
@@ -190,7 +192,7 @@ def test_text_comes_as_it_is_made_and_ctrl_c_ends_the_request(serve: ServerFacto
     asyncio.run(scenario())
 
 
-def test_help_is_quick_because_it_imports_nothing_heavy(tmp_path: Path) -> None:
+def test_command_line_imports_no_heavy_module(tmp_path: Path) -> None:
     program = (
         "import sys, quire.cluster.cli\n"
         "heavy = {'torch', 'ray', 'transformers', 'grpc', 'numpy'} & set(sys.modules)\n"

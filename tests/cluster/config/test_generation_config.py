@@ -1,4 +1,4 @@
-"""generation_config.json is honoured where requests say nothing, and never taken for what it is not."""
+"""generation_config.json gives sampling defaults and end tokens, and bad values raise ModelLoadError."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def write(model: Path, content: Any) -> dict[str, Any]:
     return read_generation_config(model)
 
 
-def test_a_model_that_recommends_nothing(tmp_path: Path) -> None:
+def test_missing_file_gives_the_usual_defaults(tmp_path: Path) -> None:
     content = read_generation_config(tmp_path)
     assert sampling_defaults(content, tmp_path) == SamplingDefaults()
     assert end_token_ids(content, [5, 6, 5], tmp_path) == (5, 6)
     assert end_token_ids(content, None, tmp_path) == ()
 
 
-def test_what_a_model_recommends(tmp_path: Path) -> None:
+def test_recommended_settings_become_defaults(tmp_path: Path) -> None:
     recommended = {
         "do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05, "min_p": None,
         "max_new_tokens": 7, "max_length": 9, "eos_token_id": [1, 2], "bos_token_id": 3,
@@ -45,6 +45,6 @@ def test_what_a_model_recommends(tmp_path: Path) -> None:
         ({"repetition_penalty": 0}, r"generation_config.json.repetition_penalty: is 0.0"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(content: Any, said: str, tmp_path: Path) -> None:
+def test_bad_setting_raises_model_load_error(content: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=said):
         sampling_defaults(write(tmp_path, content), tmp_path)

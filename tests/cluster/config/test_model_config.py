@@ -1,4 +1,4 @@
-"""Model directories of every kind as ModelConfigs: sizes that configurations say in their own words."""
+"""describe_model reads the sizes that architectures name differently."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def describe(tmp_path: Path) -> Any:
         ("mixtral", "MixtralForCausalLM", {"max_position_embeddings": 300}, 8, 128, 300),
     ],
 )
-def test_sizes(
+def test_describe_model_reads_heads_and_context_length(
     describe: Any,
     kind: str,
     architecture: str,
@@ -69,7 +69,7 @@ def test_sizes(
     assert (model.num_kv_heads, model.head_dim, model.max_model_len) == (num_kv_heads, head_dim, context_len)
 
 
-def test_yarn_stretches_the_context(describe: Any) -> None:
+def test_yarn_extends_the_context(describe: Any) -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000, "rope_theta": 1e4}
     model = describe("qwen2", "Qwen2ForCausalLM", max_position_embeddings=1000, rope_parameters=rope)
     assert model.max_model_len == 4000
@@ -84,26 +84,26 @@ def test_yarn_stretches_the_context(describe: Any) -> None:
         ("deepseek_v3", "DeepseekV3ForCausalLM", "multi-head latent attention"),
     ],
 )
-def test_a_model_that_cannot_be_served_is_refused_before_its_sizes_are_read(
+def test_unsupported_architecture_is_refused_before_its_sizes_are_read(
     describe: Any, kind: str, architecture: str, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"'{architecture}' is not supported: .*{words}"):
         describe(kind, architecture)
 
 
-def test_a_size_that_is_none(describe: Any) -> None:
+def test_negative_size_raises_model_load_error(describe: Any) -> None:
     with pytest.raises(ModelLoadError, match="seq_length is -5, must be a positive number"):
         describe("bloom", "BloomForCausalLM", seq_length=-5)
 
 
 @pytest.mark.parametrize("architectures", [5, True, {"a": 1}])
-def test_architectures_that_are_no_list(tmp_path: Path, architectures: Any) -> None:
+def test_architectures_that_are_not_a_list_raise_model_load_error(tmp_path: Path, architectures: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": architectures}))
     with pytest.raises(ModelLoadError, match=r"config\.json: "):
         describe_model(tmp_path, "it")
 
 
-def test_a_yarn_factor_that_is_no_number(describe: Any) -> None:
+def test_yarn_factor_that_is_not_a_number_raises_model_load_error(describe: Any) -> None:
     rope = {"rope_type": "yarn", "factor": "x", "original_max_position_embeddings": 1000, "rope_theta": 1e4}
-    with pytest.raises(ModelLoadError, match="rope has settings that mean nothing"):
+    with pytest.raises(ModelLoadError, match="rope_parameters cannot be read"):
         describe("qwen2", "Qwen2ForCausalLM", rope_parameters=rope)

@@ -26,7 +26,7 @@ def resolve_on_cpu(model: Path | str, **options: Any) -> EngineConfig:
 
 @pytest.fixture
 def model_copy(make_model: Callable[..., Path], tmp_path: Path) -> Path:
-    """A model directory to break."""
+    """Return a copy of a model directory, for tests that damage it."""
     return Path(shutil.copytree(make_model("llama"), tmp_path / "model"))
 
 

@@ -245,7 +245,7 @@ def test_chat_command_at_a_terminal(serve: ServerFactory, chat_dir: Path) -> Non
                 await until(lambda: server.replica.num_running == 1)
                 server.brake.hold()
                 process.send_signal(signal.SIGINT)
-                await read_until(master, "(ended)", "> ")  # until it prompts, Ctrl-D means nothing
+                await read_until(master, "(aborted)", "> ")  # until it prompts, Ctrl-D means nothing
                 server.brake.release()
                 await until(lambda: server.replica.num_running == 0)
                 os.write(master, b"\x04")
