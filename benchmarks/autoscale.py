@@ -71,7 +71,7 @@ class OngoingRequests:
     down_delay_s: float = 600.0
 
     def policy(self) -> Policy:
-        seen: deque[int] = deque(maxlen=round(self.look_back_s / DECISION_INTERVAL_S))
+        num_running: deque[int] = deque(maxlen=round(self.look_back_s / DECISION_INTERVAL_S))
         pending: tuple[int, float] = (0, 0.0)  # direction, since
 
         def policy(snapshot: FleetSnapshot) -> int:
@@ -81,8 +81,8 @@ class OngoingRequests:
                 for each in snapshot.replicas
                 if each.state in (ReplicaState.READY, ReplicaState.STARTING)
             ]
-            seen.append(snapshot.buffered_requests + sum(each.num_requests for each in live))
-            wanted = math.ceil(sum(seen) / len(seen) / self.target)
+            num_running.append(snapshot.buffered_requests + sum(each.num_requests for each in live))
+            wanted = math.ceil(sum(num_running) / len(num_running) / self.target)
             wanted = min(max(1, wanted), self.max_replicas)
             direction = (wanted > len(live)) - (wanted < len(live))
             if direction != pending[0]:

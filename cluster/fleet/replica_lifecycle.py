@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LifecycleContext:
-    """What the replicas of a fleet share.
+    """Dependencies shared by the replicas of a fleet.
 
     Attributes:
         clock: monotonic time in seconds.

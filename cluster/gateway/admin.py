@@ -14,7 +14,7 @@ from ..api.deployment_messages import deployment_from_message
 from ..api.status_messages import replica_to_message
 from ..config.deployment import Deployment
 from .authentication import ADMIN_TENANT, Authenticator
-from .handlers import convert_errors
+from .grpc_errors import convert_errors
 from .replica_pool import ReplicaPool
 from .served_models import ServedModels
 

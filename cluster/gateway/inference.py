@@ -20,7 +20,7 @@ from ..requests.outputs import RequestStarted, StreamEvent, collect_output
 from ..requests.request import Request
 from ..requests.request_stream import output_events
 from .authentication import Authenticator
-from .handlers import convert_errors
+from .grpc_errors import convert_errors
 from .request_migration import MigratingRequest
 from .served_models import ServedModel, ServedModels
 

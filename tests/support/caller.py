@@ -12,7 +12,7 @@ from quire.proto.transport.network import CurveKeys, connect
 
 
 @dataclass
-class Answer:
+class Output:
     token_ids: list[int] = field(default_factory=list)
     finish: Finish | None = None
 
@@ -36,22 +36,22 @@ class Caller(Closing):
         assert not isinstance(message, GatewayMessage)
         return message
 
-    def follow(self, *handles: int, timeout_s: float = 60.0) -> dict[int, Answer]:
+    def follow(self, *handles: int, timeout_s: float = 60.0) -> dict[int, Output]:
         """Receive until all sequences have ended; each message may take `timeout_s`.
 
         Returns:
             handle |-> its tokens and finish.
         """
-        answers = {handle: Answer() for handle in handles}
-        while not all(answer.finish for answer in answers.values()):
+        outputs = {handle: Output() for handle in handles}
+        while not all(output.finish for output in outputs.values()):
             batch = self.receive(timeout_s)
             assert batch is not None, f"no message in {timeout_s:g} s"
             if isinstance(batch, TokenBatch):
                 for handle, token_id in zip(batch.handles.tolist(), batch.token_ids.tolist(), strict=True):
-                    answers.get(handle, Answer()).token_ids.append(token_id)
+                    outputs.get(handle, Output()).token_ids.append(token_id)
                 for finish in batch.finished:
-                    answers.get(finish.handle, Answer()).finish = finish
-        return answers
+                    outputs.get(finish.handle, Output()).finish = finish
+        return outputs
 
     def close(self) -> None:
         self._context.destroy(linger=0)

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from quire import Client, FleetInfo, ReplicaInfo, SamplingParams
 
-ANSWER_TIMEOUT_S = 300.0
+REQUEST_TIMEOUT_S = 300.0
 
 
 def wait_for(client: Client, holds: Callable[[FleetInfo], bool], timeout_s: float) -> FleetInfo:
@@ -27,15 +27,15 @@ def ready(status: FleetInfo) -> list[ReplicaInfo]:
 
 
 class Load:
-    """Requests, one after the other in each of several threads, while the block runs.
+    """Sends requests from several threads, one after the other in each, during a ``with`` block.
 
     Attributes:
-        answers: (prompt, tokens) of every request that was sent, once the block has been left; leaving it raises
-            what any of them failed with.
+        outputs: (prompt, token ids) of every request; filled when the block ends, which raises the first error of a
+            request.
     """
 
     def __init__(self, client: Client, prompts: list[str], params: SamplingParams, num_threads: int) -> None:
-        self.answers: list[tuple[str, tuple[int, ...]]] = []
+        self.outputs: list[tuple[str, tuple[int, ...]]] = []
         self._client = client
         self._prompts = prompts
         self._params = params
@@ -53,15 +53,15 @@ class Load:
         self._is_over = True
         if error is None:
             for each in self._running:
-                self.answers += each.result(ANSWER_TIMEOUT_S)
+                self.outputs += each.result(REQUEST_TIMEOUT_S)
         self._threads.shutdown(wait=error is None, cancel_futures=True)
 
     def _ask(self, first: int) -> list[tuple[str, tuple[int, ...]]]:
-        answers, number = [], first
+        outputs, number = [], first
         while True:
             prompt = self._prompts[number % len(self._prompts)]
             (output,) = self._client.generate(prompt, self._params).outputs
-            answers.append((prompt, tuple(output.token_ids)))
+            outputs.append((prompt, tuple(output.token_ids)))
             if self._is_over:
-                return answers
+                return outputs
             number += 1

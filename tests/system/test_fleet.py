@@ -85,8 +85,8 @@ def test_a_fleet_serves_drains_updates_and_outlives_its_controller(
             states = {replica.replica_id: replica.state for replica in status.replicas}
             assert all(states.get(name, "stopped") in ("stopped", "draining") for name in kept)
         greedy = Greedy(demo_model_dir)
-        assert len(load.answers) >= len(PROMPTS)
-        for prompt, answer in set(load.answers):
+        assert len(load.outputs) >= len(PROMPTS)
+        for prompt, answer in set(load.outputs):
             assert len(answer) == PARAMS.max_tokens
             greedy.check(prompt, answer)
         shown = run_quire("status", "--target", server.address)

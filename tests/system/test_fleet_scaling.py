@@ -89,7 +89,7 @@ def test_replicas_and_nodes_scale_with_load_from_zero_to_three_and_back(
             assert time.monotonic() < deadline, "the autoscaler keeps nodes without work"
             time.sleep(1)
         assert client.is_ready()
-        check(greedy, light.answers + heavy.answers + again.answers)
+        check(greedy, light.outputs + heavy.outputs + again.outputs)
 
 
 def test_replica_that_fits_nowhere_reports_the_reason(
@@ -136,7 +136,7 @@ def test_node_lost_while_the_fleet_grows_is_replaced(cloud: FakeCloud, greedy: G
                 ),
                 READY_TIMEOUT_S,
             )
-        check(greedy, load.answers)
+        check(greedy, load.outputs)
 
 
 def test_replica_on_a_node_that_ray_drains_moves_under_load(cloud: FakeCloud, greedy: Greedy) -> None:
@@ -160,7 +160,7 @@ def test_replica_on_a_node_that_ray_drains_moves_under_load(cloud: FakeCloud, gr
                 ),
                 READY_TIMEOUT_S,
             )
-        check(greedy, load.answers)
+        check(greedy, load.outputs)
 
 
 def test_new_version_replaces_the_old_one_under_load(
@@ -176,7 +176,7 @@ def test_new_version_replaces_the_old_one_under_load(
             wait_for(
                 client, lambda s: [each.version for each in ready(s)] == [version] * 2, 2 * READY_TIMEOUT_S
             )
-        check(greedy, load.answers)
+        check(greedy, load.outputs)
 
 
 def test_deleted_model_leaves_no_actor_and_no_placement_group(cloud: FakeCloud) -> None:

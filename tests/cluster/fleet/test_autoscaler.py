@@ -40,12 +40,12 @@ class Fleet:
         self.targets: list[int] = []
         self.reason = ""
 
-    def run(self, seconds: int, sample: ReplicaSample = BUSY, **seen: int) -> list[int]:
+    def run(self, seconds: int, sample: ReplicaSample = BUSY, **observed: int) -> list[int]:
         """Return the targets of that many seconds with the same snapshot in each."""
         targets = []
         for _ in range(seconds):
             snapshot = FleetSnapshot(
-                self.now, (sample,) * self.num_replicas, cold_start_s=self.cold_start_s, **seen
+                self.now, (sample,) * self.num_replicas, cold_start_s=self.cold_start_s, **observed
             )
             decision = decide(snapshot, self.limits, self.state)
             self.state, self.num_replicas, self.reason = decision.state, decision.target, decision.reason
@@ -265,17 +265,17 @@ limits = st.builds(
 )
 
 
-def at_times(seen: list[FleetSnapshot]) -> list[FleetSnapshot]:
-    return [replace(snapshot, time_s=3.0 * number) for number, snapshot in enumerate(seen)]
+def at_times(observed: list[FleetSnapshot]) -> list[FleetSnapshot]:
+    return [replace(snapshot, time_s=3.0 * number) for number, snapshot in enumerate(observed)]
 
 
 @given(st.lists(snapshots, min_size=1, max_size=25), limits)
 @settings(max_examples=60)
 def test_bounds_and_step_limits_hold_for_any_snapshots(
-    seen: list[FleetSnapshot], limits: ScalingLimits
+    observed: list[FleetSnapshot], limits: ScalingLimits
 ) -> None:
     state, before = ScalingState(), None
-    for snapshot in at_times(seen):
+    for snapshot in at_times(observed):
         decision = decide(snapshot, limits, state)
         assert limits.min_replicas <= decision.target <= limits.max_replicas
         assert decision.reason
@@ -288,10 +288,10 @@ def test_bounds_and_step_limits_hold_for_any_snapshots(
 @given(st.lists(snapshots, min_size=1, max_size=15), limits, st.integers(0, 10**6))
 @settings(max_examples=60)
 def test_larger_backlog_never_lowers_the_target(
-    seen: list[FleetSnapshot], limits: ScalingLimits, more: int
+    observed: list[FleetSnapshot], limits: ScalingLimits, more: int
 ) -> None:
     state = ScalingState()
-    for snapshot in at_times(seen):
+    for snapshot in at_times(observed):
         worse = replace(snapshot, buffered_tokens=snapshot.buffered_tokens + more, buffered_requests=101)
         decision = decide(snapshot, limits, state)
         assert decide(worse, limits, state).target >= decision.target
@@ -300,9 +300,11 @@ def test_larger_backlog_never_lowers_the_target(
 
 @given(st.lists(snapshots, min_size=1, max_size=25), limits)
 @settings(max_examples=60)
-def test_last_replica_ends_only_after_idle_timeout(seen: list[FleetSnapshot], limits: ScalingLimits) -> None:
+def test_last_replica_ends_only_after_idle_timeout(
+    observed: list[FleetSnapshot], limits: ScalingLimits
+) -> None:
     limits, state, busy_at = replace(limits, min_replicas=0), ScalingState(), -math.inf
-    for snapshot in at_times(seen):
+    for snapshot in at_times(observed):
         if snapshot.arrived_requests or snapshot.buffered_requests:
             busy_at = snapshot.time_s
         had_some = bool(state.target)

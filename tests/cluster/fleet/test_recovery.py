@@ -33,10 +33,10 @@ def test_restarted_controller_adopts_live_replicas() -> None:
 def test_adopted_replica_sets_no_cold_start_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[FleetSnapshot] = []
+    snapshots: list[FleetSnapshot] = []
 
     def recording_decide(snapshot: FleetSnapshot, limits: ScalingLimits, state: ScalingState) -> Decision:
-        seen.append(snapshot)
+        snapshots.append(snapshot)
         return decide(snapshot, limits, state)
 
     monkeypatch.setattr("quire.cluster.fleet.fleet.decide", recording_decide)
@@ -46,14 +46,14 @@ def test_adopted_replica_sets_no_cold_start_time(
         async with running(launcher, store) as first:
             await first.fleet.deploy(deployment())
             await first.until_ready(1)
-            await first.until(lambda: seen[-1].cold_start_s is not None)
-        seen.clear()
+            await first.until(lambda: snapshots[-1].cold_start_s is not None)
+        snapshots.clear()
         async with running(launcher, store) as second:
             await second.until_ready(1)
             await second.until(
-                lambda: any(replica.state is ReplicaState.READY for replica in seen[-1].replicas)
+                lambda: any(replica.state is ReplicaState.READY for replica in snapshots[-1].replicas)
             )
-            assert seen[-1].cold_start_s is None
+            assert snapshots[-1].cold_start_s is None
 
     run(scenario)
 

@@ -63,7 +63,7 @@ class ServedFleet:
             }
         )
 
-    async def ask(self, **options: Any) -> RequestOutput:
+    async def generate(self, **options: Any) -> RequestOutput:
         return await self.client.generate(PROMPT, PARAMS, **options)
 
     async def until(self, holds: Callable[[FleetInfo], bool]) -> FleetInfo:
@@ -119,7 +119,7 @@ def test_two_models_are_served_by_name(serve: Callable[..., Any]) -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with serve(launcher) as served:
             with pytest.raises(ModelNotFound, match="no model is served here yet"):
-                await served.ask()
+                await served.generate()
             assert not await served.client.is_ready()
             await served.client.deploy(served.deployment())
             await served.client.deploy(
@@ -134,15 +134,15 @@ def test_two_models_are_served_by_name(serve: Callable[..., Any]) -> None:
             assert sorted(model.name for model in await served.client.models()) == ["other", "tiny"]
             assert await served.client.is_ready()
             for name in ("tiny", "other"):
-                output = await served.ask(model=name)
+                output = await served.generate(model=name)
                 assert (output.model, output.outputs[0].token_ids) == (name, EXPECTED)
             with pytest.raises(InvalidRequest, match="'tiny' and 'other' are served"):
-                await served.ask()
+                await served.generate()
             with pytest.raises(ModelNotFound, match="'gpt' is not served here"):
-                await served.ask(model="gpt")
+                await served.generate(model="gpt")
             await served.client.delete("other")
             await served.until_ready(1)
-            assert (await served.ask()).outputs[0].token_ids == EXPECTED
+            assert (await served.generate()).outputs[0].token_ids == EXPECTED
             with pytest.raises(ModelNotFound):
                 await served.client.delete("other")
 
@@ -156,11 +156,11 @@ def test_requests_survive_updates_drains_failures_and_controller_loss(serve: Cal
         async with serve(launcher) as served:
             await served.client.deploy(served.deployment(min_replicas=2, max_replicas=2))
             await served.until_ready(2)
-            asked: list[asyncio.Task[RequestOutput]] = []
+            tasks: list[asyncio.Task[RequestOutput]] = []
 
             async def load() -> None:
                 while True:
-                    asked.append(asyncio.create_task(served.ask()))
+                    tasks.append(asyncio.create_task(served.generate()))
                     await asyncio.sleep(0.02)
 
             loading = asyncio.create_task(load())
@@ -189,7 +189,7 @@ def test_requests_survive_updates_drains_failures_and_controller_loss(serve: Cal
             await served.until(lambda status: not status.problem)
             await served.until_ready(2)
             loading.cancel()
-            outputs = await asyncio.gather(*asked)
+            outputs = await asyncio.gather(*tasks)
             assert len(outputs) > 50
             assert all(output.outputs[0].token_ids == EXPECTED for output in outputs)
             assert any(output.outputs[0].timings.num_moves for output in outputs)
@@ -205,7 +205,7 @@ def test_request_scales_a_model_from_zero(serve: Callable[..., Any]) -> None:
             )
             await served.until(lambda status: len(status.deployments) == 1)
             for _ in range(2):
-                assert (await served.ask()).outputs[0].token_ids == EXPECTED
+                assert (await served.generate()).outputs[0].token_ids == EXPECTED
                 await served.until(lambda status: not launcher.known())
                 assert await served.client.is_ready()  # a request would start a replica
 

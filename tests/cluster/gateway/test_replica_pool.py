@@ -184,10 +184,10 @@ def test_many_requests_survive_replica_changes(launcher: FakeLauncher) -> None:
         await fleet.ready("r0", "r1")
         brief, expected = replace(LONG, max_tokens=60), EXPECTED[:60]
 
-        def ask(count: int) -> list[asyncio.Future[Any]]:
+        def submit(count: int) -> list[asyncio.Future[Any]]:
             return [asyncio.ensure_future(follow(fleet.pool.submit(request(brief)))) for _ in range(count)]
 
-        asked = ask(40)
+        tasks = submit(40)
         for number in range(2, 6):
             await asyncio.sleep(0.15)
             await fleet.ready(f"r{number}")
@@ -198,8 +198,8 @@ def test_many_requests_survive_replica_changes(launcher: FakeLauncher) -> None:
                 fleet.drain(leaving, grace_s=0.05)
             await asyncio.sleep(0.1)
             fleet.pool.remove(leaving, "it was ended")
-            asked += ask(10)
-        results = await asyncio.gather(*asked)
+            tasks += submit(10)
+        results = await asyncio.gather(*tasks)
         assert len(results) == 80
         assert all(tokens == [expected] for tokens, _ in results)
         assert any(ends[0].timings.num_moves for _, ends in results)
@@ -253,9 +253,9 @@ def test_request_fails_after_too_many_failed_replicas(launcher: FakeLauncher) ->
     async def scenario(fleet: Fleet) -> None:
         names = [f"r{number}" for number in range(MAX_FAILED_REPLICAS + 1)]
         await fleet.ready(*names)
-        asked = asyncio.ensure_future(follow(fleet.pool.submit(request())))
+        task = asyncio.ensure_future(follow(fleet.pool.submit(request())))
         killed: set[str] = set()
-        while not asked.done():
+        while not task.done():
             for name in {name for name, client in fleet.pool.clients.items() if client.num_running} - killed:
                 fleet.replicas[name].kill("out of memory")
                 killed.add(name)
@@ -264,7 +264,7 @@ def test_request_fails_after_too_many_failed_replicas(launcher: FakeLauncher) ->
             ReplicaUnavailable,
             match=f"{MAX_FAILED_REPLICAS} replicas failed while running this request.*out of memory",
         ):
-            await asked
+            await task
         assert len(killed) == MAX_FAILED_REPLICAS
 
     run(launcher, scenario)
@@ -274,12 +274,12 @@ def test_output_stopped_between_replicas_finishes(launcher: FakeLauncher) -> Non
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a")
         running = fleet.pool.submit(request())
-        seen: list[int] = []
+        tokens: list[int] = []
         async for _, update in running:
-            seen += update.token_ids
+            tokens += update.token_ids
             if update.finish is not None:
                 break
-            if len(seen) >= 5:
+            if len(tokens) >= 5:
                 fleet.pool.remove("a", "it was ended")  # the request has no replica from here on
                 await asyncio.sleep(0.05)
                 running.stop(0)

@@ -49,7 +49,7 @@ def test_stream_and_unary_return_the_same_output(serve: ServerFactory) -> None:
 
 
 def test_synchronous_client_returns_the_same_results(serve: ServerFactory) -> None:
-    def ask(target: str) -> None:
+    def check(target: str) -> None:
         with Client(target) as client:
             assert client.is_ready()
             assert client.models()[0].name == "tiny"
@@ -68,7 +68,7 @@ def test_synchronous_client_returns_the_same_results(serve: ServerFactory) -> No
 
     async def scenario() -> None:
         async with serve() as server:
-            await asyncio.to_thread(ask, server.target)
+            await asyncio.to_thread(check, server.target)
 
     run(scenario())
 

@@ -127,14 +127,14 @@ def test_requests_run_by_priority(serve: ServerFactory) -> None:
         async with serve(policy="priority", max_num_seqs=1) as server, AsyncClient(server.target) as client:
             order: list[int] = []
 
-            async def ask(priority: int) -> None:
+            async def generate(priority: int) -> None:
                 await client.generate(PROMPT, replace(SAMPLED, max_tokens=4), priority=priority)
                 order.append(priority)
 
             running = client.generate_stream(PROMPT, ENDLESS, priority=10)
             await first_delta(running)
             server.brake.hold()
-            calls = [asyncio.create_task(ask(priority)) for priority in (1, 3, 2)]
+            calls = [asyncio.create_task(generate(priority)) for priority in (1, 3, 2)]
             async with asyncio.timeout(DEADLINE_S):
                 while server.replica.num_running < 4:
                     await asyncio.sleep(0.01)

@@ -94,12 +94,12 @@ def test_logits_processors_over_the_network(serve: ServerFactory) -> None:
                 temperature=0.0, max_tokens=6, bad_words=(tuple(free[:2]),), ignore_eos=True
             )
             assert (await client.generate(PROMPT, forbidden)).outputs[0].token_ids[:2] != free[:2]
-            for asked, field in (
+            for options, field in (
                 ({"logit_bias": {10**6: 1.0}}, "sampling.logit_bias[0]"),
                 ({"bad_words": ["x" * 129]}, "sampling.bad_words"),
             ):
                 with pytest.raises(InvalidRequest) as caught:
-                    await client.generate(PROMPT, SamplingParams(**asked))
+                    await client.generate(PROMPT, SamplingParams(**options))
                 assert caught.value.field == field
 
     run(scenario())
@@ -108,17 +108,17 @@ def test_logits_processors_over_the_network(serve: ServerFactory) -> None:
 def test_add_special_tokens_reaches_the_tokenizer(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
-            asked: list[dict[str, Any]] = []
+            encode_options: list[dict[str, Any]] = []
             encode = server.tokenizer.encode
 
-            def recorded(text: str, **how: Any) -> list[int]:
-                asked.append(how)
-                return encode(text, **how)
+            def recorded(text: str, **options: Any) -> list[int]:
+                encode_options.append(options)
+                return encode(text, **options)
 
             server.tokenizer.encode = recorded
             await client.generate(PROMPT, GREEDY)
             await client.generate(PROMPT, GREEDY, add_special_tokens=False)
-            assert asked == [{"add_special_tokens": True}, {"add_special_tokens": False}]
+            assert encode_options == [{"add_special_tokens": True}, {"add_special_tokens": False}]
 
     run(scenario())
 

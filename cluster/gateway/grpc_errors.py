@@ -1,4 +1,4 @@
-"""convert_errors: turns the errors of gRPC handlers into statuses."""
+"""convert_errors: decorator that turns the errors of gRPC handlers into statuses."""
 
 from __future__ import annotations
 
