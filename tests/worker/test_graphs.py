@@ -16,7 +16,6 @@ from quire.kernels.native import ops as cpu
 from quire.proto.step import RowSampling
 from quire.worker import attention, graphs
 from quire.worker.graphs import CAPTURE_INTERVAL, DecodeGraphs, graph_sizes
-from quire.worker.memory.kv_budget import available_kv_bytes
 
 GREEDY = RowSampling(temperature=0.0)
 
@@ -169,16 +168,6 @@ def test_lost_rank_while_recording_fails_in_stage_record(
 )
 def test_graph_sizes_are_powers_and_midpoints(max_num_seqs: int, sizes: list[int]) -> None:
     assert graph_sizes(max_num_seqs) == sizes
-
-
-def test_available_kv_bytes_excludes_other_processes() -> None:
-    gib = 1 << 30
-    assert available_kv_bytes(80 * gib, 60 * gib, 20 * gib, 20 * gib, 0.9) == 52 * gib
-    # Another process has 10 GiB; the peak is above what is reserved now.
-    assert available_kv_bytes(80 * gib, 50 * gib, 20 * gib, 22 * gib, 0.9) == 40 * gib
-    # Another process ended during the profile run: `free + reserved` exceeds the total.
-    assert available_kv_bytes(80 * gib, 79 * gib, 20 * gib, 20 * gib, 0.9) == 52 * gib
-    assert available_kv_bytes(80 * gib, 1 * gib, 20 * gib, 20 * gib, 0.9) == 0
 
 
 @pytest.mark.gpu

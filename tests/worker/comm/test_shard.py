@@ -1,0 +1,14 @@
+"""Shard: the parts of a dimension."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.worker.comm.shard import Shard
+
+
+@pytest.mark.parametrize(("full_len", "size"), [(8, 4), (10, 4), (3, 2), (5, 1)])
+def test_shards_cover_dimension_once(full_len: int, size: int) -> None:
+    shards = [Shard(rank, size, full_len) for rank in range(size)]
+    assert [place for shard in shards for place in range(shard.start, shard.end)] == list(range(full_len))
+    assert all(len(shard) <= shard.padded_len for shard in shards)

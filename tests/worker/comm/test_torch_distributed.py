@@ -1,0 +1,130 @@
+"""TorchDistributed over real sockets and processes, and its errors for absent ranks."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from quire.proto.step import RowSampling, StepResult, decode_reply
+from quire.worker.comm.torch_distributed import TorchDistributed, create_store, interface_of
+
+HOST = "127.0.0.1"
+
+# Program of a rank: reads its rank, config, store port, number of blocks and plans from stdin.
+RANK = """
+import pickle, sys
+from quire.proto.step import StepPlan
+from quire.worker.comm.torch_distributed import TorchDistributed
+from quire.worker.runner import ModelRunner
+
+rank, config, port, num_blocks, frames = pickle.load(sys.stdin.buffer)
+runner = ModelRunner(config, TorchDistributed(rank, 2, "127.0.0.1", port, "gloo", timeout_s=120))
+runner.allocate_cache(num_blocks)
+results = [runner.execute(StepPlan.decode(frame)).encode() for frame in frames]
+runner.close()
+pickle.dump(results, sys.stdout.buffer)
+"""
+
+
+def test_two_processes_over_gloo_give_tokens_of_two_threads(
+    make_model: Any, make_engine: Any, planned: Any, engine_config: Any
+) -> None:
+    folder = make_model("qwen2")
+    engine = make_engine(folder, 2, num_blocks=64)  # the sum of two numbers is the same in either order
+    settings = [RowSampling(temperature=0.0), RowSampling(seed=3), RowSampling(seed=4, top_p=0.9, logprobs=2)]
+    sequences = [planned(list(range(9, 9 + 20 * n)), 8, s) for n, s in enumerate(settings, start=1)]
+    frames: list[bytes] = []
+    expected = engine.generate(sequences, chunk_len=24, record=frames)
+    store, port = create_store(HOST)
+    inputs = [pickle.dumps((rank, engine_config(folder, 2), port, 64, frames)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        ran = list(threads.map(run_rank, inputs))
+    del store
+    tokens = [[tokens_of(reply) for reply in replies] for replies in ran]
+    assert tokens[0] == [result.token_ids.tolist() for result in expected]
+    assert all(not step for step in tokens[1])
+
+
+def tokens_of(reply: bytes) -> list[int]:
+    result = decode_reply(reply)
+    assert isinstance(result, StepResult)
+    tokens: list[int] = result.token_ids.tolist()
+    return tokens
+
+
+def run_rank(stdin: bytes) -> list[bytes]:
+    ran = subprocess.run(
+        [sys.executable, "-c", RANK], input=stdin, capture_output=True, timeout=240, check=False
+    )
+    assert ran.returncode == 0, ran.stderr.decode()
+    replies: list[bytes] = pickle.loads(ran.stdout)  # noqa: S301  (from our own child)
+    return replies
+
+
+def test_all_reduce_and_all_gather_over_gloo() -> None:
+    store, port = create_store(HOST)
+    results: dict[int, tuple[list[float], list[list[float]]]] = {}
+
+    def on_rank(rank: int) -> None:
+        comm = TorchDistributed(rank, 3, HOST, port, "gloo", timeout_s=60)
+        summed = comm.all_reduce(torch.tensor([1.0, 10.0 * rank]))
+        results[rank] = summed.tolist(), comm.all_gather(torch.tensor([float(rank), 7.0])).tolist()
+        comm.barrier()
+        comm.close()
+        comm.close()
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(on_rank, range(3)))
+    del store
+    assert results == {rank: ([3.0, 30.0], [[0.0, 7.0], [1.0, 7.0], [2.0, 7.0]]) for rank in range(3)}
+
+
+def test_join_times_out_without_other_rank() -> None:
+    store, port = create_store(HOST)
+    with pytest.raises(
+        ConnectionError, match=r"joining at 127\.0\.0\.1:\d+ of rank 0 with the others of 2 failed"
+    ):
+        TorchDistributed(0, 2, HOST, port, "gloo", timeout_s=1)
+    del store
+
+
+def test_collective_fails_after_other_rank_left() -> None:
+    store, port = create_store(HOST)
+    left = threading.Event()
+
+    def leave() -> None:
+        TorchDistributed(1, 2, HOST, port, "gloo", timeout_s=60).close()
+        left.set()
+
+    leaver = threading.Thread(target=leave)
+    leaver.start()
+    comm = TorchDistributed(0, 2, HOST, port, "gloo", timeout_s=60)
+    assert left.wait(60)
+    leaver.join()
+    with pytest.raises(ConnectionError, match="all-reduce of rank 0 with the others of 2 failed"):
+        comm.all_reduce(torch.ones(4))
+    comm.close()
+    with pytest.raises(ConnectionError, match="rank 0 has left the group"):
+        comm.barrier()
+    del store
+
+
+def test_store_listens_on_its_address_only() -> None:
+    store, port = create_store("127.0.0.2")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+    socket.create_connection(("127.0.0.2", port), timeout=5).close()
+    del store
+
+
+def test_interface_of_finds_interface_by_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") is None  # reserved for documentation
