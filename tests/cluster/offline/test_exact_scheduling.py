@@ -1,7 +1,6 @@
-"""Answers as users get them equal transformers' in every family, whatever the scheduler does to their sequences.
+"""Outputs of every model family equal those of transformers after prefix hits and both kinds of preemption.
 
-That is prefix hits, and preemption in both modes: the families differ in what a rank remembers of a sequence beside
-its keys, in windows, positions and experts.
+The families differ in the state of a sequence beside its keys and values, in windows, positions and experts.
 """
 
 from __future__ import annotations
@@ -49,18 +48,18 @@ def check(results: list[RequestOutput], reference: Reference) -> None:
 def test_scaled_and_bounded_logits_equal_transformers(
     make_model: Any, kind: str, settings: dict[str, Any]
 ) -> None:
-    """Which changes no greedy token, but its probability."""
+    """Scaling does not change greedy tokens, but their probabilities."""
     folder = make_model(kind, seed=7, **settings)
     (prompt,) = prompts_of([12], seed=1)
     with LLM(str(folder), device="cpu", dtype="float32", num_kv_blocks=16) as llm:
-        ((answer,),) = (result.outputs for result in llm.generate([prompt], replace(GREEDY, logprobs=0)))
+        ((output,),) = (result.outputs for result in llm.generate([prompt], replace(GREEDY, logprobs=0)))
     with torch.inference_mode():
         logits = (
-            Reference(folder).model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
+            Reference(folder).model(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]
         )
-    expected = logits.log_softmax(dim=-1)[range(len(answer.token_ids)), answer.token_ids]
-    assert answer.logprobs is not None
-    chosen = [entry[own].logprob for entry, own in zip(answer.logprobs, answer.token_ids, strict=True)]
+    expected = logits.log_softmax(dim=-1)[range(len(output.token_ids)), output.token_ids]
+    assert output.logprobs is not None
+    chosen = [entry[own].logprob for entry, own in zip(output.logprobs, output.token_ids, strict=True)]
     torch.testing.assert_close(torch.tensor(chosen), expected, atol=1e-4, rtol=0)
 
 
@@ -93,7 +92,7 @@ def test_preempted_sequences_keep_the_tokens(served: tuple[str, Reference], num_
         prefix_caching=False,
     ) as llm:
         scheduler = llm._engine.scheduler  # type: ignore[attr-defined]
-        scheduler._state.costs.swap_blocks_per_s = 1e9  # wherever there is host memory, swap
+        scheduler._state.costs.swap_blocks_per_s = 1e9  # swap whenever there is host memory
         check(llm.generate(prompts_of([17, 22, 9, 13], seed=3), GREEDY), reference)
         assert scheduler.stats.num_preemptions > 0
         assert (scheduler.blocks.num_swapped_blocks > 0) == (num_host_kv_blocks > 0)

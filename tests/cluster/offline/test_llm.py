@@ -199,7 +199,7 @@ def test_interrupt_aborts_the_batch(llm: LLM) -> None:
 def test_interrupt_at_the_first_step_aborts_the_batch(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When their thread runs and whoever started it does not know yet."""
+    """The interrupt comes when the steps' thread runs and the caller does not wait for it yet."""
     has_begun, start = threading.Event(), threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:
@@ -254,7 +254,7 @@ def test_one_rank_imports_no_ray_or_zmq_and_client_no_torch(model_dir: Path) -> 
 
 @pytest.mark.cluster
 def test_two_ranks_generate_the_tokens_of_one_and_leave_no_process(model_dir: Path) -> None:
-    """Closed by the interpreter's exit alone, and in a process of its own: Ray has one instance a process."""
+    """In a process of its own, since Ray has one instance per process; closed only by the interpreter's exit."""
     import psutil
 
     program = (

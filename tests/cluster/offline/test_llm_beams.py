@@ -13,7 +13,7 @@ from quire import LLM, SamplingParams
 from quire.cluster.requests.outputs import CompletionOutput
 
 PROMPTS = ["The quick brown fox", "It was the best of times, it was the worst"]
-# One token in thirty, so that answers end at all lengths.
+# One token in thirty, so that outputs end at all lengths.
 STOPS = tuple(range(20, 380, 30))
 SCORE_NOISE = 1e-4
 
@@ -46,7 +46,7 @@ def load_reference(model_dir: Path) -> Any:
 
 
 def search(model: Any, prompt: list[int], params: SamplingParams, eos: tuple[int, ...]) -> Found:
-    """What transformers finds: (tokens, score), best first."""
+    """Return the beams of transformers as (tokens, score), best first."""
     import torch
 
     stops = [*eos, *params.stop_token_ids]
@@ -66,26 +66,28 @@ def search(model: Any, prompt: list[int], params: SamplingParams, eos: tuple[int
     )
     found = []
     for whole, score in zip(result.sequences.tolist(), result.sequences_scores.tolist(), strict=True):
-        answer = whole[len(prompt) :]
-        end = next((place for place, token in enumerate(answer, start=1) if token in stops), len(answer))
-        found.append((answer[:end], score))
+        output = whole[len(prompt) :]
+        end = next(
+            (position for position, token in enumerate(output, start=1) if token in stops), len(output)
+        )
+        found.append((output[:end], score))
     return found
 
 
-def score_of(model: Any, prompt: list[int], answer: list[int], penalty: float) -> float:
-    """What an answer is worth by transformers' own log-probabilities."""
+def score_of(model: Any, prompt: list[int], output: list[int], penalty: float) -> float:
+    """Return the score of an output by the log-probabilities of transformers."""
     import torch
 
     with torch.inference_mode():
-        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-    chosen = logits.log_softmax(dim=-1).gather(1, torch.tensor(answer).unsqueeze(1))
-    return float(chosen.sum()) / len(answer) ** penalty
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.log_softmax(dim=-1).gather(1, torch.tensor(output).unsqueeze(1))
+    return float(chosen.sum()) / len(output) ** penalty
 
 
 def assert_equal(
     outputs: list[CompletionOutput], expected: Found, model: Any, prompt: list[int], penalty: float
 ) -> None:
-    """Equal tokens; where they differ, answers that are worth the same but for float noise."""
+    """Check that the tokens are equal, or the scores up to float rounding."""
     assert [output.index for output in outputs] == list(range(len(expected)))
     for output, (token_ids, score) in zip(outputs, expected, strict=True):
         assert output.score == pytest.approx(score, abs=SCORE_NOISE)
@@ -96,7 +98,7 @@ def assert_equal(
 
 
 def compare(llm: LLM, model: Any, prompts: list[str], params: SamplingParams) -> list[CompletionOutput]:
-    """Checks the answers to all prompts, searched at once; returns them."""
+    """Check the outputs of all prompts, searched in one batch, and return them."""
     eos = () if params.ignore_eos else llm.config.model.eos_token_ids
     results = llm.generate(prompts, params)
     for result in results:
@@ -157,7 +159,7 @@ def test_preemption_does_not_change_beams(model_dir: Path, reference: Any, num_h
         max_num_seqs=12,
     ) as small:
         scheduler = small._engine.scheduler  # type: ignore[attr-defined]
-        scheduler._state.costs.swap_blocks_per_s = 1e9  # wherever there is host memory, swap
+        scheduler._state.costs.swap_blocks_per_s = 1e9  # swap whenever there is host memory
         compare(small, reference, [*PROMPTS, PROMPTS[0] + ","], params)
         assert scheduler.stats.num_preemptions > 0
         assert (scheduler.blocks.num_swapped_blocks > 0) == (num_host_kv_blocks > 0)
@@ -177,7 +179,7 @@ def test_beams_of_the_demo_model_equal_transformers(
     demo: tuple[LLM, Any], width: int, length_penalty: float, early_stopping: bool
 ) -> None:
     llm, model = demo
-    # Its end of sequence is rare; a full stop and a comma end an answer as well.
+    # The model rarely ends a sequence; periods and commas end outputs as well.
     stops = tuple(
         not_none(llm.generate(end, SamplingParams(max_tokens=1))[0].prompt_token_ids)[0] for end in ".,"
     )

@@ -101,7 +101,7 @@ def test_preemption_does_not_change_outputs(llm: LLM, model_dir: Path, num_host_
         max_num_seqs=8,
     ) as small:
         scheduler = small._engine.scheduler  # type: ignore[attr-defined]
-        scheduler._state.costs.swap_blocks_per_s = 1e9  # wherever there is host memory, swap
+        scheduler._state.costs.swap_blocks_per_s = 1e9  # swap whenever there is host memory
         results = small.generate(prompts, params)
         assert scheduler.stats.num_preemptions > 0
         assert (scheduler.blocks.num_swapped_blocks > 0) == (num_host_kv_blocks > 0)

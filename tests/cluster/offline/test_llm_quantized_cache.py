@@ -17,14 +17,14 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 KV_CACHE_DTYPES = ["int8", "fp8_e4m3"]
 
 
-def answers(llm: LLM) -> list[list[int]]:
+def generate_tokens(llm: LLM) -> list[list[int]]:
     return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, GREEDY)]
 
 
 @pytest.mark.parametrize("kv_cache_dtype", KV_CACHE_DTYPES)
 def test_swapped_blocks_keep_their_scales(kv_cache_dtype: str) -> None:
     with LLM("demo", device="cpu", kv_cache_dtype=kv_cache_dtype, block_size=4, num_kv_blocks=200) as roomy:
-        expected = answers(roomy)
+        expected = generate_tokens(roomy)
     assert all(len(set(tokens)) > 8 for tokens in expected)
     with LLM(
         "demo",
@@ -36,8 +36,8 @@ def test_swapped_blocks_keep_their_scales(kv_cache_dtype: str) -> None:
         prefix_caching=False,
     ) as tight:
         scheduler = tight._engine.scheduler  # type: ignore[attr-defined]
-        scheduler._state.costs.swap_blocks_per_s = 1e9  # nothing is computed again instead
-        assert answers(tight) == expected
+        scheduler._state.costs.swap_blocks_per_s = 1e9  # swap instead of recomputing
+        assert generate_tokens(tight) == expected
         assert scheduler.blocks.num_swapped_blocks > 0
 
 
@@ -46,9 +46,9 @@ def test_quantized_cache_has_more_blocks_in_the_same_memory() -> None:
     for kv_cache_dtype in ("auto", *KV_CACHE_DTYPES):
         with LLM("demo", device="cpu", kv_cache_dtype=kv_cache_dtype, kv_cache_memory=8 << 20) as llm:
             counts.append(llm.config.cache.num_blocks or 0)
-    full, *quantised = counts
-    # Of float32: a quarter, and a scale a vector.
-    assert all(3 * full < count < 4 * full for count in quantised)
+    full, *quantized = counts
+    # A quarter of float32, and one scale per vector.
+    assert all(3 * full < count < 4 * full for count in quantized)
 
 
 def test_unknown_cache_dtype_is_refused() -> None:

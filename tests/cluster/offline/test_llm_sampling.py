@@ -53,14 +53,14 @@ def llm(model_dir: Path) -> Iterator[LLM]:
         yield opened
 
 
-def answers(results: list[RequestOutput]) -> list[list[int]]:
+def tokens_of(results: list[RequestOutput]) -> list[list[int]]:
     return [output.token_ids for result in results for output in result.outputs]
 
 
 def test_constrained_greedy_tokens_equal_transformers(llm: LLM, reference: Any) -> None:
-    """All in one batch, each request with constraints of its own."""
+    """All requests are in one batch, each with its own constraints."""
     plain = llm.generate(PROMPTS, GREEDY)
-    first, second, third = answers(plain)
+    first, second, third = tokens_of(plain)
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
         (
@@ -100,32 +100,32 @@ def test_constraints_hold_in_batches_after_preemption_and_for_each_completion(
         ),
     ]
     alone = [
-        answers(llm.generate(prompt, sampling)) for prompt, sampling in zip(PROMPTS, params, strict=True)
+        tokens_of(llm.generate(prompt, sampling)) for prompt, sampling in zip(PROMPTS, params, strict=True)
     ]
     together = llm.generate([*PROMPTS, PROMPTS[0]], [*params, SAMPLED])
-    assert answers(together)[:-1] == [*chain(*alone)]
-    assert answers(together)[-1:] == answers(llm.generate(PROMPTS[0], SAMPLED))
+    assert tokens_of(together)[:-1] == [*chain(*alone)]
+    assert tokens_of(together)[-1:] == tokens_of(llm.generate(PROMPTS[0], SAMPLED))
     with LLM(str(model_dir), device="cpu", block_size=4, num_kv_blocks=26, max_num_seqs=8) as small:
-        assert answers(small.generate(PROMPTS, params)) == [*chain(*alone)]
+        assert tokens_of(small.generate(PROMPTS, params)) == [*chain(*alone)]
         assert small._engine.scheduler.stats.num_preemptions > 0  # type: ignore[attr-defined]
 
 
 def has(token_ids: list[int], spelling: tuple[int, ...]) -> bool:
-    """Whether the spelling is somewhere in the tokens."""
-    places = range(len(token_ids) - len(spelling) + 1)
-    return any(tuple(token_ids[place : place + len(spelling)]) == spelling for place in places)
+    """Return whether the tokens contain the spelling."""
+    positions = range(len(token_ids) - len(spelling) + 1)
+    return any(tuple(token_ids[position : position + len(spelling)]) == spelling for position in positions)
 
 
 def test_bad_words_are_not_generated(llm: LLM) -> None:
-    """Words of one token and of several, with and without a space before them."""
+    """Words of one or several tokens, with and without a space before them."""
     tokenizer, free = llm._tokenizer, llm.generate(PROMPTS, SAMPLED)
-    texts = (tokenizer.token_text(token_id) for tokens in answers(free) for token_id in tokens)
+    texts = (tokenizer.token_text(token_id) for tokens in tokens_of(free) for token_id in tokens)
     words = {text.strip() for text in texts if text.strip().isalpha() and text.isascii()}
     forbidden = {spelling for word in words for spelling in tokenizer.word_token_ids(word)}
-    assert any(has(tokens, spelling) for tokens in answers(free) for spelling in forbidden)
+    assert any(has(tokens, spelling) for tokens in tokens_of(free) for spelling in forbidden)
     assert any(len(spelling) > 1 for spelling in forbidden)
     params = replace(SAMPLED, bad_words=tuple(sorted(words)))
-    for tokens in answers(llm.generate(PROMPTS, params)):
+    for tokens in tokens_of(llm.generate(PROMPTS, params)):
         assert len(tokens) == 24
         assert not any(has(tokens, spelling) for spelling in forbidden)
 
@@ -136,29 +136,29 @@ def expected_logprobs(reference: Any, token_ids: list[int]) -> torch.Tensor:
 
 
 def assert_prompt_logprobs(result: RequestOutput, reference: Any, num_top: int) -> None:
-    token_ids, told = not_none(result.prompt_token_ids), result.prompt_logprobs
-    assert told is not None
-    assert told[0] is None
+    token_ids, entries = not_none(result.prompt_token_ids), result.prompt_logprobs
+    assert entries is not None
+    assert entries[0] is None
     logprobs = expected_logprobs(reference, token_ids)
-    for place, entry in enumerate(told[1:], start=1):
+    for position, entry in enumerate(entries[1:], start=1):
         assert entry is not None
-        of_place = logprobs[place - 1]
-        likeliest = of_place.topk(num_top).indices.tolist()
-        assert set(entry) == {token_ids[place], *likeliest}
+        row = logprobs[position - 1]
+        top = row.topk(num_top).indices.tolist()
+        assert set(entry) == {token_ids[position], *top}
         for token_id, logprob in entry.items():
-            assert logprob.logprob == pytest.approx(float(of_place[token_id]), abs=1e-4)
-        assert [entry[token_id].rank for token_id in likeliest] == list(range(1, num_top + 1))
+            assert logprob.logprob == pytest.approx(float(row[token_id]), abs=1e-4)
+        assert [entry[token_id].rank for token_id in top] == list(range(1, num_top + 1))
 
 
 def test_prompt_logprobs_do_not_depend_on_the_prefix_cache(llm: LLM, reference: Any) -> None:
-    """Chunks of 20 tokens a step, beside other requests, of prompts that the prefix cache has by then."""
+    """Prompts that are in the prefix cache, in chunks of 20 tokens per step, beside other requests."""
     llm.generate(PROMPTS, GREEDY)
     asked = [replace(GREEDY, prompt_logprobs=num_top, n=n) for num_top, n in ((0, 1), (4, 2), (2, 1))]
     results = llm.generate([*PROMPTS, PROMPTS[2]], [*asked, GREEDY])
     for result, params in zip(results, asked, strict=False):
         assert_prompt_logprobs(result, reference, params.prompt_logprobs or 0)
     assert results[3].prompt_logprobs is None
-    assert answers(results)[-1] == answers(llm.generate(PROMPTS[2], GREEDY))[0]
+    assert tokens_of(results)[-1] == tokens_of(llm.generate(PROMPTS[2], GREEDY))[0]
     (single,) = llm.generate([[7]], replace(GREEDY, prompt_logprobs=3))
     assert single.prompt_logprobs == [None]
     ranked = llm.generate(PROMPTS[0], replace(SAMPLED, n=1, best_of=3, prompt_logprobs=1))
@@ -181,7 +181,7 @@ def test_truncate_prompt_tokens_keeps_the_end_of_the_prompt(llm: LLM) -> None:
     (whole,) = llm.generate(PROMPTS[2], GREEDY)
     (cut,) = llm.generate(PROMPTS[2], replace(GREEDY, truncate_prompt_tokens=9))
     assert not_none(cut.prompt_token_ids) == not_none(whole.prompt_token_ids)[-9:]
-    assert answers([cut]) == answers(llm.generate(not_none(whole.prompt_token_ids)[-9:], GREEDY))
+    assert tokens_of([cut]) == tokens_of(llm.generate(not_none(whole.prompt_token_ids)[-9:], GREEDY))
     (short,) = llm.generate("It was", replace(GREEDY, truncate_prompt_tokens=9))
     assert short.prompt_token_ids == llm.generate("It was", GREEDY)[0].prompt_token_ids
 

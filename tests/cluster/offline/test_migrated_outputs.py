@@ -26,7 +26,7 @@ PROMPT = np.arange(30, 53, dtype=np.int32)
 SETTINGS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
     "seeded": SamplingParams(temperature=1.3, top_p=0.95, seed=11, max_tokens=24, min_tokens=20),
-    "penalised": SamplingParams(
+    "penalized": SamplingParams(
         temperature=1.0, seed=5, max_tokens=24, ignore_eos=True,
         repetition_penalty=1.4, frequency_penalty=0.6, presence_penalty=0.4,
     ),
@@ -47,17 +47,17 @@ class SteppedReplica:
     """A replica whose step loop the test drives by hand.
 
     Attributes:
-        answers: handle |-> tokens received so far.
+        outputs: handle |-> tokens received so far.
         moved: handle |-> tokens that the sequence had when it was handed off.
     """
 
-    def __init__(self, config: EngineConfig, answers: dict[int, list[int]]) -> None:
+    def __init__(self, config: EngineConfig, outputs: dict[int, list[int]]) -> None:
         config, self._group = load_in_process(config)
         self._mailbox = InMemoryMailbox()
         self._mailbox.connect(GATEWAY, self._on_message)
         self.scheduler = Scheduler(config)
         self._loop = StepLoop(self.scheduler, self._group, self._mailbox, "replica-0")
-        self.answers = answers
+        self.outputs = outputs
         self.moved: dict[int, int] = {}
 
     def post(self, message: GatewayMessage) -> None:
@@ -73,7 +73,7 @@ class SteppedReplica:
     def _on_message(self, message: ReplicaMessage) -> None:
         assert isinstance(message, TokenBatch)
         for handle, update in updates_by_handle(message):
-            self.answers[handle] += update.token_ids
+            self.outputs[handle] += update.token_ids
             if update.finish is not None and update.finish.reason is FinishReason.MOVED:
                 self.moved[handle] = update.finish.num_completion_tokens
 
@@ -88,8 +88,8 @@ def test_migrated_requests_get_the_same_tokens(config: EngineConfig) -> None:
 def run(config: EngineConfig, moves: tuple[int, ...]) -> dict[int, list[int]]:
     """All outputs by handle; after each of so many steps every sequence moves to a fresh replica."""
     requests: dict[int, tuple[Request, int]] = {}
-    answers: dict[int, list[int]] = defaultdict(list)
-    replica = SteppedReplica(config, answers)
+    outputs: dict[int, list[int]] = defaultdict(list)
+    replica = SteppedReplica(config, outputs)
     for settings in SETTINGS.values():
         first, request = len(requests), Request("moving", PROMPT, settings)
         replica.post(request.submit_message(first))
@@ -102,13 +102,13 @@ def run(config: EngineConfig, moves: tuple[int, ...]) -> dict[int, list[int]]:
             pass
         assert not replica.scheduler.has_work
         replica.close()
-        moved, replica = replica.moved, SteppedReplica(config, answers)
+        moved, replica = replica.moved, SteppedReplica(config, outputs)
         for handle, num_tokens in moved.items():
-            assert num_tokens == len(answers[handle])
+            assert num_tokens == len(outputs[handle])
             request, index = requests[handle]
-            replica.post(request.resumed(index, answers[handle]).submit_message(handle))
+            replica.post(request.resumed(index, outputs[handle]).submit_message(handle))
     while replica.step():
         pass
     assert not replica.scheduler.has_work
     replica.close()
-    return dict(answers)
+    return dict(outputs)

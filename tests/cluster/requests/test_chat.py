@@ -161,7 +161,7 @@ def test_llm_chat_uses_the_model_s_sampling_defaults(chat_dir: Path) -> None:
         assert again.outputs[0].token_ids == first.outputs[0].token_ids
         (other,) = llm.chat(MESSAGES, neutral)
         assert other.outputs[0].token_ids != first.outputs[0].token_ids
-        # A beam search has no use for them.
+        # Beam search ignores the sampling defaults.
         assert llm.chat(MESSAGES, SamplingParams(max_tokens=4, beam_width=2))[0].outputs[0].score is not None
         with pytest.raises(InvalidRequest, match="nobody is called king"):
             llm.chat([{"role": "king", "content": "x"}])
@@ -200,7 +200,7 @@ async def start(*arguments: str, **streams: Any) -> asyncio.subprocess.Process:
 
 
 def test_chat_command_reads_turns_from_a_pipe(serve: ServerFactory, chat_dir: Path) -> None:
-    """Each line is a turn of one conversation; the second is longer by the first and its answer."""
+    """Each line is a turn of one conversation; the second prompt includes the first turn and its output."""
 
     async def scenario() -> None:
         async with serve(model_dir=chat_dir) as server:
@@ -245,7 +245,7 @@ def test_chat_command_at_a_terminal(serve: ServerFactory, chat_dir: Path) -> Non
                 await until(lambda: server.replica.num_running == 1)
                 server.brake.hold()
                 process.send_signal(signal.SIGINT)
-                await read_until(master, "(aborted)", "> ")  # until it prompts, Ctrl-D means nothing
+                await read_until(master, "(aborted)", "> ")  # Ctrl-D works only at the prompt
                 server.brake.release()
                 await until(lambda: server.replica.num_running == 0)
                 os.write(master, b"\x04")
@@ -265,7 +265,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def read_until(terminal: int, *wanted: str) -> None:
-    """Reads until all of these have come, one after the other."""
+    """Read until all wanted texts have come, in their order."""
     loop = asyncio.get_running_loop()
     seen = ""
     async with asyncio.timeout(60):
