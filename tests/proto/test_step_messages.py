@@ -1,4 +1,4 @@
-"""StepPlan, StepResult and StepFailure cross a process border unchanged, or are refused."""
+"""StepPlan, StepResult and StepFailure round-trip; unreadable frames are refused."""
 
 from __future__ import annotations
 

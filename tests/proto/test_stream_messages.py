@@ -1,4 +1,4 @@
-"""What gateways and schedulers say to each other arrives as it was sent, or is refused."""
+"""Messages between gateways and schedulers round-trip; unreadable ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ChannelWorkerGroup over real processes whose ranks do as they are told: answer, fail, hang or die."""
+"""ChannelWorkerGroup over real processes whose ranks reply, fail, hang or die on command."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from quire.proto.transport.channel import ChannelAddress, StepReceiver
 pytestmark = pytest.mark.cluster
 
 NUM_RANKS = 2
-FAIL, HANG, STALE = 1, 2, 3
+FAIL, HANG, STALE = 1, 2, 3  # actions
 GATHER_TIMEOUT_S = DEADLINE_S = 60.0
 
 
-def plan(step_id: int, rank: int = 0, act: int = 0) -> StepPlan:
-    """A step at which one rank acts up; the digest carries which and how."""
-    return StepPlan(step_id, 1, digest=10 * rank + act)
+def plan(step_id: int, rank: int = 0, action: int = 0) -> StepPlan:
+    """Return a plan whose digest encodes the action of one rank."""
+    return StepPlan(step_id, 1, digest=10 * rank + action)
 
 
-class ObedientRank:
+class ScriptedRank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
@@ -44,15 +44,15 @@ class ObedientRank:
         receiver = StepReceiver(address, self.rank)
         while (frame := receiver.receive()) is not None:
             step = StepPlan.decode(frame)
-            act = step.digest % 10 if step.digest // 10 == self.rank else 0
-            if act == HANG:
+            action = step.digest % 10 if step.digest // 10 == self.rank else 0
+            if action == HANG:
                 time.sleep(60)
-            if act == FAIL:
+            if action == FAIL:
                 receiver.reply(
-                    StepFailure(step.step_id, 1, self.rank, "sample", "ValueError: as told").encode()
+                    StepFailure(step.step_id, 1, self.rank, "sample", "ValueError: on command").encode()
                 )
                 break
-            if act == STALE:
+            if action == STALE:
                 receiver.reply(StepResult(step.step_id, 0, self.rank, np.array([99], np.int32)).encode())
             receiver.reply(
                 StepResult(step.step_id, 1, self.rank, np.array([step.step_id], np.int32)).encode()
@@ -61,7 +61,7 @@ class ObedientRank:
 
 
 def stop_process(pid: int) -> None:
-    """Returns when the process has stopped: until then it may still answer a step."""
+    """Stop a process and wait until it is stopped: until then it may still reply to a step."""
     process, deadline = psutil.Process(pid), time.monotonic() + DEADLINE_S
     process.send_signal(signal.SIGSTOP)
     while process.status() != psutil.STATUS_STOPPED:
@@ -83,11 +83,11 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def started(cluster: LocalCluster) -> Iterator[Started]:
-    remote = ray.remote(ObedientRank).options(max_concurrency=2, num_cpus=1)
+    remote = ray.remote(ScriptedRank).options(max_concurrency=2, num_cpus=1)
     workers = tuple(remote.remote(rank) for rank in range(NUM_RANKS))
     statuses = tuple(ray.get([worker.status.remote() for worker in workers], timeout=60))
-    maker = ChannelGroupFactory(ChannelAddress.in_directory(cluster.directory), workers, statuses, 30.0)
-    group = maker()
+    factory = ChannelGroupFactory(ChannelAddress.in_directory(cluster.directory), workers, statuses, 30.0)
+    group = factory()
     yield Started(group, [status.pid for status in statuses])
     group.close()
     for worker in workers:
@@ -95,7 +95,7 @@ def started(cluster: LocalCluster) -> Iterator[Started]:
 
 
 def step_until_failure(group: ChannelWorkerGroup) -> None:
-    """The ranks do not wait for each other here, so the failing one's word may come steps later."""
+    """Run steps until a rank fails. These ranks do not wait for each other, so that may be some steps later."""
     deadline, step_id = time.monotonic() + DEADLINE_S, 2
     while time.monotonic() < deadline:
         group.gather(GATHER_TIMEOUT_S)
@@ -121,21 +121,21 @@ def test_results_come_in_order_with_two_steps_in_flight(started: Started) -> Non
     group.check()
 
 
-def test_answers_of_another_epoch_are_refused(started: Started) -> None:
-    started.group.broadcast(plan(1, rank=0, act=STALE))
+def test_results_of_another_epoch_are_dropped(started: Started) -> None:
+    started.group.broadcast(plan(1, rank=0, action=STALE))
     assert started.group.gather(GATHER_TIMEOUT_S).token_ids.tolist() == [1]
 
 
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
-def test_failing_rank_tells_its_own_reason(started: Started, rank: int) -> None:
+def test_failing_rank_s_reason_and_stage_are_raised(started: Started, rank: int) -> None:
     started.group.broadcast(plan(1, rank, FAIL))
-    with pytest.raises(RankFailed, match="as told") as caught:
+    with pytest.raises(RankFailed, match="on command") as caught:
         step_until_failure(started.group)
     assert (caught.value.rank, caught.value.stage) == (rank, "sample")
 
 
-def test_dead_rank_is_named_while_a_step_waits_for_it(started: Started) -> None:
-    started.group.broadcast(plan(1, rank=0, act=HANG))
+def test_dead_rank_is_named_during_a_step(started: Started) -> None:
+    started.group.broadcast(plan(1, rank=0, action=HANG))
     os.kill(started.pids[0], signal.SIGKILL)
     with pytest.raises(RankFailed, match="rank 0 failed at step 1: its process died on host-0"):
         started.group.gather(GATHER_TIMEOUT_S)
@@ -151,30 +151,30 @@ def test_hung_rank_is_named_with_its_stage_at_the_deadline(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channel_group, "_STAGE_TIMEOUT_S", DEADLINE_S)  # however busy the machine is
-    started.group.broadcast(plan(1, rank=0, act=HANG))
+    started.group.broadcast(plan(1, rank=0, action=HANG))
     with pytest.raises(RankFailed, match=r"rank 0 failed at step 1 in stage forward: no answer in 0.3 s"):
         started.group.gather(0.3)
 
 
-def test_stopped_process_is_named_rather_than_one_that_waits(started: Started) -> None:
+def test_stopped_process_is_named_rather_than_a_waiting_rank(started: Started) -> None:
     stop_process(started.pids[1])
-    started.group.broadcast(plan(1, rank=0, act=HANG))
+    started.group.broadcast(plan(1, rank=0, action=HANG))
     with pytest.raises(
         RankFailed, match=r"rank 1 failed at step 1: .* its process on host-1 does not answer"
     ):
         started.group.gather(0.3)
 
 
-def test_statuses_say_who_is_idle(started: Started) -> None:
+def test_statuses_show_which_ranks_are_idle(started: Started) -> None:
     group = started.group
     assert [status.stage for status in group.statuses()] == ["idle", "idle"]
-    group.broadcast(plan(1, rank=1, act=HANG))
+    group.broadcast(plan(1, rank=1, action=HANG))
     group.gather(GATHER_TIMEOUT_S)
     assert [status.stage for status in group.statuses()] == ["idle", "step"]
     assert [status.pid for status in group.statuses()] == started.pids
 
 
-def test_a_second_cluster_in_one_process_is_refused(cluster: LocalCluster) -> None:
+def test_second_cluster_in_one_process_is_refused(cluster: LocalCluster) -> None:
     with pytest.raises(ConfigError, match="connected to Ray already"):
         LocalCluster(1)
     assert cluster.directory.is_dir()
@@ -182,7 +182,7 @@ def test_a_second_cluster_in_one_process_is_refused(cluster: LocalCluster) -> No
 
 
 def test_empty_step_round_trip(started: Started, record_property: Callable[[str, object], None]) -> None:
-    """Far below a Ray call (2.3 ms): the bound only catches a polling sleep, on a busy machine too."""
+    """The bound only catches a polling sleep, even on a busy machine; a Ray call takes 2.3 ms."""
     times = []
     for step_id in range(1, 501):
         begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A private Ray instance, another after it, and one that does not start at once."""
+"""LocalCluster: start, retry of a failed start, and removal; attach to a missing cluster."""
 
 import logging
 from pathlib import Path
@@ -11,7 +11,7 @@ from quire.proto.errors import ReplicaUnavailable
 
 
 @pytest.mark.cluster
-def test_a_cluster_can_follow_another_in_one_process() -> None:
+def test_second_cluster_in_one_process_starts_after_the_first_is_closed() -> None:
     for _ in range(2):
         with LocalCluster(num_cpus=1) as cluster:
             assert ray.is_initialized()
@@ -21,7 +21,7 @@ def test_a_cluster_can_follow_another_in_one_process() -> None:
 
 
 class FailingStart:
-    """Takes the place of ray.init: fails some times as Ray does, and leaves what a process of it wrote."""
+    """Fake of ray.init that fails the given number of times, leaving logs as Ray's processes do."""
 
     def __init__(self, num_failures: int) -> None:
         self.directories: list[Path] = []
@@ -46,7 +46,7 @@ def failing_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("failing_start", [1], indirect=True)
-def test_a_start_that_fails_once_is_tried_again(
+def test_start_that_fails_once_is_retried(
     failing_start: FailingStart, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), LocalCluster(num_cpus=1) as cluster:
@@ -57,7 +57,9 @@ def test_a_start_that_fails_once_is_tried_again(
 
 
 @pytest.mark.parametrize("failing_start", [2], indirect=True)
-def test_a_start_that_fails_twice_says_why_and_leaves_nothing(failing_start: FailingStart) -> None:
+def test_start_that_fails_twice_raises_with_ray_s_logs_and_leaves_no_files(
+    failing_start: FailingStart,
+) -> None:
     with pytest.raises(
         ReplicaUnavailable,
         match=r"Ray did not start: the node did not start; raylet.err: .* \| the disk is full",
@@ -67,10 +69,12 @@ def test_a_start_that_fails_twice_says_why_and_leaves_nothing(failing_start: Fai
     assert not any(directory.exists() for directory in failing_start.directories)
 
 
-def test_a_cluster_that_is_not_there_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attach_to_a_missing_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(address: str, **options: object) -> None:
-        raise ConnectionError(f"nobody at {address}")
+        raise ConnectionError(f"no answer at {address}")
 
     monkeypatch.setattr(ray, "init", refuse)
-    with pytest.raises(ReplicaUnavailable, match=r"no Ray cluster at 127.0.0.1:1 can be joined: nobody at"):
+    with pytest.raises(
+        ReplicaUnavailable, match=r"no Ray cluster at 127.0.0.1:1 can be joined: no answer at"
+    ):
         attach("127.0.0.1:1")

@@ -1,7 +1,7 @@
-"""One replica over two Ray nodes: tensor parallel between them, tcp with keys, detached from who launched it.
+"""A replica over two Ray nodes: tensor parallelism between nodes, tcp with keys, detached from its launcher.
 
-The nodes share this machine's network, or (slow) the second one has a network and process ids of its own, as another
-host has: then nothing but packets goes between the ranks.
+The nodes share this machine's network, or (slow) the second one has its own network and process ids, like another
+host: then the ranks communicate by packets only.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ NEW_TOKENS = 12
 
 @dataclass
 class TwoNodes:
-    """A cluster for the tests of this module.
+    """The cluster of this module's tests.
 
     Attributes:
         far: the second node.
-        link: this end of the network to it; None where it is on this machine's own.
+        link: this end of its network; None if it is in this machine's own.
     """
 
     nodes: RayNodes
@@ -60,7 +60,7 @@ class TwoNodes:
 
 @pytest.fixture(scope="module", params=["one network", pytest.param("two networks", marks=pytest.mark.slow)])
 def two_nodes(request: pytest.FixtureRequest) -> Iterator[TwoNodes]:
-    """A head with room for a scheduler and a rank, and a node with room for a rank."""
+    """Start a head with room for a scheduler and a rank, and a node with room for a rank."""
     with ExitStack() as stack:
         far_network = open_network(stack) if request.param == "two networks" else None
         near_ip, far_ip = (far_network.near_ip, far_network.far_ip) if far_network else (LOOPBACK, LOOPBACK)
@@ -75,11 +75,11 @@ def two_nodes(request: pytest.FixtureRequest) -> Iterator[TwoNodes]:
 
 @dataclass
 class FarNetwork:
-    """A network namespace joined to this machine's.
+    """A network namespace connected to this machine's.
 
     Attributes:
-        link: this end of the way there.
-        inside: goes before a command that is to run there; its processes see no others.
+        link: this end of the connection.
+        inside: prefix of commands that run there, in a process namespace of their own.
     """
 
     link: str
@@ -89,7 +89,7 @@ class FarNetwork:
 
 
 def open_network(stack: ExitStack) -> FarNetwork:
-    """Skips the test where this user may not."""
+    """Create a network namespace; skip the test if this user may not."""
     name = f"quire{secrets.token_hex(3)}"
     subnet = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(256)}"
     there = ["ip", "netns", "exec", name]
@@ -125,8 +125,8 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def site() -> FleetLaunchTarget:
-    """Each node has one slot, so that the ranks must part."""
+def target() -> FleetLaunchTarget:
+    """Return a target that needs one slot per rank; each node has one, so the ranks are on different nodes."""
     return FleetLaunchTarget(CurveKeys.generate(), NAMESPACE, {"slot": 1.0}, placement_timeout_s=60.0)
 
 
@@ -149,31 +149,31 @@ def config(model_dir: Path) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def record(two_nodes: TwoNodes, site: FleetLaunchTarget, config: EngineConfig) -> ReplicaRecord:
-    """Of a replica whose launcher has gone."""
+def record(two_nodes: TwoNodes, target: FleetLaunchTarget, config: EngineConfig) -> ReplicaRecord:
+    """Launch a replica and disconnect from the cluster."""
     with attach(two_nodes.nodes.address, NAMESPACE):
-        record = launch_replica(config, f"replica-{secrets.token_hex(3)}", site, version="v1").record
+        record = launch_replica(config, f"replica-{secrets.token_hex(3)}", target, version="v1").record
     return ReplicaRecord.from_json(record.to_json())
 
 
 @pytest.fixture
 def replica(two_nodes: TwoNodes, record: ReplicaRecord) -> Iterator[Replica]:
-    """Adopted by this process. It is not closed here."""
+    """Adopt the replica. It is not closed here."""
     with attach(two_nodes.nodes.address, NAMESPACE):
         yield adopt_replica(record)
 
 
-def test_answers_over_two_nodes_are_those_of_transformers(
-    record: ReplicaRecord, site: FleetLaunchTarget, model_dir: Path
+def test_outputs_over_two_nodes_equal_transformers(
+    record: ReplicaRecord, target: FleetLaunchTarget, model_dir: Path
 ) -> None:
-    """Asked while nobody is connected to Ray: steps and tokens do not need who launched the replica."""
+    """No process is connected to Ray meanwhile: serving does not need the launcher."""
     assert record.node_ids[1] != record.node_ids[2]
     assert record.endpoint.startswith("tcp://")
-    with Caller(record.endpoint, site.keys) as caller:
+    with Caller(record.endpoint, target.keys) as caller:
         for handle, prompt in enumerate(PROMPTS):
             caller.send(submit(handle, prompt, max_tokens=NEW_TOKENS, ignore_eos=True))
-        answers = caller.follow(*range(len(PROMPTS)))
-    assert [answers[handle].token_ids for handle in range(len(PROMPTS))] == reference(model_dir)
+        outputs = caller.follow(*range(len(PROMPTS)))
+    assert [outputs[handle].token_ids for handle in range(len(PROMPTS))] == reference(model_dir)
 
 
 def reference(model_dir: Path) -> list[list[int]]:
@@ -181,34 +181,34 @@ def reference(model_dir: Path) -> list[list[int]]:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    answers = []
+    outputs = []
     for prompt in PROMPTS:
         token_ids = list(prompt)
         for _ in range(NEW_TOKENS):
             with torch.no_grad():
                 token_ids.append(int(model(torch.tensor([token_ids])).logits[0, -1].argmax()))
-        answers.append(token_ids[len(prompt) :])
-    return answers
+        outputs.append(token_ids[len(prompt) :])
+    return outputs
 
 
-def test_who_has_not_the_keys_is_not_heard(record: ReplicaRecord, site: FleetLaunchTarget) -> None:
-    """Not even one who knows the fleet's public key."""
+def test_client_without_the_keys_is_refused(record: ReplicaRecord, target: FleetLaunchTarget) -> None:
+    """Knowing the fleet's public key is not enough."""
     stranger = CurveKeys.generate()
-    with Caller(record.endpoint, replace(stranger, public=site.keys.public)) as caller:
+    with Caller(record.endpoint, replace(stranger, public=target.keys.public)) as caller:
         caller.send(StatusQuery(1))
         assert caller.receive(2.0) is None
-    with Caller(record.endpoint, site.keys) as caller:
+    with Caller(record.endpoint, target.keys) as caller:
         caller.send(StatusQuery(2))
         status = caller.receive(60.0)
     assert isinstance(status, ReplicaStatus)
     assert (status.query_id, status.replica_id) == (2, record.replica_id)
 
 
-def test_a_launch_without_room_says_why(
-    two_nodes: TwoNodes, site: FleetLaunchTarget, config: EngineConfig
+def test_launch_without_room_explains_the_shortage(
+    two_nodes: TwoNodes, target: FleetLaunchTarget, config: EngineConfig
 ) -> None:
     four = replace(config, parallel=replace(config.parallel, tensor_parallel_size=4))
-    hasty = replace(site, placement_timeout_s=1.0)
+    hasty = replace(target, placement_timeout_s=1.0)
     with attach(two_nodes.nodes.address, NAMESPACE):
         with pytest.raises(
             ReplicaUnavailable, match=r"no room in 1 s: replica needs 5 CPU, 4 slot over"
@@ -218,30 +218,30 @@ def test_a_launch_without_room_says_why(
         assert "replica-big" not in known_replicas(NAMESPACE)
 
 
-def test_a_launch_that_nobody_wants_any_more_leaves_nothing(
-    two_nodes: TwoNodes, site: FleetLaunchTarget, config: EngineConfig
+def test_launch_canceled_by_its_callback_leaves_nothing(
+    two_nodes: TwoNodes, target: FleetLaunchTarget, config: EngineConfig
 ) -> None:
-    told: list[LaunchStage] = []
+    stages: list[LaunchStage] = []
 
     def refuse(progress: LaunchProgress) -> None:
-        told.append(progress.stage)
-        assert "replica-unwanted" in known_replicas(NAMESPACE)  # so whoever ends it finds it
-        raise ReplicaUnavailable("it is not wanted any more")
+        stages.append(progress.stage)
+        assert "replica-canceled" in known_replicas(NAMESPACE)  # `remove_replica` can find it
+        raise ReplicaUnavailable("the launch was canceled")
 
     with attach(two_nodes.nodes.address, NAMESPACE):
-        with pytest.raises(ReplicaUnavailable, match="not wanted any more"):
-            launch_replica(config, "replica-unwanted", site, on_progress=refuse)
-        assert told == [LaunchStage.PLACING]
-        assert "replica-unwanted" not in known_replicas(NAMESPACE)
+        with pytest.raises(ReplicaUnavailable, match="the launch was canceled"):
+            launch_replica(config, "replica-canceled", target, on_progress=refuse)
+        assert stages == [LaunchStage.PLACING]
+        assert "replica-canceled" not in known_replicas(NAMESPACE)
 
 
-def test_a_draining_replica_gives_back_and_its_killed_far_rank_is_named(
-    two_nodes: TwoNodes, replica: Replica, site: FleetLaunchTarget
+def test_draining_replica_moves_requests_and_its_killed_far_rank_is_named(
+    two_nodes: TwoNodes, replica: Replica, target: FleetLaunchTarget
 ) -> None:
-    """Nothing is left of it when it is closed."""
+    """Closing it then leaves nothing."""
     assert known_replicas(NAMESPACE) == {replica.replica_id}
     far_rank = far_rank_of(replica.record, two_nodes)
-    with Caller(replica.address, site.keys) as caller:
+    with Caller(replica.address, target.keys) as caller:
         caller.send(submit(1, [5, 6, 7], max_tokens=8000, ignore_eos=True))
         assert isinstance(caller.receive(60.0), TokenBatch)
         caller.send(Drain(grace_s=120.0))
@@ -251,10 +251,10 @@ def test_a_draining_replica_gives_back_and_its_killed_far_rank_is_named(
         assert moved is not None
         assert moved.reason is FinishReason.MOVED
         kill_worker(two_nodes.far)
-        answer = caller.follow(1)[1]
-    assert answer.finish is not None
-    assert answer.finish.reason is FinishReason.ERROR
-    assert f"rank {far_rank} failed" in answer.finish.error
+        output = caller.follow(1)[1]
+    assert output.finish is not None
+    assert output.finish.reason is FinishReason.ERROR
+    assert f"rank {far_rank} failed" in output.finish.error
     failure = replica.failure.result(60)
     assert isinstance(failure, RankFailed)
     assert failure.rank == far_rank
@@ -278,7 +278,7 @@ def far_rank_of(record: ReplicaRecord, two_nodes: TwoNodes) -> int:
 
 
 def kill_worker(node: subprocess.Popen[bytes]) -> None:
-    """Kills the rank on a node; its own idea of its process id may be another."""
+    """Kill the rank on a node, found from outside: its process id may differ inside the node."""
     processes = psutil.Process(node.pid).children(recursive=True)
     (worker,) = [each for each in processes if "WorkerActor" in " ".join(each.cmdline())]
     worker.send_signal(signal.SIGKILL)
@@ -286,20 +286,20 @@ def kill_worker(node: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("two_nodes", ["two networks"], indirect=True)
-def test_a_far_host_that_vanishes_is_named(
-    two_nodes: TwoNodes, site: FleetLaunchTarget, config: EngineConfig
+def test_rank_on_a_vanished_host_is_named(
+    two_nodes: TwoNodes, target: FleetLaunchTarget, config: EngineConfig
 ) -> None:
-    """No packet says that it has gone: the deadline of the step does."""
+    """No packet reports the end of the host; the deadline of the step detects it."""
     hasty = replace(config, scheduler=replace(config.scheduler, step_timeout_s=5.0))
     with attach(two_nodes.nodes.address, NAMESPACE):
-        replica = launch_replica(hasty, "replica-cut-off", site)
-        with Caller(replica.address, site.keys) as caller:
+        replica = launch_replica(hasty, "replica-cut-off", target)
+        with Caller(replica.address, target.keys) as caller:
             caller.send(submit(1, [5, 6, 7], max_tokens=8000, ignore_eos=True))
             assert isinstance(caller.receive(60.0), TokenBatch)
             assert two_nodes.link is not None
             run("ip", "link", "set", two_nodes.link, "down")
-            answer = caller.follow(1, timeout_s=60.0)[1]
-        assert answer.finish is not None
-        assert f"rank {far_rank_of(replica.record, two_nodes)} failed" in answer.finish.error
+            output = caller.follow(1, timeout_s=60.0)[1]
+        assert output.finish is not None
+        assert f"rank {far_rank_of(replica.record, two_nodes)} failed" in output.finish.error
         assert isinstance(replica.failure.result(60), RankFailed)
         replica.close()
