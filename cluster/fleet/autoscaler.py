@@ -172,7 +172,7 @@ def _recommend(
     if snapshot.time_s - state.busy_at >= limits.idle_timeout_s:
         return limits.min_replicas, f"no request for {limits.idle_timeout_s:g} s"
     signals = {
-        f"not idle for {limits.idle_timeout_s:g} s": 1,
+        f"idle for less than {limits.idle_timeout_s:g} s": 1,
         **_throughput_signals(snapshot, limits, state),
         **_memory_signals(snapshot, limits),
         **_waiting_signal(snapshot, limits, current),
