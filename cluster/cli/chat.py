@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...proto.errors import QuireError
-from .connection import Target, TlsCa, TokenFile, connect
+from .connection import DEFAULT_TARGET, Target, TlsCa, TokenFile, connect
 from .sampling_options import (
     FrequencyPenalty,
     MaxTokens,
@@ -40,7 +40,7 @@ StreamReply = Callable[[list["Message"]], "Generator[StreamEvent, None, None]"]
 
 
 def chat(
-    target: Target = "127.0.0.1:50051",
+    target: Target = DEFAULT_TARGET,
     model: Model = "",
     system: Annotated[str, typer.Option(help="System message at the start of the conversation.")] = "",
     max_tokens: MaxTokens = 1024,

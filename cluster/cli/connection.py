@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..config.server_options import ServerOptions
+
 if TYPE_CHECKING:
     from ..client.client import Client
+
+DEFAULT_TARGET = ServerOptions().listen
 
 Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the server.")]
 TokenFile = Annotated[

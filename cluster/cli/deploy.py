@@ -7,7 +7,7 @@ import typer
 from ..config.deployment import Deployment
 from ..config.engine_options import EngineOptions
 from ..config.scaling_limits import ScalingLimits
-from .connection import Target, TlsCa, TokenFile, connect
+from .connection import DEFAULT_TARGET, Target, TlsCa, TokenFile, connect
 from .deployments import read_deployments
 from .option_groups import with_options
 
@@ -19,7 +19,7 @@ def deploy(
         typer.Argument(help="A model directory on the cluster's nodes, `demo`, or a fleet file (*.toml)."),
     ],
     options: dict[str, Any],
-    target: Target = "127.0.0.1:50051",
+    target: Target = DEFAULT_TARGET,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
 ) -> None:
@@ -40,7 +40,7 @@ def deploy(
 
 def delete(
     model: Annotated[str, typer.Argument(help="Name that the model is served under.")],
-    target: Target = "127.0.0.1:50051",
+    target: Target = DEFAULT_TARGET,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
 ) -> None:
@@ -59,7 +59,7 @@ def drain(
             help="Id of a replica or a node, or the first characters of it; `quire status` shows ids."
         ),
     ],
-    target: Target = "127.0.0.1:50051",
+    target: Target = DEFAULT_TARGET,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
 ) -> None:

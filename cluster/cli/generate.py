@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .connection import Target, TlsCa, TokenFile, connect
+from .connection import DEFAULT_TARGET, Target, TlsCa, TokenFile, connect
 from .sampling_options import (
     BadWord,
     FrequencyPenalty,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    target: Target = "127.0.0.1:50051",
+    target: Target = DEFAULT_TARGET,
     model: Model = "",
     max_tokens: MaxTokens = 128,
     min_tokens: Annotated[int, typer.Option(help="Minimum number of generated tokens.")] = 0,

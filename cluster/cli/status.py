@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from .connection import Target, TlsCa, TokenFile, connect
+from .connection import DEFAULT_TARGET, Target, TlsCa, TokenFile, connect
 from .exit_status import FAILED
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..api.status import FleetInfo, ReplicaInfo
 
 
-def status(target: Target = "127.0.0.1:50051", token_file: TokenFile = None, tls_ca: TlsCa = None) -> None:
+def status(target: Target = DEFAULT_TARGET, token_file: TokenFile = None, tls_ca: TlsCa = None) -> None:
     """Show replicas, ranks, KV use and queue; for a fleet also models and nodes.
 
     The exit status is 1 if a model has fewer ready replicas than it should have.

@@ -41,7 +41,7 @@ def test_help_shows_an_example(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "said"),
+    ("arguments", "status", "message"),
     [
         (["fly"], WRONG_USE, "No such command 'fly'"),
         (["status", "--fast"], WRONG_USE, "No such option"),
@@ -73,12 +73,12 @@ def test_error_is_one_line_on_stderr(
     capfd: pytest.CaptureFixture[str],
     arguments: list[str],
     status: int,
-    said: str,
+    message: str,
 ) -> None:
     ended, output, errors = quire(monkeypatch, capfd, *arguments)
     assert (ended, output) == (status, "")
     assert errors.startswith("quire: ")
-    assert said in errors
+    assert message in errors
     assert len(errors.splitlines()) == 1
 
 

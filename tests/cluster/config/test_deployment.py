@@ -46,7 +46,7 @@ def test_fleet_file_holds_several_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("model = 1", r"must hold \[\[model\]\] tables"),
         ("[[model]]\n", "must be a table with `model`"),
@@ -65,10 +65,10 @@ def test_fleet_file_holds_several_models(tmp_path: Path) -> None:
         ("[[model]", "fleet.toml: "),
     ],
 )
-def test_bad_fleet_file_raises_config_error(tmp_path: Path, text: str, said: str) -> None:
+def test_bad_fleet_file_raises_config_error(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "fleet.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_fleet_file(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_fleet_file(tmp_path / "missing.toml")
@@ -102,7 +102,7 @@ def test_version_changes_with_engine_options_resources_and_revision(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["serve", "demo", "--min-replicas", "2"], "min_replicas: only a fleet has these"),
         (["serve", "fleet.toml"], "a fleet file needs a Ray cluster"),
@@ -113,9 +113,9 @@ def test_version_changes_with_engine_options_resources_and_revision(
     ],
 )
 def test_options_in_the_wrong_place_are_refused(
-    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code != 0
-    assert said in " ".join(result.output.replace("│", " ").split())
+    assert message in " ".join(result.output.replace("│", " ").split())

@@ -36,7 +36,7 @@ def test_recommended_settings_become_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ([], "holds no JSON object"),
         ({"temperature": "hot"}, "temperature is 'hot', must be a number"),
@@ -45,6 +45,6 @@ def test_recommended_settings_become_defaults(tmp_path: Path) -> None:
         ({"repetition_penalty": 0}, r"generation_config.json.repetition_penalty: is 0.0"),
     ],
 )
-def test_bad_setting_raises_model_load_error(content: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=said):
+def test_bad_setting_raises_model_load_error(content: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=message):
         sampling_defaults(write(tmp_path, content), tmp_path)

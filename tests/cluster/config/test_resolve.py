@@ -98,7 +98,7 @@ def remove_tokenizer(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("break_it", "said"),
+    ("break_it", "message"),
     [
         (shutil.rmtree, "not a directory"),
         (lambda model: (model / "config.json").unlink(), "no config.json"),
@@ -114,10 +114,10 @@ def remove_tokenizer(model: Path) -> None:
     ],
 )
 def test_broken_model_directory_raises_model_load_error(
-    model_copy: Path, break_it: Callable[[Path], Any], said: str
+    model_copy: Path, break_it: Callable[[Path], Any], message: str
 ) -> None:
     break_it(model_copy)
-    with pytest.raises(ModelLoadError, match=said) as caught:
+    with pytest.raises(ModelLoadError, match=message) as caught:
         resolve_on_cpu(model_copy)
     assert "\n" not in str(caught.value)
 
@@ -143,7 +143,7 @@ def test_directory_without_tokenizer_raises_model_load_error(model_copy: Path) -
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"dtype": "float8"}, "dtype is 'float8', must be auto, float32, bfloat16 or float16"),
         ({"device": "tpu"}, "device is 'tpu', must be auto, cpu or cuda"),
@@ -171,9 +171,9 @@ def test_directory_without_tokenizer_raises_model_load_error(model_copy: Path) -
     ],
 )
 def test_option_out_of_range_raises_config_error(
-    make_model: Callable[..., Path], options: dict[str, Any], said: str
+    make_model: Callable[..., Path], options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         resolve_on_cpu(make_model("llama"), **options)
 
 
