@@ -34,7 +34,7 @@ from ..requests.request import Request
 from ..requests.request_stream import UpdateQueue
 from ..requests.sequence_update import SequenceUpdate, updates_by_handle
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 # A silent replica has failed after the deadline of a step and this margin, in which its scheduler asks the ranks for
@@ -335,7 +335,7 @@ class ReplicaClient:
 
     def _set_problem(self, problem: str) -> None:
         if problem and problem != self._problem:
-            logger.warning("%s", problem)
+            _log.warning("%s", problem)
         self._problem = problem
         became, ended = (self._unhealthy, self._healthy) if problem else (self._healthy, self._unhealthy)
         became.set()
@@ -354,7 +354,7 @@ class ReplicaClient:
             try:
                 message = decode(frame)
             except ProtocolError as error:
-                logger.error("replica %s: %s", self.replica_id, error)
+                _log.error("replica %s: %s", self.replica_id, error)
                 continue
             if isinstance(message, TokenBatch):
                 self._deliver(message)
