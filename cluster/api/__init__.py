@@ -1,1 +1,1 @@
-"""quire.v1 on the wire: conversions between protobuf and Python, statuses, credentials."""
+"""quire.v1 for the gateway and the clients: message conversions, status types, error statuses and bearer tokens."""

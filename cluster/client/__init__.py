@@ -1,1 +1,1 @@
-"""The Python client of quire.v1."""
+"""Client and AsyncClient: the Python clients of quire.v1."""
