@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: plain PyTorch ops, their Triton kernels in gpu/. Imports nothing else of quire."""
+"""Ops on tensors: PyTorch twins here, Triton kernels in gpu/, C++ ops in native/. Imports nothing else of quire."""

@@ -1,4 +1,4 @@
-"""Gated linear units' gates (Shazeer, *GLU Variants Improve Transformer*, 2020)."""
+"""Activations of gated linear units (Shazeer, *GLU Variants Improve Transformer*, 2020)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .native import ops as cpu
 
 @on_gpu("activation")
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU: ``silu(gate) * up`` for the two halves of the last dimension: [T, 2 I] -> [T, I]."""
-    if _cpu_takes(gate_up):
+    """Return SwiGLU, ``silu(gate) * up``, of the two halves of the last dimension: [T, 2 I] -> [T, I]."""
+    if _has_cpu_op(gate_up):
         return cpu.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
@@ -20,12 +20,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 @on_gpu("activation")
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    """GEGLU: ``gelu(gate) * up`` likewise, with the GELU's tanh approximation (Hendrycks and Gimpel, 2016)."""
-    if _cpu_takes(gate_up):
+    """Return GEGLU, ``gelu(gate) * up``, with GELU's tanh approximation (Hendrycks and Gimpel, 2016)."""
+    if _has_cpu_op(gate_up):
         return cpu.gelu_tanh_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
-def _cpu_takes(gate_up: Tensor) -> bool:
+def _has_cpu_op(gate_up: Tensor) -> bool:
     return gate_up.is_contiguous() and cpu.supports(gate_up, gate_up.shape[1] // 2)

@@ -1,4 +1,4 @@
-"""AttentionVariant: how a layer's attention departs from the plain softmax over everything before a token."""
+"""Variants of causal softmax attention: sliding window, soft cap and ALiBi."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionVariant:
-    """In the order in which a score is made: scaled product, soft cap, linear bias, window.
+    """Changes to the scores of attention, applied in the order: scale, soft cap, linear bias, window.
 
     Attributes:
-        window: a query sees the last `window` tokens, itself included; 0: all.
-        soft_cap: scaled products become ``cap * tanh(product / cap)`` (Gemma 2, 2024); 0: they stay as they are.
+        window: a query attends to the last `window` tokens, its own included; 0: to all.
+        soft_cap: scores become ``cap * tanh(score / cap)`` (Gemma 2, 2024); 0: no cap.
         alibi_slopes: [Hq] float32; adds ``slope * (key position - query position)`` (Press et al., *Train Short,
-            Test Long*, 2022); None: nothing.
+            Test Long*, 2022); None: no bias.
     """
 
     window: int = 0

@@ -1,4 +1,4 @@
-"""Block tables on the device: taking over new entries."""
+"""Updates of the block tables on the device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .dispatch import on_gpu
 
 @on_gpu("block_tables")
 def update_block_tables(tables: Tensor, entries: Tensor) -> None:
-    """Writes entries of block tables.
+    """Write entries of block tables.
 
     Args:
         tables: [R, M] int32.
-        entries: [n, 3] int32: row, index and block id; no (row, index) twice.
+        entries: [n, 3] int32: row, index and block id; each (row, index) at most once.
     """
     rows, index, block_ids = entries.unbind(1)
     tables[rows.long(), index.long()] = block_ids

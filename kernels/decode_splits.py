@@ -1,8 +1,8 @@
-"""How the keys of decoding sequences are split among programs (Dao et al., *Flash-Decoding*, 2023).
+"""Splits of decoding sequences' keys among programs (Dao et al., *Flash-Decoding*, 2023).
 
-A batch of a few long sequences has too few (sequence, KV head) pairs to fill a GPU. Sequences are therefore cut into
-*items* of equal length, which attend on their own and are merged afterwards. The cut is worked out on the device,
-once a step, for all layers.
+A batch of a few long sequences has too few (sequence, KV head) pairs to fill a GPU. Sequences are therefore split
+into work *items* of equal length, which attend independently and are merged afterwards. The splits are computed on
+the device, once per step for all layers.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Items beyond one a sequence: with 8 KV heads a single sequence still fills some 2,000 programs.
+# Items beyond one per sequence: with 8 KV heads a single sequence still fills some 2,000 programs.
 NUM_EXTRA_ITEMS = 256
-# Shorter items would cost more in merging than they win. A multiple of every tile, so that only a sequence's
-# last tile is partly filled.
+# Shorter items cost more in merging than they save. A multiple of every tile, so that only a sequence's last tile is
+# partly filled.
 MIN_ITEM_LEN = 256
-# Where items must not depend on the batch.
+# Length of items for batch-invariant results.
 INVARIANT_ITEM_LEN = 1024
 
 
 class DecodeSplits(NamedTuple):
-    """The cut of one step.
+    """The work items of one step.
 
     Attributes:
-        item_len: [1] int32, tokens an item, the last of a sequence excepted.
-        item_seqs: [I] int32, the sequence of each item; S for items that are not needed.
-        first_items: [S + 1] int32; sequence s has the items ``first_items[s]:first_items[s + 1]``.
+        item_len: [1] int32, tokens per item; the last item of a sequence may have fewer.
+        item_seqs: [I] int32, the sequence of each item; S for unused items.
+        first_items: [S + 1] int32; sequence s has items ``first_items[s]:first_items[s + 1]``.
     """
 
     item_len: Tensor
@@ -36,13 +36,13 @@ class DecodeSplits(NamedTuple):
 
 
 def split_decodes(seq_lens: Tensor, max_seq_len: int, fixed_item_len: int | None = None) -> DecodeSplits:
-    """Cuts sequences into items that differ little in length.
+    """Split sequences into work items of nearly equal length.
 
     Args:
-        seq_lens: [S] int32; 0 for padding, which has no item.
-        max_seq_len: what the block tables have room for.
-        fixed_item_len: tokens an item, whatever else is in the batch: a sequence's sums are then made in the same
-            order, bit for bit, in every batch. A multiple of MIN_ITEM_LEN.
+        seq_lens: [S] int32; 0 for padding, which gets no item.
+        max_seq_len: tokens that the block tables have room for.
+        fixed_item_len: tokens per item in every batch, a multiple of MIN_ITEM_LEN: a sequence's sums are then
+            bitwise equal in every batch. None: chosen by the batch's number of tokens.
     """
     num_seqs = seq_lens.shape[0]
     if fixed_item_len is None:

@@ -1,7 +1,7 @@
-"""Which implementation of an op runs: its Triton kernel on a GPU, its PyTorch twin everywhere else.
+"""Dispatch of an op to its Triton kernel on a GPU, and to its PyTorch twin everywhere else.
 
-Kernels are imported when the first tensor on a GPU asks for one: Triton takes its time to import, and a machine
-without it computes on the twins.
+A kernel is imported when its op first gets a tensor on a GPU: importing Triton is slow, and machines without Triton
+use the twins.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ R = TypeVar("R")
 
 
 def on_gpu(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Gives a twin its kernel: the function of the same name and signature in ``kernels.gpu.<module>``.
+    """Dispatch a twin to its kernel, the function of the same name and signature in ``kernels.gpu.<module>``.
 
-    The device of the first argument, a tensor, decides.
+    The first argument must be a tensor; its device selects the implementation.
     """
 
     def decorate(twin: Callable[P, R]) -> Callable[P, R]:
@@ -36,6 +36,7 @@ def on_gpu(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def has_kernels(tensor: object) -> bool:
+    """Return whether ops on this tensor run Triton kernels."""
     return cast(Any, tensor).is_cuda and _has_triton()
 
 

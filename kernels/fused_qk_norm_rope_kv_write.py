@@ -1,4 +1,4 @@
-"""From a projection to attention: queries and keys normalised and rotated, keys and values stored in the cache."""
+"""Norm and rotary embedding of queries and keys, and the write of keys and values to the paged cache, as one op."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def fused_qk_norm_rope_kv_write(
     eps: float = 0.0,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """Prepares a step's heads for attention.
+    """Normalize and rotate queries and keys, and write keys and values to the cache.
 
     Args:
-        heads: [T, Hq + 2 Hkv, D], queries, keys and values as projected; becomes scratch.
+        heads: [T, Hq + 2 Hkv, D], projected queries, keys and values; overwritten.
         kv_cache: [N, 2, Hkv, B, D].
         slot_mapping: [T] int64, as for write_kv.
-        cos, sin: [T, R], as for apply_rope; None: nothing is rotated.
-        q_norm, k_norm: [D], weights of RMSNorm over each head before the rotation; both or none.
+        cos, sin: [T, R], as for apply_rope; both None: no rotary embedding.
+        q_norm, k_norm: [D], weights of the RMSNorm over each head, before the rotation; both or neither.
         eps: of the norms.
-        kv_scales: [N, 2, Hkv, B] float32, written too where the cache is quantised.
+        kv_scales: [N, 2, Hkv, B] float32, written if the cache is quantized; otherwise None.
 
     Returns:
-        The rotated queries, [T, Hq, D], a view of `heads`.
+        The queries, [T, Hq, D], a view of `heads`.
     """
     num_tokens, num_heads, head_dim = heads.shape
     num_kv_heads = kv_cache.shape[2]

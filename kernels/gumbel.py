@@ -1,10 +1,9 @@
 """Gumbel noise from a counter-based generator: a pure function of (seed, position, token id).
 
-Adding standard Gumbel noise to logits and taking the largest samples from their softmax (the Gumbel-max trick;
-Gumbel, 1954). Because no number depends on where a row or a token stands in a batch or on a rank, a sequence's
-tokens do not either.
+The argmax of logits plus standard Gumbel noise is a sample of their softmax (the Gumbel-max trick; Gumbel, 1954). No
+number depends on the position of a row or a token in the batch or on a rank, so a sequence's tokens do not either.
 
-Integer steps wrap at 32 or 64 bits, so that a kernel can repeat them bit for bit:
+Integer operations wrap at 32 or 64 bits, so that a kernel can repeat them bit for bit:
 
 - a row's key: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) at step `position` of the stream of `seed`, split
   into two 32-bit halves;
@@ -25,11 +24,11 @@ _GOLDEN_32 = 0x9E3779B9
 
 @on_gpu("gumbel")
 def random_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Keys of rows.
+    """Return the keys of the noise of each row.
 
     Args:
         seeds: [N] int64.
-        positions: [N] int64, the index in its sequence of the token that is sampled.
+        positions: [N] int64, index of the sampled token in its sequence.
 
     Returns:
         [N, 2] int32.
@@ -42,7 +41,7 @@ def random_keys(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Independent standard Gumbel numbers.
+    """Return independent standard Gumbel noise for each row and token.
 
     Args:
         keys: [N, 2] int32, from random_keys.
@@ -58,16 +57,16 @@ def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
     x ^= _shift_right(x, 15, 32)
     x *= _signed(0xD35A2D97, 32)
     x ^= _shift_right(x, 15, 32)
-    # -log(-log(1 - v)) of a uniform v in (0, 1): winners have v near 0, where float32 is finest.
+    # -log(-log(1 - v)) of a uniform v in (0, 1): the largest noise has v near 0, where float32 is most precise.
     v = (x & 0x7FFFFFFF).float().add_(0.5).mul_(2**-31).clamp_(max=1 - 2**-24)
     return v.neg_().log1p_().neg_().log_().neg_()
 
 
 def _signed(constant: int, bits: int) -> int:
-    """The signed integer of those bits."""
+    """Return the signed integer with the same bits."""
     return constant - (1 << bits) if constant >> (bits - 1) else constant
 
 
 def _shift_right(x: Tensor, count: int, bits: int) -> Tensor:
-    """A logical shift; torch's shifts signed integers arithmetically."""
+    """Shift logically: torch shifts signed integers arithmetically."""
     return (x >> count).bitwise_and_((1 << (bits - count)) - 1)

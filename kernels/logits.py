@@ -1,10 +1,10 @@
-"""What requests ask of their logits before a token is drawn: biases, penalties, and masks of what is allowed.
+"""Logits processors: biases, penalties and masks of allowed tokens, applied in this order before sampling.
 
-They are described by tensors, and the ops of kernels.sampling that read logits apply them as they read: a GPU's
-logits are neither copied nor written. `apply_logits_processors` is the reference: biases, penalties, then masks.
+Tensors describe them, and the ops of kernels.sampling apply them while they read logits: on a GPU, logits are neither
+copied nor written. `apply_logits_processors` is the reference.
 
-Logits may be a rank's part of the vocabulary, V tokens; everything here is of the same part, and columns beyond it
-are left as they are. Masks have a bit a token, token t at bit ``t % 32`` of word ``t // 32``.
+Logits may cover a rank's shard of the vocabulary, V tokens. The tensors cover the same shard, and columns beyond it
+stay unchanged. Bit masks hold token t at bit ``t % 32`` of word ``t // 32``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ WORD_BITS = 32
 
 
 class Biases(NamedTuple):
-    """What is added to single logits; several biases of one token add up.
+    """Biases that are added to single logits; several biases of one token add up.
 
     Attributes:
         starts: [N + 1] int32; row n has the entries ``starts[n]:starts[n + 1]``.
         columns: [B] int32, ascending in each row.
-        amounts: [B] float32; -inf forbids a token, whatever else is asked.
+        amounts: [B] float32; -inf forbids a token in any case.
     """
 
     starts: Tensor
@@ -33,15 +33,16 @@ class Biases(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """What makes tokens that were there before less likely, or more.
+    """Penalties of tokens that the prompt or the output contains.
 
     The repetition penalty (Keskar et al., CTRL, 2019) divides positive logits of tokens of the prompt or the output
-    and multiplies the others; then tokens of the output lose `frequency` times their count and `presence` once.
+    by its factor and multiplies negative ones. Then `frequency` times the count, and `presence` once, are subtracted
+    from the logits of tokens of the output.
 
     Attributes:
-        slots: [N] int64, which of the slots below each row has; -1: no penalties.
-        counts: [R, V] int16 or int32, contiguous, how often each token is in the output.
-        prompt_mask: [R, ceil(V / 32)] int32, contiguous, which tokens are in the prompt.
+        slots: [N] int64, each row's index into `counts` and `prompt_mask`; -1: no penalties.
+        counts: [R, V] int16 or int32, contiguous, count of each token in the output.
+        prompt_mask: [R, ceil(V / 32)] int32, contiguous, bit mask of the tokens of the prompt.
         factors: [N, 3] float32, contiguous: repetition (above 0; 1 for none), frequency and presence (0 for none).
     """
 
@@ -52,10 +53,10 @@ class Penalties(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """What may be drawn at all.
+    """Bit masks of the allowed tokens.
 
     Attributes:
-        slots: [N] int64, which of the masks each row has; -1: every token is allowed.
+        slots: [N] int64, each row's index into `words`; -1: every token is allowed.
         words: [M, ceil(V / 32)] int32, contiguous; the bits of forbidden tokens are 0.
     """
 
@@ -64,7 +65,7 @@ class Masks(NamedTuple):
 
 
 class LogitsProcessors(NamedTuple):
-    """What N rows of logits ask for, each kind of it by some of them or by none.
+    """The logits processors of N rows.
 
     Attributes:
         num_tokens: V.
@@ -77,29 +78,30 @@ class LogitsProcessors(NamedTuple):
 
 
 def apply_logits_processors(logits: Tensor, logits_processors: LogitsProcessors) -> Tensor:
-    """A copy of logits [N, C] float32 with everything applied."""
+    """Return a copy of logits [N, C] float32 with all processors applied."""
     logits = logits.clone()
-    _add(logits, logits_processors.biases)
-    part = logits[:, : logits_processors.num_tokens]
-    _penalise(part, logits_processors.penalties)
-    _forbid(part, logits_processors.masks)
+    _apply_biases(logits, logits_processors.biases)
+    shard = logits[:, : logits_processors.num_tokens]
+    _apply_penalties(shard, logits_processors.penalties)
+    _apply_masks(shard, logits_processors.masks)
     return logits
 
 
-def _add(logits: Tensor, biases: Biases) -> None:
+def _apply_biases(logits: Tensor, biases: Biases) -> None:
     rows = torch.arange(len(logits), device=logits.device)
     rows = rows.repeat_interleave(biases.starts.diff(), output_size=len(biases.amounts))
     logits.index_put_((rows, biases.columns.long()), biases.amounts, accumulate=True)
 
 
-def _penalise(logits: Tensor, penalties: Penalties) -> None:
-    # Few tokens of a vocabulary are in a sequence: 64 rows of 32,000 take 11 ms this way, 62 ms over all columns.
-    members = (penalties.slots >= 0).nonzero().squeeze(1)
-    slots = penalties.slots[members]
+def _apply_penalties(logits: Tensor, penalties: Penalties) -> None:
+    # A sequence contains few tokens of the vocabulary: 64 rows of 32,000 take 11 ms this way, and 62 ms over all
+    # columns.
+    penalized = (penalties.slots >= 0).nonzero().squeeze(1)
+    slots = penalties.slots[penalized]
     counts = penalties.counts.index_select(0, slots)
     in_prompt = _unpack(penalties.prompt_mask.index_select(0, slots), logits.shape[1])
     index, columns = (counts.bool() | in_prompt).nonzero(as_tuple=True)
-    rows, count = members[index], counts[index, columns]
+    rows, count = penalized[index], counts[index, columns]
     repetition, frequency, presence = penalties.factors[rows].unbind(1)
     values = logits[rows, columns]
     values = torch.where(values > 0, values / repetition, values * repetition)
@@ -107,21 +109,21 @@ def _penalise(logits: Tensor, penalties: Penalties) -> None:
     logits[rows, columns] = values
 
 
-def _forbid(logits: Tensor, masks: Masks) -> None:
-    members = (masks.slots >= 0).nonzero().squeeze(1)
-    allowed = _unpack(masks.words.index_select(0, masks.slots[members]), logits.shape[1])
-    logits.index_copy_(0, members, logits.index_select(0, members).masked_fill_(~allowed, -torch.inf))
+def _apply_masks(logits: Tensor, masks: Masks) -> None:
+    masked = (masks.slots >= 0).nonzero().squeeze(1)
+    allowed = _unpack(masks.words.index_select(0, masks.slots[masked]), logits.shape[1])
+    logits.index_copy_(0, masked, logits.index_select(0, masked).masked_fill_(~allowed, -torch.inf))
 
 
 def _unpack(words: Tensor, num_bits: int) -> Tensor:
     """[N, W] int32 -> [N, num_bits] bool."""
-    octets = words.contiguous().view(torch.uint8).int()
-    bits = _bits_of_octets().to(words.device)[octets].view(torch.bool)
+    all_bytes = words.contiguous().view(torch.uint8).int()
+    bits = _bits_of_bytes().to(words.device)[all_bytes].view(torch.bool)
     return bits[:, :num_bits]
 
 
 @functools.cache
-def _bits_of_octets() -> Tensor:
-    """byte |-> its bits, the lowest first, as the bytes of an int64: to look them up beats shifting ten times."""
-    octets = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
-    return (octets >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).view(torch.int64).flatten()
+def _bits_of_bytes() -> Tensor:
+    """Return a table: byte |-> its bits, lowest first, as the bytes of an int64. Ten times as fast as shifts."""
+    all_bytes = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
+    return (all_bytes >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).view(torch.int64).flatten()

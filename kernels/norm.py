@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich, 2019), alone and after the residual addition."""
+"""RMSNorm (Zhang and Sennrich, 2019), with and without a preceding residual addition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .quantized_linear import quantize_tokens
 
 @on_gpu("norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension.
+    """Return ``x / sqrt(mean(x²) + eps) * weight`` over the last dimension.
 
     Args:
         x: [..., E].
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @on_gpu("norm")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Adds x to `residual` in place and returns the sum normalised.
+    """Add x to `residual` in place and return the normalized sum.
 
     Args:
         x, residual: [T, E].
@@ -38,9 +38,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 @on_gpu("norm")
 def add_rms_norm_float8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As add_rms_norm, the result rounded to float8, each token by its own scale, for float8 linears.
+    """As add_rms_norm, with the result quantized to float8, one scale per token, for float8 linear layers.
 
     Returns:
-        [T, E] float8_e4m3fn, and scales [T, 1] float32 that they are to be multiplied by.
+        Codes [T, E] float8_e4m3fn, and scales [T, 1] float32 that multiply them.
     """
     return quantize_tokens(add_rms_norm(x, residual, weight, eps))

@@ -1,8 +1,8 @@
 """Attention over a paged KV cache: decoding sequences with one query each, and ragged chunks of prompts.
 
-Plain PyTorch: blocks are gathered into contiguous keys and values, quantised ones made what the queries are, then a
-softmax runs on those. Slots that hold no token of a sequence are never trusted to hold finite numbers, and blocks
-that lie wholly before a window are not read.
+The PyTorch twins gather blocks into contiguous keys and values, dequantize them to the dtype of the queries, and run
+softmax attention on the result. Slots without a token of the sequence may hold NaN. Blocks that lie wholly before the
+window are not read.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .dispatch import on_gpu
 from .native import ops as cpu
 from .quantized_kv import dequantize
 
-# A chunk's queries are cut into tiles, so that its mask stays small and keys after a tile are not computed.
+# Queries of a chunk per tile: tiles keep the mask small and skip the keys after them.
 QUERY_TILE_LEN = 128
-# Decoding sequences share one call as long as that gathers at most so many blocks ...
+# Decoding sequences are padded to one length and share a call that gathers at most so many blocks ...
 MAX_GATHERED_BLOCKS = 8192
-# ... and at most so many times the blocks that the sequences really have.
+# ... and at most so many times the blocks that the sequences have without padding.
 MAX_PADDING_RATIO = 2
 
 
@@ -39,16 +39,16 @@ def paged_decode_attention(
     variant: AttentionVariant = PLAIN,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one new token a sequence to all of the sequence.
+    """Compute the attention of one new token per sequence to the whole sequence.
 
     Args:
         q: [S, Hq, D].
         kv_cache: [N, 2, Hkv, B, D], the new tokens' keys and values included.
         block_tables: [S, M] int32; entries past a sequence's blocks are ignored.
-        seq_lens: [S] int32, the new token included; 0 for padding, whose output means nothing.
-        splits: how a GPU cuts the sequences; worked out anew if it is None.
-        variant: what the scores are.
-        kv_scales: [N, 2, Hkv, B] float32, of a cache of one byte a number (see kernels.quantized_kv).
+        seq_lens: [S] int32, the new token included; 0 for padding, whose output is undefined.
+        splits: work items on a GPU; None: computed here.
+        variant: window, soft cap and ALiBi.
+        kv_scales: [N, 2, Hkv, B] float32, scales of a quantized cache (see kernels.quantized_kv).
 
     Returns:
         [S, Hq, D].
@@ -60,10 +60,10 @@ def paged_decode_attention(
         )
     cache = _Cache(kv_cache, kv_scales, q.dtype)
     block_size = kv_cache.shape[3]
-    first_blocks = _first_places(seq_lens, variant.window) // block_size
+    first_blocks = _first_positions(seq_lens, variant.window) // block_size
     num_blocks = (-(-seq_lens // block_size) - first_blocks).tolist()
     out = torch.empty_like(q)
-    for members in _groups_of_like_length(num_blocks):
+    for members in _group_by_length(num_blocks):
         index = torch.tensor(members, device=q.device)
         width = max(num_blocks[member] for member in members)
         columns = first_blocks[index, None] + torch.arange(width, device=q.device)
@@ -85,13 +85,13 @@ def paged_prefill_attention(
     variant: AttentionVariant = PLAIN,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of each sequence's last tokens to all of the sequence, cached prefix included.
+    """Compute the causal attention of each sequence's last tokens to the whole sequence, cached prefix included.
 
     Args:
-        q: [T, Hq, D], the sequences' queries one after the other.
+        q: [T, Hq, D], the concatenated queries of the sequences.
         kv_cache: [N, 2, Hkv, B, D], the chunks' own keys and values included.
         block_tables: [S, M] int32; entries past a sequence's blocks are ignored.
-        query_start: [S + 1] int32; sequence s has the queries ``query_start[s]:query_start[s + 1]``.
+        query_start: [S + 1] int32; sequence s has queries ``query_start[s]:query_start[s + 1]``.
         seq_lens: [S] int32, the chunk included.
         variant, kv_scales: as for paged_decode_attention.
 
@@ -115,12 +115,12 @@ def paged_prefill_attention(
 
 
 class _Cache:
-    """A layer's keys and values to gather from.
+    """A layer's KV cache, from which keys and values are gathered.
 
     Args:
         blocks: [N, 2, Hkv, B, D].
-        scales: [N, 2, Hkv, B] of a quantised cache, otherwise None.
-        dtype: what gathered keys and values are to be.
+        scales: [N, 2, Hkv, B] of a quantized cache, otherwise None.
+        dtype: of gathered keys and values.
     """
 
     def __init__(self, blocks: Tensor, scales: Tensor | None, dtype: torch.dtype) -> None:
@@ -128,14 +128,14 @@ class _Cache:
         self._blocks, self._scales, self._dtype = blocks, scales, dtype
 
     def gather_blocks(self, block_tables: Tensor) -> Tensor:
-        """[S, M] block ids -> [S, 2, Hkv, M B, D]."""
+        """Gather blocks: [S, M] block ids -> [S, 2, Hkv, M B, D]."""
         gathered = _gather_blocks(self._blocks, block_tables)
         if self._scales is None:
             return gathered
         return dequantize(gathered, _gather_blocks(self._scales, block_tables), self._dtype)
 
     def gather_sequence(self, block_table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the positions from `first` to `end`, each [Hkv, end - first, D]."""
+        """Return the keys and values of positions `first` to `end`, each [Hkv, end - first, D]."""
         first_block = first // self.block_size
         ids = block_table[first_block : -(-end // self.block_size)]
         live = slice(first - first_block * self.block_size, end - first_block * self.block_size)
@@ -144,23 +144,23 @@ class _Cache:
 
 
 def _gather_blocks(blocks: Tensor, block_tables: Tensor) -> Tensor:
-    """[N, 2, Hkv, B, ...] and [S, M] -> [S, 2, Hkv, M B, ...]."""
+    """Gather blocks: [N, 2, Hkv, B, ...] and [S, M] -> [S, 2, Hkv, M B, ...]."""
     num_blocks, _, num_kv_heads, block_size, *rest = blocks.shape
     num_seqs, width = block_tables.shape
-    # One contiguous piece of B slots a (sequence, key or value, head, block), gathered in that order.
+    # One contiguous piece of B slots per (sequence, key or value, head, block), gathered in that order.
     pieces = torch.arange(2 * num_kv_heads, device=blocks.device)
     index = pieces[:, None] + (block_tables * (2 * num_kv_heads)).unsqueeze(1)
     flat = blocks.reshape(num_blocks * 2 * num_kv_heads, -1)
     return flat.index_select(0, index.view(-1)).view(num_seqs, 2, num_kv_heads, width * block_size, *rest)
 
 
-def _first_places(seq_lens: Tensor, window: int) -> Tensor:
-    """The first position that each sequence's newest token sees."""
+def _first_positions(seq_lens: Tensor, window: int) -> Tensor:
+    """Return the first position that each sequence's newest token attends to."""
     return (seq_lens - window).clamp_(min=0) if window else torch.zeros_like(seq_lens)
 
 
-def _groups_of_like_length(num_blocks: list[int]) -> Iterator[list[int]]:
-    """Indices in groups that waste little when padded to their longest member."""
+def _group_by_length(num_blocks: list[int]) -> Iterator[list[int]]:
+    """Yield groups of indices that need little padding to their longest member."""
     order = sorted(range(len(num_blocks)), key=num_blocks.__getitem__)
     group: list[int] = []
     used = 0
@@ -183,20 +183,22 @@ def _decode_group(
     scale: float,
     variant: AttentionVariant,
 ) -> Tensor:
-    """Attention of sequences padded to the same number of blocks: one gather, one softmax.
+    """Compute the attention of sequences padded to the same number of blocks: one gather, one softmax.
 
     Args:
-        block_tables: [S, W], each sequence's blocks from its first one that is seen.
-        first_blocks: [S], which one that is.
+        block_tables: [S, W], each sequence's blocks from the first visible one on.
+        first_blocks: [S], index of the first visible block.
     """
     num_seqs, num_heads, head_dim = q.shape
     keys_values = cache.gather_blocks(block_tables)
-    places = torch.arange(keys_values.shape[3], device=q.device) + (first_blocks * cache.block_size)[:, None]
-    distances = places - (seq_lens[:, None] - 1)
+    positions = (
+        torch.arange(keys_values.shape[3], device=q.device) + (first_blocks * cache.block_size)[:, None]
+    )
+    distances = positions - (seq_lens[:, None] - 1)
     visible = _visible(distances, variant.window)
     dead_seqs, dead_slots = (~visible).nonzero(as_tuple=True)
     keys_values[dead_seqs, :, :, dead_slots] = 0
-    # The heads that share a KV head become queries of it; SDPA's own enable_gqa was 2 to 4 times slower.
+    # The query heads of a KV head become queries of one head; SDPA's enable_gqa was 2 to 4 times slower.
     packed = q.view(num_seqs, cache.num_kv_heads, num_heads // cache.num_kv_heads, head_dim)
     slopes = variant.alibi_slopes
     return _attend(
@@ -219,26 +221,26 @@ def _attend_chunk(
     variant: AttentionVariant,
     out: Tensor,
 ) -> None:
-    """Causal attention of the last tokens of one sequence, tile by tile, into `out`.
+    """Compute the causal attention of the last tokens of one sequence, tile by tile, into `out`.
 
     Args:
         q, out: [n, Hq, D].
-        keys, values: [Hkv, L, D], those of the sequence's last L tokens.
+        keys, values: [Hkv, L, D], of the sequence's last L tokens.
     """
     (chunk_len, num_heads, head_dim), (num_kv_heads, num_keys, _) = q.shape, keys.shape
     group_len = num_heads // num_kv_heads
     grouped = q.view(chunk_len, num_kv_heads, group_len, head_dim).permute(1, 2, 0, 3)
-    places = torch.arange(seq_len - num_keys, seq_len, device=q.device)
+    positions = torch.arange(seq_len - num_keys, seq_len, device=q.device)
     slopes = variant.alibi_slopes
     for start in range(0, chunk_len, QUERY_TILE_LEN):
         end = min(start + QUERY_TILE_LEN, chunk_len)
-        seen = num_keys - chunk_len + end
-        shape = num_kv_heads, group_len, seen, head_dim
-        distances = places[:seen] - places[num_keys - chunk_len + start : seen, None]
+        num_visible = num_keys - chunk_len + end
+        shape = num_kv_heads, group_len, num_visible, head_dim
+        distances = positions[:num_visible] - positions[num_keys - chunk_len + start : num_visible, None]
         attended = _attend(
             grouped[:, :, start:end],
-            keys[:, None, :seen].expand(shape),
-            values[:, None, :seen].expand(shape),
+            keys[:, None, :num_visible].expand(shape),
+            values[:, None, :num_visible].expand(shape),
             _visible(distances, variant.window),
             None if slopes is None else slopes.view(num_kv_heads, group_len, 1, 1) * distances,
             scale,
@@ -248,7 +250,7 @@ def _attend_chunk(
 
 
 def _visible(distances: Tensor, window: int) -> Tensor:
-    """Which keys are seen that lie so far (0, or negative for earlier ones) from their query."""
+    """Return the mask of visible keys; `distances` are key positions minus query positions."""
     return (distances <= 0) & (distances > -window) if window else distances <= 0
 
 
@@ -261,10 +263,10 @@ def _attend(
     scale: float,
     soft_cap: float,
 ) -> Tensor:
-    """Softmax attention of [..., n, D] to [..., L, D]; `visible` and `bias` broadcast to [..., n, L]."""
+    """Compute softmax attention of [..., n, D] to [..., L, D]; `visible` and `bias` broadcast to [..., n, L]."""
     if bias is None and not soft_cap:
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, scale=scale)
-    # float32: a bias of half precision would round distances.
+    # float32: half precision would round the distances in the bias.
     scores = (q.float() @ keys.float().mT) * scale
     if soft_cap:
         scores = soft_cap * torch.tanh(scores / soft_cap)

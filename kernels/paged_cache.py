@@ -1,4 +1,4 @@
-"""Writing to the paged KV cache, a layer ``[N, 2, Hkv, B, D]``: N blocks of keys and values of B tokens."""
+"""Writes to the paged KV cache: per layer ``[N, 2, Hkv, B, D]``, N blocks of keys and values of B tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .quantized_kv import LIMITS, MIN_MAGNITUDE, quantize
 
 
 def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None = None) -> None:
-    """Stores each token's key and value in its slot.
+    """Store each token's key and value in its slot.
 
     Args:
         kv: [T, 2, Hkv, D], keys and values.
         kv_cache: [N, 2, Hkv, B, D].
-        slot_mapping: [T] int64, ``block_id * B + offset``; below 0 for padding, which goes to block 0.
-        kv_scales: [N, 2, Hkv, B] float32, where kv_cache is quantised (see kernels.quantized_kv).
+        slot_mapping: [T] int64, ``block_id * B + offset``; negative for padding, which is written to block 0.
+        kv_scales: [N, 2, Hkv, B] float32, if kv_cache is quantized (see kernels.quantized_kv).
     """
     if cpu.supports(kv, kv.shape[3]) and kv_cache.is_contiguous():
         if kv_scales is not None:
@@ -38,23 +38,23 @@ def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scales: Tens
 
 @on_gpu("paged_cache")
 def copy_blocks(kv_caches: Tensor, source_ids: Tensor, destination_ids: Tensor) -> None:
-    """Copies whole blocks in every layer.
+    """Copy whole blocks in every layer.
 
     Args:
         kv_caches: [L, N, 2, Hkv, B, D].
-        source_ids, destination_ids: [n] int64; no destination twice, and none that is a source.
+        source_ids, destination_ids: [n] int64; destinations are distinct and none is a source.
     """
     kv_caches[:, destination_ids] = kv_caches[:, source_ids]
 
 
 def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks in every layer between a device and pinned host memory, each run of neighbours at once.
+    """Copy whole blocks in every layer between a device and pinned host memory, each run of adjacent blocks at once.
 
-    The copies are made in stream order; the host waits for none.
+    The copies run in stream order; the host does not wait for them.
 
     Args:
-        source, destination: [L, N, 2, Hkv, B, D] and [L, M, 2, Hkv, B, D]; one on the host, or both.
-        pairs: [n, 2] int64 on the host, source and destination; no destination twice.
+        source, destination: [L, N, 2, Hkv, B, D] and [L, M, 2, Hkv, B, D]; at least one on the host.
+        pairs: [n, 2] int64 on the host, source and destination ids; destinations are distinct.
     """
     for source_id, destination_id, num_blocks in _runs(pairs.tolist()):
         for layer in range(source.shape[0]):
@@ -64,7 +64,7 @@ def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
 
 
 def _runs(pairs: list[list[int]]) -> Iterator[tuple[int, int, int]]:
-    """First source, first destination and length of stretches in which both count up together."""
+    """Yield (first source, first destination, length) of runs in which both ids count up together."""
     start = 0
     pairs = sorted(pairs)
     for end in range(1, len(pairs) + 1):

@@ -1,6 +1,8 @@
-"""Keys and values in one byte a number, with a scale for each token and head: the largest magnitude fills the range.
+"""Quantized KV caches: one byte per number, and a scale per token and head.
 
-Scales are float32 and lie beside the cache [N, 2, Hkv, B, D] as [N, 2, Hkv, B].
+The scale maps the largest magnitude of the vector to the limit of the type.
+
+Scales are float32 [N, 2, Hkv, B] of a cache [N, 2, Hkv, B, D].
 """
 
 from __future__ import annotations
@@ -8,18 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Largest magnitudes. -128 is left out, so that int8 is symmetric.
+# Largest magnitude of each type. -128 is unused, so that int8 is symmetric.
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-# Magnitudes below it are taken for it: a vector of zeros has a scale that divides.
+# Lower bound of the largest magnitude of a vector: the scale of a vector of zeros must not be 0.
 MIN_MAGNITUDE = 1e-12
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Vectors [..., D] as numbers of a type of LIMITS, [..., D], and their scales, [...] float32."""
+    """Quantize vectors [..., D] to a type of LIMITS. Returns codes [..., D] and scales [...] float32."""
     limit = LIMITS[dtype]
     x = x.float()
     scales = x.abs().amax(dim=-1).clamp_(min=MIN_MAGNITUDE) / limit
-    # Rounding may lead past the limit, where float8 has NaN and int8 wraps around.
+    # Rounding may exceed the limit, where float8 has NaN and int8 wraps around.
     ratios = (x / scales.unsqueeze(-1)).clamp_(-limit, limit)
     if dtype == torch.int8:
         ratios.add_(0.5).floor_()
@@ -27,5 +29,5 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse: [..., D] and [...] to [..., D] of `dtype`."""
+    """Invert `quantize`: [..., D] and [...] -> [..., D] of `dtype`."""
     return (stored.float() * scales.unsqueeze(-1)).to(dtype)

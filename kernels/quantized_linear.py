@@ -1,8 +1,8 @@
-"""Linear layers whose weight is stored in 8 or 4 bits a number, with a scale for each group of inputs.
+"""Linear layers with weights of 8 or 4 bits per number and a scale per group of inputs.
 
-Weight only (int8, int4, float8): the numbers are widened as they are read, and products are those of the tokens'
-dtype. With tokens in float8 as well (Micikevicius et al., *FP8 Formats for Deep Learning*, 2022) a GPU multiplies
-8-bit numbers; each token and each output has a scale then.
+Weight-only quantization (int8, int4, float8): codes are converted to the tokens' dtype as they are read. With tokens
+in float8 as well (Micikevicius et al., *FP8 Formats for Deep Learning*, 2022) a GPU multiplies 8-bit numbers; then
+each token and each output has a scale.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from .dispatch import has_kernels, on_gpu
 
 FLOAT8 = torch.float8_e4m3fn
-# The largest number of each type that a scale maps a row's largest magnitude to.
+# The code that a row's largest magnitude is mapped to.
 LARGEST = {FLOAT8: 448.0, torch.int8: 127.0}
-# torch._scaled_mm wants both sizes of a float8 weight in multiples of it.
+# torch._scaled_mm requires both sizes of a float8 weight to be multiples of this.
 FLOAT8_MULTIPLE = 16
 
 
@@ -28,9 +28,9 @@ class QuantizedWeight:
     """The weight [N, K] of a linear layer as ``(codes - zeros) * scales``.
 
     Attributes:
-        codes: [N, K] int8 or float8_e4m3fn; or [N, K / 2] uint8, two numbers from 0 to 15 a byte, that of the even
+        codes: [N, K] int8 or float8_e4m3fn; or [N, K / 2] uint8, two numbers from 0 to 15 per byte, the even
             input in the lower half.
-        scales: [G, N], a group of inputs each.
+        scales: [G, N], per group of inputs and output.
         zeros: [G, N] int16; None: all are 0.
         group_index: [K] int32, the group of each input; None: G runs of equal length.
     """
@@ -50,41 +50,41 @@ class QuantizedWeight:
 
     @property
     def is_packed(self) -> bool:
-        """Two numbers a byte."""
+        """Whether a byte holds two numbers."""
         return self.codes.dtype == torch.uint8
 
     @property
     def is_per_output(self) -> bool:
-        """One scale an output and no zeros, so that scaling may follow the sum."""
+        """Whether there is one scale per output and no zeros, so that scaling may follow the sum."""
         return self.scales.shape[0] == 1 and self.zeros is None
 
     def rows(self, start: int, end: int) -> QuantizedWeight:
-        """The weight of some outputs."""
+        """Return the weight of outputs `start` to `end`."""
         zeros = None if self.zeros is None else self.zeros[:, start:end]
         return QuantizedWeight(self.codes[start:end], self.scales[:, start:end], zeros, self.group_index)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
-        """The same on a device."""
+        """Return the weight on a device."""
         zeros = None if self.zeros is None else self.zeros.to(device)
         index = None if self.group_index is None else self.group_index.to(device)
         return QuantizedWeight(self.codes.to(device), self.scales.to(device), zeros, index)
 
 
 def quantize(weight: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> QuantizedWeight:
-    """A weight [N, K] rounded to the nearest of int8 or float8_e4m3fn, with a scale an output.
+    """Quantize a weight [N, K] to int8 or float8_e4m3fn, rounding to nearest, with one scale per output.
 
     Args:
-        largest: [N], magnitudes that the scales are made for, where `weight` is a part of the inputs; None: its own.
+        largest: [N], largest magnitude per output, if `weight` is a slice of the inputs; None: that of `weight`.
     """
     weight = weight.float()
     largest = weight.abs().amax(dim=1) if largest is None else largest.float()
-    # A row of zeros has any scale.
+    # A row of zeros may have any scale.
     scales = torch.where(largest > 0, largest / LARGEST[dtype], 1.0)
     return QuantizedWeight(_round(weight / scales.unsqueeze(1), dtype), scales.unsqueeze(0))
 
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
-    """The weight as [N, K] float32."""
+    """Return the weight as [N, K] float32."""
     codes = unpack_nibbles(weight.codes) if weight.is_packed else weight.codes
     groups = weight.group_index
     if groups is None:
@@ -99,31 +99,31 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """[N, K] numbers from 0 to 15, K even -> [N, K / 2] uint8."""
+    """Pack [N, K] numbers from 0 to 15, K even -> [N, K / 2] uint8."""
     codes = codes.to(torch.uint8)
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """[N, K / 2] uint8 -> [N, K] uint8."""
+    """Invert pack_nibbles: [N, K / 2] uint8 -> [N, K] uint8."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
 
 
 @on_gpu("quantized_linear")
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``: [T, K] -> [T, N], in the dtype of x."""
+    """Return ``x @ weight.T + bias``: [T, K] -> [T, N], in the dtype of x."""
     return F.linear(x, dequantize(weight).to(x.dtype), bias)
 
 
 @on_gpu("quantize_tokens")
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token rounded to float8 by its own scale.
+    """Quantize tokens to float8, one scale per token.
 
     Args:
         x: [T, K].
 
     Returns:
-        [T, K] float8_e4m3fn, and scales [T, 1] float32 that they are to be multiplied by.
+        Codes [T, K] float8_e4m3fn, and scales [T, 1] float32 that multiply them.
     """
     largest = x.float().abs().amax(dim=1, keepdim=True)
     scales = torch.where(largest > 0, largest / LARGEST[FLOAT8], 1.0)
@@ -131,15 +131,15 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def has_quantized_kernel(weight: QuantizedWeight) -> bool:
-    """Whether quantized_linear reads the codes as they are; otherwise it widens the whole weight in each call."""
+    """Return whether quantized_linear reads codes directly, without dequantizing the whole weight in each call."""
     if not has_kernels(weight.codes):
         return False
-    # Triton converts float8 from Ada on.
+    # Triton converts float8 on Ada and later.
     return weight.codes.dtype != FLOAT8 or torch.cuda.get_device_capability(weight.codes.device) >= (8, 9)
 
 
 def supports_float8_linear(weight: QuantizedWeight) -> bool:
-    """Whether float8_linear takes this weight where it is: tensor cores of Hopper or later, sizes that they take."""
+    """Return whether float8_linear supports this weight on its device: Hopper or later, and suitable sizes."""
     return (
         weight.codes.is_cuda
         and weight.codes.dtype == FLOAT8
@@ -150,12 +150,12 @@ def supports_float8_linear(weight: QuantizedWeight) -> bool:
 
 
 class Float8Tokens(NamedTuple):
-    """Tokens as quantize_tokens rounds them.
+    """Tokens quantized by quantize_tokens.
 
     Attributes:
         codes: [T, K] float8_e4m3fn.
-        scales: [T, 1] float32 that they are to be multiplied by.
-        dtype: of what was rounded, and of what is made of them.
+        scales: [T, 1] float32 that multiply the codes.
+        dtype: of the original tokens, and of the results.
     """
 
     codes: Tensor
@@ -164,12 +164,12 @@ class Float8Tokens(NamedTuple):
 
 
 def float8_linear(x: Tensor | Float8Tokens, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """As quantized_linear, with the tokens rounded to float8, too: for weights in float8 with a scale an output."""
+    """As quantized_linear, with tokens quantized to float8 too; the weight is float8 with one scale per output."""
     codes, scales, dtype = x if isinstance(x, Float8Tokens) else (*quantize_tokens(x), x.dtype)
     if not codes.is_cuda:
         y = F.linear(codes.float(), weight.codes.float()) * scales * weight.scales.float()
         return y.to(dtype) if bias is None else (y + bias.float()).to(dtype)
-    # With a scale a row the product comes in bfloat16 alone.
+    # With a scale per row, torch returns the product in bfloat16 only.
     product: Tensor = torch._scaled_mm(
         codes, weight.codes.t(), scales, weight.scales.float(), out_dtype=torch.bfloat16
     )
@@ -178,6 +178,6 @@ def float8_linear(x: Tensor | Float8Tokens, weight: QuantizedWeight, bias: Tenso
 
 
 def _round(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """To the nearest of the type, at most its LARGEST."""
+    """Round to nearest, clamped to LARGEST."""
     limit = LARGEST[dtype]
     return (numbers if dtype.is_floating_point else numbers.round()).clamp(-limit, limit).to(dtype)

@@ -8,12 +8,12 @@ from .native import ops as cpu
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotates the first R numbers of every head in place: element i pairs with element i + R/2.
+    """Rotate the first R numbers of every head in place: element i pairs with element i + R/2.
 
     Args:
-        x: [T, H, D], queries, keys or both beside each other.
-        cos: [T, R], R even and at most D; the angle of pair i at both i and i + R/2.
-        sin: [T, R], likewise, negative in the first half.
+        x: [T, H, D], queries, keys, or both concatenated.
+        cos: [T, R], R even and at most D; the angle of pair i stands at i and i + R/2.
+        sin: [T, R], as cos, and negated in the first half.
     """
     rotated_dim = cos.shape[1]
     if x.stride(1) == x.shape[2] and cpu.supports(x, x.shape[2]):

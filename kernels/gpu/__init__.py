@@ -1,8 +1,8 @@
-"""The Triton kernels, one op a file: kernels and the wrapper that checks, allocates and launches.
+"""Triton kernels, one op per file: kernels, and the wrapper that checks, allocates and launches.
 
-A wrapper has the name and the signature of the PyTorch twin in ``kernels`` that says what it computes. Grids and
-allocations depend on the shapes of tensors alone, never on their values, so that every op can be captured in a CUDA
-graph and replayed with others; padding is rows of length 0 and slots below 0.
+A wrapper has the name and the signature of its PyTorch twin in ``kernels``, which describes the op. Grids and
+allocations depend only on the shapes of tensors, never on their values, so that every op can be captured in a CUDA
+graph and replayed with other values. Padding has sequence length 0 and negative slots.
 
-These files evaluate their annotations, which is how Triton knows a ``tl.constexpr``.
+These files do not import annotations from __future__: Triton reads ``tl.constexpr`` from evaluated annotations.
 """

@@ -1,4 +1,4 @@
-"""The gates of gated linear units in one launch."""
+"""Activations of gated linear units in one launch."""
 
 import torch
 import triton
@@ -24,11 +24,11 @@ def _gate_and_mul(
     gate_ptrs = gate_up_ptr + row * stride_gate_up + offs_i
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + num_columns, mask=mask, other=0.0).to(tl.float32)
-    steepness = gate
+    exponent = gate
     if IS_GELU:
-        # (1 + tanh(u)) / 2 is sigmoid(2 u), and 2 sqrt(2 / pi) the number here.
-        steepness = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    tl.store(out_ptr + row * num_columns + offs_i, gate * tl.sigmoid(steepness) * up, mask=mask)
+        # (1 + tanh(u)) / 2 is sigmoid(2 u); the constant is 2 sqrt(2 / pi).
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    tl.store(out_ptr + row * num_columns + offs_i, gate * tl.sigmoid(exponent) * up, mask=mask)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

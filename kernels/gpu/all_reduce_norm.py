@@ -1,4 +1,4 @@
-"""All-reduce, residual addition and RMSNorm in one launch, over memory that GPUs share."""
+"""All-reduce, residual addition and RMSNorm in one launch, over memory that all GPUs can access."""
 
 import torch
 import triton
@@ -9,18 +9,18 @@ from ..all_reduce_norm import MAX_PROGRAMS, Peers
 
 
 @triton.jit
-def _meet(signal_addresses_ptr, signal, rank, SIZE: tl.constexpr):
-    """Returns when the program has come to this signal on every rank; all are 0 again then.
+def _barrier(signal_addresses_ptr, signal, rank, SIZE: tl.constexpr):
+    """Wait until this program has reached the signal on every rank, then reset the signals to 0.
 
-    What ranks wrote before they came is seen by all afterwards.
+    Writes that a rank made before the barrier are visible to all ranks after it.
     """
     tl.debug_barrier()
-    place = signal * SIZE
+    offset = signal * SIZE
     for peer in tl.static_range(SIZE):
-        theirs = tl.load(signal_addresses_ptr + peer).to(tl.pointer_type(tl.int32)) + place + rank
-        while tl.atomic_cas(theirs, 0, 1, sem="release", scope="sys") != 0:
+        remote = tl.load(signal_addresses_ptr + peer).to(tl.pointer_type(tl.int32)) + offset + rank
+        while tl.atomic_cas(remote, 0, 1, sem="release", scope="sys") != 0:
             pass
-    own = tl.load(signal_addresses_ptr + rank).to(tl.pointer_type(tl.int32)) + place
+    own = tl.load(signal_addresses_ptr + rank).to(tl.pointer_type(tl.int32)) + offset
     for peer in tl.static_range(SIZE):
         while tl.atomic_cas(own + peer, 1, 0, sem="acquire", scope="sys") != 1:
             pass
@@ -33,7 +33,7 @@ def _all_reduce_add_rms_norm(
     residual_ptr,  # [T, E]
     weight_ptr,  # [E]
     out_ptr,  # [T, E]
-    part_addresses_ptr,  # [SIZE]
+    buffer_addresses_ptr,  # [SIZE]
     signal_addresses_ptr,  # [SIZE]
     rank,
     eps,
@@ -48,36 +48,36 @@ def _all_reduce_add_rms_norm(
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     offs_e = tl.arange(0, BLOCK_E)
     mask = offs_e < NUM_COLUMNS
-    part_type = tl.pointer_type(x_ptr.dtype.element_ty)
-    own_part = tl.load(part_addresses_ptr + rank).to(part_type)
+    buffer_type = tl.pointer_type(x_ptr.dtype.element_ty)
+    own_buffer = tl.load(buffer_addresses_ptr + rank).to(buffer_type)
     for row in range(program, num_rows, num_programs):
         x = tl.load(x_ptr + row * stride_x + offs_e, mask=mask, other=0.0)
-        tl.store(own_part + row * NUM_COLUMNS + offs_e, x, mask=mask)
-    _meet(signal_addresses_ptr, 2 * program, rank, SIZE)
+        tl.store(own_buffer + row * NUM_COLUMNS + offs_e, x, mask=mask)
+    _barrier(signal_addresses_ptr, 2 * program, rank, SIZE)
     weight = tl.load(weight_ptr + offs_e, mask=mask, other=0.0).to(tl.float32)
     for row in range(program, num_rows, num_programs):
         total = tl.zeros([BLOCK_E], tl.float32)
         for peer in tl.static_range(SIZE):
-            part = tl.load(part_addresses_ptr + peer).to(part_type)
-            total += tl.load(part + row * NUM_COLUMNS + offs_e, mask=mask, other=0.0).to(tl.float32)
+            buffer = tl.load(buffer_addresses_ptr + peer).to(buffer_type)
+            total += tl.load(buffer + row * NUM_COLUMNS + offs_e, mask=mask, other=0.0).to(tl.float32)
         residual_ptrs = residual_ptr + row * stride_residual + offs_e
         total += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
         tl.store(residual_ptrs, total, mask=mask)
         factor = 1.0 / tl.sqrt(tl.sum(total * total, 0) / NUM_COLUMNS + eps)
         tl.store(out_ptr + row * NUM_COLUMNS + offs_e, total * factor * weight, mask=mask)
-    # Parts are overwritten by whatever comes next.
-    _meet(signal_addresses_ptr, 2 * program + 1, rank, SIZE)
+    # The next op overwrites the buffers.
+    _barrier(signal_addresses_ptr, 2 * program + 1, rank, SIZE)
 
 
 def all_reduce_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers) -> Tensor:
-    """See kernels.all_reduce_norm; nothing is rounded before the sum with the residual is."""
+    """See kernels.all_reduce_norm. The first rounding is that of the sum with the residual."""
     num_rows, num_columns = x.shape
-    own_part = peers.buffers[peers.rank]
+    own_buffer = peers.buffers[peers.rank]
     assert x.stride(1) == residual.stride(1) == 1
     assert num_rows <= peers.max_tokens
-    assert own_part.is_contiguous()
-    assert own_part.shape[1] == num_columns
-    assert own_part.dtype == x.dtype
+    assert own_buffer.is_contiguous()
+    assert own_buffer.shape[1] == num_columns
+    assert own_buffer.dtype == x.dtype
     block = triton.next_power_of_2(num_columns)
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
     _all_reduce_add_rms_norm[(min(num_rows, MAX_PROGRAMS),)](

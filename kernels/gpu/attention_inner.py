@@ -1,4 +1,4 @@
-"""The inner loop of both attention kernels: paged keys and values, tile by tile, into an online softmax.
+"""Inner loop of both attention kernels: an online softmax over paged keys and values, tile by tile.
 
 Online softmax: Milakov and Gimelshein, *Online normalizer calculation for softmax*, 2018.
 """
@@ -9,12 +9,12 @@ import triton.language as tl
 from ..attention_variant import AttentionVariant
 from .quantized_kv import widen
 
-# Scores are multiplied by it, so that exp2 can take the place of exp.
+# Factor of the scores, so that exp2 replaces exp.
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def score_arguments(scale: float, variant: AttentionVariant) -> tuple[float, float | None, int | None]:
-    """`score_scale`, `cap_log2` and `window` of attend_keys."""
+    """Return the arguments `score_scale`, `cap_log2` and `window` of attend_keys."""
     log2_e, window = LOG2_E.value, variant.window or None
     if not variant.soft_cap:
         return scale * log2_e, None, window
@@ -23,7 +23,7 @@ def score_arguments(scale: float, variant: AttentionVariant) -> tuple[float, flo
 
 @triton.jit
 def load_slopes(slopes_ptr, heads, mask):
-    """ALiBi's slopes of some heads, for scores in base 2; None without ALiBi."""
+    """Load the ALiBi slopes of some heads, for scores in base 2. Returns None without ALiBi."""
     if slopes_ptr is None:
         return None
     else:
@@ -54,20 +54,21 @@ def attend_keys(
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Adds the keys and values of a sequence from `start` to `end` to rows of queries.
+    """Attend rows of queries to the keys and values of a sequence from `start` to `end`.
 
     Args:
         q: [R, D].
-        out, top, total: [R, D], [R] and [R] float32: the weighted sum of values, the largest score so far (base 2)
-            and the sum of weights relative to it.
-        head_ptr: the head's part of the cache; table_ptr: the sequence's block ids.
-        scales_ptr: the head's part of the scales of a quantised, contiguous cache, otherwise None.
-        last_keys: [R], the last key that each row sees. Without MASKED all rows see all keys, and `end - start` is a
-            multiple of BLOCK_K.
-        score_scale: makes products scores in base 2; with a soft cap twice those, as shares of the cap.
+        out, top, total: [R, D], [R] and [R] float32: weighted sum of values, largest score so far (base 2),
+            and sum of weights relative to that score.
+        head_ptr: the KV head in the cache; table_ptr: the sequence's block ids.
+        scales_ptr: the KV head in the scales of a quantized, contiguous cache, otherwise None.
+        last_keys: [R], position of the last key visible to each row. Without MASKED all keys are visible to all rows,
+            and `end - start` is a multiple of BLOCK_K.
+        score_scale: scales products to scores in base 2; with a soft cap, to 2 * score / cap in base 2.
         cap_log2: the soft cap of scores in base 2, or None.
         slopes: [R], as load_slopes returns them.
-        window: how many keys each row sees at most, or None: then each row must see one of the first tile's.
+        window: largest number of keys visible to a row. None: no window, and every row must see a key of the first
+            tile.
 
     Returns:
         out, top and total.
@@ -76,10 +77,10 @@ def attend_keys(
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
     for tile_start in range(start, end, BLOCK_K):
-        places = tile_start + offs_k
-        live = places < end
-        blocks = tl.load(table_ptr + places // CACHE_BLOCK, mask=live, other=0)
-        slots = blocks.to(tl.int64) * stride_cache_block + (places % CACHE_BLOCK) * HEAD_DIM
+        positions = tile_start + offs_k
+        live = positions < end
+        blocks = tl.load(table_ptr + positions // CACHE_BLOCK, mask=live, other=0)
+        slots = blocks.to(tl.int64) * stride_cache_block + (positions % CACHE_BLOCK) * HEAD_DIM
         keys = tl.load(
             head_ptr + slots[None, :] + offs_d[:, None], mask=live[None, :] & mask_d[:, None], other=0.0
         )
@@ -88,7 +89,7 @@ def attend_keys(
             mask=live[:, None] & mask_d[None, :],
             other=0.0,
         )
-        # float32 is multiplied on tensor cores in three parts: exact products spilled 7 KB of registers a thread.
+        # float32 is multiplied on tensor cores in three parts: IEEE products spilled 7 KB of registers per thread.
         scores = tl.dot(q, widen(keys, q.dtype), input_precision="tf32x3") * score_scale
         if scales_ptr is not None:
             key_scales = tl.load(scales_ptr + slots // HEAD_DIM, mask=live, other=0.0)
@@ -97,16 +98,16 @@ def attend_keys(
             # tanh(x) is 1 - 2 / (exp(2 x) + 1), also where exp overflows.
             scores = cap_log2 - 2 * cap_log2 / (tl.exp2(scores) + 1)
         if slopes is not None:
-            scores += slopes[:, None] * (places[None, :] - last_keys[:, None]).to(tl.float32)
+            scores += slopes[:, None] * (positions[None, :] - last_keys[:, None]).to(tl.float32)
         if MASKED:
-            visible = (places[None, :] <= last_keys[:, None]) & live[None, :]
+            visible = (positions[None, :] <= last_keys[:, None]) & live[None, :]
             if window is not None:
-                visible &= places[None, :] > last_keys[:, None] - window
+                visible &= positions[None, :] > last_keys[:, None] - window
             scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         finite_top = new_top
         if window is not None:
-            # Rows that have seen no key yet: -inf - -inf would be NaN.
+            # For rows without a visible key so far, -inf - -inf would be NaN.
             finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores - finite_top[:, None])
         decay = tl.exp2(top - finite_top)

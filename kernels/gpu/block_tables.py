@@ -1,4 +1,4 @@
-"""Block tables on the device."""
+"""Updates of the block tables on the device."""
 
 import triton
 import triton.language as tl

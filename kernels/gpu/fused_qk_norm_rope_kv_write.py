@@ -1,4 +1,4 @@
-"""Norm, rotation, quantisation and cache write of a step's heads in one launch, each number read and written once."""
+"""QK norm, rotary embedding, quantization and cache write in one launch; each number is read and written once."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ from torch import Tensor
 from .. import quantized_kv
 from .quantized_kv import as_stored, narrow
 
-# Heads a program.
+# Heads per program.
 BLOCK_HEADS = 8
 
 
@@ -40,7 +40,7 @@ def _fused_qk_norm_rope_kv_write(
     BLOCK_REST: tl.constexpr,
 ):
     # grid: (T, tiles of heads)
-    # A head is two halves of what is rotated, and a rest, which may be empty.
+    # A head consists of the two halves of the rotated dimensions and a rest, which may be empty.
     HALF: tl.constexpr = ROTATED_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -65,7 +65,7 @@ def _fused_qk_norm_rope_kv_write(
         high *= factor * _norm_weights(q_norm_ptr, k_norm_ptr, HALF + offs_d, mask_d, is_q, is_v)
         rest *= factor * _norm_weights(q_norm_ptr, k_norm_ptr, offs_rest, mask_rest, is_q, is_v)
     if cos_ptr is not None:
-        # The sines of the first half are negative, as kernels.rope wants them; those of the second are used.
+        # The sines of the first half are negated (see kernels.rope); those of the second half are used.
         cos = tl.load(cos_ptr + token * stride_cos + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
         sin = tl.load(sin_ptr + token * stride_sin + HALF + offs_d, mask=mask_d, other=0.0)
         sin = sin.to(tl.float32)[None, :]
@@ -100,7 +100,7 @@ def _fused_qk_norm_rope_kv_write(
 
 @triton.jit
 def _norm_weights(q_norm_ptr, k_norm_ptr, offs_d, mask_d, is_q, is_v):
-    """[BLOCK_H, D]: queries have those of one norm, keys of another, values none."""
+    """Load the norm weights of each head, [BLOCK_H, D]: those of queries, those of keys, and 1 for values."""
     q_weights = tl.load(q_norm_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
     k_weights = tl.load(k_norm_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
     weights = tl.where(is_q[:, None], q_weights[None, :], k_weights[None, :])
@@ -118,7 +118,7 @@ def fused_qk_norm_rope_kv_write(
     eps: float = 0.0,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """See kernels.fused_qk_norm_rope_kv_write; tokens with slots below 0 are stored nowhere."""
+    """See kernels.fused_qk_norm_rope_kv_write; tokens with negative slots are not stored."""
     num_tokens, num_heads, head_dim = heads.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     num_q_heads = num_heads - 2 * num_kv_heads

@@ -1,5 +1,4 @@
-"""kernels.gumbel: keys of rows, and for a tile of tokens the same random bits, and noise that differs in rounding
-alone."""
+"""Keys and Gumbel noise of kernels.gumbel: the same random bits; the noise differs in rounding only."""
 
 import torch
 import triton
@@ -43,7 +42,7 @@ def random_keys(seeds: Tensor, positions: Tensor) -> Tensor:
 
 @triton.jit
 def random_bits(key_low, key_high, token_ids):
-    """uint32 of int32 token ids and the two halves of a row's key, int32."""
+    """Return uint32 bits for int32 token ids and the two int32 halves of a row's key."""
     x = token_ids.to(tl.uint32, bitcast=True) * 0x9E3779B9 + key_low.to(tl.uint32, bitcast=True)
     x ^= x >> 16
     x *= 0x21F0AAAD
@@ -55,11 +54,11 @@ def random_bits(key_low, key_high, token_ids):
 
 @triton.jit
 def gumbel_noise(key_low, key_high, token_ids):
-    """float32, standard Gumbel numbers."""
+    """Return standard Gumbel noise, float32."""
     bits = random_bits(key_low, key_high, token_ids) & 0x7FFFFFFF
     v = (bits.to(tl.int32, bitcast=True).to(tl.float32) + 0.5) * 2**-31
     v = tl.minimum(v, 1 - 2**-24)
-    # The fast logarithm of a GPU has an absolute error: -log(1 - v) of a small v needs its series instead.
+    # The fast logarithm of a GPU has an absolute error, so -log(1 - v) of a small v is computed as its series.
     series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6))))))
     exponential = tl.where(v < 1 / 32, series, -tl.log(1 - v))
     return -tl.log(exponential)

@@ -1,4 +1,4 @@
-"""Logits as kernels read them: adjusted on the fly (kernels.logits) and divided by the temperature, tile by tile."""
+"""Tiles of logits with logits processors (kernels.logits) and temperature applied as they are read."""
 
 from typing import NamedTuple
 
@@ -8,21 +8,21 @@ from torch import Tensor
 
 from ..logits import LogitsProcessors
 
-# How every kernel that reads logits is launched: a fused multiply-add rounds once where the twin rounds twice, and
-# kernels that were compiled for different batches would fuse differently.
+# Launch options of every kernel that reads logits: a fused multiply-add rounds once where the twin rounds twice, and
+# kernels compiled for different batches would fuse differently.
 EXACT = {"enable_fp_fusion": False}
 
 LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 
 
 class Source(NamedTuple):
-    """The rows that a kernel reads, its argument.
+    """Rows of logits, as the argument of a kernel.
 
     Attributes:
         logits: [N, V] float32.
-        rows: [M] int64; None: all N.
+        rows: [M] int64, selected rows; None: all N.
         temperature: [M] float32; None: 1.
-        logits_processors: of all N rows; None: nothing.
+        logits_processors: of all N rows; None: none.
     """
 
     logits: Tensor
@@ -39,7 +39,7 @@ def source_of(
     rows: Tensor | None,
     logits_processors: LogitsProcessors | None,
 ) -> tuple[Source, int]:
-    """The source, checked, and how many rows it has."""
+    """Check the arguments. Returns the source and its number of rows."""
     assert logits.stride(1) == 1
     if logits_processors is not None:
         assert logits_processors.penalties.counts.is_contiguous()
@@ -52,7 +52,7 @@ def source_of(
 
 @triton.jit
 def find_row(source, member):
-    """Which row of the logits a member, int64, of the source's rows is."""
+    """Return the row of the logits of a selected row `member`, int64."""
     if source.rows is not None:
         member = tl.load(source.rows + member)
     return member
@@ -60,23 +60,27 @@ def find_row(source, member):
 
 @triton.jit
 def load_logits(source, row, tile_start, columns, TILE_LEN: tl.constexpr):
-    """Adjusted logits of a row at `columns`, which lie from `tile_start` on within TILE_LEN, in any shape.
+    """Load processed logits of a row at `columns` of any shape, within TILE_LEN from `tile_start`.
 
-    -inf beyond the vocabulary. Broken ones become comparable: NaN is -inf, and +inf the largest float.
+    Columns beyond the vocabulary are -inf. NaN becomes -inf, and +inf the largest float, so that all are comparable.
     """
     mask = columns < source.vocab_len
     logits = tl.load(source.logits + row * source.stride + columns, mask=mask, other=float("-inf"))
     if source.logits_processors is not None:
         logits_processors = source.logits_processors
-        logits = _add(logits, columns, row, tile_start, tile_start + TILE_LEN, logits_processors.biases)
-        logits = _penalise(logits, columns, row, logits_processors.num_tokens, logits_processors.penalties)
-        logits = _forbid(logits, columns, row, logits_processors.num_tokens, logits_processors.masks)
+        logits = _apply_biases(
+            logits, columns, row, tile_start, tile_start + TILE_LEN, logits_processors.biases
+        )
+        logits = _apply_penalties(
+            logits, columns, row, logits_processors.num_tokens, logits_processors.penalties
+        )
+        logits = _apply_masks(logits, columns, row, logits_processors.num_tokens, logits_processors.masks)
     return tl.where(logits == logits, tl.minimum(logits, LARGEST_FLOAT), float("-inf"))
 
 
 @triton.jit
 def load_values(source, member, row, tile_start, columns, TILE_LEN: tl.constexpr):
-    """load_logits over the temperature, rounded as the twin rounds."""
+    """As load_logits, divided by the temperature and rounded like the twin."""
     values = load_logits(source, row, tile_start, columns, TILE_LEN)
     if source.temperature is not None:
         temperature = tl.load(source.temperature + member)
@@ -85,8 +89,8 @@ def load_values(source, member, row, tile_start, columns, TILE_LEN: tl.constexpr
 
 
 @triton.jit
-def _add(logits, columns, row, start, end, biases):
-    """Adds the row's biases of the columns from `start` to `end`, one after the other."""
+def _apply_biases(logits, columns, row, start, end, biases):
+    """Add the row's biases of columns `start` to `end`, one at a time."""
     entry = tl.load(biases.starts + row)
     end_entry = tl.load(biases.starts + row + 1)
     high = end_entry
@@ -104,7 +108,7 @@ def _add(logits, columns, row, start, end, biases):
 
 
 @triton.jit
-def _penalise(logits, columns, row, num_tokens, penalties):
+def _apply_penalties(logits, columns, row, num_tokens, penalties):
     slot = tl.load(penalties.slots + row)
     if slot >= 0:
         mask = columns < num_tokens
@@ -121,7 +125,7 @@ def _penalise(logits, columns, row, num_tokens, penalties):
 
 
 @triton.jit
-def _forbid(logits, columns, row, num_tokens, masks):
+def _apply_masks(logits, columns, row, num_tokens, masks):
     slot = tl.load(masks.slots + row)
     if slot >= 0:
         is_allowed = _load_bits(masks.words, slot, columns, num_tokens) | (columns >= num_tokens)
@@ -131,7 +135,7 @@ def _forbid(logits, columns, row, num_tokens, masks):
 
 @triton.jit
 def _load_bits(words_ptr, slot, columns, num_tokens):
-    """The bits of columns in a mask of num_tokens bits; False beyond it."""
+    """Load the bits of columns of a mask of num_tokens bits; False beyond it."""
     word_ptrs = words_ptr + slot * tl.cdiv(num_tokens, 32) + columns // 32
     words = tl.load(word_ptrs, mask=columns < num_tokens, other=0)
     return ((words >> (columns % 32)) & 1) == 1

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and after the residual addition, each number read and written once."""
+"""RMSNorm, with and without a residual addition; each number is read and written once."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from ..quantized_linear import FLOAT8, LARGEST
 
 @triton.jit
 def round_to_float8(numbers, LIMIT: tl.constexpr):
-    """[C] float32 as codes within float8's range, still float32, and the scale that they are to be multiplied by."""
+    """Scale [C] float32 to the range of float8. Returns codes, still float32, and the scale that multiplies them."""
     largest = tl.max(tl.abs(numbers), 0)
     scale = tl.where(largest > 0, largest / LIMIT, 1.0)
     return tl.minimum(tl.maximum(numbers / scale, -LIMIT), LIMIT), scale
@@ -22,7 +22,7 @@ def _rms_norm(
     residual_ptr,  # [T, E]
     weight_ptr,  # [E]
     out_ptr,  # [T, E]
-    scales_ptr,  # [T], or none where the result is not float8
+    scales_ptr,  # [T], or None if the result is not float8
     eps,
     stride_x,
     stride_residual,
@@ -58,14 +58,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See kernels.norm; the norm is of the sum before it is rounded."""
+    """See kernels.norm; the norm is that of the unrounded sum."""
     out = _empty(x, x.dtype)
     _launch(x, residual, weight, eps, out, None)
     return out
 
 
 def add_rms_norm_float8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See kernels.norm; nothing is rounded before the codes are."""
+    """See kernels.norm; only the residual and the codes are rounded."""
     out = _empty(x, FLOAT8)
     scales = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
     _launch(x, residual, weight, eps, out, scales)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# 64-bit words a program.
+# 64-bit words per program.
 BLOCK_WORDS = 1024
 
 

@@ -1,6 +1,6 @@
-"""Attention of one new token a sequence over the paged cache, its keys split among programs.
+"""Attention of one new token per sequence over the paged cache, with keys split among programs.
 
-Each program takes one item (see kernels.decode_splits) of one KV head, with all query heads of the group as the rows
+Each program computes one work item (see kernels.decode_splits) of one KV head. All query heads of the group are rows
 of one tile, so that keys and values are read once. A second kernel merges the items of sequences that have several.
 """
 
@@ -16,13 +16,13 @@ from .quantized_kv import as_stored
 from .tile_configs import DECODE_TILES, INTERPRETED, find_tile
 from .workspace import float_workspace
 
-# Items merged a turn of the loop.
+# Items merged per iteration.
 MERGED_ITEMS = 16
 
 
 @triton.jit
 def _find_items(first_items_ptr, item_len_ptr, seq, seq_len, window):
-    """The first item of a sequence, the first that its window reaches, and the end of its items."""
+    """Return a sequence's first item, its first item within the window, and the end of its items."""
     first_item = tl.load(first_items_ptr + seq)
     end_item = tl.load(first_items_ptr + seq + 1)
     if window is None:
@@ -71,8 +71,8 @@ def _attend_items(
     if seq >= num_seqs:
         return
     seq_len = tl.load(seq_lens_ptr + seq)
-    first_item, first_seen, end_item = _find_items(first_items_ptr, item_len_ptr, seq, seq_len, window)
-    if item < first_seen:
+    first_item, first_visible, end_item = _find_items(first_items_ptr, item_len_ptr, seq, seq_len, window)
+    if item < first_visible:
         return
     item_len = tl.load(item_len_ptr)
     start = (item - first_item) * item_len
@@ -98,14 +98,14 @@ def _attend_items(
     total = tl.zeros([BLOCK_G], tl.float32)
     out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     last_keys = tl.full([BLOCK_G], 0, tl.int32) + (seq_len - 1)
-    # A window needs no mask: all rows belong to the same token, and it begins at `start`.
+    # A window needs no mask: all rows belong to one token, whose window begins at `start`.
     out, top, total = attend_keys(
         q, out, top, total, head_ptr, scales_ptr, tables_ptr + seq * stride_table, start, end, last_keys,
         score_scale, cap_log2, slopes, None, stride_cache_block, stride_cache_kv, True,
         HEAD_DIM, CACHE_BLOCK, BLOCK_K, BLOCK_D,
     )  # fmt: skip
     out = out / total[:, None]
-    if end_item - first_seen == 1:
+    if end_item - first_visible == 1:
         rows = seq * num_heads + heads
         tl.store(out_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :], out, mask=mask_q)
     else:
@@ -131,15 +131,15 @@ def _merge_items(
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_heads = tl.num_programs(1)
     seq_len = tl.load(seq_lens_ptr + seq)
-    _, first_seen, end_item = _find_items(first_items_ptr, item_len_ptr, seq, seq_len, window)
-    if end_item - first_seen == 1:
+    _, first_visible, end_item = _find_items(first_items_ptr, item_len_ptr, seq, seq_len, window)
+    if end_item - first_visible == 1:
         return
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
     out = tl.zeros([BLOCK_D], tl.float32)
-    for tile_start in range(first_seen, end_item, BLOCK_I):
+    for tile_start in range(first_visible, end_item, BLOCK_I):
         items = tile_start + tl.arange(0, BLOCK_I)
         live = items < end_item
         rows = items.to(tl.int64) * num_heads + head
@@ -169,7 +169,7 @@ def paged_decode_attention(
     variant: AttentionVariant = PLAIN,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """See kernels.paged_attention; padding rows give zeros here."""
+    """See kernels.paged_attention; the output of padding rows is 0."""
     num_seqs, num_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     assert q.stride(2) == 1

@@ -1,9 +1,9 @@
 """Causal attention of ragged chunks over the paged cache, cached prefixes included (Dao, *FlashAttention-2*, 2023).
 
-One path for prompts in chunks, prompts after a prefix hit and drafts to verify. A tile's rows are (query, head)
-pairs of one sequence and one KV head, so that the group shares every read of a key. Tiles are numbered without
-knowing how long each chunk is: sequence s starts at tile ``query_start[s] // queries a tile + s``, which leaves room
-for its last, partly filled tile, and a program finds its sequence by bisection.
+The kernel serves chunked prefill, prefill after a prefix hit, and verification of drafts. A tile's rows are (query,
+head) pairs of one sequence and one KV head, so that the group shares every read of a key. The number of tiles does
+not depend on the chunk lengths: sequence s starts at tile ``query_start[s] // queries per tile + s``, which leaves
+room for its last, partly filled tile. A program finds its sequence by bisection.
 """
 
 import torch
@@ -16,13 +16,13 @@ from .attention_inner import attend_keys, load_slopes, score_arguments
 from .quantized_kv import as_stored
 from .tile_configs import INTERPRETED, LARGE_PREFILL_TILES, SMALL_PREFILL_TILES, find_tile
 
-# Mean (query, head) pairs a sequence and KV head from which the large tile wastes less than it wins.
+# Mean (query, head) pairs per sequence and KV head from which the large tile is faster.
 LARGE_TILE_ROWS = 64
 
 
 @triton.jit
 def _find_sequence(query_start_ptr, tile, num_seqs, TILE_QUERIES: tl.constexpr):
-    """The last sequence that starts at this tile or before."""
+    """Return the last sequence that starts at or before this tile."""
     low, high = 0, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -62,7 +62,7 @@ def _attend_chunks(
 ):
     # grid: (tiles, Hkv)
     TILE_QUERIES: tl.constexpr = BLOCK_R // GROUP
-    # A sequence's last tiles have the most keys; they start first.
+    # The last tiles of a sequence have the most keys, so they start first.
     tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1) * GROUP
     seq = _find_sequence(query_start_ptr, tile, num_seqs, TILE_QUERIES)
@@ -95,19 +95,19 @@ def _attend_chunks(
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     last_keys = num_cached + queries
-    # Every query of the tile sees the keys from `full_start` to `full_end`; the rest needs a mask.
-    seen_by_first = num_cached + first_query + 1
+    # Keys from `full_start` to `full_end` are visible to every query of the tile; the others need a mask.
+    visible_to_first = num_cached + first_query + 1
     full_start = 0
     if window is not None:
-        start = tl.maximum(seen_by_first - window, 0)
-        cut_by_window = tl.maximum(num_keys - window, 0) - start
-        full_start = tl.minimum(start + tl.cdiv(cut_by_window, BLOCK_K) * BLOCK_K, num_keys)
+        start = tl.maximum(visible_to_first - window, 0)
+        num_partly_visible = tl.maximum(num_keys - window, 0) - start
+        full_start = tl.minimum(start + tl.cdiv(num_partly_visible, BLOCK_K) * BLOCK_K, num_keys)
         out, top, total = attend_keys(
             q, out, top, total, head_ptr, scales_ptr, table_ptr, start, full_start, last_keys,
             score_scale, cap_log2, slopes, window, stride_cache_block, stride_cache_kv, True,
             HEAD_DIM, CACHE_BLOCK, BLOCK_K, BLOCK_D,
         )  # fmt: skip
-    full_end = full_start + tl.maximum(seen_by_first - full_start, 0) // BLOCK_K * BLOCK_K
+    full_end = full_start + tl.maximum(visible_to_first - full_start, 0) // BLOCK_K * BLOCK_K
     out, top, total = attend_keys(
         q, out, top, total, head_ptr, scales_ptr, table_ptr, full_start, full_end, last_keys,
         score_scale, cap_log2, slopes, None, stride_cache_block, stride_cache_kv, False,
@@ -118,7 +118,7 @@ def _attend_chunks(
         score_scale, cap_log2, slopes, window, stride_cache_block, stride_cache_kv, True,
         HEAD_DIM, CACHE_BLOCK, BLOCK_K, BLOCK_D,
     )  # fmt: skip
-    # Rows past the chunk's end may have seen no key.
+    # Rows past the chunk's end may have no visible key.
     out = out / tl.where(total > 0, total, 1.0)[:, None]
     out_rows = (tokens * num_heads + heads) * HEAD_DIM
     tl.store(out_ptr + out_rows[:, None] + offs_d[None, :], out, mask=mask_q)
@@ -134,7 +134,7 @@ def paged_prefill_attention(
     variant: AttentionVariant = PLAIN,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """See kernels.paged_attention; tokens that belong to no chunk have no meaningful output."""
+    """See kernels.paged_attention; the output of tokens outside all chunks is undefined."""
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     num_seqs, group = seq_lens.shape[0], num_heads // num_kv_heads

@@ -1,4 +1,4 @@
-"""Tokens rounded to float8, each by its own scale, in one launch."""
+"""Quantization of tokens to float8, one scale per token, in one launch."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Linear layers with weights in 8 or 4 bits, widened in registers on their way into the tensor cores."""
+"""Linear layers with weights of 8 or 4 bits, which are converted in registers before the tensor cores."""
 
 from typing import NamedTuple
 
@@ -11,11 +11,11 @@ from ..quantized_linear import QuantizedWeight
 from .tile_configs import INTERPRETED, MIN_ROWS
 
 
-class Tile(NamedTuple):
-    """One program's piece of the product.
+class TileConfig(NamedTuple):
+    """Tile of one program.
 
     Attributes:
-        num_inputs: weights of an output a turn of the loop, at most.
+        num_inputs: largest number of inputs per iteration.
     """
 
     num_tokens: int
@@ -25,15 +25,15 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# Up to how many tokens |-> tile. Few tokens wait for the weight, which many small programs read fastest.
-# Chosen by what the compiler reports for compute capabilities 8.0 and 9.0, not yet by measurement.
-TILES: dict[int, Tile] = {
-    16: Tile(MIN_ROWS, 32, 128, 4, 4),
-    64: Tile(64, 64, 64, 4, 4),
-    1 << 31: Tile(128, 64, 64, 8, 3),
+# largest number of tokens |-> tile. Few tokens are bound by reading the weight, which many small programs do fastest.
+# Chosen by the compiler's report for compute capabilities 8.0 and 9.0, not yet by measurement.
+TILES: dict[int, TileConfig] = {
+    16: TileConfig(MIN_ROWS, 32, 128, 4, 4),
+    64: TileConfig(64, 64, 64, 4, 4),
+    1 << 31: TileConfig(128, 64, 64, 8, 3),
 }
-FLOAT32_TILE = Tile(MIN_ROWS, 32, 64, 4, 2)
-# What tl.dot sums over at least, twice: a byte of two weights takes part in two products.
+FLOAT32_TILE = TileConfig(MIN_ROWS, 32, 64, 4, 2)
+# Twice the least sum length of tl.dot: a byte with two weights takes part in two products.
 MIN_INPUTS = 32
 
 
@@ -42,19 +42,19 @@ def _to_weights(
     codes, scales_ptr, zeros_ptr, group_index_ptr, offs_k, offs_n, mask_k, mask_n, first_group, out_features,
     HAS_ZEROS: tl.constexpr, HAS_INDEX: tl.constexpr, IS_PER_OUTPUT: tl.constexpr,
 ):  # fmt: skip
-    """Codes [K, N] as float32 weights, not scaled yet if there is one scale an output."""
+    """Convert codes [K, N] to float32 weights; they stay unscaled if there is one scale per output."""
     weights = codes.to(tl.float32)
     if not IS_PER_OUTPUT:
         if HAS_INDEX:
             groups = tl.load(group_index_ptr + offs_k, mask=mask_k, other=0)
-            places = groups[:, None] * out_features + offs_n[None, :]
+            offs_group = groups[:, None] * out_features + offs_n[None, :]
             mask = mask_k[:, None] & mask_n[None, :]
         else:
-            places = first_group * out_features + offs_n[None, :]
+            offs_group = first_group * out_features + offs_n[None, :]
             mask = mask_n[None, :]
         if HAS_ZEROS:
-            weights -= tl.load(zeros_ptr + places, mask=mask, other=0).to(tl.float32)
-        weights *= tl.load(scales_ptr + places, mask=mask, other=0.0).to(tl.float32)
+            weights -= tl.load(zeros_ptr + offs_group, mask=mask, other=0).to(tl.float32)
+        weights *= tl.load(scales_ptr + offs_group, mask=mask, other=0.0).to(tl.float32)
     return weights
 
 
@@ -72,7 +72,7 @@ def _quantized_linear(
     in_features,
     group_len,
     stride_x,
-    NUMBERS_A_BYTE: tl.constexpr,
+    NUMBERS_PER_BYTE: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_INDEX: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -86,19 +86,19 @@ def _quantized_linear(
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask_n, mask_t = offs_n < out_features, offs_t < num_tokens
-    bytes_a_row = in_features // NUMBERS_A_BYTE
-    row_ptrs = codes_ptr + offs_n[None, :].to(tl.int64) * bytes_a_row
+    bytes_per_row = in_features // NUMBERS_PER_BYTE
+    row_ptrs = codes_ptr + offs_n[None, :].to(tl.int64) * bytes_per_row
     token_ptrs = x_ptr + offs_t[:, None].to(tl.int64) * stride_x
-    offs_byte = tl.arange(0, BLOCK_K // NUMBERS_A_BYTE)
+    offs_byte = tl.arange(0, BLOCK_K // NUMBERS_PER_BYTE)
     sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
     for start in range(0, in_features, BLOCK_K):
-        places = start // NUMBERS_A_BYTE + offs_byte
-        live = places < bytes_a_row
-        packed = tl.load(row_ptrs + places[:, None], mask=live[:, None] & mask_n[None, :], other=0.0)
-        for part in tl.static_range(NUMBERS_A_BYTE):
-            offs_k = places * NUMBERS_A_BYTE + part
+        offs_packed = start // NUMBERS_PER_BYTE + offs_byte
+        live = offs_packed < bytes_per_row
+        packed = tl.load(row_ptrs + offs_packed[:, None], mask=live[:, None] & mask_n[None, :], other=0.0)
+        for part in tl.static_range(NUMBERS_PER_BYTE):
+            offs_k = offs_packed * NUMBERS_PER_BYTE + part
             codes = packed
-            if NUMBERS_A_BYTE == 2:
+            if NUMBERS_PER_BYTE == 2:
                 codes = (packed >> (4 * part)) & 15
             weights = _to_weights(
                 codes, scales_ptr, zeros_ptr, group_index_ptr, offs_k, offs_n, live, mask_n, start // group_len,
@@ -130,7 +130,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     tile = _find_tile(num_tokens, x.dtype)
     group_index = weight.group_index
     if group_index is None and weight.scales.shape[0] > 1:
-        # A turn of the loop has one group.
+        # Each iteration reads one group.
         tile = tile._replace(num_inputs=min(tile.num_inputs, group_len & -group_len))
         if tile.num_inputs < MIN_INPUTS:
             tile = tile._replace(num_inputs=MIN_INPUTS)
@@ -139,7 +139,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     _quantized_linear[grid](
         x, weight.codes, weight.scales, weight.zeros, group_index, bias, out, num_tokens, out_features,
         in_features, group_len, x.stride(0),
-        NUMBERS_A_BYTE=2 if weight.is_packed else 1, HAS_ZEROS=weight.zeros is not None,
+        NUMBERS_PER_BYTE=2 if weight.is_packed else 1, HAS_ZEROS=weight.zeros is not None,
         HAS_INDEX=group_index is not None, HAS_BIAS=bias is not None, IS_PER_OUTPUT=weight.is_per_output,
         BLOCK_T=tile.num_tokens, BLOCK_N=tile.num_outputs, BLOCK_K=tile.num_inputs, UPCAST=INTERPRETED,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -147,7 +147,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     return out
 
 
-def _find_tile(num_tokens: int, dtype: torch.dtype) -> Tile:
+def _find_tile(num_tokens: int, dtype: torch.dtype) -> TileConfig:
     if dtype == torch.float32:
         return FLOAT32_TILE
-    return next(tile for most, tile in TILES.items() if num_tokens <= most)
+    return next(tile for max_tokens, tile in TILES.items() if num_tokens <= max_tokens)

@@ -1,4 +1,4 @@
-"""The likeliest token, or a Gumbel-max draw, in one pass over the logits: rows in pieces, then the best of them."""
+"""Greedy and full-softmax sampling in one pass over the logits: the best token of each piece, then of all."""
 
 import torch
 import triton
@@ -9,14 +9,14 @@ from ..logits import LogitsProcessors
 from .gumbel import gumbel_noise
 from .logits import EXACT, find_row, load_logits, source_of
 
-# Logits a program.
+# Logits per program.
 BLOCK_VOCAB = 4096
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
 def _find_best(scores, token_ids):
-    """The largest score and the first token that has it."""
+    """Return the largest score and the lowest token id that has it."""
     best = tl.max(scores, 0)
     return best, tl.min(tl.where(scores == best, token_ids, NO_TOKEN), 0)
 
@@ -42,9 +42,9 @@ def _score_pieces(
             key_low, key_high = tl.load(keys_ptr + 2 * member), tl.load(keys_ptr + 2 * member + 1)
             scores = tl.div_rn(scores, temperature) + gumbel_noise(key_low, key_high, token_ids)
     best, token_id = _find_best(scores, token_ids)
-    place = member * tl.num_programs(1) + piece
-    tl.store(scores_ptr + place, best)
-    tl.store(token_ids_ptr + place, token_id)
+    offset = member * tl.num_programs(1) + piece
+    tl.store(scores_ptr + offset, best)
+    tl.store(token_ids_ptr + offset, token_id)
 
 
 @triton.jit
@@ -59,9 +59,9 @@ def _merge_pieces(
     # grid: (M,)
     member = tl.program_id(0).to(tl.int64)
     offs_p = tl.arange(0, BLOCK_P)
-    places = member * num_pieces + offs_p
-    scores = tl.load(scores_ptr + places, mask=offs_p < num_pieces, other=float("-inf"))
-    token_ids = tl.load(token_ids_ptr + places, mask=offs_p < num_pieces, other=NO_TOKEN)
+    offsets = member * num_pieces + offs_p
+    scores = tl.load(scores_ptr + offsets, mask=offs_p < num_pieces, other=float("-inf"))
+    token_ids = tl.load(token_ids_ptr + offsets, mask=offs_p < num_pieces, other=NO_TOKEN)
     best, winner = _find_best(scores, token_ids)
     tl.store(best_ptr + member, best)
     tl.store(winners_ptr + member, winner)

@@ -32,7 +32,7 @@ ALL_TIES = tl.constexpr(0x7FFFFFFF)
 @triton.jit
 def _sample_from_candidates(
     candidates,
-    cuts,
+    truncation,
     keys_ptr,  # [M, 2]
     token_ids_ptr,  # [M]
     suffices_ptr,  # [M]
@@ -43,8 +43,8 @@ def _sample_from_candidates(
     # grid: (M,)
     member = tl.program_id(0).to(tl.int64)
     count, top = tl.load(candidates.counts + member), tl.load(candidates.tops + member)
-    top_k, top_p = tl.load(cuts.top_k + member), tl.load(cuts.top_p + member)
-    lowest = ordered_of(top + tl.load(cuts.log_min_p + member))
+    top_k, top_p = tl.load(truncation.top_k + member), tl.load(truncation.top_p + member)
+    lowest = ordered_of(top + tl.load(truncation.log_min_p + member))
     if count > MAX_CANDIDATES:
         tl.store(suffices_ptr + member, 0)
         return
@@ -53,7 +53,7 @@ def _sample_from_candidates(
     keys, ordered, token_ids = load_keys(row_keys_ptr, offs_c, count)
     values = value_of(ordered)
     weights = weights_of(values, top)
-    ranks, likelier = rank_candidates(keys, row_keys_ptr, count, top, True, BLOCK_O)
+    ranks, weight_before = rank_candidates(keys, row_keys_ptr, count, top, True, BLOCK_O)
 
     is_live = offs_c < count
     has_top_k, has_top_p = top_k < vocab_len, top_p < 1
@@ -61,24 +61,24 @@ def _sample_from_candidates(
     total = tl.sum(tl.where(in_top_k, weights, 0), 0)
     needed = tl.where(has_top_k, total, tl.load(candidates.totals + member))
     needed = tl.ceil(tl.minimum(top_p, 1.0) * needed.to(tl.float64)).to(tl.int64)
-    # A nucleus may end below the bound, where nobody knows who is in it, unless min_p ends before.
+    # A nucleus may end below the bound, where candidates are unknown, unless min_p ends it above.
     ends_here = (total >= needed) | (tl.load(candidates.bounds + member) <= lowest)
     tl.store(suffices_ptr + member, (has_top_k | (has_top_p == 0) | ends_here).to(tl.int32))
 
-    keep = in_top_k & ((likelier < needed) | (has_top_p == 0)) & (ordered >= lowest)
+    keep = in_top_k & ((weight_before < needed) | (has_top_p == 0)) & (ordered >= lowest)
     keep |= is_live & (ranks == 0)
     key_low, key_high = tl.load(keys_ptr + 2 * member), tl.load(keys_ptr + 2 * member + 1)
     scores = tl.where(keep, values + gumbel_noise(key_low, key_high, token_ids), float("-inf"))
     winners = tl.where(keep & (scores == tl.max(scores, 0)), token_ids, vocab_len)
     winner = tl.min(winners, 0)
-    # Nothing may be allowed, or all be broken.
+    # All tokens may be masked or NaN.
     tl.store(token_ids_ptr + member, tl.where(winner < vocab_len, winner, 0))
 
 
 @triton.jit
-def _find_kept(source, member, row, top, cuts, BLOCK_V: tl.constexpr):
-    """The threshold above which all is kept, and how many of the tokens at it are."""
-    top_k, top_p = tl.load(cuts.top_k + member).to(tl.int64), tl.load(cuts.top_p + member)
+def _find_kept(source, member, row, top, truncation, BLOCK_V: tl.constexpr):
+    """Return the threshold above which all tokens are kept, and the number of kept tokens at the threshold."""
+    top_k, top_p = tl.load(truncation.top_k + member).to(tl.int64), tl.load(truncation.top_p + member)
     threshold = tl.full([], NO_VALUE, tl.int32)
     num_ties = tl.full([], ALL_TIES, tl.int64)
     if top_k < source.vocab_len:
@@ -92,13 +92,13 @@ def _find_kept(source, member, row, top, cuts, BLOCK_V: tl.constexpr):
         nucleus = find_threshold(source, member, row, top, needed, False, BLOCK_V)
         missing = needed - sum_above(source, member, row, top, nucleus, False, BLOCK_V)
         weight = tl.maximum(weights_of(value_of(nucleus), top), 1)
-        ties_of_nucleus = (missing + weight - 1) // weight
+        num_nucleus_ties = (missing + weight - 1) // weight
         if nucleus == threshold:
-            num_ties = tl.minimum(num_ties, ties_of_nucleus)
+            num_ties = tl.minimum(num_ties, num_nucleus_ties)
         elif nucleus > threshold:
             threshold = nucleus
-            num_ties = ties_of_nucleus
-    lowest = ordered_of(top + tl.load(cuts.log_min_p + member))
+            num_ties = num_nucleus_ties
+    lowest = ordered_of(top + tl.load(truncation.log_min_p + member))
     if lowest > threshold:
         threshold = lowest
         num_ties = tl.full([], ALL_TIES, tl.int64)
@@ -109,7 +109,7 @@ def _find_kept(source, member, row, top, cuts, BLOCK_V: tl.constexpr):
 def _sample_from_rows(
     source,
     tops_ptr,  # [M]
-    cuts,
+    truncation,
     keys_ptr,  # [M, 2]
     token_ids_ptr,  # [M]
     suffices_ptr,  # [M]
@@ -120,7 +120,7 @@ def _sample_from_rows(
     if tl.load(suffices_ptr + member) != 0:
         return
     row = find_row(source, member)
-    threshold, num_ties = _find_kept(source, member, row, tl.load(tops_ptr + member), cuts, BLOCK_V)
+    threshold, num_ties = _find_kept(source, member, row, tl.load(tops_ptr + member), truncation, BLOCK_V)
     key_low, key_high = tl.load(keys_ptr + 2 * member), tl.load(keys_ptr + 2 * member + 1)
     best = tl.full([], float("-inf"), tl.float32)
     winner = tl.full([], 0, tl.int32)
@@ -154,13 +154,21 @@ def sample_top_k_top_p(
     if num_rows == 0:
         return token_ids
     suffices = torch.empty_like(token_ids)
-    cuts = Truncation(top_k, top_p, min_p.log())
-    candidates = find_candidates(source, num_rows, cuts, 0)
+    truncation = Truncation(top_k, top_p, min_p.log())
+    candidates = find_candidates(source, num_rows, truncation, 0)
     _sample_from_candidates[(num_rows,)](
-        candidates, cuts, keys, token_ids, suffices, source.vocab_len, MAX_CANDIDATES=topk_candidates.MAX_CANDIDATES,
-        BLOCK_O=BLOCK_OTHERS, num_warps=8, **EXACT,
+        candidates, truncation, keys, token_ids, suffices, source.vocab_len,
+        MAX_CANDIDATES=topk_candidates.MAX_CANDIDATES, BLOCK_O=BLOCK_OTHERS, num_warps=8, **EXACT,
     )  # fmt: skip
     _sample_from_rows[(num_rows,)](
-        source, candidates.tops, cuts, keys, token_ids, suffices, BLOCK_V=BLOCK_VOCAB, num_warps=8, **EXACT
+        source,
+        candidates.tops,
+        truncation,
+        keys,
+        token_ids,
+        suffices,
+        BLOCK_V=BLOCK_VOCAB,
+        num_warps=8,
+        **EXACT,
     )
     return token_ids

@@ -1,13 +1,14 @@
-"""The tokens of each row that may be among the likeliest: candidates, found in two passes over the logits.
+"""Candidates: a superset of each row's most likely tokens, found in two passes over the logits.
 
-The first pass takes the largest value of each group of GROUP_LEN tokens. The k-th largest of those is a bound: there
-are k tokens from it up, and few more as long as few of the likeliest share a group. The second pass collects the
-tokens from the bound up. A bound on a nucleus or by min_p is found in the same way. So bounds need not be tight, and
-candidates may be too many; what uses them looks whether they suffice and has another way where they do not.
+The first pass finds the largest value of each group of GROUP_LEN tokens. The k-th largest of these is a bound: at
+least k tokens are at or above it, and few more if few of the most likely tokens share a group. The second pass
+collects the tokens from the bound up. The bound of a nucleus (top_p) or of min_p is found in the same way. Bounds
+need not be tight, so there may be too many candidates; callers check whether the candidates suffice and otherwise
+search the whole row.
 
-Values are compared as integers of the same order. A candidate is one int64 key, larger for likelier tokens and, of
-equals, for lower ids. Probabilities are summed as integers, in units of 2^-36 of the likeliest token's: integer sums
-do not depend on their order, so that neither tiles nor chance decide what is kept.
+Values are compared as integers of the same order. A candidate is one int64 key, larger for more likely tokens and,
+among ties, for lower ids. Probabilities are summed as integers in units of 2^-36 of the most likely token's: integer
+sums do not depend on their order, so the kept tokens depend neither on tiles nor on timing.
 """
 
 from typing import NamedTuple
@@ -19,28 +20,28 @@ from torch import Tensor
 
 from .logits import EXACT, Source, find_row, load_values
 
-# Tokens of a group, and groups of a program.
+# Tokens per group, and groups per program.
 GROUP_LEN = 32
 NUM_GROUPS = 128
-# Candidates of a row that are held.
+# Candidates stored per row.
 MAX_CANDIDATES = 1024
-# Logits of a program of the second pass.
+# Logits per program of the second pass.
 BLOCK_VOCAB = 4096
-# Candidates that all others are compared with at once.
+# Candidates that all others are compared with per iteration.
 BLOCK_OTHERS = 8
-# Of 32: bits beyond them would tighten bounds by less than 0.1 %.
+# Of 32. Further bits would tighten the bounds by less than 0.1 %.
 BOUND_BITS = tl.constexpr(20)
 
-# Less than every key, value and pivot.
+# Less than every key, value and threshold.
 NO_KEY = tl.constexpr(-(2**63))
 NO_VALUE = tl.constexpr(-(2**31))
 
 
 class Truncation(NamedTuple):
-    """What is kept, a kernel's argument: see kernels.sampling; [M] each.
+    """Truncation of M rows, as the argument of a kernel: see kernels.sampling; [M] each.
 
     Attributes:
-        log_min_p: float32; -inf for no cut.
+        log_min_p: float32; -inf: off.
     """
 
     top_k: Tensor
@@ -49,15 +50,15 @@ class Truncation(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Tokens of M rows, a kernel's argument.
+    """Candidates of M rows, as the argument of a kernel.
 
     Attributes:
         keys: [M, MAX_CANDIDATES] int64, in any order.
-        counts: [M] int32, how many tokens there are from the bound up; keys beyond MAX_CANDIDATES are lost.
-        bounds: [M] int32, what all tokens whose ordered value is from it up are candidates.
+        counts: [M] int32, number of tokens from the bound up; only MAX_CANDIDATES of them have keys.
+        bounds: [M] int32; all tokens whose ordered value is at least the bound are candidates.
         tops: [M] float32, the largest value of each row.
-        totals: [M] int64, the sum of all tokens' weights; only where there are cuts.
-        log_totals: [M] float32, log of the sum of exp.
+        totals: [M] int64, sum of all tokens' weights; only with truncation.
+        log_totals: [M] float32, logsumexp of the values.
     """
 
     keys: Tensor
@@ -70,21 +71,21 @@ class Candidates(NamedTuple):
 
 @triton.jit
 def ordered_of(values):
-    """int32 with the order of float32; zeros of both signs are one."""
+    """Map float32 to int32 of the same order; zeros of both signs are equal."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of(ordered):
-    """The float32 of ordered_of; -inf for NO_VALUE."""
+    """Invert ordered_of; NO_VALUE becomes -inf."""
     value = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return tl.where(ordered == NO_VALUE, float("-inf"), value)
 
 
 @triton.jit
 def weights_of(values, top):
-    """int64 in proportion to probabilities; the likeliest token has 2^36."""
+    """Return int64 weights proportional to probabilities; the most likely token has 2^36."""
     return (tl.exp(values - top) * 68719476736.0).to(tl.int64)
 
 
@@ -95,27 +96,27 @@ def keys_of(ordered, columns):
 
 @triton.jit
 def load_keys(keys_ptr, offs, count):
-    """Keys of candidates, and the ordered values and columns in them."""
+    """Load the keys of candidates. Returns them with their ordered values and columns."""
     keys = tl.load(keys_ptr + offs, mask=offs < count, other=NO_KEY)
     return keys, (keys >> 32).to(tl.int32), (0xFFFFFFFF - (keys & 0xFFFFFFFF)).to(tl.int32)
 
 
 @triton.jit
 def rank_candidates(keys, keys_ptr, count, top, HAS_WEIGHTS: tl.constexpr, BLOCK_O: tl.constexpr):
-    """How many candidates are likelier than each, [C] int32, and what they weigh, [C] int64.
+    """Return for each candidate the number of more likely ones, [C] int32, and their total weight, [C] int64.
 
-    Each is compared with all: a row has a few dozen, and seldom hundreds.
+    Each candidate is compared with all: a row has a few dozen candidates, seldom hundreds.
     """
     ranks = tl.zeros(keys.shape, tl.int32)
-    likelier = tl.zeros(keys.shape, tl.int64)
+    weight_before = tl.zeros(keys.shape, tl.int64)
     for start in range(0, count, BLOCK_O):
         others, ordered, _ = load_keys(keys_ptr, start + tl.arange(0, BLOCK_O), count)
         is_before = others[None, :] > keys[:, None]
         ranks += tl.sum(is_before.to(tl.int32), 1)
         if HAS_WEIGHTS:
             weights = weights_of(value_of(ordered), top)
-            likelier += tl.sum(tl.where(is_before, weights[None, :], 0), 1)
-    return ranks, likelier
+            weight_before += tl.sum(tl.where(is_before, weights[None, :], 0), 1)
+    return ranks, weight_before
 
 
 @triton.jit
@@ -132,21 +133,21 @@ def _find_tops(
     member, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs_g = tl.arange(0, NUM_GROUPS)
     tile_start = piece * BLOCK_V
-    # A group is a column of the tile: neighbours in memory are in different groups, and likely tokens spread.
+    # A group is a column of the tile: adjacent tokens are in different groups, so likely tokens spread.
     columns = tile_start + tl.arange(0, GROUP_LEN)[:, None] * NUM_GROUPS + offs_g[None, :]
     values = load_values(source, member, find_row(source, member), tile_start, columns, BLOCK_V)
     group_tops = tl.max(values, 0)
     top = tl.max(group_tops, 0)
     total = tl.sum(tl.sum(tl.exp(values - tl.where(top == float("-inf"), 0.0, top)), 0), 0)
-    place = member * tl.num_programs(1) + piece
-    tl.store(group_tops_ptr + place * NUM_GROUPS + offs_g, group_tops)
-    tl.store(piece_tops_ptr + place, top)
-    tl.store(piece_sums_ptr + place, total)
+    offset = member * tl.num_programs(1) + piece
+    tl.store(group_tops_ptr + offset * NUM_GROUPS + offs_g, group_tops)
+    tl.store(piece_tops_ptr + offset, top)
+    tl.store(piece_sums_ptr + offset, total)
 
 
 @triton.jit(do_not_specialize=["num_top"])
 def _find_bounds(
-    cuts,
+    truncation,
     num_top,
     group_tops_ptr,  # [M, pieces * groups]
     piece_tops_ptr,  # [M, pieces]
@@ -167,31 +168,31 @@ def _find_bounds(
     top = tl.max(piece_tops, 0)
     finite_top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(piece_sums * tl.exp(piece_tops - finite_top), 0)
-    group_places = member * num_pieces * NUM_GROUPS + offs_g
-    group_tops = tl.load(group_tops_ptr + group_places, mask=mask_g, other=float("-inf"))
+    group_offsets = member * num_pieces * NUM_GROUPS + offs_g
+    group_tops = tl.load(group_tops_ptr + group_offsets, mask=mask_g, other=float("-inf"))
 
-    # The bound is the largest number so that the groups from it up count, or weigh, as much as is needed.
+    # The bound is the largest value such that the groups from it up count, or weigh, at least `needed`.
     measures = tl.full([BLOCK_G], 1.0, tl.float32)
     needed = tl.full([], 0, tl.float32) + num_top
     lowest = tl.full([], NO_VALUE, tl.int32)
-    is_searched = True
-    if cuts is not None:
-        top_k, top_p = tl.load(cuts.top_k + member), tl.load(cuts.top_p + member)
+    is_bounded = True
+    if truncation is not None:
+        top_k, top_p = tl.load(truncation.top_k + member), tl.load(truncation.top_p + member)
         has_top_k, has_top_p = top_k < vocab_len, top_p < 1
-        # Sums here are of rounded numbers: a little more is asked for than is needed.
+        # These sums are rounded, so a little more than needed is requested.
         nucleus = top_p.to(tl.float32) * total * 1.001
         measures = tl.where(has_top_k, 1.0, tl.exp(group_tops - finite_top))
         needed = tl.where(has_top_k, top_k.to(tl.float32), nucleus)
-        is_searched = has_top_k | has_top_p
-        # What top_p leaves of top_k's tokens depends on all of them.
+        is_bounded = has_top_k | has_top_p
+        # With both top_k and top_p, the nucleus depends on all of top_k's tokens.
         if (has_top_k & has_top_p) == 0:
-            lowest = ordered_of(top + tl.load(cuts.log_min_p + member))
+            lowest = ordered_of(top + tl.load(truncation.log_min_p + member))
     groups = ordered_of(group_tops)
     bound = tl.full([], NO_VALUE, tl.int64)
     for bit in range(BOUND_BITS):
-        pivot = bound + (tl.full([], 1, tl.int64) << (31 - bit))
-        reached = tl.sum(tl.where(groups >= pivot.to(tl.int32), measures, 0.0), 0)
-        bound = tl.where((reached >= needed) & is_searched, pivot, bound)
+        threshold = bound + (tl.full([], 1, tl.int64) << (31 - bit))
+        reached = tl.sum(tl.where(groups >= threshold.to(tl.int32), measures, 0.0), 0)
+        bound = tl.where((reached >= needed) & is_bounded, threshold, bound)
 
     tl.store(candidates.bounds + member, tl.maximum(bound.to(tl.int32), lowest))
     tl.store(candidates.tops + member, finite_top)
@@ -222,13 +223,13 @@ def _collect(
     num_here = tl.sum(ones, 0)
     if num_here > 0:
         first = tl.atomic_add(candidates.counts + member, num_here, sem="relaxed")
-        places = first + tl.cumsum(ones, 0) - ones
-        key_ptrs = candidates.keys + member * MAX_CANDIDATES + places
-        tl.store(key_ptrs, keys_of(ordered, columns), mask=is_candidate & (places < MAX_CANDIDATES))
+        slots = first + tl.cumsum(ones, 0) - ones
+        key_ptrs = candidates.keys + member * MAX_CANDIDATES + slots
+        tl.store(key_ptrs, keys_of(ordered, columns), mask=is_candidate & (slots < MAX_CANDIDATES))
 
 
-def find_candidates(source: Source, num_rows: int, cuts: Truncation | None, num_top: int) -> Candidates:
-    """Candidates for what the cuts leave of each row, or for its `num_top` likeliest tokens."""
+def find_candidates(source: Source, num_rows: int, truncation: Truncation | None, num_top: int) -> Candidates:
+    """Find the candidates for truncation of each row, or for its `num_top` most likely tokens."""
     num_pieces = triton.cdiv(source.vocab_len, GROUP_LEN * NUM_GROUPS)
 
     def empty(dtype: torch.dtype, *lens: int) -> Tensor:
@@ -249,12 +250,12 @@ def find_candidates(source: Source, num_rows: int, cuts: Truncation | None, num_
         **EXACT,
     )  # fmt: skip
     _find_bounds[(num_rows,)](
-        cuts, num_top, group_tops, piece_tops, piece_sums, candidates, source.vocab_len, num_pieces,
+        truncation, num_top, group_tops, piece_tops, piece_sums, candidates, source.vocab_len, num_pieces,
         NUM_GROUPS=NUM_GROUPS, BLOCK_G=NUM_GROUPS * triton.next_power_of_2(num_pieces),
         BLOCK_P=triton.next_power_of_2(num_pieces), num_warps=8, **EXACT,
     )  # fmt: skip
     _collect[(num_rows, triton.cdiv(source.vocab_len, BLOCK_VOCAB))](
-        source, candidates, HAS_WEIGHTS=cuts is not None, MAX_CANDIDATES=MAX_CANDIDATES,
+        source, candidates, HAS_WEIGHTS=truncation is not None, MAX_CANDIDATES=MAX_CANDIDATES,
         BLOCK_V=BLOCK_VOCAB, num_warps=8, **EXACT,
     )  # fmt: skip
     return candidates

@@ -1,4 +1,4 @@
-"""The likeliest tokens of each row in order, and the sum over the row, in two passes over the logits."""
+"""The most likely tokens of each row in order, and the logsumexp of the row, in two passes over the logits."""
 
 import torch
 import triton
@@ -20,10 +20,10 @@ from .topk_candidates import (
 )
 
 
-# Requests ask for any number, and a number that divides well is no faster.
+# Requests choose any num_top; specialization for divisible values gains nothing.
 @triton.jit(do_not_specialize=["num_top"])
 def _collect_from_rows(source, candidates, num_top, MAX_CANDIDATES: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Exactly the likeliest `num_top`, where there were too many candidates, as many equals make them."""
+    """Collect exactly `num_top` tokens for rows with too many candidates, as many ties cause."""
     # grid: (M,)
     member = tl.program_id(0).to(tl.int64)
     if tl.load(candidates.counts + member) <= MAX_CANDIDATES:
@@ -61,12 +61,12 @@ def _store_in_order(
     offs_c = tl.arange(0, MAX_CANDIDATES)
     keys, ordered, columns = load_keys(row_keys_ptr, offs_c, count)
     ranks, _ = rank_candidates(keys, row_keys_ptr, count, 0.0, False, BLOCK_O)
-    # What is missing comes after what there is.
+    # Missing candidates come last.
     is_live = offs_c < count
-    places = tl.where(is_live, ranks, offs_c)
-    mask = places < num_top
-    tl.store(values_ptr + member * num_top + places, value_of(ordered), mask=mask)
-    tl.store(columns_ptr + member * num_top + places, tl.where(is_live, columns, 0), mask=mask)
+    positions = tl.where(is_live, ranks, offs_c)
+    mask = positions < num_top
+    tl.store(values_ptr + member * num_top + positions, value_of(ordered), mask=mask)
+    tl.store(columns_ptr + member * num_top + positions, tl.where(is_live, columns, 0), mask=mask)
 
 
 def topk_tokens(
@@ -76,7 +76,7 @@ def topk_tokens(
     rows: Tensor | None = None,
     logits_processors: LogitsProcessors | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See kernels.sampling; equals come by id, and what is -inf as -inf in column 0."""
+    """See kernels.sampling; ties come by id, and a token of -inf as -inf in column 0."""
     source, num_rows = source_of(logits, temperature, rows, logits_processors)
     assert num_top <= min(topk_candidates.MAX_CANDIDATES, source.vocab_len)
     values = torch.empty((num_rows, num_top), dtype=torch.float32, device=logits.device)

@@ -1,1 +1,1 @@
-"""The C++ ops of the CPU: their build, their Python signatures and the memory they use."""
+"""C++ ops for CPUs: their build, their signatures and their wrappers."""

@@ -1,8 +1,8 @@
-"""The C++ ops of the CPU, built once on this machine by its own compiler and called through ctypes.
+"""Build of the C++ ops with this machine's compiler, on first use.
 
-The first use builds them (about 8 seconds) and keeps the library in the user's cache directory under a name that
-holds everything that it depends on: sources, flags, compiler and processor. Without a compiler, or where the build
-fails, everything runs on the PyTorch twins, and one line of the log says so.
+The build takes about 8 seconds. The library is kept in the user's cache directory, under a name that is a digest of
+its sources, flags, compiler and processor. Without a compiler, or if the build fails, all ops run on the PyTorch
+twins, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 BUILD_TIMEOUT_S = 300
 
 _SOURCES = Path(__file__).parent
-# Linked against the OpenMP that torch has loaded (the soname is the same), so that both share one team of threads.
+# Linked against the OpenMP that torch has loaded (the soname is the same), so that both share its threads.
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp")
 _COMPILERS = ("c++", "g++", "clang++")
 
@@ -33,19 +33,19 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The compiled ops, built if need be; None where they cannot be built."""
+    """Load the library, building it if necessary. Returns None, and logs a warning, if it cannot be built."""
     try:
-        return ctypes.CDLL(str(_built(_find_compiler())))
+        return ctypes.CDLL(str(_ensure_built(_find_compiler())))
     except subprocess.CalledProcessError as error:
         reason = f"{error.cmd[0]} failed: {error.stderr.strip()[-500:]}"
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
-    _log.warning("CPU ops run on PyTorch alone, which is slower: %s", reason)
+    _log.warning("C++ ops are not available, PyTorch computes instead, which is slower: %s", reason)
     return None
 
 
 def cache_directory() -> Path:
-    """Where the library is kept: QUIRE_CACHE_DIR, else ``quire`` under XDG_CACHE_HOME or ~/.cache."""
+    """Return the directory of the library: QUIRE_CACHE_DIR, or ``quire`` under XDG_CACHE_HOME or ~/.cache."""
     own = os.environ.get("QUIRE_CACHE_DIR")
     if own:
         return Path(own)
@@ -53,15 +53,15 @@ def cache_directory() -> Path:
 
 
 def _find_compiler() -> str:
-    wanted = os.environ.get("CXX")
-    for found in map(shutil.which, (wanted,) if wanted else _COMPILERS):
+    configured = os.environ.get("CXX")
+    for found in map(shutil.which, (configured,) if configured else _COMPILERS):
         if found:
             return found
     raise FileNotFoundError(f"no C++ compiler (CXX, or one of {', '.join(_COMPILERS)})")
 
 
-def _built(compiler: str) -> Path:
-    """The library's path; other processes that want the same one wait for the first."""
+def _ensure_built(compiler: str) -> Path:
+    """Return the path of the library. Only one process builds it; the others wait."""
     flags = (*_FLAGS, "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native")
     folder = cache_directory()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,18 +95,18 @@ def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _processor() -> bytes:
-    """What ``native`` stands for: a cache directory may be shared by unlike machines."""
+    """Describe the processor that ``-march=native`` stands for: different machines may share a cache directory."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
         return platform.processor().encode()
-    wanted = (b"model name", b"flags", b"Features", b"CPU part")
-    return b"\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+    prefixes = (b"model name", b"flags", b"Features", b"CPU part")
+    return b"\n".join(sorted({line for line in lines if line.startswith(prefixes)}))
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock file. The wait ends with the holder's build, which has a timeout, or with the holder."""
+    """Hold a lock file. The wait ends when the holder's build ends, which has a timeout, or when the holder exits."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

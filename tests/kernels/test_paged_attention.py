@@ -148,7 +148,7 @@ def test_queries_may_be_a_view_of_a_wider_tensor() -> None:
 
 
 def test_lengths_that_differ_much_are_not_padded_to_the_longest() -> None:
-    groups = list(paged_attention._groups_of_like_length([1, 500, 2, 1, 400, 3]))
+    groups = list(paged_attention._group_by_length([1, 500, 2, 1, 400, 3]))
     assert sorted(member for group in groups for member in group) == list(range(6))
     assert not any(1 in group and 0 in group for group in groups)
 
