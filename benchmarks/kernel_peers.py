@@ -1,4 +1,4 @@
-"""What PyTorch has for the work of our ops, as it stands and for torch.compile."""
+"""PyTorch implementations of our ops, for comparison eagerly and with torch.compile."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-# Compiled for every shape anew: what is measured has its own code.
+# Compiled for each shape, so that each measurement has specialized code.
 flex_by_compiler: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
 
 
 def causal_after(cached_len: int, chunk_len: int) -> BlockMask:
-    """FlexAttention's mask of a chunk that follows `cached_len` tokens: each query sees itself and all before it."""
+    """Return FlexAttention's causal mask of a chunk that follows `cached_len` tokens."""
 
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query + cached_len >= key
 
-    return create_block_mask(sees, None, None, chunk_len, cached_len + chunk_len, device="cpu")
+    return create_block_mask(is_visible, None, None, chunk_len, cached_len + chunk_len, device="cpu")
 
 
 def norm_by_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:

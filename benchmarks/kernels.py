@@ -1,11 +1,11 @@
-"""What the kernels cost on this machine, beside what PyTorch has for the same work.
+"""Measure the kernels on this machine, beside PyTorch's implementations of the same ops.
 
     python -m benchmarks.kernels --json benchmarks/results/kernels.json --plot roofline.png
 
-On a CUDA GPU, where there is one, or the CPU. Each op and its peers take turns in one process; figures are medians:
-`kernels.<op>.<shape>.us` is microseconds a call, `share_of_copy` the bytes that it must move a second over those of a
-large copy timed in the same run, and `share_of_matmul` its operations over those of a large matmul, whichever bounds
-the op. Weights and caches are colder than the processor's caches.
+Runs on a CUDA GPU if there is one, otherwise on the CPU. Each op and its peers take turns in one process; figures are
+medians. `kernels.<op>.<shape>.us` is microseconds per call. `share_of_copy` is the op's necessary bytes per second
+over those of a large copy in the same run, and `share_of_matmul` its operations per second over those of a large
+matmul; the one that bounds the op is reported. Weights and KV caches do not fit into the processor's caches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CPU's part of `benchmarks.kernels`."""
+"""CPU cases of `benchmarks.kernels`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Op = Callable[[], object]
 ROTATED_BYTES = 96 << 20
 LINEARS = [(3072, 512), (512, 1536), (32000, 512)]
 NUM_TOKENS = [1, 4, 8, 16, 32, 64, 512]
-# Where weights of 16 and 8 bits are read faster than those of 32.
+# Numbers of tokens at which weights of 16 and 8 bits are faster than those of 32.
 FEW_TOKENS = [1, 4]
 DECODES = [(1, 256), (1, 2048), (8, 512), (64, 256)]
 PREFILLS = [(0, 160), (0, 1024), (512, 32)]
@@ -48,21 +48,21 @@ HIDDEN_SIZE, INTERMEDIATE_SIZE, VOCAB_SIZE = 512, 1536, 32000
 SCALE = HEAD_DIM**-0.5
 ALL_REDUCE_BYTES = [4096, 16384, 65536, 1 << 20]
 HOST = "127.0.0.1"
-# Threads of OpenMP spin for a few milliseconds after their last op; whose turn is next shall not pay for it.
+# OpenMP's threads spin for a few milliseconds after an op; the pause keeps them from slowing the next op.
 PAUSE_S = 0.01
 TURN_CALLS = 5
 COMPILED = {op: torch.compile(op) for op in (norm_by_torch, swiglu_by_torch, geglu_by_torch, rotate_by_torch)}
 
 
 def measure(repetitions: int) -> tuple[str, Roof, list[Case]]:
-    """What was measured on, its roof, and every case but the collectives."""
+    """Return the machine, its roof, and all cases except the collectives."""
     roof = measure_roof(repetitions)
     cases = [*linears(repetitions), *decodes(repetitions), *prefills(repetitions), *small_ops(repetitions)]
     return f"CPU, {torch.get_num_threads()} threads; no GPU figures", roof, cases
 
 
 def time_in_turns(ops: dict[str, Op], repetitions: int) -> dict[str, float]:
-    """Median seconds of a call of each op."""
+    """Return the median seconds per call of each op."""
     seconds: dict[str, list[float]] = {name: [] for name in ops}
     for _ in range(-(-repetitions // TURN_CALLS)):
         for name, op in ops.items():
@@ -84,7 +84,7 @@ def measure_roof(repetitions: int) -> Roof:
 
 
 def in_turn(op: Callable[..., object], items: Sequence[object], *arguments: object) -> Op:
-    """Calls the op with the next item each time."""
+    """Return a function that calls the op with the next item each time."""
     turn = itertools.cycle(items)
     return lambda: op(next(turn), *arguments)
 
@@ -127,7 +127,7 @@ def linears(repetitions: int) -> list[Case]:
 def narrow_linears(
     kind: str, num_bytes: int, packed: list[PackedWeight], plain: list[Tensor], repetitions: int
 ) -> list[Case]:
-    """Weights of fewer bits, beside F.linear on the same weights in `plain`'s dtype."""
+    """Measure weights of fewer bits, beside F.linear on the same weights in the dtype of `plain`."""
     cases = []
     out_features, in_features = plain[0].shape
     for num_tokens in FEW_TOKENS:
@@ -140,7 +140,7 @@ def narrow_linears(
 
 
 def make_cache(num_seqs: int, seq_len: int) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Caches to take in turn, block tables in no order, and lengths."""
+    """Return caches to use in turn, shuffled block tables, and lengths."""
     width = -(-seq_len // BLOCK_SIZE)
     shape = num_seqs * width + 1, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM
     num_bytes = 4 * torch.Size(shape).numel()
@@ -150,7 +150,7 @@ def make_cache(num_seqs: int, seq_len: int) -> tuple[list[Tensor], Tensor, Tenso
 
 
 def gathered(kv_cache: Tensor, tables: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Keys and values as PyTorch's attention wants them, each [S, Hkv, L, D]."""
+    """Gather keys and values for PyTorch's attention, each [S, Hkv, L, D]."""
     blocks = kv_cache[tables.long()].permute(2, 0, 3, 1, 4, 5)
     keys, values = blocks.reshape(2, len(tables), NUM_KV_HEADS, -1, HEAD_DIM)[..., :seq_len, :]
     return keys, values
@@ -224,7 +224,7 @@ def prefills(repetitions: int) -> list[Case]:
     return cases
 
 
-def draw_by_torch(logits: Tensor, temperature: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
+def sample_by_torch(logits: Tensor, temperature: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
     return (logits / temperature.unsqueeze(1) + gumbel_noise(keys, ids)).argmax(dim=1)
 
 
@@ -255,7 +255,7 @@ def small_ops(repetitions: int) -> list[Case]:
 
 
 def make_heads(num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What fused_qk_norm_rope_kv_write takes: heads as projected, a cache, slots in no order, cosines and sines."""
+    """Return arguments of fused_qk_norm_rope_kv_write: heads, a cache, shuffled slots, cosines and sines."""
     heads = torch.randn(num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
     (cache, *_), tables, _ = make_cache(1, num_tokens)
     slots = (tables.long().view(-1, 1) * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).view(-1)[:num_tokens]
@@ -270,24 +270,24 @@ def samplers(repetitions: int) -> list[Case]:
     for num_rows in (1, 64):
         logits, ones = torch.randn(num_rows, VOCAB_SIZE), torch.ones(num_rows)
         keys = torch.randint(-(2**31), 2**31, (num_rows, 2), dtype=torch.int32)
-        likeliest: dict[str, Op] = {
+        greedy: dict[str, Op] = {
             QUIRE: partial(sample_greedy, logits),
             "torch": partial(logits.max, dim=1),
         }
-        draw: dict[str, Op] = {
+        full: dict[str, Op] = {
             QUIRE: partial(sample_full, logits, ones, keys),
-            "torch": partial(draw_by_torch, logits, ones, keys, ids),
+            "torch": partial(sample_by_torch, logits, ones, keys, ids),
         }
-        for op, ops in (("sample_greedy", likeliest), ("sample_full", draw)):
+        for op, ops in (("sample_greedy", greedy), ("sample_full", full)):
             name = f"kernels.{op}.n{num_rows}"
             cases.append(Case(name, logits.nbytes, 0, time_in_turns(ops, repetitions)))
     return cases
 
 
 def all_reduces(repetitions: int) -> dict[str, Figure]:
-    """Two ranks, this process and a child, on one thread each."""
+    """Measure all-reduce between this process and a child, one thread each."""
     store, port = create_store(HOST)
-    join_in = f"from benchmarks.kernels_cpu import be_peer; be_peer({port}, {repetitions})"
+    join_in = f"from benchmarks.kernels_cpu import run_peer; run_peer({port}, {repetitions})"
     child = subprocess.Popen([sys.executable, "-c", join_in])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -306,14 +306,14 @@ def all_reduces(repetitions: int) -> dict[str, Figure]:
     }
 
 
-def be_peer(port: int, repetitions: int) -> None:
+def run_peer(port: int, repetitions: int) -> None:
     torch.set_num_threads(1)
     with torch.inference_mode():
         reduce_in_turns(1, port, repetitions)
 
 
 def reduce_in_turns(rank: int, port: int, repetitions: int) -> dict[int, dict[str, float]]:
-    """By bytes: median seconds over shared memory and over gloo."""
+    """Return median seconds over shared memory and gloo: bytes |-> transport |-> seconds."""
     comm = join_group(rank, 2, HOST, port, "gloo", 60)
     if not isinstance(comm, SharedMemoryCommunicator):
         return {}

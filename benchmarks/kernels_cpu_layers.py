@@ -1,4 +1,4 @@
-"""The layers of a decoder over a step of decoding sequences on a CPU: one call, beside the same ops one by one."""
+"""Decoder layers over a decode step on a CPU: one C++ call, beside the same ops one by one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WEIGHTS = [
 
 
 def measure(repetitions: int) -> list[Case]:
-    """A case for each number of sequences; none where our own ops do not compute such layers."""
+    """Return a case per number of sequences; none if the C++ ops do not support the layers."""
     layers = [make_layer() for _ in range(NUM_LAYERS)]
     if not all(layer.has_native_ops for layer in layers):
         return []
@@ -81,7 +81,7 @@ def make_layer() -> DenseLayer:
 
 
 class Step:
-    """One token of each of several sequences."""
+    """A decode step of several sequences."""
 
     def __init__(self, layers: Sequence[DenseLayer], num_seqs: int) -> None:
         caches, self.tables, self.lens = make_cache(num_seqs, SEQ_LEN)
@@ -96,8 +96,8 @@ class Step:
 
     def in_one_call(self) -> Tensor:
         residual, x = self.hidden.clone(), torch.empty_like(self.hidden)
-        halves = range(self.native.num_sublayers)
-        self.native.run(halves, x, residual, [self.rotation], self.slots, self.tables, self.lens)
+        sublayers = range(self.native.num_sublayers)
+        self.native.run(sublayers, x, residual, [self.rotation], self.slots, self.tables, self.lens)
         return x
 
     def one_by_one(self) -> Tensor:

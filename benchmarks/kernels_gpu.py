@@ -1,7 +1,7 @@
-"""The GPU's part of `benchmarks.kernels`: the Triton kernels, at the shapes of Llama-3-8B in bfloat16.
+"""GPU cases of `benchmarks.kernels`: the Triton kernels, at the shapes of Llama-3-8B in bfloat16.
 
-Attention stands beside torch's scaled_dot_product_attention on keys and values that are not paged and, for prompts,
-FlexAttention; small ops beside torch.compile.
+The peers of attention are scaled_dot_product_attention on contiguous keys and values and, for prefill, FlexAttention;
+the peer of small ops is torch.compile.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ NUM_SAMPLED = [1, 64]
 
 
 def measure() -> tuple[str, Roof, list[Case]]:
-    """What was measured on, its roof, and every case."""
+    """Return the machine, its roof, and all cases."""
     cases = [*decodes(), *prefills(), *small_ops(), *samplers()]
     return torch.cuda.get_device_name(), measure_roof(), cases
 
 
 def seconds(op: Callable[[], object]) -> float:
-    """Median time of one call, the second-level cache flushed between calls."""
+    """Return the median seconds per call; the L2 cache is flushed between calls."""
     from triton.testing import do_bench
 
     return float(do_bench(op, warmup=25, rep=200, return_mode="median")) / 1e3
@@ -129,9 +129,10 @@ def small_ops() -> list[Case]:
 
 
 def samplers() -> list[Case]:
-    """Beside torch's own of the same outcome, where there is one; bytes are those of one pass over the logits.
+    """Measure sampling, beside torch's equivalent if there is one; bytes are those of one pass over the logits.
 
-    sample_top_k_top_p cuts at top_k 50 and top_p 0.9, or at top_p 0.9 alone; adjusted rows have all there is.
+    sample_top_k_top_p truncates by top_k 50 and top_p 0.9, or by top_p 0.9 alone. Rows with logits processors have
+    masks, penalties and biases.
     """
     cases = []
     for num_rows in NUM_SAMPLED:
@@ -141,20 +142,20 @@ def samplers() -> list[Case]:
         top_k = torch.full((num_rows,), 50, device="cuda")
         keys = torch.arange(2 * num_rows, dtype=torch.int32, device="cuda").view(-1, 2)
         logits_processors = random_logits_processors(num_rows)
-        draw = partial(sample_full, logits, ones, keys)
+        full = partial(sample_full, logits, ones, keys)
         kept = partial(sample_top_k_top_p, logits, ones, top_k, top_p, no_min_p, keys)
         nucleus = partial(sample_top_k_top_p, logits, ones, VOCAB_SIZE + 0 * top_k, top_p, no_min_p, keys)
         num_bytes = logits.nbytes
         num_more = logits_processors.penalties.counts.nbytes + 2 * logits_processors.masks.words.nbytes
-        likeliest, multinomial = partial(logits.max, dim=-1), partial(draw_by_torch, logits)
+        greedy, multinomial = partial(logits.max, dim=-1), partial(sample_by_torch, logits)
         cases += [
-            case(f"sample_greedy.{num_rows}", num_bytes, 0, partial(sample_greedy, logits), torch=likeliest),
-            case(f"sample_full.{num_rows}", num_bytes, 0, draw, torch=multinomial),
+            case(f"sample_greedy.{num_rows}", num_bytes, 0, partial(sample_greedy, logits), torch=greedy),
+            case(f"sample_full.{num_rows}", num_bytes, 0, full, torch=multinomial),
             case(
                 f"sample_full.apply_logits_processors.{num_rows}",
                 num_bytes + num_more,
                 0,
-                partial(draw, logits_processors=logits_processors),
+                partial(full, logits_processors=logits_processors),
             ),
             case(f"sample_top_k_top_p.{num_rows}", num_bytes, 0, kept),
             case(f"sample_top_k_top_p.nucleus.{num_rows}", num_bytes, 0, nucleus),
@@ -169,12 +170,12 @@ def samplers() -> list[Case]:
     return cases
 
 
-def draw_by_torch(logits: Tensor) -> Tensor:
+def sample_by_torch(logits: Tensor) -> Tensor:
     return logits.softmax(dim=-1).multinomial(1)
 
 
 def random_logits_processors(num_rows: int) -> LogitsProcessors:
-    """For every row a mask of half the vocabulary, penalties, and ten biases."""
+    """Return a mask of half the vocabulary, penalties and ten biases for every row."""
     device, rows = "cuda", torch.arange(num_rows, device="cuda")
     counts = torch.randint(0, 2, (num_rows, VOCAB_SIZE), dtype=torch.int16, device=device)
     words = torch.randint(-(2**31), 2**31, (num_rows, VOCAB_SIZE // 32), dtype=torch.int32, device=device)
@@ -198,7 +199,7 @@ def random(*shape: int) -> Tensor:
 
 
 def random_cache(num_seqs: int, seq_len: int) -> tuple[Tensor, Tensor]:
-    """A cache in shuffled blocks, and its tables."""
+    """Return a cache in shuffled blocks, and its block tables."""
     num_blocks = num_seqs * -(-seq_len // BLOCK_SIZE)
     cache = random(num_blocks + 1, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     return cache, (torch.randperm(num_blocks, device="cuda") + 1).int().view(num_seqs, -1)

@@ -1,4 +1,4 @@
-"""An op's figures beside what the machine's memory and arithmetic allow (Williams et al., *Roofline*, 2009)."""
+"""Roofline model: an op's figures beside the machine's limits (Williams et al., *Roofline*, 2009)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ QUIRE = "quire"
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """What a machine reached in the same process.
+    """Limits of a machine, measured in the same process.
 
     Attributes:
-        copy: bytes read and written a second.
-        matmul: floating-point operations a second.
+        copy: bytes read and written per second.
+        matmul: floating-point operations per second.
     """
 
     copy: float
@@ -36,9 +36,9 @@ class Case:
 
     Attributes:
         name: ``kernels.<op>.<shape>``.
-        num_bytes: what it must read and write.
-        flops: what it must compute; 0 where that does not count beside the bytes.
-        seconds: of ours, `QUIRE`, and of what else does the same.
+        num_bytes: bytes that the op must read and write.
+        flops: floating-point operations; 0 if negligible beside the bytes.
+        seconds: implementation |-> seconds per call; ours is `QUIRE`.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Case:
     seconds: dict[str, float]
 
     def figures(self, roof: Roof) -> dict[str, Figure]:
-        """Microseconds of all, and the share of the roof that ours reaches."""
+        """Return the microseconds of all implementations, and the share of the roof that ours reaches."""
         own = self.seconds[QUIRE]
         if self.flops * roof.copy > self.num_bytes * roof.matmul:
             bound, share = "matmul", self.flops / own / roof.matmul
@@ -62,7 +62,7 @@ class Case:
 
 
 def plot(path: Path, title: str, roof: Roof, cases: Sequence[Case]) -> None:
-    """Draws every case below the roof, an op in a colour.
+    """Plot every case below the roof, one color per op.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (the extra ``bench``).
@@ -76,7 +76,7 @@ def plot(path: Path, title: str, roof: Roof, cases: Sequence[Case]) -> None:
     for case in cases:
         by_op.setdefault(case.name.split(".")[1], []).append(case)
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
-    # An op whose arithmetic does not count is drawn at one operation for 8 bytes.
+    # An op with negligible arithmetic is plotted at one operation per 8 bytes.
     places = {op: [max(case.flops / case.num_bytes, 1 / 8) for case in own] for op, own in by_op.items()}
     low, high = 1 / 16, 4 * max(roof.matmul / roof.copy, *(max(own) for own in places.values()))
     ridge = roof.matmul / roof.copy
@@ -92,9 +92,7 @@ def plot(path: Path, title: str, roof: Roof, cases: Sequence[Case]) -> None:
             for place, case in zip(places[op], own, strict=True)
         ]
         axes.scatter(places[op], heights, s=28, color=color, label=op.replace("_", " "))
-    axes.set(
-        xscale="log", yscale="log", xlabel="operations for each byte that must be moved", ylabel="GFLOP/s"
-    )
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte that must be moved", ylabel="GFLOP/s")
     axes.set_title(title)
     axes.legend(fontsize="small", ncols=2, loc="lower right")
     axes.grid(alpha=0.3, which="both")

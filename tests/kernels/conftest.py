@@ -1,4 +1,4 @@
-"""The device of the tests of Triton kernels, and the same random numbers in every run."""
+"""Fixtures of the kernel tests: the device of Triton kernels, and a fixed seed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from triton_device import DEVICE
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """Numbers that tests draw do not depend on the tests before them."""
+    """Seed torch, so that random numbers do not depend on earlier tests."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(params=[DEVICE])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where kernels run in these tests: the same tests in the interpreter and on a GPU."""
+    """Return the device of Triton kernels: a GPU, or the CPU with Triton's interpreter."""
     pytest.importorskip("triton")
     found: str = request.param
     return found

@@ -1,4 +1,4 @@
-"""The fused all-reduce: one rank of a group at a time on made-up parts of the others, and real ranks on GPUs."""
+"""The fused all-reduce on one rank of a group, with prepared buffers and signals of the others."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def op(request: pytest.FixtureRequest) -> ModuleType:
     return all_reduce_norm
 
 
-def expected_of(parts: list[Tensor], residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The new residual and its norm, in float64."""
-    total = residual.double() + sum(part.double() for part in parts)
+def expected_of(buffers: list[Tensor], residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the new residual and its norm, in float64."""
+    total = residual.double() + sum(part.double() for part in buffers)
     scale = (total.square().mean(dim=1, keepdim=True) + EPS).rsqrt()
     return total, total * scale * weight.double()
 
@@ -35,32 +35,32 @@ def expected_of(parts: list[Tensor], residual: Tensor, weight: Tensor) -> tuple[
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 3, MAX_PROGRAMS + 2])
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (2, 3)])
-def test_a_rank_sums_what_the_others_wrote(
+def test_rank_sums_the_buffers_of_all_ranks(
     op: ModuleType, device: str, rank: int, size: int, num_tokens: int, dtype: torch.dtype
 ) -> None:
-    """The others have come to every signal already, and wait there."""
+    """The other ranks have signaled every barrier already."""
     on = "cpu" if op is twin else device
     torch.manual_seed(0)
     inputs = [torch.randn(num_tokens, 40).to(on, dtype) for _ in range(size)]
-    parts = [torch.full((40, 40), torch.nan).to(on, dtype) for _ in range(size)]
+    buffers = [torch.full((40, 40), torch.nan).to(on, dtype) for _ in range(size)]
     signals = [torch.zeros(NUM_SIGNALS * size, dtype=torch.int32, device=on) for _ in range(size)]
     for other in range(size):
         if other != rank:
-            parts[other][:num_tokens] = inputs[other]
+            buffers[other][:num_tokens] = inputs[other]
             signals[rank][other::size] = 1
     residual = torch.randn(num_tokens, 44).to(on, dtype)[:, :40]
     weight = torch.randn(40).to(on, dtype)
     expected_residual, expected = expected_of(inputs, residual, weight)
-    out = op.all_reduce_add_rms_norm(inputs[rank], residual, weight, EPS, Peers(rank, parts, signals))
+    out = op.all_reduce_add_rms_norm(inputs[rank], residual, weight, EPS, Peers(rank, buffers, signals))
     close(residual, expected_residual)
     close(out, expected)
-    assert torch.equal(parts[rank][:num_tokens], inputs[rank])
+    assert torch.equal(buffers[rank][:num_tokens], inputs[rank])
     if op is not twin:
-        num_met = 2 * min(num_tokens, MAX_PROGRAMS)
+        num_signals = 2 * min(num_tokens, MAX_PROGRAMS)
         for other in range(size):
-            met = signals[other].view(-1, size)[:num_met]
-            assert (met[:, rank] == (other != rank)).all(), "this rank tells every other"
-        assert not signals[rank].view(-1, size)[:num_met].any(), "and takes the others' signals down"
+            sent = signals[other].view(-1, size)[:num_signals]
+            assert (sent[:, rank] == (other != rank)).all(), "this rank must signal every other"
+        assert not signals[rank].view(-1, size)[:num_signals].any(), "and reset its own signals"
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Every kernel compiles for the GPUs that it is written for, with its tiles, on a machine without one."""
+"""Compilation of every kernel, with its tiles, for the supported GPUs; needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choosing tokens on the CPU: what the C++ ops say is what PyTorch says."""
+"""Sampling on the CPU: the C++ ops against PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def native() -> None:
 
 
 @LENGTHS
-def test_the_likeliest_is_the_first_of_equals(length: int) -> None:
+def test_greedy_sampling_breaks_ties_by_lowest_id(length: int) -> None:
     torch.manual_seed(0)
     logits = torch.randn(30, length + 3).round()[:, :length]
     values, token_ids = sampling.sample_greedy(logits, vocab_start=100)
@@ -28,13 +28,13 @@ def test_the_likeliest_is_the_first_of_equals(length: int) -> None:
     assert (token_ids - 100).tolist() == [row.index(max(row)) for row in logits.tolist()]
 
 
-def test_a_row_without_an_allowed_token_has_an_answer() -> None:
+def test_fully_masked_row_samples_token_0() -> None:
     values, token_ids = sampling.sample_greedy(torch.full((2, 40), -torch.inf))
     assert (values == -torch.inf).all()
     assert token_ids.tolist() == [0, 0]
 
 
-def test_many_rows_are_shared_among_threads() -> None:
+def test_many_rows_are_split_among_threads() -> None:
     torch.manual_seed(0)
     logits = torch.randn(400, 3000)
     _, token_ids = sampling.sample_greedy(logits)
@@ -42,7 +42,7 @@ def test_many_rows_are_shared_among_threads() -> None:
 
 
 @LENGTHS
-def test_draws_are_those_of_the_definition(length: int) -> None:
+def test_sample_full_is_argmax_of_logits_plus_noise(length: int) -> None:
     torch.manual_seed(0)
     logits = 2 * torch.randn(20, length)
     logits[:, length // 2 + 1 :] = -torch.inf
@@ -55,8 +55,8 @@ def test_draws_are_those_of_the_definition(length: int) -> None:
     assert torch.equal(token_ids, index.int() + 50_000)
 
 
-def test_noise_is_right_to_its_tails() -> None:
-    """A single token's score is its noise; 200,000 keys reach far into both tails."""
+def test_noise_is_accurate_in_both_tails() -> None:
+    """The score of a single token with logit 0 is its noise; 200,000 keys reach far into both tails."""
     count = 200_000
     keys = random_keys(torch.arange(count), torch.zeros(count, dtype=torch.int64))
     noise, _ = sampling.sample_full(torch.zeros(count, 1), torch.ones(count), keys, vocab_start=3)

@@ -1,4 +1,4 @@
-"""Which implementation runs, and that a kernel's wrapper can stand for its twin."""
+"""Dispatch between twins and kernels, and equality of their signatures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OPS: dict[str, list[Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize(("module", "op"), [(module, op) for module, ops in OPS.items() for op in ops])
-def test_a_kernel_has_the_signature_of_its_twin(device: str, module: str, op: Any) -> None:
+def test_kernel_has_signature_of_twin(device: str, module: str, op: Any) -> None:
     def parameters(function: Any) -> list[tuple[str, Any]]:
         signature = inspect.signature(function, eval_str=True)
         return [(parameter.name, parameter.default) for parameter in signature.parameters.values()]
@@ -51,12 +51,12 @@ def test_a_kernel_has_the_signature_of_its_twin(device: str, module: str, op: An
     assert parameters(getattr(dispatch._load(module), op.__name__)) == parameters(op)
 
 
-def test_a_cpu_computes_on_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_tensor_runs_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_load", lambda module: pytest.fail("asked for a kernel"))
     activation.silu_and_mul(torch.zeros(1, 2))
 
 
-def test_without_triton_a_gpu_computes_on_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_tensor_without_triton_runs_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = SimpleNamespace(is_cuda=True)
     double = dispatch.on_gpu("nothing")(lambda x: x)
     monkeypatch.setattr(dispatch, "_has_triton", lambda: False)

@@ -1,4 +1,4 @@
-"""The small ops against their definitions in float64, and the paged cache byte for byte."""
+"""Elementwise ops against float64 definitions, and exact writes to the paged cache."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_gates(length: int) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 3e-2)], ids=str)
 @pytest.mark.parametrize("head_dim", [8, 16, 80])
 def test_rope_rotates_pairs_by_their_angle(head_dim: int, dtype: torch.dtype, tolerance: float) -> None:
-    """Halves of 4, 8 and 40 numbers: vectors, what is left of one, and both."""
+    """Halves of 4, 8 and 40 numbers: whole vectors, a remainder, and both."""
     torch.manual_seed(0)
     half = head_dim // 2
     x = torch.randn(4, 3, head_dim).to(dtype)
@@ -58,7 +58,7 @@ def test_rope_rotates_pairs_by_their_angle(head_dim: int, dtype: torch.dtype, to
     assert torch.equal(wide[:, 3:], torch.ones(4, 2, head_dim, dtype=dtype))
 
 
-def test_write_kv_touches_its_slots_and_no_other() -> None:
+def test_write_kv_writes_only_its_slots() -> None:
     cache = torch.zeros(5, 2, 3, 4, 2)
     kv = torch.randn(4, 2, 3, 2)
     write_kv(kv, cache, torch.tensor([4 * 3 + 1, 4 * 1 + 3, -1, 4 * 4]))
@@ -67,7 +67,7 @@ def test_write_kv_touches_its_slots_and_no_other() -> None:
     assert torch.equal(cache[1:], expected[1:])
 
 
-def test_copies_are_made_in_every_layer() -> None:
+def test_copy_blocks_copies_every_layer() -> None:
     layer = torch.arange(6.0).view(6, 1, 1, 1, 1).repeat(1, 2, 1, 4, 2)
     caches = torch.stack((layer, 10 + layer))
     copy_blocks(caches, torch.tensor([1, 4, 1]), torch.tensor([2, 3, 5]))
@@ -76,7 +76,7 @@ def test_copies_are_made_in_every_layer() -> None:
 
 
 def reference_bits(seed: int, position: int, token_id: int) -> int:
-    """The generator in plain integers."""
+    """Compute the random bits in plain integers."""
     x = (seed + (position + 1) * 0x9E3779B97F4A7C15) & MASK_64
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK_64
     x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK_64
@@ -91,7 +91,7 @@ def reference_bits(seed: int, position: int, token_id: int) -> int:
     return h ^ h >> 15
 
 
-def test_noise_equals_the_generator_in_plain_integers() -> None:
+def test_gumbel_noise_equals_plain_integer_generator() -> None:
     seeds = [0, 1, -1, (1 << 63) - 1, -(1 << 63), 123456789]
     positions, token_ids = [0, 5, 131071], [0, 1, 2, 50_000, 151_935]
     keys = random_keys(
@@ -108,7 +108,7 @@ def test_noise_equals_the_generator_in_plain_integers() -> None:
     torch.testing.assert_close(noise.double(), exact, atol=1e-5, rtol=1e-5)
 
 
-def test_noise_is_finite_with_the_mean_and_variance_of_gumbel() -> None:
+def test_gumbel_noise_has_expected_mean_and_variance() -> None:
     keys = random_keys(torch.zeros(200, dtype=torch.int64), torch.arange(200))
     noise = gumbel_noise(keys, torch.arange(20_000, dtype=torch.int32).unsqueeze(0))
     assert noise.isfinite().all()

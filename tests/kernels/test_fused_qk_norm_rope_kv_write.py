@@ -1,4 +1,4 @@
-"""Heads from projection to cache: their norm, a rotation of all, a part or none of each, and what is stored."""
+"""The fused QK norm, rotary embedding (full, partial or none) and cache write."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from quire.kernels.quantized_kv import dequantize
 NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 5, 2, 16
 # The second slot is padding; the others are in distinct blocks.
 SLOTS = [3 * 16 + 5, -1, 16, 2 * 16 + 15]
-# What the cache holds, and how far off that may be from what was computed in float32.
+# Cache dtype |-> largest error relative to float32.
 STORED = {torch.float32: 1e-5, torch.int8: 0.51 / 127, torch.float8_e4m3fn: 16.1 / 448}
 
-# Of (head_dim, rotated part of it); some that the C++ ops take and some that they do not.
+# (head_dim, rotated dimensions); the C++ ops support some of them.
 SHAPES = [(64, 64), (64, 32), (80, 20), (32, 0), (128, 96), (24, 8)]
 
 
@@ -33,7 +33,7 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Calla
         fused: Callable[..., Tensor] = kernel.fused_qk_norm_rope_kv_write
 
         def on_device(heads: Tensor, cache: Tensor, *rest: Any, kv_scales: Tensor | None) -> Tensor:
-            """Caches are filled in place, so they come back to where they were."""
+            """Run the kernel on the device and copy caches and scales back."""
             device = torch.device(str(DEVICE.values[0]))
             moved_cache = cache.to(device)
             moved = [arg.to(device) if isinstance(arg, Tensor) else arg for arg in rest]
@@ -55,7 +55,7 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Calla
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("stored", STORED, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rotate_and_store(
+def test_fused_op_matches_float64(
     op: Callable[..., Tensor], shape: tuple[int, int], stored: torch.dtype, has_norm: bool
 ) -> None:
     head_dim, rotated_dim = shape
@@ -86,7 +86,7 @@ def test_rotate_and_store(
 
 
 def expected(heads: Tensor, angles: Tensor, norms: list[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """Queries [T, Hq, D], and keys and values [T, 2, Hkv, D]."""
+    """Return the queries [T, Hq, D], and keys and values [T, 2, Hkv, D]."""
     q, k, v = heads.split([NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
     rotated = []
     for x, weight in zip((q, k), norms, strict=True):
@@ -98,8 +98,8 @@ def expected(heads: Tensor, angles: Tensor, norms: list[Tensor | None]) -> tuple
     return rotated[0], torch.stack((rotated[1], v), dim=1)
 
 
-def test_tokens_of_one_slot_harm_no_other(op: Callable[..., Tensor]) -> None:
-    """Duplicates: one of them is stored whole, number and scale."""
+def test_duplicate_slots_leave_other_slots_unchanged(op: Callable[..., Tensor]) -> None:
+    """One of the duplicates is stored completely, with its scale."""
     heads = torch.ones(3, NUM_HEADS + 2 * NUM_KV_HEADS, 64)
     cache = torch.zeros(3, 2, NUM_KV_HEADS, BLOCK_SIZE, 64, dtype=torch.int8)
     scales = torch.zeros(cache.shape[:-1])

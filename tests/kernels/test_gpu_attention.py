@@ -17,7 +17,7 @@ from quire.kernels.decode_splits import split_decodes
 
 SCALE = 0.3
 
-# Inputs are rounded to the type before either side sees them. The interpreter cuts float32 off where a GPU rounds.
+# Both sides get inputs rounded to the type. The interpreter truncates float32 where a GPU rounds.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 # (query heads, KV heads, head_dim, block size)
@@ -27,7 +27,7 @@ SHAPES = [(8, 2, 64, 16), (2, 2, 80, 32), (7, 1, 96, 64), (20, 1, 128, 16), (2, 
 
 @pytest.fixture(autouse=True)
 def few_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small enough that a test of some tokens has sequences of several items."""
+    """Make items so small that short sequences have several."""
     monkeypatch.setattr(decode_splits, "NUM_EXTRA_ITEMS", 6)
     monkeypatch.setattr(decode_splits, "MIN_ITEM_LEN", 32)
 
@@ -47,7 +47,7 @@ def prefill(device: str) -> Callable[..., Tensor]:
 
 
 def random_queries(num_tokens: int, num_heads: int, head_dim: int, like: Tensor) -> Tensor:
-    """Queries as they come: a part of a wider tensor."""
+    """Return queries as a view of a wider tensor, as in a model."""
     wide = torch.randn(num_tokens, num_heads + 2, head_dim)
     return wide.to(like.device, like.dtype)[:, :num_heads]
 
@@ -107,7 +107,7 @@ def test_padding_rows_decode_to_zeros(device: str, decode: Callable[..., Tensor]
 
 @pytest.mark.parametrize("window", [0, 33, 64, 100])
 @pytest.mark.parametrize("item_len", [32, 64, 128])
-def test_decode_does_not_depend_on_the_cut(
+def test_decode_does_not_depend_on_item_len(
     device: str, decode: Callable[..., Tensor], item_len: int, window: int
 ) -> None:
     paged = Paged([129, 127, 64, 1], 16, 1, 64, torch.float32, device)
@@ -119,7 +119,7 @@ def test_decode_does_not_depend_on_the_cut(
 
 
 @pytest.mark.parametrize("variant", [PLAIN, AttentionVariant(window=100, soft_cap=3.0)])
-def test_items_of_fixed_length_make_the_same_bits_in_every_batch(
+def test_fixed_item_len_makes_decode_batch_invariant(
     device: str, decode: Callable[..., Tensor], variant: AttentionVariant
 ) -> None:
     paged = Paged([129, 300, 64], 16, 1, 64, torch.float32, device)
@@ -136,7 +136,7 @@ def test_items_of_fixed_length_make_the_same_bits_in_every_batch(
 
 
 @pytest.mark.parametrize("fixed_item_len", [None, 64])
-def test_the_cut_covers_every_token_once(fixed_item_len: int | None) -> None:
+def test_split_decodes_covers_every_token_once(fixed_item_len: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         lens = torch.randint(0, 700, (7,), generator=generator, dtype=torch.int32)
@@ -192,13 +192,13 @@ def test_prefill_after_a_long_prefix(device: str, prefill: Callable[..., Tensor]
     expect_prefilled(prefill, (4, 1, 64, 16), dtype, device, [(65, 4032), (1, 4096)])
 
 
-def test_chunks_of_every_length_find_their_tiles(device: str, prefill: Callable[..., Tensor]) -> None:
-    """Tiles are numbered by arithmetic on the chunks' starts; each residue of it is met here."""
+def test_prefill_finds_tiles_of_chunks_of_every_length(device: str, prefill: Callable[..., Tensor]) -> None:
+    """Tile numbers follow from the chunks' starts; the chunks cover each residue."""
     chunks = [(length, 0) for length in (3, 1, 0, 4, 5, 0, 0, 7, 8, 9, 2)]
     expect_prefilled(prefill, (4, 1, 16, 16), torch.float32, device, chunks)
 
 
-def test_padding_after_the_chunks_is_left_alone(device: str, prefill: Callable[..., Tensor]) -> None:
+def test_prefill_ignores_padding_after_the_chunks(device: str, prefill: Callable[..., Tensor]) -> None:
     paged = Paged([40], 16, 2, 64, torch.float32, device)
     q = random_queries(16, 4, 64, paged.cache)
     tables = torch.cat((paged.tables, torch.zeros_like(paged.tables)))

@@ -1,4 +1,4 @@
-"""The kernels that are no attention: each against its PyTorch twin, computed in float64 where it rounds."""
+"""Kernels other than attention and sampling, against their PyTorch twins in float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.kernels import activation, block_tables, fused_qk_norm_rope_kv_write, norm, paged_cache
 
-# One rounding of the result; the interpreter cuts bfloat16 off, which is at most twice as far.
+# One rounding of the result; the interpreter truncates bfloat16, which is at most twice the error.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
@@ -42,7 +42,7 @@ def test_add_rms_norm(device: str, shape: tuple[int, int], dtype: torch.dtype) -
 
 @DTYPES
 def test_add_rms_norm_in_float8(device: str, dtype: torch.dtype) -> None:
-    """A row of zeros among them."""
+    """One row is all zeros."""
     from quire.kernels.gpu.norm import add_rms_norm_float8
 
     x, residual, weight = (torch.randn(shape).to(device, dtype) for shape in ((4, 80), (4, 80), (80,)))
@@ -55,10 +55,10 @@ def test_add_rms_norm_in_float8(device: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         exact(scales)[:, 0], torch.where(largest > 0, largest / 448, 1.0), atol=1e-6, rtol=1e-5
     )
-    # Three bits of fraction, and steps of 2^-9 below the smallest normal number.
+    # float8 has 3 fraction bits, and steps of 2^-9 below the smallest normal number.
     error = (codes.float().cpu().double() * exact(scales) - expected).abs()
     is_right = error <= expected.abs() / 16 * 1.001 + exact(scales) / 512
-    if device == "cpu":  # The interpreter halves numbers that should be rounded up to a power of two.
+    if device == "cpu":  # The interpreter halves numbers that round up to a power of two.
         is_right |= torch.frexp(expected / exact(scales)).mantissa.abs() > 0.96875
     assert is_right.all()
     close(residual, exact_residual)
@@ -77,7 +77,7 @@ def test_gates(device: str, gate: str, shape: tuple[int, int], dtype: torch.dtyp
 @DTYPES
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
-def test_rotate_and_store(device: str, head_dim: int, has_norm: bool, dtype: torch.dtype) -> None:
+def test_fused_qk_norm_rope_kv_write(device: str, head_dim: int, has_norm: bool, dtype: torch.dtype) -> None:
     from quire.kernels.gpu.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write as fused
 
     num_q_heads, num_kv_heads, block_size = 5, 2, 16
@@ -95,13 +95,13 @@ def test_rotate_and_store(device: str, head_dim: int, has_norm: bool, dtype: tor
     )  # fmt: skip
     q = fused(heads, cache, slots, cos, sin, q_norm, k_norm, 1e-6)
     close(q, expected_q)
-    # Block 0 is the twin's scratch for padding; the kernel writes none.
+    # The twin writes padding to block 0; the kernel does not write it.
     assert not cache[0].any()
     close(cache[1:], expected_cache[1:])
     assert torch.equal(cache[1:] != 0, (expected_cache[1:] != 0).to(device))
 
 
-def test_entries_of_block_tables(device: str) -> None:
+def test_update_block_tables(device: str) -> None:
     from quire.kernels.gpu.block_tables import update_block_tables
 
     tables = torch.randint(0, 99, (5, 70), dtype=torch.int32)
@@ -125,7 +125,7 @@ def test_copy_blocks(device: str, dtype: torch.dtype) -> None:
     assert torch.equal(caches.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_blocks_swapped_out_and_in_are_the_same_bytes(device: str) -> None:
+def test_swap_out_and_in_preserves_blocks(device: str) -> None:
     caches = torch.randn(2, 9, 2, 2, 16, 8).to(device)
     host = torch.full((2, 7, 2, 2, 16, 8), torch.nan)
     host = host.pin_memory() if device == "cuda" else host
@@ -143,7 +143,7 @@ def test_blocks_swapped_out_and_in_are_the_same_bytes(device: str) -> None:
     assert torch.equal(caches[:, [0, 1, 4, 5]], before[:, [0, 1, 4, 5]])
 
 
-def test_runs_of_neighbours_are_swapped_at_once() -> None:
+def test_runs_groups_adjacent_blocks() -> None:
     assert list(paged_cache._runs([[7, 3], [2, 9], [3, 10], [8, 4], [4, 12]])) == [
         (2, 9, 2), (4, 12, 1), (7, 3, 2)
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The kernels that choose tokens against their PyTorch twins, which sort, and sums against float64."""
+"""Sampling kernels against their PyTorch twins, which sort, and sums against float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
 
 OFF = {"top_k": 1 << 20, "top_p": 2.0, "min_p": 0.0}
 
-CUTS: dict[str, dict[str, float]] = {
+TRUNCATIONS: dict[str, dict[str, float]] = {
     "none": {},
     "top_k 1": {"top_k": 1},
     "top_k 5": {"top_k": 5},
@@ -28,7 +28,7 @@ CUTS: dict[str, dict[str, float]] = {
 
 
 def random_logits(num_rows: int, vocab_len: int, *, tied: bool, device: str) -> Tensor:
-    """Logits of which many, if tied, are the same, zeros of both signs among them."""
+    """Return random logits; if tied, many are equal, including zeros of both signs."""
     torch.manual_seed(0)
     logits = 2 * torch.randn(num_rows, vocab_len)
     return (logits.round() if tied else logits).to(device)
@@ -38,8 +38,8 @@ def keys_of(num_rows: int, device: str) -> Tensor:
     return random_keys(torch.arange(num_rows) - 2, 7 * torch.arange(num_rows)).to(device)
 
 
-def test_noise_is_that_of_the_twin(device: str) -> None:
-    """One token a row: its score is its noise."""
+def test_noise_matches_twin(device: str) -> None:
+    """With one token per row and logit 0, the score is the noise."""
     from quire.kernels.gpu.sample_full import sample_full
 
     num_rows = 60
@@ -53,7 +53,7 @@ def test_noise_is_that_of_the_twin(device: str) -> None:
 
 
 @pytest.mark.parametrize("vocab_len", [1, 1000, 9001])
-def test_draw_from_all(device: str, vocab_len: int) -> None:
+def test_sample_full_matches_twin(device: str, vocab_len: int) -> None:
     from quire.kernels.gpu.sample_full import sample_full
 
     logits = random_logits(6, vocab_len, tied=False, device=device)
@@ -65,8 +65,8 @@ def test_draw_from_all(device: str, vocab_len: int) -> None:
     torch.testing.assert_close(scores.cpu(), expected_scores, atol=1e-5, rtol=1e-5)
 
 
-def test_greedy_rows_and_others_in_one_batch(device: str) -> None:
-    """Of some rows, in another order; broken ones have an answer."""
+def test_greedy_and_random_rows_in_one_batch(device: str) -> None:
+    """Selected rows in another order; rows of NaN or infinities sample some token."""
     from quire.kernels.gpu.sample_full import sample_full, sample_greedy
 
     logits = random_logits(6, 5000, tied=True, device=device)
@@ -83,7 +83,7 @@ def test_greedy_rows_and_others_in_one_batch(device: str) -> None:
     assert ((sample_greedy(broken)[1] >= 0) & (sample_greedy(broken)[1] < 5000)).all()
 
 
-def test_keys_are_those_of_the_twin(device: str) -> None:
+def test_random_keys_match_twin(device: str) -> None:
     from quire.kernels.gpu import gumbel
 
     seeds = torch.tensor([0, 1, -1, (1 << 63) - 1, -(1 << 63), 123456789])
@@ -112,17 +112,19 @@ def tiled(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("tiled", "room"), [("one tile", 1024), ("tiles", 1024), ("tiles", 16)], indirect=["tiled"]
 )
-def test_draw_from_kept(device: str, tied: bool, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row for each cut; with little room most of them look through all tokens."""
+def test_sample_top_k_top_p_matches_twin(
+    device: str, tied: bool, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row per truncation; with few candidates stored, most rows search all tokens."""
     from quire.kernels.gpu import topk_candidates
 
     monkeypatch.setattr(topk_candidates, "MAX_CANDIDATES", room)
-    logits = random_logits(len(CUTS), 300, tied=tied, device=device)
-    expect_draws_of_the_twin(logits, list(CUTS.values()), device)
+    logits = random_logits(len(TRUNCATIONS), 300, tied=tied, device=device)
+    expect_tokens_of_twin(logits, list(TRUNCATIONS.values()), device)
 
 
-def test_draw_from_kept_of_adjusted_rows(device: str) -> None:
-    """Some rows, in another order than the logits and what is asked of them."""
+def test_sample_top_k_top_p_with_logits_processors(device: str) -> None:
+    """Selected rows in another order than logits and processors."""
     torch.manual_seed(0)
     logits = random_logits(4, 200, tied=False, device=device)
     words, counts = torch.randint(-(2**31), 2**31, (2, 7)).int(), torch.randint(0, 3, (2, 200)).short()
@@ -132,28 +134,34 @@ def test_draw_from_kept_of_adjusted_rows(device: str) -> None:
     penalties = Penalties(torch.tensor([1, -1, 0, 0]), counts, words, torch.rand(4, 3) + 0.5)
     logits_processors = LogitsProcessors(200, biases, penalties, Masks(torch.tensor([-1, 1, 0, -1]), words))
     rows = torch.tensor([3, 1])
-    expect_draws_of_the_twin(logits, [CUTS["all"], CUTS["top_p 0.95"]], device, rows, logits_processors)
+    expect_tokens_of_twin(
+        logits, [TRUNCATIONS["all"], TRUNCATIONS["top_p 0.95"]], device, rows, logits_processors
+    )
 
 
-def test_fewer_tokens_are_allowed_than_top_k(device: str) -> None:
+def test_top_k_larger_than_number_of_allowed_tokens(device: str) -> None:
     logits = random_logits(3, 100, tied=True, device=device)
     logits[:2, 3:] = -torch.inf
     logits[2] = -torch.inf
-    cuts: list[dict[str, float]] = [{"top_k": 50}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.9, "min_p": 0.1}]
-    expect_draws_of_the_twin(logits, cuts, device)
+    truncations: list[dict[str, float]] = [
+        {"top_k": 50},
+        {"top_k": 50, "top_p": 0.9},
+        {"top_p": 0.9, "min_p": 0.1},
+    ]
+    expect_tokens_of_twin(logits, truncations, device)
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_broken_rows_draw_some_token(device: str, poison: float) -> None:
+def test_non_finite_rows_sample_some_token(device: str, poison: float) -> None:
     from quire.kernels.gpu.sample_top_k_top_p import sample_top_k_top_p
 
-    logits = torch.full((len(CUTS), 300), poison, device=device)
-    token_ids = sample_top_k_top_p(logits, *draw_arguments(list(CUTS.values()), device))
+    logits = torch.full((len(TRUNCATIONS), 300), poison, device=device)
+    token_ids = sample_top_k_top_p(logits, *sampling_arguments(list(TRUNCATIONS.values()), device))
     assert ((token_ids >= 0) & (token_ids < 300)).all()
 
 
-def test_candidates_are_few_and_all_that_is_needed(device: str) -> None:
-    """Of 20,000 tokens: one pass bounds them, and the next collects every token from the bound up."""
+def test_candidates_are_few_and_sufficient(device: str) -> None:
+    """Of 20,000 tokens, the candidates are all tokens from the bound up, and few more than needed."""
     from quire.kernels.gpu.logits import source_of
     from quire.kernels.gpu.topk_candidates import Truncation, find_candidates
 
@@ -180,8 +188,10 @@ def test_candidates_are_few_and_all_that_is_needed(device: str) -> None:
 @pytest.mark.usefixtures("tiled")
 @pytest.mark.parametrize("num_top", [0, 40, 128])
 @pytest.mark.parametrize("tied", [False, True, "all"])
-def test_take_top(device: str, num_top: int, tied: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equals come by id, also where there are more of them than candidates are held."""
+def test_topk_tokens_match_sort(
+    device: str, num_top: int, tied: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ties come by id, even if there are more of them than stored candidates."""
     from quire.kernels.gpu import topk_candidates
     from quire.kernels.gpu.topk_tokens import topk_tokens
 
@@ -200,34 +210,34 @@ def test_take_top(device: str, num_top: int, tied: bool | str, monkeypatch: pyte
     torch.testing.assert_close(log_totals.double().cpu(), exact, atol=1e-5, rtol=1e-5)
 
 
-def test_no_rows_have_no_tokens(device: str) -> None:
+def test_empty_batch_returns_no_tokens(device: str) -> None:
     from quire.kernels.gpu.sample_full import sample_greedy
     from quire.kernels.gpu.sample_top_k_top_p import sample_top_k_top_p
     from quire.kernels.gpu.topk_tokens import topk_tokens
 
     logits = torch.zeros(0, 50, device=device)
     assert sample_greedy(logits)[1].shape == (0,)
-    assert sample_top_k_top_p(logits, *draw_arguments([], device)).shape == (0,)
+    assert sample_top_k_top_p(logits, *sampling_arguments([], device)).shape == (0,)
     assert topk_tokens(logits, 3)[0].shape == (0, 3)
 
 
-def draw_arguments(
-    cuts: list[dict[str, float]], device: str
+def sampling_arguments(
+    truncations: list[dict[str, float]], device: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What sample_top_k_top_p wants besides logits."""
-    settings = {name: torch.tensor([(OFF | row)[name] for row in cuts]) for name in OFF}
+    """Return the arguments of sample_top_k_top_p after the logits."""
+    settings = {name: torch.tensor([(OFF | row)[name] for row in truncations]) for name in OFF}
     return (
-        torch.linspace(0.6, 1.4, len(cuts)).to(device),
+        torch.linspace(0.6, 1.4, len(truncations)).to(device),
         settings["top_k"].long().to(device),
         settings["top_p"].double().to(device),
         settings["min_p"].float().to(device),
-        keys_of(len(cuts), device),
+        keys_of(len(truncations), device),
     )
 
 
-def expect_draws_of_the_twin(
+def expect_tokens_of_twin(
     logits: Tensor,
-    cuts: list[dict[str, float]],
+    truncations: list[dict[str, float]],
     device: str,
     rows: Tensor | None = None,
     logits_processors: LogitsProcessors | None = None,
@@ -235,9 +245,9 @@ def expect_draws_of_the_twin(
     from quire.kernels.gpu.sample_top_k_top_p import sample_top_k_top_p
 
     expected = sampling.sample_top_k_top_p(
-        logits.cpu(), *draw_arguments(cuts, "cpu"), rows, logits_processors
+        logits.cpu(), *sampling_arguments(truncations, "cpu"), rows, logits_processors
     )
     if rows is not None and logits_processors is not None:
         rows, logits_processors = rows.to(device), to_device(logits_processors, device)
-    token_ids = sample_top_k_top_p(logits, *draw_arguments(cuts, device), rows, logits_processors)
+    token_ids = sample_top_k_top_p(logits, *sampling_arguments(truncations, device), rows, logits_processors)
     assert token_ids.tolist() == expected.tolist()

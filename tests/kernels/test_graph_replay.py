@@ -1,4 +1,4 @@
-"""Ops captured in a CUDA graph: a replay with other inputs gives the bits that the op itself gives for them."""
+"""Ops captured in a CUDA graph: a replay with other inputs gives the same bits as an eager call."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ VARIANT = pytest.mark.parametrize("variant", ["plain", "all"])
 
 
 def expect_replayed(step: Callable[[], Tensor], inputs: dict[Tensor, Tensor]) -> None:
-    """Captures the step, replays it with other values in its inputs, and does it without the graph.
+    """Capture the step, replay it with other inputs, and compare with an eager call.
 
     Args:
-        step: reads the inputs and returns everything that it writes.
+        step: reads the inputs and returns all its outputs.
         inputs: tensor |-> its new value.
     """
     step()  # compiles the kernels and allocates workspaces
@@ -62,8 +62,8 @@ def test_decode(stored: torch.dtype | None, variant: str) -> None:
     expect_replayed(step, {lens: paged.lens, q: torch.randn_like(q)})
 
 
-def test_decodes_of_one_graph_do_not_disturb_each_other() -> None:
-    """They share the memory of their parts."""
+def test_decodes_of_one_graph_share_a_workspace() -> None:
+    """Two decodes in one graph use the same workspace one after the other."""
     paged = Paged([3000, 2000], 16, 1, 64, torch.bfloat16, DEVICE)
     q = torch.randn(2, 2, 4, 64, device=DEVICE, dtype=torch.bfloat16)
 
@@ -91,7 +91,7 @@ def test_prefill(stored: torch.dtype | None, variant: str) -> None:
 
 
 @STORED
-def test_rotate_and_store(stored: torch.dtype | None) -> None:
+def test_fused_qk_norm_rope_kv_write(stored: torch.dtype | None) -> None:
     heads = torch.randn(5, 8, 64, device=DEVICE, dtype=torch.bfloat16)
     given = torch.zeros_like(heads)
     cache = torch.zeros(4, 2, 2, 16, 64, device=DEVICE, dtype=stored or torch.bfloat16)
@@ -109,7 +109,7 @@ def test_rotate_and_store(stored: torch.dtype | None) -> None:
     expect_replayed(step, {given: heads, slots: torch.tensor([17, -1, 63, 32, 16])})
 
 
-def test_copy_of_blocks() -> None:
+def test_copy_blocks() -> None:
     caches = torch.randn(3, 6, 2, 2, 16, 64, device=DEVICE)
     sources, destinations = torch.tensor([1, 2], device=DEVICE), torch.tensor([3, 4], device=DEVICE)
 
@@ -121,7 +121,7 @@ def test_copy_of_blocks() -> None:
     expect_replayed(step, {sources: torch.tensor([5, 2]), destinations: torch.tensor([1, 0])})
 
 
-def test_block_tables() -> None:
+def test_update_block_tables() -> None:
     entries = torch.tensor([[0, 1, 7], [2, 3, 9]], dtype=torch.int32, device=DEVICE)
 
     def step() -> Tensor:

@@ -1,4 +1,4 @@
-"""Pools of more than 2^31 numbers: a block's place does not fit into 32 bits."""
+"""Caches of more than 2^31 numbers, whose offsets do not fit into 32 bits."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 HEAD_DIM, BLOCK_SIZE, SEQ_LEN = 32, 16, 20
-# Numbers from block to block: block 2 begins beyond 2^31. Memory that nobody touches takes none.
+# Numbers from block to block: block 2 begins beyond 2^31. Untouched pages occupy no memory.
 BLOCK_STRIDE = (1 << 30) + 64
 
 
 @pytest.fixture
 def pool(device: str) -> Tensor:
-    """[3, 2, 1, B, D] int8, of small whole numbers."""
+    """[3, 2, 1, B, D] int8, of small integers."""
     torch.manual_seed(0)
     block_len = 2 * BLOCK_SIZE * HEAD_DIM
     memory = torch.empty(2 * BLOCK_STRIDE + block_len, dtype=torch.int8, device=device)
@@ -24,12 +24,12 @@ def pool(device: str) -> Tensor:
 
 
 def exact_attention(q: Tensor, pool: Tensor, block_ids: list[int]) -> Tensor:
-    """[Hq, D] queries of the last token over a sequence in those blocks, in float64."""
+    """Compute attention of the last token's queries [Hq, D] to a sequence in those blocks, in float64."""
     keys, values = pool[block_ids, :, 0].cpu().double().transpose(0, 1).flatten(1, 2)[:, :SEQ_LEN]
     return (q.cpu().double() @ keys.T * 0.1).softmax(dim=-1) @ values
 
 
-def test_attention_reads_beyond_32_bits(pool: Tensor) -> None:
+def test_attention_uses_64_bit_offsets(pool: Tensor) -> None:
     from quire.kernels.gpu.paged_decode import paged_decode_attention
     from quire.kernels.gpu.paged_prefill import paged_prefill_attention
 
@@ -45,7 +45,7 @@ def test_attention_reads_beyond_32_bits(pool: Tensor) -> None:
         torch.testing.assert_close(out[0].cpu().double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_stores_go_beyond_32_bits(pool: Tensor) -> None:
+def test_cache_write_uses_64_bit_offsets(pool: Tensor) -> None:
     from quire.kernels.gpu.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 
     heads = torch.tensor([1.0, 5.0, 7.0], device=pool.device).view(1, 3, 1).repeat(1, 1, HEAD_DIM)

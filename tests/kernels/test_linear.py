@@ -1,4 +1,4 @@
-"""Packed linear layers against float64, at every number of tokens where the implementation changes."""
+"""Packed linear layers against float64, at numbers of tokens around each change of implementation."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NUM_TOKENS = [0, 1, 2, 3, 5, 7, 8, 9, 33, 257]
 
 
 def collapses_pages() -> bool:
-    """Whether the system makes huge pages of written memory, as Linux does from 6.1 on unless told not to."""
+    """Return whether the system collapses written memory to huge pages: Linux 6.1 or later, unless disabled."""
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     version = [int(number) for number in re.findall(r"\d+", platform.release())[:2]]
     return is_available() and setting.exists() and "[never]" not in setting.read_text() and version >= [6, 1]
 
 
 def huge_page_bytes() -> int:
-    """Of this process."""
+    """Return the bytes of this process on huge pages."""
     found = re.search(r"AnonHugePages: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
     assert found is not None
     return 1024 * int(found[1])
@@ -34,7 +34,7 @@ def huge_page_bytes() -> int:
 
 @pytest.fixture(params=["panels", "oneDNN", "panels alone"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """On what a weight is multiplied: our product and oneDNN's, one of them alone."""
+    """Select the products in use: ours and oneDNN's, or one of them only."""
     if request.param == "oneDNN":
         monkeypatch.setattr(module, "_panels_of", lambda packed, weight: None)
     if request.param == "panels alone":
@@ -60,25 +60,25 @@ def test_linear(
         torch.testing.assert_close(y.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_inputs_may_be_a_view_of_a_wider_tensor(implementation: str) -> None:
+def test_linear_supports_strided_input(implementation: str) -> None:
     weight, wide = torch.randn(128, 64), torch.randn(2, 100)
     y = linear(wide[:, 10:74], pack(weight))
     torch.testing.assert_close(y, wide[:, 10:74] @ weight.t(), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_token_does_not_depend_on_how_many_others_there_are(dtype: torch.dtype) -> None:
+def test_result_of_a_token_does_not_depend_on_batch_size(dtype: torch.dtype) -> None:
     packed = pack(torch.randn(320, 96).to(dtype))
     panels = packed.panels
     if panels is None:
-        pytest.skip("the packed numbers do not lie in known panels here")
+        pytest.skip("the packed layout is unknown on this machine")
     x = torch.randn(20, 96).to(dtype)
     alone = torch.cat([panel_linear(row, panels, None) for row in x.split(1)])
     for count in range(1, len(x) + 1):
         assert torch.equal(panel_linear(x[:count], panels, None), alone[:count])
 
 
-def test_a_layout_other_than_expected_is_left_to_one_dnn() -> None:
+def test_unknown_layout_has_no_panels() -> None:
     weight = torch.randn(128, 64)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, module.LAYOUT_TOKENS)
     assert module._panels_of(packed, weight + 1) is None
@@ -100,7 +100,7 @@ def test_int8(num_tokens: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_of_a_packed_weight_are_embeddings(dtype: torch.dtype, implementation: str) -> None:
+def test_embed_reads_packed_weight(dtype: torch.dtype, implementation: str) -> None:
     weight, ids = torch.randn(200, 96).to(dtype), torch.tensor([0, 199, 64, 63, 64] * 50, dtype=torch.int32)
     packed = pack(weight.clone())
     if packed.can_embed:
@@ -110,18 +110,18 @@ def test_rows_of_a_packed_weight_are_embeddings(dtype: torch.dtype, implementati
     assert torch.equal(embed(ids, PackedWeight(weight), dtype), weight[ids.long()])
 
 
-@pytest.mark.skipif(not collapses_pages(), reason="this system makes no huge pages when it is asked to")
+@pytest.mark.skipif(not collapses_pages(), reason="this system does not collapse huge pages on request")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-def test_weights_lie_on_huge_pages(dtype: torch.dtype) -> None:
+def test_packed_weights_use_huge_pages(dtype: torch.dtype) -> None:
     weight = torch.zeros(16 << 10, 1 << 10, dtype=dtype)
     before = huge_page_bytes()
     packed = pack_int8(weight, torch.ones(len(weight))) if dtype == torch.int8 else pack(weight)
     if packed is None or packed.layout is Layout.PLAIN:
-        pytest.skip("weights are left as they are here")
+        pytest.skip("weights are not packed on this machine")
     assert huge_page_bytes() - before > weight.nbytes / 2
 
 
-def test_numbers_that_are_not_finite_stay_where_they_are(implementation: str) -> None:
+def test_infinite_input_affects_only_its_token(implementation: str) -> None:
     packed = pack(torch.eye(64))
     x = torch.ones(2, 64)
     x[0, 3] = torch.inf

@@ -1,4 +1,4 @@
-"""Biases, penalties and masks: twin and kernels against their definitions, token by token in float64."""
+"""Biases, penalties and masks: twin and kernels against float64 definitions, token by token."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from triton_device import DEVICE
 from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties, apply_logits_processors
 
 NUM_TOKENS = 101
-# Of four rows: the penalties' slot, repetition, frequency and presence; the mask's slot.
+# Four rows: slot of the penalties; repetition, frequency and presence; slot of the mask.
 SLOTS, FACTORS = [3, -1, 4, 3], [(1.3, 0.2, 0.0), (9.0, 9.0, 9.0), (0.7, -0.5, 1.5), (1.0, 0.0, 0.4)]
 MASK_SLOTS = [1, 0, -1, -1]
-# (row, column, value), those of a token together or apart; in the middle and at the ends of tiles.
+# (row, column, value): several of one token, adjacent or not; in the middle and at the ends of tiles.
 ENTRIES = [(0, 0, -math.inf), (0, 40, 2.0), (0, 100, -1.5), (2, 31, 0.5), (2, 31, 0.25), (2, 32, 1.0)]
 ENTRIES += [(2, 40, 3.0), (2, 40, -math.inf), (3, 5, -2.0), (3, 63, 1.0), (3, 64, 7.0), (3, 99, -0.125)]
 
 
 @pytest.fixture(params=["twin", pytest.param("kernel", marks=DEVICE.marks)])
 def adjust(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
-    """[N, C] logits and LogitsProcessors |-> [N, C] apply_logits_processors."""
+    """Return apply_logits_processors: [N, C] logits and LogitsProcessors -> [N, C]."""
     if request.param == "twin":
         return apply_logits_processors
     pytest.importorskip("triton")
@@ -40,7 +40,7 @@ def adjust(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
         processors = to_device(logits_processors, device)
         found = topk_tokens(logits.to(device), logits.shape[1], logits_processors=processors)
         values, columns, _ = (tensor.cpu() for tensor in found)
-        # What is -inf is not among them.
+        # Tokens of -inf are not among the candidates.
         rows, places = values.isfinite().nonzero(as_tuple=True)
         out = torch.full_like(logits, -torch.inf)
         out[rows, columns[rows, places].long()] = values[rows, places]
@@ -50,7 +50,7 @@ def adjust(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """[N, V] bool -> [N, ceil(V / 32)] int32, bit by bit."""
+    """Pack [N, V] bool -> [N, ceil(V / 32)] int32, bit by bit."""
     words = torch.zeros(len(bits), -(-bits.shape[1] // 32), dtype=torch.int64)
     for row, token_id in bits.nonzero().tolist():
         words[row, token_id // 32] |= 1 << (token_id % 32)
@@ -74,7 +74,7 @@ def none_of(num_rows: int) -> tuple[Biases, Penalties, Masks]:
     return biases_of([], num_rows), penalties, Masks(slots, words)
 
 
-def penalised(
+def penalized(
     logit: float, count: int, in_prompt: bool, repetition: float, frequency: float, presence: float
 ) -> float:
     if count or in_prompt:
@@ -83,8 +83,8 @@ def penalised(
 
 
 @pytest.mark.parametrize("counted_in", [torch.int16, torch.int32], ids=str)
-def test_everything_together(adjust: Callable[..., Tensor], counted_in: torch.dtype) -> None:
-    """Rows with all of it, and with none; the logits have two columns more than there are tokens."""
+def test_all_processors_together(adjust: Callable[..., Tensor], counted_in: torch.dtype) -> None:
+    """Rows with all processors and with none; the logits have two more columns than the vocabulary."""
     torch.manual_seed(0)
     counts = torch.randint(-3, 4, (5, NUM_TOKENS)).clamp_(min=0).to(counted_in)
     in_prompt, allowed = torch.rand(5, NUM_TOKENS) < 0.3, torch.rand(2, NUM_TOKENS) < 0.5
@@ -97,7 +97,7 @@ def test_everything_together(adjust: Callable[..., Tensor], counted_in: torch.dt
         for column in range(NUM_TOKENS):
             if slot >= 0:
                 count, was_there = int(counts[slot, column]), bool(in_prompt[slot, column])
-                expected[n, column] = penalised(expected[n, column].item(), count, was_there, *factors)
+                expected[n, column] = penalized(expected[n, column].item(), count, was_there, *factors)
             if mask >= 0 and not allowed[mask, column]:
                 expected[n, column] = -math.inf
     penalties = Penalties(torch.tensor(SLOTS), counts, pack_bits(in_prompt), torch.tensor(FACTORS))
@@ -108,12 +108,12 @@ def test_everything_together(adjust: Callable[..., Tensor], counted_in: torch.dt
     assert torch.equal(logits, given)
 
 
-def test_nothing_changes_nothing(adjust: Callable[..., Tensor]) -> None:
+def test_no_processors_leave_logits_unchanged(adjust: Callable[..., Tensor]) -> None:
     logits = torch.randn(2, NUM_TOKENS)
     assert torch.equal(adjust(logits, LogitsProcessors(NUM_TOKENS, *none_of(2))), logits)
 
 
-def test_repetition_penalty_is_that_of_transformers(adjust: Callable[..., Tensor]) -> None:
+def test_repetition_penalty_matches_transformers(adjust: Callable[..., Tensor]) -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
     torch.manual_seed(0)

@@ -23,7 +23,7 @@ STORED = {"as computed": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 @pytest.fixture(params=["native", "twin"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both of a CPU's: the C++ op, where there is one for the shape, and PyTorch."""
+    """Select the CPU implementation: the C++ op, if it supports the shape, or PyTorch."""
     if request.param == "twin":
         monkeypatch.setattr(cpu, "supports_attention", lambda q, kv_cache: False)
     elif not is_available():
@@ -103,8 +103,8 @@ def test_prefill_of_variants(
     ("stored", "variant"),
     [*(("as computed", variant) for variant in VARIANTS), ("int8", "all"), ("fp8", "all")],
 )
-def test_long_sequences(stored: str, variant: str) -> None:
-    """Of several parts, which are cut where other sequences in the batch do not matter: the same bits alone."""
+def test_long_sequences_are_batch_invariant(stored: str, variant: str) -> None:
+    """Splits do not depend on the other sequences, so a sequence alone gives the same bits."""
     lens = [4097, 1, 255, 256, 257, 1000]
     paged = Paged(lens, 16, 1, 64, torch.float32, stored=STORED[stored])
     made = VARIANTS[variant](4, "cpu")
@@ -128,7 +128,7 @@ def test_long_sequences(stored: str, variant: str) -> None:
     close(paged_prefill_attention(q, *cache, 0.3, **options), paged.expected(0, q, 0.3, made))
 
 
-def test_padding_rows_harm_nobody() -> None:
+def test_padding_rows_do_not_affect_other_rows() -> None:
     paged = Paged([20, 5], 16, 2, 16, torch.float32)
     q = torch.randn(3, 4, 16)
     tables = torch.cat((paged.tables, torch.zeros(1, 3, dtype=torch.int32)))
@@ -138,7 +138,7 @@ def test_padding_rows_harm_nobody() -> None:
         close(out[row : row + 1], paged.expected(row, q[row : row + 1], 0.25))
 
 
-def test_queries_may_be_a_view_of_a_wider_tensor() -> None:
+def test_decode_supports_strided_queries() -> None:
     paged = Paged([20, 5], 16, 2, 16, torch.float32)
     wide = torch.randn(2, 8, 16)
     q = wide[:, :4]
@@ -147,7 +147,7 @@ def test_queries_may_be_a_view_of_a_wider_tensor() -> None:
         close(out[row : row + 1], paged.expected(row, q[row : row + 1], 0.25))
 
 
-def test_lengths_that_differ_much_are_not_padded_to_the_longest() -> None:
+def test_short_and_long_sequences_are_grouped_separately() -> None:
     groups = list(paged_attention._group_by_length([1, 500, 2, 1, 400, 3]))
     assert sorted(member for group in groups for member in group) == list(range(6))
     assert not any(1 in group and 0 in group for group in groups)

@@ -1,4 +1,4 @@
-"""Keys and values in one byte a number: how near they come, at every magnitude, and where they are written."""
+"""Quantized keys and values: their error at every magnitude, and the slots that are written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.kernels.native.library import is_available
 from quire.kernels.paged_cache import write_kv
 from quire.kernels.quantized_kv import LIMITS, dequantize, quantize
 
-# Of the largest magnitude of a vector: half a step of int8, and of float8's largest binade.
+# Error relative to the largest magnitude of a vector: half a step of int8, and of float8's largest binade.
 ERROR = {torch.int8: 0.51 / 127, torch.float8_e4m3fn: 16.1 / 448}
 DTYPES = pytest.mark.parametrize("dtype", LIMITS, ids=str)
 
@@ -25,7 +25,7 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 @DTYPES
 @pytest.mark.parametrize("magnitude", [1e-8, 1.0, 1e4])
-def test_what_is_read_back_is_near(dtype: torch.dtype, magnitude: float) -> None:
+def test_dequantized_numbers_are_close(dtype: torch.dtype, magnitude: float) -> None:
     torch.manual_seed(0)
     x = magnitude * torch.randn(50, 64)
     numbers, scales = quantize(x, dtype)
@@ -34,8 +34,8 @@ def test_what_is_read_back_is_near(dtype: torch.dtype, magnitude: float) -> None
 
 
 @DTYPES
-def test_small_numbers_of_float8_are_near_relative_to_themselves(dtype: torch.dtype) -> None:
-    """The reason to have float8 beside int8: each binade has steps of its own."""
+def test_float8_has_small_relative_error(dtype: torch.dtype) -> None:
+    """Unlike int8, float8 has steps relative to each number's magnitude."""
     x = torch.tensor([1.0, 0.01, 0.3]).repeat(2)
     numbers, scales = quantize(x, dtype)
     error = ((dequantize(numbers, scales, torch.float64) - x) / x).abs().max()
@@ -43,7 +43,7 @@ def test_small_numbers_of_float8_are_near_relative_to_themselves(dtype: torch.dt
 
 
 @DTYPES
-def test_the_largest_magnitude_is_kept_and_zeros_stay_zeros(dtype: torch.dtype) -> None:
+def test_largest_magnitude_and_zeros_are_exact(dtype: torch.dtype) -> None:
     x = torch.tensor([[3.0, -7.0], [0.0, 0.0], [7.0, 1e-30]])
     numbers, scales = quantize(x, dtype)
     assert scales.isfinite().all()
@@ -56,7 +56,7 @@ def test_the_largest_magnitude_is_kept_and_zeros_stay_zeros(dtype: torch.dtype) 
 @pytest.mark.usefixtures("implementation")
 @DTYPES
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
-def test_writing_fills_its_slots_and_no_other(dtype: torch.dtype, given: torch.dtype) -> None:
+def test_write_kv_writes_only_its_slots(dtype: torch.dtype, given: torch.dtype) -> None:
     torch.manual_seed(0)
     kv = torch.randn(5, 2, 3, 32).to(given)
     kv[1, 0, 2] = 0
@@ -66,7 +66,7 @@ def test_writing_fills_its_slots_and_no_other(dtype: torch.dtype, given: torch.d
     write_kv(kv, cache, blocks * 16 + offsets, scales)
     numbers, expected_scales = quantize(kv, dtype)
     torch.testing.assert_close(scales[blocks, :, :, offsets], expected_scales, atol=0, rtol=1e-6)
-    # A last bit of the ratio may round the other way: a step of one.
+    # The last bit of the ratio may round the other way: a difference of one step.
     written = cache[blocks, :, :, offsets].view(torch.int8).int()
     assert (written - numbers.view(torch.int8).int()).abs().max() <= 1
     back = dequantize(cache[blocks, :, :, offsets], scales[blocks, :, :, offsets], torch.float64)
@@ -79,7 +79,7 @@ def test_writing_fills_its_slots_and_no_other(dtype: torch.dtype, given: torch.d
 
 @pytest.mark.usefixtures("implementation")
 @DTYPES
-def test_padding_goes_to_block_0(dtype: torch.dtype) -> None:
+def test_padding_is_written_to_block_0(dtype: torch.dtype) -> None:
     cache, scales = torch.zeros(2, 2, 1, 4, 32, dtype=dtype), torch.zeros(2, 2, 1, 4)
     write_kv(torch.ones(3, 2, 1, 32), cache, torch.tensor([-1, -1, 5]), scales)
     assert scales.nonzero()[:, [0, 3]].unique(dim=0).tolist() == [[0, 0], [1, 1]]

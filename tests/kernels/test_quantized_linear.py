@@ -1,4 +1,4 @@
-"""Linear layers with quantised weights: the twins against float64, the kernels against the twins."""
+"""Linear layers with quantized weights: twins against float64, kernels against twins."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 from quire.kernels import quantized_linear as twins
 from quire.kernels.quantized_linear import FLOAT8, QuantizedWeight, dequantize
 
-# One rounding of the result; the interpreter cuts bfloat16 off, which is at most twice as far. Weights are rounded
-# to the dtype of the tokens before they are multiplied.
+# One rounding of the result; the interpreter truncates bfloat16, which is at most twice the error. Weights are
+# rounded to the dtype of the tokens before they are multiplied.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
@@ -21,7 +21,7 @@ def seed() -> None:
 
 
 def random_weight(kind: str, out_features: int, in_features: int) -> QuantizedWeight:
-    """int8 and fp8: a scale an output; the others: groups of 32, zeros, or groups in any order."""
+    """Return a random weight: int8 and fp8 with one scale per output, others with groups of 24 or 32 inputs."""
     if kind in ("int8", "fp8"):
         dtype = torch.int8 if kind == "int8" else FLOAT8
         return twins.quantize(torch.randn(out_features, in_features) / in_features**0.5, dtype)
@@ -43,7 +43,7 @@ KINDS = ["int8", "fp8", "int8-groups", "int4", "int4-any-order", "int4-groups-of
 
 
 def by_definition(weight: QuantizedWeight) -> Tensor:
-    """(codes - zeros) * scales, number by number, in float64."""
+    """Compute (codes - zeros) * scales, number by number, in float64."""
     expected = torch.empty(weight.out_features, weight.in_features, dtype=torch.float64)
     num_groups = weight.scales.shape[0]
     for n in range(weight.out_features):
@@ -60,24 +60,24 @@ def by_definition(weight: QuantizedWeight) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dequantized_numbers(kind: str) -> None:
+def test_dequantize_matches_definition(kind: str) -> None:
     weight = random_weight(kind, 5, 96)
     torch.testing.assert_close(dequantize(weight).double(), by_definition(weight), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("dtype", "step"), [(torch.int8, 1 / 254), (FLOAT8, 2**-4)], ids=["int8", "fp8"])
-def test_rounding_is_to_the_nearest(dtype: torch.dtype, step: float) -> None:
+def test_quantize_rounds_to_nearest(dtype: torch.dtype, step: float) -> None:
     weight = torch.randn(7, 40)
     weight[3] = 0
     error = (dequantize(twins.quantize(weight, dtype)) - weight).abs()
     largest = weight.abs().amax(dim=1, keepdim=True)
-    # float8 is as exact as its numbers are small, down to its smallest.
+    # The error of float8 is relative to each number, down to the smallest one.
     bound = largest * step if dtype == torch.int8 else (weight.abs() * step).maximum(largest * 2**-18)
     assert (error <= bound * 1.0001).all()
     assert not dequantize(twins.quantize(weight, dtype))[3].any()
 
 
-def test_parts_of_the_inputs_share_the_scales_of_the_whole() -> None:
+def test_slices_of_inputs_share_the_scales_of_the_whole() -> None:
     weight = torch.randn(6, 32)
     whole = twins.quantize(weight, torch.int8)
     parts = [twins.quantize(part, torch.int8, weight.abs().amax(dim=1)) for part in weight.split(8, dim=1)]
@@ -88,7 +88,7 @@ def test_parts_of_the_inputs_share_the_scales_of_the_whole() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @DTYPES
 @pytest.mark.parametrize(("num_tokens", "out_features", "in_features"), [(1, 70, 96), (17, 33, 192)], ids=str)
-def test_kernel(
+def test_kernel_matches_float64(
     device: str, num_tokens: int, out_features: int, in_features: int, dtype: torch.dtype, kind: str
 ) -> None:
     from quire.kernels.gpu.quantized_linear import quantized_linear
@@ -102,7 +102,7 @@ def test_kernel(
     torch.testing.assert_close(y.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_no_tokens(device: str) -> None:
+def test_kernel_supports_no_tokens(device: str) -> None:
     from quire.kernels.gpu.quantized_linear import quantized_linear
 
     weight = random_weight("int4", 64, 64).to(device)
@@ -110,7 +110,7 @@ def test_no_tokens(device: str) -> None:
 
 
 @DTYPES
-def test_tokens_in_float8(device: str, dtype: torch.dtype) -> None:
+def test_quantize_tokens_matches_twin(device: str, dtype: torch.dtype) -> None:
     from quire.kernels.gpu.quantize_tokens import quantize_tokens
 
     x = (100 * torch.randn(5, 77)).to(dtype)
@@ -120,18 +120,18 @@ def test_tokens_in_float8(device: str, dtype: torch.dtype) -> None:
     assert torch.equal(scales.cpu(), expected_scales)
     actual, expected = codes.cpu().float(), expected_codes.float()
     if device == "cpu":
-        # The interpreter loses the carry of a number that is rounded up to a power of two.
+        # The interpreter loses the carry of numbers that round up to a power of two.
         carried = (expected.frexp().mantissa.abs() == 0.5) & (actual != expected)
         actual = actual.where(~carried, expected)
         assert carried.float().mean() < 0.05
-    # Numbers half-way between two of float8 may go either way.
+    # Numbers half-way between two float8 numbers may round either way.
     assert (actual == expected).float().mean() > 0.95
     torch.testing.assert_close(actual, expected, rtol=2**-3, atol=2**-9)
 
 
 @DTYPES
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_float8_by_float8(device: str, dtype: torch.dtype, has_bias: bool) -> None:
+def test_float8_linear_is_close_to_float64(device: str, dtype: torch.dtype, has_bias: bool) -> None:
     weight = random_weight("fp8", 64, 96).to(device)
     if device == "cuda" and not twins.supports_float8_linear(weight):
         pytest.skip("this GPU does not multiply float8")
@@ -140,10 +140,10 @@ def test_float8_by_float8(device: str, dtype: torch.dtype, has_bias: bool) -> No
     expected = x.cpu().double() @ dequantize(weight.to("cpu")).double().t()
     expected += bias.cpu().double() if has_bias else 0
     assert y.dtype == dtype
-    # A token's numbers are off by 2^-4 at most, and so is the sum of products of ordinary tokens, which cancel.
+    # The numbers of a token are off by at most 2^-4. Errors cancel in sums of products of random tokens.
     torch.testing.assert_close(y.cpu().double(), expected, atol=0.15, rtol=2**-4)
     assert (y.cpu().double() - expected).abs().mean() < 0.04
 
 
-def test_a_cpu_does_not_multiply_float8() -> None:
+def test_cpu_does_not_support_float8_linear() -> None:
     assert not twins.supports_float8_linear(random_weight("fp8", 64, 64))

@@ -1,4 +1,4 @@
-"""Captured in a CUDA graph, ops compute on what lies in their tensors at each replay, as eager calls do."""
+"""Small ops captured in a CUDA graph: a replay on new inputs gives the same bits as an eager call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Inputs = list[Tensor]
 
 
 def expect_replays(op: Callable[..., object], make_inputs: Callable[[], Inputs]) -> None:
-    """A replay on new inputs leaves, in results and inputs, the bits that an eager call does."""
+    """Check that a replay on new inputs gives the same bits, in results and inputs, as an eager call."""
     static = [tensor.cuda() for tensor in make_inputs()]
     graph, out = capture(lambda: op(*static))
     for _ in range(2):
@@ -64,8 +64,8 @@ def test_gates(op: Callable[..., object]) -> None:
     expect_replays(op, lambda: [halves(5, 192)])
 
 
-def test_the_sampler_from_penalties_to_draws() -> None:
-    """Captured on other rows, masks and settings than are replayed, rows without any among them."""
+def test_sampling_with_logits_processors() -> None:
+    """Rows, masks and settings change between capture and replay; some rows have none."""
     num_rows, vocab_len, num_biases = 6, 5000, 12
 
     def make_inputs() -> Inputs:

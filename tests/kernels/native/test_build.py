@@ -1,4 +1,4 @@
-"""Building the C++ ops: once, into the cache, and not at all where that cannot be."""
+"""Build of the C++ ops: once, into the cache, with a fallback if it fails."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOAD = "from quire.kernels.native.build import load_library; assert load_library
 
 @pytest.fixture
 def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compiler that copies the library that is there and notes each time; its log."""
+    """Set up a compiler that copies the existing library and logs each call. Returns the path of the log."""
     found = native.load_library()
     if found is None:
         pytest.skip("there is no C++ compiler")
@@ -49,20 +49,20 @@ def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return log
 
 
-def load_anew() -> None:
+def load_in_new_process() -> None:
     subprocess.run([sys.executable, "-c", LOAD], check=True, timeout=120)
 
 
-def test_processes_that_start_together_build_once(fake_compiler: Path) -> None:
+def test_concurrent_processes_build_once(fake_compiler: Path) -> None:
     with ThreadPoolExecutor(3) as threads:
-        for done in [threads.submit(load_anew) for _ in range(3)]:
+        for done in [threads.submit(load_in_new_process) for _ in range(3)]:
             done.result()
     assert fake_compiler.read_text() == "built\n"
     built = [path.suffix for path in native.cache_directory().iterdir()]
     assert sorted(built) == [".lock", ".so"]
 
 
-def test_another_compiler_or_source_is_another_library(
+def test_fingerprint_depends_on_compiler_flags_and_sources(
     fake_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = str(tmp_path / "compiler")
@@ -76,7 +76,7 @@ def test_another_compiler_or_source_is_another_library(
     assert native._fingerprint(compiler, ("-O3",)) != first
 
 
-def test_the_cache_directory_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_directory_follows_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("QUIRE_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert native.cache_directory() == tmp_path / "quire"
@@ -85,12 +85,12 @@ def test_the_cache_directory_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("compiler", "said"),
+    ("compiler", "message"),
     [("no-such-compiler", "no C++ compiler"), (__file__, "no C++ compiler"), ("false", "false failed")],
 )
-def test_without_a_compiler_the_log_says_so(
+def test_missing_or_failing_compiler_is_logged(
     compiler: str,
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -101,10 +101,10 @@ def test_without_a_compiler_the_log_says_so(
     with caplog.at_level(logging.WARNING):
         assert load() is None
     (record,) = caplog.records
-    assert said in record.getMessage()
+    assert message in record.getMessage()
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(
+def test_unwritable_cache_disables_native_ops(
     fake_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -115,7 +115,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [16, 32, 80, 512])
 @pytest.mark.parametrize("gate", ["silu_and_mul", "gelu_tanh_and_mul"])
-def test_gates_of_extreme_numbers(gate: str, dtype: torch.dtype, length: int) -> None:
+def test_gates_support_extreme_numbers(gate: str, dtype: torch.dtype, length: int) -> None:
     numbers = torch.linspace(-120, 120, 3 * length).view(3, length)
     numbers[2, -1] = torch.nan
     gate_up = torch.cat((numbers, torch.ones_like(numbers)), dim=1).to(dtype)
@@ -126,7 +126,7 @@ def test_gates_of_extreme_numbers(gate: str, dtype: torch.dtype, length: int) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norm_of_heads_that_are_views(dtype: torch.dtype) -> None:
+def test_rms_norm_of_strided_heads(dtype: torch.dtype) -> None:
     wide, weight = torch.randn(5, 7, 32).to(dtype), torch.randn(32).to(dtype)
     heads = wide[:, 1:4]
     x = heads.double()

@@ -1,4 +1,4 @@
-"""Memory that is freed and taken again is the same memory, not new pages."""
+"""Reuse of freed memory by the allocator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def num_faults() -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
-def test_what_was_freed_is_used_again() -> None:
+def test_freed_memory_is_reused_without_page_faults() -> None:
     if not is_available():
         pytest.skip("there is no C++ compiler")
     keep_freed_memory(256 << 20)

@@ -1,4 +1,4 @@
-"""The threads that share the C++ ops' work: right with several callers, and gone or asleep when nobody calls."""
+"""The thread pool of the C++ ops: correct with several callers, and idle or gone when unused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def three_threads() -> Iterator[None]:
 
 
 class Work:
-    """A product that every thread of a team has a part of, and what it must give."""
+    """A matrix product that all threads of a pool share, and its expected result."""
 
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -47,7 +47,7 @@ class Work:
         return torch.equal(linear(self.x, self.weight), self.expected)
 
 
-def test_callers_do_not_disturb_each_other() -> None:
+def test_concurrent_callers_get_correct_results() -> None:
     works = [Work(seed) for seed in range(3)]
     start = threading.Barrier(3)
 
@@ -60,15 +60,15 @@ def test_callers_do_not_disturb_each_other() -> None:
         assert all(callers.map(call, works))
 
 
-def test_rounds_with_pauses_between_them() -> None:
-    """Helpers are met awake, on their way to sleep, and asleep."""
+def test_calls_with_pauses_are_correct() -> None:
+    """The pauses find workers spinning, falling asleep and asleep."""
     work = Work()
     for pause in [0.0, 5e-5, 1e-4, 1.5e-4, 3e-4, 2e-3] * 30:
         assert work.is_right()
         time.sleep(pause)
 
 
-def test_another_number_of_threads() -> None:
+def test_number_of_threads_can_change() -> None:
     work = Work()
     for num_threads in (1, 4, 2, 3, 1, 2):
         torch.set_num_threads(num_threads)
@@ -76,20 +76,20 @@ def test_another_number_of_threads() -> None:
 
 
 @pytest.mark.skipif(not TASKS.exists(), reason="needs /proc")
-def test_helpers_end_with_their_caller() -> None:
-    run_alone(helpers_end_with_their_caller)
+def test_workers_end_with_their_caller() -> None:
+    run_alone(workers_end_with_their_caller)
 
 
-def test_idle_helpers_sleep() -> None:
-    run_alone(idle_helpers_sleep)
+def test_idle_workers_sleep() -> None:
+    run_alone(idle_workers_sleep)
 
 
 def run_alone(function: Callable[[], None]) -> None:
-    """In a process of its own, where no other test's threads come, go and take time."""
+    """Run a function in a new process, undisturbed by threads of other tests."""
     subprocess.run([sys.executable, __file__, function.__name__], check=True, timeout=240)
 
 
-def helpers_end_with_their_caller() -> None:
+def workers_end_with_their_caller() -> None:
     work = Work()
     assert work.is_right()
     before = len(list(TASKS.iterdir()))
@@ -106,11 +106,11 @@ def helpers_end_with_their_caller() -> None:
     assert num_threads == [before + 3]
     deadline = time.monotonic() + 30
     while len(list(TASKS.iterdir())) > before and time.monotonic() < deadline:
-        time.sleep(0.01)  # the kernel takes a moment to forget a thread that was joined
+        time.sleep(0.01)  # the kernel removes a joined thread with a delay
     assert len(list(TASKS.iterdir())) == before
 
 
-def idle_helpers_sleep() -> None:
+def idle_workers_sleep() -> None:
     assert Work().is_right()
     time.sleep(0.05)
     before = time.process_time()
@@ -120,7 +120,7 @@ def idle_helpers_sleep() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_has_a_team_of_its_own() -> None:
+def test_forked_process_gets_its_own_pool() -> None:
     work = Work()
     assert work.is_right()
     child = os.fork()
