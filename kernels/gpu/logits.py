@@ -15,7 +15,7 @@ EXACT = {"enable_fp_fusion": False}
 LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 
 
-class Source(NamedTuple):
+class LogitsSource(NamedTuple):
     """Rows of logits, as the argument of a kernel.
 
     Attributes:
@@ -33,12 +33,12 @@ class Source(NamedTuple):
     stride: int
 
 
-def source_of(
+def make_source(
     logits: Tensor,
     temperature: Tensor | None,
     rows: Tensor | None,
     logits_processors: LogitsProcessors | None,
-) -> tuple[Source, int]:
+) -> tuple[LogitsSource, int]:
     """Check the arguments. Returns the source and its number of rows."""
     assert logits.stride(1) == 1
     if logits_processors is not None:
@@ -46,7 +46,7 @@ def source_of(
         assert logits_processors.penalties.prompt_mask.is_contiguous()
         assert logits_processors.penalties.factors.is_contiguous()
         assert logits_processors.masks.words.is_contiguous()
-    source = Source(logits, rows, temperature, logits_processors, logits.shape[1], logits.stride(0))
+    source = LogitsSource(logits, rows, temperature, logits_processors, logits.shape[1], logits.stride(0))
     return source, len(logits) if rows is None else len(rows)
 
 

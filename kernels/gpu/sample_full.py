@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..logits import LogitsProcessors
 from .gumbel import gumbel_noise
-from .logits import EXACT, find_row, load_logits, source_of
+from .logits import EXACT, find_row, load_logits, make_source
 
 # Logits per program.
 BLOCK_VOCAB = 4096
@@ -98,7 +98,7 @@ def _launch(
     rows: Tensor | None,
     logits_processors: LogitsProcessors | None,
 ) -> tuple[Tensor, Tensor]:
-    source, num_rows = source_of(logits, temperature, rows, logits_processors)
+    source, num_rows = make_source(logits, temperature, rows, logits_processors)
     num_pieces = triton.cdiv(source.vocab_len, BLOCK_VOCAB)
     scores = logits.new_empty((num_rows, num_pieces))
     token_ids = torch.empty((num_rows, num_pieces), dtype=torch.int32, device=logits.device)

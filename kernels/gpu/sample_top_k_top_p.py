@@ -12,7 +12,7 @@ from torch import Tensor
 from ..logits import LogitsProcessors
 from . import topk_candidates
 from .gumbel import gumbel_noise
-from .logits import EXACT, find_row, load_values, source_of
+from .logits import EXACT, find_row, load_values, make_source
 from .radix_threshold import BLOCK_VOCAB, find_threshold, keep_tile, sum_above
 from .topk_candidates import (
     BLOCK_OTHERS,
@@ -148,7 +148,7 @@ def sample_top_k_top_p(
     logits_processors: LogitsProcessors | None = None,
 ) -> Tensor:
     """See kernels.sampling."""
-    source, num_rows = source_of(logits, temperature, rows, logits_processors)
+    source, num_rows = make_source(logits, temperature, rows, logits_processors)
     assert keys.is_contiguous()
     token_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows == 0:

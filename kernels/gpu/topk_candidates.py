@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .logits import EXACT, Source, find_row, load_values
+from .logits import EXACT, LogitsSource, find_row, load_values
 
 # Tokens per group, and groups per program.
 GROUP_LEN = 32
@@ -228,7 +228,9 @@ def _collect(
         tl.store(key_ptrs, keys_of(ordered, columns), mask=is_candidate & (slots < MAX_CANDIDATES))
 
 
-def find_candidates(source: Source, num_rows: int, truncation: Truncation | None, num_top: int) -> Candidates:
+def find_candidates(
+    source: LogitsSource, num_rows: int, truncation: Truncation | None, num_top: int
+) -> Candidates:
     """Find the candidates for truncation of each row, or for its `num_top` most likely tokens."""
     num_pieces = triton.cdiv(source.vocab_len, GROUP_LEN * NUM_GROUPS)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..logits import LogitsProcessors
 from . import topk_candidates
-from .logits import EXACT, find_row, load_values, source_of
+from .logits import EXACT, find_row, load_values, make_source
 from .radix_threshold import BLOCK_VOCAB, find_threshold, keep_tile, sum_above
 from .topk_candidates import (
     BLOCK_OTHERS,
@@ -77,7 +77,7 @@ def topk_tokens(
     logits_processors: LogitsProcessors | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See kernels.sampling; ties come by id, and a token of -inf as -inf in column 0."""
-    source, num_rows = source_of(logits, temperature, rows, logits_processors)
+    source, num_rows = make_source(logits, temperature, rows, logits_processors)
     assert num_top <= min(topk_candidates.MAX_CANDIDATES, source.vocab_len)
     values = torch.empty((num_rows, num_top), dtype=torch.float32, device=logits.device)
     columns = torch.empty((num_rows, num_top), dtype=torch.int32, device=logits.device)

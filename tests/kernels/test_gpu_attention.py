@@ -20,8 +20,8 @@ SCALE = 0.3
 # Both sides get inputs rounded to the type. The interpreter truncates float32 where a GPU rounds.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
-# (query heads, KV heads, head_dim, block size)
 STORED = {"as computed": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+# (query heads, KV heads, head_dim, block size)
 SHAPES = [(8, 2, 64, 16), (2, 2, 80, 32), (7, 1, 96, 64), (20, 1, 128, 16), (2, 1, 256, 32)]
 
 

@@ -162,14 +162,14 @@ def test_non_finite_rows_sample_some_token(device: str, poison: float) -> None:
 
 def test_candidates_are_few_and_sufficient(device: str) -> None:
     """Of 20,000 tokens, the candidates are all tokens from the bound up, and few more than needed."""
-    from quire.kernels.gpu.logits import source_of
+    from quire.kernels.gpu.logits import make_source
     from quire.kernels.gpu.topk_candidates import Truncation, find_candidates
 
     torch.manual_seed(0)
     logits = 3 * torch.randn(3, 20_000, device=device)
     top_k, top_p = torch.tensor([50, 1 << 20, 1 << 20]), torch.tensor([2.0, 0.5, 2.0], dtype=torch.float64)
     truncation = Truncation(*(cut.to(device) for cut in (top_k, top_p, torch.tensor([0.0, 0.0, 0.05]).log())))
-    source, num_rows = source_of(logits, None, None, None)
+    source, num_rows = make_source(logits, None, None, None)
     found = find_candidates(source, num_rows, truncation, 0)
     values = logits.double().cpu()
     ordered, order = values.sort(dim=1, descending=True)
