@@ -18,17 +18,17 @@ def max_len_of(config: EngineConfig, submit: Submit) -> int:
     return most if max_tokens is None else min(most, len(submit.prompt_token_ids) + max_tokens)
 
 
-def find_problem(state: SchedulerState, gateway: bytes, submit: Submit) -> QuireError | None:
-    """Return the reason to reject the request, or None if it can be queued."""
+def check_admission(state: SchedulerState, gateway: bytes, submit: Submit) -> QuireError | None:
+    """Return the error with which to reject a request, or None if it can be queued."""
     config, limits = state.config, state.config.scheduler
     handles = range(submit.handle, submit.handle + submit.sampling.num_sequences)
     in_use = [handle for handle in handles if (gateway, handle) in state.requests]
     if in_use:
         return ProtocolError(f"handle {in_use[0]} is in use")
     for check in (_check_prompt, _check_vocabulary, _check_generated, _check_beams):
-        problem = check(config, submit)
-        if problem is not None:
-            return problem
+        error = check(config, submit)
+        if error is not None:
+            return error
     if len(state.waiting) >= limits.max_queue_len:
         return Overloaded(f"{len(state.waiting)} requests are waiting already; come back later")
     if submit.timeout_s is not None and not submit.timeout_s > 0:  # rejects NaN as well

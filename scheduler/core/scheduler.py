@@ -20,7 +20,7 @@ from ..kv.prefix_cache import make_root
 from ..sequences.beam_group import BeamGroup
 from ..sequences.beam_search import BeamSearch
 from ..sequences.sequence import Sequence
-from .admission_checks import find_problem, max_len_of
+from .admission_checks import check_admission, max_len_of
 from .drain import Drainer
 from .metrics import SchedulerStats
 from .outbox import Outgoing, error_finish
@@ -103,9 +103,9 @@ class Scheduler:
         if self._drainer.is_on:
             self._drainer.reject(gateway, submit)
             return None
-        problem = find_problem(self._state, gateway, submit)
-        if problem is not None:
-            return error_finish(submit.handle, problem)
+        error = check_admission(self._state, gateway, submit)
+        if error is not None:
+            return error_finish(submit.handle, error)
         sequences = self._make_sequences(gateway, submit, now)
         width = submit.sampling.beam_width
         self._state.add_request(sequences, None if width is None else self._make_beams(sequences[0], width))

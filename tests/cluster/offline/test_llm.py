@@ -17,6 +17,7 @@ from narrowing import not_none
 
 from quire import LLM, SamplingParams
 from quire.proto.errors import ConfigError, InvalidRequest
+from quire.proto.step import StepPlan
 
 PROMPTS = [
     "The quick brown fox",
@@ -222,6 +223,22 @@ def test_interrupt_at_the_first_step_aborts_the_batch(
                 fresh.generate(PROMPTS, GREEDY)
         assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_in_flight) == (0, 0, 0)
         assert len(fresh.generate(PROMPTS, GREEDY)) == len(PROMPTS)
+
+
+def test_failed_step_ends_the_call_and_the_next_call_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = llm.generate(PROMPTS, GREEDY)
+    engine: Any = llm._engine
+
+    def fail(plan: StepPlan) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._group, "broadcast", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            llm.generate(PROMPTS, GREEDY)
+    assert not engine.scheduler.has_work
+    again = llm.generate(PROMPTS, GREEDY)
+    assert [result.outputs for result in again] == [result.outputs for result in expected]
 
 
 def test_more_prompts_than_the_kv_memory_holds_at_once(model_dir: Path) -> None:
