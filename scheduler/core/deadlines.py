@@ -22,11 +22,9 @@ class DeadlineQueue:
         self._alive = alive
         self._entries: list[tuple[float, int]] = []  # (deadline, seq_id)
 
-    def add(self, sequence: Sequence) -> None:
-        """Add a sequence; one without a deadline is ignored."""
-        if sequence.deadline is not None:
-            self._drop_ended()
-            heapq.heappush(self._entries, (sequence.deadline, sequence.seq_id))
+    def add(self, deadline: float, seq_id: int) -> None:
+        self._drop_ended()
+        heapq.heappush(self._entries, (deadline, seq_id))
 
     def expire(self, now: float) -> list[Sequence]:
         """Remove and return the live sequences whose deadline has passed."""

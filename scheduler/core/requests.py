@@ -44,9 +44,8 @@ class RequestTable:
     def add(self, key: RequestKey, producer: Producer) -> None:
         """Add a handle; a gateway gets its number with its first one."""
         self._producers[key] = producer
-        gateway, _ = key
-        if gateway not in self._gateways:
-            self._gateways[gateway] = self._num_gateways_seen
+        if key[0] not in self._gateways:
+            self._gateways[key[0]] = self._num_gateways_seen
             self._num_gateways_seen += 1
 
     def remove(self, key: RequestKey) -> Producer:

@@ -254,7 +254,8 @@ class SchedulerState:
 
     def _add(self, sequence: Sequence) -> None:
         self._alive[sequence.seq_id] = sequence
-        self._deadlines.add(sequence)
+        if sequence.deadline is not None:
+            self._deadlines.add(sequence.deadline, sequence.seq_id)
 
     def _release_row(self, sequence: Sequence) -> None:
         row = row_of(sequence)
@@ -268,6 +269,8 @@ class SchedulerState:
 
     def _detach_children(self, parent: Sequence) -> None:
         """Let children wait on their own: their parent lost its row or ended."""
+        if not parent.children:
+            return
         children, parent.children = parent.children, []
         for child in children:
             child.parent = None
