@@ -62,7 +62,7 @@ class DenseLayer:
 
     @property
     def has_native_ops(self) -> bool:
-        """Whether C++ ops exist for the whole layer."""
+        """Return whether C++ ops exist for the whole layer."""
         weights = self.qkv, self.output, self.gate_up, self.down
         panels = [weight.panels for weight in weights if weight.panels is not None]
         if len(panels) < len(weights) or self.head_dim not in head_dims():

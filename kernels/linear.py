@@ -51,7 +51,7 @@ class PackedWeight:
 
     @property
     def can_embed(self) -> bool:
-        """Whether `embed` supports this weight."""
+        """Return whether `embed` supports this weight."""
         return self.layout is Layout.PLAIN or self.panels is not None
 
 

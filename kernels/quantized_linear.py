@@ -50,12 +50,12 @@ class QuantizedWeight:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a byte holds two numbers."""
+        """Return whether a byte holds two numbers."""
         return self.codes.dtype == torch.uint8
 
     @property
     def is_per_output(self) -> bool:
-        """Whether there is one scale per output and no zeros, so that scaling may follow the sum."""
+        """Return whether there is one scale per output and no zeros, so that scaling may follow the sum."""
         return self.scales.shape[0] == 1 and self.zeros is None
 
     def rows(self, start: int, end: int) -> QuantizedWeight:
