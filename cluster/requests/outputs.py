@@ -98,7 +98,7 @@ class CompletionFinished:
     score: float | None = None
 
 
-# What a running request yields after RequestStarted.
+# Events of a stream after RequestStarted.
 OutputEvent = PromptLogprobsDelta | CompletionDelta | CompletionFinished
 StreamEvent = RequestStarted | OutputEvent
 
