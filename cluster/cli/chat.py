@@ -1,31 +1,16 @@
 """`quire chat`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ...proto.errors import QuireError
 from .connection import DEFAULT_TARGET, Target, TlsCa, TokenFile, connect
-from .sampling_options import (
-    FrequencyPenalty,
-    MaxTokens,
-    MinP,
-    Model,
-    PresencePenalty,
-    Priority,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Temperature,
-    TimeoutS,
-    TopK,
-    TopP,
-)
+from .option_groups import with_options
+from .sampling_options import RequestOptions, SamplingOptions, parse_sampling
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -35,26 +20,18 @@ if TYPE_CHECKING:
     from ..requests.chat import Message
     from ..requests.outputs import StreamEvent
 
+DEFAULT_MAX_TOKENS = 1024
+
 # conversation |-> events of the reply
 StreamReply = Callable[[list["Message"]], "Generator[StreamEvent, None, None]"]
 
 
+@with_options(sampling=(SamplingOptions,), request=(RequestOptions,))
 def chat(
+    sampling: dict[str, Any],
+    request: dict[str, Any],
     target: Target = DEFAULT_TARGET,
-    model: Model = "",
     system: Annotated[str, typer.Option(help="System message at the start of the conversation.")] = "",
-    max_tokens: MaxTokens = 1024,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    repetition_penalty: RepetitionPenalty = None,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    presence_penalty: PresencePenalty = 0.0,
-    stop: Stop = None,
-    priority: Priority = 0,
-    timeout_s: TimeoutS = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
 ) -> None:
@@ -66,25 +43,12 @@ def chat(
     """
     from ...proto.sampling import SamplingParams
 
-    sampling_params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        stop=tuple(stop or ()),
-    )
+    sampling_params = SamplingParams(**parse_sampling(sampling, DEFAULT_MAX_TOKENS))
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     with connect(target, token_file, tls_ca) as client:
 
-        def stream_reply(conversation: list[Message]) -> Generator[StreamEvent, None, None]:
-            return client.chat_stream(
-                conversation, sampling_params, model=model, priority=priority, timeout_s=timeout_s
-            )
+        def stream_reply(conversation: "list[Message]") -> "Generator[StreamEvent, None, None]":
+            return client.chat_stream(conversation, sampling_params, **request)
 
         if sys.stdin.isatty():
             _converse(messages, stream_reply)
@@ -92,7 +56,7 @@ def chat(
             _reply_to_lines(messages, stream_reply)
 
 
-def _converse(messages: list[Message], stream_reply: StreamReply) -> None:
+def _converse(messages: "list[Message]", stream_reply: StreamReply) -> None:
     """Run turns at a terminal until Ctrl-D.
 
     A turn that fails prints its error; without any text of a reply it is removed from the conversation.
@@ -122,7 +86,7 @@ def _converse(messages: list[Message], stream_reply: StreamReply) -> None:
         messages.append({"role": "assistant", "content": reply})
 
 
-def _read_lines(console: Console) -> Iterator[str]:
+def _read_lines(console: "Console") -> Iterator[str]:
     """Yield the lines that the user types; Ctrl-C discards a line."""
     while True:
         try:
@@ -137,7 +101,7 @@ def _read_lines(console: Console) -> Iterator[str]:
             yield line
 
 
-def _reply_to_lines(messages: list[Message], stream_reply: StreamReply) -> None:
+def _reply_to_lines(messages: "list[Message]", stream_reply: StreamReply) -> None:
     """Run one turn per line of stdin. The first failure ends the command."""
     for line in sys.stdin:
         if not line.strip():
@@ -153,7 +117,7 @@ def _reply_to_lines(messages: list[Message], stream_reply: StreamReply) -> None:
         messages.append({"role": "assistant", "content": reply})
 
 
-def _texts(events: Iterator[StreamEvent]) -> Iterator[str]:
+def _texts(events: "Iterator[StreamEvent]") -> Iterator[str]:
     from ..requests.outputs import CompletionDelta
 
     return (event.text for event in events if isinstance(event, CompletionDelta))
