@@ -31,6 +31,20 @@ def test_append_adds_several_blocks_to_several_rows() -> None:
     assert tables.digest == filled({0: [9, 1, 2], 2: [3], 5: [4, 5, 6]}).digest
 
 
+def test_append_of_many_blocks_equals_appends_of_one() -> None:
+    at_once, singly = BlockTables(40, MAX_BLOCKS), BlockTables(40, MAX_BLOCKS)
+    for first_id in (1, 101):
+        at_once.append(np.arange(40), np.arange(first_id, first_id + 40, dtype=np.int32))
+        for row in range(40):
+            singly.append(ints(row), ints(first_id + row))
+    assert at_once.ids.tolist() == singly.ids.tolist()
+    assert at_once.digest == singly.digest
+    for tables in (at_once, singly):
+        tables.release(np.arange(5, 40))
+    assert at_once.digest == singly.digest
+    assert at_once.num_blocks == singly.num_blocks == 10
+
+
 def test_digest_follows_replace_and_release() -> None:
     tables = filled({1: [4, 5], 3: [6]})
     tables.replace(ints(1), ints(1), ints(7))
