@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .block_tables import IntArray
+from .block_tables import IntArray, RowArray
 from .codec import FloatArray, FrameCodec, field_values, pack_floats, pack_ints, unpack_floats, unpack_ints
 
 VERSION = 2
-NO_INTS: IntArray = np.zeros(0, dtype=np.int32)
-NO_INTS.flags.writeable = False
+NO_INTS = unpack_ints(b"")
 NO_PAIRS: IntArray = NO_INTS.reshape(0, 2)
 
 _codec = FrameCodec("step", VERSION)
@@ -215,7 +214,7 @@ class Logprobs:
     top_ids: IntArray
     top: FloatArray
 
-    def select(self, positions: IntArray) -> Logprobs | None:
+    def select(self, positions: IntArray | RowArray) -> Logprobs | None:
         """Return the entries for `positions` (ascending, in the token array), with `index` into `positions`.
 
         Returns None if there are none.
@@ -358,15 +357,20 @@ def _decode_plan(fields: Any) -> StepPlan:
         new=tuple(_decode_new(value) for value in new),
         appended_rows=rows,
         appended_ids=ids,
-        copies=copies.reshape(-1, 2),
-        swap_out=swap_out.reshape(-1, 2),
-        swap_in=swap_in.reshape(-1, 2),
+        copies=_pairs(copies),
+        swap_out=_pairs(swap_out),
+        swap_in=_pairs(swap_in),
         chosen_rows=chosen_rows,
         chosen_ids=chosen_ids,
         held_rows=held,
         chunk_rows=chunk_rows,
         chunk_lens=chunk_lens,
     )
+
+
+def _pairs(values: IntArray) -> IntArray:
+    """Return the array as [n, 2]."""
+    return values.reshape(-1, 2) if values.size else NO_PAIRS
 
 
 def _decode_reply(fields: Any) -> StepResult | StepFailure:
