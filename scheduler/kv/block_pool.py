@@ -57,7 +57,11 @@ class BlockPool:
     def allocate(self, num_blocks: int) -> list[int]:
         """Return `num_blocks` blocks (at most `num_free`), each with one reference."""
         assert num_blocks <= self.num_free, f"{num_blocks} blocks requested, {self.num_free} are free"
-        block_ids = [self._pop_free() for _ in range(num_blocks)]
+        block_ids = [self._empty.popitem()[0] for _ in range(min(num_blocks, len(self._empty)))]
+        num_fresh = min(num_blocks - len(block_ids), self.num_blocks - self._next_fresh)
+        block_ids += range(self._next_fresh, self._next_fresh + num_fresh)
+        self._next_fresh += num_fresh
+        block_ids += [self._evict_oldest() for _ in range(num_blocks - len(block_ids))]
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
         return block_ids
@@ -128,12 +132,8 @@ class BlockPool:
         self._fence_of[block_id] = fence_step
         self._fenced.append((fence_step, block_id))
 
-    def _pop_free(self) -> int:
-        if self._empty:
-            return self._empty.popitem()[0]
-        if self._next_fresh < self.num_blocks:
-            self._next_fresh += 1
-            return self._next_fresh - 1
+    def _evict_oldest(self) -> int:
+        """Evict the cached block that was released first; return it."""
         block_id, _ = self._cached.popitem(last=False)
         self._cacheable.discard(block_id)
         self._on_evict(block_id)

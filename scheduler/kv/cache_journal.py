@@ -33,8 +33,9 @@ class CacheJournal:
         name = digest[:CACHE_HASH_BYTES]
         count = self._places.get(name, 0)
         self._places[name] = count + 1
-        if count == 0:
-            self._record_change(name)
+        if count == 0:  # inline: every block that fills is added
+            self.version += 1
+            self._changes.append(name)
 
     def remove(self, digest: bytes) -> None:
         """Record that a block is no longer cached in one place."""
