@@ -50,17 +50,15 @@ class SequenceUpdate:
 def updates_by_handle(batch: TokenBatch) -> Iterable[tuple[int, SequenceUpdate]]:
     """Return handle |-> update, each handle once; the last tokens of a sequence and its finish are in one update."""
     updates: dict[int, SequenceUpdate] = {}
-    logprobs: dict[int, TokenLogprobs] = {}  # index into batch.token_ids |-> its log-probabilities
+    handles = batch.handles.tolist()
+    for handle, token_id in zip(handles, batch.token_ids.tolist(), strict=True):
+        if handle in updates:
+            updates[handle].token_ids.append(token_id)
+        else:
+            updates[handle] = SequenceUpdate([token_id])
     if batch.logprobs is not None:
-        logprobs = dict(zip(batch.logprobs.index.tolist(), _entries(batch.logprobs), strict=True))
-    pairs = zip(batch.handles.tolist(), batch.token_ids.tolist(), strict=True)
-    for index, (handle, token_id) in enumerate(pairs):
-        update = updates.get(handle)
-        if update is None:
-            update = updates[handle] = SequenceUpdate()
-        update.token_ids.append(token_id)
-        if index in logprobs:
-            update.logprobs.append(logprobs[index])
+        for index, entry in zip(batch.logprobs.index.tolist(), _entries(batch.logprobs), strict=True):
+            updates[handles[index]].logprobs.append(entry)
     if batch.prompt_logprobs is not None:
         scores = batch.prompt_logprobs
         entries = zip(
