@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import RowArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +17,15 @@ class InFlightStep:
         first_rows: of these, the rows that sample their first token after a prefill.
         num_tokens: tokens computed in the step, over all rows.
         planned_at: on the scheduler's clock.
+        num_freed: RowState.num_freed when the step was planned.
     """
 
     step_id: int
-    rows: IntArray
+    rows: RowArray
     first_rows: list[int]
     num_tokens: int
     planned_at: float
+    num_freed: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

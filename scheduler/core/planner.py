@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import IntArray, RowArray
 from ...proto.errors import DeadlineExpired
 from ...proto.step import NO_INTS, NewSequence, StepPlan
 from ..kv.block_manager import Prefix
@@ -19,6 +19,9 @@ from .state import SchedulerState, row_of
 # a few steps later costs a prefill.
 WATERMARK = 0.01
 
+NO_ROWS: RowArray = np.zeros(0, np.intp)
+NO_ROWS.flags.writeable = False
+
 
 @dataclass(slots=True)
 class _Draft:
@@ -26,12 +29,16 @@ class _Draft:
 
     Attributes:
         num_tokens_left: tokens that the step may still compute.
+        grown_rows, grown_ids: rows at a block boundary, and the next block of each. They go before `appended_rows`.
+            Arrays, which a plan with nothing else appended takes as they are (64 rows: 0.4 us, through lists 7 us).
         first_rows: rows that will sample their first token after a prefill.
     """
 
     step_id: int
     now: float
     num_tokens_left: int
+    grown_rows: RowArray = field(default_factory=lambda: NO_ROWS)
+    grown_ids: IntArray = field(default_factory=lambda: NO_INTS)
     new: list[NewSequence] = field(default_factory=list)
     appended_rows: list[int] = field(default_factory=list)
     appended_ids: list[int] = field(default_factory=list)
@@ -98,8 +105,8 @@ class Planner:
         return chunks
 
     def _allocate_blocks(
-        self, draft: _Draft, advancing: IntArray, chunks: dict[int, int]
-    ) -> tuple[IntArray, set[int]]:
+        self, draft: _Draft, advancing: RowArray, chunks: dict[int, int]
+    ) -> tuple[RowArray, set[int]]:
         """Give blocks to all rows that need them in this step; take the rows that get none out of the step.
 
         Returns:
@@ -113,9 +120,8 @@ class Planner:
             row: blocks.num_lacking_blocks(row, int(num_scheduled[row]) + n) for row, n in chunks.items()
         }
         if at_boundary.size + sum(needs.values()) <= blocks.num_free_blocks:
-            new_ids = blocks.grow_by_one(at_boundary)
-            draft.appended_rows += at_boundary.tolist()
-            draft.appended_ids += new_ids.tolist()
+            if at_boundary.size:
+                draft.grown_rows, draft.grown_ids = at_boundary, blocks.grow_by_one(at_boundary)
             return advancing, set()
         needs |= dict.fromkeys(at_boundary.tolist(), 1)
         preempted, stalled = self._ration_blocks(draft, needs, chunks)
@@ -167,7 +173,8 @@ class Planner:
         If there is no other, it is a beam of the beneficiary's own search whose candidates are known already: its
         preemption delays nothing.
         """
-        rows, in_plan = self._state.rows, {*draft.appended_rows, *draft.chunk_rows}
+        rows = self._state.rows
+        in_plan = {*draft.grown_rows.tolist(), *draft.appended_rows, *draft.chunk_rows}
         others = [sequence for row, sequence in self._state.running.items() if row not in in_plan]
         victim = choose_victim(
             others, beneficiary, lambda sequence: int(rows.num_scheduled[row_of(sequence)])
@@ -349,41 +356,61 @@ class Planner:
 
     # The plan
 
-    def _commit(self, draft: _Draft, advancing: IntArray) -> StepPlan:
+    def _commit(self, draft: _Draft, advancing: RowArray) -> StepPlan:
         """Advance the state past the step, and return the plan."""
         state, rows = self._state, self._state.rows
-        held = np.flatnonzero(rows.decoding).astype(np.int32)
-        held = NO_INTS if held.size == advancing.size else held[~np.isin(held, advancing)]
+        held = self._held_rows(advancing)
         rows.advance(advancing)
         sampling = advancing
         if draft.first_rows:
-            first = np.asarray(draft.first_rows, np.int32)
+            first = np.asarray(draft.first_rows, np.intp)
             rows.start_decoding(first)
             sampling = np.sort(np.concatenate([advancing, first]))
-        beams = sampling[rows.is_beam[sampling]]
-        if beams.size:
-            rows.freeze(beams)
+        if rows.num_beam_rows:
+            rows.freeze(sampling[rows.is_beam[sampling]])
         num_tokens = int(advancing.size) + sum(draft.chunk_lens)
-        state.in_flight.add(InFlightStep(draft.step_id, sampling, draft.first_rows, num_tokens, draft.now))
+        state.in_flight.add(
+            InFlightStep(draft.step_id, sampling, draft.first_rows, num_tokens, draft.now, rows.num_freed)
+        )
         copies, swap_out, swap_in = state.blocks.take_transfers(draft.step_id)
         released, chosen_rows, chosen_ids = state.deltas.take()
         tables = state.blocks.tables
-        num_slots = int(tables.lens.sum()) * state.blocks.block_size
-        state.stats.count_step(state.blocks.num_held_blocks, num_slots, int(rows.num_scheduled.sum()))
+        num_slots = tables.num_blocks * state.blocks.block_size
+        state.stats.count_step(state.blocks.num_held_blocks, num_slots, rows.num_scheduled_tokens)
         return StepPlan(
             step_id=draft.step_id,
             epoch=self._epoch,
             digest=tables.digest,
             released_rows=released,
             new=tuple(draft.new),
-            appended_rows=np.asarray(draft.appended_rows, np.int32),
-            appended_ids=np.asarray(draft.appended_ids, np.int32),
+            appended_rows=_join(draft.grown_rows, draft.appended_rows),
+            appended_ids=_join(draft.grown_ids, draft.appended_ids),
             copies=copies,
             swap_out=swap_out,
             swap_in=swap_in,
             chosen_rows=chosen_rows,
             chosen_ids=chosen_ids,
             held_rows=held,
-            chunk_rows=np.asarray(draft.chunk_rows, np.int32),
-            chunk_lens=np.asarray(draft.chunk_lens, np.int32),
+            chunk_rows=_ints(draft.chunk_rows),
+            chunk_lens=_ints(draft.chunk_lens),
         )
+
+    def _held_rows(self, advancing: RowArray) -> IntArray:
+        """Return the decoding rows that are not in the step."""
+        decoding = self._state.rows.decoding
+        if np.count_nonzero(decoding) == advancing.size:  # 64 rows: 0.3 us, listing them 2 us
+            return NO_INTS
+        held = np.flatnonzero(decoding)
+        return held[~np.isin(held, advancing)].astype(np.int32)
+
+
+def _ints(values: list[int]) -> IntArray:
+    return np.array(values, np.int32) if values else NO_INTS
+
+
+def _join(array: IntArray | RowArray, more: list[int]) -> IntArray:
+    """Return both as one int32 array."""
+    if not array.size:
+        return _ints(more)
+    joined = np.concatenate([array, np.array(more)]) if more else array
+    return joined.astype(np.int32, copy=False)

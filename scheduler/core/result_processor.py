@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TypeVar
 
-from ...proto.block_tables import IntArray
+import numpy as np
+import numpy.typing as npt
+
+from ...proto.block_tables import IntArray, RowArray
 from ...proto.errors import ProtocolError
 from ...proto.step import Logprobs, PromptLogprobs, StepResult
 from ...proto.stream import Finish, FinishReason, TokenBatch
@@ -15,6 +18,8 @@ from .in_flight import InFlightStep
 from .outbox import Outgoing
 from .state import SchedulerState, row_of
 
+Row = TypeVar("Row", bound=np.signedinteger)
+
 
 class ResultProcessor:
     """The effect of step results on one scheduler's state."""
@@ -23,7 +28,7 @@ class ResultProcessor:
         self._state = state
         self._epoch = epoch
         self._is_fair = state.config.scheduler.policy == "fair"
-        self._eos = np.asarray(state.config.model.eos_token_ids, np.int32)
+        self._eos = [np.int32(token_id) for token_id in state.config.model.eos_token_ids]
 
     def apply(self, result: StepResult, now: float) -> Outgoing:
         """Advance the sequences of the oldest step in flight; return the messages for gateways.
@@ -37,19 +42,20 @@ class ResultProcessor:
         state.throughput.count_step(step.num_tokens, step.planned_at, now)
         self._observe_cost(step, result)
         rows, token_ids, logprobs = step.rows, result.token_ids, result.logprobs
-        alive = rows_state.entered_at_step[rows] <= step.step_id
-        if not alive.all():  # stopped, aborted or preempted since: their tokens are dropped
-            rows, token_ids, logprobs = _select(alive, rows, token_ids, logprobs)
+        if rows_state.num_freed != step.num_freed:
+            alive = rows_state.entered_at_step[rows] <= step.step_id
+            if not alive.all():  # stopped, aborted or preempted since: their tokens are dropped
+                rows, token_ids, logprobs = _select(alive, rows, token_ids, logprobs)
         self._set_first_token_times(step, now)
         outgoing = self._prompt_logprobs(step, result.prompt_logprobs)
-        is_beam = rows_state.is_beam[rows]
-        if is_beam.any():
-            self._add_candidates(rows, is_beam, logprobs, now)
-            rows, token_ids, logprobs = _select(~is_beam, rows, token_ids, logprobs)
+        if rows_state.num_beam_rows:
+            is_beam = rows_state.is_beam[rows]
+            if is_beam.any():
+                self._add_candidates(rows, is_beam, logprobs, now)
+                rows, token_ids, logprobs = _select(~is_beam, rows, token_ids, logprobs)
         self._append(rows, token_ids)
-        handles, gateways = rows_state.handle[rows], rows_state.gateway[rows]
         finished = self._finish_sequences(rows, token_ids, now)
-        return outgoing + self._token_batches(step.step_id, gateways, handles, token_ids, logprobs, finished)
+        return outgoing + self._token_batches(step.step_id, rows, token_ids, logprobs, finished)
 
     def _pop_step(self, result: StepResult) -> InFlightStep:
         step = self._state.in_flight.oldest
@@ -97,26 +103,25 @@ class ResultProcessor:
 
     # Tokens
 
-    def _append(self, rows: IntArray, token_ids: IntArray) -> None:
+    def _append(self, rows: RowArray, token_ids: IntArray) -> None:
         """Append one known token to each row."""
         full = self._state.rows.full_tails(rows)
         if full.size:
             self._flush(full)
         self._state.rows.append(rows, token_ids)
 
-    def _flush(self, rows: IntArray) -> None:
+    def _flush(self, rows: RowArray) -> None:
         """Move a full block of tokens out of each row and publish the block; its KV has been computed."""
         state, block_size = self._state, self._state.blocks.block_size
         raw, starts = state.rows.flush(rows)
         block_ids = state.blocks.tables.ids[rows, starts // block_size]
-        width = 4 * block_size
-        for number, (row, start, block_id) in enumerate(
-            zip(rows.tolist(), starts.tolist(), block_ids.tolist(), strict=True)
-        ):
-            sequence, tokens = state.running[row], raw[number * width : (number + 1) * width]
+        running, publish_next, width, end = state.running, state.blocks.publish_next, 4 * block_size, 0
+        for row, start, block_id in zip(rows.tolist(), starts.tolist(), block_ids.tolist(), strict=True):
+            sequence, tokens = running[row], raw[end : end + width]
+            end += width
             del sequence.token_ids[start:]
             sequence.token_ids.frombytes(tokens)
-            state.blocks.publish_next(sequence, block_id, tokens)
+            publish_next(sequence, block_id, tokens)
             if self._is_fair:
                 self._charge(sequence, start, start + block_size)
 
@@ -128,39 +133,57 @@ class ResultProcessor:
     # Ends
 
     def _finish_sequences(
-        self, rows: IntArray, token_ids: IntArray, now: float
+        self, rows: RowArray, token_ids: IntArray, now: float
     ) -> list[tuple[bytes, Finish]]:
         """End the sequences that these tokens stop; return their ends, as (gateway, Finish)."""
         state = self._state.rows
-        ends = state.num_tokens[rows] >= state.max_len[rows]
-        at_eos = (token_ids[:, None] == self._eos).any(axis=1) & state.stops_at_eos[rows]
+        at_eos = self._at_eos(rows, token_ids)
         own_stops = self._own_stops(rows, token_ids, at_eos)
+        ends = (state.num_tokens[rows] >= state.max_len[rows]) | at_eos
+        if own_stops:
+            ends[[*own_stops]] = True
+        if not np.count_nonzero(ends):  # as in most steps
+            return []
         finished = []
-        for position in np.flatnonzero(ends | at_eos | (own_stops >= 0)).tolist():
-            row, stop = int(rows[position]), int(own_stops[position])
-            stopped = at_eos[position] or stop >= 0
+        for position in np.flatnonzero(ends).tolist():
+            row, stop = int(rows[position]), own_stops.get(position)
             sequence = self._state.running[row]
             self._charge(sequence, int(state.num_flushed[row]), int(state.num_tokens[row]))
             self._keep_partial(sequence)
             finish = sequence.finish(
-                FinishReason.STOP if stopped else FinishReason.LENGTH,
+                FinishReason.STOP if at_eos[position] or stop is not None else FinishReason.LENGTH,
                 int(state.num_tokens[row]),
                 now,
-                stop_token_id=stop if stop >= 0 else None,
+                stop_token_id=stop,
             )
             finished.append((sequence.gateway, finish))
             self._state.end_request((sequence.gateway, sequence.handle))
         self._state.stats.count_finished(len(finished))
         return finished
 
-    def _own_stops(self, rows: IntArray, token_ids: IntArray, at_eos: np.ndarray) -> IntArray:
-        """Return, for each row, the request's own stop token that it sampled, or -1."""
-        own_stops = np.full(rows.size, -1, np.int32)
-        for position in np.flatnonzero(self._state.rows.has_own_stops[rows] & ~at_eos).tolist():
-            token_id = int(token_ids[position])
-            if token_id in self._state.running[int(rows[position])].sampling.stop_token_ids:
-                own_stops[position] = token_id
-        return own_stops
+    def _at_eos(self, rows: RowArray, token_ids: IntArray) -> npt.NDArray[np.bool_]:
+        """Return for each row whether the model's end of sequence, which it heeds, was sampled."""
+        at_eos = np.zeros(rows.size, np.bool_)
+        for token_id in self._eos:
+            at_eos |= token_ids == token_id
+        if np.count_nonzero(at_eos):
+            at_eos &= self._state.rows.stops_at_eos[rows]
+        return at_eos
+
+    def _own_stops(
+        self, rows: RowArray, token_ids: IntArray, at_eos: npt.NDArray[np.bool_]
+    ) -> dict[int, int]:
+        """Return position in `rows` |-> the request's own stop token that was sampled."""
+        if not self._state.rows.num_own_stop_rows:
+            return {}
+        candidates = np.flatnonzero(self._state.rows.has_own_stops[rows] & ~at_eos).tolist()
+        sampled = ((position, int(token_ids[position])) for position in candidates)
+        running = self._state.running
+        return {
+            position: token_id
+            for position, token_id in sampled
+            if token_id in running[int(rows[position])].sampling.stop_token_ids
+        }
 
     def _keep_partial(self, sequence: Sequence) -> None:
         """Publish the last, partly filled block of a sequence that ends: its next turn may use it."""
@@ -174,7 +197,7 @@ class ResultProcessor:
     # Beams
 
     def _add_candidates(
-        self, rows: IntArray, is_beam: np.ndarray, logprobs: Logprobs | None, now: float
+        self, rows: RowArray, is_beam: npt.NDArray[np.bool_], logprobs: Logprobs | None, now: float
     ) -> None:
         """Pass each beam's candidates to its search, and advance the searches that have those of all beams."""
         assert logprobs is not None, "the ranks sent no log-probabilities for a beam"
@@ -217,7 +240,7 @@ class ResultProcessor:
             self._state.resume(sequence, token_id)
             return
         row = row_of(sequence)
-        self._append(np.array([row], np.int32), np.array([token_id], np.int32))
+        self._append(np.array([row]), np.array([token_id], np.int32))
         self._state.rows.unfreeze(row)
         self._state.deltas.choose_token(row, token_id)
 
@@ -254,20 +277,19 @@ class ResultProcessor:
     def _token_batches(
         self,
         step_id: int,
-        gateways: IntArray,
-        handles: IntArray,
+        rows: RowArray,
         token_ids: IntArray,
         logprobs: Logprobs | None,
         finished: list[tuple[bytes, Finish]],
     ) -> Outgoing:
-        """Return one TokenBatch per gateway with new tokens."""
-        numbers = self._state.requests.gateways
-        if not handles.size:
+        """Return one TokenBatch per gateway with new tokens. Rows of finished sequences keep handle and gateway."""
+        if not rows.size:
             return []
+        numbers, handles = self._state.requests.gateways, self._state.rows.handle[rows]
         if len(numbers) == 1:
             ends = tuple(finish for _, finish in finished)
             return [(next(iter(numbers)), TokenBatch(step_id, handles, token_ids, logprobs, ends))]
-        outgoing = []
+        outgoing, gateways = [], self._state.rows.gateway[rows]
         for gateway, number in numbers.items():
             mask = gateways == number
             if mask.any():
@@ -278,8 +300,8 @@ class ResultProcessor:
 
 
 def _select(
-    mask: np.ndarray, rows: IntArray, token_ids: IntArray, logprobs: Logprobs | None
-) -> tuple[IntArray, IntArray, Logprobs | None]:
+    mask: npt.NDArray[np.bool_], rows: npt.NDArray[Row], token_ids: IntArray, logprobs: Logprobs | None
+) -> tuple[npt.NDArray[Row], IntArray, Logprobs | None]:
     """Return the entries under a mask, of arrays that go together."""
-    kept = np.flatnonzero(mask).astype(np.int32)
+    kept = np.flatnonzero(mask)
     return rows[kept], token_ids[kept], None if logprobs is None else logprobs.select(kept)

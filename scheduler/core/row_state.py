@@ -7,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import IntArray, RowArray
 from ..sequences.sequence import Sequence
 
 NEVER = np.iinfo(np.int64).max
@@ -32,6 +32,10 @@ class RowState:
         handle: the sequence's handle at its gateway.
         gateway: number of the sequence's gateway (see RequestTable).
         tail: [num_rows, block_size] int32, the newest, not yet flushed tokens.
+        num_scheduled_tokens: sum of num_scheduled.
+        num_beam_rows, num_own_stop_rows: rows with is_beam, and with has_own_stops: mostly 0, so that a step can skip
+            the test of each row.
+        num_freed: rows freed so far. A step's rows have all kept their sequences if none was freed since its plan.
     """
 
     def __init__(self, num_rows: int, block_size: int) -> None:
@@ -52,7 +56,13 @@ class RowState:
         self._gateway, self.gateway = _array(num_rows, np.int32)
         self._tail, self.tail = _array((num_rows, block_size), np.int32)
         self._free = list(range(num_rows - 1, -1, -1))
-        self._advancing: IntArray | None = None
+        self.num_scheduled_tokens = 0
+        self.num_beam_rows = 0
+        self.num_own_stop_rows = 0
+        self.num_freed = 0
+        self._advancing: RowArray | None = None
+        # Calls of `advance` after which each row of `_advancing` still has a token to compute.
+        self._num_safe_advances = 0
 
     @property
     def num_free(self) -> int:
@@ -72,11 +82,18 @@ class RowState:
         self._has_own_stops[row] = bool(sequence.sampling.stop_token_ids)
         self._handle[row] = sequence.handle
         self._gateway[row] = gateway
+        self.num_beam_rows += sequence.beams is not None
+        self.num_own_stop_rows += bool(sequence.sampling.stop_token_ids)
         self._tail[row, :rest] = sequence.token_ids[num_tokens - rest :]
         return row
 
     def free(self, row: int) -> None:
-        self._decoding[row] = self._frozen[row] = self._is_beam[row] = False
+        """Free a row. It keeps `handle` and `gateway` until it is allocated again."""
+        self.num_beam_rows -= bool(self._is_beam[row])
+        self.num_own_stop_rows -= bool(self._has_own_stops[row])
+        self.num_scheduled_tokens -= int(self._num_scheduled[row])
+        self.num_freed += 1
+        self._decoding[row] = self._frozen[row] = self._is_beam[row] = self._has_own_stops[row] = False
         self._num_scheduled[row] = 0
         self._entered_at_step[row] = NEVER
         self._free.append(row)
@@ -84,30 +101,35 @@ class RowState:
 
     # Planning
 
-    def advancing(self) -> IntArray:
+    def advancing(self) -> RowArray:
         """Return the decoding rows with a token to compute, ascending: not frozen, and the last not in flight."""
         if self._advancing is None:
-            ready = self._decoding & ~self._frozen & (self._num_scheduled < self._max_len - 1)
-            self._advancing = np.flatnonzero(ready).astype(np.int32)
+            num_left = self._max_len - 1 - self._num_scheduled
+            ready = self._decoding & ~self._frozen & (num_left > 0)
+            self._advancing = np.flatnonzero(ready)
+            self._num_safe_advances = int(num_left[ready].min()) - 1 if self._advancing.size else 0
         return self._advancing
 
     def schedule(self, row: int, num_tokens: int) -> None:
         """Count the row's next `num_tokens` known tokens as cached or planned."""
         self._num_scheduled[row] += num_tokens
+        self.num_scheduled_tokens += num_tokens
 
-    def start_decoding(self, rows: IntArray) -> None:
+    def start_decoding(self, rows: RowArray) -> None:
         """Mark rows whose last known token has been planned."""
         self._decoding[rows] = True
         self._advancing = None
 
-    def advance(self, rows: IntArray) -> None:
-        """Count one more token of each decoding row as planned."""
-        num_scheduled = self._num_scheduled[rows] + 1
-        self._num_scheduled[rows] = num_scheduled
-        if (num_scheduled >= self._max_len[rows] - 1).any():
+    def advance(self, rows: RowArray) -> None:
+        """Count one more token of each of `rows` as planned; they are rows of `advancing`."""
+        self._num_scheduled[rows] += 1
+        self.num_scheduled_tokens += rows.size
+        # Counting down, instead of comparing each row with its max_len: 64 rows 0.1 us, not 3 us.
+        self._num_safe_advances -= 1
+        if self._num_safe_advances < 0:
             self._advancing = None
 
-    def freeze(self, rows: IntArray) -> None:
+    def freeze(self, rows: RowArray) -> None:
         """Hold rows of beams until their search has chosen their next token (`unfreeze`)."""
         self._frozen[rows] = True
         self._advancing = None
@@ -118,18 +140,18 @@ class RowState:
 
     # Results
 
-    def append(self, rows: IntArray, token_ids: IntArray) -> None:
+    def append(self, rows: RowArray, token_ids: IntArray) -> None:
         """Append one known token to each row, whose tail must have room for it."""
         known = self._num_tokens[rows]
         self._tail[rows, known % self.block_size] = token_ids
         self._num_tokens[rows] = known + 1
 
-    def full_tails(self, rows: IntArray) -> IntArray:
+    def full_tails(self, rows: RowArray) -> RowArray:
         """Return those rows whose tail must be flushed before the next `append`."""
-        full: IntArray = rows[self._num_tokens[rows] - self._num_flushed[rows] == self.block_size]
+        full: RowArray = rows[self._num_tokens[rows] - self._num_flushed[rows] == self.block_size]
         return full
 
-    def flush(self, rows: IntArray) -> tuple[bytes, IntArray]:
+    def flush(self, rows: RowArray) -> tuple[bytes, IntArray]:
         """Empty full tails; return their tokens, int32, one after the other, and the position of each one's first."""
         tokens, starts = self._tail[rows].tobytes(), self._num_flushed[rows]
         self._num_flushed[rows] = starts + self.block_size
@@ -139,6 +161,18 @@ class RowState:
         """Return a copy of the tokens in the row's tail, in order."""
         count = int(self._num_tokens[row] - self._num_flushed[row])
         return self._tail[row, :count].copy()
+
+    def check_integrity(self) -> None:
+        """Recount what is counted along. Raises AssertionError at the first inconsistency."""
+        assert self.num_scheduled_tokens == self._num_scheduled.sum(), "scheduled tokens are miscounted"
+        assert self.num_beam_rows == np.count_nonzero(self._is_beam), "rows of beams are miscounted"
+        assert self.num_own_stop_rows == np.count_nonzero(self._has_own_stops), (
+            "rows with stop tokens of their own are miscounted"
+        )
+        if self._advancing is not None:
+            num_left = self._max_len - 1 - self._num_scheduled
+            ready = self._decoding & ~self._frozen & (num_left > 0)
+            assert np.array_equal(self._advancing, np.flatnonzero(ready)), "advancing rows are outdated"
 
 
 def _array(shape: int | tuple[int, int], dtype: type[DType]) -> tuple[npt.NDArray[DType], npt.NDArray[DType]]:

@@ -68,7 +68,7 @@ class Scheduler:
     @property
     def num_used_tokens(self) -> int:
         """Return the tokens whose KV running sequences hold."""
-        return int(self._state.rows.num_scheduled.sum())
+        return self._state.rows.num_scheduled_tokens
 
     @property
     def num_queued_tokens(self) -> int:

@@ -236,6 +236,7 @@ class SchedulerState:
         """Recount blocks, rows and queues. Raises AssertionError at the first inconsistency."""
         self.blocks.check_integrity([b for sequence in self.alive.values() for b in sequence.host_blocks])
         rows, tables = self.rows, self.blocks.tables
+        rows.check_integrity()
         assert len(self.running) + rows.num_free == rows.num_rows, "rows are lost or counted twice"
         attached = sum(len(sequence.children) for sequence in self.alive.values())
         suspended = sum(sequence.is_suspended for sequence in self.alive.values())

@@ -16,7 +16,7 @@ from quire.scheduler.core.outbox import Outbox
 from quire.scheduler.core.plan_deltas import PlanDeltas
 from quire.scheduler.core.requests import RequestTable
 
-NO_ROWS = np.zeros(0, np.int32)
+NO_ROWS = np.zeros(0, np.intp)
 
 
 def test_views_of_the_state_are_read_only() -> None:
@@ -31,6 +31,37 @@ def test_views_of_the_state_are_read_only() -> None:
     with pytest.raises(ValueError, match="read-only"):
         state.rows.num_scheduled[0] = 1
     assert state.parents == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("num_scheduled_tokens", "scheduled tokens"),
+        ("num_beam_rows", "rows of beams"),
+        ("num_own_stop_rows", "stop tokens"),
+    ],
+)
+def test_integrity_check_recounts_row_counters(name: str, message: str) -> None:
+    driver = Driver(small_config())
+    driver.add(0, [5, 6], max_tokens=4, ignore_eos=True, stop_token_ids=(3,))
+    driver.add(1, [7, 8], max_tokens=4, beam_width=2)
+    driver.step()
+    driver.scheduler.check_integrity()
+    rows: Any = driver.scheduler._state.rows
+    setattr(rows, name, getattr(rows, name) + 1)
+    with pytest.raises(AssertionError, match=message):
+        driver.scheduler.check_integrity()
+
+
+def test_integrity_check_finds_outdated_advancing_rows() -> None:
+    driver = Driver(small_config())
+    driver.add(0, [5, 6], max_tokens=4, ignore_eos=True)
+    driver.step()
+    rows: Any = driver.scheduler._state.rows
+    assert rows.advancing().tolist() == [0]
+    rows._frozen[0] = True
+    with pytest.raises(AssertionError, match="outdated"):
+        driver.scheduler.check_integrity()
 
 
 def test_outbox_take_empties_it() -> None:
