@@ -148,15 +148,19 @@ class BlockManager:
         """Put a prefix into an empty row's table; return the number of tokens whose KV the row has then."""
         assert self._cache is not None or not prefix.blocks
         self._hold_sources(prefix)
-        for index, (block_id, on_host) in enumerate(prefix.blocks):
+        blocks: list[int] = []
+        for block_id, on_host in prefix.blocks:
             if on_host:
-                self._append(row, self._load_host_blocks([block_id]))
-                self._publish(row, sequence, index)
+                blocks += self._load_host_blocks([block_id])
             else:
                 self._pool.share([block_id])
-                self._append(row, [block_id])
+                blocks.append(block_id)
         if prefix.partial is not None:
-            self._append(row, [self._copy(prefix.partial[0])])
+            blocks.append(self._copy(prefix.partial[0]))
+        self._append(row, blocks)
+        for index, (_, on_host) in enumerate(prefix.blocks):
+            if on_host:
+                self._publish(row, sequence, index)
         num_tokens = prefix.num_tokens(self.block_size)
         if self._cache is not None:
             self.num_query_tokens += len(sequence.token_ids)
@@ -172,9 +176,9 @@ class BlockManager:
         num_full, rest = divmod(num_tokens, self.block_size)
         blocks = self.tables.row(source_row)[:num_full].tolist()
         self._pool.share(blocks)
-        self._append(row, blocks)
         if rest:
-            self._append(row, [self._copy(int(self.tables.ids[source_row, num_full]))])
+            blocks.append(self._copy(int(self.tables.ids[source_row, num_full])))
+        self._append(row, blocks)
 
     def grow(self, row: int, num_tokens: int) -> list[int]:
         """Extend a row's table to hold `num_tokens`; return the new blocks. The pool must have them."""
