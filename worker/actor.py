@@ -1,7 +1,8 @@
 """WorkerActor: the process of one tensor-parallel rank; the cluster makes it a Ray actor.
 
 Ray starts and monitors the process; plans and results travel over the step channel. The actor needs a concurrency of
-two: `run` occupies one call for the rank's whole life, and `status` is answered by the other.
+two: `run` occupies one call for the rank's whole life, and `status` is answered by the other. Ray calls the
+constructor and the methods on different threads, so each method that uses the device makes it current.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from ..proto.errors import RankFailed, in_one_line
 from ..proto.step import StepFailure, StepPlan, StepResult
 from ..proto.stream import RankStatus
 from ..proto.transport.channel import ChannelAddress, StepReceiver
+from .device import compute_device, on_device
 
 if TYPE_CHECKING:
     from .comm.communicator import Communicator
     from .runner import ModelRunner
 
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _LOOPBACK = "127.0.0.1"
 
 
@@ -50,7 +51,6 @@ class WorkerActor:
     def __init__(self, config: EngineConfig, rank: int) -> None:
         self._config = config
         self._rank = rank
-        self._device = config.parallel.device
         self._stage = "start"
         self._seconds: dict[str, float] = {}
         self._runner: ModelRunner | None = None
@@ -63,11 +63,9 @@ class WorkerActor:
             from .comm import communicator, shared_memory, torch_distributed
         self._single_rank, self._create_store = communicator.SingleRank, torch_distributed.create_store
         self._runner_class, self._join_group = runner.ModelRunner, shared_memory.join_group
-        if self._device == "cuda":
-            ordinal = _assigned_gpu()
-            torch.cuda.set_device(ordinal)
-            self._device = f"cuda:{ordinal}"
-        else:
+        kind = config.parallel.device
+        self._device = compute_device(kind, None if kind == "cpu" else _assigned_gpu())
+        if kind == "cpu":
             # Ray sets OMP_NUM_THREADS to 1.
             torch.set_num_threads(config.parallel.threads_per_rank)
 
@@ -93,12 +91,13 @@ class WorkerActor:
         Raises:
             ModelLoadError: the model directory cannot be read.
         """
-        with self._timed("join"):
-            comm = self._single_rank() if store is None else self._join(*store)
-        with self._timed("weights"):
-            self._runner = self._runner_class(self._config, comm, self._on_progress)
-        with self._timed("profile"):
-            num_blocks = self._runner.num_blocks_that_fit()
+        with on_device(self._device):
+            with self._timed("join"):
+                comm = self._single_rank() if store is None else self._join(*store)
+            with self._timed("weights"):
+                self._runner = self._runner_class(self._config, comm, self._on_progress, device=self._device)
+            with self._timed("profile"):
+                num_blocks = self._runner.num_blocks_that_fit()
         return LoadReport(self.status(), num_blocks, dict(self._seconds))
 
     def bytes_read(self) -> tuple[int, int]:
@@ -108,7 +107,8 @@ class WorkerActor:
     def allocate(self, num_blocks: int) -> float:
         """Allocate the KV cache, with the same number of blocks on all ranks; return the swap rate in blocks/s."""
         assert self._runner is not None
-        return self._runner.allocate_cache(num_blocks)
+        with on_device(self._device):
+            return self._runner.allocate_cache(num_blocks)
 
     def run(self, address: ChannelAddress) -> None:
         """Execute the channel's plans until the sender closes it.
@@ -116,6 +116,15 @@ class WorkerActor:
         The rank replies to a failed step with a StepFailure and ends. Leaving the group fails the collective that
         the other ranks may wait in.
         """
+        with on_device(self._device):
+            self._run(address)
+
+    def status(self) -> RankStatus:
+        """Return the process, device and current stage of the rank. Does not use the device, which may hang."""
+        stage = self._stage if self._runner is None or self._stage == "ended" else self._runner.stage
+        return RankStatus(self._rank, os.getpid(), socket.gethostname(), str(self._device), stage)
+
+    def _run(self, address: ChannelAddress) -> None:
         assert self._runner is not None
         receiver = StepReceiver(address, self._rank)
         try:
@@ -136,11 +145,6 @@ class WorkerActor:
             receiver.close()
             self._runner.close()
             self._stage = "ended"
-
-    def status(self) -> RankStatus:
-        """Return the process, device and current stage of the rank."""
-        stage = self._stage if self._runner is None or self._stage == "ended" else self._runner.stage
-        return RankStatus(self._rank, os.getpid(), socket.gethostname(), self._device, stage)
 
     def _execute(self, frame: bytes, runner: ModelRunner) -> StepResult | StepFailure:
         step_id = epoch = 0
@@ -171,7 +175,7 @@ class WorkerActor:
             parallel.tensor_parallel_size,
             host,
             port,
-            _BACKENDS[parallel.device],
+            self._device,
             self._config.scheduler.step_timeout_s,
         )
 

@@ -70,11 +70,12 @@ class CudaGraphs:
     """CUDA graphs that share a memory pool; no two of them may run at once."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, compute: Callable[[], Tensor]) -> Recording:
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             compute()  # compiles kernels and allocates workspaces, which is not possible while recording

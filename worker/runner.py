@@ -20,7 +20,7 @@ from ..proto.step import Logprobs, PromptLogprobs, StepPlan, StepResult
 from .attention import AttentionInputs
 from .batch import Batch, gather_batch
 from .comm.communicator import Communicator
-from .comm.torch_distributed import device_of
+from .device import compute_device
 from .device_rows import DeviceRows
 from .graphs import CudaGraphs, DecodeGraphs, DecodeInputs, GraphBackend, graph_sizes
 from .memory.allocation import check_host_memory, out_of_memory_as
@@ -49,8 +49,11 @@ class ModelRunner:
         comm: the tensor-parallel group.
         on_progress: called with the bytes read and the total while weights load.
         graph_backend: records decode steps; None for CUDA graphs on a GPU and no graphs on a CPU.
+        device: of the weights and the KV cache; None for the thread's current one. It must be the current device of
+            every thread that calls a method (see `on_device`).
 
     Attributes:
+        device: of the weights and the KV cache.
         stage: ``idle``, ``apply``, ``forward``, ``sample`` or ``record``. Other threads may read it. After a failure
             it keeps the stage that failed.
 
@@ -65,11 +68,12 @@ class ModelRunner:
         comm: Communicator,
         on_progress: ProgressCallback | None = None,
         graph_backend: GraphBackend | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.stage = "idle"
         self._config = config
         self._comm = comm
-        self._device = device_of(config.parallel.device)
+        self.device = self._device = compute_device(config.parallel.device) if device is None else device
         self._dtype = DTYPES[config.model.dtype]
         if self._device.type == "cpu":
             torch.set_num_threads(config.parallel.threads_per_rank)

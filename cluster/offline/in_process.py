@@ -18,6 +18,7 @@ from ...scheduler.core.scheduler import Scheduler
 from ...scheduler.service.loop import StepLoop
 from ...scheduler.service.mailbox import InMemoryMailbox
 from ...worker.comm.communicator import SingleRank
+from ...worker.device import compute_device, on_device
 from ...worker.runner import ModelRunner
 from ..host.stopwatch import Stopwatch
 from ..replica.loading_bar import LoadingBar
@@ -30,16 +31,17 @@ _GATEWAY = b"in-process"
 
 
 class InProcessGroup:
-    """WorkerGroup of one rank, which executes each plan when it is broadcast."""
+    """WorkerGroup of one rank, which executes each plan when it is broadcast, on any thread."""
 
-    def __init__(self, runner: ModelRunner, device: str) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._device = device
+        self._device = runner.device
         self._results: deque[StepResult] = deque()
 
     def broadcast(self, plan: StepPlan) -> None:
-        self._results.append(self._runner.execute(plan))
-        self._runner.after_step()
+        with on_device(self._device):
+            self._results.append(self._runner.execute(plan))
+            self._runner.after_step()
 
     def gather(self, timeout_s: float) -> StepResult:
         """Return the result without waiting: `broadcast` has executed the plan."""
@@ -49,22 +51,26 @@ class InProcessGroup:
         """Never raises: the rank is this process."""
 
     def statuses(self) -> tuple[RankStatus, ...]:
-        return (RankStatus(0, os.getpid(), socket.gethostname(), self._device, self._runner.stage),)
+        return (RankStatus(0, os.getpid(), socket.gethostname(), str(self._device), self._runner.stage),)
 
     def close(self) -> None:
-        self._runner.close()
+        with on_device(self._device):
+            self._runner.close()
 
 
 def load_in_process(config: EngineConfig) -> tuple[EngineConfig, InProcessGroup]:
     """Load the model and allocate its KV cache; return the config with the number of blocks resolved, and the rank.
+
+    A GPU is the current one of the calling thread.
 
     Raises:
         ModelLoadError: the model directory cannot be read.
         ConfigError: the KV cache does not fit.
     """
     stopwatch = Stopwatch()
+    device = compute_device(config.parallel.device)
     with LoadingBar(1) as bar:
-        runner = ModelRunner(config, SingleRank(), partial(bar.update, 0))
+        runner = ModelRunner(config, SingleRank(), partial(bar.update, 0), device=device)
     stopwatch.lap("weights")
     config = config.with_num_blocks(runner.num_blocks_that_fit())
     stopwatch.lap("profile")
@@ -72,7 +78,7 @@ def load_in_process(config: EngineConfig) -> tuple[EngineConfig, InProcessGroup]
     config = config.with_swap_rate(runner.allocate_cache(config.cache.num_blocks))
     stopwatch.lap("allocate")
     _log.info("%s loaded in this process: %s", config.model.name, stopwatch)
-    return config, InProcessGroup(runner, config.parallel.device)
+    return config, InProcessGroup(runner)
 
 
 class InProcessEngine:

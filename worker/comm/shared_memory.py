@@ -31,14 +31,16 @@ _TOKEN = struct.Struct("q")
 _log = logging.getLogger(__name__)
 
 
-def join_group(rank: int, size: int, host: str, port: int, backend: str, timeout_s: float) -> Communicator:
+def join_group(
+    rank: int, size: int, host: str, port: int, device: torch.device, timeout_s: float
+) -> Communicator:
     """Join a group as TorchDistributed does, over shared memory if all ranks can map the same memory.
 
     Raises:
         ConnectionError: a rank did not join within `timeout_s`.
     """
-    group = TorchDistributed(rank, size, host, port, backend, timeout_s)
-    if backend != "gloo":
+    group = TorchDistributed(rank, size, host, port, device, timeout_s)
+    if device.type != "cpu":
         return group
     try:
         segment = _share_segment(group)

@@ -32,7 +32,7 @@ class TorchDistributed:
     Args:
         rank, size: index of this rank and number of ranks.
         host, port: address of rank 0's store; see create_store.
-        backend: ``gloo`` or ``nccl``.
+        device: of the tensors: gloo on a CPU, NCCL on a GPU. It must be the thread's current device.
         timeout_s: how long to wait for the other ranks, both to join and in each collective.
 
     Attributes:
@@ -42,14 +42,16 @@ class TorchDistributed:
         ConnectionError: from the constructor and every collective; names the operation and the rank.
     """
 
-    def __init__(self, rank: int, size: int, host: str, port: int, backend: str, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, size: int, host: str, port: int, device: torch.device, timeout_s: float
+    ) -> None:
         self.rank, self.size = rank, size
-        self._device = device_of("cuda" if backend == "nccl" else "cpu")
+        self._device = device
         timeout = timedelta(seconds=timeout_s)
         self._group: Any | None = None
         try:
             self.store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-            self._group = _BACKENDS[backend](self.store, rank, size, host, port, timeout)
+            self._group = _BACKENDS[device.type](self.store, rank, size, host, port, timeout)
             self.barrier()
         except (RuntimeError, ConnectionError) as error:
             self.close()
@@ -105,11 +107,6 @@ def create_store(host: str) -> tuple[Any, int]:
     return store, port
 
 
-def device_of(kind: str) -> torch.device:
-    """Return the device for ``cpu``, or this process's current CUDA device."""
-    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.cuda.current_device())
-
-
 def interface_of(address: str) -> str | None:
     """Return the name of the network interface with an IPv4 address. Returns None if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -140,7 +137,7 @@ def _make_nccl(store: Any, rank: int, size: int, host: str, port: int, timeout: 
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-_BACKENDS: dict[str, Callable[..., Any]] = {"gloo": _make_gloo, "nccl": _make_nccl}
+_BACKENDS: dict[str, Callable[..., Any]] = {"cpu": _make_gloo, "cuda": _make_nccl}
 
 
 def _own_address(host: str, port: int) -> str:

@@ -92,7 +92,7 @@ def test_fused_all_reduce_is_bit_identical_on_all_gpus() -> None:
 def be_rank(rank: int, size: int, port: int) -> None:
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    comm = TorchDistributed(rank, size, HOST, port, "nccl", 120)
+    comm = TorchDistributed(rank, size, HOST, port, device, 120)
     peers = open_symmetric_memory(comm, 96, torch.bfloat16, device)
     torch.manual_seed(0)
     parts = torch.randn(size, 40, 96, dtype=torch.bfloat16)

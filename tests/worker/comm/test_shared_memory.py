@@ -33,7 +33,7 @@ def on_ranks(size: int, function: Callable[[Communicator], Any]) -> list[Any]:
     store, port = create_store(HOST)
 
     def run(rank: int) -> Any:
-        comm = join_group(rank, size, HOST, port, "gloo", timeout_s=60)
+        comm = join_group(rank, size, HOST, port, torch.device("cpu"), timeout_s=60)
         try:
             return function(comm)
         finally:
@@ -171,7 +171,7 @@ def num_segments() -> int:
 VICTIM = """
 import os, sys, torch
 from quire.worker.comm.shared_memory import join_group
-comm = join_group(1, 2, "127.0.0.1", int(sys.argv[1]), "gloo", 120)
+comm = join_group(1, 2, "127.0.0.1", int(sys.argv[1]), torch.device("cpu"), 120)
 comm.all_reduce(torch.ones(4))
 print("ready", flush=True)
 sys.stdin.read()
@@ -183,7 +183,7 @@ def test_killed_rank_is_named_before_deadline() -> None:
     victim = subprocess.Popen(
         [sys.executable, "-c", VICTIM, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    comm = join_group(0, 2, HOST, port, "gloo", 120)
+    comm = join_group(0, 2, HOST, port, torch.device("cpu"), 120)
     assert isinstance(comm, SharedMemoryCommunicator)
     comm.all_reduce(torch.ones(4))
     assert victim.stdout is not None

@@ -20,13 +20,13 @@ HOST = "127.0.0.1"
 
 # Program of a rank: reads its rank, config, store port, number of blocks and plans from stdin.
 RANK = """
-import pickle, sys
+import pickle, sys, torch
 from quire.proto.step import StepPlan
 from quire.worker.comm.torch_distributed import TorchDistributed
 from quire.worker.runner import ModelRunner
 
 rank, config, port, num_blocks, frames = pickle.load(sys.stdin.buffer)
-runner = ModelRunner(config, TorchDistributed(rank, 2, "127.0.0.1", port, "gloo", timeout_s=120))
+runner = ModelRunner(config, TorchDistributed(rank, 2, "127.0.0.1", port, torch.device("cpu"), timeout_s=120))
 runner.allocate_cache(num_blocks)
 results = [runner.execute(StepPlan.decode(frame)).encode() for frame in frames]
 runner.close()
@@ -74,7 +74,7 @@ def test_all_reduce_and_all_gather_over_gloo() -> None:
     results: dict[int, tuple[list[float], list[list[float]]]] = {}
 
     def on_rank(rank: int) -> None:
-        comm = TorchDistributed(rank, 3, HOST, port, "gloo", timeout_s=60)
+        comm = TorchDistributed(rank, 3, HOST, port, torch.device("cpu"), timeout_s=60)
         summed = comm.all_reduce(torch.tensor([1.0, 10.0 * rank]))
         results[rank] = summed.tolist(), comm.all_gather(torch.tensor([float(rank), 7.0])).tolist()
         comm.barrier()
@@ -92,7 +92,7 @@ def test_join_times_out_without_other_rank() -> None:
     with pytest.raises(
         ConnectionError, match=r"joining at 127\.0\.0\.1:\d+ of rank 0 with the others of 2 failed"
     ):
-        TorchDistributed(0, 2, HOST, port, "gloo", timeout_s=1)
+        TorchDistributed(0, 2, HOST, port, torch.device("cpu"), timeout_s=1)
     del store
 
 
@@ -101,12 +101,12 @@ def test_collective_fails_after_other_rank_left() -> None:
     left = threading.Event()
 
     def leave() -> None:
-        TorchDistributed(1, 2, HOST, port, "gloo", timeout_s=60).close()
+        TorchDistributed(1, 2, HOST, port, torch.device("cpu"), timeout_s=60).close()
         left.set()
 
     leaver = threading.Thread(target=leave)
     leaver.start()
-    comm = TorchDistributed(0, 2, HOST, port, "gloo", timeout_s=60)
+    comm = TorchDistributed(0, 2, HOST, port, torch.device("cpu"), timeout_s=60)
     assert left.wait(60)
     leaver.join()
     with pytest.raises(ConnectionError, match="all-reduce of rank 0 with the others of 2 failed"):

@@ -1,0 +1,137 @@
+"""WorkerActor and InProcessGroup make the rank's GPU current on every thread that calls them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import fake_accelerator
+import pytest
+import torch
+from fakes import small_config
+
+from quire.cluster.offline import in_process
+from quire.proto.config import EngineConfig
+from quire.proto.step import StepPlan, StepResult
+from quire.proto.transport.channel import ChannelAddress
+from quire.worker import actor
+from quire.worker.device import compute_device, on_device
+
+ORDINAL = 5
+
+
+class Runner:
+    """A ModelRunner that records each call with its thread and the thread's current device."""
+
+    calls: ClassVar[list[tuple[str, int, int]]] = []
+    devices: ClassVar[list[torch.device | None]] = []
+    stage = "idle"
+
+    def __init__(self, *_: Any, device: torch.device | None = None, **__: Any) -> None:
+        self.device = device
+        self.devices.append(device)
+        self._record("init")
+
+    def num_blocks_that_fit(self) -> int:
+        self._record("profile")
+        return 7
+
+    def allocate_cache(self, num_blocks: int) -> float:
+        self._record("allocate")
+        return 0.0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._record("execute")
+        return StepResult(plan.step_id, plan.epoch, 0)
+
+    def after_step(self) -> None:
+        self._record("after_step")
+
+    def close(self) -> None:
+        self._record("close")
+
+    def _record(self, name: str) -> None:
+        self.calls.append((name, threading.get_ident(), fake_accelerator.current_device_index()))
+
+
+class Receiver:
+    """A channel with one plan."""
+
+    def __init__(self, *_: object) -> None:
+        self._frames = [StepPlan(1, 1, digest=0).encode()]
+
+    def receive(self) -> bytes | None:
+        return self._frames.pop() if self._frames else None
+
+    def reply(self, frame: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def on_new_thread(call: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    fake_accelerator.install(monkeypatch)
+    Runner.calls.clear()
+    Runner.devices.clear()
+    config = small_config()
+    return replace(config, parallel=replace(config.parallel, device="cuda"))
+
+
+def test_worker_actor_makes_its_gpu_current_on_every_thread(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray calls the constructor and the methods on different threads."""
+    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
+    monkeypatch.setattr(actor, "StepReceiver", Receiver)
+    rank = on_new_thread(lambda: actor.WorkerActor(config, 0))
+    rank._runner_class = Runner
+    report = on_new_thread(lambda: rank.load(None))
+    on_new_thread(lambda: rank.allocate(7))
+    on_new_thread(lambda: rank.run(ChannelAddress("", "")))
+    assert report.status.device == f"cuda:{ORDINAL}"
+    assert Runner.devices == [torch.device("cuda", ORDINAL)]
+    names = [name for name, _, _ in Runner.calls]
+    assert names == ["init", "profile", "allocate", "execute", "after_step", "close"]
+    assert {index for _, _, index in Runner.calls} == {ORDINAL}
+    assert fake_accelerator.current_device_index() == 0
+
+
+def test_in_process_group_uses_gpu_of_the_thread_that_made_it(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LLM executes its steps on a thread of its own."""
+    monkeypatch.setattr(in_process, "ModelRunner", Runner)
+    with on_device(torch.device("cuda", ORDINAL)):
+        _, group = in_process.load_in_process(config)
+    on_new_thread(lambda: group.broadcast(StepPlan(1, 1, digest=0)))
+    on_new_thread(group.close)
+    assert group.statuses()[0].device == f"cuda:{ORDINAL}"
+    assert Runner.devices == [torch.device("cuda", ORDINAL)]
+    assert {index for _, _, index in Runner.calls} == {ORDINAL}
+
+
+def test_collectives_join_on_the_actors_gpu(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
+    rank = actor.WorkerActor(config, 0)
+    joined: list[tuple[torch.device, int]] = []
+
+    def join(rank: int, size: int, host: str, port: int, device: torch.device, timeout_s: float) -> None:
+        joined.append((device, fake_accelerator.current_device_index()))
+
+    rank._runner_class, rank._join_group = Runner, join  # type: ignore[assignment]
+    on_new_thread(lambda: rank.load(("127.0.0.1", 1)))
+    assert joined == [(torch.device("cuda", ORDINAL), ORDINAL)]
+
+
+def test_on_device_does_nothing_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.accelerator, "device_index")
+    with on_device(compute_device("cpu")):
+        pass
