@@ -27,15 +27,19 @@ class Peers:
         rank: this rank.
         buffers: [max_tokens, E] of each rank, its input; each op overwrites the own buffer.
         signals: [NUM_SIGNALS * ranks] int32 of each rank, all 0.
+        owner: kept as long as this object; the tensors may be views that do not keep their memory.
 
     Attributes:
         max_tokens: tokens that fit in a buffer.
         buffer_addresses, signal_addresses: [ranks] int64, on the device.
     """
 
-    def __init__(self, rank: int, buffers: Sequence[Tensor], signals: Sequence[Tensor]) -> None:
+    def __init__(
+        self, rank: int, buffers: Sequence[Tensor], signals: Sequence[Tensor], owner: object = None
+    ) -> None:
         assert all(len(signal) >= NUM_SIGNALS * len(buffers) for signal in signals)
         self.rank = rank
+        self._owner = owner
         self.buffers, self.signals = tuple(buffers), tuple(signals)
         self.max_tokens = len(buffers[0])
         device = buffers[rank].device

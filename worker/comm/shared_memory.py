@@ -134,7 +134,7 @@ def _share_segment(group: TorchDistributed) -> tuple[int, mmap.mmap] | None:
     with ExitStack() as opened:
         file = _create_segment(group.size, opened) if group.rank == 0 else None
         number = -1 if file is None else file
-        own = torch.tensor([_host(), os.getpid(), number, secrets.randbits(62)])
+        own = torch.tensor([host_id(), os.getpid(), number, secrets.randbits(62)])
         all_ranks = group.all_gather(own)
         _, process, number, token = all_ranks[0].tolist()
         if (all_ranks[:, 0] != all_ranks[0, 0]).any():
@@ -155,7 +155,7 @@ def _share_segment(group: TorchDistributed) -> tuple[int, mmap.mmap] | None:
     return None
 
 
-def _host() -> int:
+def host_id() -> int:
     """Return a number that is equal for processes of one host and one pid namespace."""
     with suppress(OSError):
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()

@@ -126,7 +126,7 @@ def test_ranks_of_several_hosts_use_gloo_and_open_no_other_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hosts = iter(range(2))
-    monkeypatch.setattr(shared_memory, "_host", lambda: next(hosts))
+    monkeypatch.setattr(shared_memory, "host_id", lambda: next(hosts))
     monkeypatch.setattr(
         shared_memory, "_open_segment", lambda *_: pytest.fail("a foreign process was opened")
     )
@@ -139,9 +139,9 @@ def test_ranks_of_several_hosts_use_gloo_and_open_no_other_process(
 
 
 def test_host_number_is_equal_for_processes_of_one_host() -> None:
-    script = "from quire.worker.comm.shared_memory import _host; print(_host())"
+    script = "from quire.worker.comm.shared_memory import host_id; print(host_id())"
     other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(other.stdout) == shared_memory._host()
+    assert int(other.stdout) == shared_memory.host_id()
 
 
 def test_all_ranks_use_gloo_if_one_cannot_map_memory(monkeypatch: pytest.MonkeyPatch) -> None:
