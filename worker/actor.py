@@ -36,12 +36,10 @@ class LoadReport:
     """Report of a rank that has loaded its weights.
 
     Attributes:
-        num_blocks: KV blocks that fit into its memory.
-        seconds: by stage: ``import``, ``join``, ``weights``, ``profile``.
+        seconds: by stage: ``import``, ``join``, ``weights``.
     """
 
     status: RankStatus
-    num_blocks: int
     seconds: dict[str, float]
 
 
@@ -96,9 +94,17 @@ class WorkerActor:
                 comm = self._single_rank() if store is None else self._join(*store)
             with self._timed("weights"):
                 self._runner = self._runner_class(self._config, comm, self._on_progress, device=self._device)
-            with self._timed("profile"):
-                num_blocks = self._runner.num_blocks_that_fit()
-        return LoadReport(self.status(), num_blocks, dict(self._seconds))
+        return LoadReport(self.status(), dict(self._seconds))
+
+    def profile(self) -> int:
+        """Return the number of KV blocks that fit into this rank's memory.
+
+        On a GPU a step is run, whose collectives wait for all ranks: call it when every rank has loaded. Ranks load
+        at different speeds, and NCCL's watchdog ends a rank that waits too long.
+        """
+        assert self._runner is not None
+        with on_device(self._device):
+            return self._runner.num_blocks_that_fit()
 
     def bytes_read(self) -> tuple[int, int]:
         """Return the bytes of weights read so far, and the total for this rank."""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _PROCESS_TIMEOUT_S = 120.0
 _LOAD_TIMEOUT_S = 1800.0
+_PROFILE_TIMEOUT_S = 600.0
 _ANSWER_TIMEOUT_S = 5.0
 # Seconds between reports of why a placement waits.
 _EXPLAIN_INTERVAL_S = 10.0
@@ -69,7 +70,9 @@ def launch_replica(
         stopwatch.lap("processes")
         reports = launch.load()
         stopwatch.lap("load")
-        config = launch.allocate(config.with_num_blocks(min(report.num_blocks for report in reports)))
+        config = config.with_num_blocks(min(launch.profile()))
+        stopwatch.lap("profile")
+        config = launch.allocate(config)
         stopwatch.lap("allocate")
         endpoint = launch.connect(config, reports)
         stopwatch.lap("connect")
@@ -161,6 +164,10 @@ class _Launch:
         with LoadingBar(len(self._workers)) as bar:
             watch = partial(self._show_bytes_read, bar) if bar.is_shown else None
             return await_all(self._call_workers("load", store), _LOAD_TIMEOUT_S, "loading", watch)
+
+    def profile(self) -> list[int]:
+        """Return the number of KV blocks that fit into each rank's memory; every rank must have loaded."""
+        return await_all(self._call_workers("profile"), _PROFILE_TIMEOUT_S, "profiling its memory")
 
     def _show_bytes_read(self, bar: LoadingBar) -> None:
         # The pending call to `load` reports a rank that does not answer.

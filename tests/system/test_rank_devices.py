@@ -72,6 +72,7 @@ def test_ray_actors_use_their_own_gpu_on_every_thread() -> None:
             for rank in range(NUM_RANKS)
         ]
         reports: list[LoadReport] = ray.get([rank.load.remote(None) for rank in ranks], timeout=60)
+        ray.get([rank.profile.remote() for rank in ranks], timeout=60)
         ray.get([rank.allocate.remote(7) for rank in ranks], timeout=60)
         calls = ray.get([rank.calls.remote() for rank in ranks], timeout=60)
     ordinals = [int(report.status.device.removeprefix("cuda:")) for report in reports]

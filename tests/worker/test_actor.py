@@ -94,6 +94,8 @@ def test_worker_actor_makes_its_gpu_current_on_every_thread(
     rank = on_new_thread(lambda: actor.WorkerActor(config, 0))
     rank._runner_class = Runner
     report = on_new_thread(lambda: rank.load(None))
+    assert [name for name, _, _ in Runner.calls] == ["init"]  # no collective before every rank has loaded
+    assert on_new_thread(rank.profile) == 7
     on_new_thread(lambda: rank.allocate(7))
     on_new_thread(lambda: rank.run(ChannelAddress("", "")))
     assert report.status.device == f"cuda:{ORDINAL}"

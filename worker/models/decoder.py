@@ -252,13 +252,14 @@ class Decoder:
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, num_positions: int) -> None:
         self.supports_graphs = spec.experts is None
+        # The ranks meet here, so before any weights are read: they read at different speeds.
+        peers = None
+        if load.fused_all_reduce:
+            peers = open_symmetric_memory(load.comm, spec.hidden_size, load.dtype, load.device)
         self.rotary = {key: RotaryTable(load, rope, num_positions) for key, rope in spec.ropes.items()}
         self.embedding = VocabParallelEmbedding(
             load, "model.embed_tokens", spec.vocab_size, spec.hidden_size, spec.embedding_scale
         )
-        peers = None
-        if load.fused_all_reduce:
-            peers = open_symmetric_memory(load.comm, spec.hidden_size, load.dtype, load.device)
         self.layers = [
             DecoderLayer(load, spec, layer, f"model.layers.{index}", peers)
             for index, layer in enumerate(spec.layers)

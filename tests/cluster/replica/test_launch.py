@@ -21,9 +21,10 @@ class Launch:
 
     def __init__(self, *num_blocks: int) -> None:
         self.allocated: list[int | None] = []
+        self._num_blocks = list(num_blocks)
         self._reports = [
-            LoadReport(RankStatus(rank, 1, "here", "cpu", "idle"), count, {"weights": 1.0})
-            for rank, count in enumerate(num_blocks)
+            LoadReport(RankStatus(rank, 1, "here", "cpu", "idle"), {"weights": 1.0})
+            for rank in range(len(num_blocks))
         ]
 
     def place(self) -> None: ...
@@ -34,6 +35,9 @@ class Launch:
 
     def load(self) -> list[LoadReport]:
         return self._reports
+
+    def profile(self) -> list[int]:
+        return self._num_blocks
 
     def allocate(self, config: EngineConfig) -> EngineConfig:
         self.allocated.append(config.cache.num_blocks)
