@@ -130,7 +130,9 @@ class ModelRunner:
         )
         check_host_memory(host_bytes + (device_bytes if self._device.type == "cpu" else 0), failure)
         with out_of_memory_as(failure):
-            self._cache = CacheEngine(self._config, num_blocks, self._dtype, self._device)
+            self._cache = CacheEngine(
+                self._config, num_blocks, self._config.cache.num_host_blocks, self._dtype, self._device
+            )
         with torch.inference_mode():
             self._model.selfcheck()
             self._graphs = self._make_graphs()
@@ -277,7 +279,7 @@ class ModelRunner:
         """Run a step with the largest number of tokens and sampled rows, all of them in the scratch block."""
         scheduler, block_size = self._config.scheduler, self._config.cache.block_size
         num_seqs = -(-scheduler.max_num_batched_tokens // block_size)
-        cache = CacheEngine(self._config, 1, self._dtype, self._device)
+        cache = CacheEngine(self._config, 1, 0, self._dtype, self._device)
         position = torch.arange(block_size, device=self._device).repeat(num_seqs)
         inputs = AttentionInputs(
             num_decodes=0,

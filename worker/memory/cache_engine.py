@@ -14,6 +14,7 @@ from torch import Tensor
 from ...kernels.paged_cache import copy_blocks, swap_blocks
 from ...proto.config import EngineConfig
 from ..attention import LayerCache
+from .pinned_memory import pinned_zeros
 
 DEFAULT_CPU_KV_BYTES = 512 << 20
 # Blocks moved by a measurement of the swap rate.
@@ -29,6 +30,8 @@ class CacheEngine:
     launching anything that uses the cache. The host waits for neither.
 
     Args:
+        num_blocks: on the device.
+        num_host_blocks: in host memory; 0 for no host tier.
         dtype: the model's dtype.
 
     Attributes:
@@ -36,9 +39,14 @@ class CacheEngine:
     """
 
     def __init__(
-        self, config: EngineConfig, num_blocks: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        num_host_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        num_layers, num_host_blocks = config.model.num_layers, config.cache.num_host_blocks
+        num_layers = config.model.num_layers
         # The parts of a block: keys and values, and their scales if they are quantized. Each tensor is
         # [L, num_blocks, 2, Hkv, B, ...]; in host memory [L, num_host_blocks + 1, ...], block 0 unused.
         self._parts, self._host_parts = [], []
@@ -135,8 +143,7 @@ def _block_parts(config: EngineConfig, dtype: torch.dtype) -> list[tuple[tuple[i
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros in host memory, pinned if the device is a GPU."""
-    zeros = _zeros(shape, dtype, torch.device("cpu"))
-    return zeros.pin_memory() if device.type == "cuda" else zeros
+    return _zeros(shape, dtype, device) if device.type == "cpu" else pinned_zeros(shape, dtype)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

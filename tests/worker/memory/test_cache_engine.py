@@ -30,7 +30,7 @@ def make_engine(config: EngineConfig) -> Callable[[str], CacheEngine]:
 
     def make(device: str) -> CacheEngine:
         torch.manual_seed(0)
-        engine = CacheEngine(config, NUM_BLOCKS, torch.bfloat16, torch.device(device))
+        engine = CacheEngine(config, NUM_BLOCKS, NUM_HOST_BLOCKS, torch.bfloat16, torch.device(device))
         for part in parts(engine):
             part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8))
         return engine
@@ -138,6 +138,5 @@ def test_measure_swap_rate_is_positive(make_engine: Callable[[str], CacheEngine]
 
 
 def test_measure_swap_rate_is_zero_without_host_memory(config: EngineConfig) -> None:
-    config = replace(config, cache=replace(config.cache, num_host_blocks=0))
-    engine = CacheEngine(config, NUM_BLOCKS, torch.bfloat16, torch.device("cpu"))
+    engine = CacheEngine(config, NUM_BLOCKS, 0, torch.bfloat16, torch.device("cpu"))
     assert engine.measure_swap_rate() == 0.0
