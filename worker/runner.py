@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.decode_splits import INVARIANT_ITEM_LEN
+from ..kernels.decode_splits import INVARIANT_ITEM_LEN, split_decodes
 from ..kernels.native.memory import keep_freed_memory
 from ..proto.block_tables import IntArray
 from ..proto.config import EngineConfig
@@ -276,23 +276,54 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _profile_run(self) -> None:
-        """Run a step with the largest number of tokens and sampled rows, all of them in the scratch block."""
-        scheduler, block_size = self._config.scheduler, self._config.cache.block_size
-        num_seqs = -(-scheduler.max_num_batched_tokens // block_size)
+        """Run the steps that need most memory, with all rows in the scratch block: of prompts, and of decodes."""
         cache = CacheEngine(self._config, 1, 0, self._dtype, self._device)
-        position = torch.arange(block_size, device=self._device).repeat(num_seqs)
+        hidden = self._profile_prompts(cache)
+        rows = np.arange(self._config.scheduler.max_num_seqs, dtype=np.int32)
+        logits = self._model.logits(hidden[to_device(rows % len(hidden), self._device, torch.int64)])
+        # Sampling from the whole vocabulary has the largest intermediate tensors.
+        self._sampler.sample(logits, self._rows.sampling, rows, rows)
+        del hidden, logits
+        self._profile_decodes(cache)
+
+    def _profile_prompts(self, cache: CacheEngine) -> Tensor:
+        """Return the hidden states of a step with the largest number of prompt tokens."""
+        block_size = self._config.cache.block_size
+        # A block may be longer than the model's context.
+        chunk_len = min(block_size, self._config.model.max_model_len)
+        num_seqs = -(-self._config.scheduler.max_num_batched_tokens // chunk_len)
+        position = torch.arange(chunk_len, device=self._device).repeat(num_seqs)
         inputs = AttentionInputs(
             num_decodes=0,
             slot_mapping=position,
-            block_tables=torch.zeros(num_seqs, 1, dtype=torch.int32, device=self._device),
-            query_start=torch.arange(num_seqs + 1, dtype=torch.int32, device=self._device) * block_size,
-            seq_lens=torch.full((num_seqs,), block_size, dtype=torch.int32, device=self._device),
+            block_tables=self._int_zeros(num_seqs, 1),
+            query_start=torch.arange(num_seqs + 1, dtype=torch.int32, device=self._device) * chunk_len,
+            seq_lens=self._int_zeros(num_seqs) + chunk_len,
         )
-        hidden = self._model.forward(torch.zeros_like(position), position, cache.layers, inputs)
-        rows = np.arange(scheduler.max_num_seqs, dtype=np.int32)
-        logits = self._model.logits(hidden[to_device(rows % len(position), self._device, torch.int64)])
-        # Sampling from the whole vocabulary has the largest intermediate tensors.
-        self._sampler.sample(logits, self._rows.sampling, rows, rows)
+        return self._model.forward(torch.zeros_like(position), position, cache.layers, inputs)
+
+    def _profile_decodes(self, cache: CacheEngine) -> None:
+        """Run a decode step of all rows with the longest block tables, by which attention sizes its workspace."""
+        config = self._config
+        num_seqs = min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+        seq_lens = self._int_zeros(num_seqs) + 1
+        splits = None
+        if self._device.type == "cuda":
+            max_len = config.max_blocks_per_seq * config.cache.block_size
+            splits = split_decodes(seq_lens, max_len, self._fixed_item_len)
+        position = torch.zeros(num_seqs, dtype=torch.int64, device=self._device)
+        inputs = AttentionInputs(
+            num_decodes=num_seqs,
+            slot_mapping=position,
+            block_tables=self._int_zeros(num_seqs, config.max_blocks_per_seq),
+            query_start=self._int_zeros(1),
+            seq_lens=seq_lens,
+            splits=splits,
+        )
+        self._model.forward(torch.zeros_like(position), position, cache.layers, inputs)
+
+    def _int_zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
 
 def _to_host(logprobs: SampledLogprobs | None) -> Logprobs | None:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..attention_variant import PLAIN, AttentionVariant
 from ..decode_splits import DecodeSplits, split_decodes
+from ..workspace import float_workspace
 from .attention_inner import attend_keys, load_slopes, score_arguments
 from .quantized_kv import as_stored
 from .tile_configs import DECODE_TILES, INTERPRETED, find_tile
-from .workspace import float_workspace
 
 # Items merged per iteration.
 MERGED_ITEMS = 16
