@@ -4,7 +4,8 @@ A graph replays the same kernels on the same addresses. There is one graph for e
 are copied to fixed buffers, and padding rows, which write nothing, fill a batch up to the graph's size. A recording
 takes a good part of a second while requests run. It is therefore made after the step's result is sent, at most once
 in CAPTURE_INTERVAL steps, and only for sizes that were needed. All ranks record in the same step, as collectives may
-require, because the decision depends only on the plans.
+require, because the decision depends only on the plans. They also agree on whether it succeeded: if one rank replayed
+a graph while another computed the step, their collectives might differ.
 """
 
 from __future__ import annotations
@@ -61,8 +62,16 @@ class Recording:
 class GraphBackend(Protocol):
     """Recorder of the device operations of a function."""
 
+    def warm_up(self, compute: Callable[[], Tensor]) -> None:
+        """Execute `compute`, as a step would, for what cannot be done while recording."""
+        ...
+
     def record(self, compute: Callable[[], Tensor]) -> Recording:
-        """Record `compute`. Raises RuntimeError if the device cannot, for example because `compute` synchronizes."""
+        """Record `compute`, without executing it, after `warm_up`.
+
+        Raises:
+            RuntimeError: the device cannot, for example because `compute` synchronizes.
+        """
         ...
 
 
@@ -74,12 +83,15 @@ class CudaGraphs:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, compute: Callable[[], Tensor]) -> Recording:
+    def warm_up(self, compute: Callable[[], Tensor]) -> None:
+        """Compile the kernels and allocate their workspaces."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            compute()  # compiles kernels and allocates workspaces, which is not possible while recording
+            compute()
         current.wait_stream(self._stream)
+
+    def record(self, compute: Callable[[], Tensor]) -> Recording:
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads, such as NCCL's watchdog, may query the device during the capture.
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
@@ -96,6 +108,7 @@ class DecodeGraphs:
         max_blocks_per_seq: length of a block table.
         block_size: tokens per block.
         backend: CudaGraphs; tests use another.
+        all_ranks: collective that returns whether its argument is true on all ranks.
         fixed_item_len: as for split_decodes.
     """
 
@@ -107,12 +120,14 @@ class DecodeGraphs:
         block_size: int,
         device: torch.device,
         backend: GraphBackend,
+        all_ranks: Callable[[bool], bool],
         fixed_item_len: int | None = None,
     ) -> None:
         self._compute = compute
         self._sizes = graph_sizes(max_num_seqs)
         self._max_seq_len = max_blocks_per_seq * block_size
         self._backend = backend
+        self._all_ranks = all_ranks
         self._fixed_item_len = fixed_item_len
         self._recordings: dict[int, Recording] = {}
         self._missing_size: int | None = None
@@ -152,7 +167,10 @@ class DecodeGraphs:
         return recording.output[:num_rows]
 
     def after_step(self) -> None:
-        """Record a graph if one was missing and CAPTURE_INTERVAL steps have passed since the last recording."""
+        """Record a graph if one was missing and CAPTURE_INTERVAL steps have passed since the last recording.
+
+        If a rank cannot record it, graphs are disabled on all ranks. A failure to execute the step is raised.
+        """
         self._num_steps_to_wait = max(0, self._num_steps_to_wait - 1)
         if self._missing_size is None or self._num_steps_to_wait:
             return
@@ -160,13 +178,27 @@ class DecodeGraphs:
         size, self._missing_size = self._missing_size, None
         started = time.perf_counter()
         self._pad(0, size)
-        try:
-            self._recordings[size] = self._backend.record(lambda: self._run_step(size))
-        except RuntimeError as error:
+        recording = self._record(size)
+        if not self._all_ranks(recording is not None):
             self._is_disabled = True
-            _log.warning("disabling graphs, a decode step cannot be recorded: %s", first_line(error))
-        else:
+            self._recordings.clear()
+            _log.warning(
+                "graphs are disabled: a decode step of %d rows cannot be recorded on every rank", size
+            )
+        elif recording is not None:
+            self._recordings[size] = recording
             _log.info("recorded a graph for %d rows in %.2f s", size, time.perf_counter() - started)
+
+    def _record(self, size: int) -> Recording | None:
+        def compute() -> Tensor:
+            return self._run_step(size)
+
+        self._backend.warm_up(compute)
+        try:
+            return self._backend.record(compute)
+        except RuntimeError as error:
+            _log.warning("disabling graphs, a decode step cannot be recorded: %s", first_line(error))
+            return None
 
     def _run_step(self, size: int) -> Tensor:
         """Compute a decode step of `size` rows from the buffers; this is the recorded function."""

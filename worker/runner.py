@@ -238,8 +238,14 @@ class ModelRunner:
             self._config.cache.block_size,
             self._device,
             self._graph_backend or CudaGraphs(self._device),
+            self._all_ranks,
             self._fixed_item_len,
         )
+
+    def _all_ranks(self, is_true: bool) -> bool:
+        """Return whether the argument is true on all ranks, which call this together."""
+        own = torch.tensor([is_true], dtype=torch.int32, device=self._device)
+        return bool(self._comm.all_gather(own).all())
 
     def _decode(self, inputs: DecodeInputs) -> Tensor:
         hidden = self._model.forward(

@@ -26,8 +26,10 @@ class TapeBackend:
     def __init__(self) -> None:
         self.num_recorded = self.num_replays = 0
 
-    def record(self, compute: Callable[[], Tensor]) -> Recording:
+    def warm_up(self, compute: Callable[[], Tensor]) -> None:
         compute()
+
+    def record(self, compute: Callable[[], Tensor]) -> Recording:
         tape = _Tape()
         with tape:
             output = compute()

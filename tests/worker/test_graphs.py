@@ -15,7 +15,7 @@ from quire.kernels import linear, paged_attention
 from quire.kernels.native import ops as cpu
 from quire.proto.step import RowSampling
 from quire.worker import attention, graphs
-from quire.worker.graphs import CAPTURE_INTERVAL, DecodeGraphs, graph_sizes
+from quire.worker.graphs import CAPTURE_INTERVAL, DecodeGraphs, Recording, graph_sizes
 
 GREEDY = RowSampling(temperature=0.0)
 
@@ -142,6 +142,48 @@ def test_failed_recording_disables_graphs(
     assert backend.num_recorded == 1
     assert "disabling graphs, a decode step cannot be recorded: the model waits" in caplog.text
     assert "for its results" not in caplog.text
+
+
+def test_failed_recording_of_one_rank_disables_graphs_on_all(
+    make_model: Any, make_engine: Any, planned: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two ranks: a replay of one rank would not meet the computed step of the other."""
+
+    class OneRankFails(TapeBackend):
+        def record(self, compute: Any) -> Recording:
+            self.num_recorded += 1
+            if self.num_recorded == 2:
+                raise RuntimeError("out of memory")
+            return Recording(fail, torch.zeros(8, 1))
+
+    def fail() -> None:
+        raise AssertionError("a graph was replayed")
+
+    backend = OneRankFails()
+    folder = make_model("llama")
+    tokens = []
+    with caplog.at_level(logging.WARNING):
+        for settings in ({"graph_backend": backend}, {"cuda_graphs": False}):
+            sequence = planned([5, 6], 12, GREEDY)
+            make_engine(folder, 2, **settings).generate([sequence])
+            tokens.append(sequence.generated)
+    assert tokens[0] == tokens[1]
+    assert backend.num_recorded == 2
+    warning = "graphs are disabled: a decode step of 1 rows cannot be recorded on every rank"
+    assert caplog.text.count(warning) == 2
+
+
+def test_failed_warm_up_is_raised(make_model: Any, make_engine: Any, planned: Any) -> None:
+    """It executes a step, in whose collectives the other ranks may wait for this one."""
+
+    class Cold(TapeBackend):
+        def warm_up(self, compute: Any) -> None:
+            raise RuntimeError("out of memory")
+
+    engine = make_engine(make_model("llama"), 1, graph_backend=Cold())
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.generate([planned([5, 6], 12, GREEDY)])
+    assert engine.runners[0].stage == "record"
 
 
 def test_lost_rank_while_recording_fails_in_stage_record(

@@ -58,12 +58,13 @@ class TorchDistributed:
             raise ConnectionError(self._describe(f"joining at {host}:{port}", error)) from error
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        self._wait("all-reduce", self._open_group.allreduce([tensor]))
+        self._run("all-reduce", lambda group: group.allreduce([tensor]))
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        self._wait("all-gather", self._open_group.allgather([list(gathered.unbind())], [tensor.contiguous()]))
+        outputs, inputs = [list(gathered.unbind())], [tensor.contiguous()]
+        self._run("all-gather", lambda group: group.allgather(outputs, inputs))
         return gathered
 
     def barrier(self) -> None:
@@ -81,10 +82,17 @@ class TorchDistributed:
             raise ConnectionError(f"rank {self.rank} has left the group")
         return self._group
 
-    def _wait(self, operation: str, work: Any) -> None:
+    def _run(self, operation: str, start: Callable[[Any], Any]) -> None:
+        """Start a collective of the group and wait for it: on a GPU the stream waits, not the host.
+
+        NCCL raises errors of the other ranks when a collective is started, too.
+        """
+        group = self._open_group
         try:
-            work.wait()
+            start(group).wait()
         except RuntimeError as error:
+            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise  # of the recording: nothing is sent meanwhile
             raise ConnectionError(self._describe(operation, error)) from error
 
     def _describe(self, operation: str, error: Exception) -> str:

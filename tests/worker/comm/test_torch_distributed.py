@@ -117,6 +117,40 @@ def test_collective_fails_after_other_rank_left() -> None:
     del store
 
 
+class FailingGroup:
+    """An NCCL group that raises when a collective is started."""
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> None:
+        raise RuntimeError("NCCL error: remote process exited\nand a trace")
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> None:
+        raise RuntimeError("NCCL error: remote process exited\nand a trace")
+
+
+def join_failing_group(device: torch.device) -> TorchDistributed:
+    comm = TorchDistributed.__new__(TorchDistributed)
+    comm.rank, comm.size = 0, 2
+    comm._device, comm._group = device, FailingGroup()
+    return comm
+
+
+def test_collective_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    comm = join_failing_group(torch.device("cuda", 0))
+    with pytest.raises(ConnectionError, match="all-reduce of rank 0 with the others of 2 failed: NCCL error"):
+        comm.all_reduce(torch.ones(4))
+    with pytest.raises(ConnectionError, match="all-gather of rank 0 with the others of 2 failed: NCCL error"):
+        comm.all_gather(torch.ones(4))
+
+
+def test_collective_that_cannot_be_recorded_is_an_error_of_the_recording(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="NCCL error"):
+        join_failing_group(torch.device("cuda", 0)).all_reduce(torch.ones(4))
+
+
 def test_store_listens_on_its_address_only() -> None:
     store, port = create_store("127.0.0.2")
     with pytest.raises(ConnectionRefusedError):
