@@ -7,6 +7,7 @@ constructor and the methods on different threads, so each method that uses the d
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -22,6 +23,7 @@ from ..proto.errors import RankFailed, in_one_line
 from ..proto.step import StepFailure, StepPlan, StepResult
 from ..proto.stream import RankStatus
 from ..proto.transport.channel import ChannelAddress, StepReceiver
+from .deadline import ends_within
 from .device import compute_device, on_device
 
 if TYPE_CHECKING:
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
     from .runner import ModelRunner
 
 _LOOPBACK = "127.0.0.1"
+# For a rank to leave its group and free its memory after the last step.
+CLOSE_TIMEOUT_S = 10.0
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +155,18 @@ class WorkerActor:
                 replied_at = time.perf_counter()
         finally:
             receiver.close()
-            self._runner.close()
+            self._close(self._runner)
             self._stage = "ended"
+
+    def _close(self, runner: ModelRunner) -> None:
+        """Close the runner within CLOSE_TIMEOUT_S: freeing memory waits for kernels, which may never end."""
+
+        def close() -> None:
+            with on_device(self._device):
+                runner.close()
+
+        if not ends_within(CLOSE_TIMEOUT_S, close):
+            _log.warning("rank %d: the device did not finish in %g s", self._rank, CLOSE_TIMEOUT_S)
 
     def _execute(self, frame: bytes, runner: ModelRunner) -> StepResult | StepFailure:
         step_id = epoch = 0

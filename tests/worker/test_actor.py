@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -104,6 +105,25 @@ def test_worker_actor_makes_its_gpu_current_on_every_thread(
     assert names == ["init", "profile", "allocate", "execute", "after_step", "close"]
     assert {index for _, _, index in Runner.calls} == {ORDINAL}
     assert fake_accelerator.current_device_index() == 0
+
+
+def test_run_ends_though_the_device_does_not(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kernels that wait for a dead rank never end, and freeing memory waits for them."""
+    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
+    monkeypatch.setattr(actor, "StepReceiver", Receiver)
+    monkeypatch.setattr(actor, "CLOSE_TIMEOUT_S", 0.05)
+    released = threading.Event()
+    monkeypatch.setattr(Runner, "close", lambda self: released.wait(60))
+    rank = actor.WorkerActor(config, 0)
+    rank._runner_class = Runner  # type: ignore[assignment]
+    rank.load(None)
+    with caplog.at_level(logging.WARNING):
+        rank.run(ChannelAddress("", ""))
+    released.set()
+    assert rank.status().stage == "ended"
+    assert "rank 0: the device did not finish in 0.05 s" in caplog.text
 
 
 def test_in_process_group_uses_gpu_of_the_thread_that_made_it(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch.distributed
 from torch import Tensor
 
 from ...proto.errors import first_line
+from ..deadline import ends_within
 
 # The stubs of torch's process groups and stores lack what is used here.
 dist: Any = torch.distributed
@@ -22,6 +24,10 @@ dist: Any = torch.distributed
 # Linux ioctl that returns the IPv4 address of an interface in a struct ifreq.
 _SIOCGIFADDR = 0x8915
 _IFREQ_BYTES = 256
+# Leaving a group takes milliseconds.
+CLOSE_TIMEOUT_S = 5.0
+
+_log = logging.getLogger(__name__)
 
 
 class TorchDistributed:
@@ -72,9 +78,14 @@ class TorchDistributed:
         self.all_reduce(torch.ones(1, device=self._device)).item()
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.shutdown()
-            self._group = None
+        """Leave the group within CLOSE_TIMEOUT_S, also while a collective waits for a rank that has ended."""
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+        # NCCL's shutdown waits for the kernels of its collectives, which wait for the other ranks; abort ends them.
+        leave = group.abort if self._device.type == "cuda" else group.shutdown
+        if not ends_within(CLOSE_TIMEOUT_S, leave):
+            _log.warning("rank %d: the group was not left in %g s", self.rank, CLOSE_TIMEOUT_S)
 
     @property
     def _open_group(self) -> Any:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from quire.proto.step import RowSampling, StepResult, decode_reply
+from quire.worker.comm import torch_distributed
 from quire.worker.comm.torch_distributed import TorchDistributed, create_store, interface_of
 
 HOST = "127.0.0.1"
@@ -22,6 +23,7 @@ HOST = "127.0.0.1"
 RANK = """
 import pickle, sys, torch
 from quire.proto.step import StepPlan
+from quire.worker.comm import torch_distributed
 from quire.worker.comm.torch_distributed import TorchDistributed
 from quire.worker.runner import ModelRunner
 
@@ -149,6 +151,29 @@ def test_collective_that_cannot_be_recorded_is_an_error_of_the_recording(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="NCCL error"):
         join_failing_group(torch.device("cuda", 0)).all_reduce(torch.ones(4))
+
+
+def test_group_is_left_while_kernels_wait_for_a_dead_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NCCL's shutdown would wait for them; even abort has a deadline."""
+    monkeypatch.setattr(torch_distributed, "CLOSE_TIMEOUT_S", 0.05)
+    released = threading.Event()
+
+    class StuckGroup:
+        num_aborts = 0
+
+        def abort(self) -> None:
+            self.num_aborts += 1
+            released.wait(60)
+
+    comm = join_failing_group(torch.device("cuda", 0))
+    comm._group = group = StuckGroup()
+    comm.close()
+    comm.close()
+    released.set()
+    assert group.num_aborts == 1
+    assert "rank 0: the group was not left in 0.05 s" in caplog.text
 
 
 def test_store_listens_on_its_address_only() -> None:
