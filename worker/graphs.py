@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.decode_splits import split_decodes
+from ..kernels.workspace import workspaces
 from ..proto.errors import first_line
 from .attention import AttentionInputs
 from .batch import Batch
@@ -53,10 +54,12 @@ class Recording:
 
     Attributes:
         output: result, overwritten by each replay.
+        workspaces: memory whose addresses were recorded; kept as long as the recording.
     """
 
     replay: Callable[[], None]
     output: Tensor
+    workspaces: tuple[Tensor, ...] = ()
 
 
 class GraphBackend(Protocol):
@@ -96,7 +99,7 @@ class CudaGraphs:
         # thread_local: other threads, such as NCCL's watchdog, may query the device during the capture.
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             output = compute()
-        return Recording(graph.replay, output)
+        return Recording(graph.replay, output, workspaces(self._device))
 
 
 class DecodeGraphs:

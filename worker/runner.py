@@ -23,7 +23,7 @@ from .comm.communicator import Communicator
 from .device import compute_device
 from .device_rows import DeviceRows
 from .graphs import CudaGraphs, DecodeGraphs, DecodeInputs, GraphBackend, graph_sizes
-from .memory.allocation import check_host_memory, out_of_memory_as
+from .memory.allocation import check_host_memory, free_unused_memory, out_of_memory_as
 from .memory.cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine, bytes_per_block
 from .memory.host_to_device import to_device
 from .memory.kv_budget import profile_kv_bytes
@@ -86,6 +86,7 @@ class ModelRunner:
         self._cache: CacheEngine | None = None
         self._graph_backend = graph_backend
         self._graphs: DecodeGraphs | None = None
+        self._is_closed = False
 
     def _load_model(self, on_progress: ProgressCallback | None) -> Model:
         config, comm = self._config, self._comm
@@ -165,8 +166,14 @@ class ModelRunner:
                 self._graphs.after_step()
 
     def close(self) -> None:
-        """Leave the group. Safe to call twice."""
+        """Leave the group, and free the weights, the KV cache and the graphs. Safe to call twice."""
         self._comm.close()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._cache = self._graphs = self._graph_backend = None
+        del self._model, self._sampler, self._rows
+        free_unused_memory(self._device)
 
     @contextmanager
     def _timed_stage(self, stage: str, times: dict[str, float]) -> Iterator[None]:

@@ -1,12 +1,15 @@
-"""Conversion of failed allocations to ConfigError."""
+"""Allocations that fail, as ConfigError, and memory that is no longer used."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from ...kernels.workspace import free_workspaces
 from ...proto.errors import ConfigError
 from .host_memory import available_bytes
 
@@ -37,3 +40,15 @@ def out_of_memory_as(failure: str) -> Iterator[None]:
         if is_known or any(message in str(error).lower() for message in _OUT_OF_MEMORY):
             raise ConfigError(failure) from error
         raise
+
+
+def free_unused_memory(device: torch.device) -> None:
+    """Return the memory of freed tensors and the kernels' workspaces to the device, or on a CPU to the system."""
+    free_workspaces(device)
+    gc.collect()  # modules of a model refer to each other
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's only
+    if trim is not None:
+        trim(0)
