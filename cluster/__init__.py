@@ -1,1 +1,1 @@
-"""What runs it all: the edge, the replicas, the commands. The only folder that knows every other."""
+"""The cluster around the engine: gateways, replicas, fleet, clients and commands. It may import every other folder."""

@@ -1,1 +1,1 @@
-"""What crosses a process border, and nothing else: no torch, no Ray."""
+"""Messages that cross process borders, configuration and errors. No torch, no Ray."""

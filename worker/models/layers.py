@@ -68,7 +68,7 @@ class ColumnParallelLinear:
 
     @property
     def accepts_float8(self) -> bool:
-        """Whether the layer multiplies in float8, so that its input may be quantized already."""
+        """True if the layer multiplies in float8, so that its input may be quantized already."""
         return isinstance(self.weight, Float8Weight)
 
     def forward(self, x: Tensor | Float8Tokens) -> Tensor:
