@@ -1,1 +1,1 @@
-"""The cluster around the engine: gateways, replicas, fleet, clients and commands. It may import every other folder."""
+"""The cluster around the engine: gateways, replicas, fleet, clients and commands. Imports every other folder."""
