@@ -111,7 +111,10 @@ class ClusterFile:
         if not any(target.endswith(".ray/auth_token") for target in self.config.get("file_mounts", {})):
             yield "file_mounts lacks ~/.ray/auth_token, the token that authenticates the nodes"
         for node in self.node_types if self.provider == "aws" else ():
-            if not node.node_config.get("SecurityGroupIds"):
+            interfaces = node.node_config.get("NetworkInterfaces") or [{}]
+            if not node.node_config.get("SecurityGroupIds") and not all(
+                each.get("Groups") for each in interfaces
+            ):
                 yield f"{node.name}: no SecurityGroupIds, so Ray creates a group that allows ssh from everywhere"
 
     def _node_problems(self) -> Iterator[str]:

@@ -97,6 +97,36 @@ def test_quire_is_installed_on_all_nodes_and_served_on_the_head_only(name: str, 
     assert {word for word in arguments if word.startswith("--")} <= known
 
 
+@pytest.mark.parametrize("name", RAY_FILES)
+def test_containers_share_ipc_lock_memory_and_see_network_devices(name: str, home: Path) -> None:
+    config = ClusterFile.read(write(home, filled_in(name))).config
+    docker = config["docker"]
+    assert {"--ipc=host", "--ulimit memlock=-1:-1"} <= set(docker["run_options"])
+    # Ray would add --shm-size, for a /dev/shm that the container does not have.
+    assert docker["disable_shm_size_detection"] is True
+    devices = {"--volume=/dev/infiniband:/dev/infiniband", "--device-cgroup-rule='c 231:* rmw'"}
+    assert devices <= set(docker["worker_run_options"])
+    assert not devices & set(docker["run_options"]) | devices & set(docker.get("head_run_options", ()))
+    (start,) = [command for command in config["worker_start_ray_commands"] if "ray start" in command]
+    assert "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1" in start
+
+
+def test_aws_nodes_with_h100_have_efa_interfaces(home: Path) -> None:
+    cluster = ClusterFile.read(write(home, filled_in("aws")))
+    nodes = [node for node in cluster.node_types if node.machine == "p5.48xlarge"]
+    assert len(nodes) == 2
+    for node in nodes:
+        (interface,) = node.node_config["NetworkInterfaces"]
+        assert interface["InterfaceType"] == "efa"
+        # Ray refuses subnets and groups beside interfaces, and interfaces without them.
+        assert interface["SubnetId"] == "filled-in"
+        assert interface["Groups"] == ["filled-in"]
+        assert not {"SubnetIds", "SecurityGroupIds"} & node.node_config.keys()
+    text = filled_in("aws").replace("Groups: *groups, ", "")
+    problems = ClusterFile.read(write(home, text)).problems()
+    assert any("ssh from everywhere" in problem for problem in problems)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
@@ -164,6 +194,10 @@ def test_kubernetes_pods_request_the_gpus_in_their_names() -> None:
         gateway,
         *(group["template"]["spec"]["containers"][0] for group in cluster["spec"]["workerGroupSpecs"]),
     ]
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+        assert {"name": "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "value": "1"} in container["env"]
     assert all({"name": "RAY_AUTH_MODE", "value": "token"} in pod["env"] for pod in pods)
     assert service["spec"]["selector"]["ray.io/cluster"] == cluster["metadata"]["name"]
     assert policy["spec"]["podSelector"]["matchLabels"] == {"ray.io/cluster": cluster["metadata"]["name"]}
