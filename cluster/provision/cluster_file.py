@@ -102,19 +102,11 @@ class ClusterFile:
             yield "provider.use_internal_ips is not true: every node gets a public address"
         for section in ("head_start_ray_commands", "worker_start_ray_commands"):
             for command in self.config.get(section, []):
-                if "ray start" in command and "RAY_AUTH_MODE=token" not in command:
-                    yield f"{section}: `ray start` without RAY_AUTH_MODE=token allows code from anyone"
-                if "dashboard-host=0.0.0.0" in command:
-                    yield f"{section}: --dashboard-host=0.0.0.0 exposes the dashboard to the whole network"
-                if "quire serve" in command and "--insecure" in command:
-                    yield f"{section}: `quire serve --insecure` serves everyone, without encryption"
+                yield from (f"{section}: {problem}" for problem in _command_problems(command))
         if not any(target.endswith(".ray/auth_token") for target in self.config.get("file_mounts", {})):
             yield "file_mounts lacks ~/.ray/auth_token, the token that authenticates the nodes"
         for node in self.node_types if self.provider == "aws" else ():
-            interfaces = node.node_config.get("NetworkInterfaces") or [{}]
-            if not node.node_config.get("SecurityGroupIds") and not all(
-                each.get("Groups") for each in interfaces
-            ):
+            if not _has_security_groups(node):
                 yield f"{node.name}: no SecurityGroupIds, so Ray creates a group that allows ssh from everywhere"
 
     def _node_problems(self) -> Iterator[str]:
@@ -139,6 +131,21 @@ class ClusterFile:
         for source in self.config.get("file_mounts", {}).values():
             if not (self.path.parent / Path(source).expanduser()).exists():
                 yield f"file_mounts: {source} does not exist (relative paths begin at {self.path.parent})"
+
+
+def _command_problems(command: str) -> Iterator[str]:
+    if "ray start" in command and "RAY_AUTH_MODE=token" not in command:
+        yield "`ray start` without RAY_AUTH_MODE=token allows code from anyone"
+    if "dashboard-host=0.0.0.0" in command:
+        yield "--dashboard-host=0.0.0.0 exposes the dashboard to the whole network"
+    if "quire serve" in command and "--insecure" in command:
+        yield "`quire serve --insecure` serves everyone, without encryption"
+
+
+def _has_security_groups(node: NodeType) -> bool:
+    """Return whether an AWS node names its security groups, for itself or for each network interface."""
+    interfaces = node.node_config.get("NetworkInterfaces") or [{}]
+    return bool(node.node_config.get("SecurityGroupIds")) or all(each.get("Groups") for each in interfaces)
 
 
 def example(name: str) -> str:
