@@ -93,7 +93,9 @@ def _attend_items(
     head_ptr = cache_ptr + kv_head * stride_cache_head
     if scales_ptr is not None:
         scales_ptr += kv_head * (stride_cache_head // HEAD_DIM)
-    slopes = load_slopes(slopes_ptr, heads, offs_g < GROUP)
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = load_slopes(slopes_ptr, heads, offs_g < GROUP)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)

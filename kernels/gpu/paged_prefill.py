@@ -89,7 +89,9 @@ def _attend_chunks(
     head_ptr = cache_ptr + kv_head * stride_cache_head
     if scales_ptr is not None:
         scales_ptr += kv_head * (stride_cache_head // HEAD_DIM)
-    slopes = load_slopes(slopes_ptr, heads, mask_r)
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = load_slopes(slopes_ptr, heads, mask_r)
     table_ptr = tables_ptr + seq.to(tl.int64) * stride_table
     out = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)

