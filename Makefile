@@ -6,14 +6,22 @@ READY := $(VENV)/.ready
 # A tree of links that makes the folders one package `quire`, for tools that read source without importing it.
 SOURCE := build/source/quire
 FOLDERS := proto kernels worker scheduler cluster
+# The Triton versions that the supported PyTorch versions require (2.11; 2.12 and 2.13; 2.15) and tests of the kernels.
+TRITON_VERSIONS ?= 3.6.0 3.7.1 3.9.0
+TRITON_TESTS := tests/kernels tests/worker/test_triton_path.py
+# The supported Python versions and the index of `make check-install`; those that are missing are skipped.
+PYTHONS ?= python3.11 python3.12 python3.13
+INDEX ?= https://pypi.org/simple
 
-.PHONY: help venv demo test test-all check layers proto figures clean
+.PHONY: help venv demo test test-all test-triton check check-install layers proto figures clean
 
 help:
 	@echo "make demo      two tensor-parallel workers serve concurrent gRPC requests, then shut down"
 	@echo "make test      the tests that need no GPU, without the slow ones (at most 15 minutes on two cores)"
 	@echo "make test-all  the tests that need no GPU, including the slow ones"
+	@echo "make test-triton    the Triton kernels, interpreted and compiled, with each supported Triton"
 	@echo "make check     linters, types, import layers, generated files"
+	@echo "make check-install  resolve the environment against a plain package index, for each Python that is present"
 	@echo "make layers    the import layers only"
 	@echo "make proto     regenerate the gRPC code from the .proto files"
 	@echo "make figures   regenerate docs/benchmarks.md from benchmarks/results/"
@@ -36,6 +44,19 @@ test: venv
 test-all: venv
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
 
+test-triton: $(TRITON_VERSIONS:%=test-triton-%)
+
+# NumPy 2.4 no longer converts arrays of one element to numbers, as the interpreter of Triton 3.6 does.
+build/triton/%/.ready: | venv
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) triton==$* $(if $(filter 3.6.%,$*),'numpy<2.4')
+	@touch $@
+
+test-triton-%: build/triton/%/.ready
+	PYTHONPATH=build/triton/$* $(BIN)/python -c "import triton; assert triton.__version__ == '$*', triton.__version__"
+	PYTHONPATH=build/triton/$* $(BIN)/python -m pytest -m "not gpu" --ignore tests/kernels/native $(TRITON_TESTS) \
+		$(PYTEST_ARGS)
+
 check: venv $(SOURCE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,6 +64,15 @@ check: venv $(SOURCE)
 	PYTHONPATH=build/source $(BIN)/lint-imports
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python -m benchmarks.figures_page --check
+
+check-install:
+	@for python in $(PYTHONS); do \
+		$$python -c "" 2>/dev/null || { echo "$$python is not present"; continue; }; \
+		$$python -m venv --clear build/install/$$python && \
+		env -u PIP_FIND_LINKS -u PIP_EXTRA_INDEX_URL PIP_CONFIG_FILE=/dev/null build/install/$$python/bin/python -m pip \
+			install --quiet --dry-run --report build/install/$$python.json --index-url $(INDEX) \
+			--constraint constraints.txt --editable '.[dev]' && echo "$$python: resolved" || exit 1; \
+	done
 
 layers: venv $(SOURCE)
 	PYTHONPATH=build/source $(BIN)/lint-imports
