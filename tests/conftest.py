@@ -5,13 +5,16 @@ Heavy libraries are imported inside functions, so that tests of the control plan
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from run_children import end_run, start_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -43,10 +46,37 @@ SENTENCES = [
 ]
 
 
-def pytest_configure() -> None:
+_GUARD = pytest.StashKey[subprocess.Popen[bytes]]()
+_LEFT = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if guard := start_run():
+        config.stash[_GUARD] = guard
     # A shell starts background jobs with SIGINT ignored, and child processes would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _make_hypothesis_repeatable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End the processes that tests have left, and fail the run if there are any."""
+    guard = session.config.stash.get(_GUARD, None)
+    if guard is None:
+        return
+    left = session.config.stash[_LEFT] = end_run(guard)
+    if left and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for process in config.stash.get(_LEFT, []):
+        terminalreporter.line(f"a test left a process, which was killed: {process}", red=True)
+
+
+def pytest_collection_finish() -> None:
+    # Collections need not walk the modules of torch and transformers, which takes 0.2 s of a core each time.
+    gc.freeze()
 
 
 def _make_hypothesis_repeatable() -> None:
