@@ -41,10 +41,20 @@ REPORTED = AutoscalerStatus({"gpu-small": 3}, [("gpu-big", "InsufficientCapacity
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    """A cluster of one node. `start_local` started it."""
-    with LocalCluster(num_cpus=1) as opened:
-        yield opened
+def clusters() -> Iterator[list[LocalCluster]]:
+    """The cluster of this module's tests, once it is needed. `start_local` starts it."""
+    opened: list[LocalCluster] = []
+    yield opened
+    while opened:
+        opened.pop().close()
+
+
+@pytest.fixture
+def cluster(clusters: list[LocalCluster]) -> LocalCluster:
+    """A cluster of one node."""
+    if not clusters:
+        clusters.append(LocalCluster(num_cpus=1))
+    return clusters[0]
 
 
 @pytest.fixture
@@ -160,9 +170,10 @@ def test_unknown_setting_of_a_cluster_file_is_refused() -> None:
         compat.complete_cluster_file(_cluster_file() | {"max_worker": 2})
 
 
-# Last, as it takes the cluster's only node away.
 @pytest.mark.cluster
-def test_drained_node_is_listed_while_it_still_runs_something(cluster: LocalCluster, node_id: str) -> None:
+def test_drained_node_is_listed_while_it_still_runs_something(
+    clusters: list[LocalCluster], cluster: LocalCluster, node_id: str
+) -> None:
     class Actor:
         def ready(self) -> bool:
             return True
@@ -172,6 +183,8 @@ def test_drained_node_is_listed_while_it_still_runs_something(cluster: LocalClus
     assert compat.draining_nodes() == {}
     assert compat.drain_node(node_id, "a test") == ""
     assert compat.draining_nodes() == {node_id: 0}
+    clusters.remove(cluster)  # it has no other node for the next test
+    cluster.close()
 
 
 def _cluster_file() -> dict[str, object]:
