@@ -5,8 +5,7 @@ heads per KV head; the first matching entry is used. There is no autotuning at r
 
 The entries were chosen by the compiler's report, not yet by measurement. For compute capabilities 8.0 and 9.0 they
 fit into shared memory and, in 16-bit types, into registers, except that the large prefill tile of 9.0 spills 16 bytes
-per thread if there is a window; with a soft cap, ALiBi and a float8 cache of head_dim 256 as well, 32 bytes with
-Triton 3.6 and 40 with 3.7.
+per thread if there is a window. Compiled by Triton 3.6 and 3.7, one variant of each capability spills up to 40 bytes.
 """
 
 from typing import NamedTuple
