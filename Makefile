@@ -46,6 +46,8 @@ test-all: venv
 
 test-triton: $(TRITON_VERSIONS:%=test-triton-%)
 
+.PRECIOUS: build/triton/%/.ready
+
 # NumPy 2.4 no longer converts arrays of one element to numbers, as the interpreter of Triton 3.6 does.
 build/triton/%/.ready: | venv
 	rm -rf $(@D)
