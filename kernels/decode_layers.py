@@ -18,7 +18,7 @@ from .linear import PackedWeight
 from .native import decode_layers as native
 from .native import ops as cpu
 from .native.library import dtype_codes, gate_codes, head_dims, library
-from .native.panels import Panels, max_linear_tokens
+from .native.panels import Panels
 from .quantized_kv import LIMITS, MIN_MAGNITUDE
 
 
@@ -60,33 +60,31 @@ class DenseLayer:
     scale: float
     variant: AttentionVariant
 
-    @property
-    def has_native_ops(self) -> bool:
-        """Return whether C++ ops exist for the whole layer."""
+    def missing_op(self) -> str | None:
+        """Return why the C++ ops cannot compute the whole layer. Returns None if they can."""
         weights = self.qkv, self.output, self.gate_up, self.down
         panels = [weight.panels for weight in weights if weight.panels is not None]
-        if len(panels) < len(weights) or self.head_dim not in head_dims():
-            return False
-        lengths = self.head_dim, *(weight.in_features for weight in panels)
+        if len(panels) < len(weights):
+            return f"a weight of {self.qkv.weight.dtype} is not packed in panels"
+        if self.head_dim not in head_dims():
+            return f"there is no attention kernel for a head_dim of {self.head_dim}"
         assert self.variant.alibi_slopes is None
-        return all(cpu.supports(self.before_attention, length) for length in lengths)
-
-
-def prefers_native_linear(num_tokens: int) -> bool:
-    """Return whether our own linear layers are the fastest for this number of tokens."""
-    return num_tokens <= max_linear_tokens()
+        for length in (self.head_dim, *(weight.in_features for weight in panels)):
+            if not cpu.supports(self.before_attention, length):
+                return f"rows of {length} numbers of {self.before_attention.dtype} are not whole vectors"
+        return None
 
 
 class DecodeLayers:
     """Decoder layers that run in one C++ call, which gets the addresses of all weights and caches from a table.
 
     Args:
-        layers: each has_native_ops; of one dtype and the same sizes.
+        layers: without a missing_op; of one dtype and the same sizes.
         last_norm: [E], weights of the RMSNorm after the last layer.
     """
 
     def __init__(self, layers: Sequence[DenseLayer], last_norm: Tensor) -> None:
-        assert all(layer.has_native_ops for layer in layers)
+        assert all(layer.missing_op() is None for layer in layers)
         native.check_layout()
         self._layers, self._last_norm = layers, last_norm  # keep the memory alive
         self._native = (native.Layer * len(layers))(*map(_native_layer, layers))

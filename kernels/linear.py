@@ -1,10 +1,9 @@
 """Linear layers whose weight is packed once for the processor.
 
-On a CPU, F.linear reorders the weight in every call, which at 1 to 32 tokens takes longer than the product. oneDNN's
-own layout, made once, is 1.5 to 5 times as fast there and never slower. In float32 and bfloat16 on AVX2 and AVX-512
-that layout consists of panels of 64 outputs, which our own product reads at memory bandwidth. Weights that oneDNN
-does not multiply (bfloat16 on AVX2, and int8) are packed in such panels here. That is as fast as float32 with 512
-tokens, and with one token 2 (bfloat16) and 3.5 (int8) times as fast.
+On a CPU, F.linear reorders the weight in every call, which at 1 to 32 tokens takes longer than the product. Weights
+are packed in panels instead, which the C++ ops multiply at memory bandwidth for few tokens and at the rate of the
+arithmetic for many (native/panels.h). Weights that the C++ ops do not multiply are packed by oneDNN, in a layout that
+only oneDNN reads, or stay unchanged.
 
 Weights are placed on huge pages where the system has them: TLB misses otherwise cost a step that reads all weights 5
 to 13 % of its time.
@@ -12,7 +11,6 @@ to 13 % of its time.
 
 from __future__ import annotations
 
-import ctypes
 import enum
 from dataclasses import dataclass
 
@@ -22,19 +20,19 @@ from torch import Tensor
 
 from .native.library import is_available
 from .native.memory import use_huge_pages
-from .native.panels import Panels, gather_rows, inputs_per_row, max_linear_tokens, panel_len, panel_linear
+from .native.panels import Panels, gather_rows, inputs_per_row, panel_len, panel_linear
 
 # oneDNN packs a weight for a given number of tokens. A weight packed for 32 was as fast at 1 to 1,024 tokens as one
 # packed for that number, so one layout serves decode and prefill. For 1 token oneDNN does not pack at all.
-LAYOUT_TOKENS = 32
+ONE_DNN_TOKENS = 32
 
 
 class Layout(enum.Enum):
-    """Memory layout of a weight: unchanged, oneDNN's own, or panels that oneDNN does not know."""
+    """Memory layout of a weight: panels, oneDNN's own, or unchanged."""
 
-    PLAIN = enum.auto()
-    ONE_DNN = enum.auto()
     PANELS = enum.auto()
+    ONE_DNN = enum.auto()
+    PLAIN = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class PackedWeight:
     """The weight [N, K] of a linear layer.
 
     Attributes:
-        panels: set if the weight is known to lie in panels and the C++ ops are available.
+        panels: of a weight in the layout PANELS.
     """
 
     weight: Tensor
@@ -57,12 +55,11 @@ class PackedWeight:
 
 def pack(weight: Tensor) -> PackedWeight:
     """Pack a weight [N, K]; the original is not needed afterwards."""
-    if _can_pack(weight):
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), LAYOUT_TOKENS)
-        use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
-        return PackedWeight(packed, Layout.ONE_DNN, _panels_of(packed, weight))
-    if weight.dtype == torch.bfloat16 and _supports_panels(weight):
+    if weight.dtype in (torch.float32, torch.bfloat16) and _supports_panels(weight):
         return _pack_panels(weight)
+    if _supports_one_dnn(weight):
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ONE_DNN_TOKENS)
+        return PackedWeight(packed, Layout.ONE_DNN)
     return PackedWeight(weight)
 
 
@@ -78,12 +75,10 @@ def pack_int8(codes: Tensor, scales: Tensor) -> PackedWeight | None:
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias``: [T, K] -> [T, N], in the dtype of x."""
+    if weight.panels is not None:
+        return panel_linear(x.contiguous(), weight.panels, bias)
     if weight.layout is Layout.PLAIN:
         return F.linear(x, weight.weight, bias)
-    if weight.panels is not None and (
-        weight.layout is Layout.PANELS or (x.shape[0] <= max_linear_tokens() and x.is_contiguous())
-    ):
-        return panel_linear(x.contiguous(), weight.panels, bias)
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.weight, bias, "none", [], "")
     return y
 
@@ -96,7 +91,7 @@ def embed(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor
     return gather_rows(weight.panels, token_ids.long(), dtype)
 
 
-def _can_pack(weight: Tensor) -> bool:
+def _supports_one_dnn(weight: Tensor) -> bool:
     """Return whether oneDNN multiplies in this dtype on this processor; bfloat16 is supported on some."""
     if not weight.is_cpu or not torch.backends.mkldnn.is_available():
         return False
@@ -120,31 +115,3 @@ def _pack_panels(weight: Tensor, scales: Tensor | None = None) -> PackedWeight:
         packed.data_ptr(), panel_len() * in_features, in_features, out_features, weight.dtype, scales
     )
     return PackedWeight(packed, Layout.PANELS, panels)
-
-
-def _panels_of(packed: Tensor, weight: Tensor) -> Panels | None:
-    """Return the panels of a weight that oneDNN packed. Returns None if it packed the weight in another layout.
-
-    oneDNN does not document its layouts, so every number is compared.
-    """
-    if not is_available():
-        return None
-    out_features, in_features = weight.shape
-    row_inputs = inputs_per_row(weight.dtype)
-    num_bytes = torch.ops.mkldnn._nbytes(packed)
-    num_panels = -(-out_features // panel_len())
-    stride, rest = divmod(num_bytes // weight.element_size(), num_panels)
-    if (
-        rest
-        or in_features % row_inputs
-        or stride % (panel_len() * row_inputs)
-        or stride < panel_len() * in_features
-    ):
-        return None
-    address = torch.ops.mkldnn.data_ptr(packed)
-    numbers = torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=weight.dtype)
-    for index, panel in enumerate(numbers.view(num_panels, -1, panel_len(), row_inputs)):
-        rows = weight[index * panel_len() : (index + 1) * panel_len()]
-        if not torch.equal(panel.transpose(0, 1).reshape(panel_len(), -1)[: len(rows), :in_features], rows):
-            return None
-    return Panels(address, stride, in_features, out_features, weight.dtype)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.decode_splits import INVARIANT_ITEM_LEN, split_decodes
+from ..kernels.native.instruction_sets import instruction_set
 from ..kernels.native.memory import keep_freed_memory
 from ..proto.block_tables import IntArray
 from ..proto.config import EngineConfig
-from ..proto.errors import RankFailed, in_one_line
+from ..proto.errors import ConfigError, RankFailed, in_one_line
 from ..proto.step import Logprobs, PromptLogprobs, StepPlan, StepResult
 from .attention import AttentionInputs
 from .batch import Batch, gather_batch
@@ -58,7 +59,8 @@ class ModelRunner:
             it keeps the stage that failed.
 
     Raises:
-        ConfigError: the model or its tensor_parallel_size is not supported, or the weights do not fit into memory.
+        ConfigError: the model or its tensor_parallel_size is not supported, the weights do not fit into memory, or
+            QUIRE_CPU_ISA names an instruction set that the processor lacks.
         ModelLoadError: the weights cannot be read.
     """
 
@@ -77,6 +79,7 @@ class ModelRunner:
         self._dtype = DTYPES[config.model.dtype]
         if self._device.type == "cpu":
             torch.set_num_threads(config.parallel.threads_per_rank)
+            _check_instruction_set()
         with torch.inference_mode():
             self._model = self._load_model(on_progress)
             self._sampler = Sampler(self._model.head.shard, comm, self._device)
@@ -348,3 +351,10 @@ def _to_host(logprobs: SampledLogprobs | None) -> Logprobs | None:
         logprobs.top_ids.int().cpu().numpy(),
         logprobs.top.cpu().numpy(),
     )
+
+
+def _check_instruction_set() -> None:
+    try:
+        instruction_set()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

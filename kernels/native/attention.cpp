@@ -1,6 +1,7 @@
 // Attention over a paged KV cache [N, 2, Hkv, B, D] with an online softmax (Milakov and Gimelshein, 2018).
 #include "constants.h"
 #include "ops.h"
+#include "simd.h"
 #include "thread_pool.h"
 
 namespace {
@@ -10,9 +11,9 @@ constexpr int SPLIT_LEN = 256;
 // Keys times head_dim below which one thread is faster than several.
 constexpr int64_t MIN_PARALLEL = 1 << 16;
 constexpr int KEY_TILE = 64;
-// Rows and vectors of a tile_product that stay in registers: AVX2 has 16 registers, the others 32.
+// Rows and vectors of a tile_product that stay in registers.
 constexpr int TILE_ROWS = 6;
-constexpr int TILE_VECTORS = LANES == 8 ? 2 : 4;
+constexpr int TILE_VECTORS = NUM_REGISTERS == 32 ? 4 : 2;
 // Queries times heads of a group that share each tile of keys.
 constexpr int QUERY_ROWS = 96;
 
@@ -218,7 +219,7 @@ void decode(int dtype, const void* q, const Cache& pool, const int32_t* tables, 
   if (num_keys * num_kv_heads * D < MIN_PARALLEL) threads = 1;
   std::vector<float> acc(num_tasks * group * D);
   std::vector<Softmax> states(num_tasks * group);
-  parallel_for(num_tasks, num_seqs, threads, [&](auto& next) {
+  parallel_for(num_tasks, threads, [&](auto& next) {
     std::vector<float> scaled(group * D);
     for (int64_t i; (i = next()) < num_tasks;) {
       const DecodeTask& task = tasks[i];
@@ -230,7 +231,7 @@ void decode(int dtype, const void* q, const Cache& pool, const int32_t* tables, 
     }
   });
   if (num_seqs * num_heads * D < MIN_PARALLEL) threads = 1;
-  parallel_for(num_seqs, num_seqs, threads, [&](auto& next) {
+  parallel_for(num_seqs, threads, [&](auto& next) {
     for (int64_t s; (s = next()) < num_seqs;) {
       for (int64_t head = 0; head < num_heads; head++) {
         const int64_t begin = (first[s] + head / group * num_splits[s]) * group + head % group;
@@ -373,7 +374,7 @@ void prefill(int dtype, const void* q, const Cache& pool, const int32_t* tables,
       for (int32_t begin = 0; begin < chunk_len; begin += tile_len)
         tasks.push_back({s, h, begin, std::min(begin + tile_len, chunk_len)});
   }
-  parallel_for(int64_t(tasks.size()), query_start[num_seqs], threads, [&](auto& next) {
+  parallel_for(int64_t(tasks.size()), threads, [&](auto& next) {
     Tile<D> tile(tile_len * group);
     for (size_t i; (i = next()) < tasks.size();) {
       const PrefillTask& task = tasks[i];

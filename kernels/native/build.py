@@ -1,8 +1,8 @@
 """Build of the C++ ops with this machine's compiler, on first use.
 
-The build takes about 8 seconds. The library is kept in the user's cache directory, under a name that is a digest of
-its sources, flags, compiler and processor. Without a compiler, or if the build fails, all ops run on the PyTorch
-twins, and a warning is logged.
+There is one library per instruction set (instruction_sets.py), which takes about 8 seconds to build. It is kept in
+the user's cache directory, under a name with a digest of its sources, flags and compiler. Without a compiler, or if
+the build fails, all ops run on the PyTorch twins, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import functools
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -21,11 +20,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .instruction_sets import Choice, instruction_set
+
 BUILD_TIMEOUT_S = 300
 
 _SOURCES = Path(__file__).parent
-# Linked against the OpenMP that torch has loaded (the soname is the same), so that both share its threads.
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp")
+# Multiplications and additions are contracted alike by all compilers.
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast")
 _COMPILERS = ("c++", "g++", "clang++")
 
 _log = logging.getLogger(__name__)
@@ -33,9 +34,16 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """Load the library, building it if necessary. Returns None, and logs a warning, if it cannot be built."""
+    """Load the library, building it if necessary. Returns None, and logs a warning, if it cannot be built.
+
+    Raises:
+        ValueError: QUIRE_CPU_ISA names an instruction set that does not exist or that the processor lacks.
+    """
+    chosen = instruction_set()
     try:
-        return ctypes.CDLL(str(_ensure_built(_find_compiler())))
+        library = ctypes.CDLL(str(_ensure_built(_find_compiler(), chosen)))
+        _log.info("C++ ops use the instruction set %s", chosen)
+        return library
     except subprocess.CalledProcessError as error:
         reason = f"{error.cmd[0]} failed: {error.stderr.strip()[-500:]}"
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -60,12 +68,12 @@ def _find_compiler() -> str:
     raise FileNotFoundError(f"no C++ compiler (CXX, or one of {', '.join(_COMPILERS)})")
 
 
-def _ensure_built(compiler: str) -> Path:
+def _ensure_built(compiler: str, chosen: Choice) -> Path:
     """Return the path of the library. Only one process builds it; the others wait."""
-    flags = (*_FLAGS, "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native")
+    flags = (*_FLAGS, *chosen.flags)
     folder = cache_directory()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = folder / f"ops-{_fingerprint(compiler, flags)}.so"
+    path = folder / f"ops-{chosen}-{_fingerprint(compiler, flags)}.so"
     if not path.exists():
         with _locked(path.with_suffix(".lock")):
             if not path.exists():
@@ -87,21 +95,11 @@ def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
         [compiler, "--version"], check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S
     )
     digest = hashlib.sha256()
-    for part in (version.stdout.encode(), " ".join(flags).encode(), _processor()):
+    for part in (version.stdout.encode(), " ".join(flags).encode()):
         digest.update(len(part).to_bytes(8) + part)
     for source in sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:32]
-
-
-def _processor() -> bytes:
-    """Describe the processor that ``-march=native`` stands for: different machines may share a cache directory."""
-    try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    except OSError:
-        return platform.processor().encode()
-    prefixes = (b"model name", b"flags", b"Features", b"CPU part")
-    return b"\n".join(sorted({line for line in lines if line.startswith(prefixes)}))
 
 
 @contextmanager

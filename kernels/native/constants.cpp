@@ -1,7 +1,6 @@
 #include "constants.h"
 
-#include "simd.h"
-#include "thread_pool.h"
+#include "panels.h"
 
 namespace {
 
@@ -19,7 +18,6 @@ constexpr Constant CONSTANTS[] = {
     FOR_EACH_HEAD_DIM(HEAD_DIM)
     {"simd_lanes", LANES},
     {"panel_len", PANEL_LEN},
-    {"max_linear_tokens", MAX_POOL_TOKENS},
     {nullptr, 0},
 };
 

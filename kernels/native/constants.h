@@ -18,8 +18,5 @@ enum DType : int { FOR_EACH_DTYPE(CODE) };
 enum Gate : int { FOR_EACH_GATE(CODE) };
 #undef CODE
 
-// Outputs per panel of a packed weight.
-constexpr int PANEL_LEN = 64;
-
 // Bytes per element.
 constexpr int64_t itemsize(int dtype) { return dtype == FLOAT32 ? 4 : dtype == BFLOAT16 ? 2 : 1; }

@@ -1,6 +1,7 @@
 // Elementwise ops between matmuls. With one token per step an op costs less than its call, so each op is one call.
 #include "constants.h"
 #include "ops.h"
+#include "simd.h"
 #include "thread_pool.h"
 
 namespace {
@@ -8,18 +9,12 @@ namespace {
 // Below this many elements, synchronizing threads costs more than they save.
 constexpr int64_t MIN_PARALLEL = 16384;
 
-// Calls body(row) for rows of `length` elements, `rows_per_token` rows per token.
+// Calls body(row) for rows of `length` elements.
 template <typename Body>
-void for_rows(int64_t rows, int64_t length, int64_t rows_per_token, int threads, const Body& body) {
+void for_rows(int64_t rows, int64_t length, int threads, const Body& body) {
   if (rows * length < MIN_PARALLEL) threads = 1;
-  if (rows > MAX_POOL_TOKENS * rows_per_token) {
-    // Static: each thread has the same rows in successive ops.
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t row = 0; row < rows; row++) body(row);
-    return;
-  }
   const int64_t run = std::max<int64_t>(1, rows / (4 * threads));
-  parallel_for((rows + run - 1) / run, rows / rows_per_token, threads, [&](auto& next) {
+  parallel_for((rows + run - 1) / run, threads, [&](auto& next) {
     for (int64_t row; (row = next() * run) < rows;)
       for (const int64_t end = std::min(row + run, rows); row < end; row++) body(row);
   });
@@ -40,8 +35,7 @@ void normalize(const T* x, const T* weight, T* out, int64_t length, float eps) {
 template <typename T>
 void rms_norm(const T* x, const T* weight, T* out, int64_t num_outer, int64_t num_inner, int64_t outer_stride,
               int64_t inner_stride, int64_t out_stride, int64_t length, float eps, int threads) {
-  const int64_t rows_per_token = num_outer == 1 ? 1 : num_inner;
-  for_rows(num_outer * num_inner, length, rows_per_token, threads, [&](int64_t row) {
+  for_rows(num_outer * num_inner, length, threads, [&](int64_t row) {
     const int64_t outer = row / num_inner, inner = row % num_inner;
     normalize(x + outer * outer_stride + inner * inner_stride, weight, out + outer * out_stride + inner * length,
               length, eps);
@@ -51,7 +45,7 @@ void rms_norm(const T* x, const T* weight, T* out, int64_t num_outer, int64_t nu
 template <typename T>
 void add_rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t rows, int64_t length, float eps,
                   int threads) {
-  for_rows(rows, length, 1, threads, [&](int64_t row) {
+  for_rows(rows, length, threads, [&](int64_t row) {
     const int64_t begin = row * length;
     for (int64_t i = begin; i < begin + length; i += LANES) store(residual + i, load(residual + i) + load(x + i));
     normalize(residual + begin, weight, out + begin, length, eps);
@@ -60,7 +54,7 @@ void add_rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t rows
 
 template <typename T>
 void scale(T* x, float factor, int64_t rows, int64_t length, int threads) {
-  for_rows(rows, length, 1, threads, [&](int64_t row) {
+  for_rows(rows, length, threads, [&](int64_t row) {
     for (int64_t i = row * length; i < (row + 1) * length; i += LANES) store(x + i, load(x + i) * factor);
   });
 }
@@ -75,7 +69,7 @@ inline Vec activate(Vec g) {
 
 template <Gate GATE, typename T>
 void gate_and_mul(const T* gate_up, T* out, int64_t rows, int64_t length, int threads) {
-  for_rows(rows, length, 1, threads, [&](int64_t row) {
+  for_rows(rows, length, threads, [&](int64_t row) {
     const T *gate = gate_up + row * 2 * length, *up = gate + length;
     for (int64_t i = 0; i < length; i += LANES)
       store(out + row * length + i, activate<GATE>(load(gate + i)) * load(up + i));
@@ -86,7 +80,7 @@ template <typename T>
 void apply_rope(T* x, const T* cos, const T* sin, int64_t tokens, int64_t heads, int64_t head_dim,
                 int64_t rotated_dim, int64_t token_stride, int64_t table_stride, int threads) {
   const int64_t half = rotated_dim / 2;
-  for_rows(tokens, heads * head_dim, 1, threads, [&](int64_t t) {
+  for_rows(tokens, heads * head_dim, threads, [&](int64_t t) {
     const T *c = cos + t * table_stride, *s = sin + t * table_stride;
     for (int64_t h = 0; h < heads; h++) {
       T* head = x + t * token_stride + h * head_dim;

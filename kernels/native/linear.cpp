@@ -1,220 +1,279 @@
-// Linear layers. A weight is read from memory once, sequentially, for any number of tokens.
+// Linear layers: products of tokens and a packed weight (panels.h).
 //
-// A weight [N, K] is packed in panels of 64 outputs. Each row of a panel holds one input per output in float32, two in
-// bfloat16 and four in int8; the inputs of one output are adjacent. The layouts of float32 and bfloat16 are oneDNN's.
+// Up to MAX_TILE_TOKENS tokens are multiplied in one pass over the weight. For more tokens a block of a panel stays in
+// the cache for all of them, and a tile of tokens times outputs stays in registers, as in Goto and van de Geijn, Anatomy
+// of High-Performance Matrix Multiplication, 2008. Either way the products of an output are added in the order of the
+// inputs, so a token's result does not depend on the number of tokens.
+#include <memory>
 #include <type_traits>
 #include <utility>
 
-#include "constants.h"
 #include "ops.h"
+#include "panels.h"
 #include "thread_pool.h"
-
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
-// Accumulators (tokens times vectors) that are kept in registers. AVX2 has 16 registers, the others 32; on the others
-// the few that spill at 8 times 4 cost less than a second pass.
-constexpr int MAX_ACCUMULATORS = LANES == 16 ? 32 : LANES == 8 ? 12 : 24;
-// Tokens per pass over a panel.
-constexpr int MAX_GROUP = LANES == 16 ? 8 : 6;
-// Rows per pass where a panel needs several passes: so many stay in the L1 cache.
-constexpr int64_t PASS_ROWS = 64;
+// Tokens of a tile. The accumulators fill the registers; with AVX-512 the few that spill at 8 tokens cost less than a
+// second pass over the panel.
+constexpr int MAX_TILE_TOKENS = LANES == 16 ? 8 : 6;
+// A tile of few tokens spans several panels, up to this many accumulators, to hide the latency of an addition.
+constexpr int MAX_WIDE_ACCUMULATORS = LANES == 16 ? 4 : NUM_REGISTERS == 32 ? 16 : 12;
+// Panels that a thread takes at a time for few tokens: at least 64 outputs.
+constexpr int64_t TASK_PANELS = std::max(1, 64 / PANEL_LEN);
+// Tokens that read the weight from memory together, and inputs of a panel that they read at a time: a block stays in
+// the second-level cache. Blocks of 256 inputs, which fit into the first-level cache, are up to 5 % slower.
+constexpr int64_t CHUNK_TOKENS = 240;
+constexpr int64_t BLOCK_INPUTS = 4096;
+// Inputs that are widened at a time.
+constexpr int64_t WIDENED_INPUTS = 256;
+// With AVX2, 8 tokens are 1.3 times as fast packed; with AVX-512 packing costs 3 to 5 % and gains nothing.
+constexpr bool PACKS_TOKENS = NUM_REGISTERS == 16;
 // A single token is bound by memory: the weight is prefetched this many bytes ahead, without keeping it in the cache.
 // That is 2 to 4 % faster than the hardware prefetcher alone; from two tokens on it gains nothing.
 constexpr int64_t PREFETCH_BYTES = 4096;
 
-// Formats of a packed weight. Number: the stored type; Input: the type of the tokens; INPUTS: inputs per row;
-// Columns: the numbers of one row for LANES outputs, in registers.
-struct F32 {
-  using Number = float;
-  using Input = float;
-  using Columns = Vec;
-  static constexpr int INPUTS = 1;
-
-  static Columns columns(const Number* row) { return load(row); }
-  static void add(Vec& sums, Columns w, const Input* x) { sums += *x * w; }
-  static float widen(Number w) { return w; }
-};
-
-struct I8 {
-  using Number = int8_t;
-  using Input = float;
-  struct Columns {
-    Vec part[4];
-  };
-  static constexpr int INPUTS = 4;
-
-  static Columns columns(const Number* row) {
-    IntVec fours;
-    memcpy(&fours, row, sizeof fours);
-    Columns w;
-    for (int i = 0; i < 4; i++) w.part[i] = __builtin_convertvector(fours << (24 - 8 * i) >> 24, Vec);
-    return w;
-  }
-  static void add(Vec& sums, const Columns& w, const Input* x) {
-    for (int i = 0; i < 4; i++) sums += x[i] * w.part[i];
-  }
-  static float widen(Number w) { return w; }
-};
-
-#if defined(__AVX512BF16__)
-// One instruction multiplies pairs of bfloat16 and adds both products to a float32.
-struct BF16 {
-  using Number = bf16;
-  using Input = bf16;
-  using Columns = __m512bh;
-  static constexpr int INPUTS = 2;
-
-  static Columns columns(const Number* row) {
-    Columns pairs;
-    memcpy(&pairs, row, sizeof pairs);
-    return pairs;
-  }
-  static void add(Vec& sums, Columns w, const Input* x) {
-    int32_t pair;
-    memcpy(&pair, x, sizeof pair);
-    sums = (Vec)_mm512_dpbf16_ps((__m512)sums, w, (__m512bh)_mm512_set1_epi32(pair));
-  }
-  static float widen(Number w) { return to_float(w); }
-};
-#else
-struct BF16 {
-  using Number = bf16;
-  using Input = float;
-  struct Columns {
-    Vec even, odd;
-  };
-  static constexpr int INPUTS = 2;
-
-  static Columns columns(const Number* row) {
-    BitVec pairs;
-    memcpy(&pairs, row, sizeof pairs);
-    const BitVec low = pairs << 16, high = pairs & 0xFFFF0000u;
-    Columns w;
-    memcpy(&w.even, &low, sizeof low);
-    memcpy(&w.odd, &high, sizeof high);
-    return w;
-  }
-  static void add(Vec& sums, Columns w, const Input* x) { sums += x[0] * w.even + x[1] * w.odd; }
-  static float widen(Number w) { return to_float(w); }
-};
-#endif
-
-// A packed weight.
-template <typename Format>
-struct Panels {
-  const typename Format::Number* data;
-  int64_t stride;       // numbers per panel
-  int64_t in_features;  // a multiple of Format::INPUTS
-  int64_t out_features;
-  const float* scales;  // [N], multiply the products; or null
-};
-
-// Vectors of a panel that are computed in one pass over m tokens.
-constexpr int pass_vectors(int m) {
-  int width = PANEL_LEN / LANES;
-  while (width > 1 && width * m > MAX_ACCUMULATORS) width /= 2;
-  return width;
+// Panels that a tile of m tokens spans.
+constexpr int tile_panels(int m) {
+  int count = 1;
+  while (2 * count * PANEL_VECTORS * m <= MAX_WIDE_ACCUMULATORS) count *= 2;
+  return count;
 }
 
-// W LANES columns of a panel: y[m][0:W LANES] += sum of x[m] * row over rows begin to end.
-template <typename Format, int M, int W>
-void add_columns(const typename Format::Input* x, const typename Format::Number* weight, int64_t in_features,
-                 int64_t begin, int64_t end, float* y) {
-  constexpr int INPUTS = Format::INPUTS;
+// Adds M tokens times `rows` rows of P panels to sums [M, P PANEL_LEN], whose rows are `sums_stride` apart. The tokens
+// are [rows, M, inputs of a row] if IS_PACKED, otherwise `x_stride` numbers apart.
+template <typename Format, int M, int P, bool IS_PACKED>
+void add_tile(const typename Format::Input* x, int64_t x_stride, const typename Format::Number* weight,
+              int64_t panel_stride, int64_t rows, float* sums, int64_t sums_stride) {
+  constexpr int INPUTS = ROW_INPUTS<Format>, W = P * PANEL_VECTORS;
   Vec acc[M][W];
   for (int m = 0; m < M; m++)
-    for (int i = 0; i < W; i++) acc[m][i] = load(y + m * PANEL_LEN + i * LANES);
-  for (int64_t row = begin; row < end; row++) {
-    typename Format::Columns w[W];
-    for (int i = 0; i < W; i++) {
-      const auto* columns = weight + (row * PANEL_LEN + i * LANES) * INPUTS;
-      if (M == 1) __builtin_prefetch((const char*)columns + PREFETCH_BYTES, 0, 0);
-      w[i] = Format::columns(columns);
-    }
-    for (int m = 0; m < M; m++)
-      for (int i = 0; i < W; i++) Format::add(acc[m][i], w[i], x + m * in_features + row * INPUTS);
-  }
-  for (int m = 0; m < M; m++)
-    for (int i = 0; i < W; i++) store(y + m * PANEL_LEN + i * LANES, acc[m][i]);
-}
-
-// One panel: y[m][0:PANEL_LEN] = sum of x[m] * row over all rows.
-template <typename Format, int M>
-void panel_product(const typename Format::Input* x, const typename Format::Number* weight, int64_t in_features,
-                   float* y) {
-  constexpr int W = pass_vectors(M);
-  const int64_t rows = in_features / Format::INPUTS;
-  const int64_t pass_rows = W * LANES == PANEL_LEN ? rows : PASS_ROWS;
-  memset(y, 0, M * PANEL_LEN * sizeof(float));
-  for (int64_t begin = 0; begin < rows; begin += pass_rows) {
-    const int64_t end = std::min(begin + pass_rows, rows);
-    for (int column = 0; column < PANEL_LEN; column += W * LANES)
-      add_columns<Format, M, W>(x, weight + column * Format::INPUTS, in_features, begin, end, y + column);
-  }
-}
-
-template <typename Format>
-using PanelProduct = decltype(&panel_product<Format, 1>);
-
-template <typename Format, int... M>
-PanelProduct<Format> product_of(int64_t num_tokens, std::integer_sequence<int, M...>) {
-  constexpr PanelProduct<Format> products[] = {panel_product<Format, M + 1>...};
-  return products[num_tokens - 1];
-}
-
-// y [T, N] = x [T, K] times the transpose of the weight, plus bias [N] unless that is null.
-template <typename Format, typename T>
-void multiply(const Panels<Format>& weight, const typename Format::Input* x, const T* bias, T* y, int64_t num_tokens,
-              int threads) {
-  const int64_t in_features = weight.in_features, out_features = weight.out_features;
-  const int64_t num_panels = (out_features + PANEL_LEN - 1) / PANEL_LEN;
-  parallel_for(num_panels, num_tokens, threads, [&](auto& next) {
-    float out[MAX_GROUP * PANEL_LEN], scales[PANEL_LEN], offsets[PANEL_LEN];
-    for (int64_t p; (p = next()) < num_panels;) {
-      const int64_t begin = p * PANEL_LEN, width = std::min<int64_t>(PANEL_LEN, out_features - begin);
-      for (int64_t n = 0; n < width; n++) {
-        scales[n] = weight.scales ? weight.scales[begin + n] : 1.f;
-        offsets[n] = bias ? to_float(bias[begin + n]) : 0.f;
-      }
-      // The first group of tokens reads the panel from memory, later groups from the cache.
-      for (int64_t first = 0; first < num_tokens; first += MAX_GROUP) {
-        const int64_t count = std::min<int64_t>(num_tokens - first, MAX_GROUP);
-        const auto product = product_of<Format>(count, std::make_integer_sequence<int, MAX_GROUP>());
-        product(x + first * in_features, weight.data + p * weight.stride, in_features, out);
-        for (int64_t m = 0; m < count; m++) {
-          T* to = y + (first + m) * out_features + begin;
-          const float* sums = out + m * PANEL_LEN;
-          int64_t n = 0;
-          for (; n + LANES <= width; n += LANES)
-            store(to + n, load(sums + n) * load(scales + n) + load(offsets + n));
-          for (; n < width; n++) store_one(to + n, sums[n] * scales[n] + offsets[n]);
+    for (int i = 0; i < W; i++) acc[m][i] = load(sums + m * sums_stride + i * LANES);
+  for (int64_t row = 0; row < rows; row++) {
+    for (int step = 0; step < Format::STEPS; step++) {
+      const auto columns = [&](int i) {
+        const int64_t at = (row * PANEL_LEN + i % PANEL_VECTORS * LANES) * INPUTS;
+        const auto* numbers = weight + i / PANEL_VECTORS * panel_stride + at;
+        if (M == 1 && P == 1 && step == 0) __builtin_prefetch((const char*)numbers + PREFETCH_BYTES, 0, 0);
+        return Format::columns(numbers, step);
+      };
+      const auto inputs = [&](int m) {
+        return x + (IS_PACKED ? (row * M + m) * INPUTS : m * x_stride + row * INPUTS) + step * Format::STEP_INPUTS;
+      };
+      // Whichever side is smaller stays in registers.
+      if constexpr (NUM_REGISTERS == 32 || W <= M) {
+        typename Format::Columns w[W];
+        for (int i = 0; i < W; i++) w[i] = columns(i);
+        for (int m = 0; m < M; m++)
+          for (int i = 0; i < W; i++) Format::add(acc[m][i], w[i], inputs(m));
+      } else {
+        for (int i = 0; i < W; i++) {
+          const auto w = columns(i);
+          for (int m = 0; m < M; m++) Format::add(acc[m][i], w, inputs(m));
         }
       }
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int i = 0; i < W; i++) store(sums + m * sums_stride + i * LANES, acc[m][i]);
+}
+
+// Calls body(std::integral_constant<int, M>{}) for M = count, from 1 to MAX_TILE_TOKENS.
+template <typename Body, int... M>
+void with_count(int64_t count, const Body& body, std::integer_sequence<int, M...>) {
+  ((count == M + 1 ? body(std::integral_constant<int, M + 1>{}) : void()), ...);
+}
+
+template <typename Body>
+void with_count(int64_t count, const Body& body) {
+  with_count(count, body, std::make_integer_sequence<int, MAX_TILE_TOKENS>());
+}
+
+// Multiplies the sums of one panel by the scales, adds the bias and writes the result to `count` rows of y [T, N].
+template <typename Format, typename T>
+void write_panel(const Panels<Format>& weight, int64_t panel, const float* sums, int64_t sums_stride, const T* bias,
+                 T* y, int64_t count) {
+  const int64_t begin = panel * PANEL_LEN, width = std::min<int64_t>(PANEL_LEN, weight.out_features - begin);
+  float scales[PANEL_LEN], offsets[PANEL_LEN];
+  for (int64_t n = 0; n < width; n++) {
+    scales[n] = weight.scales ? weight.scales[begin + n] : 1.f;
+    offsets[n] = bias ? to_float(bias[begin + n]) : 0.f;
+  }
+  for (int64_t m = 0; m < count; m++) {
+    const float* from = sums + m * sums_stride;
+    T* to = y + m * weight.out_features + begin;
+    int64_t n = 0;
+    for (; n + LANES <= width; n += LANES)
+      store(to + n, load(from + n) * load(scales + n) + load(offsets + n));
+    for (; n < width; n++) store_one(to + n, from[n] * scales[n] + offsets[n]);
+  }
+}
+
+// sums [M, TASK_PANELS PANEL_LEN] += x [M, K] times `count` panels.
+template <typename Format, int M>
+void add_panels(const typename Format::Input* x, const Panels<Format>& weight, int64_t first, int64_t count,
+                float* sums) {
+  constexpr int P = tile_panels(M);
+  const int64_t rows = weight.in_features / ROW_INPUTS<Format>;
+  const auto* panels = weight.data + first * weight.stride;
+  int64_t i = 0;
+  for (; i + P <= count; i += P)
+    add_tile<Format, M, P, false>(x, weight.in_features, panels + i * weight.stride, weight.stride, rows,
+                                  sums + i * PANEL_LEN, TASK_PANELS * PANEL_LEN);
+  for (; i < count; i++)
+    add_tile<Format, M, 1, false>(x, weight.in_features, panels + i * weight.stride, weight.stride, rows,
+                                  sums + i * PANEL_LEN, TASK_PANELS * PANEL_LEN);
+}
+
+// The product for at most MAX_TILE_TOKENS tokens.
+template <typename Format, typename T>
+void multiply_few(const Panels<Format>& weight, const typename Format::Input* x, const T* bias, T* y,
+                  int64_t num_tokens, int threads) {
+  const int64_t num_panels = weight.count(), num_tasks = (num_panels + TASK_PANELS - 1) / TASK_PANELS;
+  parallel_for(num_tasks, threads, [&](auto& next) {
+    for (int64_t task; (task = next()) < num_tasks;) {
+      const int64_t first = task * TASK_PANELS, count = std::min(TASK_PANELS, num_panels - first);
+      float sums[MAX_TILE_TOKENS * TASK_PANELS * PANEL_LEN] = {};
+      with_count(num_tokens, [&](auto m) { add_panels<Format, m()>(x, weight, first, count, sums); });
+      for (int64_t i = 0; i < count; i++)
+        write_panel(weight, first + i, sums + i * PANEL_LEN, TASK_PANELS * PANEL_LEN, bias, y, num_tokens);
     }
   });
 }
 
-// x [T, K] and y [T, N] of one type.
+// The tokens of a chunk in groups of nearly equal length, which are the rows of tiles.
+struct Groups {
+  int64_t num_tokens, count, len;
+
+  explicit Groups(int64_t tokens)
+      : num_tokens(tokens),
+        count((tokens + MAX_TILE_TOKENS - 1) / MAX_TILE_TOKENS),
+        len((tokens + count - 1) / count) {}
+
+  int64_t begin(int64_t group) const { return std::min(group * len, num_tokens); }
+  int64_t size(int64_t group) const { return begin(group + 1) - begin(group); }
+};
+
+// packed [K / INPUTS, M, INPUTS] = x [M, K].
+template <int INPUTS, int M, typename Input, typename T>
+void pack_tokens(const T* x, int64_t in_features, Input* packed) {
+  for (int64_t k = 0; k < in_features; k += INPUTS)
+    for (int m = 0; m < M; m++)
+      for (int i = 0; i < INPUTS; i++)
+        if constexpr (std::is_same_v<T, Input>)
+          *packed++ = x[m * in_features + k + i];
+        else
+          *packed++ = to_float(x[m * in_features + k + i]);
+}
+
+// Rows of a panel as tiles multiply them: in place, or widened to float32 once for all tokens of a chunk.
+template <typename Format>
+struct Block {
+  static constexpr bool IS_WIDENED = Format::STEPS > 1;
+  static constexpr int64_t MAX_INPUTS = IS_WIDENED ? WIDENED_INPUTS : BLOCK_INPUTS;
+  using Tile = std::conditional_t<IS_WIDENED, F32, Format>;
+
+  float widened[IS_WIDENED ? WIDENED_INPUTS * PANEL_LEN : 1];
+
+  const typename Tile::Number* read(const typename Format::Number* rows, int64_t num_inputs) {
+    if constexpr (!IS_WIDENED) {
+      return rows;
+    } else {
+      for (int64_t k = 0; k < num_inputs; k++)
+        for (int i = 0; i < PANEL_VECTORS; i++) {
+          const int64_t row = k / Format::STEPS;
+          const auto* numbers = rows + (row * PANEL_LEN + i * LANES) * Format::STEPS;
+          store(widened + k * PANEL_LEN + i * LANES, Format::columns(numbers, k % Format::STEPS));
+        }
+      return widened;
+    }
+  }
+};
+
+// Memory of the calling thread. It keeps the largest size that was requested.
+template <typename Number>
+Number* scratch(int64_t count) {
+  thread_local std::unique_ptr<Number[]> memory;
+  thread_local int64_t capacity = 0;
+  if (count > capacity) {
+    memory.reset();
+    memory.reset(new Number[count]);
+    capacity = count;
+  }
+  return memory.get();
+}
+
+// The product for at most CHUNK_TOKENS tokens.
+template <typename Format, typename T>
+void multiply_chunk(const Panels<Format>& weight, const T* x, const T* bias, T* y, int64_t num_tokens, int threads) {
+  using Tile = typename Block<Format>::Tile;
+  using Input = typename Tile::Input;
+  constexpr int INPUTS = ROW_INPUTS<Tile>;
+  constexpr bool IS_PACKED = PACKS_TOKENS || !std::is_same_v<T, Input>;
+  constexpr int64_t MAX_INPUTS = Block<Format>::MAX_INPUTS;
+  const int64_t in_features = weight.in_features, num_panels = weight.count();
+  const Groups groups(num_tokens);
+  const Input* tokens;
+  if constexpr (IS_PACKED) {
+    Input* packed = scratch<Input>(num_tokens * in_features);
+    parallel_for(groups.count, threads, [&](auto& next) {
+      for (int64_t group; (group = next()) < groups.count;) {
+        const int64_t begin = groups.begin(group) * in_features;
+        with_count(groups.size(group),
+                   [&](auto m) { pack_tokens<INPUTS, m()>(x + begin, in_features, packed + begin); });
+      }
+    });
+    tokens = packed;
+  } else {
+    tokens = x;
+  }
+  parallel_for(num_panels, threads, [&](auto& next) {
+    Block<Format> block;
+    float sums[CHUNK_TOKENS * PANEL_LEN];
+    for (int64_t panel; (panel = next()) < num_panels;) {
+      memset(sums, 0, num_tokens * PANEL_LEN * sizeof(float));
+      for (int64_t first = 0; first < in_features; first += MAX_INPUTS) {
+        const int64_t num_inputs = std::min(MAX_INPUTS, in_features - first);
+        const auto* rows = block.read(weight.data + panel * weight.stride + first * PANEL_LEN, num_inputs);
+        for (int64_t group = 0; group < groups.count; group++) {
+          const int64_t begin = groups.begin(group), size = groups.size(group);
+          const Input* inputs = tokens + begin * in_features + first * (IS_PACKED ? size : 1);
+          with_count(size, [&](auto m) {
+            add_tile<Tile, m(), 1, IS_PACKED>(inputs, in_features, rows, 0, num_inputs / INPUTS,
+                                              sums + begin * PANEL_LEN, PANEL_LEN);
+          });
+        }
+      }
+      write_panel(weight, panel, sums, PANEL_LEN, bias, y, num_tokens);
+    }
+  });
+}
+
+// y [T, N] = x [T, K] times the transpose of the weight, plus bias [N] unless that is null.
 template <typename Format, typename T>
 void linear(const Panels<Format>& weight, const T* x, const T* bias, T* y, int64_t num_tokens, int threads) {
-  if constexpr (std::is_same_v<T, typename Format::Input>) {
-    multiply(weight, x, bias, y, num_tokens, threads);
+  if (num_tokens > MAX_TILE_TOKENS) {
+    const int64_t num_chunks = (num_tokens + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
+    int64_t chunk_len = (num_tokens + num_chunks - 1) / num_chunks;
+    chunk_len = (chunk_len + MAX_TILE_TOKENS - 1) / MAX_TILE_TOKENS * MAX_TILE_TOKENS;
+    for (int64_t begin = 0; begin < num_tokens; begin += chunk_len)
+      multiply_chunk(weight, x + begin * weight.in_features, bias, y + begin * weight.out_features,
+                     std::min(chunk_len, num_tokens - begin), threads);
+  } else if constexpr (std::is_same_v<T, typename Format::Input>) {
+    multiply_few(weight, x, bias, y, num_tokens, threads);
   } else {
-    std::vector<float> widened(num_tokens * weight.in_features);
-    for (size_t i = 0; i < widened.size(); i++) widened[i] = to_float(x[i]);
-    multiply(weight, widened.data(), bias, y, num_tokens, threads);
+    const int64_t count = num_tokens * weight.in_features;
+    float* widened = scratch<float>(count);
+    for (int64_t i = 0; i < count; i++) widened[i] = to_float(x[i]);
+    multiply_few(weight, widened, bias, y, num_tokens, threads);
   }
 }
 
 // out [T, K]: rows `ids` [T] of the weight.
 template <typename Format, typename T>
 void gather_rows(const Panels<Format>& weight, const int64_t* ids, T* out, int64_t count, int threads) {
-  constexpr int INPUTS = Format::INPUTS;
-  parallel_for(count, count, count * weight.in_features < 16384 ? 1 : threads, [&](auto& next) {
+  constexpr int INPUTS = ROW_INPUTS<Format>;
+  parallel_for(count, count * weight.in_features < 16384 ? 1 : threads, [&](auto& next) {
     for (int64_t t; (t = next()) < count;) {
       const auto* column = weight.data + ids[t] / PANEL_LEN * weight.stride + ids[t] % PANEL_LEN * INPUTS;
       const float scale = weight.scales ? weight.scales[ids[t]] : 1.f;

@@ -1,4 +1,4 @@
-"""Weights of linear layers that are packed in panels, and the C++ ops on them (native/linear.cpp)."""
+"""Weights of linear layers that are packed in panels (native/panels.h), and C++ ops on them (native/linear.cpp)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .ops import address_of
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """The weight [N, K] of a linear layer in memory as [N / panel_len(), padded K / R, panel_len(), R].
+    """The weight [N, K] of a linear layer in memory as [N / panel_len(), K / R, panel_len(), R].
 
     R is inputs_per_row(dtype). N is padded to whole panels.
 
@@ -37,12 +37,6 @@ class Panels:
 def panel_len() -> int:
     """Return the outputs per panel."""
     return constants()["panel_len"]
-
-
-@functools.cache
-def max_linear_tokens() -> int:
-    """Return the number of tokens up to which panel_linear is faster than oneDNN in a dtype that oneDNN supports."""
-    return constants()["max_linear_tokens"]
 
 
 def inputs_per_row(dtype: torch.dtype) -> int:

@@ -1,4 +1,5 @@
 // Samples one token per row of logits: the most likely one, or one of the whole softmax (kernels/sampling.py).
+#include "simd.h"
 #include "thread_pool.h"
 
 namespace {
@@ -81,7 +82,7 @@ Best best_of(const float* row, int64_t length, const Score& score) {
 template <typename Body>
 void for_rows(int64_t rows, int64_t length, int threads, const Body& body) {
   if (rows * length < MIN_PARALLEL) threads = 1;
-  parallel_for(rows, rows, threads, [&](auto& next) {
+  parallel_for(rows, threads, [&](auto& next) {
     for (int64_t row; (row = next()) < rows;) body(row);
   });
 }

@@ -15,6 +15,13 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 
+// Vector registers.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int NUM_REGISTERS = 32;
+#else
+constexpr int NUM_REGISTERS = 16;
+#endif
+
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t BitVec __attribute__((vector_size(4 * LANES)));

@@ -3,7 +3,7 @@
 // Workers spin briefly for the next op and then sleep: between the ops of a step they start at once, and after the
 // step they use no processor time. OpenMP's threads either sleep after each op, when a process has more threads than
 // processors, which made a step of one token take 8 ms instead of 5; or they spin for milliseconds, which makes the
-// step take 20 ms on a busy machine.
+// step take 20 ms on a busy machine. A forked process gets pools of its own; with GCC's OpenMP it would hang.
 #pragma once
 
 #include <pthread.h>
@@ -14,12 +14,6 @@
 #include <vector>
 
 #include "futex.h"
-#include "simd.h"
-
-// The number of tokens up to which our linear layers are faster than oneDNN's. On AVX-512 they are 1.5 times as fast
-// at 8 tokens, 1.1 times at 64, and equal at 256; on AVX2 1.5 times at 1 token, 1.1 times at 2, and slower from 3 on.
-// Ops of such steps run on this pool. Ops of larger steps run on OpenMP, whose threads oneDNN keeps spinning.
-constexpr int64_t MAX_POOL_TOKENS = LANES == 16 ? 256 : LANES == 8 ? 2 : 4;
 
 class ThreadPool {
  public:
@@ -60,15 +54,12 @@ ThreadPool& local_thread_pool(int size);
 // Calls work(next) on each thread. next() returns the next index below `count`, or an index from `count` up when all
 // are given out.
 template <typename Work>
-void parallel_for(int64_t count, int64_t num_tokens, int threads, const Work& work) {
+void parallel_for(int64_t count, int threads, const Work& work) {
   std::atomic<int64_t> num_given_out{0};
   auto next = [&] { return num_given_out.fetch_add(1, std::memory_order_relaxed); };
   if (threads <= 1 || count <= 1) {
     work(next);
-  } else if (num_tokens <= MAX_POOL_TOKENS) {
-    local_thread_pool(threads).run([&] { work(next); });
   } else {
-#pragma omp parallel num_threads(threads)
-    work(next);
+    local_thread_pool(threads).run([&] { work(next); });
   }
 }

@@ -1,4 +1,4 @@
-"""Packed linear layers against float64, at numbers of tokens around each change of implementation."""
+"""Packed linear layers against float64, at numbers of tokens around each change of the computation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from quire.kernels.native.library import is_available
 from quire.kernels.native.panels import panel_linear
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-NUM_TOKENS = [0, 1, 2, 3, 5, 7, 8, 9, 33, 257]
+# Tiles of 6 or 8 tokens, alone and packed; chunks of 240.
+NUM_TOKENS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 33, 241, 257]
 
 
 def collapses_pages() -> bool:
@@ -32,22 +33,22 @@ def huge_page_bytes() -> int:
     return 1024 * int(found[1])
 
 
-@pytest.fixture(params=["panels", "oneDNN", "panels alone"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Select the products in use: ours and oneDNN's, or one of them only."""
-    if request.param == "oneDNN":
-        monkeypatch.setattr(module, "_panels_of", lambda packed, weight: None)
-    if request.param == "panels alone":
-        monkeypatch.setattr(module, "_can_pack", lambda weight: False)
-    return str(request.param)
+@pytest.fixture(params=Layout, ids=lambda layout: layout.name)
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Layout:
+    """Select the best layout that `pack` may choose."""
+    if request.param is not Layout.PANELS:
+        monkeypatch.setattr(module, "_supports_panels", lambda weight: False)
+    if request.param is Layout.PLAIN:
+        monkeypatch.setattr(module, "_supports_one_dnn", lambda weight: False)
+    return Layout(request.param)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("out_features", "in_features"), [(192, 64), (200, 96), (70, 50), (1, 1), (63, 17)])
+@pytest.mark.parametrize(
+    ("out_features", "in_features"), [(192, 64), (200, 96), (70, 50), (1, 1), (63, 17), (24, 516)]
+)
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear(
-    implementation: str, out_features: int, in_features: int, dtype: torch.dtype, bias: bool
-) -> None:
+def test_linear(layout: Layout, out_features: int, in_features: int, dtype: torch.dtype, bias: bool) -> None:
     torch.manual_seed(0)
     weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
     offset = torch.randn(out_features).to(dtype) if bias else None
@@ -60,7 +61,7 @@ def test_linear(
         torch.testing.assert_close(y.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_linear_supports_strided_input(implementation: str) -> None:
+def test_linear_supports_strided_input(layout: Layout) -> None:
     weight, wide = torch.randn(128, 64), torch.randn(2, 100)
     y = linear(wide[:, 10:74], pack(weight))
     torch.testing.assert_close(y, wide[:, 10:74] @ weight.t(), atol=1e-4, rtol=1e-4)
@@ -68,20 +69,24 @@ def test_linear_supports_strided_input(implementation: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_result_of_a_token_does_not_depend_on_batch_size(dtype: torch.dtype) -> None:
-    packed = pack(torch.randn(320, 96).to(dtype))
+    packed = pack(torch.randn(330, 516).to(dtype))
     panels = packed.panels
     if panels is None:
-        pytest.skip("the packed layout is unknown on this machine")
-    x = torch.randn(20, 96).to(dtype)
+        pytest.skip("there is no C++ compiler")
+    x = torch.randn(300, 516).to(dtype)
     alone = torch.cat([panel_linear(row, panels, None) for row in x.split(1)])
-    for count in range(1, len(x) + 1):
+    for count in (*range(1, 21), 240, 241, 300):
         assert torch.equal(panel_linear(x[:count], panels, None), alone[:count])
 
 
-def test_unknown_layout_has_no_panels() -> None:
-    weight = torch.randn(128, 64)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, module.LAYOUT_TOKENS)
-    assert module._panels_of(packed, weight + 1) is None
+def test_int8_result_of_a_token_does_not_depend_on_batch_size() -> None:
+    packed = pack_int8(torch.randint(-128, 128, (90, 516), dtype=torch.int8), torch.rand(90))
+    if packed is None:
+        pytest.skip("there is no C++ compiler")
+    x = torch.randn(20, 516)
+    alone = torch.cat([linear(row, packed) for row in x.split(1)])
+    for count in range(1, 21):
+        assert torch.equal(linear(x[:count], packed), alone[:count])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -100,13 +105,12 @@ def test_int8(num_tokens: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_embed_reads_packed_weight(dtype: torch.dtype, implementation: str) -> None:
+def test_embed_reads_packed_weight(dtype: torch.dtype, layout: Layout) -> None:
     weight, ids = torch.randn(200, 96).to(dtype), torch.tensor([0, 199, 64, 63, 64] * 50, dtype=torch.int32)
     packed = pack(weight.clone())
+    assert packed.can_embed == (packed.layout is not Layout.ONE_DNN)
     if packed.can_embed:
         assert torch.equal(embed(ids, packed, dtype), weight[ids.long()])
-    else:
-        assert packed.layout is Layout.ONE_DNN
     assert torch.equal(embed(ids, PackedWeight(weight), dtype), weight[ids.long()])
 
 
@@ -121,7 +125,7 @@ def test_packed_weights_use_huge_pages(dtype: torch.dtype) -> None:
     assert huge_page_bytes() - before > weight.nbytes / 2
 
 
-def test_infinite_input_affects_only_its_token(implementation: str) -> None:
+def test_infinite_input_affects_only_its_token(layout: Layout) -> None:
     packed = pack(torch.eye(64))
     x = torch.ones(2, 64)
     x[0, 3] = torch.inf

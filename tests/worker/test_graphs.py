@@ -37,7 +37,7 @@ _DECODE = on_one_launch("paged_decode_attention", decode)
 def backend(monkeypatch: pytest.MonkeyPatch) -> TapeBackend:
     """A tape that records every operation, because none runs in C++."""
     monkeypatch.setattr(cpu, "supports", lambda x, length: False)
-    monkeypatch.setattr(linear, "max_linear_tokens", lambda *panels: 0)
+    monkeypatch.setattr(linear, "_supports_panels", lambda weight: False)
     monkeypatch.setattr(
         attention,
         "paged_decode_attention",

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ...kernels.decode_layers import DecodeLayers, DenseLayer, prefers_native_linear
+from ...kernels.decode_layers import DecodeLayers, DenseLayer
 from ..attention import AttentionInputs, LayerCache
 from ..comm.communicator import Communicator
+
+_log = logging.getLogger(__name__)
 
 
 class FusedDecode:
     """A Decoder's layers and its last norm in one native call; with several ranks, in two calls per layer.
 
     Args:
-        layers: all of them have native ops; see plan_fused_decode.
+        layers: none has a missing_op; see plan_fused_decode.
         last_norm: [E].
     """
 
@@ -26,8 +29,8 @@ class FusedDecode:
         self._caches: list[LayerCache] | None = None
 
     def supports(self, num_tokens: int, inputs: AttentionInputs) -> bool:
-        """Return whether all rows of the step decode, and few enough for the native linear layers."""
-        return inputs.num_decodes == num_tokens and prefers_native_linear(num_tokens)
+        """Return whether all rows of the step decode."""
+        return inputs.num_decodes == num_tokens
 
     def forward(
         self,
@@ -60,6 +63,13 @@ class FusedDecode:
 def plan_fused_decode(
     layers: Sequence[DenseLayer | None], last_norm: Tensor, comm: Communicator
 ) -> FusedDecode | None:
-    """Return a FusedDecode. Returns None if a layer is not dense or has no native ops."""
-    dense = [layer for layer in layers if layer is not None and layer.has_native_ops]
-    return FusedDecode(dense, last_norm, comm) if len(dense) == len(layers) else None
+    """Return a FusedDecode. Returns None, and logs why, if a layer is not dense or has no native ops."""
+    dense = [layer for layer in layers if layer is not None]
+    missing = [reason for reason in (layer.missing_op() for layer in dense) if reason is not None]
+    if len(dense) < len(layers):
+        missing.append("a layer is of a kind without fused ops")
+    if missing:
+        if last_norm.is_cpu:
+            _log.info("decode steps run op by op, which is slower with few sequences: %s", missing[0])
+        return None
+    return FusedDecode(dense, last_norm, comm)

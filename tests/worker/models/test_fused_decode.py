@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,6 @@ from narrowing import instance_of, not_none
 from torch import Tensor
 
 from quire.cluster.config.model_config import describe_model
-from quire.kernels.decode_layers import prefers_native_linear
 from quire.kernels.native.library import is_available
 from quire.proto.step import RowSampling
 from quire.worker.attention import AttentionInputs, LayerCache
@@ -50,6 +50,7 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "llama-odd": {"intermediate_size": 130},
 }
+UNSUPPORTED_REASONS = {"llama-odd": "rows of 130 numbers of torch.float32 are not whole vectors"}
 
 MakeDecoder = Callable[..., Decoder]
 
@@ -125,7 +126,7 @@ def assert_equal_bits(decoder: Decoder, dtype: torch.dtype, stored: torch.dtype)
     by_ops = clone(caches)
     for num_tokens in (1, 2, 7):
         token_ids, positions, inputs = make_step(num_tokens)
-        assert fused.supports(num_tokens, inputs) == prefers_native_linear(num_tokens)
+        assert fused.supports(num_tokens, inputs)
         hidden = decoder.forward(token_ids, positions, caches, inputs)
         decoder.fused_decode = None
         expected = decoder.forward(token_ids, positions, by_ops, inputs)
@@ -155,8 +156,13 @@ def test_fused_decode_is_bit_identical_with_quantized_cache_and_weights(
 
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
-def test_unsupported_decoder_has_no_fused_decode(kind: str, make_decoder: MakeDecoder) -> None:
-    assert make_decoder(kind).fused_decode is None
+def test_unsupported_decoder_has_no_fused_decode_and_logs_why(
+    kind: str, make_decoder: MakeDecoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert make_decoder(kind).fused_decode is None
+    (message,) = [record.getMessage() for record in caplog.records if "op by op" in record.getMessage()]
+    assert message.endswith(UNSUPPORTED_REASONS.get(kind, "a layer is of a kind without fused ops"))
 
 
 def test_step_with_prompt_chunk_is_not_supported(make_decoder: MakeDecoder) -> None:

@@ -1,0 +1,133 @@
+"""The instruction sets that the C++ ops are built for, and the choice among them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from collections.abc import Set
+from dataclasses import dataclass
+from pathlib import Path
+
+VARIABLE = "QUIRE_CPU_ISA"
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """A set of instructions, one library each.
+
+    Attributes:
+        machines: values of platform.machine(); empty for any.
+        features: that the processor needs, as Linux names them.
+        flags: of the compiler.
+        extensions: further flags for processors with a further feature: feature |-> flag.
+    """
+
+    name: str
+    machines: frozenset[str] = frozenset()
+    features: frozenset[str] = frozenset()
+    flags: tuple[str, ...] = ()
+    extensions: tuple[tuple[str, str], ...] = ()
+
+
+_X86 = frozenset({"x86_64", "amd64", "AMD64"})
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
+_AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+
+# The fastest first.
+ALL_SETS = (
+    InstructionSet("avx512", _X86, _AVX512, _AVX512_FLAGS, (("avx512_bf16", "-mavx512bf16"),)),
+    InstructionSet("avx2", _X86, _AVX2, _AVX2_FLAGS),
+    InstructionSet("neon", frozenset({"aarch64", "arm64"})),
+    InstructionSet("baseline"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An instruction set that this processor has.
+
+    Attributes:
+        extensions: of the set, those that this processor has.
+        flags: of the compiler, with those of the extensions.
+    """
+
+    name: str
+    extensions: tuple[str, ...]
+    flags: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "+".join((self.name, *self.extensions))
+
+
+def choose(requested: str | None, machine: str, features: Set[str]) -> Choice:
+    """Return the requested instruction set, by default the fastest one that the processor has.
+
+    Args:
+        machine: as platform.machine() names it.
+        features: of the processor, as Linux names them.
+
+    Raises:
+        ValueError: there is no such set, or the processor lacks it.
+    """
+    supported = _supported(machine, features)
+    if requested is None:
+        return supported[0]
+    for choice in supported:
+        if choice.name == requested:
+            return choice
+    if requested in [instruction_set.name for instruction_set in ALL_SETS]:
+        names = ", ".join(choice.name for choice in supported)
+        raise ValueError(f"{VARIABLE} is {requested!r}, which this processor lacks; it has {names}")
+    names = ", ".join(instruction_set.name for instruction_set in ALL_SETS)
+    raise ValueError(f"{VARIABLE} is {requested!r}, must be one of {names}")
+
+
+def supported_sets() -> list[str]:
+    """Return the names of the instruction sets that this processor has, the fastest first."""
+    return [choice.name for choice in _supported(platform.machine(), processor_features())]
+
+
+def instruction_set() -> Choice:
+    """Return the instruction set for this process: the variable QUIRE_CPU_ISA, else the processor, decides.
+
+    Raises:
+        ValueError: see choose.
+    """
+    return choose(os.environ.get(VARIABLE) or None, platform.machine(), processor_features())
+
+
+@functools.cache
+def processor_features() -> frozenset[str]:
+    """Return the features that Linux reports; none on other systems, which get the sets that need none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    return parse_features(text)
+
+
+def parse_features(text: str) -> frozenset[str]:
+    """Return the features of the first processor in the text of /proc/cpuinfo."""
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _supported(machine: str, features: Set[str]) -> list[Choice]:
+    return [
+        _with_extensions(instruction_set, features)
+        for instruction_set in ALL_SETS
+        if (not instruction_set.machines or machine in instruction_set.machines)
+        and instruction_set.features <= features
+    ]
+
+
+def _with_extensions(instruction_set: InstructionSet, features: Set[str]) -> Choice:
+    found = [(feature, flag) for feature, flag in instruction_set.extensions if feature in features]
+    extensions, flags = tuple(feature for feature, _ in found), tuple(flag for _, flag in found)
+    return Choice(instruction_set.name, extensions, instruction_set.flags + flags)
