@@ -85,7 +85,7 @@ class InProcessEngine:
     """The scheduler, step loop and worker of a replica, in this process. Implements `Engine`.
 
     Steps run on a thread of their own, because a Ctrl-C in the middle of a step would leave it half done. All calls
-    use the same thread, since OpenMP's worker threads and memory that is used again belong to it.
+    use the same thread, since the thread pool of the CPU ops and memory that is used again belong to it.
 
     Attributes:
         config: configuration with the number of KV blocks resolved.
