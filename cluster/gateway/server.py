@@ -13,6 +13,7 @@ from ...proto.errors import ConfigError
 from ..host.background import run_in_background
 from .admin import AdminService, Fleet
 from .authentication import AuthenticationInterceptor, Authenticator
+from .generation import GenerationService
 from .inference import InferenceService
 from .listen_address import ListenAddress
 from .security import Security
@@ -66,7 +67,7 @@ class Gateway:
         self._models = models
         self._health = health.aio.HealthServicer()
         self._authenticator = Authenticator(self._security.tokens)
-        self._inference = InferenceService(models, self._authenticator)
+        self._inference = InferenceService(models, GenerationService(models), self._authenticator)
         self._admin = AdminService(models, self._authenticator, fleet)
         self._server: grpc.aio.Server | None = None
         self._monitor: asyncio.Task[None] | None = None
