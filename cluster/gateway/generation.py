@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 
 from ...proto.errors import DuplicateRequest, RequestAborted
 from ...proto.sampling import SamplingParams
@@ -15,6 +15,7 @@ from ..requests.output_processor import OutputProcessor
 from ..requests.outputs import RequestStarted, StreamEvent
 from ..requests.request import Prompt, Request
 from ..requests.request_stream import output_events
+from .observer import Observers, RequestObserver, RequestWatch
 from .request_migration import MigratingRequest
 from .served_models import ServedModel, ServedModels
 
@@ -35,6 +36,7 @@ class GenerationCall:
         timeout_s: time left until the caller's deadline; None without a deadline.
         cache_salt: prefix caching shares KV only between requests with the same salt.
         add_special_tokens: add the tokenizer's special tokens to a text prompt.
+        trace_headers: the caller's ``traceparent`` and ``tracestate`` (W3C Trace Context), by lower-case name.
     """
 
     prompt: Prompt
@@ -46,6 +48,7 @@ class GenerationCall:
     timeout_s: float | None = None
     cache_salt: str = ""
     add_special_tokens: bool = True
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +65,15 @@ class Generation:
 
 
 class GenerationService:
-    """Runs requests on the models of one gateway. For one event loop."""
+    """Runs requests on the models of one gateway. For one event loop.
 
-    def __init__(self, models: ServedModels) -> None:
+    Args:
+        observer: receives every call.
+    """
+
+    def __init__(self, models: ServedModels, observer: RequestObserver | None = None) -> None:
         self._models = models
+        self._observer = observer or Observers()
         self._running: dict[RequestKey, MigratingRequest] = {}
 
     @asynccontextmanager
@@ -76,17 +84,19 @@ class GenerationService:
             ModelNotFound, InvalidRequest, DuplicateRequest: before the request was started.
             QuireError: from the iteration of the events; the error that ended the request.
         """
-        model = self._models.find(call.model)
-        self._check_not_running((call.tenant, call.request_id))
-        request = await self._check(model, call)
-        key = request.tenant, request.request_id
-        self._check_not_running(key)  # a duplicate may have started while a long prompt was tokenized
-        running = self._running[key] = model.pool.submit(request)
-        try:
-            yield Generation(model, request, _events(model, request, running))
-        finally:
-            running.abort()
-            del self._running[key]
+        with self._watch(call) as watch:
+            model = self._models.find(call.model)
+            self._check_not_running((call.tenant, call.request_id))
+            request = await self._check(model, call)
+            key = request.tenant, request.request_id
+            self._check_not_running(key)  # a duplicate may have started while a long prompt was tokenized
+            running = self._running[key] = model.pool.submit(request, watch.on_moved)
+            watch.on_accepted(model.name, request)
+            try:
+                yield Generation(model, request, _events(model, request, running, watch))
+            finally:
+                running.abort()
+                del self._running[key]
 
     def abort(self, tenant: str, request_id: str) -> bool:
         """End a running request of the tenant. Return False if no such request is running."""
@@ -94,6 +104,18 @@ class GenerationService:
         if running is not None:
             running.end(RequestAborted(f"request {request_id!r} was aborted"))
         return running is not None
+
+    @contextmanager
+    def _watch(self, call: GenerationCall) -> Iterator[RequestWatch]:
+        """Report the end of the call to its watch, however it ends."""
+        watch = self._observer.watch(call)
+        try:
+            yield watch
+        except BaseException as error:
+            watch.on_end(error)
+            raise
+        else:
+            watch.on_end(None)
 
     async def _check(self, model: ServedModel, call: GenerationCall) -> Request:
         """Return the validated and tokenized request."""
@@ -117,8 +139,9 @@ class GenerationService:
 
 
 async def _events(
-    model: ServedModel, request: Request, running: MigratingRequest
+    model: ServedModel, request: Request, running: MigratingRequest, watch: RequestWatch
 ) -> AsyncIterator[StreamEvent]:
     yield RequestStarted(request.request_id, model.name, len(request.prompt_token_ids))
     async for event in output_events(running, OutputProcessor(request, model.tokenizer)):
+        watch.on_event(event)
         yield event

@@ -18,7 +18,7 @@ from ..host.change_notifier import ChangeNotifier
 from ..replica.canary import run_canary
 from ..replica.client import ReplicaClient
 from ..requests.request import Request
-from .request_migration import MigratingRequest
+from .request_migration import MigratingRequest, MoveListener, ignore_move
 from .router import ReplicaLoad, Router
 
 CANARY_TIMEOUT_S = 60.0
@@ -161,8 +161,11 @@ class ReplicaPool:
             self.remove(replica_id, "its gateway was closed")
         await asyncio.gather(*self._closing)
 
-    def submit(self, request: Request) -> MigratingRequest:
+    def submit(self, request: Request, on_move: MoveListener = ignore_move) -> MigratingRequest:
         """Run the request.
+
+        Args:
+            on_move: see MigratingRequest.
 
         Raises:
             Overloaded: too many requests wait for a replica already.
@@ -172,7 +175,7 @@ class ReplicaPool:
         self._num_arrived_tokens += len(request.prompt_token_ids)
         if not self.is_ready:
             self._check_may_wait()
-        running = MigratingRequest(request, self)
+        running = MigratingRequest(request, self, on_move=on_move)
         running.start()
         return running
 

@@ -20,9 +20,16 @@ from ..replica.client import ReplicaClient
 from ..requests.request import Request
 from ..requests.request_stream import UpdateQueue
 from ..requests.sequence_update import SequenceUpdate
+from .observer import MoveCause
 
 # After this many replica failures under one request, the request is assumed to be their cause.
 MAX_FAILED_REPLICAS = 3
+
+MoveListener = Callable[[str, MoveCause], None]
+
+
+def ignore_move(replica_id: str, cause: MoveCause) -> None:
+    """MoveListener that does nothing."""
 
 
 class ReplicaPicker(Protocol):
@@ -124,15 +131,21 @@ class MigratingRequest(UpdateQueue):
     Args:
         picker: chooses the replicas.
         clock: monotonic time in seconds.
+        on_move: called with a replica's id for each sequence that the replica loses before its end.
     """
 
     def __init__(
-        self, request: Request, picker: ReplicaPicker, clock: Callable[[], float] = time.monotonic
+        self,
+        request: Request,
+        picker: ReplicaPicker,
+        clock: Callable[[], float] = time.monotonic,
+        on_move: MoveListener = ignore_move,
     ) -> None:
         super().__init__(request.sampling.num_sequences)
         self._request = request
         self._picker = picker
         self._clock = clock
+        self._on_move = on_move
         now = clock()
         self._deadline = None if request.timeout_s is None else now + request.timeout_s
         self._outputs = [_Output(now) for _ in self.open]
@@ -194,6 +207,7 @@ class MigratingRequest(UpdateQueue):
         if output.num_cached_tokens is None:
             output.num_cached_tokens = finish.num_cached_tokens
         output.unplace(self._clock(), finish.timings)
+        self._on_move(attempt.client.replica_id, MoveCause.DRAIN)
         self._picker.drain(attempt.client.replica_id)
         self._last_failure = ReplicaUnavailable(f"replica {attempt.client.replica_id} drains")
         self._resume()
@@ -208,6 +222,8 @@ class MigratingRequest(UpdateQueue):
                 spent_s = now - output.since
                 spent = Timings(decode_s=spent_s) if output.token_ids else Timings(queued_s=spent_s)
                 output.unplace(now, spent)
+                if not self._picker.is_fixed:
+                    self._on_move(attempt.client.replica_id, MoveCause.FAILURE)
         self._num_failures += attempt.client.replica_id not in self._failed_replicas
         self._failed_replicas.add(attempt.client.replica_id)
         self._last_failure = error

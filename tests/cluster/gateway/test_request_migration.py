@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.cluster.gateway.observer import MoveCause
 from quire.cluster.gateway.request_migration import MAX_FAILED_REPLICAS, MigratingRequest
 from quire.cluster.requests.request import Request
 from quire.cluster.requests.sequence_update import SequenceUpdate
@@ -122,6 +123,22 @@ def test_finish_has_usage_and_timings_of_all_replicas() -> None:
         assert update.finish.num_cached_tokens == 2
         # The five seconds between the replicas count as preemption.
         assert update.finish.timings == Timings(1.5, 2.5, 4.0, 5.0, 6, num_moves=1)
+
+    run(scenario)
+
+
+def test_each_sequence_that_a_replica_loses_is_reported_with_its_cause() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        moves: list[tuple[str, MoveCause]] = []
+        running = MigratingRequest(request(n=2), picker, clock, lambda *move: moves.append(move))
+        running.start()
+        picker.a.send_update(0, 1, 10, reason=FinishReason.MOVED)
+        await settle()
+        assert moves == [("a", MoveCause.DRAIN)]
+        for _, receiver in picker.b.placed:
+            receiver.fail(ReplicaUnavailable("it died"))
+        await settle()
+        assert moves == [("a", MoveCause.DRAIN), ("b", MoveCause.FAILURE)]
 
     run(scenario)
 
