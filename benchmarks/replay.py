@@ -187,7 +187,8 @@ class SimulatedGroup:
         # A low-discrepancy sequence over positions, with a different start per request.
         shared = (self._seeds[beams] * 0.7548776662 + self._num_computed[beams] * 0.6180339887) % 1.0
         top = self._candidates.logprobs(shared.astype(np.float32), self._rng, count)
-        return Logprobs(index, top[:, 0], self._tokens((index.size, count)), top)
+        ranks = np.ones_like(index)
+        return Logprobs(index, top[:, 0], ranks, self._tokens((index.size, count)), top)
 
 
 class TraceMailbox:

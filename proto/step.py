@@ -25,7 +25,7 @@ import numpy.typing as npt
 from .block_tables import IntArray, RowArray
 from .codec import FloatArray, FrameCodec, field_values, pack_floats, pack_ints, unpack_floats, unpack_ints
 
-VERSION = 2
+VERSION = 3
 NO_INTS = unpack_ints(b"")
 NO_PAIRS: IntArray = NO_INTS.reshape(0, 2)
 
@@ -205,12 +205,14 @@ class Logprobs:
     Attributes:
         index: [n] int32, positions in the accompanying token array.
         chosen: [n] float32, of the sampled tokens.
+        ranks: [n] int32, of the sampled tokens in the vocabulary: 1 for the most likely one.
         top_ids: [n, k] int32, most likely tokens first; k is the largest number that any row requests.
         top: [n, k] float32, log-probabilities of top_ids.
     """
 
     index: IntArray
     chosen: FloatArray
+    ranks: IntArray
     top_ids: IntArray
     top: FloatArray
 
@@ -223,21 +225,22 @@ class Logprobs:
         if not keep.any():
             return None
         index = np.searchsorted(positions, self.index[keep]).astype(np.int32)
-        return Logprobs(index, self.chosen[keep], self.top_ids[keep], self.top[keep])
+        return Logprobs(index, self.chosen[keep], self.ranks[keep], self.top_ids[keep], self.top[keep])
 
     def pack(self) -> tuple[Any, ...]:
         """Return the fields as msgpack values."""
-        index, chosen = pack_ints(self.index), pack_floats(self.chosen)
-        return index, chosen, self.top_ids.shape[1], pack_ints(self.top_ids), pack_floats(self.top)
+        of_chosen = pack_ints(self.index), pack_floats(self.chosen), pack_ints(self.ranks)
+        return *of_chosen, self.top_ids.shape[1], pack_ints(self.top_ids), pack_floats(self.top)
 
     @staticmethod
     def unpack(value: Any) -> Logprobs:
-        index, raw_chosen, width, raw_top_ids, raw_top = value
+        index, raw_chosen, ranks, width, raw_top_ids, raw_top = value
         chosen = unpack_floats(raw_chosen)
         shape = (len(chosen), width) if width == 0 else (-1, width)
         return Logprobs(
             unpack_ints(index),
             chosen,
+            unpack_ints(ranks),
             unpack_ints(raw_top_ids).reshape(shape),
             unpack_floats(raw_top).reshape(shape),
         )
@@ -261,7 +264,9 @@ class PromptLogprobs:
         all_ = self.logprobs
         if not mask.any():
             return None
-        kept = Logprobs(all_.index[mask], all_.chosen[mask], all_.top_ids[mask], all_.top[mask])
+        kept = Logprobs(
+            all_.index[mask], all_.chosen[mask], all_.ranks[mask], all_.top_ids[mask], all_.top[mask]
+        )
         return PromptLogprobs(owners, kept)
 
     def pack(self) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from .codec import FrameCodec, field_values, pack_ints, unpack_ints
 from .sampling import SamplingParams
 from .step import NO_INTS, Logprobs, PromptLogprobs
 
-VERSION = 2
+VERSION = 3
 # Bytes of a block's digest in a CacheReport: enough to route by, too few to share a block by.
 CACHE_HASH_BYTES = 8
 

@@ -348,6 +348,7 @@ def _to_host(logprobs: SampledLogprobs | None) -> Logprobs | None:
     return Logprobs(
         logprobs.index,
         logprobs.chosen.cpu().numpy(),
+        logprobs.ranks.cpu().numpy(),
         logprobs.top_ids.int().cpu().numpy(),
         logprobs.top.cpu().numpy(),
     )

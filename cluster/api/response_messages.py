@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ...proto import inference_pb2
 from ...proto.errors import ProtocolError
+from ...proto.sampling import SamplingParams
 from ...proto.stream import Timings
 from ..requests.outputs import (
     CompletionDelta,
@@ -17,6 +18,7 @@ from ..requests.outputs import (
     RequestStarted,
     StreamEvent,
     Usage,
+    most_likely,
     position_logprobs,
 )
 
@@ -27,13 +29,16 @@ _FINISH_REASONS = {
 _FINISH_REASON_NAMES = {number: name for name, number in _FINISH_REASONS.items()}
 
 
-def event_to_message(event: StreamEvent) -> inference_pb2.GenerateEvent:
+def event_to_message(event: StreamEvent, sampling: SamplingParams) -> inference_pb2.GenerateEvent:
+    """`sampling`: of the request, with the numbers of log-probabilities that it asked for."""
     if isinstance(event, CompletionDelta):
-        return inference_pb2.GenerateEvent(delta=_delta_to_message(event))
+        return inference_pb2.GenerateEvent(delta=_delta_to_message(event, sampling.logprobs))
     if isinstance(event, CompletionFinished):
         return inference_pb2.GenerateEvent(finished=_finished_to_message(event))
     if isinstance(event, PromptLogprobsDelta):
-        message = _prompt_logprobs_to_message(event.start, event.token_ids, event.logprobs)
+        message = _prompt_logprobs_to_message(
+            event.start, event.token_ids, event.logprobs, sampling.prompt_logprobs
+        )
         return inference_pb2.GenerateEvent(prompt_logprobs=message)
     started = inference_pb2.Started(
         request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens
@@ -60,15 +65,21 @@ def event_from_message(message: inference_pb2.GenerateEvent) -> StreamEvent:
     raise ProtocolError("the server sent an event that this version of the client does not support")
 
 
-def output_to_message(output: RequestOutput) -> inference_pb2.GenerateResponse:
-    """`output.prompt_token_ids` must be set if `output.prompt_logprobs` is."""
+def output_to_message(output: RequestOutput, sampling: SamplingParams) -> inference_pb2.GenerateResponse:
+    """`output.prompt_token_ids` must be set if `output.prompt_logprobs` is.
+
+    Args:
+        sampling: of the request, with the numbers of log-probabilities that it asked for.
+    """
+    completions = (_completion_to_message(completion, sampling.logprobs) for completion in output.outputs)
     response = inference_pb2.GenerateResponse(
-        request_id=output.request_id, model=output.model, outputs=map(_completion_to_message, output.outputs)
+        request_id=output.request_id, model=output.model, outputs=completions
     )
     if output.prompt_logprobs is not None:
         assert output.prompt_token_ids is not None
         known = [entry for entry in output.prompt_logprobs if entry is not None]
-        message = _prompt_logprobs_to_message(1, output.prompt_token_ids[1:], known)
+        token_ids = output.prompt_token_ids[1:]
+        message = _prompt_logprobs_to_message(1, token_ids, known, sampling.prompt_logprobs)
         response.prompt_logprobs.CopyFrom(message)
     return response
 
@@ -91,12 +102,12 @@ def output_from_message(
     )
 
 
-def _completion_to_message(output: CompletionOutput) -> inference_pb2.Output:
+def _completion_to_message(output: CompletionOutput, num_top: int | None) -> inference_pb2.Output:
     return inference_pb2.Output(
         index=output.index,
         text=output.text,
         token_ids=output.token_ids,
-        logprobs=_logprobs_to_messages(output.token_ids, output.logprobs or ()),
+        logprobs=_logprobs_to_messages(output.token_ids, output.logprobs or (), num_top),
         finished=_finished_to_message(output),
     )
 
@@ -117,13 +128,13 @@ def _completion_from_message(message: inference_pb2.Output) -> CompletionOutput:
     )
 
 
-def _delta_to_message(delta: CompletionDelta) -> inference_pb2.Delta:
+def _delta_to_message(delta: CompletionDelta, num_top: int | None) -> inference_pb2.Delta:
     return inference_pb2.Delta(
         sequence_number=delta.sequence_number,
         index=delta.index,
         text=delta.text,
         token_ids=delta.token_ids,
-        logprobs=_logprobs_to_messages(delta.token_ids, delta.logprobs),
+        logprobs=_logprobs_to_messages(delta.token_ids, delta.logprobs, num_top),
     )
 
 
@@ -134,31 +145,29 @@ def _delta_from_message(message: inference_pb2.Delta) -> CompletionDelta:
 
 
 def _prompt_logprobs_to_message(
-    start: int, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]
+    start: int, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs], num_top: int | None
 ) -> inference_pb2.PromptLogprobs:
-    entries = _logprobs_to_messages(token_ids, logprobs)
+    entries = _logprobs_to_messages(token_ids, logprobs, num_top)
     return inference_pb2.PromptLogprobs(start=start, logprobs=entries, token_ids=token_ids)
 
 
 def _logprobs_to_messages(
-    token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]
+    token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs], num_top: int | None
 ) -> list[inference_pb2.TokenLogprobs]:
     """`logprobs`: one entry per token, or empty."""
     return [
-        _logprobs_to_message(token_id, entry) for token_id, entry in zip(token_ids, logprobs, strict=False)
+        _logprobs_to_message(token_id, entry, num_top or 0)
+        for token_id, entry in zip(token_ids, logprobs, strict=False)
     ]
 
 
-def _logprobs_to_message(token_id: int, entry: PositionLogprobs) -> inference_pb2.TokenLogprobs:
-    top = sorted(
-        (logprob.rank, top_id, logprob.logprob)
-        for top_id, logprob in entry.items()
-        if logprob.rank is not None
-    )
+def _logprobs_to_message(token_id: int, entry: PositionLogprobs, num_top: int) -> inference_pb2.TokenLogprobs:
+    top = most_likely(entry, num_top)
     return inference_pb2.TokenLogprobs(
         chosen=entry[token_id].logprob,
-        top_token_ids=[top_id for _, top_id, _ in top],
-        top_logprobs=[logprob for _, _, logprob in top],
+        rank=entry[token_id].rank,
+        top_token_ids=[top_id for top_id, _ in top],
+        top_logprobs=[logprob.logprob for _, logprob in top],
     )
 
 
@@ -171,7 +180,7 @@ def _logprobs_from_messages(
             f"the server sent {len(messages)} log-probabilities for {len(token_ids)} tokens, must be one each"
         )
     return [
-        position_logprobs(token_id, message.chosen, message.top_token_ids, message.top_logprobs)
+        position_logprobs(token_id, message.chosen, message.rank, message.top_token_ids, message.top_logprobs)
         for token_id, message in zip(token_ids, messages, strict=False)
     ]
 

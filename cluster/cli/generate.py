@@ -22,6 +22,7 @@ from .sampling_options import (
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ...proto.sampling import SamplingParams
     from ..requests.outputs import PositionLogprobs, RequestOutput, StreamEvent
 
 DEFAULT_MAX_TOKENS = 128
@@ -66,7 +67,7 @@ def generate(
     if not streams:
         for output in result.outputs:
             print(f"[{output.index}] {output.text}")
-    _show_logprobs(result)
+    _show_logprobs(result, sampling_params)
 
 
 def _printed(events: "Iterable[StreamEvent]") -> "Iterable[StreamEvent]":
@@ -81,30 +82,34 @@ def _printed(events: "Iterable[StreamEvent]") -> "Iterable[StreamEvent]":
     sys.stdout.write("\n")
 
 
-def _show_logprobs(result: "RequestOutput") -> None:
+def _show_logprobs(result: "RequestOutput", sampling_params: "SamplingParams") -> None:
     from rich.console import Console
 
     console = Console()
     if result.prompt_logprobs is not None:
         entries = [entry for entry in result.prompt_logprobs if entry is not None]
-        console.print(_logprob_table("Prompt, from its second token on", entries))
+        console.print(
+            _logprob_table("Prompt, from its second token on", entries, sampling_params.prompt_logprobs)
+        )
     for output in result.outputs:
         if output.logprobs:
-            console.print(_logprob_table(f"Completion {output.index}", output.logprobs))
+            title = f"Completion {output.index}"
+            console.print(_logprob_table(title, output.logprobs, sampling_params.logprobs))
 
 
-def _logprob_table(title: str, entries: "Iterable[PositionLogprobs]") -> "Table":
+def _logprob_table(title: str, entries: "Iterable[PositionLogprobs]", num_top: int | None) -> "Table":
     from rich.table import Table
 
-    table = Table("token id", "log-probability", "most likely", title=title, title_justify="left")
+    from ..requests.outputs import most_likely
+
+    table = Table("token id", "log-probability", "rank", "most likely", title=title, title_justify="left")
     for entry in entries:
         token_id, chosen = next(iter(entry.items()))
-        top = sorted(
-            (each.rank, top_id, each.logprob) for top_id, each in entry.items() if each.rank is not None
-        )
+        top = most_likely(entry, num_top or 0)
         table.add_row(
             str(token_id),
             f"{chosen.logprob:.3f}",
-            "  ".join(f"{top_id}: {logprob:.3f}" for _, top_id, logprob in top),
+            str(chosen.rank),
+            "  ".join(f"{top_id}: {each.logprob:.3f}" for top_id, each in top),
         )
     return table

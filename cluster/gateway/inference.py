@@ -39,7 +39,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             prompt_token_ids=request.prompt_token_ids.tolist(),
             with_prompt_logprobs=request.sampling.prompt_logprobs is not None,
         )
-        return output_to_message(output)
+        return output_to_message(output, request.sampling)
 
     @convert_errors
     async def GenerateStream(
@@ -47,7 +47,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         async with self._generation.run(self._call(message, context)) as generation:
             async for event in generation.events:
-                await context.write(event_to_message(event))
+                await context.write(event_to_message(event, generation.request.sampling))
 
     @convert_errors
     async def Abort(

@@ -182,4 +182,4 @@ def _position_logprobs(
 ) -> PositionLogprobs:
     """Convert an entry, without the top tokens that only other requests of its step asked for."""
     top_ids, top_logprobs = entry.top_token_ids[:num_top], entry.top_logprobs[:num_top]
-    return position_logprobs(token_id, entry.chosen, top_ids, top_logprobs, decode)
+    return position_logprobs(token_id, entry.chosen, entry.rank, top_ids, top_logprobs, decode)

@@ -17,12 +17,12 @@ class Logprob:
     """Natural logarithm of a token's probability at one position, before temperature and truncation.
 
     Attributes:
-        rank: 1 for the most likely token; None if the token is not among the most likely ones that were requested.
+        rank: in the vocabulary; 1 for the most likely token.
         decoded_token: the token's text; None in outputs of Client and AsyncClient, since the server does not send it.
     """
 
     logprob: float
-    rank: int | None = None
+    rank: int
     decoded_token: str | None = None
 
 
@@ -162,6 +162,7 @@ class RequestOutput:
 def position_logprobs(
     token_id: int,
     logprob: float,
+    rank: int,
     top_token_ids: Sequence[int],
     top_logprobs: Sequence[float],
     decode: Callable[[int], str] | None = None,
@@ -171,14 +172,23 @@ def position_logprobs(
     Args:
         token_id: the token at the position.
         logprob: its log-probability.
+        rank: its rank in the vocabulary. Where it is as likely as one of the most likely tokens but not one of them,
+            it ranks behind them.
         top_token_ids: the most likely tokens, in descending order.
         top_logprobs: one per token of `top_token_ids`.
         decode: returns a token's text; None leaves `decoded_token` unset.
     """
-    entries = {token_id: Logprob(logprob, None, None if decode is None else decode(token_id))}
-    for rank, (top_id, top_logprob) in enumerate(zip(top_token_ids, top_logprobs, strict=True), start=1):
-        entries[top_id] = Logprob(top_logprob, rank, None if decode is None else decode(top_id))
+    behind_top = max(rank, len(top_token_ids) + 1)
+    entries = {token_id: Logprob(logprob, behind_top, None if decode is None else decode(token_id))}
+    for top_rank, (top_id, top_logprob) in enumerate(zip(top_token_ids, top_logprobs, strict=True), start=1):
+        entries[top_id] = Logprob(top_logprob, top_rank, None if decode is None else decode(top_id))
     return entries
+
+
+def most_likely(entry: PositionLogprobs, num_top: int) -> list[tuple[int, Logprob]]:
+    """Return the `num_top` most likely tokens of a position, best first, of which the position's own may be none."""
+    top = [(token_id, logprob) for token_id, logprob in entry.items() if logprob.rank <= num_top]
+    return sorted(top, key=lambda item: item[1].rank)
 
 
 def collect_output(

@@ -15,11 +15,13 @@ class TokenLogprobs:
 
     Attributes:
         chosen: of the token at the position, sampled or part of the prompt.
+        rank: of that token in the vocabulary; 1 for the most likely one.
         top_token_ids: the most likely tokens, in descending order.
         top_logprobs: one per token of `top_token_ids`.
     """
 
     chosen: float
+    rank: int
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
 
@@ -72,6 +74,6 @@ def updates_by_handle(batch: TokenBatch) -> Iterable[tuple[int, SequenceUpdate]]
 
 
 def _entries(logprobs: Logprobs) -> Iterable[TokenLogprobs]:
-    columns = logprobs.chosen, logprobs.top_ids, logprobs.top
+    columns = logprobs.chosen, logprobs.ranks, logprobs.top_ids, logprobs.top
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    return (TokenLogprobs(chosen, tuple(ids), tuple(top)) for chosen, ids, top in rows)
+    return (TokenLogprobs(chosen, rank, tuple(ids), tuple(top)) for chosen, rank, ids, top in rows)

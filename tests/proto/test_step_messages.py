@@ -113,7 +113,8 @@ def test_result_round_trip(width: int) -> None:
     top_ids = random.integers(0, 1000, (3, width)).astype(np.int32)
     top = random.standard_normal((3, width)).astype(np.float32)
     chosen = random.standard_normal(3).astype(np.float32)
-    logprobs = Logprobs(np.array([0, 2, 3], np.int32), chosen, top_ids, top)
+    ranks = np.array([1, 9, 4], np.int32)
+    logprobs = Logprobs(np.array([0, 2, 3], np.int32), chosen, ranks, top_ids, top)
     token_ids = np.array([5, 6, 7, 8], np.int32)
     scores = PromptLogprobs(np.array([1, 1, 6], np.int32), logprobs)
     result = StepResult(9, 2, 0, token_ids, logprobs, {"forward": 0.5}, scores)
@@ -129,6 +130,7 @@ def test_selected_logprobs_index_into_the_selection() -> None:
     logprobs = Logprobs(
         np.array([0, 2, 5], np.int32),
         np.array([-1, -2, -3], np.float32),
+        np.array([4, 5, 6], np.int32),
         np.array([[1], [2], [3]], np.int32),
         np.array([[-1], [-2], [-3]], np.float32),
     )
@@ -136,11 +138,12 @@ def test_selected_logprobs_index_into_the_selection() -> None:
     assert chosen is not None
     assert chosen.index.tolist() == [1, 2]
     assert chosen.chosen.tolist() == [-2, -3]
+    assert chosen.ranks.tolist() == [5, 6]
     assert logprobs.select(np.array([1, 3], np.int32)) is None
 
 
 @pytest.mark.parametrize(
-    "frame", [b"", b"\x00", b"\x01\x90", b"\x02", b"\x02\x90", b"\x02\xc1", b"\x02\x93\x01\x02\x03"]
+    "frame", [b"", b"\x00", b"\x02\x90", b"\x03", b"\x03\x90", b"\x03\xc1", b"\x03\x93\x01\x02\x03"]
 )
 def test_unreadable_frame_is_a_protocol_error(frame: bytes) -> None:
     with pytest.raises(ProtocolError):

@@ -119,6 +119,7 @@ def test_token_batch_round_trip() -> None:
     logprobs = Logprobs(
         np.array([1], np.int32),
         np.array([-0.5], np.float32),
+        np.array([3], np.int32),
         np.array([[9, 8]], np.int32),
         np.ones((1, 2), np.float32),
     )
@@ -132,6 +133,7 @@ def test_token_batch_round_trip() -> None:
     np.testing.assert_array_equal(received.token_ids, sent.token_ids)
     assert received.logprobs is not None
     np.testing.assert_array_equal(received.logprobs.top_ids, logprobs.top_ids)
+    np.testing.assert_array_equal(received.logprobs.ranks, logprobs.ranks)
     assert received.prompt_logprobs is not None
     np.testing.assert_array_equal(received.prompt_logprobs.owners, scores.owners)
     np.testing.assert_array_equal(received.prompt_logprobs.logprobs.top, logprobs.top)

@@ -223,6 +223,7 @@ class FakeWorkerGroup:
         chosen_only = Logprobs(
             np.array(places, np.int32),
             np.array(chosen, np.float32),
+            np.ones(len(rows), np.int32),
             width.astype(np.int32),
             width.astype(np.float32),
         )
@@ -236,8 +237,9 @@ class FakeWorkerGroup:
         whole = np.stack([logprobs_of(states[index]) for index, _ in asked])
         top_ids = np.argsort(-whole, axis=1, kind="stable")[:, :width].astype(np.int32)
         chosen = np.array([whole[i, self.tokens[row][-1]] for i, (_, row) in enumerate(asked)], np.float32)
+        ranks = (whole > chosen[:, None]).sum(axis=1, dtype=np.int32) + 1
         index = np.array([index for index, _ in asked], np.int32)
-        return Logprobs(index, chosen, top_ids, np.take_along_axis(whole, top_ids, axis=1))
+        return Logprobs(index, chosen, ranks, top_ids, np.take_along_axis(whole, top_ids, axis=1))
 
     def _apply(self, plan: StepPlan) -> None:
         _apply_to_tables(self.tables, plan)

@@ -93,7 +93,7 @@ def compute_prompt_logprobs(
         )
         for start in range(0, len(scored.rows), slice_len)
     ]
-    chosen, top_ids, top = (torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True))
+    chosen, ranks, top_ids, top = (torch.cat(tensors).cpu().numpy() for tensors in zip(*parts, strict=True))
     return PromptLogprobs(
-        scored.rows, Logprobs(scored.positions, chosen.numpy(), top_ids.int().numpy(), top.numpy())
+        scored.rows, Logprobs(scored.positions, chosen, ranks, top_ids.astype(np.int32), top)
     )

@@ -44,12 +44,14 @@ class SampledLogprobs:
     Attributes:
         index: [n] int32, indices of these rows among the sampled rows.
         chosen: [n] float32, of the sampled tokens.
+        ranks: [n] int32, 1 for the most likely token of the vocabulary; tokens that are as likely share a rank.
         top_ids: [n, k] int64, most likely first; k is the largest number that any row reports.
         top: [n, k] float32.
     """
 
     index: IntArray
     chosen: Tensor
+    ranks: Tensor
     top_ids: Tensor
     top: Tensor
 
@@ -101,15 +103,15 @@ class Sampler:
         reporting = np.flatnonzero(table.num_logprobs[rows] >= 0).astype(np.int32)
         if reporting.size == 0:
             return token_ids, None
-        index = to_device(reporting, self._device, torch.int64)
         num_top = int(table.num_logprobs[rows].max())
-        chosen, top_ids, top = self.logprobs(logits, token_ids[index], num_top, index)
-        return token_ids, SampledLogprobs(reporting, chosen, top_ids, top)
+        index = None if reporting.size == len(rows) else to_device(reporting, self._device, torch.int64)
+        chosen = token_ids if index is None else token_ids[index]
+        return token_ids, SampledLogprobs(reporting, *self.logprobs(logits, chosen, num_top, index))
 
     def logprobs(
         self, logits: Tensor, token_ids: Tensor, num_top: int, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probabilities of given tokens and of the most likely ones.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return log-probabilities and ranks of given tokens, and the most likely tokens with theirs.
 
         Args:
             logits: [N, padded_len] float32.
@@ -117,27 +119,36 @@ class Sampler:
             rows: [n] int64, the row of `logits` for each token; None for all N rows in order.
 
         Returns:
-            of the given tokens [n] float32; the most likely token ids [n, num_top] int64 and theirs
-            [n, num_top] float32.
+            of the given tokens [n] float32, and their ranks [n] int32; the most likely token ids [n, num_top] int64
+            and theirs [n, num_top] float32.
         """
+        chosen = self._logits_of(logits, token_ids, rows)
+        num_greater = _count_greater(logits, chosen, rows).float()  # exact below MAX_VOCAB_SIZE
         num_local = min(num_top, logits.shape[1])
         top, top_columns, log_total = topk_tokens(logits, num_local, None, rows)
-        columns = token_ids.long() - self._shard.start
-        is_local = (columns >= 0) & (columns < len(self._shard))
-        if rows is None:
-            rows = torch.arange(len(logits), device=logits.device)
-        chosen = logits[rows, columns.masked_fill(~is_local, 0)].masked_fill(~is_local, -torch.inf)
-        local = (top, (top_columns + self._shard.start).float(), chosen.unsqueeze(1), log_total.unsqueeze(1))
+        local = (
+            top, (top_columns + self._shard.start).float(), num_greater.unsqueeze(1), log_total.unsqueeze(1)
+        )  # fmt: skip
         gathered = self._comm.all_gather(torch.cat(local, dim=-1))
-        top, top_ids, chosen, log_total = gathered.split_with_sizes([num_local, num_local, 1, 1], dim=-1)
+        top, top_ids, num_greater, log_total = gathered.split_with_sizes([num_local, num_local, 1, 1], dim=-1)
         log_total = log_total.logsumexp(dim=0)
         merged = _concat_ranks(top)
         top, order = merged.topk(min(num_top, merged.shape[1]), dim=-1)
         return (
-            (chosen.amax(dim=0) - log_total).squeeze(1),
+            chosen - log_total.squeeze(1),
+            1 + num_greater.sum(dim=0).squeeze(1).int(),
             _concat_ranks(top_ids).gather(1, order).long(),
             top - log_total,
         )
+
+    def _logits_of(self, logits: Tensor, token_ids: Tensor, rows: Tensor | None) -> Tensor:
+        """Return the logits of given tokens, one per row, [n], from the ranks that have them."""
+        columns = token_ids.long() - self._shard.start
+        is_local = (columns >= 0) & (columns < len(self._shard))
+        if rows is None:
+            rows = torch.arange(len(logits), device=logits.device)
+        local = logits[rows, columns.masked_fill(~is_local, 0)].masked_fill(~is_local, -torch.inf)
+        return self._comm.all_gather(local).amax(dim=0)
 
     def _sample_tokens(
         self,
@@ -225,6 +236,20 @@ class Sampler:
             floor.amax(0).squeeze(1),
             log_total.logsumexp(0).squeeze(1),
         )
+
+
+def _count_greater(logits: Tensor, bounds: Tensor, rows: Tensor | None) -> Tensor:
+    """Return how many logits of each row are above its bound, [n].
+
+    NumPy counts on a CPU: 30 us per row of 151,936 logits instead of torch's 240 us, beside the 600 us of
+    `topk_tokens` (AMD EPYC, one thread).
+    """
+    if logits.is_cuda:
+        selected = logits if rows is None else logits[rows]
+        return (selected > bounds.unsqueeze(1)).sum(dim=-1)
+    on_host, indices = logits.numpy(), range(len(logits)) if rows is None else rows.tolist()
+    pairs = zip(indices, bounds.numpy(), strict=True)
+    return torch.tensor([np.count_nonzero(on_host[row] > bound) for row, bound in pairs])
 
 
 def _concat_ranks(gathered: Tensor) -> Tensor:

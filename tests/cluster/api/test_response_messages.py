@@ -14,6 +14,7 @@ from quire import (
     PromptLogprobsDelta,
     RequestOutput,
     RequestStarted,
+    SamplingParams,
     StreamEvent,
     Timings,
     Usage,
@@ -24,15 +25,16 @@ from quire.cluster.api.response_messages import (
     output_from_message,
     output_to_message,
 )
-from quire.cluster.requests.outputs import position_logprobs
+from quire.cluster.requests.outputs import most_likely, position_logprobs
 from quire.proto import inference_pb2
 from quire.proto.errors import ProtocolError
 
 # The first position's token is the second most likely one, the second position's is not among the most likely.
 LOGPROBS = [
-    position_logprobs(7, -1.5, [9, 7], [-0.5, -1.5]),
-    position_logprobs(8, -4.0, [3, 9], [-0.25, -2.0]),
+    position_logprobs(7, -1.5, 2, [9, 7], [-0.5, -1.5]),
+    position_logprobs(8, -4.0, 3, [3, 9], [-0.25, -2.0]),
 ]
+SAMPLING = SamplingParams(logprobs=2, prompt_logprobs=2)
 COMPLETION = CompletionOutput(
     index=0,
     text="ab",
@@ -49,7 +51,9 @@ OUTPUT = RequestOutput("id", "tiny", None, [5, 7, 8], [COMPLETION, replace(COMPL
 
 
 def over_the_wire(output: RequestOutput) -> RequestOutput:
-    message = inference_pb2.GenerateResponse.FromString(output_to_message(output).SerializeToString())
+    message = inference_pb2.GenerateResponse.FromString(
+        output_to_message(output, SAMPLING).SerializeToString()
+    )
     return output_from_message(message, output.prompt, output.prompt_token_ids)
 
 
@@ -87,14 +91,30 @@ def test_output_is_the_same_after_the_wire(output: RequestOutput) -> None:
     ],
 )
 def test_event_is_the_same_after_the_wire(event: StreamEvent) -> None:
-    message = inference_pb2.GenerateEvent.FromString(event_to_message(event).SerializeToString())
+    message = inference_pb2.GenerateEvent.FromString(event_to_message(event, SAMPLING).SerializeToString())
     assert event_from_message(message) == event
 
 
 def test_position_logprobs_begin_with_the_position_s_token() -> None:
     first, second = LOGPROBS
     assert list(first.items()) == [(7, Logprob(-1.5, 2)), (9, Logprob(-0.5, 1))]
-    assert list(second.items()) == [(8, Logprob(-4.0, None)), (3, Logprob(-0.25, 1)), (9, Logprob(-2.0, 2))]
+    assert list(second.items()) == [(8, Logprob(-4.0, 3)), (3, Logprob(-0.25, 1)), (9, Logprob(-2.0, 2))]
+
+
+def test_message_has_only_the_requested_number_of_top_tokens() -> None:
+    """The position's own token may rank next, which leaves it out of the top tokens."""
+    delta = CompletionDelta(0, "ab", [7, 8], LOGPROBS)
+    sent = event_to_message(delta, SAMPLING).delta.logprobs[1]
+    assert (sent.rank, list(sent.top_token_ids)) == (3, [3, 9])
+    alone = CompletionDelta(0, "a", [7], [position_logprobs(7, -0.1, 1, [], [])])
+    sent = event_to_message(alone, SamplingParams(logprobs=0)).delta.logprobs[0]
+    assert (sent.rank, list(sent.top_token_ids)) == (1, [])
+
+
+def test_token_tied_with_the_top_tokens_ranks_behind_them() -> None:
+    entry = position_logprobs(8, -1.0, 1, [3, 9], [-1.0, -1.0])
+    assert {token_id: logprob.rank for token_id, logprob in entry.items()} == {8: 3, 3: 1, 9: 2}
+    assert [token_id for token_id, _ in most_likely(entry, 2)] == [3, 9]
 
 
 def test_usage_of_a_request_counts_its_prompt_once() -> None:

@@ -16,6 +16,7 @@ import pytest
 from narrowing import not_none
 
 from quire import LLM, SamplingParams
+from quire.cluster.requests.outputs import most_likely
 from quire.proto.errors import ConfigError, InvalidRequest
 from quire.proto.step import StepPlan
 
@@ -137,8 +138,8 @@ def test_logprobs_equal_those_of_transformers(llm: LLM, model_dir: Path) -> None
     for row, token_id, entry in zip(expected, tokens, entries, strict=True):
         assert entry[token_id].logprob == pytest.approx(float(row[token_id]), abs=1e-3)
         assert next(iter(entry)) == token_id
-        top = [top_id for top_id, logprob in entry.items() if logprob.rank is not None]
-        assert set(top) == set(row.topk(2).indices.tolist())
+        assert {top_id for top_id, _ in most_likely(entry, 2)} == set(row.topk(2).indices.tolist())
+        assert entry[token_id].rank == 1 + int((row > row[token_id]).sum())
         assert all(isinstance(logprob.decoded_token, str) for logprob in entry.values())
     assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].logprobs is None
 

@@ -197,7 +197,10 @@ def test_logprobs_are_of_whole_vocabulary(size: int, thread_group: Any) -> None:
         assert logprobs is not None
         assert logprobs.index.tolist() == [0, 2, 3]
         rows = torch.tensor([0, 2, 3])
-        torch.testing.assert_close(logprobs.chosen, expected[rows, tokens[rows].long()])
+        chosen = expected[rows, tokens[rows].long()]
+        torch.testing.assert_close(logprobs.chosen, chosen)
+        num_greater = (expected[rows] > chosen.unsqueeze(1)).sum(dim=1)
+        assert logprobs.ranks.tolist() == (1 + num_greater).tolist()
         top, top_ids = expected[rows].topk(5)
         assert logprobs.top_ids.tolist() == top_ids.tolist()
         torch.testing.assert_close(logprobs.top, top)
