@@ -1,30 +1,87 @@
-"""Every error that quire raises on purpose, each leaf with its one gRPC status.
+"""Every error that quire raises on purpose, each leaf with its reason and its gRPC and HTTP statuses.
 
 QuireError
-├── InvalidRequest            INVALID_ARGUMENT     the request can never be served as it is
-├── ModelNotFound             NOT_FOUND            no such model is served here
-├── Unauthenticated           UNAUTHENTICATED      the token is missing or wrong
-├── PermissionDenied          PERMISSION_DENIED    the token is not an operator's
-├── DuplicateRequest          ALREADY_EXISTS       a running request has this request_id
-├── Overloaded                RESOURCE_EXHAUSTED   the queue is full; retry later
-├── RequestAborted            CANCELLED            ended by its caller or by an operator
-├── DeadlineExpired           DEADLINE_EXCEEDED    the caller's deadline passed
-├── ConfigError               FAILED_PRECONDITION  the configuration cannot be started
-│   └── ModelLoadError        FAILED_PRECONDITION  the model directory cannot be read
-├── ReplicaUnavailable        UNAVAILABLE          no replica answers
-│   └── RankFailed            UNAVAILABLE          a rank died, hung or diverged; names it, the step and the stage
-└── ProtocolError             INTERNAL             a message between processes cannot be read
+├── InvalidRequest            INVALID_REQUEST       the request can never be served as it is
+├── ModelNotFound             MODEL_NOT_FOUND       no such model is served here
+├── RequestNotFound           REQUEST_NOT_FOUND     the request to resume is not retained here
+├── Unauthenticated           UNAUTHENTICATED       the token is missing or wrong
+├── PermissionDenied          PERMISSION_DENIED     the token does not permit the call
+├── DuplicateRequest          REQUEST_ID_IN_USE     another request of the tenant has this request_id
+├── Overloaded                OVERLOADED            the queue is full; retry later
+├── QuotaExceeded             QUOTA_EXCEEDED        a limit of the tenant is reached; retry later
+├── RequestAborted            REQUEST_ABORTED       ended by its caller or by an operator
+├── DeadlineExpired           DEADLINE_EXPIRED      the caller's deadline passed
+├── ConfigError               CONFIG_INVALID        the configuration cannot be started
+│   └── ModelLoadError        MODEL_LOAD_FAILED     the model directory cannot be read
+├── ReplicaUnavailable        REPLICA_UNAVAILABLE   no replica answers
+│   ├── RankFailed            RANK_FAILED           a rank died, hung or diverged; names it, the step and the stage
+│   ├── ShuttingDown          SHUTTING_DOWN         the gateway stops; another one may serve the request
+│   └── ServerUnreachable     SERVER_UNREACHABLE    raised by clients: the connection failed or broke
+└── ProtocolError             INTERNAL              a message between processes cannot be read
+
+The class attributes are the one table of reasons; docs/errors.md shows it. A gRPC status carries the reason and the
+`wire_fields` as google.rpc.ErrorInfo (`cluster.api.grpc_status`). An HTTP server answers with `http_status`, the
+reason in its error's code, and the header Retry-After of `retry_delay_s`, rounded up, if that is not None.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self, TypeVar
+
 MAX_REASON_CHARS = 500
+# Delay before a retry after an error that says nothing better, in seconds.
+DEFAULT_RETRY_S = 1.0
+
+ErrorT = TypeVar("ErrorT", bound="QuireError")
 
 
 class QuireError(Exception):
-    """Base class of every error that quire raises on purpose."""
+    """Base class of every error that quire raises on purpose.
 
-    grpc_status = "UNKNOWN"
+    Attributes:
+        reason: the error's name for programs, unique to its class.
+        grpc_status: name of its gRPC status.
+        http_status: its HTTP status.
+        is_retriable: the same request may succeed later. No part of it has been executed, or its answer is lost.
+        wire_fields: attribute |-> parser of its text; these attributes travel with the error to clients.
+        retry_after_s: seconds after which a retry may succeed, if that was computed.
+    """
+
+    reason: ClassVar[str] = "UNKNOWN"
+    grpc_status: ClassVar[str] = "UNKNOWN"
+    http_status: ClassVar[int] = 500
+    is_retriable: ClassVar[bool] = False
+    wire_fields: ClassVar[Mapping[str, Callable[[str], Any]]] = {}
+
+    retry_after_s: float | None = None
+
+    @property
+    def retry_delay_s(self) -> float | None:
+        """Seconds to wait before a retry; None if the error is not retriable."""
+        if not self.is_retriable:
+            return None
+        return DEFAULT_RETRY_S if self.retry_after_s is None else self.retry_after_s
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Name |-> text of the attributes in `wire_fields` that have a value."""
+        values = {name: getattr(self, name) for name in self.wire_fields}
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+    @classmethod
+    def from_wire(cls, message: str, metadata: Mapping[str, str], retry_after_s: float | None = None) -> Self:
+        """Rebuild an error from its message and metadata. A missing or malformed attribute becomes None."""
+        error = _rebuild(cls, (message,), {})
+        for name, parse in cls.wire_fields.items():
+            setattr(error, name, _parsed(parse, metadata.get(name)))
+        if retry_after_s is not None:
+            error.retry_after_s = retry_after_s
+        return error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default calls the class with the message alone, which loses the arguments of a leaf's own __init__.
+        return _rebuild, (type(self), self.args, self.__dict__)
 
 
 class InvalidRequest(QuireError):
@@ -35,70 +92,123 @@ class InvalidRequest(QuireError):
         problem: the given value and the allowed values.
     """
 
-    grpc_status = "INVALID_ARGUMENT"
+    reason, grpc_status, http_status = "INVALID_REQUEST", "INVALID_ARGUMENT", 400
+    wire_fields: ClassVar = {"field": str}
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem
 
+    @classmethod
+    def from_wire(cls, message: str, metadata: Mapping[str, str], retry_after_s: float | None = None) -> Self:
+        """See `QuireError.from_wire`. Without metadata, the field is the message's text up to the first colon."""
+        field = metadata.get("field", message.partition(": ")[0])
+        return cls(field, message.removeprefix(f"{field}: "))
+
 
 class ModelNotFound(QuireError):
     """No replica serves the requested model."""
 
-    grpc_status = "NOT_FOUND"
+    reason, grpc_status, http_status = "MODEL_NOT_FOUND", "NOT_FOUND", 404
+
+
+class RequestNotFound(QuireError):
+    """The request to resume is not retained here: it was never started, or its output was dropped."""
+
+    reason, grpc_status, http_status = "REQUEST_NOT_FOUND", "NOT_FOUND", 404
 
 
 class Unauthenticated(QuireError):
     """The call's token is missing or wrong."""
 
-    grpc_status = "UNAUTHENTICATED"
+    reason, grpc_status, http_status = "UNAUTHENTICATED", "UNAUTHENTICATED", 401
 
 
 class PermissionDenied(QuireError):
     """The call's token is valid here but does not permit the call."""
 
-    grpc_status = "PERMISSION_DENIED"
+    reason, grpc_status, http_status = "PERMISSION_DENIED", "PERMISSION_DENIED", 403
 
 
 class DuplicateRequest(QuireError):
-    """A request with this request_id is already running."""
+    """Another request of the tenant has this request_id."""
 
-    grpc_status = "ALREADY_EXISTS"
+    reason, grpc_status, http_status = "REQUEST_ID_IN_USE", "ALREADY_EXISTS", 409
 
 
 class Overloaded(QuireError):
-    """The waiting queue is full. The request was not started and may be sent again."""
+    """The waiting queue is full. The request was not started and may be sent again.
 
-    grpc_status = "RESOURCE_EXHAUSTED"
+    Args:
+        retry_after_s: estimated time until the queue has room; None if unknown.
+    """
+
+    # 503 rather than 429: the server is busy, whoever calls.
+    reason, grpc_status, http_status, is_retriable = "OVERLOADED", "RESOURCE_EXHAUSTED", 503, True
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QuotaExceeded(QuireError):
+    """A limit of the tenant is reached. The request was not started and may be sent again.
+
+    Args:
+        tenant: the tenant whose limit is reached.
+        quota: name of the limit, for example ``requests_per_minute``.
+        limit: its value.
+        retry_after_s: time until the limit admits the request.
+    """
+
+    reason, grpc_status, http_status, is_retriable = "QUOTA_EXCEEDED", "RESOURCE_EXHAUSTED", 429, True
+    wire_fields: ClassVar = {"tenant": str, "quota": str, "limit": float}
+
+    def __init__(self, tenant: str, quota: str, limit: float, *, retry_after_s: float | None = None) -> None:
+        super().__init__(f"tenant {tenant!r} has reached its limit of {limit:g} {quota.replace('_', ' ')}")
+        self.tenant = tenant
+        self.quota = quota
+        self.limit = limit
+        self.retry_after_s = retry_after_s
 
 
 class RequestAborted(QuireError):
     """The request was ended by its caller or by an operator."""
 
-    grpc_status = "CANCELLED"
+    reason, grpc_status, http_status = "REQUEST_ABORTED", "CANCELLED", 499
 
 
 class DeadlineExpired(QuireError):
     """The caller's deadline passed before the output was complete."""
 
-    grpc_status = "DEADLINE_EXCEEDED"
+    reason, grpc_status, http_status = "DEADLINE_EXPIRED", "DEADLINE_EXCEEDED", 504
 
 
 class ConfigError(QuireError):
     """The configuration cannot be started as it is."""
 
-    grpc_status = "FAILED_PRECONDITION"
+    reason, grpc_status, http_status = "CONFIG_INVALID", "FAILED_PRECONDITION", 400
 
 
 class ModelLoadError(ConfigError):
     """The model directory cannot be read; names the file, the tensor and the reason."""
 
+    reason = "MODEL_LOAD_FAILED"
+
 
 class ReplicaUnavailable(QuireError):
-    """The replica does not answer, or is shutting down."""
+    """The replica does not answer, or is shutting down.
 
-    grpc_status = "UNAVAILABLE"
+    Args:
+        retry_after_s: estimated time until a replica answers; None if unknown.
+    """
+
+    reason, grpc_status, http_status, is_retriable = "REPLICA_UNAVAILABLE", "UNAVAILABLE", 503, True
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RankFailed(ReplicaUnavailable):
@@ -106,29 +216,67 @@ class RankFailed(ReplicaUnavailable):
 
     Args:
         rank: the failed rank.
-        reason: the observed failure.
+        problem: the observed failure.
         step_id: the step that waited for the rank; None outside a step.
         stage: the last stage that the rank reported (``forward``, ``sample``, ...), if known.
     """
 
-    def __init__(self, rank: int, reason: str, step_id: int | None = None, stage: str | None = None) -> None:
+    reason = "RANK_FAILED"
+    wire_fields: ClassVar = {"rank": int, "problem": str, "step_id": int, "stage": str}
+
+    def __init__(self, rank: int, problem: str, step_id: int | None = None, stage: str | None = None) -> None:
         where = "" if step_id is None else f" at step {step_id}"
         doing = "" if stage is None else f" in stage {stage}"
-        super().__init__(f"rank {rank} failed{where}{doing}: {reason}")
+        super().__init__(f"rank {rank} failed{where}{doing}: {problem}")
         self.rank = rank
-        self.reason = reason
+        self.problem = problem
         self.step_id = step_id
         self.stage = stage
 
-    def __reduce__(self) -> tuple[type[RankFailed], tuple[int, str, int | None, str | None]]:
-        # Ray pickles this error; the default would rebuild it from its message alone.
-        return RankFailed, (self.rank, self.reason, self.step_id, self.stage)
+
+class ShuttingDown(ReplicaUnavailable):
+    """The gateway stops. Calls that still run when its grace period ends are ended with this error."""
+
+    reason = "SHUTTING_DOWN"
+
+
+class ServerUnreachable(ReplicaUnavailable):
+    """The connection to the server cannot be made, or broke. Raised by clients, never sent."""
+
+    reason = "SERVER_UNREACHABLE"
 
 
 class ProtocolError(QuireError):
     """A message between processes has an unknown version or shape."""
 
-    grpc_status = "INTERNAL"
+    reason, grpc_status, http_status = "INTERNAL", "INTERNAL", 500
+
+
+# The classes by reason. Of those with the same gRPC status, the first stands for the status.
+ERRORS: dict[str, type[QuireError]] = {
+    kind.reason: kind
+    for kind in (
+        InvalidRequest,
+        ModelNotFound,
+        RequestNotFound,
+        Unauthenticated,
+        PermissionDenied,
+        DuplicateRequest,
+        Overloaded,
+        QuotaExceeded,
+        RequestAborted,
+        DeadlineExpired,
+        ConfigError,
+        ModelLoadError,
+        ReplicaUnavailable,
+        RankFailed,
+        ShuttingDown,
+        ServerUnreachable,
+        ProtocolError,
+    )
+}
+# gRPC status |-> the class that stands for it
+_BY_STATUS = {kind.grpc_status: kind for kind in reversed(ERRORS.values())}
 
 
 def first_line(error: BaseException) -> str:
@@ -150,24 +298,31 @@ def joined_lines(error: BaseException) -> str:
 
 def from_status(grpc_status: str, message: str) -> QuireError:
     """Rebuild an error from the status and message that another process sent."""
-    if grpc_status == InvalidRequest.grpc_status:
-        field, _, problem = message.partition(": ")
-        return InvalidRequest(field, problem)
-    return _BY_STATUS.get(grpc_status, QuireError)(message)
+    return _BY_STATUS.get(grpc_status, QuireError).from_wire(message, {})
 
 
-_BY_STATUS: dict[str, type[QuireError]] = {
-    kind.grpc_status: kind
-    for kind in (
-        ModelNotFound,
-        Unauthenticated,
-        PermissionDenied,
-        DuplicateRequest,
-        Overloaded,
-        RequestAborted,
-        DeadlineExpired,
-        ConfigError,
-        ReplicaUnavailable,
-        ProtocolError,
-    )
-}
+def from_reason(
+    reason: str,
+    grpc_status: str,
+    message: str,
+    metadata: Mapping[str, str],
+    retry_after_s: float | None = None,
+) -> QuireError:
+    """Rebuild an error from its reason; from its status if the reason is one of a later version."""
+    kind = ERRORS.get(reason) or _BY_STATUS.get(grpc_status, QuireError)
+    return kind.from_wire(message, metadata, retry_after_s)
+
+
+def _rebuild(kind: type[ErrorT], args: tuple[Any, ...], state: Mapping[str, Any]) -> ErrorT:
+    """Return an error with this state, without a call of its __init__."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+def _parsed(parse: Callable[[str], Any], text: str | None) -> Any:
+    try:
+        return None if text is None else parse(text)
+    except ValueError:
+        return None

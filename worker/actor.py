@@ -175,7 +175,7 @@ class WorkerActor:
             step_id, epoch = plan.step_id, plan.epoch
             return runner.execute(plan)
         except RankFailed as error:
-            return StepFailure(step_id, epoch, self._rank, error.stage or runner.stage, error.reason)
+            return StepFailure(step_id, epoch, self._rank, error.stage or runner.stage, error.problem)
         except Exception as error:
             return StepFailure(step_id, epoch, self._rank, runner.stage, in_one_line(error))
 

@@ -1,27 +1,42 @@
-"""Conversions between quire's errors and gRPC statuses with google.rpc details."""
+"""Conversions between quire's errors and gRPC statuses with google.rpc details.
+
+Every error carries ErrorInfo: the domain, the reason and the metadata. InvalidRequest adds BadRequest, QuotaExceeded
+adds QuotaFailure, and every retriable error adds RetryInfo.
+"""
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterator
+from typing import TypeVar, cast
 
 import grpc
-from google.protobuf import any_pb2
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from ...proto.errors import InvalidRequest, QuireError, from_status
+from ...proto.errors import (
+    InvalidRequest,
+    QuireError,
+    QuotaExceeded,
+    ServerUnreachable,
+    from_reason,
+    from_status,
+)
 
 DOMAIN = "quire"
+# A status travels as trailers, twice: percent-encoded text and base64. gRPC rejects trailers of more than 8 KiB.
+MAX_TEXT_BYTES = 1000
+MAX_NAME_BYTES = 250
+
+DetailT = TypeVar("DetailT", bound=Message)
 
 
 def to_grpc_status(error: QuireError) -> grpc.Status:
-    """Return the status of an error, with its class name and, for InvalidRequest, the invalid field."""
-    details = [_packed(error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN))]
-    if isinstance(error, InvalidRequest):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.problem)
-        details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
+    """Return the status of an error with all its details."""
     code = code_pb2.Code.Value(error.grpc_status)
-    return rpc_status.to_status(status_pb2.Status(code=code, message=str(error), details=details))
+    details = [_packed(detail) for detail in _details(error)]
+    return rpc_status.to_status(status_pb2.Status(code=code, message=_bounded(str(error)), details=details))
 
 
 def from_grpc_error(error: grpc.RpcError, waited_for: str) -> QuireError:
@@ -31,25 +46,58 @@ def from_grpc_error(error: grpc.RpcError, waited_for: str) -> QuireError:
         waited_for: name of the server, for errors of gRPC itself.
     """
     status = _rich_status(error)
-    if status is None:
-        return from_status(error.code().name, f"{waited_for}: {error.details()}")
-    for detail in status.details:
-        bad_request = error_details_pb2.BadRequest()
-        if detail.Unpack(bad_request) and bad_request.field_violations:
-            violation = bad_request.field_violations[0]
-            return InvalidRequest(violation.field, violation.description)
-    return from_status(code_pb2.Code.Name(status.code), status.message)
+    info = None if status is None else _detail(status, error_details_pb2.ErrorInfo)
+    if status is None or info is None or info.domain != DOMAIN:
+        message = f"{waited_for}: {error.details()}"
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            return ServerUnreachable(message)
+        return from_status(error.code().name, message)
+    retry = _detail(status, error_details_pb2.RetryInfo)
+    retry_after_s = None if retry is None else retry.retry_delay.ToNanoseconds() / 1e9
+    code = code_pb2.Code.Name(status.code)
+    return from_reason(info.reason, code, status.message, info.metadata, retry_after_s)
 
 
-def _packed(detail: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest) -> any_pb2.Any:
+def _details(error: QuireError) -> Iterator[Message]:
+    metadata = {name: _bounded(text, MAX_NAME_BYTES) for name, text in error.metadata.items()}
+    yield error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
+    if isinstance(error, InvalidRequest):
+        field, problem = _bounded(error.field, MAX_NAME_BYTES), _bounded(error.problem)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=problem)
+        yield error_details_pb2.BadRequest(field_violations=[violation])
+    if isinstance(error, QuotaExceeded):
+        subject = _bounded(f"tenant:{error.tenant}", MAX_NAME_BYTES)
+        exceeded = error_details_pb2.QuotaFailure.Violation(subject=subject, description=_bounded(str(error)))
+        yield error_details_pb2.QuotaFailure(violations=[exceeded])
+    if error.retry_delay_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(round(error.retry_delay_s * 1e9))
+        yield error_details_pb2.RetryInfo(retry_delay=delay)
+
+
+def _bounded(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Return the text, cut to `max_bytes` of UTF-8."""
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= max_bytes:
+        return encoded.decode()
+    return encoded[:max_bytes].decode(errors="ignore") + "…"
+
+
+def _packed(detail: Message) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(detail)
     return packed
+
+
+def _detail(status: status_pb2.Status, kind: type[DetailT]) -> DetailT | None:
+    """Return the status's first detail of that type, or None."""
+    detail = kind()
+    return next((detail for packed in status.details if packed.Unpack(detail)), None)
 
 
 def _rich_status(error: grpc.RpcError) -> status_pb2.Status | None:
     try:
         # Works for synchronous and asynchronous calls: both errors have code, details and trailing metadata.
         return rpc_status.from_call(cast(grpc.Call, error))
-    except ValueError:  # a proxy rewrote the status: only the plain one is left
+    except (ValueError, DecodeError):  # a proxy rewrote the status: only the plain one is left
         return None

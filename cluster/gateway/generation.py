@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from ...proto.errors import DuplicateRequest, RequestAborted
+from ...proto.errors import DuplicateRequest, Overloaded, RequestAborted
 from ...proto.sampling import SamplingParams
 from ..requests.chat import Chat
 from ..requests.output_processor import OutputProcessor
@@ -142,6 +142,11 @@ async def _events(
     model: ServedModel, request: Request, running: MigratingRequest, watch: RequestWatch
 ) -> AsyncIterator[StreamEvent]:
     yield RequestStarted(request.request_id, model.name, len(request.prompt_token_ids))
-    async for event in output_events(running, OutputProcessor(request, model.tokenizer)):
-        watch.on_event(event)
-        yield event
+    try:
+        async for event in output_events(running, OutputProcessor(request, model.tokenizer)):
+            watch.on_event(event)
+            yield event
+    except Overloaded as error:
+        if error.retry_after_s is None:  # the scheduler does not know its speed
+            error.retry_after_s = model.pool.queue_delay_s
+        raise

@@ -112,6 +112,15 @@ class ReplicaPool:
         return any(member.takes_requests for member in self._members.values())
 
     @property
+    def queue_delay_s(self) -> float | None:
+        """Estimated time for the shortest queue to be computed at its replica's present speed; None if unknown."""
+        statuses = [m.client.latest_status for m in self._members.values() if m.takes_requests]
+        delays = [
+            each.queued_tokens / each.tokens_per_s for each in statuses if each and each.tokens_per_s > 0
+        ]
+        return min(delays, default=None)
+
+    @property
     def clients(self) -> Mapping[str, ReplicaClient]:
         """replica_id |-> its client."""
         return {replica_id: member.client for replica_id, member in self._members.items()}

@@ -150,7 +150,7 @@ def test_failure_reason_is_one_short_line(script: Script, monkeypatch: pytest.Mo
     monkeypatch.setattr(script.runner._model, "forward", fail)
     with pytest.raises(RankFailed, match=r"in stage forward: RuntimeError: no kernel x+$") as caught:
         script.step((sequence(0, PROMPT, (1, 2, 3)),), **chunks((0, 11)))
-    assert len(caught.value.reason) < 600
+    assert len(caught.value.problem) < 600
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_status_details_name_the_field(serve: ServerFactory, sampling: dict[str,
             info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
             assert status.details[0].Unpack(info)
             assert status.details[1].Unpack(bad_request)
-            assert (info.reason, info.domain) == ("InvalidRequest", "quire")
+            assert (info.reason, info.domain) == ("INVALID_REQUEST", "quire")
             assert bad_request.field_violations[0].field == field
 
     run(scenario())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from narrowing import not_none
 from serving import (
     ENDLESS,
     PROMPT,
@@ -21,6 +23,7 @@ from serving import (
 )
 
 from quire.cluster.client.async_client import AsyncClient
+from quire.cluster.gateway.replica_pool import ReplicaPool
 from quire.proto.errors import (
     DeadlineExpired,
     DuplicateRequest,
@@ -163,7 +166,9 @@ def test_silent_replica_fails_its_requests(serve: ServerFactory) -> None:
     run(scenario())
 
 
-def test_full_queue_rejects_requests(serve: ServerFactory) -> None:
+def test_full_queue_rejects_requests(serve: ServerFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReplicaPool, "queue_delay_s", 3.0)
+
     async def scenario() -> None:
         async with serve(max_num_seqs=1, max_queue_len=2) as server, AsyncClient(server.target) as client:
             first = client.generate_stream(PROMPT, ENDLESS)
@@ -177,8 +182,22 @@ def test_full_queue_rejects_requests(serve: ServerFactory) -> None:
             await eventually(have_all_come)
             server.brake.release()
             results = await asyncio.gather(*calls, return_exceptions=True)
-            assert sum(isinstance(result, Overloaded) for result in results) >= 1
+            refused = [result for result in results if isinstance(result, Overloaded)]
+            assert refused
+            assert {error.retry_after_s for error in refused} == {3.0}
             assert sum(not isinstance(result, Exception) for result in results) >= 2
             await first.aclose()
+
+    run(scenario())
+
+
+def test_queue_delay_is_that_of_the_queued_tokens_at_the_present_speed(serve: ServerFactory) -> None:
+    async def scenario() -> None:
+        async with serve() as server:
+            pool, status = server.models.find("tiny").pool, not_none(server.replica.latest_status)
+            server.replica.latest_status = replace(status, queued_tokens=300, tokens_per_s=100.0)
+            assert pool.queue_delay_s == 3.0
+            server.replica.latest_status = replace(status, queued_tokens=300, tokens_per_s=0.0)
+            assert pool.queue_delay_s is None
 
     run(scenario())
