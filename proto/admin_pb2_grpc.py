@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminStub:
-    """Deploy, Delete and Drain change a fleet. If the server requires tokens, they require one of the tenant `admin`.
+    """Deploy, Delete and Drain change a fleet. If the server requires tokens, all calls need one with the role `operator`.
     """
 
     def __init__(self, channel):
@@ -58,7 +58,7 @@ class AdminStub:
 
 
 class AdminServicer:
-    """Deploy, Delete and Drain change a fleet. If the server requires tokens, they require one of the tenant `admin`.
+    """Deploy, Delete and Drain change a fleet. If the server requires tokens, all calls need one with the role `operator`.
     """
 
     def GetStatus(self, request, context):
@@ -120,7 +120,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """Deploy, Delete and Drain change a fleet. If the server requires tokens, they require one of the tenant `admin`.
+    """Deploy, Delete and Drain change a fleet. If the server requires tokens, all calls need one with the role `operator`.
     """
 
     @staticmethod

@@ -17,6 +17,7 @@ from .generate import generate
 from .health import health
 from .serve import serve
 from .status import status
+from .token import token
 from .up import down, up
 
 # Some versions of typer bundle click. BadParameter is public in all of them; its base is click's UsageError.
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for _command in (serve, generate, chat, status, health, up, down, deploy, drain, delete):
+for _command in (serve, generate, chat, status, health, token, up, down, deploy, drain, delete):
     app.command()(_command)
 
 

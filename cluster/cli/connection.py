@@ -16,7 +16,7 @@ DEFAULT_TARGET = ServerOptions().listen
 
 Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the server.")]
 TokenFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="File whose first bearer token is sent with each call.")
+    Path | None, typer.Option(metavar="FILE", help="File whose first line is the bearer token of each call.")
 ]
 TlsCa = Annotated[
     Path | None,
@@ -25,8 +25,8 @@ TlsCa = Annotated[
 
 
 def connect(target: str, token_file: Path | None, tls_ca: Path | None) -> Client:
-    from ..api.tokens import load_tokens
+    from ..api.tokens import load_client_token
     from ..client.client import Client
 
-    token = None if token_file is None else load_tokens(token_file)[0].secret.decode()
+    token = None if token_file is None else load_client_token(token_file)
     return Client(target, token=token, tls_ca=tls_ca)

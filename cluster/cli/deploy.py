@@ -29,7 +29,7 @@ def deploy(
     Each option below has an environment variable, for example QUIRE_MAX_NUM_SEQS for --max-num-seqs. The command line
     and the fleet file win over the environment.
 
-    Example: `quire deploy fleet.toml --target 127.0.0.1:50051 --token-file admin-token`
+    Example: `quire deploy fleet.toml --target 127.0.0.1:50051 --token-file operator.token`
     """
     deployments = read_deployments(model, options)
     with connect(target, token_file, tls_ca) as client:

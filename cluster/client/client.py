@@ -135,7 +135,7 @@ class Client:
         return self._wait(self._calls.fleet())
 
     def deploy(self, deployment: Deployment) -> str:
-        """Add or change a deployment of a fleet; requires a token of the tenant ``admin`` if the server has tokens.
+        """Add or change a deployment of a fleet; needs a token with the role ``operator`` if the server has tokens.
 
         Returns:
             The version of the deployment. Replicas of other versions are replaced.

@@ -29,8 +29,8 @@ class ServerOptions:
     tls_key: Path | None = option(None, help="PEM file of its private key.", metavar="FILE", group=_SERVER)
     token_file: Path | None = option(
         None,
-        help="File of the bearer tokens that callers must have one of, one per line: TOKEN or TENANT:TOKEN. The "
-        "tenant admin may change a fleet.",
+        help="File of the bearer tokens that callers must have one of, as lines of quire token. It is read again "
+        "when it changes.",
         metavar="FILE",
         group=_SERVER,
     )

@@ -9,11 +9,10 @@ from typing import Any, Protocol
 import grpc.aio
 
 from ...proto import admin_pb2, admin_pb2_grpc
-from ...proto.errors import ConfigError, PermissionDenied, ReplicaUnavailable
+from ...proto.errors import ConfigError, ReplicaUnavailable
 from ..api.deployment_messages import deployment_from_message
 from ..api.status_messages import replica_to_message
 from ..config.deployment import Deployment
-from .authentication import ADMIN_TENANT, Authenticator
 from .grpc_errors import convert_errors
 from .replica_pool import ReplicaPool
 from .served_models import ServedModels
@@ -47,15 +46,14 @@ class Fleet(Protocol):
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """quire.v1.Admin.
+    """quire.v1.Admin, whose callers are operators: the interceptor has checked that.
 
     Args:
         fleet: None if the gateway has one replica of its own, which cannot be changed.
     """
 
-    def __init__(self, models: ServedModels, authenticator: Authenticator, fleet: Fleet | None) -> None:
+    def __init__(self, models: ServedModels, fleet: Fleet | None) -> None:
         self._models = models
-        self._authenticator = authenticator
         self._fleet = fleet
 
     @convert_errors
@@ -81,7 +79,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Deploy(
         self, message: admin_pb2.DeployRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.DeployResponse:
-        fleet = self._writable_fleet(context)
+        fleet = self._writable_fleet()
         deployment = deployment_from_message(message.deployment)
         await fleet.deploy(deployment)
         return admin_pb2.DeployResponse(version=deployment.version)
@@ -90,25 +88,17 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Delete(
         self, message: admin_pb2.DeleteRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.DeleteResponse:
-        await self._writable_fleet(context).delete(message.model)
+        await self._writable_fleet().delete(message.model)
         return admin_pb2.DeleteResponse()
 
     @convert_errors
     async def Drain(
         self, message: admin_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.DrainResponse:
-        return admin_pb2.DrainResponse(replica_ids=await self._writable_fleet(context).drain(message.target))
+        return admin_pb2.DrainResponse(replica_ids=await self._writable_fleet().drain(message.target))
 
-    def _writable_fleet(self, context: grpc.aio.ServicerContext[Any, Any]) -> Fleet:
-        """Return the fleet for a caller that may change it.
-
-        Raises:
-            PermissionDenied: the call's token is not the admin tenant's.
-            ConfigError: there is no fleet.
-        """
-        token = self._authenticator.token(context.invocation_metadata())
-        if token is not None and token.tenant != ADMIN_TENANT:
-            raise PermissionDenied(f"this call needs a token of the tenant {ADMIN_TENANT!r}")
+    def _writable_fleet(self) -> Fleet:
+        """Raises ConfigError if there is no fleet."""
         if self._fleet is None:
             raise ConfigError("this server has one replica of its own; only a fleet can be changed")
         return self._fleet

@@ -1,74 +1,104 @@
-"""Authentication of calls by bearer token."""
+"""Authentication: the caller behind a call, from its bearer token, and the calls that its roles permit."""
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health
 
-from ...proto.errors import InvalidRequest, QuireError, Unauthenticated
+from ...proto import admin_pb2, inference_pb2
+from ...proto.errors import InvalidRequest, PermissionDenied, QuireError, Unauthenticated
 from ..api.grpc_status import to_grpc_status
-from ..api.tokens import AUTHORIZATION, BEARER, Token
-
-# Calls with a token of this tenant may change a fleet.
-ADMIN_TENANT = "admin"
+from ..api.tokens import AUTHORIZATION, BEARER, NO_TOKENS, Role, TokenSet
+from ..host.watched_file import Source
 
 _OPEN_METHODS = f"/{health.SERVICE_NAME}/"
+# Prefix of a method |-> the role that its callers need. Methods of other services need any valid token.
+_ROLE_OF_METHODS = {
+    f"/{inference_pb2.DESCRIPTOR.services_by_name['Inference'].full_name}/": Role.USER,
+    f"/{admin_pb2.DESCRIPTOR.services_by_name['Admin'].full_name}/": Role.OPERATOR,
+}
 
 Metadata = Iterable[tuple[str, str | bytes]] | None
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """An authenticated caller, over whatever protocol.
+
+    Attributes:
+        tenant: None if the caller names the tenant of each call itself.
+        roles: permitted calls.
+    """
+
+    tenant: str | None
+    roles: frozenset[Role]
+
+    def require(self, role: Role) -> None:
+        """Raises PermissionDenied for a caller that has neither this role nor that of operators."""
+        if role not in self.roles and Role.OPERATOR not in self.roles:
+            raise PermissionDenied(
+                f"this call needs a token with the role {role}; this token has {', '.join(sorted(self.roles))}"
+            )
+
+
+# Caller of a server without tokens.
+ANYONE = Caller(None, frozenset({Role.OPERATOR}))
+
+
 class Authenticator:
-    """Checks the tokens of calls.
+    """Finds the callers of calls.
 
     Args:
         tokens: the valid tokens; empty if calls need none.
     """
 
-    def __init__(self, tokens: tuple[Token, ...] = ()) -> None:
+    def __init__(self, tokens: Source[TokenSet] = NO_TOKENS) -> None:
         self._tokens = tokens
-        self._reserved_tenants = {token.tenant for token in tokens if token.tenant is not None}
 
-    def token(self, metadata: Metadata) -> Token | None:
-        """Return the token that a call carries; None if calls need none.
+    def caller(self, authorization: str | None) -> Caller:
+        """Return the caller of a call with this Authorization header or metadata.
 
         Raises:
-            Unauthenticated: the call carries no valid token.
+            Unauthenticated: calls need a token, and the call carries none or a wrong one.
         """
-        if not self._tokens:
-            return None
-        authorization = dict(metadata or ()).get(AUTHORIZATION)
-        if isinstance(authorization, bytes):
-            authorization = authorization.decode("latin-1")
-        if authorization is None or not authorization.startswith(BEARER):
+        tokens = self._tokens()
+        if not tokens:
+            return ANYONE
+        if authorization is None or authorization[: len(BEARER)].lower() != BEARER.lower():
             raise Unauthenticated("the call carries no bearer token")
-        secret = authorization.removeprefix(BEARER).strip().encode()
-        # Compares all tokens, each in constant time, so that the time taken reveals nothing about them.
-        matching = [token for token in self._tokens if hmac.compare_digest(secret, token.secret)]
-        if not matching:
+        token = tokens.find(authorization[len(BEARER) :].strip().encode(errors="replace"))
+        if token is None:
             raise Unauthenticated("the call's bearer token is not one of this server's")
-        return matching[0]
+        return Caller(token.tenant, token.roles)
 
-    def tenant(self, metadata: Metadata, claimed: str) -> str:
-        """Return a call's tenant: that of its token, or the claimed one if the token names none.
+    def tenant(self, caller: Caller, claimed: str) -> str:
+        """Return the tenant of a call: the caller's, or the claimed one if the caller has none of its own.
 
         Raises:
             InvalidRequest: the call claims the tenant of another token.
-            Unauthenticated: the call carries no valid token.
         """
-        token = self.token(metadata)
-        own = None if token is None else token.tenant
-        if claimed and claimed != own and (own is not None or claimed in self._reserved_tenants):
+        own = caller.tenant
+        if claimed and claimed != own and (own is not None or claimed in self._tokens().tenants):
             raise InvalidRequest("tenant", f"is {claimed!r}, which the call's token is not of")
         return claimed if own is None else own
 
 
+def authorization_of(metadata: Metadata) -> str | None:
+    """Return the value of a gRPC call's Authorization metadata."""
+    value = dict(metadata or ()).get(AUTHORIZATION)
+    return value.decode("latin-1") if isinstance(value, bytes) else value
+
+
 class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
-    """Interceptor that rejects calls without a valid token. Health calls need none: load balancers have no token."""
+    """Interceptor that rejects calls without a token whose roles permit them.
+
+    Health calls need no token: load balancers have none.
+    """
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
@@ -78,12 +108,19 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        if not handler_call_details.method.startswith(_OPEN_METHODS):
-            try:
-                self._authenticator.token(handler_call_details.invocation_metadata)
-            except QuireError as error:
-                return _reject(error)
+        try:
+            self._check(handler_call_details)
+        except QuireError as error:
+            return _reject(error)
         return await continuation(handler_call_details)
+
+    def _check(self, details: grpc.HandlerCallDetails) -> None:
+        if details.method.startswith(_OPEN_METHODS):
+            return
+        caller = self._authenticator.caller(authorization_of(details.invocation_metadata))
+        for prefix, role in _ROLE_OF_METHODS.items():
+            if details.method.startswith(prefix):
+                caller.require(role)
 
 
 def _reject(error: QuireError) -> grpc.RpcMethodHandler[Any, Any]:

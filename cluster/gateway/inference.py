@@ -10,7 +10,7 @@ from ...proto import inference_pb2, inference_pb2_grpc
 from ..api.request_messages import prompt_from_message, sampling_from_message
 from ..api.response_messages import event_to_message, output_to_message
 from ..requests.outputs import collect_output
-from .authentication import Authenticator
+from .authentication import Authenticator, authorization_of
 from .generation import GenerationCall, GenerationService
 from .grpc_errors import convert_errors
 from .served_models import ServedModels
@@ -90,4 +90,5 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def _tenant(self, claimed: str, context: grpc.aio.ServicerContext[Any, Any]) -> str:
         """Return the caller's tenant. Raises InvalidRequest if the call's token belongs to another tenant."""
-        return self._authenticator.tenant(context.invocation_metadata(), claimed)
+        caller = self._authenticator.caller(authorization_of(context.invocation_metadata()))
+        return self._authenticator.tenant(caller, claimed)

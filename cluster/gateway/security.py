@@ -8,7 +8,8 @@ from pathlib import Path
 import grpc
 
 from ...proto.errors import ConfigError
-from ..api.tokens import Token, load_tokens
+from ..api.tokens import NO_TOKENS, TokenSet, load_tokens
+from ..host.watched_file import Source, WatchedFiles
 from .listen_address import ListenAddress
 
 
@@ -18,11 +19,11 @@ class Security:
 
     Attributes:
         certificate: PEM chain and key of the gateway; None disables TLS.
-        tokens: a call must carry one of these tokens; empty disables authentication.
+        tokens: a call must carry one of these tokens; an empty set disables authentication.
     """
 
     certificate: tuple[bytes, bytes] | None = None
-    tokens: tuple[Token, ...] = ()
+    tokens: Source[TokenSet] = NO_TOKENS
 
     @staticmethod
     def load(
@@ -34,14 +35,18 @@ class Security:
         certificate = None
         if tls_cert is not None and tls_key is not None:
             certificate = _read(tls_cert, "TLS certificate"), _read(tls_key, "TLS key")
-        return Security(certificate, () if token_file is None else load_tokens(token_file))
+        if token_file is None:
+            return Security(certificate)
+        return Security(
+            certificate, WatchedFiles([token_file], lambda: load_tokens(token_file), "token file")
+        )
 
     def check_listen(self, address: ListenAddress, *, insecure: bool) -> None:
         """Raises ConfigError if other machines could connect without TLS or without a token."""
-        if insecure or address.is_loopback or (self.certificate is not None and self.tokens):
+        if insecure or address.is_loopback or (self.certificate is not None and self.tokens()):
             return
         missing = [
-            name for name, given in (("TLS", self.certificate), ("a token file", self.tokens)) if not given
+            name for name, given in (("TLS", self.certificate), ("a token file", self.tokens())) if not given
         ]
         raise ConfigError(
             f"{address} can be reached from other machines, but {' and '.join(missing)} is missing; "

@@ -68,7 +68,7 @@ class Gateway:
         self._health = health.aio.HealthServicer()
         self._authenticator = Authenticator(self._security.tokens)
         self._inference = InferenceService(models, GenerationService(models), self._authenticator)
-        self._admin = AdminService(models, self._authenticator, fleet)
+        self._admin = AdminService(models, fleet)
         self._server: grpc.aio.Server | None = None
         self._monitor: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()

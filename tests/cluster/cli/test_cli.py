@@ -15,6 +15,7 @@ import pytest
 from serving import ServerFactory
 
 from quire.cluster import cli
+from quire.cluster.api.tokens import Role, load_tokens
 from quire.cluster.cli.exit_status import FAILED, INTERRUPTED, WRONG_USE
 from quire.cluster.config.units import parse_num_bytes
 from quire.proto.errors import ConfigError
@@ -38,6 +39,23 @@ def test_help_shows_an_example(
     status, output, _ = quire(monkeypatch, capfd, command, "--help")
     assert status == 0
     assert f"quire {command}" in output.partition("Example:")[2]
+
+
+def test_token_prints_a_token_and_its_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "tokens"
+    status, output, _ = quire(monkeypatch, capfd, "token", "gold", "--append", str(file))
+    assert status == 0
+    assert file.stat().st_mode & 0o777 == 0o600
+    status, more, _ = quire(monkeypatch, capfd, "token", "--role", "operator", "--role", "metrics")
+    secret, line = more.splitlines()
+    file.write_text(file.read_text() + line)
+    user, operator = (load_tokens(file).find(text.strip().encode()) for text in (output, secret))
+    assert user is not None
+    assert (user.tenant, user.roles) == ("gold", frozenset({Role.USER}))
+    assert operator is not None
+    assert (operator.tenant, operator.roles) == (None, frozenset({Role.OPERATOR, Role.METRICS}))
 
 
 @pytest.mark.parametrize(

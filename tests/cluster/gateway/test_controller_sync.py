@@ -13,7 +13,7 @@ from fake_fleet import DirectController, FakeLauncher, MemoryStore
 from fakes import oracle
 
 from quire.cluster.api.status import FleetInfo
-from quire.cluster.api.tokens import Token
+from quire.cluster.api.tokens import Role, Token, TokenSet
 from quire.cluster.client.async_client import AsyncClient
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.config.engine_options import EngineOptions
@@ -23,6 +23,7 @@ from quire.cluster.gateway.controller_sync import ControllerSync
 from quire.cluster.gateway.security import Security
 from quire.cluster.gateway.served_models import ServedModels
 from quire.cluster.gateway.server import Gateway
+from quire.cluster.host.watched_file import constant
 from quire.cluster.replica.record import ReplicaRecord
 from quire.cluster.requests.outputs import RequestOutput
 from quire.proto.errors import (
@@ -212,26 +213,30 @@ def test_request_scales_a_model_from_zero(serve: Callable[..., Any]) -> None:
     run(scenario)
 
 
-def test_only_admin_tokens_change_the_fleet(serve: Callable[..., Any]) -> None:
-    security = Security(tokens=(Token(b"users"), Token(b"operators", "admin")))
+def test_only_operators_see_and_change_the_fleet(serve: Callable[..., Any]) -> None:
+    operator = frozenset({Role.OPERATOR})
+    security = Security(tokens=constant(TokenSet([Token.of("users"), Token.of("operators", roles=operator)])))
 
     async def scenario(launcher: FakeLauncher) -> None:
-        async with serve(launcher, security, "users") as served:
+        async with (
+            serve(launcher, security, "operators") as served,
+            AsyncClient(served.target, token="users") as user,
+        ):
             for call in (
-                served.client.deploy(served.deployment()),
-                served.client.delete("tiny"),
-                served.client.drain("replica"),
+                user.deploy(served.deployment()),
+                user.delete("tiny"),
+                user.drain("replica"),
+                user.fleet(),
             ):
-                with pytest.raises(PermissionDenied, match="token of the tenant 'admin'"):
+                with pytest.raises(PermissionDenied, match="needs a token with the role operator"):
                     await call
             assert (await served.client.fleet()).deployments == ()
-            async with AsyncClient(served.target, token="operators") as operator:
-                await operator.deploy(served.deployment())
-                await served.until_ready(1)
-                with pytest.raises(ConfigError, match=r"engine\.model is empty"):
-                    await operator.deploy(Deployment(EngineOptions("", served_model_name="tiny")))
-                with pytest.raises(InvalidRequest, match="none of the replicas and nodes"):
-                    await operator.drain("nobody")
+            await served.client.deploy(served.deployment())
+            await served.until_ready(1)
+            with pytest.raises(ConfigError, match=r"engine\.model is empty"):
+                await served.client.deploy(Deployment(EngineOptions("", served_model_name="tiny")))
+            with pytest.raises(InvalidRequest, match="none of the replicas and nodes"):
+                await served.client.drain("nobody")
 
     run(scenario)
 

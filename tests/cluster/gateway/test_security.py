@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.cluster.api.tokens import Token
+from quire.cluster.api.tokens import Token, TokenSet
 from quire.cluster.gateway.listen_address import ListenAddress
 from quire.cluster.gateway.security import Security
+from quire.cluster.host.watched_file import constant
 from quire.proto.errors import ConfigError
 
 
@@ -40,7 +41,7 @@ def test_unknown_host_is_refused() -> None:
     ("security", "missing"),
     [
         (Security(), "TLS and a token file"),
-        (Security(tokens=(Token(b"secret"),)), "but TLS is missing"),
+        (Security(tokens=constant(TokenSet([Token.of("secret")]))), "but TLS is missing"),
         (Security(certificate=(b"chain", b"key")), "but a token file is missing"),
     ],
 )
@@ -53,7 +54,7 @@ def test_public_address_requires_tls_and_tokens(security: Security, missing: str
 
 
 def test_public_address_with_tls_and_tokens_is_allowed() -> None:
-    security = Security(certificate=(b"chain", b"key"), tokens=(Token(b"secret"),))
+    security = Security(certificate=(b"chain", b"key"), tokens=constant(TokenSet([Token.of("secret")])))
     security.check_listen(ListenAddress.parse("0.0.0.0:1"), insecure=False)
 
 

@@ -13,11 +13,12 @@ import grpc.aio
 import pytest
 from serving import PROMPT, ServerFactory, run
 
-from quire.cluster.api.tokens import Token
+from quire.cluster.api.tokens import Token, TokenSet
 from quire.cluster.client.async_client import AsyncClient
 from quire.cluster.client.client import Client
 from quire.cluster.gateway.security import Security
 from quire.cluster.gateway.server import Gateway
+from quire.cluster.host.watched_file import constant
 from quire.proto.errors import (
     ConfigError,
     ReplicaUnavailable,
@@ -30,7 +31,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 def test_every_call_but_health_needs_a_token(serve: ServerFactory) -> None:
     async def scenario() -> None:
-        async with serve(security=Security(tokens=(Token(b"one"), Token(b"two")))) as server:
+        async with serve(
+            security=Security(tokens=constant(TokenSet([Token.of("one"), Token.of("two")])))
+        ) as server:
             async with AsyncClient(server.target, token="two") as client:
                 assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
                 assert [event async for event in client.generate_stream(PROMPT, GREEDY)]

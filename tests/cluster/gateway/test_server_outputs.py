@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from serving import DEADLINE_S, ENDLESS, PROMPT, ServerFactory, first_delta, num_used_blocks, run, until_free
 
-from quire.cluster.api.tokens import Token
+from quire.cluster.api.tokens import Token, TokenSet
 from quire.cluster.client.async_client import AsyncClient
 from quire.cluster.gateway.security import Security
+from quire.cluster.host.watched_file import constant
 from quire.cluster.requests.output_processor import OutputProcessor
 from quire.cluster.requests.outputs import (
     CompletionDelta,
@@ -218,7 +219,8 @@ def test_cache_salt_separates_prefixes_regardless_of_tenant(serve: ServerFactory
 
 
 def test_token_determines_the_tenant(serve: ServerFactory) -> None:
-    security = Security(tokens=(Token(b"golden", "gold"), Token(b"tinny", "tin"), Token(b"plain")))
+    tokens = TokenSet([Token.of("golden", "gold"), Token.of("tinny", "tin"), Token.of("plain")])
+    security = Security(tokens=constant(tokens))
 
     async def scenario() -> None:
         async with serve(security=security, policy="fair") as server:

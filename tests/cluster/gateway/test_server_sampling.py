@@ -10,8 +10,9 @@ from serving import ServerFactory, run
 
 from quire import AsyncClient, SamplingParams
 from quire.cluster.api.request_messages import sampling_from_message, sampling_to_message
-from quire.cluster.api.tokens import Token
+from quire.cluster.api.tokens import Token, TokenSet
 from quire.cluster.gateway.security import Security
+from quire.cluster.host.watched_file import constant
 from quire.cluster.requests.outputs import (
     CompletionDelta,
     PromptLogprobsDelta,
@@ -125,7 +126,8 @@ def test_add_special_tokens_reaches_the_tokenizer(serve: ServerFactory) -> None:
 
 def test_only_the_own_tenant_can_abort_a_request(serve: ServerFactory) -> None:
     """Request ids are separate per tenant."""
-    security = Security(tokens=(Token(b"golden", "gold"), Token(b"tinny", "tin"), Token(b"plain")))
+    tokens = TokenSet([Token.of("golden", "gold"), Token.of("tinny", "tin"), Token.of("plain")])
+    security = Security(tokens=constant(tokens))
 
     async def scenario() -> None:
         async with (
