@@ -13,17 +13,18 @@ TRITON_TESTS := tests/kernels tests/worker/test_triton_path.py
 PYTHONS ?= python3.11 python3.12 python3.13
 INDEX ?= https://pypi.org/simple
 
-.PHONY: help venv demo test test-all test-triton check check-install layers proto figures clean
+.PHONY: help venv demo test test-all test-triton check check-install layers proto proto-release figures clean
 
 help:
 	@echo "make demo      two tensor-parallel workers serve concurrent gRPC requests, then shut down"
 	@echo "make test      the tests that need no GPU, without the slow ones (at most 15 minutes on two cores)"
 	@echo "make test-all  the tests that need no GPU, including the slow ones"
 	@echo "make test-triton    the Triton kernels, interpreted and compiled, with each supported Triton"
-	@echo "make check     linters, types, import layers, generated files"
+	@echo "make check     linters, types, import layers, generated files, compatibility of the gRPC interface"
 	@echo "make check-install  resolve the environment against a plain package index, for each Python that is present"
 	@echo "make layers    the import layers only"
 	@echo "make proto     regenerate the gRPC code from the .proto files"
+	@echo "make proto-release  record the .proto files as the interface that must stay compatible; for each release"
 	@echo "make figures   regenerate docs/benchmarks.md from benchmarks/results/"
 	@echo "make venv      the virtual environment .venv, which every target creates if it is missing"
 	@echo "make clean     delete build outputs and caches"
@@ -65,6 +66,8 @@ check: venv $(SOURCE)
 	$(BIN)/mypy
 	PYTHONPATH=build/source $(BIN)/lint-imports
 	$(BIN)/python proto/generate.py --check
+	$(BIN)/buf lint
+	$(BIN)/buf breaking --against proto/released.binpb
 	$(BIN)/python -m benchmarks.figures_page --check
 
 check-install:
@@ -81,6 +84,10 @@ layers: venv $(SOURCE)
 
 proto: venv
 	$(BIN)/python proto/generate.py
+
+# The file names of the modules in proto/released.binpb are those that buf.yaml gives them.
+proto-release: venv
+	$(BIN)/buf build -o proto/released.binpb
 
 figures: venv
 	$(BIN)/python -m benchmarks.figures_page

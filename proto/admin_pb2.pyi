@@ -178,6 +178,98 @@ class DrainResponse(_message.Message):
     replica_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, replica_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class UndrainRequest(_message.Message):
+    __slots__ = ("target",)
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    target: str
+    def __init__(self, target: _Optional[str] = ...) -> None: ...
+
+class UndrainResponse(_message.Message):
+    __slots__ = ("replica_ids",)
+    REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
+    replica_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, replica_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SetScaleRequest(_message.Message):
+    __slots__ = ("model", "min_replicas", "max_replicas")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    min_replicas: int
+    max_replicas: int
+    def __init__(self, model: _Optional[str] = ..., min_replicas: _Optional[int] = ..., max_replicas: _Optional[int] = ...) -> None: ...
+
+class SetScaleResponse(_message.Message):
+    __slots__ = ("min_replicas", "max_replicas")
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    min_replicas: int
+    max_replicas: int
+    def __init__(self, min_replicas: _Optional[int] = ..., max_replicas: _Optional[int] = ...) -> None: ...
+
+class FlushCacheRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class FlushCacheResponse(_message.Message):
+    __slots__ = ("replica_ids",)
+    REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
+    replica_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, replica_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GetLoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetLoadResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[ModelLoad]
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ...) -> None: ...
+
+class ModelLoad(_message.Message):
+    __slots__ = ("model", "num_ready_replicas", "num_running", "num_waiting", "num_unplaced", "num_queued_tokens", "kv_use", "tokens_per_s", "queue_delay_s")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_READY_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNPLACED_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_USE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_DELAY_S_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    num_ready_replicas: int
+    num_running: int
+    num_waiting: int
+    num_unplaced: int
+    num_queued_tokens: int
+    kv_use: float
+    tokens_per_s: float
+    queue_delay_s: float
+    def __init__(self, model: _Optional[str] = ..., num_ready_replicas: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_unplaced: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., kv_use: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., queue_delay_s: _Optional[float] = ...) -> None: ...
+
+class WatchEventsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchEventsResponse(_message.Message):
+    __slots__ = ("time", "deployment", "replica", "node", "removed")
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    time: float
+    deployment: DeploymentStatus
+    replica: Replica
+    node: Node
+    removed: bool
+    def __init__(self, time: _Optional[float] = ..., deployment: _Optional[_Union[DeploymentStatus, _Mapping]] = ..., replica: _Optional[_Union[Replica, _Mapping]] = ..., node: _Optional[_Union[Node, _Mapping]] = ..., removed: _Optional[bool] = ...) -> None: ...
+
 class DeploymentStatus(_message.Message):
     __slots__ = ("model", "version", "min_replicas", "max_replicas", "target_replicas", "reason", "problem")
     MODEL_FIELD_NUMBER: _ClassVar[int]

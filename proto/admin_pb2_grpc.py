@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminStub:
-    """Deploy, Delete and Drain change a fleet. If the server requires tokens, all calls need one with the role `operator`.
+    """Deploy, Delete, Drain, Undrain and SetScale change a fleet. If the server requires tokens, all calls need one with the role `operator`.
     """
 
     def __init__(self, channel):
@@ -55,14 +55,40 @@ class AdminStub:
                 request_serializer=quire_dot_proto_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=quire_dot_proto_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/quire.v1.Admin/Undrain',
+                request_serializer=quire_dot_proto_dot_admin__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.UndrainResponse.FromString,
+                _registered_method=True)
+        self.SetScale = channel.unary_unary(
+                '/quire.v1.Admin/SetScale',
+                request_serializer=quire_dot_proto_dot_admin__pb2.SetScaleRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.SetScaleResponse.FromString,
+                _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/quire.v1.Admin/FlushCache',
+                request_serializer=quire_dot_proto_dot_admin__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
+        self.GetLoad = channel.unary_unary(
+                '/quire.v1.Admin/GetLoad',
+                request_serializer=quire_dot_proto_dot_admin__pb2.GetLoadRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.GetLoadResponse.FromString,
+                _registered_method=True)
+        self.WatchEvents = channel.unary_stream(
+                '/quire.v1.Admin/WatchEvents',
+                request_serializer=quire_dot_proto_dot_admin__pb2.WatchEventsRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.WatchEventsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
-    """Deploy, Delete and Drain change a fleet. If the server requires tokens, all calls need one with the role `operator`.
+    """Deploy, Delete, Drain, Undrain and SetScale change a fleet. If the server requires tokens, all calls need one with the role `operator`.
     """
 
     def GetStatus(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns the state of each replica, and of the fleet if there is one.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -83,6 +109,41 @@ class AdminServicer:
 
     def Drain(self, request, context):
         """Moves the requests of a replica, or of all replicas of a node, to others, then ends its processes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Ends the drain of a replica, whether it has begun or still waits for another replica to take over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetScale(self, request, context):
+        """Changes how many replicas a deployment may have.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCache(self, request, context):
+        """Empties the prefix caches of a model's replicas. Running requests keep their blocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLoad(self, request, context):
+        """Returns the load of each model as this server sees it, from figures of the last second.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchEvents(self, request, context):
+        """Streams the fleet's changes as they happen, after one event for each of the present deployments, replicas and nodes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,6 +172,31 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=quire_dot_proto_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=quire_dot_proto_dot_admin__pb2.DrainResponse.SerializeToString,
             ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.UndrainRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.UndrainResponse.SerializeToString,
+            ),
+            'SetScale': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetScale,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.SetScaleRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.SetScaleResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.FlushCacheRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'GetLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoad,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.GetLoadRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'WatchEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEvents,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.WatchEventsRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.WatchEventsResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'quire.v1.Admin', rpc_method_handlers)
@@ -120,7 +206,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """Deploy, Delete and Drain change a fleet. If the server requires tokens, all calls need one with the role `operator`.
+    """Deploy, Delete, Drain, Undrain and SetScale change a fleet. If the server requires tokens, all calls need one with the role `operator`.
     """
 
     @staticmethod
@@ -221,6 +307,141 @@ class Admin:
             '/quire.v1.Admin/Drain',
             quire_dot_proto_dot_admin__pb2.DrainRequest.SerializeToString,
             quire_dot_proto_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/Undrain',
+            quire_dot_proto_dot_admin__pb2.UndrainRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.UndrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetScale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/SetScale',
+            quire_dot_proto_dot_admin__pb2.SetScaleRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.SetScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/FlushCache',
+            quire_dot_proto_dot_admin__pb2.FlushCacheRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/GetLoad',
+            quire_dot_proto_dot_admin__pb2.GetLoadRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.v1.Admin/WatchEvents',
+            quire_dot_proto_dot_admin__pb2.WatchEventsRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.WatchEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

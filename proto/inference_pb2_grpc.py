@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Requests of users. If the server requires tokens, all calls need one with the role `user`.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -54,10 +55,26 @@ class InferenceStub:
                 request_serializer=quire_dot_proto_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=quire_dot_proto_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/quire.v1.Inference/Tokenize',
+                request_serializer=quire_dot_proto_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/quire.v1.Inference/Detokenize',
+                request_serializer=quire_dot_proto_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.GetServerInfo = channel.unary_unary(
+                '/quire.v1.Inference/GetServerInfo',
+                request_serializer=quire_dot_proto_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_inference__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Requests of users. If the server requires tokens, all calls need one with the role `user`.
+    """
 
     def Generate(self, request, context):
         """Returns the complete output.
@@ -81,7 +98,29 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns the models that the server serves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Returns the token ids of a text or a conversation, as a request would have them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Returns the text of token ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetServerInfo(self, request, context):
+        """Returns the version and the limits of the server.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -109,6 +148,21 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=quire_dot_proto_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=quire_dot_proto_dot_inference__pb2.ListModelsResponse.SerializeToString,
             ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=quire_dot_proto_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=quire_dot_proto_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=quire_dot_proto_dot_inference__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_inference__pb2.GetServerInfoResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'quire.v1.Inference', rpc_method_handlers)
@@ -118,7 +172,8 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """Missing associated documentation comment in .proto file."""
+    """Requests of users. If the server requires tokens, all calls need one with the role `user`.
+    """
 
     @staticmethod
     def Generate(request,
@@ -218,6 +273,87 @@ class Inference:
             '/quire.v1.Inference/ListModels',
             quire_dot_proto_dot_inference__pb2.ListModelsRequest.SerializeToString,
             quire_dot_proto_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Inference/Tokenize',
+            quire_dot_proto_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            quire_dot_proto_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Inference/Detokenize',
+            quire_dot_proto_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            quire_dot_proto_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Inference/GetServerInfo',
+            quire_dot_proto_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
+            quire_dot_proto_dot_inference__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
