@@ -34,6 +34,12 @@ class ServerOptions:
         metavar="FILE",
         group=_SERVER,
     )
+    tenants_file: Path | None = option(
+        None,
+        help="TOML file of the tenants' limits and prefix pools. It is read again when it changes.",
+        metavar="FILE",
+        group=_SERVER,
+    )
 
     def __post_init__(self) -> None:
         validate_options(self)

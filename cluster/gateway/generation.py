@@ -18,6 +18,7 @@ from ..requests.request_stream import output_events
 from .observer import Observers, RequestObserver, RequestWatch
 from .request_migration import MigratingRequest
 from .served_models import ServedModel, ServedModels
+from .tenant_limits import Admission, TenantLimiter
 
 # Longer prompts are tokenized in a thread, so that they do not block other streams in the event loop.
 LONG_PROMPT_CHARS = 4096
@@ -69,11 +70,18 @@ class GenerationService:
 
     Args:
         observer: receives every call.
+        limiter: admits the calls of each tenant; by default all.
     """
 
-    def __init__(self, models: ServedModels, observer: RequestObserver | None = None) -> None:
+    def __init__(
+        self,
+        models: ServedModels,
+        observer: RequestObserver | None = None,
+        limiter: TenantLimiter | None = None,
+    ) -> None:
         self._models = models
         self._observer = observer or Observers()
+        self._limiter = limiter or TenantLimiter()
         self._running: dict[RequestKey, MigratingRequest] = {}
 
     @asynccontextmanager
@@ -81,19 +89,20 @@ class GenerationService:
         """Run a request. On every exit from the block its sequences have ended and their blocks are free.
 
         Raises:
-            ModelNotFound, InvalidRequest, DuplicateRequest: before the request was started.
+            ModelNotFound, InvalidRequest, DuplicateRequest, QuotaExceeded: before the request was started.
             QuireError: from the iteration of the events; the error that ended the request.
         """
-        with self._watch(call) as watch:
+        with self._watch(call) as watch, self._limiter.admit(call.tenant) as admission:
             model = self._models.find(call.model)
             self._check_not_running((call.tenant, call.request_id))
             request = await self._check(model, call)
+            admission.accept(request)
             key = request.tenant, request.request_id
             self._check_not_running(key)  # a duplicate may have started while a long prompt was tokenized
             running = self._running[key] = model.pool.submit(request, watch.on_moved)
             watch.on_accepted(model.name, request)
             try:
-                yield Generation(model, request, _events(model, request, running, watch))
+                yield Generation(model, request, _events(model, request, running, watch, admission))
             finally:
                 running.abort()
                 del self._running[key]
@@ -139,12 +148,17 @@ class GenerationService:
 
 
 async def _events(
-    model: ServedModel, request: Request, running: MigratingRequest, watch: RequestWatch
+    model: ServedModel,
+    request: Request,
+    running: MigratingRequest,
+    watch: RequestWatch,
+    admission: Admission,
 ) -> AsyncIterator[StreamEvent]:
     yield RequestStarted(request.request_id, model.name, len(request.prompt_token_ids))
     try:
         async for event in output_events(running, OutputProcessor(request, model.tokenizer)):
             watch.on_event(event)
+            admission.charge(event)
             yield event
     except Overloaded as error:
         if error.retry_after_s is None:  # the scheduler does not know its speed

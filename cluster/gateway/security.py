@@ -1,44 +1,52 @@
-"""Security: TLS certificate and bearer tokens of a gateway."""
+"""Security: TLS certificate, bearer tokens and tenants of a gateway."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 
 from ...proto.errors import ConfigError
 from ..api.tokens import NO_TOKENS, TokenSet, load_tokens
+from ..config.server_options import ServerOptions
+from ..config.tenants import Tenants, load_tenants
 from ..host.watched_file import Source, WatchedFiles
 from .listen_address import ListenAddress
+from .tenant_limits import NO_TENANTS
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """TLS certificate and bearer tokens of a gateway.
+    """TLS certificate, bearer tokens and tenants of a gateway.
 
     Attributes:
         certificate: PEM chain and key of the gateway; None disables TLS.
         tokens: a call must carry one of these tokens; an empty set disables authentication.
+        tenants: the tenants' limits.
     """
 
     certificate: tuple[bytes, bytes] | None = None
     tokens: Source[TokenSet] = NO_TOKENS
+    tenants: Source[Tenants] = NO_TENANTS
 
     @staticmethod
-    def load(
-        *, tls_cert: Path | None = None, tls_key: Path | None = None, token_file: Path | None = None
-    ) -> Security:
+    def load(options: ServerOptions) -> Security:
         """Read the files. Raises ConfigError for a file that cannot be used, or a certificate without its key."""
+        tls_cert, tls_key = options.tls_cert, options.tls_key
         if (tls_cert is None) != (tls_key is None):
             raise ConfigError("a TLS certificate and its key must be given together")
         certificate = None
         if tls_cert is not None and tls_key is not None:
             certificate = _read(tls_cert, "TLS certificate"), _read(tls_key, "TLS key")
-        if token_file is None:
-            return Security(certificate)
         return Security(
-            certificate, WatchedFiles([token_file], lambda: load_tokens(token_file), "token file")
+            certificate,
+            _watched(options.token_file, load_tokens, "the token file") or NO_TOKENS,
+            _watched(options.tenants_file, load_tenants, "the tenants file") or NO_TENANTS,
         )
 
     def check_listen(self, address: ListenAddress, *, insecure: bool) -> None:
@@ -59,6 +67,10 @@ class Security:
             return None
         chain, key = self.certificate
         return grpc.ssl_server_credentials([(key, chain)])
+
+
+def _watched(path: Path | None, load: Callable[[Path], T], description: str) -> WatchedFiles[T] | None:
+    return None if path is None else WatchedFiles([path], lambda: load(path), description)
 
 
 def _read(path: Path, description: str) -> bytes:

@@ -21,9 +21,7 @@ def set_up_server(options: ServerOptions) -> Security:
         ConfigError: a file cannot be read, or the address cannot be listened on.
     """
     log_to_stderr()
-    security = Security.load(
-        tls_cert=options.tls_cert, tls_key=options.tls_key, token_file=options.token_file
-    )
+    security = Security.load(options)
     address = ListenAddress.parse(options.listen)
     security.check_listen(address, insecure=options.insecure)
     _check_port(address)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.cluster.api.tokens import Token, TokenSet
+from quire.cluster.config.server_options import ServerOptions
 from quire.cluster.gateway.listen_address import ListenAddress
 from quire.cluster.gateway.security import Security
 from quire.cluster.host.watched_file import constant
@@ -60,6 +61,6 @@ def test_public_address_with_tls_and_tokens_is_allowed() -> None:
 
 def test_certificate_requires_its_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="given together"):
-        Security.load(tls_cert=tmp_path / "cert.pem")
+        Security.load(ServerOptions(tls_cert=tmp_path / "cert.pem"))
     with pytest.raises(ConfigError, match=r"TLS certificate .*cert.pem cannot be read"):
-        Security.load(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem")
+        Security.load(ServerOptions(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem"))

@@ -16,6 +16,7 @@ from serving import PROMPT, ServerFactory, run
 from quire.cluster.api.tokens import Token, TokenSet
 from quire.cluster.client.async_client import AsyncClient
 from quire.cluster.client.client import Client
+from quire.cluster.config.server_options import ServerOptions
 from quire.cluster.gateway.security import Security
 from quire.cluster.gateway.server import Gateway
 from quire.cluster.host.watched_file import constant
@@ -57,7 +58,7 @@ def test_calls_work_over_tls(serve: ServerFactory, tmp_path: Path) -> None:
     subprocess.run(command.split() + names, check=True, capture_output=True, timeout=30)
 
     async def scenario() -> None:
-        async with serve(security=Security.load(tls_cert=certificate, tls_key=key)) as server:
+        async with serve(security=Security.load(ServerOptions(tls_cert=certificate, tls_key=key))) as server:
             async with AsyncClient(server.target, tls_ca=certificate) as client:
                 assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
             async with AsyncClient(server.target) as client:
