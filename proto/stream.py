@@ -3,15 +3,15 @@
 A gateway numbers its sequences with *handles*. The scheduler sends one TokenBatch per step and gateway, never one
 message per request.
 
-    gateway -> scheduler    Submit, Abort, Stop, StatusQuery, CacheQuery, Drain
-    scheduler -> gateway    TokenBatch, ReplicaStatus, CacheReport
+    gateway -> scheduler    Submit, Abort, Stop, StatusQuery, CacheQuery, BlockMapQuery, Drain
+    scheduler -> gateway    TokenBatch, ReplicaStatus, CacheReport, BlockMap
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any
 
 from .block_tables import IntArray
@@ -22,6 +22,9 @@ from .step import NO_INTS, Logprobs, PromptLogprobs
 VERSION = 3
 # Bytes of a block's digest in a CacheReport: enough to route by, too few to share a block by.
 CACHE_HASH_BYTES = 8
+# Bounds of a BlockMap.
+MAX_MAP_CELLS = 8192
+MAX_MAP_SEQUENCES = 256
 
 _codec = FrameCodec("stream", VERSION)
 
@@ -98,6 +101,13 @@ class CacheQuery:
     """
 
     since: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMapQuery:
+    """Requests a BlockMap."""
+
+    query_id: int
 
 
 class FinishReason(StrEnum):
@@ -182,6 +192,51 @@ class CacheReport:
     removed: bytes
 
 
+class BlockState(IntEnum):
+    """State of a KV block: EMPTY and CACHED blocks are free, SHARED blocks have more than one reference."""
+
+    EMPTY = 0
+    CACHED = 1
+    FENCED = 2
+    HELD = 3
+    SHARED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MappedSequence:
+    """A running sequence of a BlockMap.
+
+    Attributes:
+        num_tokens: tokens whose KV it has or is planned to have.
+    """
+
+    row: int
+    request_id: str
+    num_blocks: int
+    num_tokens: int
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """The state of a replica's KV blocks. Cell i shows block 1 + i * stride.
+
+    Attributes:
+        num_blocks: all blocks, without the scratch block.
+        stride: 1 up to MAX_MAP_CELLS blocks; the map of a larger pool shows every stride-th block.
+        states: one BlockState per cell.
+        rows: [cells] int32, the row that holds the block, one of them if several do; -1 if none does.
+        sequences: the MAX_MAP_SEQUENCES running sequences with the most blocks.
+    """
+
+    query_id: int
+    num_blocks: int
+    stride: int
+    states: bytes
+    rows: IntArray
+    sequences: tuple[MappedSequence, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class RankStatus:
     """A rank's process and the stage it is in."""
@@ -206,6 +261,11 @@ class ReplicaStatus:
             the first token.
         cache_version: version of the prefix cache, as in CacheReport.
         mean_plan_wait_s: mean time that the ranks waited for a plan after finishing a step, idle times left out.
+        num_fenced_blocks: freed blocks that a step in flight may still use.
+        num_computed_tokens: tokens that steps computed since the start.
+        busy_s: time since the start in which at least one step was computed.
+        num_plan_waits, plan_wait_s: steps that followed another one without idle time between, and how long rank 0
+            waited for their plans.
     """
 
     query_id: int
@@ -239,10 +299,15 @@ class ReplicaStatus:
     tokens_per_s: float
     cache_version: int
     mean_plan_wait_s: float = 0.0
+    num_fenced_blocks: int = 0
+    num_computed_tokens: int = 0
+    busy_s: float = 0.0
+    num_plan_waits: int = 0
+    plan_wait_s: float = 0.0
 
 
-GatewayMessage = Submit | Abort | Stop | StatusQuery | CacheQuery | Drain
-ReplicaMessage = TokenBatch | ReplicaStatus | CacheReport
+GatewayMessage = Submit | Abort | Stop | StatusQuery | CacheQuery | BlockMapQuery | Drain
+ReplicaMessage = TokenBatch | ReplicaStatus | CacheReport | BlockMap
 
 
 def encode(message: GatewayMessage | ReplicaMessage) -> bytes:
@@ -309,16 +374,30 @@ def _decode_status(values: list[Any]) -> ReplicaStatus:
     return ReplicaStatus(query_id, replica_id, model, problem, rank_statuses, *numbers)
 
 
+def _encode_block_map(message: BlockMap) -> tuple[Any, ...]:
+    sequences = [astuple(sequence) for sequence in message.sequences]
+    cells = message.states, pack_ints(message.rows)
+    return "blocks", message.query_id, message.num_blocks, message.stride, *cells, sequences
+
+
+def _decode_block_map(values: list[Any]) -> BlockMap:
+    query_id, num_blocks, stride, states, rows, sequences = values
+    holders = tuple(MappedSequence(*each) for each in sequences)
+    return BlockMap(query_id, num_blocks, stride, states, unpack_ints(rows), holders)
+
+
 _ENCODERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Submit: _encode_submit,
     Abort: lambda message: ("abort", message.handle),
     Stop: lambda message: ("stop", message.handle),
     StatusQuery: lambda message: ("status?", message.query_id),
     CacheQuery: lambda message: ("cache?", message.since),
+    BlockMapQuery: lambda message: ("blocks?", message.query_id),
     Drain: lambda message: ("drain", message.grace_s),
     TokenBatch: _encode_batch,
     ReplicaStatus: lambda message: ("status", *astuple(message)),
     CacheReport: lambda message: ("cache", *astuple(message)),
+    BlockMap: _encode_block_map,
 }
 _DECODERS: dict[str, Callable[[list[Any]], GatewayMessage | ReplicaMessage]] = {
     "submit": _decode_submit,
@@ -326,8 +405,10 @@ _DECODERS: dict[str, Callable[[list[Any]], GatewayMessage | ReplicaMessage]] = {
     "stop": lambda values: Stop(*values),
     "status?": lambda values: StatusQuery(*values),
     "cache?": lambda values: CacheQuery(*values),
+    "blocks?": lambda values: BlockMapQuery(*values),
     "drain": lambda values: Drain(*values),
     "tokens": _decode_batch,
     "status": _decode_status,
     "cache": lambda values: CacheReport(*values),
+    "blocks": _decode_block_map,
 }

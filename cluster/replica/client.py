@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import zmq
 import zmq.asyncio
@@ -17,6 +17,8 @@ import zmq.asyncio
 from ...proto.errors import ProtocolError, QuireError, ReplicaUnavailable
 from ...proto.stream import (
     Abort,
+    BlockMap,
+    BlockMapQuery,
     CacheReport,
     Finish,
     FinishReason,
@@ -124,7 +126,7 @@ class ReplicaClient:
         self._running: dict[int, UpdateReceiver] = {}  # handle |-> receiver, while the sequence runs
         self._next_handle = 1
         self._query_ids = itertools.count(1)
-        self._queries: dict[int, asyncio.Future[ReplicaStatus]] = {}
+        self._queries: dict[int, asyncio.Future[Any]] = {}  # query |-> its answer
         # Futures of `next_status`, done by the next status whichever query it answers.
         self._next_statuses: set[asyncio.Future[ReplicaStatus]] = set()
         self._problem = f"replica {replica_id} has not answered yet"
@@ -146,6 +148,11 @@ class ReplicaClient:
     def has_failed(self) -> bool:
         """True while the replica takes no requests: until its next healthy status, or forever after `fail`."""
         return self._failed.is_set()
+
+    @property
+    def silence_s(self) -> float:
+        """Time since the latest message of the replica, or since `start`."""
+        return time.monotonic() - self._received_at
 
     @property
     def num_running(self) -> int:
@@ -228,18 +235,31 @@ class ReplicaClient:
         Raises:
             ReplicaUnavailable: the replica does not answer in time, or has failed.
         """
-        self._check_open()
         query_id = next(self._query_ids)
-        self._queries[query_id] = asyncio.get_running_loop().create_future()
+        return cast(ReplicaStatus, await self._ask(StatusQuery(query_id), timeout_s))
+
+    async def block_map(self, timeout_s: float) -> BlockMap:
+        """Query the states of the replica's KV blocks.
+
+        Raises:
+            ReplicaUnavailable: the replica does not answer in time, or has failed.
+        """
+        query_id = next(self._query_ids)
+        return cast(BlockMap, await self._ask(BlockMapQuery(query_id), timeout_s))
+
+    async def _ask(self, query: StatusQuery | BlockMapQuery, timeout_s: float) -> Any:
+        """Send a query and return its answer."""
+        self._check_open()
+        answer = self._queries[query.query_id] = asyncio.get_running_loop().create_future()
         try:
-            self.send(StatusQuery(query_id))
+            self.send(query)
             async with asyncio.timeout(timeout_s):
-                return await self._queries[query_id]
+                return await answer
         except TimeoutError:
             reason = f"replica {self.replica_id} did not answer a status query in {timeout_s:g} s"
             raise ReplicaUnavailable(reason) from None
         finally:
-            del self._queries[query_id]
+            del self._queries[query.query_id]
 
     def fail(self, reason: str) -> None:
         """Fail the replica for good, as its owner knows that it is gone: every request ends with ReplicaUnavailable.
@@ -360,6 +380,8 @@ class ReplicaClient:
                 self._deliver(message)
             elif isinstance(message, ReplicaStatus):
                 self._on_status(message)
+            elif isinstance(message, BlockMap):
+                self._answer(message)
             if isinstance(message, ReplicaStatus | CacheReport):
                 for listener in self._listeners:
                     listener(message)
@@ -386,16 +408,21 @@ class ReplicaClient:
         if not self._is_gone:
             self._failed.clear()
             self._set_problem(status.problem)
-        query = self._queries.get(status.query_id)
-        for waiting in (*self._next_statuses, *([] if query is None else [query])):
+        self._answer(status)
+        for waiting in self._next_statuses:
             if not waiting.done():
                 waiting.set_result(status)
+
+    def _answer(self, message: ReplicaStatus | BlockMap) -> None:
+        """Pass an answer to the caller that waits for it, if it still does."""
+        query = self._queries.get(message.query_id)
+        if query is not None and not query.done():
+            query.set_result(message)
 
     async def _send_heartbeats(self) -> None:
         """Query the status at intervals, and fail a replica that stays silent."""
         while True:
             self.send(StatusQuery(next(self._query_ids)))
             await asyncio.sleep(self._heartbeat_s)
-            silence_s = time.monotonic() - self._received_at
-            if silence_s > self._silence_timeout_s:
-                self._fail_replica(f"it has been silent for {silence_s:.0f} s")
+            if self.silence_s > self._silence_timeout_s:
+                self._fail_replica(f"it has been silent for {self.silence_s:.0f} s")

@@ -66,8 +66,14 @@ class Throughput:
     """Tokens per second of computing time; recent steps have more weight.
 
     Idle time is left out, because it does not show what the replica could do: an idle replica keeps its last rate.
+
+    Attributes:
+        num_computed_tokens: tokens of all steps.
+        busy_s: time in which at least one step was computed.
     """
 
+    num_computed_tokens: int = 0
+    busy_s: float = 0.0
     _num_tokens: float = 0.0
     _seconds: float = 0.0
     _counted_until: float = -math.inf
@@ -83,4 +89,6 @@ class Throughput:
         decay = 0.5 ** (seconds / _HALF_LIFE_S)
         self._num_tokens = decay * self._num_tokens + num_tokens
         self._seconds = decay * self._seconds + seconds
+        self.num_computed_tokens += num_tokens
+        self.busy_s += seconds
         self._counted_until = done_at

@@ -14,15 +14,16 @@ import numpy as np
 from ...proto.config import EngineConfig
 from ...proto.errors import QuireError
 from ...proto.step import StepPlan, StepResult
-from ...proto.stream import Finish, FinishReason, Submit
+from ...proto.stream import BlockMap, Finish, FinishReason, Submit
 from ..kv.block_manager import BlockManager
 from ..kv.prefix_cache import make_root
 from ..sequences.beam_group import BeamGroup
 from ..sequences.beam_search import BeamSearch
 from ..sequences.sequence import Sequence
 from .admission_checks import check_admission, max_len_of
+from .block_map import make_block_map
 from .drain import Drainer
-from .metrics import SchedulerStats
+from .metrics import SchedulerStats, Throughput
 from .outbox import Outgoing, error_finish
 from .planner import Planner
 from .result_processor import ResultProcessor
@@ -81,9 +82,9 @@ class Scheduler:
         return waiting + running
 
     @property
-    def tokens_per_s(self) -> float:
-        """Return the prompt and sampled tokens computed per second of work; 0 before the first result."""
-        return self._state.throughput.tokens_per_s
+    def throughput(self) -> Throughput:
+        """Return the tokens computed and the time that they took; read-only."""
+        return self._state.throughput
 
     @property
     def is_draining(self) -> bool:
@@ -173,6 +174,10 @@ class Scheduler:
             state.end_request(key)
         state.abandon_steps()
         return self.take_outgoing()
+
+    def block_map(self, query_id: int) -> BlockMap:
+        """Return the states of the KV blocks and their holders."""
+        return make_block_map(self._state, query_id)
 
     def check_integrity(self) -> None:
         """Recount blocks, rows and queues. Raises AssertionError at the first inconsistency."""

@@ -94,9 +94,17 @@ class BlockManager:
         return self._pool.num_cached
 
     @property
+    def num_fenced_blocks(self) -> int:
+        return self._pool.num_fenced
+
+    @property
     def num_unheld_blocks(self) -> int:
         """Return the blocks that are free now or once the steps in flight are done."""
         return self._pool.num_free + self._pool.num_fenced
+
+    def states(self, block_ids: range) -> bytes:
+        """Return a BlockState for each block."""
+        return self._pool.states(block_ids)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

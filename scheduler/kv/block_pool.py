@@ -6,7 +6,13 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
+from ...proto.stream import BlockState
+
 SCRATCH_BLOCK = 0
+# States of blocks with no, one and more references.
+_STATE_BY_REFERENCES = np.array([BlockState.EMPTY, BlockState.HELD, BlockState.SHARED], np.uint8)
 
 
 class BlockPool:
@@ -53,6 +59,18 @@ class BlockPool:
 
     def is_cached(self, block_id: int) -> bool:
         return block_id in self._cached
+
+    def states(self, block_ids: range) -> bytes:
+        """Return a BlockState for each block."""
+        counts = np.frombuffer(self._ref_counts, np.int32)[block_ids.start : block_ids.stop : block_ids.step]
+        states = _STATE_BY_REFERENCES[np.minimum(counts, 2)]
+        for cell in np.flatnonzero(counts == 0).tolist():
+            block_id = block_ids[cell]
+            if block_id in self._cached:
+                states[cell] = BlockState.CACHED
+            elif block_id in self._fence_of:
+                states[cell] = BlockState.FENCED
+        return states.tobytes()
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Return `num_blocks` blocks (at most `num_free`), each with one reference."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from ...proto.errors import QuireError, ReplicaUnavailable
 from ...proto.stream import (
     Abort,
+    BlockMapQuery,
     CacheQuery,
     Drain,
     Finish,
@@ -130,6 +131,8 @@ class StepLoop:
                 self._mailbox.send(gateway, self.status(message.query_id))
             case CacheQuery():
                 self._mailbox.send(gateway, self._scheduler.blocks.journal.report(message.since))
+            case BlockMapQuery():
+                self._mailbox.send(gateway, self._scheduler.block_map(message.query_id))
             case Drain():
                 _log.info("%s is draining: running sequences have %g s", self._replica_id, message.grace_s)
                 self._scheduler.drain(message.grace_s, self._clock())
@@ -217,6 +220,11 @@ class StepLoop:
             queued_tokens=scheduler.num_queued_tokens,
             kv_use=blocks.num_held_blocks / blocks.num_blocks,
             oldest_wait_s=scheduler.oldest_wait_s(now),
-            tokens_per_s=scheduler.tokens_per_s,
+            tokens_per_s=scheduler.throughput.tokens_per_s,
             cache_version=blocks.journal.version,
+            num_fenced_blocks=blocks.num_fenced_blocks,
+            num_computed_tokens=scheduler.throughput.num_computed_tokens,
+            busy_s=scheduler.throughput.busy_s,
+            num_plan_waits=stats.num_gaps,
+            plan_wait_s=stats.gap_sum_s,
         )

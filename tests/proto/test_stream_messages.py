@@ -15,12 +15,16 @@ from quire.proto.step import Logprobs, PromptLogprobs
 from quire.proto.stream import (
     VERSION,
     Abort,
+    BlockMap,
+    BlockMapQuery,
+    BlockState,
     CacheQuery,
     CacheReport,
     Drain,
     Finish,
     FinishReason,
     GatewayMessage,
+    MappedSequence,
     RankStatus,
     ReplicaMessage,
     ReplicaStatus,
@@ -63,15 +67,38 @@ STATUS = ReplicaStatus(
     oldest_wait_s=0.5,
     tokens_per_s=1234.5,
     cache_version=77,
+    num_fenced_blocks=2,
+    num_computed_tokens=12345,
+    busy_s=5.5,
+    num_plan_waits=4,
+    plan_wait_s=0.25,
 )
 REPORT = CacheReport(12, 5, b"12345678abcdefgh", b"ABCDEFGH")
 
 
 @pytest.mark.parametrize(
-    "message", [Abort(7), StatusQuery(2**40), STATUS, CacheQuery(5), REPORT, Drain(2.5)], ids=type
+    "message",
+    [Abort(7), StatusQuery(2**40), STATUS, CacheQuery(5), REPORT, BlockMapQuery(9), Drain(2.5)],
+    ids=type,
 )
 def test_plain_messages_round_trip(message: GatewayMessage | ReplicaMessage) -> None:
     assert decode(encode(message)) == message
+
+
+def test_block_map_round_trips() -> None:
+    states = bytes((BlockState.HELD, BlockState.CACHED))
+    sequences = (MappedSequence(3, "r", 2, 17, 9),)
+    sent = BlockMap(7, 4, 2, states, np.array([3, -1], np.int32), sequences)
+    got = decode(encode(sent))
+    assert isinstance(got, BlockMap)
+    assert (got.query_id, got.num_blocks, got.stride, got.states, got.sequences) == (
+        7,
+        4,
+        2,
+        states,
+        sequences,
+    )
+    assert got.rows.tolist() == [3, -1]
 
 
 @pytest.mark.parametrize(

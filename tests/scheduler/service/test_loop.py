@@ -14,6 +14,8 @@ from quire.proto.errors import RankFailed
 from quire.proto.step import StepResult
 from quire.proto.stream import (
     Abort,
+    BlockMap,
+    BlockMapQuery,
     CacheQuery,
     CacheReport,
     Drain,
@@ -219,6 +221,17 @@ def test_status_reports_load() -> None:
     assert status.oldest_wait_s == pytest.approx(0.5)
     assert status.kv_use == pytest.approx(2 / 31)
     assert status.cache_version == 2
+    assert status.num_computed_tokens == 8
+    assert status.busy_s == pytest.approx(0.5)
+
+
+def test_block_map_query_is_answered() -> None:
+    mailbox = FakeMailbox([[(b"a", BlockMapQuery(7))]])
+    loop, _, _ = make_loop(mailbox)
+    loop.handle_messages(0.0)
+    ((gateway, answer),) = mailbox.sent
+    assert gateway == b"a"
+    assert instance_of(BlockMap, answer).query_id == 7
 
 
 def test_cache_query_returns_changes() -> None:
