@@ -121,6 +121,11 @@ class ReplicaPool:
         return min(delays, default=None)
 
     @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for a replica."""
+        return self._num_waiting
+
+    @property
     def clients(self) -> Mapping[str, ReplicaClient]:
         """replica_id |-> its client."""
         return {replica_id: member.client for replica_id, member in self._members.items()}

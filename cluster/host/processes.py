@@ -1,4 +1,4 @@
-"""Process trees: descendants of processes, waiting for and killing them. Linux only (/proc and pidfds)."""
+"""Process trees: descendants of processes, waiting for and killing them; usage of processes. Linux only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -67,3 +68,26 @@ def _children_by_parent() -> defaultdict[int, list[int]]:
             parent_pid = int(stat.read_text().rpartition(")")[2].split()[1])
             by_parent[parent_pid].append(int(stat.parent.name))
     return by_parent
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUsage:
+    """Memory and CPU time of a process."""
+
+    resident_bytes: int
+    cpu_s: float
+
+
+def process_usage(pid: int) -> ProcessUsage | None:
+    """Return the usage of a process of this machine; None if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The second field is the name in parentheses, which may have spaces; utime is the 14th field, rss the 24th.
+    fields = stat[stat.rindex(")") + 2 :].split()
+    user_ticks, system_ticks, resident_pages = int(fields[11]), int(fields[12]), int(fields[21])
+    return ProcessUsage(
+        resident_pages * os.sysconf("SC_PAGE_SIZE"),
+        (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK"),
+    )

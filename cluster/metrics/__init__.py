@@ -1,0 +1,1 @@
+"""Metrics of a gateway: their definitions, their values, their exposition, and the files generated from them."""
