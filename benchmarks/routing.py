@@ -39,7 +39,7 @@ from quire.proto.stream import (
     TokenBatch,
 )
 from quire.scheduler.core.scheduler import Scheduler
-from quire.scheduler.kv.prefix_cache import prefix_hashes
+from quire.scheduler.kv.prefix_cache import make_root, prefix_hashes
 from quire.scheduler.service.loop import StepLoop
 
 TRACES = Path(__file__).parent / "traces"
@@ -119,7 +119,7 @@ def route(trace: Trace, num_replicas: int, policy: str) -> tuple[float, float]:
                 replica.advance(request.arrival_s)
                 router.apply_report(replica_id, replica.report())
             report_at = request.arrival_s + REPORT_S
-        hashes = prefix_hashes(request.prompt(), BLOCK_SIZE, model=config.model.name)
+        hashes = prefix_hashes(request.prompt(), BLOCK_SIZE, make_root(config.model.name))
         replica_id = choose(hashes, {name: replica.load for name, replica in replicas.items()})
         num_cached_tokens = BLOCK_SIZE * router.num_cached_blocks(replica_id, hashes)
         router.record_submit(replica_id, hashes)

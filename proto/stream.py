@@ -19,7 +19,7 @@ from .codec import FrameCodec, field_values, pack_ints, unpack_ints
 from .sampling import SamplingParams
 from .step import NO_INTS, Logprobs, PromptLogprobs
 
-VERSION = 3
+VERSION = 4
 # Bytes of a block's digest in a CacheReport: enough to route by, too few to share a block by.
 CACHE_HASH_BYTES = 8
 # Bounds of a BlockMap.
@@ -42,6 +42,7 @@ class Submit:
         priority: higher runs first; equal priorities run in order of arrival.
         timeout_s: seconds left to the deadline; None for no deadline.
         salt: prefixes are shared only between equal salts.
+        prefix_pool: prefixes are shared with the other tenants of this pool; empty for the tenant's own alone.
         generated_token_ids: tokens that the sequence has generated on another replica. The output continues after
             them exactly as it would have there: limits, seeds and usage count from the sequence's start, and only
             new tokens are sent. Then the message holds one output: output i of n is submitted alone, with
@@ -56,6 +57,7 @@ class Submit:
     priority: int = 0
     timeout_s: float | None = None
     salt: bytes = b""
+    prefix_pool: str = ""
     generated_token_ids: IntArray = field(default_factory=lambda: NO_INTS)
 
 
@@ -327,7 +329,7 @@ def _decode_tagged(values: list[Any]) -> GatewayMessage | ReplicaMessage:
 
 def _encode_submit(message: Submit) -> tuple[Any, ...]:
     prompt, generated = pack_ints(message.prompt_token_ids), pack_ints(message.generated_token_ids)
-    admission = message.tenant, message.priority, message.timeout_s, message.salt
+    admission = message.tenant, message.priority, message.timeout_s, message.salt, message.prefix_pool
     return (
         "submit",
         message.handle,
@@ -340,8 +342,8 @@ def _encode_submit(message: Submit) -> tuple[Any, ...]:
 
 
 def _decode_submit(values: list[Any]) -> Submit:
-    handle, request_id, prompt, generated, sampling, tenant, priority, timeout_s, salt = values
-    admission = tenant, priority, timeout_s, salt
+    handle, request_id, prompt, generated, sampling, tenant, priority, timeout_s, salt, prefix_pool = values
+    admission = tenant, priority, timeout_s, salt, prefix_pool
     params = SamplingParams(*sampling)
     return Submit(handle, request_id, unpack_ints(prompt), params, *admission, unpack_ints(generated))
 

@@ -31,7 +31,7 @@ class TenantOptions:
 
     tenant: str = option("", help="Tenant of the request, if no token names one.", group=_REQUEST)
     cache_salt: str = option(
-        "", help="Share the prefix cache only with requests of the same salt.", group=_REQUEST
+        "", help="Share the prefix cache only with requests of the same tenant and salt.", group=_REQUEST
     )
 
 

@@ -45,9 +45,9 @@ class RequestOptions(TypedDict, total=False):
     Attributes:
         model: required only if the server serves several models.
         request_id: unique among the server's running requests; the server chooses one by default.
-        tenant: for fair scheduling; not needed with a token that names a tenant.
+        tenant: for fair scheduling, limits and the prefix cache; not needed with a token that names a tenant.
         priority: higher values are scheduled first, if the server's policy is ``priority``; 0 by default.
-        cache_salt: prefix caching shares KV only between requests with the same salt.
+        cache_salt: prefix caching shares KV only between requests of the tenant with the same salt.
         add_special_tokens: the model's tokenizer adds its special tokens to a text prompt; True by default.
         timeout_s: deadline of the call; None or absent means the client's default.
     """

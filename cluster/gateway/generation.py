@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from ...proto.errors import DuplicateRequest, Overloaded, RequestAborted
 from ...proto.sampling import SamplingParams
+from ..config.tenants import Tenants
+from ..host.watched_file import Source
 from ..requests.chat import Chat
 from ..requests.output_processor import OutputProcessor
 from ..requests.outputs import RequestStarted, StreamEvent
@@ -18,7 +20,7 @@ from ..requests.request_stream import output_events
 from .observer import Observers, RequestObserver, RequestWatch
 from .request_migration import MigratingRequest
 from .served_models import ServedModel, ServedModels
-from .tenant_limits import Admission, TenantLimiter
+from .tenant_limits import NO_TENANTS, Admission, TenantLimiter
 
 # Longer prompts are tokenized in a thread, so that they do not block other streams in the event loop.
 LONG_PROMPT_CHARS = 4096
@@ -35,7 +37,7 @@ class GenerationCall:
         request_id: if empty, the service chooses one.
         tenant: the authenticated one.
         timeout_s: time left until the caller's deadline; None without a deadline.
-        cache_salt: prefix caching shares KV only between requests with the same salt.
+        cache_salt: prefix caching shares KV only between requests of the tenant with the same salt.
         add_special_tokens: add the tokenizer's special tokens to a text prompt.
         trace_headers: the caller's ``traceparent`` and ``tracestate`` (W3C Trace Context), by lower-case name.
     """
@@ -70,18 +72,19 @@ class GenerationService:
 
     Args:
         observer: receives every call.
-        limiter: admits the calls of each tenant; by default all.
+        tenants: the tenants' current limits and prefix pools; by default there are none.
     """
 
     def __init__(
         self,
         models: ServedModels,
         observer: RequestObserver | None = None,
-        limiter: TenantLimiter | None = None,
+        tenants: Source[Tenants] = NO_TENANTS,
     ) -> None:
         self._models = models
         self._observer = observer or Observers()
-        self._limiter = limiter or TenantLimiter()
+        self._tenants = tenants
+        self._limiter = TenantLimiter(tenants)
         self._running: dict[RequestKey, MigratingRequest] = {}
 
     @asynccontextmanager
@@ -137,6 +140,7 @@ class GenerationService:
             priority=call.priority,
             timeout_s=call.timeout_s,
             cache_salt=call.cache_salt,
+            prefix_pool=self._tenants().of(call.tenant).prefix_pool or "",
             add_special_tokens=call.add_special_tokens,
         )
         is_short = not isinstance(call.prompt, Chat) and len(call.prompt) <= LONG_PROMPT_CHARS

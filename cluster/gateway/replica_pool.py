@@ -11,7 +11,7 @@ import numpy as np
 
 from ...proto.errors import Overloaded, QuireError, ReplicaUnavailable
 from ...proto.stream import CacheQuery, CacheReport, ReplicaStatus
-from ...scheduler.kv.prefix_cache import prefix_hashes
+from ...scheduler.kv.prefix_cache import make_root, prefix_hashes
 from ..controller_api.demand import Demand
 from ..host.background import run_in_background
 from ..host.change_notifier import ChangeNotifier
@@ -258,9 +258,8 @@ class ReplicaPool:
         tokens = request.prompt_token_ids
         if len(request.generated_token_ids):
             tokens = np.concatenate([tokens, request.generated_token_ids])
-        return prefix_hashes(
-            tokens[: MAX_HASHED_BLOCKS * self._block_size], self._block_size, request.salt, model=self.model
-        )
+        root = make_root(self.model, request.salt, tenant=request.tenant, pool=request.prefix_pool)
+        return prefix_hashes(tokens[: MAX_HASHED_BLOCKS * self._block_size], self._block_size, root)
 
     def _on_message(self, member: _Member, message: ReplicaStatus | CacheReport) -> None:
         if isinstance(message, ReplicaStatus):

@@ -18,7 +18,6 @@ from .inference import InferenceService
 from .listen_address import ListenAddress
 from .security import Security
 from .served_models import ServedModels
-from .tenant_limits import TenantLimiter
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_STREAMS_PER_CONNECTION = 4096
@@ -68,7 +67,7 @@ class Gateway:
         self._models = models
         self._health = health.aio.HealthServicer()
         self._authenticator = Authenticator(self._security.tokens)
-        self._generation = GenerationService(models, limiter=TenantLimiter(self._security.tenants))
+        self._generation = GenerationService(models, tenants=self._security.tenants)
         self._inference = InferenceService(models, self._generation, self._authenticator)
         self._admin = AdminService(models, fleet)
         self._server: grpc.aio.Server | None = None

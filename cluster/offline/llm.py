@@ -72,8 +72,9 @@ class LLM:
             prompts: one prompt or several, each as text, token ids or a Chat.
             sampling_params: one for all prompts, or one per prompt; None means the defaults.
             priority: one or one per prompt; higher values are scheduled first if the policy is ``priority``.
-            tenant: one or one per prompt; tenants share the engine if the policy is ``fair``.
-            cache_salt: one or one per prompt; prefix caching shares KV only between equal salts.
+            tenant: one or one per prompt; tenants share no cached prefixes, and share the engine evenly if the
+                policy is ``fair``.
+            cache_salt: one or one per prompt; prefix caching shares KV only between equal tenants and salts.
             add_special_tokens: the tokenizer adds its special tokens to text prompts.
             progress: show a progress bar.
 

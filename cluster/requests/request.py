@@ -38,6 +38,7 @@ class Request:
     priority: int = 0
     timeout_s: float | None = None
     salt: bytes = b""
+    prefix_pool: str = ""
     generated_token_ids: IntArray = field(default_factory=lambda: NO_INTS)
 
     @property
@@ -59,6 +60,7 @@ class Request:
             priority=self.priority,
             timeout_s=self.timeout_s,
             salt=self.salt,
+            prefix_pool=self.prefix_pool,
             generated_token_ids=self.generated_token_ids,
         )
 
@@ -94,13 +96,15 @@ class RequestChecker:
         priority: int = 0,
         timeout_s: float | None = None,
         cache_salt: str = "",
+        prefix_pool: str = "",
         add_special_tokens: bool = True,
     ) -> Request:
         """Return the valid request, with a new id if it has none.
 
         Args:
             timeout_s: time left until the caller's deadline.
-            cache_salt: prefix caching shares KV only between requests with the same salt.
+            cache_salt: prefix caching shares KV only between requests of the tenant with the same salt.
+            prefix_pool: prefix caching shares KV with the other tenants of this pool; empty for none.
             add_special_tokens: add the tokenizer's special tokens to a text prompt. A chat template adds its own.
 
         Raises:
@@ -114,7 +118,9 @@ class RequestChecker:
             token_ids = token_ids[-sampling.truncate_prompt_tokens :]
         sampling = self._resolve_sampling(sampling, self._max_new_tokens(len(token_ids)))
         request_id = request_id or uuid.uuid4().hex
-        return Request(request_id, token_ids, sampling, tenant, priority, timeout_s, cache_salt.encode())
+        return Request(
+            request_id, token_ids, sampling, tenant, priority, timeout_s, cache_salt.encode(), prefix_pool
+        )
 
     def _resolve_sampling(self, sampling: SamplingParams, max_new_tokens: int) -> SamplingParams:
         """Return the parameters with a value for each; checks those that depend on the model."""

@@ -204,8 +204,11 @@ class Scheduler:
                 token_ids=array("i", known.astype("i4").tobytes()),
                 eos_token_ids=() if params.ignore_eos else self.config.model.eos_token_ids,
                 arrived_at=now,
-                root=make_root(self.config.model.name, submit.salt),
+                root=make_root(
+                    self.config.model.name, submit.salt, tenant=submit.tenant, pool=submit.prefix_pool
+                ),
                 tenant=submit.tenant,
+                prefix_pool=submit.prefix_pool,
                 priority=submit.priority,
                 deadline=None if submit.timeout_s is None else now + submit.timeout_s,
                 # A migrated sequence goes before all that never ran, and all its tokens are to be recomputed.

@@ -19,6 +19,7 @@ from typing import Final
 from ...proto.config import EngineConfig
 from ...proto.errors import QuireError
 from ..kv.block_manager import BlockManager
+from ..kv.own_prefixes import OwnPrefixes
 from ..sequences.beam_group import BeamGroup
 from ..sequences.sequence import Sequence
 from .deadlines import DeadlineQueue
@@ -80,6 +81,7 @@ class SchedulerState:
         self.costs: Final = CostModel(config.cache.swap_blocks_per_s)
         self.stats: Final = SchedulerStats()
         self.throughput: Final = Throughput()
+        self.own_prefixes: Final = OwnPrefixes(config.cache.block_size)
         self._deadlines = DeadlineQueue(self._alive)
 
     @property
@@ -218,6 +220,7 @@ class SchedulerState:
 
     def discard(self, sequence: Sequence) -> None:
         """End a sequence, wherever it is, and free its row and blocks."""
+        self.own_prefixes.add(sequence)
         del self._alive[sequence.seq_id]
         if sequence.row is not None:
             self._release_row(sequence)

@@ -1,8 +1,9 @@
 """PrefixCache: finds blocks that hold the KV of a prompt's beginning.
 
 Each full block has a digest chained over all tokens before it, so equal digests mean equal prefixes; SHA-256
-keeps a tenant from constructing a collision with another's prompt. A chain begins at a root made of the model,
-the tenant's salt and the adapter: different roots share nothing.
+keeps a tenant from constructing a collision with another's prompt. A chain begins at a root made of the model, the
+tenant or the pool of tenants that share prefixes, the salt and the adapter. Different roots share nothing, so
+neither a hit nor its time tells one tenant what another one sent.
 
 Blocks that agree with a prompt only in their first tokens are found as well (`closest_child`), and are copied. So
 the last, partly filled block of a conversation serves its next turn.
@@ -25,22 +26,21 @@ from .cache_journal import CacheJournal
 MAX_CHILDREN_COMPARED = 8
 
 
-def make_root(model: str, salt: bytes = b"", adapter: str = "") -> bytes:
-    """Return the start of the digest chains of one model, salt and adapter."""
-    parts = (model.encode(), salt, adapter.encode())
+def make_root(model: str, salt: bytes = b"", adapter: str = "", *, tenant: str = "", pool: str = "") -> bytes:
+    """Return the start of the digest chains of one model, salt, adapter, and tenant or pool.
+
+    Args:
+        pool: the tenants that share prefixes with each other; empty for `tenant` alone.
+    """
+    sharers = (b"pool", pool.encode()) if pool else (b"tenant", tenant.encode())
+    parts = (model.encode(), salt, adapter.encode(), *sharers)
     return sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts)).digest()
 
 
-def prefix_hashes(
-    token_ids: Sequence[int] | IntArray, block_size: int, salt: bytes = b"", *, model: str, adapter: str = ""
-) -> list[bytes]:
-    """Return the hash of each full block of a prompt, in order, as replicas report it in a CacheReport.
-
-    Args:
-        model, adapter: names under which the replica serves.
-    """
+def prefix_hashes(token_ids: Sequence[int] | IntArray, block_size: int, root: bytes) -> list[bytes]:
+    """Return the hash of each full block of a prompt, in order, as replicas report it in a CacheReport."""
     raw, width = np.asarray(token_ids, "<i4").tobytes(), 4 * block_size
-    digest, hashes = make_root(model, salt, adapter), []
+    digest, hashes = root, []
     for start in range(0, len(raw) - width + 1, width):
         digest = child_digest(digest, raw[start : start + width])
         hashes.append(digest[:CACHE_HASH_BYTES])

@@ -25,6 +25,8 @@ class Sequence:
         max_len: number of tokens, prompt included, at which it ends by length.
         token_ids: prompt and generated tokens, as far as they were moved out of the row.
         root: start of the chain of its block digests.
+        prefix_pool: its tenant shares prefixes with the other tenants of this pool; empty if with none.
+        num_cached_tokens: as reported to its tenant, see `OwnPrefixes`.
         block_digests: prefix-cache digest of each full block of token_ids.
         deadline: on the scheduler's clock.
         row: its row (batch slot) while it runs.
@@ -54,6 +56,7 @@ class Sequence:
     arrived_at: float
     root: bytes = b""
     tenant: str = ""
+    prefix_pool: str = ""
     priority: int = 0
     deadline: float | None = None
     block_digests: list[bytes] = field(default_factory=list)
@@ -124,7 +127,6 @@ class Sequence:
         """Record that it got a row, for the first time or again, with the KV of its first tokens."""
         if self.first_run_at is None:
             self.first_run_at = now
-            self.num_cached_tokens = num_cached_tokens
         if self.preempted_at is not None:
             self.preempted_s += now - self.preempted_at
             self.preempted_at = None

@@ -119,7 +119,7 @@ def test_block_map_round_trips() -> None:
 )  # fmt: skip
 def test_submit_round_trip(sampling: SamplingParams) -> None:
     prompt, generated = np.array([0, 5, 3071], np.int32), np.array([7, 8], np.int32)
-    sent = Submit(2**31 - 1, "naïve id", prompt, sampling, "tenant", 2, 1.5, b"salt", generated)
+    sent = Submit(2**31 - 1, "naïve id", prompt, sampling, "tenant", 2, 1.5, b"salt", "pool", generated)
     received = decode(encode(sent))
     assert isinstance(received, Submit)
     assert (received.handle, received.request_id, received.sampling) == (
@@ -127,12 +127,8 @@ def test_submit_round_trip(sampling: SamplingParams) -> None:
         sent.request_id,
         sampling,
     )
-    assert (received.tenant, received.priority, received.timeout_s, received.salt) == (
-        "tenant",
-        2,
-        1.5,
-        b"salt",
-    )
+    assert (received.tenant, received.priority, received.timeout_s) == ("tenant", 2, 1.5)
+    assert (received.salt, received.prefix_pool) == (b"salt", "pool")
     np.testing.assert_array_equal(received.prompt_token_ids, sent.prompt_token_ids)
     np.testing.assert_array_equal(received.generated_token_ids, generated)
 

@@ -55,7 +55,9 @@ def random_prompt(length: int, seed: int = 0) -> list[int]:
 def submit(handle: int, prompt: list[int], **settings: Any) -> Submit:
     """Return a request; `settings` are fields of SamplingParams and Submit."""
     options: dict[str, Any] = {
-        name: settings.pop(name) for name in ("tenant", "priority", "timeout_s", "salt") if name in settings
+        name: settings.pop(name)
+        for name in ("tenant", "priority", "timeout_s", "salt", "prefix_pool")
+        if name in settings
     }
     options["generated_token_ids"] = np.array(settings.pop("generated", []), np.int32)
     params = SamplingParams(**({"temperature": 0.0} | settings))

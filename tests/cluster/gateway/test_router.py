@@ -98,8 +98,8 @@ class TestCachedPrefix:
             parent = digest
         router = make_router()
         router.apply_report("a", journal.report(0))
-        assert router.num_cached_blocks("a", prefix_hashes(tokens, BLOCK_SIZE, b"salt", model="m")) == 4
-        assert router.num_cached_blocks("a", prefix_hashes(tokens, BLOCK_SIZE, b"other", model="m")) == 0
+        assert router.num_cached_blocks("a", prefix_hashes(tokens, BLOCK_SIZE, make_root("m", b"salt"))) == 4
+        assert router.num_cached_blocks("a", prefix_hashes(tokens, BLOCK_SIZE, make_root("m", b"other"))) == 0
 
 
 class TestLoad:

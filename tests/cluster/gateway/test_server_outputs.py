@@ -10,6 +10,7 @@ from serving import DEADLINE_S, ENDLESS, PROMPT, ServerFactory, first_delta, num
 
 from quire.cluster.api.tokens import Token, TokenSet
 from quire.cluster.client.async_client import AsyncClient
+from quire.cluster.config.tenants import TenantOptions, Tenants
 from quire.cluster.gateway.security import Security
 from quire.cluster.host.watched_file import constant
 from quire.cluster.requests.output_processor import OutputProcessor
@@ -199,21 +200,32 @@ def test_admission_uses_the_deadline_of_the_call(serve: ServerFactory) -> None:
     run(scenario())
 
 
-def test_cache_salt_separates_prefixes_regardless_of_tenant(serve: ServerFactory) -> None:
+def test_tenants_share_prefixes_only_within_a_named_pool(serve: ServerFactory) -> None:
+    """A tenant cannot learn from cached_tokens what another one sent, and its prompts are computed either way."""
+    pooled = TenantOptions(prefix_pool="metals")
+    tenants = constant(Tenants(by_name={"copper": pooled, "zinc": pooled}))
+
     async def scenario() -> None:
         prompt = list(range(40))
-        async with serve() as server, AsyncClient(server.target) as client:
+        async with serve(security=Security(tenants=tenants)) as server, AsyncClient(server.target) as client:
 
-            async def cached_tokens(tenant: str, salt: str) -> int:
+            async def cached_tokens(tenant: str, salt: str = "") -> tuple[int, int]:
+                """Tokens that the tenant is told of, and those that were found."""
+                before = server.scheduler.blocks.num_hit_tokens
                 params = SamplingParams(max_tokens=1)
                 output = await client.generate(prompt, params, tenant=tenant, cache_salt=salt)
-                return output.usage.cached_tokens
+                return output.usage.cached_tokens, server.scheduler.blocks.num_hit_tokens - before
 
-            assert await cached_tokens("gold", "a") == 0
-            assert await cached_tokens("tin", "b") == 0
-            assert await cached_tokens("tin", "") == 0
-            assert await cached_tokens("tin", "b") >= 32
-            assert await cached_tokens("iron", "a") >= 32
+            assert await cached_tokens("gold") == (0, 0)
+            assert await cached_tokens("gold") == (39, 39)
+            assert await cached_tokens("tin") == (0, 0)
+            assert await cached_tokens("") == (0, 0)
+            assert await cached_tokens("gold", "a") == (0, 0)
+            assert await cached_tokens("tin", "a") == (0, 0)
+            assert await cached_tokens("gold", "a") == (39, 39)
+            assert await cached_tokens("copper") == (0, 0)
+            assert await cached_tokens("zinc") == (0, 39)
+            assert await cached_tokens("zinc") == (32, 39)
 
     run(scenario())
 

@@ -237,7 +237,9 @@ def test_tenant_and_salt_reach_the_scheduler(llm: LLM) -> None:
     before = hits.num_hit_tokens
     llm.generate([prompt], replace(GREEDY, max_tokens=1), cache_salt=["yours"], tenant=["tin"])
     assert hits.num_hit_tokens == before
-    llm.generate(prompt, replace(GREEDY, max_tokens=1), cache_salt="mine")
+    llm.generate(prompt, replace(GREEDY, max_tokens=1), cache_salt="mine", tenant="tin")
+    assert hits.num_hit_tokens == before
+    llm.generate(prompt, replace(GREEDY, max_tokens=1), cache_salt="mine", tenant="gold")
     assert hits.num_hit_tokens >= before + 36
     with pytest.raises(InvalidRequest, match="tenant"):
         llm.generate([prompt], GREEDY, tenant=["a", "b"])

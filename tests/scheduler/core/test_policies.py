@@ -143,6 +143,28 @@ def test_different_salts_share_no_prefix() -> None:
     assert [driver.finishes[handle].num_cached_tokens > 0 for handle in range(3)] == [False, False, True]
 
 
+def test_tenants_share_no_prefix_outside_of_a_pool() -> None:
+    driver = Driver(small_config())
+    for handle, tenant in enumerate(("gold", "tin", "", "gold")):
+        driver.add(handle, random_prompt(20), max_tokens=2, tenant=tenant)
+        driver.run()
+    assert [driver.finishes[handle].num_cached_tokens for handle in range(4)] == [0, 0, 0, 19]
+    assert driver.scheduler.blocks.num_hit_tokens == 19
+
+
+def test_pool_reports_only_the_tenants_own_tokens() -> None:
+    """A prompt that another tenant of the pool sent is found, but only a repeat of one's own is reported."""
+    driver = Driver(small_config())
+    prompt, other = random_prompt(20), random_prompt(8) + random_prompt(12, seed=1)
+    for handle, (tenant, sent) in enumerate(
+        [("gold", prompt), ("tin", prompt), ("tin", prompt), ("gold", other), ("tin", other)]
+    ):
+        driver.add(handle, sent, max_tokens=2, tenant=tenant, prefix_pool="metals")
+        driver.run()
+    assert driver.scheduler.blocks.num_hit_tokens > 3 * 16
+    assert [driver.finishes[handle].num_cached_tokens for handle in range(5)] == [0, 0, 16, 8, 8]
+
+
 def test_cost_model_compares_measured_costs() -> None:
     costs = CostModel(swap_blocks_per_s=100.0)
     assert costs.swap_is_cheaper(10, 160)  # nothing measured yet

@@ -1,5 +1,7 @@
 """Reports reproduce the set of cached prefixes, and gateways compute the same hashes."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from driver import Driver
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from quire.proto.stream import CACHE_HASH_BYTES, CacheReport
 from quire.scheduler.kv.cache_journal import CacheJournal
-from quire.scheduler.kv.prefix_cache import prefix_hashes
+from quire.scheduler.kv.prefix_cache import make_root, prefix_hashes
 
 
 class Follower:
@@ -77,18 +79,20 @@ def test_unknown_version_gets_a_full_report() -> None:
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 30])
-def test_reported_hashes_equal_those_of_gateways(num_host_blocks: int) -> None:
+@pytest.mark.parametrize("owner", [{}, {"tenant": "gold"}, {"tenant": "gold", "prefix_pool": "metals"}])
+def test_reported_hashes_equal_those_of_gateways(num_host_blocks: int, owner: dict[str, Any]) -> None:
+    root = make_root("fake", b"salt", tenant=owner.get("tenant", ""), pool=owner.get("prefix_pool", ""))
     driver = Driver(small_config(num_blocks=12, num_host_blocks=num_host_blocks))
     follower = Follower()
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, VOCAB_SIZE, 13).tolist() for _ in range(6)]
     for handle, prompt in enumerate(prompts):
-        driver.add(handle, prompt, max_tokens=1, salt=b"salt", ignore_eos=True)
+        driver.add(handle, prompt, max_tokens=1, salt=b"salt", ignore_eos=True, **owner)
         driver.run()
         follower.apply(driver.scheduler.blocks.journal.report(follower.version))
-        hashes = prefix_hashes(prompt, 4, b"salt", model="fake")
+        hashes = prefix_hashes(prompt, 4, root)
         assert len(hashes) == 3
         assert set(hashes) <= follower.known
-        assert not set(prefix_hashes(prompt, 4, model="fake")) & follower.known
-    first = set(prefix_hashes(prompts[0], 4, b"salt", model="fake"))
+        assert not set(prefix_hashes(prompt, 4, make_root("fake"))) & follower.known
+    first = set(prefix_hashes(prompts[0], 4, root))
     assert (first <= follower.known) == (num_host_blocks > 0)  # 6 prompts of 3 blocks do not fit in 11

@@ -30,10 +30,20 @@ def test_equal_blocks_after_different_prefixes_differ() -> None:
     assert chain(cache, [1, 2, 7, 7], 2)[1] != chain(cache, [2, 1, 7, 7], 2)[1]
 
 
-def test_models_salts_and_adapters_have_different_roots() -> None:
+def test_models_salts_adapters_tenants_and_pools_have_different_roots() -> None:
     named = [("m", b"", ""), ("m", b"s", ""), ("m", b"", "s"), ("ms", b"", ""), ("m", b"", "t")]
     roots = [make_root(*names) for names in named]
+    roots += [
+        make_root("m", tenant="s"),
+        make_root("m", tenant="t"),
+        make_root("m", pool="s"),
+        make_root("m", pool="t"),
+    ]
     assert len(set(roots)) == len(roots)
+
+
+def test_tenants_of_a_pool_have_one_root() -> None:
+    assert make_root("m", tenant="gold", pool="metals") == make_root("m", tenant="tin", pool="metals")
 
 
 def test_extend_adds_missing_digests_only() -> None:

@@ -29,7 +29,7 @@ from quire.proto.stream import (
 )
 from quire.proto.transport.network import CurveKeys, connect, tcp_endpoint
 from quire.scheduler.core.scheduler import Scheduler
-from quire.scheduler.kv.prefix_cache import prefix_hashes
+from quire.scheduler.kv.prefix_cache import make_root, prefix_hashes
 from quire.scheduler.service.loop import StepLoop
 from quire.scheduler.service.mailbox import Mailbox
 from quire.scheduler.service.zmq_mailbox import MAX_MESSAGES_AT_ONCE, ZmqMailbox
@@ -243,7 +243,7 @@ def test_cache_query_returns_changes() -> None:
     ((gateway, report),) = [sent for sent in mailbox.sent if isinstance(sent[1], CacheReport)]
     assert gateway == b"b"
     assert instance_of(CacheReport, report).added == b"".join(
-        reversed(prefix_hashes([5] * 9, 4, model="fake"))
+        reversed(prefix_hashes([5] * 9, 4, make_root("fake")))
     )
 
 
