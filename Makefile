@@ -25,6 +25,7 @@ help:
 	@echo "make layers    the import layers only"
 	@echo "make proto     regenerate the gRPC code from the .proto files"
 	@echo "make proto-release  record the .proto files as the interface that must stay compatible; for each release"
+	@echo "make metrics   regenerate the dashboard, the alert rules and docs/metrics.md from the metrics' definitions"
 	@echo "make figures   regenerate docs/benchmarks.md from benchmarks/results/"
 	@echo "make venv      the virtual environment .venv, which every target creates if it is missing"
 	@echo "make clean     delete build outputs and caches"
@@ -69,6 +70,7 @@ check: venv $(SOURCE)
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against proto/released.binpb
 	$(BIN)/python -m benchmarks.figures_page --check
+	PYTHONPATH=build/source $(BIN)/python -m quire.cluster.metrics.generate --check
 
 check-install:
 	@for python in $(PYTHONS); do \
@@ -88,6 +90,9 @@ proto: venv
 # The file names of the modules in proto/released.binpb are those that buf.yaml gives them.
 proto-release: venv
 	$(BIN)/buf build -o proto/released.binpb
+
+metrics: venv $(SOURCE)
+	PYTHONPATH=build/source $(BIN)/python -m quire.cluster.metrics.generate
 
 figures: venv
 	$(BIN)/python -m benchmarks.figures_page

@@ -44,6 +44,8 @@ class Exposition(Collector):
     def collect(self) -> Iterable[Family]:
         """See `Collector`."""
         samples = Samples()
+        for model in self._models:
+            self._requests.add_model(model.name)
         self._requests.collect(samples)
         collect_replicas(samples, self._models)
         if self._fleet is not None:

@@ -6,7 +6,7 @@ from collections import Counter
 
 from ...proto import admin_pb2
 from ..api.status_messages import fleet_from_message
-from . import catalog
+from . import of_fleet
 from .samples import Samples
 
 # Beginning of a reason of the autoscaler, without its numbers |-> label.
@@ -28,18 +28,18 @@ OTHER = "other"
 def collect_fleet(samples: Samples, state: admin_pb2.GetStatusResponse) -> None:
     """Add the samples of a fleet's state."""
     fleet = fleet_from_message(state)
-    samples.add(catalog.FLEET_STALE, (), bool(fleet.problem))
+    samples.add(of_fleet.STALE, (), bool(fleet.problem))
     for deployment in fleet.deployments:
         labels = (deployment.model,)
-        samples.add(catalog.FLEET_TARGET, labels, deployment.target_replicas)
-        samples.add(catalog.FLEET_MIN, labels, deployment.min_replicas)
-        samples.add(catalog.FLEET_MAX, labels, deployment.max_replicas)
-        samples.add(catalog.FLEET_REASON, (*labels, reason_label(deployment.reason)), 1)
+        samples.add(of_fleet.TARGET, labels, deployment.target_replicas)
+        samples.add(of_fleet.MIN, labels, deployment.min_replicas)
+        samples.add(of_fleet.MAX, labels, deployment.max_replicas)
+        samples.add(of_fleet.REASON, (*labels, reason_label(deployment.reason)), 1)
     states = Counter((replica.model, replica.state or "unknown") for replica in fleet.replicas)
     for labels_of_state, count in states.items():
-        samples.add(catalog.FLEET_REPLICAS, labels_of_state, count)
+        samples.add(of_fleet.REPLICAS, labels_of_state, count)
     draining = sum(node.draining for node in fleet.nodes)
-    samples.add_counts(catalog.FLEET_NODES, (), {"draining": draining, "ready": len(fleet.nodes) - draining})
+    samples.add_counts(of_fleet.NODES, (), {"draining": draining, "ready": len(fleet.nodes) - draining})
 
 
 def reason_label(reason: str) -> str:

@@ -10,40 +10,40 @@ from ...proto.stream import RankStatus, ReplicaStatus
 from ..gateway.served_models import ServedModels
 from ..host.processes import process_usage
 from ..replica.client import ReplicaClient
-from . import catalog
+from . import of_replicas, of_requests
 from .definition import Metric
 from .samples import Samples
 
 _OF_STATUS: dict[Metric, Callable[[ReplicaStatus], float]] = {
-    catalog.REQUESTS_RUNNING: lambda status: status.num_running,
-    catalog.REQUESTS_WAITING: lambda status: status.num_waiting,
-    catalog.KV_USAGE: lambda status: status.kv_use,
-    catalog.PREFIX_QUERIES: lambda status: status.prefix_query_tokens,
-    catalog.PREFIX_HITS: lambda status: status.prefix_hit_tokens,
-    catalog.PREEMPTIONS: lambda status: status.num_preemptions,
-    catalog.REPLICA_DRAINING: lambda status: status.draining,
-    catalog.REPLICA_UPTIME: lambda status: status.uptime_s,
-    catalog.STEPS: lambda status: status.num_steps,
-    catalog.STEP_SECONDS: lambda status: status.busy_s,
-    catalog.COMPUTED_TOKENS: lambda status: status.num_computed_tokens,
-    catalog.PLAN_WAITS: lambda status: status.num_plan_waits,
-    catalog.PLAN_WAIT_SECONDS: lambda status: status.plan_wait_s,
-    catalog.KV_TOKENS: lambda status: status.num_used_tokens,
-    catalog.KV_FRAGMENTATION: lambda status: status.mean_kv_fragmentation,
-    catalog.SWAPPED_BLOCKS: lambda status: status.num_swapped_blocks,
-    catalog.QUEUED_TOKENS: lambda status: status.queued_tokens,
-    catalog.OLDEST_WAIT: lambda status: status.oldest_wait_s,
+    of_replicas.REQUESTS_RUNNING: lambda status: status.num_running,
+    of_replicas.REQUESTS_WAITING: lambda status: status.num_waiting,
+    of_replicas.KV_USAGE: lambda status: status.kv_use,
+    of_replicas.PREFIX_QUERIES: lambda status: status.prefix_query_tokens,
+    of_replicas.PREFIX_HITS: lambda status: status.prefix_hit_tokens,
+    of_replicas.PREEMPTIONS: lambda status: status.num_preemptions,
+    of_replicas.REPLICA_DRAINING: lambda status: status.draining,
+    of_replicas.REPLICA_UPTIME: lambda status: status.uptime_s,
+    of_replicas.STEPS: lambda status: status.num_steps,
+    of_replicas.STEP_SECONDS: lambda status: status.busy_s,
+    of_replicas.COMPUTED_TOKENS: lambda status: status.num_computed_tokens,
+    of_replicas.PLAN_WAITS: lambda status: status.num_plan_waits,
+    of_replicas.PLAN_WAIT_SECONDS: lambda status: status.plan_wait_s,
+    of_replicas.KV_TOKENS: lambda status: status.num_used_tokens,
+    of_replicas.KV_FRAGMENTATION: lambda status: status.mean_kv_fragmentation,
+    of_replicas.SWAPPED_BLOCKS: lambda status: status.num_swapped_blocks,
+    of_replicas.QUEUED_TOKENS: lambda status: status.queued_tokens,
+    of_replicas.OLDEST_WAIT: lambda status: status.oldest_wait_s,
 }
 
 
 def collect_replicas(samples: Samples, models: ServedModels) -> None:
     """Add the samples of every replica of this gateway; a replica without a status has only those of its state."""
     for model in models:
-        samples.add(catalog.GATEWAY_WAITING, (model.name,), model.pool.num_waiting)
+        samples.add(of_requests.UNPLACED_REQUESTS, (model.name,), model.pool.num_waiting)
         for replica_id, client in model.pool.clients.items():
             labels = (model.name, replica_id)
-            samples.add(catalog.REPLICA_READY, labels, not model.pool.why_unavailable(replica_id))
-            samples.add(catalog.REPLICA_SILENCE, labels, client.silence_s)
+            samples.add(of_replicas.REPLICA_READY, labels, not model.pool.why_unavailable(replica_id))
+            samples.add(of_replicas.REPLICA_SILENCE, labels, client.silence_s)
             _collect_status(samples, labels, client)
             if client.latest_status is not None:
                 _collect_cache_config(samples, labels, model.config, client.latest_status)
@@ -55,9 +55,9 @@ def _collect_status(samples: Samples, labels: tuple[str, str], client: ReplicaCl
         return
     for metric, value_of in _OF_STATUS.items():
         samples.add(metric, labels, value_of(status))
-    samples.add_counts(catalog.KV_BLOCKS, labels, block_counts(status))
+    samples.add_counts(of_replicas.KV_BLOCKS, labels, block_counts(status))
     if status.num_host_blocks:
-        samples.add_counts(catalog.HOST_BLOCKS, labels, _host_block_counts(status))
+        samples.add_counts(of_replicas.HOST_BLOCKS, labels, _host_block_counts(status))
     for rank in status.ranks:
         _collect_rank(samples, labels, rank)
 
@@ -79,11 +79,11 @@ def _host_block_counts(status: ReplicaStatus) -> dict[str, int]:
 
 def _collect_rank(samples: Samples, labels: tuple[str, str], rank: RankStatus) -> None:
     number = str(rank.rank)
-    samples.add(catalog.RANK_INFO, (*labels, number, rank.node, rank.device), 1)
+    samples.add(of_replicas.RANK_INFO, (*labels, number, rank.node, rank.device), 1)
     usage = process_usage(rank.pid) if rank.node == socket.gethostname() else None
     if usage is not None:
-        samples.add(catalog.RANK_MEMORY, (*labels, number), usage.resident_bytes)
-        samples.add(catalog.RANK_CPU, (*labels, number), usage.cpu_s)
+        samples.add(of_replicas.RANK_MEMORY, (*labels, number), usage.resident_bytes)
+        samples.add(of_replicas.RANK_CPU, (*labels, number), usage.cpu_s)
 
 
 def _collect_cache_config(
@@ -91,4 +91,4 @@ def _collect_cache_config(
 ) -> None:
     sizes = str(status.block_size), str(status.num_blocks), str(status.num_host_blocks)
     prefix_caching = str(config.cache.prefix_caching)
-    samples.add(catalog.CACHE_CONFIG, (*labels, *sizes, config.cache.kv_dtype, prefix_caching), 1)
+    samples.add(of_replicas.CACHE_CONFIG, (*labels, *sizes, config.cache.kv_dtype, prefix_caching), 1)

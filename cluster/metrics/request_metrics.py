@@ -8,20 +8,39 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ...proto.errors import QuireError, RequestAborted
+from ...proto.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    QuireError,
+    QuotaExceeded,
+    ReplicaUnavailable,
+    RequestAborted,
+)
+from ...proto.stream import FinishReason
 from ..gateway.generation import GenerationCall
 from ..gateway.observer import MoveCause
 from ..requests.outputs import CompletionDelta, CompletionFinished, StreamEvent
 from ..requests.request import Request
-from . import catalog
+from . import catalog, of_requests
 from .definition import Kind, Metric
 from .samples import Samples
 from .values import HistogramValue
 
 ABORT, ERROR = "abort", "error"  # finished_reason of completions that did not end by themselves
 INTERNAL = "internal"
+# A series must begin at 0: from one that begins at 1, Prometheus computes no increase.
+_NONE_FINISHED = dict.fromkeys((FinishReason.STOP.value, FinishReason.LENGTH.value, ABORT, ERROR), 0)
+_NO_MOVES = dict.fromkeys((cause.value for cause in MoveCause), 0)
+_NO_REFUSALS = dict.fromkeys(
+    (
+        kind.reason.lower()
+        for kind in (InvalidRequest, ModelNotFound, Overloaded, QuotaExceeded, ReplicaUnavailable)
+    ),
+    0,
+)
 
-_HISTOGRAMS = tuple(metric for metric in catalog.ALL if metric.kind is Kind.HISTOGRAM)
+_HISTOGRAMS = tuple(metric for metric in catalog.GROUPS["Requests"] if metric.kind is Kind.HISTOGRAM)
 
 
 @dataclass(slots=True)
@@ -70,26 +89,30 @@ class RequestMetrics:
         """See `RequestObserver`."""
         return _Watch(self, self._clock)
 
+    def add_model(self, name: str) -> None:
+        """Expose a model that may not have had a request yet."""
+        _ = self.models[name]
+
     def collect(self, samples: Samples) -> None:
         """Add the samples of all models."""
-        samples.add_counts(catalog.REFUSALS, (), self.refusals)
+        samples.add_counts(of_requests.REFUSALS, (), _NO_REFUSALS | self.refusals)
         for name, model in self.models.items():
             self._collect_model(samples, (name,), model)
 
     def _collect_model(self, samples: Samples, labels: tuple[str], model: ModelRequests) -> None:
         for metric, value in (
-            (catalog.GATEWAY_RUNNING, model.num_open),
-            (catalog.PROMPT_TOKENS, model.num_prompt_tokens),
-            (catalog.CACHED_PROMPT_TOKENS, model.num_cached_tokens),
-            (catalog.GENERATION_TOKENS, model.num_generated_tokens),
-            (catalog.RECOVERIES, model.num_recoveries),
-            (catalog.PREEMPTED_SECONDS, model.preempted_s),
-            (catalog.RECOMPUTED_TOKENS, model.num_recomputed_tokens),
+            (of_requests.OPEN_REQUESTS, model.num_open),
+            (of_requests.PROMPT_TOKENS, model.num_prompt_tokens),
+            (of_requests.CACHED_PROMPT_TOKENS, model.num_cached_tokens),
+            (of_requests.GENERATION_TOKENS, model.num_generated_tokens),
+            (of_requests.RECOVERIES, model.num_recoveries),
+            (of_requests.PREEMPTED_SECONDS, model.preempted_s),
+            (of_requests.RECOMPUTED_TOKENS, model.num_recomputed_tokens),
         ):
             samples.add(metric, labels, value)
-        samples.add_counts(catalog.REQUEST_SUCCESS, labels, model.finished)
-        samples.add_counts(catalog.MOVES, labels, model.moves)
-        samples.add_counts(catalog.ERRORS, labels, model.errors)
+        samples.add_counts(of_requests.REQUEST_SUCCESS, labels, _NONE_FINISHED | model.finished)
+        samples.add_counts(of_requests.MOVES, labels, _NO_MOVES | model.moves)
+        samples.add_counts(of_requests.ERRORS, labels, model.errors)
         for metric, histogram in model.histograms.items():
             samples.add_histogram(metric, labels, histogram)
 
@@ -122,12 +145,12 @@ class _Watch:
     def on_accepted(self, model: str, request: Request) -> None:
         """See `RequestWatch`."""
         self._model, self._request = self._metrics.models[model], request
-        self._inter_token = self._model.histograms[catalog.INTER_TOKEN_LATENCY]
+        self._inter_token = self._model.histograms[of_requests.INTER_TOKEN_LATENCY]
         self._model.num_open += 1
         sampling = request.sampling
-        self._observe(catalog.REQUEST_PARAMS_N, sampling.n)
+        self._observe(of_requests.REQUEST_PARAMS_N, sampling.n)
         if sampling.max_tokens is not None:
-            self._observe(catalog.REQUEST_PARAMS_MAX_TOKENS, sampling.max_tokens)
+            self._observe(of_requests.REQUEST_PARAMS_MAX_TOKENS, sampling.max_tokens)
 
     def on_event(self, event: StreamEvent) -> None:
         """See `RequestWatch`."""
@@ -176,7 +199,7 @@ class _Watch:
         assert self._request is not None
         if len(self._last_token_at) == 1:  # of the request
             self._model.num_prompt_tokens += len(self._request.prompt_token_ids)
-        self._observe(catalog.TIME_TO_FIRST_TOKEN, now - self._arrived_at)
+        self._observe(of_requests.TIME_TO_FIRST_TOKEN, now - self._arrived_at)
 
     def _on_finished(self, event: CompletionFinished) -> None:
         assert self._model is not None
@@ -189,15 +212,15 @@ class _Watch:
         model.num_cached_tokens += usage.cached_tokens
         model.preempted_s += times.preempted_s
         model.num_recomputed_tokens += times.recomputed_tokens
-        self._observe(catalog.E2E_LATENCY, self._clock() - self._arrived_at)
-        self._observe(catalog.QUEUE_TIME, times.queued_s)
-        self._observe(catalog.PREFILL_TIME, times.prefill_s)
-        self._observe(catalog.DECODE_TIME, times.decode_s)
-        self._observe(catalog.INFERENCE_TIME, times.prefill_s + times.decode_s + times.preempted_s)
-        self._observe(catalog.REQUEST_PROMPT_TOKENS, usage.prompt_tokens)
-        self._observe(catalog.REQUEST_GENERATION_TOKENS, usage.completion_tokens)
+        self._observe(of_requests.E2E_LATENCY, self._clock() - self._arrived_at)
+        self._observe(of_requests.QUEUE_TIME, times.queued_s)
+        self._observe(of_requests.PREFILL_TIME, times.prefill_s)
+        self._observe(of_requests.DECODE_TIME, times.decode_s)
+        self._observe(of_requests.INFERENCE_TIME, times.prefill_s + times.decode_s + times.preempted_s)
+        self._observe(of_requests.REQUEST_PROMPT_TOKENS, usage.prompt_tokens)
+        self._observe(of_requests.REQUEST_GENERATION_TOKENS, usage.completion_tokens)
         if usage.completion_tokens > 1:
-            self._observe(catalog.TIME_PER_OUTPUT_TOKEN, times.decode_s / (usage.completion_tokens - 1))
+            self._observe(of_requests.TIME_PER_OUTPUT_TOKEN, times.decode_s / (usage.completion_tokens - 1))
 
     def _observe(self, metric: Metric, value: float) -> None:
         assert self._model is not None

@@ -10,7 +10,7 @@ import pytest
 
 from quire.cluster.gateway.generation import GenerationCall
 from quire.cluster.gateway.observer import MoveCause, RequestWatch
-from quire.cluster.metrics import catalog
+from quire.cluster.metrics import of_requests
 from quire.cluster.metrics.request_metrics import ModelRequests, RequestMetrics, reason_of
 from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished, Usage
 from quire.cluster.requests.request import Request
@@ -93,7 +93,7 @@ def test_prompt_of_several_completions_counts_once() -> None:
         watch.on_event(delta(1, index))
     model = metrics.models["tiny"]
     assert model.num_prompt_tokens == 5
-    assert sum(model.histograms[catalog.TIME_TO_FIRST_TOKEN].counts) == 2
+    assert sum(model.histograms[of_requests.TIME_TO_FIRST_TOKEN].counts) == 2
 
 
 @pytest.mark.parametrize("end", [None, asyncio.CancelledError(), GeneratorExit(), RequestAborted("aborted")])
