@@ -127,6 +127,23 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatConfig:
+    """Conversations: their template, and the formats of the model's output.
+
+    Attributes:
+        chat_template: a template instead of the model's own.
+        trust_request_chat_template: requests may bring templates of their own.
+        tool_call_parser, reasoning_parser: names of formats; ``auto`` for what the chat template shows, ``none`` for
+            none.
+    """
+
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The whole configuration of a replica."""
 
@@ -134,6 +151,7 @@ class EngineConfig:
     cache: CacheConfig
     parallel: ParallelConfig
     scheduler: SchedulerConfig
+    chat: ChatConfig = field(default_factory=ChatConfig)
 
     def with_num_blocks(self, num_blocks: int) -> EngineConfig:
         """Return the configuration with the pool's number of blocks.

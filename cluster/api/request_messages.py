@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from google.protobuf.json_format import MessageToDict
-
 from ...proto import inference_pb2
 from ...proto.errors import InvalidRequest
 from ...proto.sampling import SamplingParams
 from ..requests.chat import Chat
 from ..requests.request import Prompt
+from .chat_messages import chat_from_message, chat_to_message
 
 _SAMPLING_SCALARS = (
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "logprobs",
@@ -69,7 +68,7 @@ def set_prompt(message: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, Chat):
         prompt.check()
         with as_invalid_request("chat"):
-            message.chat.MergeFrom(_chat_to_message(prompt))
+            message.chat.MergeFrom(chat_to_message(prompt))
     elif isinstance(prompt, str):
         with as_invalid_request("prompt"):
             message.text = prompt
@@ -84,18 +83,5 @@ def prompt_from_message(message: inference_pb2.GenerateRequest) -> Prompt:
     if kind is None:
         raise InvalidRequest("prompt", "is missing, must be text, token_ids or chat")
     if kind == "chat":
-        return _chat_from_message(message.chat)
+        return chat_from_message(message.chat)
     return message.text if kind == "text" else list(message.token_ids.ids)
-
-
-def _chat_to_message(chat: Chat) -> inference_pb2.Chat:
-    messages = (inference_pb2.ChatMessage(role=m["role"], content=m["content"]) for m in chat.messages)
-    message = inference_pb2.Chat(messages=messages, continue_final_message=chat.continue_final_message)
-    message.template_options.update(chat.template_options)
-    return message
-
-
-def _chat_from_message(message: inference_pb2.Chat) -> Chat:
-    messages = [{"role": part.role, "content": part.content} for part in message.messages]
-    # MessageToDict converts a Struct to plain lists and dictionaries.
-    return Chat(messages, message.continue_final_message, MessageToDict(message.template_options))

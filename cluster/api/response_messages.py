@@ -21,10 +21,17 @@ from ..requests.outputs import (
     most_likely,
     position_logprobs,
 )
+from .chat_messages import (
+    assistant_from_message,
+    assistant_to_message,
+    deltas_from_message,
+    deltas_to_message,
+)
 
 _FINISH_REASONS = {
     "stop": inference_pb2.FINISH_REASON_STOP,
     "length": inference_pb2.FINISH_REASON_LENGTH,
+    "tool_calls": inference_pb2.FINISH_REASON_TOOL_CALLS,
 }
 _FINISH_REASON_NAMES = {number: name for name, number in _FINISH_REASONS.items()}
 
@@ -109,6 +116,7 @@ def _completion_to_message(output: CompletionOutput, num_top: int | None) -> inf
         token_ids=output.token_ids,
         logprobs=_logprobs_to_messages(output.token_ids, output.logprobs or (), num_top),
         finished=_finished_to_message(output),
+        message=None if output.message is None else assistant_to_message(output.message),
     )
 
 
@@ -125,6 +133,7 @@ def _completion_from_message(message: inference_pb2.Output) -> CompletionOutput:
         score=finished.score,
         usage=finished.usage,
         timings=finished.timings,
+        message=assistant_from_message(message.message) if message.HasField("message") else None,
     )
 
 
@@ -135,13 +144,15 @@ def _delta_to_message(delta: CompletionDelta, num_top: int | None) -> inference_
         text=delta.text,
         token_ids=delta.token_ids,
         logprobs=_logprobs_to_messages(delta.token_ids, delta.logprobs, num_top),
+        chat=None if delta.chat is None else deltas_to_message(delta.chat),
     )
 
 
 def _delta_from_message(message: inference_pb2.Delta) -> CompletionDelta:
     token_ids = list(message.token_ids)
     logprobs = _logprobs_from_messages(token_ids, message.logprobs)
-    return CompletionDelta(message.index, message.text, token_ids, logprobs, message.sequence_number)
+    chat = deltas_from_message(message.chat) if message.HasField("chat") else None
+    return CompletionDelta(message.index, message.text, token_ids, logprobs, message.sequence_number, chat)
 
 
 def _prompt_logprobs_to_message(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from ..requests.chat import Message
+    from ..requests.chat_messages import Message
     from ..requests.outputs import StreamEvent
 
 DEFAULT_MAX_TOKENS = 1024

@@ -13,7 +13,7 @@ import grpc.aio
 from ...proto.sampling import SamplingParams
 from ..api.status import FleetInfo, ModelInfo, ReplicaInfo
 from ..config.deployment import Deployment
-from ..requests.chat import Message
+from ..requests.chat_messages import Message
 from ..requests.outputs import RequestOutput, StreamEvent
 from ..requests.request import Prompt
 from .calls import (

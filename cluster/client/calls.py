@@ -22,7 +22,8 @@ from ..api.status import FleetInfo, ModelInfo, ReplicaInfo
 from ..api.status_messages import fleet_from_message, model_from_message
 from ..api.tokens import bearer
 from ..config.deployment import Deployment
-from ..requests.chat import Chat, Message
+from ..requests.chat import Chat, Tool
+from ..requests.chat_messages import Message
 from ..requests.outputs import RequestOutput, StreamEvent
 from ..requests.request import Prompt
 
@@ -68,10 +69,25 @@ class ChatOptions(RequestOptions, total=False):
         continue_final_message: continue the last message, which must be the assistant's, instead of a new one.
         template_options: further variables of the model's chat template by name, for example
             ``{"enable_thinking": False}``. Numbers arrive as floating-point numbers.
+        tools: functions that the model may call, in the form of OpenAI's API.
+        tool_choice: ``auto`` (the default) or ``none``.
+        parallel_tool_calls: allow several tool calls in one reply; True by default.
+        documents: for templates of models that answer from documents.
+        chat_template: a template for this conversation instead of the model's, if the server permits it.
+        add_generation_prompt: end the prompt with the beginning of the assistant's message; True by default.
     """
 
     continue_final_message: bool
     template_options: Mapping[str, Any]
+    tools: Sequence[Tool]
+    tool_choice: str
+    parallel_tool_calls: bool
+    documents: Sequence[Mapping[str, Any]]
+    chat_template: str | None
+    add_generation_prompt: bool
+
+
+_CHAT_OPTIONS = ChatOptions.__annotations__.keys() - RequestOptions.__annotations__.keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +215,8 @@ class Calls:
 def split_chat(messages: Sequence[Message], options: ChatOptions) -> tuple[Chat, RequestOptions]:
     """Return the conversation as a prompt, and the options of the request."""
     rest: Any = dict(options)
-    chat = Chat(messages, rest.pop("continue_final_message", False), rest.pop("template_options", None) or {})
-    return chat, rest
+    of_chat = {name: rest.pop(name) for name in _CHAT_OPTIONS & rest.keys()}
+    return Chat(messages, **of_chat), rest
 
 
 def load_tls_ca(path: str | Path) -> grpc.ChannelCredentials:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..chat_format.registry import AUTO, NONE, REASONING_FORMATS, TOOL_CALL_FORMATS
 from .checks import at_least, between, one_of, positive, positive_amounts, share
 from .option import option, validate_options
 from .value_kinds import NUM_BYTES, amounts
@@ -14,7 +15,7 @@ DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_BLOCK_SIZE = 1024
 
-_MODEL, _EXECUTION, _KV_CACHE, _SCHEDULING = "Model", "Execution", "KV cache", "Scheduling"
+_MODEL, _EXECUTION, _KV_CACHE, _SCHEDULING, _CHAT = "Model", "Execution", "KV cache", "Scheduling", "Chat"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,30 @@ class EngineOptions:
         flag="--tenant-weight",
         metavar="NAME=SHARE",
         group=_SCHEDULING,
+    )
+
+    chat_template: str | None = option(
+        None,
+        help="File of a chat template to use instead of the model's own, or the template itself.",
+        metavar="FILE",
+        group=_CHAT,
+    )
+    trust_request_chat_template: bool = option(
+        False,
+        help="Allow requests to bring chat templates of their own.",
+        group=_CHAT,
+    )
+    tool_call_parser: str = option(
+        AUTO,
+        help="Format of the model's tool calls; auto is the one that its chat template shows.",
+        check=one_of(AUTO, NONE, *sorted(TOOL_CALL_FORMATS)),
+        group=_CHAT,
+    )
+    reasoning_parser: str = option(
+        AUTO,
+        help="Format of the model's reasoning; auto is the one that its chat template shows.",
+        check=one_of(AUTO, NONE, *sorted(REASONING_FORMATS)),
+        group=_CHAT,
     )
 
     def __post_init__(self) -> None:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
-from ...proto.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from ...proto.config import (
+    CacheConfig,
+    ChatConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from ...proto.errors import ConfigError, ModelLoadError
 from ...worker.device import cuda_device_count
 from ...worker.models.registry import check_supported
@@ -84,12 +92,28 @@ def engine_config(
         threads_per_rank=threads_per_rank,
         **_same_named(ParallelConfig, options, leave_out="device"),
     )
-    return EngineConfig(model, cache, parallel, SchedulerConfig(**_same_named(SchedulerConfig, options)))
+    scheduler = SchedulerConfig(**_same_named(SchedulerConfig, options))
+    chat = ChatConfig(
+        chat_template=_read_template(options.chat_template),
+        **_same_named(ChatConfig, options, leave_out="chat_template"),
+    )
+    return EngineConfig(model, cache, parallel, scheduler, chat)
 
 
 def _same_named(config: type, options: EngineOptions, leave_out: str = "") -> dict[str, Any]:
     names = {field.name for field in fields(config)} & {field.name for field in fields(options)}
     return {name: getattr(options, name) for name in names - {leave_out}}
+
+
+def _read_template(given: str | None) -> str | None:
+    """Return the text of a chat template that is given as a file or as the template itself."""
+    if given is None or "{{" in given or "{%" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"chat template {given} cannot be read: {reason}") from error
 
 
 def _check_directory(options: EngineOptions) -> None:

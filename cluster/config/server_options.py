@@ -41,5 +41,11 @@ class ServerOptions:
         group=_SERVER,
     )
 
+    enable_auto_tool_choice: bool = option(
+        False,
+        help="Accepted for the command lines of vLLM; tool calls need no switch.",
+        group=_SERVER,
+    )
+
     def __post_init__(self) -> None:
         validate_options(self)

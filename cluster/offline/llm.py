@@ -19,7 +19,8 @@ from ...proto.config import EngineConfig
 from ...proto.errors import InvalidRequest
 from ...proto.sampling import SamplingParams
 from ..config.resolve import Machine, resolve
-from ..requests.chat import Chat, Message
+from ..requests.chat import Chat
+from ..requests.chat_messages import Message
 from ..requests.outputs import RequestOutput
 from ..requests.request import Prompt, RequestChecker
 from ..requests.tokenizer import Tokenizer

@@ -7,69 +7,125 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...proto.errors import InvalidRequest
+from .chat_messages import (
+    Message,
+    check_function,
+    check_message,
+    message_texts,
+    template_message,
+)
+from .json_values import check_count, check_json, check_mapping, check_text, show_value
 
 MAX_MESSAGES = 4096
-MAX_ROLE_CHARS = 64
-# ``{"role": ..., "content": ...}`` with a role that the model's template supports.
-Message = Mapping[str, str]
-
-# Limit for the contents of all messages together, and for the rendered prompt.
+MAX_TOOLS = 1024
+MAX_DOCUMENTS = 1024
+# Limit for the texts of a conversation together, and for the rendered prompt.
 MAX_CHAT_CHARS = 4 << 20
 
-# Arguments of apply_chat_template that quire sets or that callers must not set.
+Tool = Mapping[str, Any]
+
+# Variables of a template that quire sets, and arguments of transformers that templates do not see.
 _RESERVED_OPTIONS = frozenset(
     {
         "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations",
-        "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
-        "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "truncation",
+        "documents", "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
+        "return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools", "truncation",
     }
 )  # fmt: skip
+
+_TOOL_CHOICES = ("none", "auto")
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation.
+    """A conversation, and the functions that the model may call.
 
     Args:
-        messages: oldest first; the roles are usually ``system``, ``user`` and ``assistant``.
+        messages: oldest first, in the form of OpenAI's API; the roles are usually ``system``, ``user``,
+            ``assistant`` and ``tool``. Content is text, a list of text parts, or None beside tool calls.
         continue_final_message: continue the last message, which must be the assistant's, instead of a new one.
-        template_options: further variables of the template by name, for example ``tools``.
+        template_options: further variables of the template by name, for example ``enable_thinking``.
+        tools: functions that the model may call, ``{"type": "function", "function": {"name": ...}}`` each.
+        tool_choice: ``auto``, or ``none`` for a reply without tool calls, whose prompt has no tools.
+        parallel_tool_calls: allow several tool calls in one reply.
+        documents: for templates of models that answer from documents.
+        chat_template: a template for this conversation instead of the model's, if the server permits it.
+        add_generation_prompt: end the prompt with the beginning of the assistant's message.
     """
 
     messages: Sequence[Message]
     continue_final_message: bool = False
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Tool] = ()
+    tool_choice: str | Mapping[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    documents: Sequence[Mapping[str, Any]] = ()
+    chat_template: str | None = None
+    add_generation_prompt: bool = True
+
+    @property
+    def offers_tools(self) -> bool:
+        """The model may call functions."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def parameters_by_tool(self) -> dict[str, Mapping[str, Any]]:
+        """name |-> JSON schema of the parameters, of the functions that the model may call."""
+        functions = (tool["function"] for tool in self.tools if self.offers_tools)
+        return {function["name"]: function.get("parameters") or {} for function in functions}
 
     def check(self) -> None:
-        """Raises InvalidRequest, which names the message, if this is not a valid conversation."""
-        if not 0 < len(self.messages) <= MAX_MESSAGES:
-            problem = f"are {len(self.messages)}, must be 1 to {MAX_MESSAGES}"
-            raise InvalidRequest("chat.messages", problem)
+        """Raises InvalidRequest, which names the member, if this is not a valid conversation."""
+        check_count("chat.messages", self.messages, 1, MAX_MESSAGES)
         for index, message in enumerate(self.messages):
-            _check_message(f"chat.messages[{index}]", message)
-        num_chars = sum(len(message["content"]) for message in self.messages)
+            check_message(f"chat.messages[{index}]", message)
+        self._check_total()
+        self._check_tools()
+        check_count("chat.documents", self.documents, 0, MAX_DOCUMENTS)
+        for index, document in enumerate(self.documents):
+            check_mapping(f"chat.documents[{index}]", document)
+        check_json("chat.documents", self.documents)
+        self._check_template()
+
+    def template_messages(self, *, none_content: bool) -> list[dict[str, Any]]:
+        """Return the messages as templates read them: texts joined, arguments of tool calls parsed.
+
+        Args:
+            none_content: leave the content of a message without any None instead of the empty text.
+        """
+        return [template_message(message, none_content) for message in self.messages]
+
+    def _check_total(self) -> None:
+        num_chars = sum(len(text) for message in self.messages for text in message_texts(message))
         if num_chars > MAX_CHAT_CHARS:
             raise InvalidRequest("chat.messages", f"have {num_chars} characters, at most {MAX_CHAT_CHARS}")
-        for name in self.template_options:
+
+    def _check_tools(self) -> None:
+        check_count("chat.tools", self.tools, 0, MAX_TOOLS)
+        check_json("chat.tools", self.tools)
+        for index, tool in enumerate(self.tools):
+            _check_tool(f"chat.tools[{index}]", tool)
+        choice = self.tool_choice
+        if choice == "required" or isinstance(choice, Mapping):
+            raise InvalidRequest(
+                "chat.tool_choice",
+                f"is {show_value(choice)}, which needs structured output, not supported yet; must be auto or none",
+            )
+        if choice not in _TOOL_CHOICES:
+            raise InvalidRequest("chat.tool_choice", f"is {show_value(choice)}, must be auto or none")
+
+    def _check_template(self) -> None:
+        check_mapping("chat.template_options", self.template_options)
+        for name, value in self.template_options.items():
             if name in _RESERVED_OPTIONS:
                 raise InvalidRequest(f"chat.template_options[{name!r}]", "is reserved, must not be set")
+            check_json(f"chat.template_options[{show_value(name)}]", value)
+        check_json("chat.template_options", self.template_options)
+        if self.chat_template is not None:
+            check_text("chat.chat_template", self.chat_template, MAX_CHAT_CHARS)
 
 
-def _check_message(field: str, message: object) -> None:
-    if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-        raise InvalidRequest(field, "must have role and content, and nothing else")
-    for name in ("role", "content"):
-        text = message[name]
-        if not isinstance(text, str):
-            raise InvalidRequest(f"{field}.{name}", f"is {text!r}, must be text")
-        check_text(f"{field}.{name}", text)
-    if not 0 < len(message["role"]) <= MAX_ROLE_CHARS:
-        raise InvalidRequest(f"{field}.role", f"has {len(message['role'])} characters, 1 to {MAX_ROLE_CHARS}")
-
-
-def check_text(field: str, text: str) -> None:
-    """Raises InvalidRequest if the text cannot be encoded as UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(field, f"is not valid Unicode text at character {error.start}") from error
+def _check_tool(field: str, tool: object) -> None:
+    function = check_function(field, check_mapping(field, tool))
+    if function.get("parameters") is not None:
+        check_mapping(f"{field}.function.parameters", function["parameters"])

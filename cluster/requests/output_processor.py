@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ...proto.errors import from_status
 from ...proto.stream import Finish, FinishReason
+from ..chat_format.deltas import ChatDelta
 from .detokenizer import Detokenizer
 from .outputs import (
     CompletionDelta,
@@ -123,6 +124,7 @@ class _SequenceOutput:
             skip_special_tokens=sampling.skip_special_tokens,
             keep_stop=self._keeps_stop,
         )
+        self._parser = None if request.new_parser is None else request.new_parser()
         self._num_tokens = 0
         self.logprob_sum = 0.0
 
@@ -150,12 +152,20 @@ class _SequenceOutput:
             num_tokens += num_without_text
             if finish is not None:
                 text += self._detokenizer.finish()
-        if not num_tokens and not text:
+        chat = self._parse(text, is_last=self.has_stop_string or finish is not None)
+        if not num_tokens and not text and not chat:
             return None
         self._num_tokens += num_tokens
         token_ids, entries = update.token_ids[:num_tokens], update.logprobs[:num_tokens]
         self.logprob_sum += sum(entry.chosen for entry in entries)
-        return CompletionDelta(self._index, text, token_ids, self._logprobs(token_ids, entries))
+        return CompletionDelta(self._index, text, token_ids, self._logprobs(token_ids, entries), chat=chat)
+
+    def _parse(self, text: str, *, is_last: bool) -> tuple[ChatDelta, ...] | None:
+        """Return what the text adds to the message of a chat."""
+        if self._parser is None:
+            return None
+        deltas = self._parser.push(text)
+        return tuple(deltas + self._parser.finish() if is_last else deltas)
 
     def _logprobs(self, token_ids: list[int], entries: list[TokenLogprobs]) -> list[PositionLogprobs]:
         num_top = self._request.sampling.logprobs
@@ -166,9 +176,10 @@ class _SequenceOutput:
 
     def _finished(self, finish: Finish) -> CompletionFinished:
         stop_string = self._detokenizer.stop_string
+        reason = str(FinishReason.STOP if self.has_stop_string else finish.reason)
         return CompletionFinished(
             index=self._index,
-            finish_reason=str(FinishReason.STOP if self.has_stop_string else finish.reason),
+            finish_reason=reason if self._parser is None else self._parser.finish_reason(reason),
             stop_reason=stop_string if self.has_stop_string else finish.stop_token_id,
             usage=Usage(len(self._request.prompt_token_ids), self._num_tokens, finish.num_cached_tokens),
             timings=finish.timings,

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from ...proto.stream import Timings
+from ..chat_format.deltas import AssistantMessage, ChatDelta, collect_message
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class CompletionDelta:
         text: may be empty, since a token can end inside a character or inside the beginning of a stop string.
         logprobs: one entry per token of `token_ids`; empty unless requested.
         sequence_number: number of the delta within its stream, from 1.
+        chat: what the delta adds to the message of a chat; None for other prompts.
     """
 
     index: int
@@ -83,6 +86,7 @@ class CompletionDelta:
     token_ids: list[int]
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     sequence_number: int = 0
+    chat: tuple[ChatDelta, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +109,11 @@ StreamEvent = RequestStarted | OutputEvent
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One completion of a prompt. Equality ignores `usage` and `timings`.
+    """One completion of a prompt. Equality ignores `usage`, `timings` and `message`.
 
     Attributes:
-        finish_reason: ``stop`` or ``length``.
+        text: as the model wrote it, in a chat with its reasoning and tool calls.
+        finish_reason: ``stop`` or ``length``, in a chat also ``tool_calls``.
         stop_reason: the stop string or stop token that ended the completion; None if the model's end of sequence or
             the length did.
         logprobs: for each token, token id |-> Logprob of that token and of the most likely ones; None unless
@@ -116,6 +121,7 @@ class CompletionOutput:
         cumulative_logprob: sum of the tokens' log-probabilities; None without `logprobs` and `best_of`.
         score: beam search: the summed log-probability over the length to the power of `length_penalty`; else None.
         usage: prompt tokens, and the tokens of this completion.
+        message: in a chat, the completion's reasoning, content and tool calls; else None.
     """
 
     index: int
@@ -128,6 +134,7 @@ class CompletionOutput:
     score: float | None = None
     usage: Usage = field(default_factory=Usage, compare=False)
     timings: Timings = field(default_factory=Timings, compare=False)
+    message: AssistantMessage | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +237,7 @@ def collect_output(
 
 def _completion(deltas: list[CompletionDelta], finished: CompletionFinished) -> CompletionOutput:
     logprobs = [entry for delta in deltas for entry in delta.logprobs]
+    of_chat = [delta.chat for delta in deltas if delta.chat is not None]
     return CompletionOutput(
         index=finished.index,
         text="".join(delta.text for delta in deltas),
@@ -241,4 +249,5 @@ def _completion(deltas: list[CompletionDelta], finished: CompletionFinished) -> 
         score=finished.score,
         usage=finished.usage,
         timings=finished.timings,
+        message=collect_message(chain.from_iterable(of_chat)) if of_chat else None,
     )

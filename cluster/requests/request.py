@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,7 +16,10 @@ from ...proto.errors import InvalidRequest
 from ...proto.sampling import SamplingParams
 from ...proto.step import NO_INTS
 from ...proto.stream import Submit
-from .chat import Chat, check_text
+from ..chat_format.output_parser import ChatOutputParser
+from .chat import Chat
+from .chat_encoder import ChatEncoder
+from .json_values import check_text
 from .tokenizer import Tokenizer
 
 MAX_NAME_CHARS = 256
@@ -28,7 +31,10 @@ Prompt = str | Sequence[int] | Chat
 class Request:
     """A valid request: the prompt is tokenized and fits, and every sampling parameter has a value.
 
-    The fields from `tenant` on are those of Submit.
+    The fields from `tenant` to `generated_token_ids` are those of Submit.
+
+    Attributes:
+        new_parser: for a chat, returns a parser for one completion.
     """
 
     request_id: str
@@ -40,6 +46,7 @@ class Request:
     salt: bytes = b""
     prefix_pool: str = ""
     generated_token_ids: IntArray = field(default_factory=lambda: NO_INTS)
+    new_parser: Callable[[], ChatOutputParser] | None = field(default=None, compare=False)
 
     @property
     def reports_logprobs(self) -> bool:
@@ -83,6 +90,7 @@ class RequestChecker:
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._chat_encoder = ChatEncoder(config.chat, tokenizer)
         # For requests without a seed. Makes runs of LLM with the same configuration reproducible.
         self._seeds = random.Random(config.model.seed)
 
@@ -113,13 +121,27 @@ class RequestChecker:
         for option, name in (("request_id", request_id), ("tenant", tenant), ("cache_salt", cache_salt)):
             if len(name) > MAX_NAME_CHARS:
                 raise InvalidRequest(option, f"is {len(name)} characters, at most {MAX_NAME_CHARS}")
+        new_parser = None
+        if isinstance(prompt, Chat):
+            encoded = self._chat_encoder.encode(prompt)
+            prompt, new_parser = encoded.token_ids, encoded.new_parser
+            if encoded.needs_special_tokens:
+                sampling = replace(sampling, skip_special_tokens=False)
         token_ids = self._tokenize(prompt, add_special_tokens)
         if sampling.truncate_prompt_tokens is not None:
             token_ids = token_ids[-sampling.truncate_prompt_tokens :]
         sampling = self._resolve_sampling(sampling, self._max_new_tokens(len(token_ids)))
         request_id = request_id or uuid.uuid4().hex
         return Request(
-            request_id, token_ids, sampling, tenant, priority, timeout_s, cache_salt.encode(), prefix_pool
+            request_id,
+            token_ids,
+            sampling,
+            tenant,
+            priority,
+            timeout_s,
+            cache_salt.encode(),
+            prefix_pool,
+            new_parser=new_parser,
         )
 
     def _resolve_sampling(self, sampling: SamplingParams, max_new_tokens: int) -> SamplingParams:
@@ -148,11 +170,9 @@ class RequestChecker:
                 found.append(word)
         return tuple(dict.fromkeys(found))
 
-    def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> IntArray:
+    def _tokenize(self, prompt: str | Sequence[int], add_special_tokens: bool) -> IntArray:
         token_ids: Sequence[int] = ()
-        if isinstance(prompt, Chat):
-            token_ids = self._tokenizer.encode_chat(prompt)
-        elif isinstance(prompt, str):
+        if isinstance(prompt, str):
             check_text("prompt", prompt)
             if prompt:
                 token_ids = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)

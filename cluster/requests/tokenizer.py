@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...proto.errors import InvalidRequest, ModelLoadError, first_line
-from .chat import MAX_CHAT_CHARS, Chat
+from ...proto.errors import ModelLoadError, first_line
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Far more than one character has. Bounds the tokens held back if the model samples ids that never form a character.
@@ -16,6 +15,10 @@ _MAX_HELD_TOKENS = 32
 class Tokenizer:
     """The tokenizer of a model directory. Threads may share one.
 
+    Attributes:
+        special_tokens: texts of the special tokens.
+        named_special_tokens: name |-> text of those with a role, for example ``bos_token``.
+
     Raises:
         ModelLoadError: the directory has no tokenizer that can be read.
     """
@@ -23,6 +26,10 @@ class Tokenizer:
     def __init__(self, path: str) -> None:
         self._loaded = _load(path)
         self._backend = self._loaded.backend_tokenizer
+        self.named_special_tokens: dict[str, str] = dict(self._loaded.special_tokens_map)
+        self.special_tokens = frozenset(
+            token.content for token in self._backend.get_added_tokens_decoder().values() if token.special
+        )
         # These settings are for training. A prompt that is too long must be refused, not truncated.
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -37,35 +44,14 @@ class Tokenizer:
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def encode_chat(self, chat: Chat) -> list[int]:
-        """Return the ids of a conversation, rendered by the model's chat template with its special tokens.
-
-        The template runs in transformers' sandbox, where it can read its variables but change nothing.
-
-        Raises:
-            InvalidRequest: the conversation is invalid, the model has no template, or the template rejects it.
-        """
-        chat.check()
-        if self._loaded.chat_template is None:
-            raise InvalidRequest(
-                "chat", "is not supported: the model has no chat template; send text or token ids"
-            )
-        try:
-            text: str = self._loaded.apply_chat_template(
-                [dict(message) for message in chat.messages],
-                tokenize=False,
-                add_generation_prompt=not chat.continue_final_message,
-                continue_final_message=chat.continue_final_message,
-                **chat.template_options,
-            )
-        except Exception as error:  # templates raise arbitrary exceptions
-            raise InvalidRequest("chat", f"the model's template rejects it: {first_line(error)}") from error
-        if len(text) > MAX_CHAT_CHARS:
-            problem = (
-                f"has {len(text)} characters as rendered by the template, must be at most {MAX_CHAT_CHARS}"
-            )
-            raise InvalidRequest("chat", problem)
-        return self.encode(text, add_special_tokens=False)
+    def chat_template(self, *, for_tools: bool = False) -> str | None:
+        """Return the source of the model's chat template, of several the one for tools if that is asked for."""
+        templates = self._loaded.chat_template
+        if not isinstance(templates, Mapping):
+            return None if templates is None else str(templates)
+        if for_tools and "tool_use" in templates:
+            return str(templates["tool_use"])
+        return str(templates["default"]) if "default" in templates else None
 
     def word_token_ids(self, word: str) -> list[tuple[int, ...]]:
         """Return the tokenizations of a word inside a text: at the beginning, and after a space.

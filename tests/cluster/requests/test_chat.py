@@ -24,8 +24,10 @@ from transformers import AutoTokenizer
 from quire import LLM, AsyncClient, SamplingParams
 from quire.cluster.cli.exit_status import INTERRUPTED
 from quire.cluster.requests.chat import MAX_MESSAGES, Chat
+from quire.cluster.requests.chat_encoder import ChatEncoder
 from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished, RequestStarted
 from quire.cluster.requests.tokenizer import Tokenizer
+from quire.proto.config import ChatConfig
 from quire.proto.errors import InvalidRequest
 from quire.proto.sampling import SamplingDefaults
 
@@ -58,10 +60,14 @@ def tokenizer(chat_dir: Path) -> Tokenizer:
     return Tokenizer(str(chat_dir))
 
 
+def encode(tokenizer: Tokenizer, chat: Chat, **config: Any) -> list[int]:
+    return ChatEncoder(ChatConfig(**config), tokenizer).encode(chat).token_ids
+
+
 def test_prompt_equals_transformers_chat_template(tokenizer: Tokenizer, chat_dir: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(chat_dir)
     expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
-    assert tokenizer.encode_chat(Chat(MESSAGES)) == expected
+    assert encode(tokenizer, Chat(MESSAGES)) == expected
     assert tokenizer.decode(expected, skip_special_tokens=False) == (
         "<|endoftext|>system: Be brief.\n<|endoftext|>user: What is a quire?\n<|endoftext|>assistant: "
     )
@@ -69,13 +75,13 @@ def test_prompt_equals_transformers_chat_template(tokenizer: Tokenizer, chat_dir
 
 def test_final_message_can_be_continued(tokenizer: Tokenizer) -> None:
     begun = Chat([*MESSAGES, {"role": "assistant", "content": "It is"}], continue_final_message=True)
-    assert tokenizer.decode(tokenizer.encode_chat(begun)).endswith("assistant: It is")
+    assert tokenizer.decode(encode(tokenizer, begun)).endswith("assistant: It is")
 
 
 def test_template_options_reach_the_template(tokenizer: Tokenizer) -> None:
     quiet = Chat(MESSAGES, template_options={"quietly": True})
-    assert "hush" in tokenizer.decode(tokenizer.encode_chat(quiet))
-    assert "hush" not in tokenizer.decode(tokenizer.encode_chat(Chat(MESSAGES)))
+    assert "hush" in tokenizer.decode(encode(tokenizer, quiet))
+    assert "hush" not in tokenizer.decode(encode(tokenizer, Chat(MESSAGES)))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,14 @@ def test_template_options_reach_the_template(tokenizer: Tokenizer) -> None:
         ([], {}, "chat.messages", "are 0, must be 1 to"),
         ([MESSAGES[0]] * (MAX_MESSAGES + 1), {}, "chat.messages", f"are {MAX_MESSAGES + 1}"),
         ([{"role": "user"}], {}, "chat.messages[0]", "must have role and content"),
-        (["hello"], {}, "chat.messages[0]", "must have role and content"),
+        ([{"content": "x"}], {}, "chat.messages[0]", "must have role and content"),
+        (["hello"], {}, "chat.messages[0]", "is 'hello', must be an object"),
+        (
+            [{"role": "user", "content": "x", "colour": 1}],
+            {},
+            "chat.messages[0]",
+            "has 'colour', must have role",
+        ),
         ([{"role": "", "content": "x"}], {}, "chat.messages[0].role", "has 0 characters"),
         ([{"role": "user", "content": 5}], {}, "chat.messages[0].content", "is 5, must be text"),
         ([{"role": "user", "content": "\ud800"}], {}, "chat.messages[0].content", "not valid Unicode"),
@@ -96,14 +109,21 @@ def test_template_options_reach_the_template(tokenizer: Tokenizer) -> None:
             "is reserved",
         ),
         ([{"role": "king", "content": "x"}], {}, "chat", "rejects it: nobody is called king"),
-        (MESSAGES, {"tools": 5}, "chat", "the model's template rejects it"),
+        (MESSAGES, {"tools": []}, "chat.template_options['tools']", "is reserved"),
+        (MESSAGES, {"x": float("nan")}, "chat.template_options['x']", "has nan, must be finite"),
+        (
+            MESSAGES,
+            {"x": {1, 2}},
+            "chat.template_options['x']",
+            "has a value of type set, must be JSON values only",
+        ),
     ],
 )
 def test_invalid_conversation_is_refused(
     messages: Any, options: dict[str, Any], field: str, problem: str, tokenizer: Tokenizer
 ) -> None:
     with pytest.raises(InvalidRequest, match=problem) as caught:
-        tokenizer.encode_chat(Chat(messages, template_options=options))
+        encode(tokenizer, Chat(messages, template_options=options))
     assert caught.value.field == field
 
 
@@ -121,7 +141,7 @@ def test_special_tokens_are_not_doubled(chat_dir: Path, tmp_path: Path) -> None:
     text = tokenizer.encode("The dog")
     assert text == [start, *tokenizer.encode("The dog", add_special_tokens=False)]
     assert start not in text[1:]
-    chat = tokenizer.encode_chat(Chat(MESSAGES))
+    chat = encode(tokenizer, Chat(MESSAGES))
     assert chat[0] == start
     assert chat[1] != start
     assert not any(start in spelling for spelling in tokenizer.word_token_ids("dog"))
@@ -129,7 +149,7 @@ def test_special_tokens_are_not_doubled(chat_dir: Path, tmp_path: Path) -> None:
 
 def test_model_without_a_template_refuses_chats(make_model: Callable[..., Path]) -> None:
     with pytest.raises(InvalidRequest, match="the model has no chat template"):
-        Tokenizer(str(make_model("llama"))).encode_chat(Chat(MESSAGES))
+        encode(Tokenizer(str(make_model("llama"))), Chat(MESSAGES))
 
 
 def test_llm_chat_uses_the_model_s_sampling_defaults(chat_dir: Path) -> None:
@@ -177,7 +197,7 @@ def test_chat_over_the_network_equals_generate(serve: ServerFactory, chat_dir: P
             params = SamplingParams(max_tokens=10, seed=5, ignore_eos=True)
             options = {"template_options": {"quietly": True}, "tenant": "gold"}
             whole = await client.chat(MESSAGES, params, **options)  # type: ignore[arg-type]
-            prompt = server.tokenizer.encode_chat(Chat(MESSAGES, template_options={"quietly": True}))
+            prompt = encode(server.tokenizer, Chat(MESSAGES, template_options={"quietly": True}))
             assert whole.usage.prompt_tokens == len(prompt)
             assert (await client.generate(prompt, params)).outputs == whole.outputs
             events = [event async for event in client.chat_stream(MESSAGES, params, **options)]  # type: ignore[arg-type]

@@ -1,0 +1,82 @@
+"""ChatFormat: the formats of one model's reasoning and tool calls, and the parsers of its completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .deltas import ContentDelta
+from .detection import detect_reasoning_format, detect_tool_call_format
+from .model_output import ModelOutput, Parse
+from .output_parser import ChatOutputParser, new_call_id
+from .registry import AUTO, NONE, REASONING_FORMATS, TOOL_CALL_FORMATS, ReasoningFormat, ToolCallFormat
+
+Tools = Mapping[str, Mapping[str, Any]]  # name |-> JSON schema of the parameters
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """Formats of a model's output; None for one that is not parsed."""
+
+    tool_calls: ToolCallFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+    @staticmethod
+    def find(tool_call_parser: str, reasoning_parser: str, template: str | None) -> ChatFormat:
+        """Return the formats of these names; ``auto`` means what the chat template shows, ``none`` none."""
+        tool_calls = _name(tool_call_parser, detect_tool_call_format, template)
+        reasoning = _name(reasoning_parser, detect_reasoning_format, template)
+        return ChatFormat(
+            None if tool_calls is None else TOOL_CALL_FORMATS[tool_calls],
+            None if reasoning is None else REASONING_FORMATS[reasoning],
+        )
+
+    def without_tool_calls(self) -> ChatFormat:
+        return ChatFormat(None, self.reasoning)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts that must not be left out of the output, even if they are special tokens."""
+        return *(self.tool_calls.markers if self.tool_calls else ()), *(
+            self.reasoning.markers if self.reasoning else ()
+        )
+
+    def parser(
+        self,
+        prompt: str,
+        tools: Tools,
+        *,
+        allows_parallel_calls: bool = True,
+        new_id: Callable[[], str] = new_call_id,
+    ) -> ChatOutputParser:
+        """Return a parser of one completion.
+
+        Args:
+            prompt: the rendered prompt.
+            tools: the functions that the request offers.
+            allows_parallel_calls: if not, calls after the first are left out.
+            new_id: returns the id of a tool call for which the model wrote none.
+        """
+        return ChatOutputParser(
+            self._grammar(prompt), tools, allows_parallel_calls=allows_parallel_calls, new_id=new_id
+        )
+
+    def _grammar(self, prompt: str) -> Callable[[ModelOutput], Parse[None]]:
+        reasoning, tool_calls = self.reasoning, self.tool_calls
+        start = None if reasoning is None else reasoning.start(prompt)
+
+        def read(output: ModelOutput) -> Parse[None]:
+            if reasoning is not None and start is not None:
+                yield from reasoning.read(output, start)
+            if tool_calls is not None:
+                yield from tool_calls.read(output)
+            yield from output.emit_until(ContentDelta)
+
+        return read
+
+
+def _name(wanted: str, detect: Callable[[str], str | None], template: str | None) -> str | None:
+    if wanted == NONE or (wanted == AUTO and template is None):
+        return None
+    return detect(template or "") if wanted == AUTO else wanted

@@ -1,0 +1,60 @@
+"""Reasoning before the reply, between an opening and a closing tag. The prompt may end with either of them."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from .deltas import ReasoningDelta
+from .model_output import ModelOutput, Parse
+
+_NEWLINES = "\r\n"
+
+
+class ReasoningStart(enum.Enum):
+    """State in which the prompt leaves the model."""
+
+    OPEN = "open"  # after the opening tag
+    CLOSED = "closed"  # after the closing tag: the model replies without reasoning
+    UNKNOWN = "unknown"  # the model writes the opening tag, or replies at once
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningTags:
+    """Tags of a model's reasoning.
+
+    Attributes:
+        openings, closings: the forms of each tag, no one the beginning of another.
+        is_implied: a model that writes no opening tag reasons all the same.
+    """
+
+    openings: tuple[str, ...]
+    closings: tuple[str, ...]
+    is_implied: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return *self.openings, *self.closings
+
+    def start(self, prompt: str) -> ReasoningStart:
+        """Return the state after a rendered prompt."""
+        end = prompt.rstrip()
+        if end.endswith(self.closings):
+            return ReasoningStart.CLOSED
+        if end.endswith(self.openings) or self.is_implied:
+            return ReasoningStart.OPEN
+        return ReasoningStart.UNKNOWN
+
+    def read(self, output: ModelOutput, start: ReasoningStart) -> Parse[None]:
+        """Read the reasoning with its tags, without the line breaks around them."""
+        if start is ReasoningStart.CLOSED:
+            return
+        output.bookmark()
+        yield from output.skip()
+        if not (yield from output.accept(*self.openings)) and start is ReasoningStart.UNKNOWN:
+            output.rewind()
+            return
+        output.commit()
+        yield from output.skip(_NEWLINES)
+        yield from output.emit_until(ReasoningDelta, *self.closings, trim=_NEWLINES)
+        yield from output.skip(_NEWLINES)

@@ -1,0 +1,90 @@
+"""ChatEncoder: conversations to token ids, and the parsers of their completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...proto.config import ChatConfig
+from ...proto.errors import InvalidRequest
+from ..chat_format.chat_format import ChatFormat
+from ..chat_format.output_parser import ChatOutputParser
+from .chat import MAX_CHAT_CHARS, Chat
+from .chat_template import ChatTemplate, TemplateError
+from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """Prompt of a conversation.
+
+    Attributes:
+        new_parser: returns a parser for one completion.
+        needs_special_tokens: the parser finds special tokens in the text, which must not be left out.
+    """
+
+    token_ids: list[int]
+    new_parser: Callable[[], ChatOutputParser]
+    needs_special_tokens: bool
+
+
+class ChatEncoder:
+    """Renders and tokenizes the conversations of one model. Threads may share one."""
+
+    def __init__(self, config: ChatConfig, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+
+    def encode(self, chat: Chat) -> EncodedChat:
+        """Return the prompt of a conversation, rendered by the chat template with its special tokens.
+
+        Raises:
+            InvalidRequest: the conversation is invalid, there is no template, or the template rejects it.
+        """
+        chat.check()
+        template = self._template(chat)
+        chat_format = self._format(chat, template.source)
+        try:
+            text = template.render(chat)
+        except TemplateError as error:
+            raise InvalidRequest("chat", f"the model's template rejects it: {error}") from error
+        if len(text) > MAX_CHAT_CHARS:
+            problem = (
+                f"has {len(text)} characters as rendered by the template, must be at most {MAX_CHAT_CHARS}"
+            )
+            raise InvalidRequest("chat", problem)
+        tools = chat.parameters_by_tool
+        return EncodedChat(
+            self._tokenizer.encode(text, add_special_tokens=False),
+            lambda: chat_format.parser(text, tools, allows_parallel_calls=chat.parallel_tool_calls),
+            any(marker in self._tokenizer.special_tokens for marker in chat_format.markers),
+        )
+
+    def _template(self, chat: Chat) -> ChatTemplate:
+        source = self._config.chat_template
+        if chat.chat_template is not None:
+            if not self._config.trust_request_chat_template:
+                raise InvalidRequest(
+                    "chat.chat_template", "is not permitted: the server needs --trust-request-chat-template"
+                )
+            source = chat.chat_template
+        if source is None:
+            source = self._tokenizer.chat_template(for_tools=chat.offers_tools)
+        if source is None:
+            raise InvalidRequest(
+                "chat", "is not supported: the model has no chat template; send text or token ids"
+            )
+        return ChatTemplate(source, self._tokenizer.named_special_tokens)
+
+    def _format(self, chat: Chat, template: str) -> ChatFormat:
+        config = self._config
+        found = ChatFormat.find(config.tool_call_parser, config.reasoning_parser, template)
+        if not chat.offers_tools:
+            return found.without_tool_calls()
+        if found.tool_calls is None and config.tool_call_parser != "none":
+            raise InvalidRequest(
+                "chat.tools",
+                "are not supported: the chat template does not show the format of tool calls; "
+                "the server needs --tool-call-parser",
+            )
+        return found

@@ -1,0 +1,117 @@
+"""ChatTemplate: a model's chat template, rendered in jinja2's sandbox as transformers renders it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from .chat import Chat
+
+# Marks where the last message ends in the rendered prompt, if it is to be continued. The space at its end shows
+# whether the template strips messages.
+_END_MARK = "QUIRE_END_OF_FINAL_MESSAGE "
+_TESTS_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""", re.IGNORECASE)
+
+
+class TemplateError(Exception):
+    """The template cannot be parsed, or rejects the conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """Source of a template, and the special tokens of the model by name, for example ``bos_token``."""
+
+    source: str
+    special_tokens: Mapping[str, str]
+
+    def render(self, chat: Chat) -> str:
+        """Return the prompt of a checked conversation.
+
+        Raises:
+            TemplateError: the template cannot be parsed, or raised an error.
+        """
+        messages = chat.template_messages(none_content=bool(_TESTS_NONE.search(self.source)))
+        final_text = messages[-1].get("content")
+        if chat.continue_final_message:
+            if not final_text:
+                raise TemplateError("the final message has no content to continue")
+            messages[-1]["content"] = final_text + _END_MARK
+        variables = {
+            **self.special_tokens,
+            **chat.template_options,
+            "messages": messages,
+            "tools": list(chat.tools) if chat.offers_tools else None,
+            "documents": list(chat.documents) or None,
+            "add_generation_prompt": chat.add_generation_prompt and not chat.continue_final_message,
+        }
+        try:
+            text: str = _compile(self.source).render(variables)
+        except Exception as error:  # templates raise arbitrary exceptions
+            raise TemplateError(_first_line(error)) from error
+        return _cut_at_mark(text) if chat.continue_final_message else text
+
+
+def _cut_at_mark(text: str) -> str:
+    """Return the text up to the end of the final message."""
+    end = text.rfind(_END_MARK.rstrip())
+    if end < 0:
+        raise TemplateError("the template leaves out the final message, which therefore cannot be continued")
+    return text[:end] if text.startswith(_END_MARK, end) else text[:end].rstrip()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}``: marks the assistant's text for training; here the text alone."""
+
+    tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return the JSON text; unlike jinja2's own filter, without escapes for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
