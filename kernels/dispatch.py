@@ -35,6 +35,12 @@ def on_gpu(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
+def twin_of(op: Callable[P, R]) -> Callable[P, R]:
+    """Return the PyTorch twin of an op, for arguments that its kernel does not support."""
+    twin: Callable[P, R] = cast(Any, op).__wrapped__
+    return twin
+
+
 def has_kernels(tensor: object) -> bool:
     """Return whether ops on this tensor run Triton kernels."""
     return cast(Any, tensor).is_cuda and _has_triton()

@@ -130,7 +130,7 @@ def topk_tokens(
 
     Args:
         logits: [N, V] float32.
-        num_top: K, at most V; at most kernels.gpu.topk_candidates.MAX_CANDIDATES on a GPU.
+        num_top: K, at most V.
         temperature: [M] float32, above 0; None: 1.
         rows: [M] int64, selected rows; None: all N.
         logits_processors: of all N rows; None: none.

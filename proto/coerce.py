@@ -1,18 +1,18 @@
 """Conversion of callers' values to plain Python: numpy's numbers and any sequences become int, float and tuple.
 
-Each function takes the field's name, for the error, and the value, and raises InvalidRequest for a wrong type.
+Each function takes the field's name, for the error, and the value, and raises InvalidType for a wrong type.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import numpy as np
 
-from .errors import InvalidRequest
+from .errors import InvalidRequest, InvalidType
 
 # msgpack holds integers from -_LIMIT to _LIMIT - 1.
 _LIMIT = 1 << 63
@@ -26,7 +26,7 @@ def whole_number(field: str, given: Any) -> int:
     try:
         number = int(operator.index(given))
     except TypeError as error:
-        raise InvalidRequest(field, f"is {_kind(given)}, must be a whole number") from error
+        raise InvalidType(field, f"is {_kind(given)}, must be a whole number") from error
     if not -_LIMIT <= number < _LIMIT:
         raise InvalidRequest(field, f"has {number.bit_length()} bits, must be a signed 64-bit number")
     return number
@@ -35,19 +35,22 @@ def whole_number(field: str, given: Any) -> int:
 def real_number(field: str, given: Any) -> float:
     """Return a finite number; text is refused."""
     try:
-        number = math.nan if isinstance(given, str | bytes) else float(given)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
+        number = None if isinstance(given, str | bytes) else float(given)
+    except (TypeError, ValueError):
+        number = None
+    except OverflowError:
+        number = math.inf
+    if number is None:
+        raise InvalidType(field, f"is {_kind(given)}, must be a finite number")
     if not math.isfinite(number):
-        shown = number if isinstance(given, float) else _kind(given)
-        raise InvalidRequest(field, f"is {shown}, must be a finite number")
+        raise InvalidRequest(field, f"is {number}, must be a finite number")
     return number
 
 
 def flag(field: str, given: Any) -> bool:
     """Return a bool; no other type is converted."""
     if not isinstance(given, bool | np.bool_):
-        raise InvalidRequest(field, f"is {_kind(given)}, must be true or false")
+        raise InvalidType(field, f"is {_kind(given)}, must be true or false")
     return bool(given)
 
 
@@ -56,14 +59,14 @@ def texts(field: str, given: Any) -> tuple[str, ...]:
     parts = _parts(field, given)
     for part in parts:
         if not isinstance(part, str):
-            raise InvalidRequest(field, f"has an item {_kind(part)}, must have strings only")
+            raise InvalidType(field, f"has an item {_kind(part)}, must have strings only")
     return parts
 
 
 def token_ids(field: str, given: Any) -> tuple[int, ...]:
     """Return a tuple of integers; empty for None."""
-    if isinstance(given, str | bytes):
-        raise InvalidRequest(field, f"is {_kind(given)}, must be a list of token ids")
+    if isinstance(given, str):
+        raise InvalidType(field, f"is {_kind(given)}, must be a list of token ids")
     parts = _parts(field, given)
     try:
         # Fast path for tens of thousands of ids; the slow path below names the wrong one.
@@ -96,9 +99,8 @@ def biases(field: str, given: Any) -> tuple[tuple[int, float], ...]:
         try:
             token_id, bias = item
         except (TypeError, ValueError) as error:
-            raise InvalidRequest(
-                field, f"has an item {_kind(item)}, must have pairs of token id and number"
-            ) from error
+            problem = f"has an item {_kind(item)}, must have pairs of token id and number"
+            raise InvalidType(field, problem) from error
         token_id = whole_number(field, token_id)
         bias_of[token_id] = real_number(f"{field}[{token_id}]", bias)
     return tuple(sorted(bias_of.items()))
@@ -109,8 +111,9 @@ def _parts(field: str, given: Any) -> tuple[Any, ...]:
         return ()
     if isinstance(given, str):
         return (given,)
-    if not isinstance(given, Iterable):
-        raise InvalidRequest(field, f"is {_kind(given)}, must be a list")
+    # A set has no order, and of a mapping only the keys would count.
+    if not isinstance(given, Iterable) or isinstance(given, Set | Mapping | bytes):
+        raise InvalidType(field, f"is {_kind(given)}, must be a list")
     return tuple(given)
 
 

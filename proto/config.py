@@ -113,6 +113,7 @@ class SchedulerConfig:
         audit: recount every block after each step (`check_integrity`).
         policy: order of admission: ``fcfs``, ``priority``, ``fair`` (between tenants), ``shortest-prefill`` or
             ``longest-prefix``.
+        max_logprobs: most log-probabilities per token that a request may ask for; -1 for no limit.
         tenant_weights: (tenant, share) of the fair policy; other tenants have share 1.
     """
 
@@ -123,6 +124,7 @@ class SchedulerConfig:
     step_timeout_s: float
     audit: bool
     policy: str
+    max_logprobs: int
     tenant_weights: tuple[tuple[str, float], ...]
 
 

@@ -1,7 +1,8 @@
 """Every error that quire raises on purpose, each leaf with its reason and its gRPC and HTTP statuses.
 
 QuireError
-├── InvalidRequest            INVALID_REQUEST       the request can never be served as it is
+├── InvalidRequest            INVALID_REQUEST       the request can never be served as it is; a ValueError too
+│   └── InvalidType           INVALID_TYPE          a value has the wrong type; a TypeError too
 ├── ModelNotFound             MODEL_NOT_FOUND       no such model is served here
 ├── RequestNotFound           REQUEST_NOT_FOUND     the request to resume is not retained here
 ├── Unauthenticated           UNAUTHENTICATED       the token is missing or wrong
@@ -84,7 +85,7 @@ class QuireError(Exception):
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
-class InvalidRequest(QuireError):
+class InvalidRequest(QuireError, ValueError):
     """The request can never be served as it is.
 
     Args:
@@ -105,6 +106,12 @@ class InvalidRequest(QuireError):
         """See `QuireError.from_wire`. Without metadata, the field is the message's text up to the first colon."""
         field = metadata.get("field", message.partition(": ")[0])
         return cls(field, message.removeprefix(f"{field}: "))
+
+
+class InvalidType(InvalidRequest, TypeError):
+    """A value of the request has the wrong type."""
+
+    reason = "INVALID_TYPE"
 
 
 class ModelNotFound(QuireError):
@@ -257,6 +264,7 @@ ERRORS: dict[str, type[QuireError]] = {
     kind.reason: kind
     for kind in (
         InvalidRequest,
+        InvalidType,
         ModelNotFound,
         RequestNotFound,
         Unauthenticated,

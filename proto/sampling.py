@@ -11,7 +11,11 @@ from . import coerce as plain
 from .coerce import BadWord
 from .errors import InvalidRequest
 
-MAX_LOGPROBS = 20
+# As `top_k`, `logprobs` and `prompt_logprobs`: all tokens, as in vLLM.
+_UNBOUNDED = -1
+# As a request's `seed`: none, as in vLLM. Output i samples with seed + i, which may be -1, so only RequestChecker
+# reads it this way.
+RANDOM_SEED = -1
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -46,9 +50,11 @@ class SamplingDefaults:
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SamplingParams:
     """Sampling settings of one request, named as in vLLM.
+
+    Fields may be set later. They are checked when the object is made and again with each request that uses it.
 
     temperature, top_k, top_p, min_p and repetition_penalty of None stand for the model's defaults: the values in its
     generation_config.json, or else 1, 0, 1, 0 and 1.
@@ -62,19 +68,21 @@ class SamplingParams:
 
     Args:
         max_tokens: maximum number of tokens to generate; None to use the rest of the context.
-        min_tokens: end-of-sequence and stop tokens cannot be sampled before this many tokens.
+        min_tokens: before this many tokens, end-of-sequence and stop tokens cannot be sampled and stop strings do
+            not end the text.
         temperature: divides the logits; 0 for greedy decoding.
-        top_k: sample among the k most likely tokens; 0 for all.
+        top_k: sample among the k most likely tokens; 0 or -1 for all.
         top_p: nucleus sampling (Holtzman et al., 2020): sample among the smallest set of most likely tokens whose
             probabilities sum to at least top_p; 1 for all.
         min_p: drop tokens less likely than min_p times the most likely one; 0 for none.
-        seed: equal seed, prompt and settings give equal tokens, whatever else runs; None for a random seed.
+        seed: equal seed, prompt and settings give equal tokens, whatever else runs; None or -1 for a random seed.
         stop: strings that end the text, which is cut before the first of them.
         stop_token_ids: tokens that end the sequence, beside the model's end-of-sequence tokens.
         ignore_eos: do not end the sequence at the model's end-of-sequence tokens.
         logprobs: number of most likely tokens whose log-probabilities are reported beside the sampled one's; 0 for
-            the sampled one's only; None for none. Taken from the model's logits before any processing. Not
-            available with beam search, which reports scores.
+            the sampled one's only; -1 for the whole vocabulary; None for none. The engine option max_logprobs limits
+            it. Taken from the model's logits before any processing. Not available with beam search, which reports
+            scores.
         n: number of outputs for the prompt. They share its KV blocks; output i samples with seed + i.
         best_of: number of outputs to generate, of which the n most likely (by summed log-probability) are returned,
             best first; None to return all n.
@@ -95,12 +103,14 @@ class SamplingParams:
         skip_special_tokens: leave the tokenizer's special tokens out of the text.
         include_stop_str_in_output: keep the stop string or stop token at the end of the text.
         truncate_prompt_tokens: use only this many tokens at the end of the prompt; None for all.
+        detokenize: False leaves the text empty, and log-probabilities without the tokens' text. Stop strings need
+            the text.
 
     Raises:
         InvalidRequest: a value is out of range; the message names the value and the range.
     """
 
-    max_tokens: int | None = 128
+    max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float | None = None
     top_k: int | None = None
@@ -126,12 +136,14 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
         for field, convert in _CONVERTERS.items():
             value = getattr(self, field)
             if value is not None or field in _NEVER_NONE:
-                object.__setattr__(self, field, convert(f"sampling.{field}", value))
+                setattr(self, field, convert(f"sampling.{field}", value))
+        self.top_k = 0 if self.top_k == _UNBOUNDED else self.top_k
         self._check_numbers()
         self._check_stops()
         self._check_logits_processors()
@@ -147,7 +159,7 @@ class SamplingParams:
         check_sampling_settings(SamplingDefaults().under(self), "sampling")
         for field in ("logprobs", "prompt_logprobs"):
             count = getattr(self, field)
-            _require(count is None or 0 <= count <= MAX_LOGPROBS, field, count, f"from 0 to {MAX_LOGPROBS}")
+            _require(count is None or count >= _UNBOUNDED, field, count, "at least 0, or -1 for all tokens")
         kept = self.truncate_prompt_tokens
         _require(kept is None or kept >= 1, "truncate_prompt_tokens", kept, "at least 1")
 
@@ -160,6 +172,7 @@ class SamplingParams:
                 0 < len(text) <= MAX_STOP_STRING_CHARS,
                 "stop", repr(text[:32]), f"strings of 1 to {MAX_STOP_STRING_CHARS} characters",
             )  # fmt: skip
+        _require(not self.stop or self.detokenize, "stop", list(self.stop), "empty without detokenize")
         _require(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             "stop_token_ids", len(self.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS} tokens",
@@ -246,6 +259,10 @@ class SamplingParams:
         """logit_bias as (token id, value), sorted by token id."""
         return cast(tuple[tuple[int, float], ...], self.logit_bias)
 
+    def clone(self) -> SamplingParams:
+        """Return a copy, with the fields checked."""
+        return replace(self)
+
     def with_defaults(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the settings with `defaults` for unset values; unchanged for beam search, which ignores them."""
         return self if self.beam_width is not None else replace(self, **asdict(defaults.under(self)))
@@ -255,7 +272,7 @@ def check_sampling_settings(settings: SamplingDefaults, owner: str) -> None:
     """Raise InvalidRequest if a setting is out of range; `owner` precedes the setting's name in the message."""
     s = settings
     _require(_in(s.temperature, 0, 100), "temperature", s.temperature, "from 0 to 100", owner)
-    _require(s.top_k >= 0, "top_k", s.top_k, "at least 0", owner)
+    _require(s.top_k >= _UNBOUNDED, "top_k", s.top_k, "at least 0, or -1 for all", owner)
     _require(_in(s.top_p, 0, 1) and s.top_p > 0, "top_p", s.top_p, "above 0 and at most 1", owner)
     _require(_in(s.min_p, 0, 1), "min_p", s.min_p, "from 0 to 1", owner)
     _require(
@@ -290,7 +307,8 @@ _CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
         plain.real_number,
     ),
     **dict.fromkeys(
-        ("ignore_eos", "early_stopping", "skip_special_tokens", "include_stop_str_in_output"), plain.flag
+        ("ignore_eos", "early_stopping", "skip_special_tokens", "include_stop_str_in_output", "detokenize"),
+        plain.flag,
     ),
     "stop": plain.texts,
     "stop_token_ids": plain.token_ids,

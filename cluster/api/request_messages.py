@@ -16,7 +16,7 @@ _SAMPLING_SCALARS = (
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "logprobs",
     "n", "best_of", "beam_width", "length_penalty", "early_stopping", "repetition_penalty", "frequency_penalty",
     "presence_penalty", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output",
-    "truncate_prompt_tokens",
+    "truncate_prompt_tokens", "detokenize",
 )  # fmt: skip
 # Sent for max_tokens=None: the server lowers it to what the context leaves for a completion.
 _MAX_TOKENS_UNLIMITED = (1 << 31) - 1
@@ -27,11 +27,15 @@ def as_invalid_request(field: str) -> Iterator[None]:
     """Convert protobuf's errors for a value that no message can hold to an InvalidRequest that names the field."""
     try:
         yield
+    except InvalidRequest:
+        raise
     except (ValueError, TypeError) as error:
         raise InvalidRequest(field, f"cannot be sent: {error}") from error
 
 
 def sampling_to_message(params: SamplingParams) -> inference_pb2.SamplingParams:
+    """Raises InvalidRequest if a field was set to a value out of its range."""
+    params = params.clone()
     values = {name: value for name in _SAMPLING_SCALARS if (value := getattr(params, name)) is not None}
     values.setdefault("max_tokens", _MAX_TOKENS_UNLIMITED)
     words = params.bad_words

@@ -61,6 +61,14 @@ class EngineOptions:
         help="Base seed; requests without a seed of their own draw theirs from it.",
         group=_MODEL,
     )
+    max_logprobs: int = option(
+        20,
+        help="Most log-probabilities per token that a request may ask for; -1 for no limit. Those of a whole "
+        "vocabulary take a megabyte per token.",
+        unit="tokens",
+        check=at_least(-1),
+        group=_MODEL,
+    )
 
     tensor_parallel_size: int = option(
         1,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...proto.errors import from_status
 from ...proto.stream import Finish, FinishReason
 from ..chat_format.deltas import ChatDelta
-from .detokenizer import Detokenizer
+from .detokenizer import Detokenizer, NoText
 from .outputs import (
     CompletionDelta,
     CompletionFinished,
@@ -38,7 +38,7 @@ class OutputProcessor:
     def __init__(self, request: Request, tokenizer: Tokenizer, *, decode_logprobs: bool = False) -> None:
         self._request = request
         self._sampling = request.sampling
-        self._decode_token = tokenizer.token_text if decode_logprobs else None
+        self._decode_token = tokenizer.token_text if decode_logprobs and self._sampling.detokenize else None
         self._sequences = [
             _SequenceOutput(request, tokenizer, index, self._decode_token)
             for index in range(request.sampling.num_sequences)
@@ -118,11 +118,16 @@ class _SequenceOutput:
         self._decode_token = decode_token
         sampling = request.sampling
         self._keeps_stop = sampling.include_stop_str_in_output
-        self._detokenizer = Detokenizer(
-            tokenizer,
-            sampling.stop,
-            skip_special_tokens=sampling.skip_special_tokens,
-            keep_stop=self._keeps_stop,
+        self._detokenizer = (
+            Detokenizer(
+                tokenizer,
+                sampling.stop,
+                min_tokens=sampling.min_tokens,
+                skip_special_tokens=sampling.skip_special_tokens,
+                keep_stop=self._keeps_stop,
+            )
+            if sampling.detokenize
+            else NoText()
         )
         self._parser = None if request.new_parser is None else request.new_parser()
         self._num_tokens = 0

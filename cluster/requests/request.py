@@ -13,7 +13,7 @@ from ...proto.block_tables import IntArray
 from ...proto.coerce import BadWord
 from ...proto.config import EngineConfig
 from ...proto.errors import InvalidRequest
-from ...proto.sampling import SamplingParams
+from ...proto.sampling import RANDOM_SEED, SamplingParams
 from ...proto.step import NO_INTS
 from ...proto.stream import Submit
 from ..chat_format.output_parser import ChatOutputParser
@@ -121,6 +121,7 @@ class RequestChecker:
         for option, name in (("request_id", request_id), ("tenant", tenant), ("cache_salt", cache_salt)):
             if len(name) > MAX_NAME_CHARS:
                 raise InvalidRequest(option, f"is {len(name)} characters, at most {MAX_NAME_CHARS}")
+        sampling = sampling.clone()  # its fields may have been set since it was checked
         new_parser = None
         if isinstance(prompt, Chat):
             encoded = self._chat_encoder.encode(prompt)
@@ -153,9 +154,25 @@ class RequestChecker:
         return replace(
             sampling.with_defaults(self._config.model.sampling_defaults),
             max_tokens=min(sampling.max_tokens or max_new_tokens, max_new_tokens),
-            seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
+            seed=self._seeds.getrandbits(63) if sampling.seed in (None, RANDOM_SEED) else sampling.seed,
             bad_words=self._bad_word_token_ids(sampling.bad_words),
+            logprobs=self._num_logprobs("logprobs", sampling.logprobs),
+            prompt_logprobs=self._num_logprobs("prompt_logprobs", sampling.prompt_logprobs),
         )
+
+    def _num_logprobs(self, field: str, requested: int | None) -> int | None:
+        """Return how many of the most likely tokens to report. Raises InvalidRequest if they are too many."""
+        if requested is None:
+            return None
+        vocab_size, most = self._config.model.vocab_size, self._config.scheduler.max_logprobs
+        count = vocab_size if requested < 0 else min(requested, vocab_size)
+        if 0 <= most < count:
+            asked = (
+                f"{requested}, the whole vocabulary of {vocab_size} tokens" if requested < 0 else requested
+            )
+            problem = f"is {asked}, must be at most {most}, the server's max_logprobs"
+            raise InvalidRequest(f"sampling.{field}", problem)
+        return count
 
     def _bad_word_token_ids(self, words: Sequence[BadWord]) -> tuple[tuple[int, ...], ...]:
         """Return the distinct tokenizations of all words."""

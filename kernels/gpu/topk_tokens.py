@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import sampling
+from ..dispatch import twin_of
 from ..logits import LogitsProcessors
 from . import topk_candidates
 from .logits import EXACT, find_row, load_values, make_source
@@ -76,9 +78,14 @@ def topk_tokens(
     rows: Tensor | None = None,
     logits_processors: LogitsProcessors | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See kernels.sampling; ties come by id, and a token of -inf as -inf in column 0."""
+    """See kernels.sampling; ties come by id, and a token of -inf as -inf in column 0.
+
+    More tokens than there are candidates are selected by PyTorch, with ties in any order.
+    """
+    if num_top > topk_candidates.MAX_CANDIDATES:
+        return twin_of(sampling.topk_tokens)(logits, num_top, temperature, rows, logits_processors)
     source, num_rows = make_source(logits, temperature, rows, logits_processors)
-    assert num_top <= min(topk_candidates.MAX_CANDIDATES, source.vocab_len)
+    assert num_top <= source.vocab_len
     values = torch.empty((num_rows, num_top), dtype=torch.float32, device=logits.device)
     columns = torch.empty((num_rows, num_top), dtype=torch.int32, device=logits.device)
     if num_rows == 0:

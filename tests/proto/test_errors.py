@@ -15,6 +15,7 @@ from quire.proto.errors import (
     MAX_REASON_CHARS,
     DuplicateRequest,
     InvalidRequest,
+    InvalidType,
     Overloaded,
     QuireError,
     QuotaExceeded,
@@ -72,6 +73,7 @@ def made(kind: type[QuireError]) -> QuireError:
     """An error of the class, with every attribute set."""
     arguments: dict[type[QuireError], tuple[Any, ...]] = {
         InvalidRequest: ("sampling.n", "is 0: must be 1"),
+        InvalidType: ("sampling.n", "is of type str: must be a whole number"),
         QuotaExceeded: ("acme", "tokens_per_minute", 1000.0),
         RankFailed: (1, "died", 7, "forward"),
     }

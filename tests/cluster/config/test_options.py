@@ -178,7 +178,7 @@ def test_declaration_is_complete(owner: type, option: Option) -> None:
 
 
 def _below(option: Option) -> Any:
-    return (("", 1.0),) if option.kind.is_repeated else -1
+    return (("", 1.0),) if option.kind.is_repeated else -2
 
 
 def test_no_name_is_declared_twice() -> None:

@@ -31,9 +31,13 @@ texts = st.lists(st.sampled_from(["the ", "cat", " and", "é", "😀", "st", "op
 stops = st.lists(st.text("abcdehnopst é😀\n", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-def first_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
-    """Return the text before the stop string that is completed first, by checking every prefix of the text."""
-    for end in range(1, len(text) + 1):
+def first_stop(text: str, stop: tuple[str, ...], num_exempt: int = 0) -> tuple[str, str | None]:
+    """Return the text before the stop string that is completed first, by checking every prefix of the text.
+
+    Args:
+        num_exempt: characters at the beginning of the text within which no stop string may end.
+    """
+    for end in range(num_exempt + 1, len(text) + 1):
         found = [string for string in stop if text[:end].endswith(string)]
         if found:
             longest = max(found, key=len)
@@ -105,6 +109,28 @@ def test_text_is_truncated_before_the_first_stop_string(
         )
 
 
+@settings(steady, max_examples=300)
+@given(texts, stops, st.integers(0, 12), st.data())
+def test_no_stop_string_ends_within_the_minimum_of_tokens(
+    words: list[str], stop: list[str], min_tokens: int, data: st.DataObject
+) -> None:
+    tokenizer, strings = demo_tokenizer(), tuple(stop)
+    token_ids = tokenizer.encode("".join(words))
+    decoder, whole = IncrementalDecoder(tokenizer), tokenizer.decode(token_ids)
+    exempt = "".join(decoder.push([token_id]) for token_id in token_ids[:min_tokens])
+    num_exempt = len(whole) if min_tokens > len(token_ids) else len(exempt)
+    expected, expected_stop = first_stop(whole, strings, num_exempt)
+    detokenizer, shown, num_used = Detokenizer(tokenizer, strings, min_tokens=min_tokens), "", 0
+    while num_used < len(token_ids) and detokenizer.stop_string is None:
+        count = data.draw(st.integers(1, len(token_ids) - num_used))
+        text, num_tokens = detokenizer.push(token_ids[num_used : num_used + count])
+        shown += text
+        num_used += num_tokens
+    if detokenizer.stop_string is None:
+        shown += detokenizer.finish()
+    assert (shown, detokenizer.stop_string) == (expected, expected_stop)
+
+
 @steady
 @given(st.text("abc", max_size=20), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_only_a_possible_stop_string_is_held_back(text: str, stop: list[str]) -> None:
@@ -133,6 +159,24 @@ def test_first_completed_stop_string_wins(
 ) -> None:
     assert StopFinder(stop).push(text) == (shown, found)
     assert StopFinder(stop, keep=True).push(text) == (shown + (found or ""), found)
+
+
+@pytest.mark.parametrize(
+    ("exempt", "text", "shown", "found"),
+    [
+        ("xab", "ab", "xab", "ab"),  # the first occurrence ends in the exempt text
+        ("xa", "b", "x", "ab"),  # it only begins there
+        ("xcab", "d", "xcabd", None),  # `ab` is exempt even where it is held back as the beginning of `cabe`
+        ("xcab", "e", "x", "cabe"),
+    ],
+)
+def test_stop_string_must_end_beyond_the_exempt_text(
+    exempt: str, text: str, shown: str, found: str | None
+) -> None:
+    finder = StopFinder(("ab", "cabe"))
+    before = finder.skip(exempt)
+    after, stop = finder.push(text)
+    assert (before + after + finder.held, stop) == (shown, found)
 
 
 @pytest.mark.parametrize("word", ["the", " captain", "😀", "whale-ship"])

@@ -135,3 +135,56 @@ def test_drawn_seeds_repeat_with_the_configuration() -> None:
     assert len(set(first)) == 5
     assert seeds(checker()) == first
     assert seeds(checker(replace(CONFIG, model=replace(CONFIG.model, seed=4)))) != first
+
+
+@pytest.mark.parametrize(
+    ("max_logprobs", "requested", "count"),
+    [(20, 20, 20), (-1, -1, 50), (-1, 70, 50), (50, -1, 50), (0, 0, 0)],
+)
+def test_logprobs_are_limited_by_the_vocabulary(max_logprobs: int, requested: int, count: int) -> None:
+    params = SamplingParams(logprobs=requested, prompt_logprobs=requested)
+    sampling = checker(with_max_logprobs(max_logprobs)).check("abc", params).sampling
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (count, count)
+
+
+@pytest.mark.parametrize(
+    ("max_logprobs", "requested", "problem"),
+    [
+        (20, 21, "is 21, must be at most 20, the server's max_logprobs"),
+        (20, -1, "is -1, the whole vocabulary of 50 tokens, must be at most 20"),
+        (0, 1, "is 1, must be at most 0"),
+    ],
+)
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_more_logprobs_than_the_server_allows_are_refused(
+    max_logprobs: int, requested: int, problem: str, field: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=problem) as caught:
+        checker(with_max_logprobs(max_logprobs)).check("abc", SamplingParams(**{field: requested}))  # type: ignore[arg-type]
+    assert caught.value.field == f"sampling.{field}"
+
+
+def test_seed_of_minus_one_is_random() -> None:
+    check = checker()
+    seeds = [check.check("abc", SamplingParams(seed=seed)).sampling.seed for seed in (-1, -1, None, -2)]
+    assert len(set(seeds)) == 4
+    assert -1 not in seeds
+    assert seeds[3] == -2
+
+
+def test_field_that_was_set_is_checked() -> None:
+    params = SamplingParams()
+    params.top_p = 7.0
+    with pytest.raises(InvalidRequest, match=r"sampling.top_p: is 7\.0"):
+        checker().check("abc", params)
+
+
+def test_request_keeps_the_parameters_that_it_was_checked_with() -> None:
+    params = SamplingParams(max_tokens=5, seed=1)
+    request = checker().check("abc", params)
+    params.max_tokens = 2
+    assert request.sampling.max_tokens == 5
+
+
+def with_max_logprobs(max_logprobs: int) -> EngineConfig:
+    return replace(CONFIG, scheduler=replace(CONFIG.scheduler, max_logprobs=max_logprobs))
