@@ -15,9 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Column, Table
-
 
 @dataclass(frozen=True, slots=True)
 class Figure:
@@ -108,6 +105,10 @@ def names_from(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 def report(figures: dict[str, Figure], json_path: Path | None) -> None:
     """Print the figures as a table and, given a path, write them as JSON."""
+    # benchmarks.gpu runs on machines that may lack it.
+    from rich.console import Console
+    from rich.table import Column, Table
+
     table = Table(*(Column(name, no_wrap=name != "note") for name in ("figure", "value", "unit", "note")))
     for name, figure in figures.items():
         table.add_row(name, f"{figure.value:,.4g}", figure.unit, figure.note)

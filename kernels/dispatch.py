@@ -9,11 +9,14 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_COMPILATIONS = f"{__package__}.gpu.compilations"
 
 
 def on_gpu(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -46,6 +49,12 @@ def has_kernels(tensor: object) -> bool:
     return cast(Any, tensor).is_cuda and _has_triton()
 
 
+def num_compilations() -> int:
+    """Return the number of kernel variants that this process has compiled, or loaded from Triton's cache on disk."""
+    module: Any = sys.modules.get(_COMPILATIONS)
+    return 0 if module is None else int(module.num_compilations())
+
+
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
@@ -53,4 +62,5 @@ def _has_triton() -> bool:
 
 @functools.cache
 def _load(module: str) -> Any:
+    importlib.import_module(_COMPILATIONS).count_compilations()
     return importlib.import_module(f"{__package__}.gpu.{module}")

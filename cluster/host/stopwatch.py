@@ -20,6 +20,11 @@ class Stopwatch:
         self._lap_started = now
 
     @property
+    def laps(self) -> Mapping[str, float]:
+        """Seconds by stage."""
+        return self._laps
+
+    @property
     def total_s(self) -> float:
         return sum(self._laps.values())
 

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -31,10 +31,15 @@ _GATEWAY = b"in-process"
 
 
 class InProcessGroup:
-    """WorkerGroup of one rank, which executes each plan when it is broadcast, on any thread."""
+    """WorkerGroup of one rank, which executes each plan when it is broadcast, on any thread.
 
-    def __init__(self, runner: ModelRunner) -> None:
+    Attributes:
+        load_seconds: of the start, by stage.
+    """
+
+    def __init__(self, runner: ModelRunner, load_seconds: Mapping[str, float]) -> None:
         self._runner = runner
+        self.load_seconds = load_seconds
         self._device = runner.device
         self._results: deque[StepResult] = deque()
 
@@ -78,7 +83,7 @@ def load_in_process(config: EngineConfig) -> tuple[EngineConfig, InProcessGroup]
     config = config.with_swap_rate(runner.allocate_cache(config.cache.num_blocks))
     stopwatch.lap("allocate")
     _log.info("%s loaded in this process: %s", config.model.name, stopwatch)
-    return config, InProcessGroup(runner)
+    return config, InProcessGroup(runner, stopwatch.laps)
 
 
 class InProcessEngine:

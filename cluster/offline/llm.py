@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
-from rich.progress import Progress
 
 from ...proto.config import EngineConfig
 from ...proto.errors import InvalidRequest
@@ -105,9 +105,8 @@ class LLM:
             OutputCollector(prompt, request, self.config.model.name, self._tokenizer)
             for prompt, request in zip(several, requests, strict=True)
         ]
-        with Progress(disable=not progress) as bar:
-            task = bar.add_task("requests", total=len(collectors))
-            self._engine.run(collectors, lambda: bar.advance(task))
+        with _progress_bar(len(collectors), progress) as advance:
+            self._engine.run(collectors, advance)
         return [collector.output() for collector in collectors]
 
     def chat(
@@ -154,6 +153,19 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def _progress_bar(count: int, is_shown: bool) -> Iterator[Callable[[], None]]:
+    """Show a progress bar while the body runs; yield the function that advances it by one request."""
+    if not is_shown:
+        yield lambda: None
+        return
+    from rich.progress import Progress  # 0.1 s, which few callers need
+
+    with Progress() as bar:
+        task = bar.add_task("requests", total=count)
+        yield lambda: bar.advance(task)
 
 
 def _make_engine(config: EngineConfig) -> Engine:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 
 class LoadingBar:
@@ -19,23 +20,38 @@ class LoadingBar:
     """
 
     def __init__(self, num_ranks: int, console: Console | None = None) -> None:
-        console = console or Console(file=sys.stderr)
-        self.is_shown = console.is_terminal
-        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-        self._progress = Progress(*columns, console=console, transient=True, disable=not self.is_shown)
-        self._tasks = [
-            self._progress.add_task(f"weights, rank {rank}", total=None) for rank in range(num_ranks)
-        ]
+        is_terminal = sys.stderr.isatty() if console is None else console.is_terminal
+        # A rank without a terminal does not import rich, which takes 0.1 s.
+        self._progress = _make_progress(console) if is_terminal else None
+        if self._progress is not None:
+            self._tasks = [
+                self._progress.add_task(f"weights, rank {rank}", total=None) for rank in range(num_ranks)
+            ]
+
+    @property
+    def is_shown(self) -> bool:
+        return self._progress is not None
 
     def update(self, rank: int, num_read: int, num_expected: int) -> None:
         """Show a rank's progress in bytes: read so far, and expected in total."""
-        self._progress.update(self._tasks[rank], completed=num_read, total=num_expected)
+        if self._progress is not None:
+            self._progress.update(self._tasks[rank], completed=num_read, total=num_expected)
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        if self._progress is not None:
+            self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def _make_progress(console: Console | None) -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    return Progress(*columns, console=console or Console(file=sys.stderr), transient=True)

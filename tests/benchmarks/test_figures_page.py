@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks import figures_page
@@ -31,3 +34,23 @@ def test_engine_that_did_not_finish_is_shown_with_its_time() -> None:
     }
     table = figures_page.engines(figures)
     assert table[-2:] == ["| quire | 5 |", "| other | not finished in 80 s |"]
+
+
+def test_page_shows_results_of_gpus(tmp_path: Path) -> None:
+    folder = tmp_path / "h200-2026-12-01"
+    folder.mkdir()
+    record = {
+        "stage": "engine",
+        "status": "done",
+        "date": "2026-12-01",
+        "device": "NVIDIA H200",
+        "figures": {"gpu.engine.decode.1x1024.graphs.step_ms": {"value": 4.1, "unit": "ms", "note": ""}},
+        "problems": [{"case": "fp8", "error": "RuntimeError: no", "trace": ""}],
+    }
+    (folder / "engine.json").write_text(json.dumps(record))
+    assert figures_page.NOT_ON_GPUS in figures_page.page(tmp_path / "none")
+    shown = figures_page.page(tmp_path)
+    assert figures_page.NOT_ON_GPUS not in shown
+    assert "## NVIDIA H200\n" in shown
+    assert "| 8B: step of 1 row, 1k tokens | 4.1 | ms | 4.2 on an H200 |" in shown
+    assert "- engine, fp8: RuntimeError: no" in shown

@@ -15,6 +15,7 @@ def test_bar_shows_a_line_per_rank() -> None:
         assert bar.is_shown
         bar.update(0, 1_500_000, 3_000_000)
         bar.update(1, 2_900_000, 3_000_000)
+        assert bar._progress is not None
         bar._progress.refresh()
     shown = screen.getvalue()
     assert "weights, rank 0" in shown

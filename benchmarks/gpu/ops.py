@@ -1,0 +1,321 @@
+"""The ops of a step at serving shapes, each beside what PyTorch offers for it.
+
+The peers of attention are scaled_dot_product_attention on contiguous keys and values, and FlashInfer and
+FlashAttention where they are installed; those of other ops are PyTorch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu.sizes import Sizes
+from benchmarks.kernel_peers import norm_by_torch, swiglu_by_torch
+from quire.kernels.activation import silu_and_mul
+from quire.kernels.block_tables import update_block_tables
+from quire.kernels.decode_splits import split_decodes
+from quire.kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
+from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
+from quire.kernels.norm import add_rms_norm, rms_norm
+from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
+from quire.kernels.paged_cache import copy_blocks
+from quire.kernels.quantized_kv import quantize as quantize_kv
+from quire.kernels.quantized_linear import FLOAT8, float8_linear, quantize, quantized_linear
+from quire.kernels.sampling import sample_full, sample_greedy, sample_top_k_top_p, topk_tokens
+
+Op = Callable[[], object]
+# Index of a set of inputs |-> a call on inputs of its own.
+MakeOp = Callable[[int], Op]
+# Logits, temperatures and keys.
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class OpCase:
+    """One op at one shape.
+
+    Attributes:
+        num_bytes: bytes that the op must read and write.
+        flops: floating-point operations; 0 if negligible beside the bytes.
+        peers: other implementations of the same op.
+    """
+
+    name: str
+    device: str
+    num_bytes: int
+    flops: int
+    make: MakeOp
+    peers: Mapping[str, MakeOp] = field(default_factory=dict)
+
+
+def cases(sizes: Sizes) -> Iterator[OpCase]:
+    """Yield all cases, the most important first. Inputs are made by `make`, so that few of them exist at once."""
+    yield from decodes(sizes)
+    yield from prefills(sizes)
+    yield from small_ops(sizes)
+    yield from samplers(sizes)
+    yield from quantized_layers(sizes)
+
+
+def decodes(sizes: Sizes) -> Iterator[OpCase]:
+    for rows, length in sizes.decodes:
+        yield decode_case(sizes, rows, length, None)
+    rows, length = sizes.decodes[-2]
+    for stored in (torch.int8, FLOAT8):
+        yield decode_case(sizes, rows, length, stored)
+
+
+def decode_case(sizes: Sizes, rows: int, length: int, stored: torch.dtype | None) -> OpCase:
+    model, dtype = sizes.model, getattr(torch, sizes.dtype)
+    heads, kv_heads, head_dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    numbers = rows * length * kv_heads * head_dim
+    per_number = dtype.itemsize if stored is None else stored.itemsize + 4 / head_dim
+
+    def make(index: int) -> Op:
+        cache, scales, tables = random_cache(sizes, rows, length, stored)
+        q = random(sizes, rows, heads, head_dim)
+        lens = torch.full((rows,), length, dtype=torch.int32, device=sizes.device)
+        splits = split_decodes(lens, tables.shape[1] * BLOCK_SIZE)
+        scale = head_dim**-0.5
+        return lambda: paged_decode_attention(q, cache, tables, lens, scale, splits, kv_scales=scales)
+
+    def make_sdpa(index: int) -> Op:
+        q = random(sizes, rows, heads, 1, head_dim)
+        keys, values = (random(sizes, rows, kv_heads, length, head_dim) for _ in "kv")
+        return partial(F.scaled_dot_product_attention, q, keys, values, enable_gqa=True)
+
+    suffix = "" if stored is None else f".{str(stored).removeprefix('torch.')}"
+    peers = {"sdpa": make_sdpa} if stored is None else {}
+    return OpCase(
+        f"decode{suffix}.{rows}x{length}", sizes.device, int(2 * numbers * per_number),
+        4 * rows * length * heads * head_dim, make, peers,
+    )  # fmt: skip
+
+
+def prefills(sizes: Sizes) -> Iterator[OpCase]:
+    for length in sizes.prefill_lens:
+        yield prefill_case(sizes, length, None)
+    yield prefill_case(sizes, sizes.prefill_lens[-1], FLOAT8)
+
+
+def prefill_case(sizes: Sizes, length: int, stored: torch.dtype | None) -> OpCase:
+    model = sizes.model
+    heads, kv_heads, head_dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+
+    def make(index: int) -> Op:
+        cache, scales, tables = random_cache(sizes, 1, length, stored)
+        q = random(sizes, length, heads, head_dim)
+        starts = torch.tensor([0, length], dtype=torch.int32, device=sizes.device)
+        lens = starts[1:].clone()
+        return lambda: paged_prefill_attention(
+            q, cache, tables, starts, lens, head_dim**-0.5, kv_scales=scales
+        )
+
+    def make_sdpa(index: int) -> Op:
+        q = random(sizes, 1, heads, length, head_dim)
+        keys, values = (random(sizes, 1, kv_heads, length, head_dim) for _ in "kv")
+        return partial(F.scaled_dot_product_attention, q, keys, values, is_causal=True, enable_gqa=True)
+
+    suffix = "" if stored is None else ".float8"
+    num_bytes = 2 * length * (heads + kv_heads) * head_dim * 2
+    peers = {"sdpa": make_sdpa} if stored is None else {}
+    flops = 2 * length * (length + 1) * heads * head_dim
+    return OpCase(f"prefill{suffix}.{length}", sizes.device, num_bytes, flops, make, peers)
+
+
+def small_ops(sizes: Sizes) -> Iterator[OpCase]:
+    """Yield norm, activation, rotary embedding with the cache write, block copies and table updates."""
+    model, device = sizes.model, sizes.device
+    hidden, inner = model.hidden_size, model.intermediate_size
+    num_heads = model.num_attention_heads + 2 * model.num_key_value_heads
+    itemsize = getattr(torch, sizes.dtype).itemsize
+    for tokens in (sizes.num_sampled[-1], sizes.prefill_lens[-1]):
+
+        def make_norm(index: int, tokens: int = tokens) -> Op:
+            x, residual, weight = (
+                random(sizes, tokens, hidden),
+                random(sizes, tokens, hidden),
+                random(sizes, hidden),
+            )
+            return partial(add_rms_norm, x, residual, weight, 1e-5)
+
+        def make_norm_by_torch(index: int, tokens: int = tokens) -> Op:
+            x, residual, weight = (
+                random(sizes, tokens, hidden),
+                random(sizes, tokens, hidden),
+                random(sizes, hidden),
+            )
+            return partial(norm_by_torch, x, residual, weight)
+
+        def make_rms_norm(index: int, tokens: int = tokens) -> Op:
+            return partial(rms_norm, random(sizes, tokens, hidden), random(sizes, hidden), 1e-5)
+
+        def make_swiglu(index: int, tokens: int = tokens) -> Op:
+            return partial(silu_and_mul, random(sizes, tokens, 2 * inner))
+
+        def make_swiglu_by_torch(index: int, tokens: int = tokens) -> Op:
+            return partial(swiglu_by_torch, random(sizes, tokens, 2 * inner))
+
+        def make_rotate(index: int, tokens: int = tokens) -> Op:
+            heads = random(sizes, tokens, num_heads, model.head_dim)
+            angles = random(sizes, tokens, model.head_dim)
+            cache, _, tables = random_cache(sizes, 1, tokens, None)
+            offsets = torch.arange(BLOCK_SIZE, device=device)
+            slots = (tables.long().view(-1, 1) * BLOCK_SIZE + offsets).view(-1)[:tokens].contiguous()
+            return partial(fused_qk_norm_rope_kv_write, heads, cache, slots, angles, angles)
+
+        row = tokens * itemsize
+        yield OpCase(
+            f"add_rms_norm.{tokens}", device, 4 * row * hidden, 0, make_norm, {"torch": make_norm_by_torch}
+        )
+        yield OpCase(f"rms_norm.{tokens}", device, 2 * row * hidden, 0, make_rms_norm)
+        yield OpCase(
+            f"silu_and_mul.{tokens}", device, 3 * row * inner, 0, make_swiglu, {"torch": make_swiglu_by_torch}
+        )
+        num_bytes = row * (2 * num_heads + 2) * model.head_dim
+        yield OpCase(f"fused_qk_norm_rope_kv_write.{tokens}", device, num_bytes, 0, make_rotate)
+    yield OpCase(
+        "copy_blocks.8", device, 16 * BLOCK_SIZE * model.kv_numbers * itemsize, 0, partial(_make_copy, sizes)
+    )
+    yield OpCase("update_block_tables.64", device, 64 * 16, 0, partial(_make_update, sizes))
+
+
+def samplers(sizes: Sizes) -> Iterator[OpCase]:
+    """Yield sampling of one step's rows; bytes are those of one pass over the logits."""
+    vocab, device = sizes.model.vocab_size, sizes.device
+    for rows in sizes.num_sampled:
+        logits_bytes = 4 * rows * vocab
+
+        def inputs(rows: int = rows) -> Inputs:
+            logits = 3 * torch.randn(rows, vocab, device=device)
+            keys = torch.arange(2 * rows, dtype=torch.int32, device=device).view(-1, 2)
+            return logits, torch.ones(rows, device=device), keys
+
+        def make_greedy(index: int, inputs: Callable[[], Inputs] = inputs) -> Op:
+            return partial(sample_greedy, inputs()[0])
+
+        def make_argmax(index: int, inputs: Callable[[], Inputs] = inputs) -> Op:
+            return partial(inputs()[0].max, dim=-1)
+
+        def make_full(index: int, inputs: Callable[[], Inputs] = inputs) -> Op:
+            return partial(sample_full, *inputs())
+
+        def make_processed(index: int, inputs: Callable[[], Inputs] = inputs) -> Op:
+            logits, ones, keys = inputs()
+            processors = random_processors(len(logits), vocab, device)
+            return lambda: sample_full(logits, ones, keys, logits_processors=processors)
+
+        def make_kept(index: int, inputs: Callable[[], Inputs] = inputs, top_k: int = 50) -> Op:
+            logits, ones, keys = inputs()
+            ks = torch.full((len(logits),), top_k, device=device)
+            return partial(sample_top_k_top_p, logits, ones, ks, 0.9 * ones.double(), 0 * ones, keys)
+
+        def make_top(index: int, inputs: Callable[[], Inputs] = inputs) -> Op:
+            return partial(topk_tokens, inputs()[0], 20)
+
+        def make_topk(index: int, inputs: Callable[[], Inputs] = inputs) -> Op:
+            return partial(inputs()[0].topk, 20)
+
+        yield OpCase(f"sample_greedy.{rows}", device, logits_bytes, 0, make_greedy, {"torch": make_argmax})
+        yield OpCase(f"sample_full.{rows}", device, logits_bytes, 0, make_full)
+        yield OpCase(f"sample_full.logits_processors.{rows}", device, logits_bytes, 0, make_processed)
+        yield OpCase(f"sample_top_k_top_p.{rows}", device, logits_bytes, 0, make_kept)
+        nucleus = partial(make_kept, top_k=vocab)
+        yield OpCase(f"sample_top_k_top_p.nucleus.{rows}", device, logits_bytes, 0, nucleus)
+        yield OpCase(f"topk_tokens.{rows}", device, logits_bytes, 0, make_top, {"torch": make_topk})
+
+
+def quantized_layers(sizes: Sizes) -> Iterator[OpCase]:
+    """Yield linear layers of int8 weights, and of float8 weights and tokens, beside the unquantized one."""
+    hidden, inner = sizes.model.hidden_size, sizes.model.intermediate_size
+    dtype = getattr(torch, sizes.dtype)
+
+    def weight_of() -> Tensor:
+        return random(sizes, inner, hidden) * hidden**-0.5
+
+    for tokens in (1, 64 if sizes.device == "cuda" else 4, sizes.prefill_lens[-1]):
+
+        def make_plain(index: int, tokens: int = tokens) -> Op:
+            return partial(F.linear, random(sizes, tokens, hidden), weight_of())
+
+        def make_int8(index: int, tokens: int = tokens) -> Op:
+            return partial(quantized_linear, random(sizes, tokens, hidden), quantize(weight_of(), torch.int8))
+
+        def make_float8(index: int, tokens: int = tokens) -> Op:
+            return partial(float8_linear, random(sizes, tokens, hidden), quantize(weight_of(), FLOAT8))
+
+        flops, moved = 2 * tokens * hidden * inner, tokens * (hidden + inner) * dtype.itemsize
+        peers = {"bf16": make_plain}
+        num_bytes = hidden * inner + moved
+        yield OpCase(f"linear.int8.{tokens}", sizes.device, num_bytes, flops, make_int8, peers)
+        yield OpCase(f"linear.float8.{tokens}", sizes.device, num_bytes, flops, make_float8)
+
+
+def _make_copy(sizes: Sizes, index: int) -> Op:
+    model = sizes.model
+    shape = model.num_hidden_layers, 24, 2, model.num_key_value_heads, BLOCK_SIZE, model.head_dim
+    caches = random(sizes, *shape)
+    ids = torch.arange(16, device=sizes.device)
+
+    def copy() -> Tensor:
+        copy_blocks(caches, ids[:8], ids[8:])
+        return caches
+
+    return copy
+
+
+def _make_update(sizes: Sizes, index: int) -> Op:
+    tables = torch.zeros(64, 64, dtype=torch.int32, device=sizes.device)
+    entries = torch.arange(64, dtype=torch.int32, device=sizes.device).view(-1, 1).repeat(1, 3)
+
+    def update() -> Tensor:
+        update_block_tables(tables, entries)
+        return tables
+
+    return update
+
+
+def random_processors(num_rows: int, vocab_size: int, device: str) -> LogitsProcessors:
+    """Return a mask of half the vocabulary, penalties and ten biases for every row."""
+    rows = torch.arange(num_rows, device=device)
+    counts = torch.randint(0, 2, (num_rows, vocab_size), dtype=torch.int16, device=device)
+    words = torch.randint(-(2**31), 2**31, (num_rows, -(-vocab_size // 32)), dtype=torch.int32, device=device)
+    columns = torch.randint(vocab_size, (num_rows, 10), dtype=torch.int32, device=device).sort(dim=1).values
+    starts = 10 * torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+    return LogitsProcessors(
+        vocab_size,
+        Biases(starts, columns.flatten(), torch.ones(10 * num_rows, device=device)),
+        Penalties(rows, counts, words, torch.full((num_rows, 3), 1.1, device=device)),
+        Masks(rows, words),
+    )
+
+
+def random(sizes: Sizes, *shape: int) -> Tensor:
+    return torch.randn(shape, device=sizes.device).to(getattr(torch, sizes.dtype))
+
+
+def random_cache(
+    sizes: Sizes, rows: int, length: int, stored: torch.dtype | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return a cache in shuffled blocks, the scales of a quantized one, and the block tables."""
+    model = sizes.model
+    num_blocks = rows * -(-length // BLOCK_SIZE)
+    shape = num_blocks + 1, 2, model.num_key_value_heads, BLOCK_SIZE, model.head_dim
+    tables = (torch.randperm(num_blocks, device=sizes.device) + 1).int().view(rows, -1)
+    cache = torch.empty(shape, dtype=stored or getattr(torch, sizes.dtype), device=sizes.device)
+    scales = None if stored is None else torch.empty(shape[:-1], device=sizes.device)
+    # In parts, because the float32 numbers of the largest cache would need twice its memory.
+    for part in range(0, num_blocks + 1, 4096):
+        numbers = torch.randn(cache[part : part + 4096].shape, device=sizes.device)
+        if scales is None or stored is None:
+            cache[part : part + 4096] = numbers
+        else:
+            cache[part : part + 4096], scales[part : part + 4096] = quantize_kv(numbers, stored)
+    return cache, scales, tables

@@ -1,0 +1,74 @@
+"""The stages, the most valuable first, and the program that runs one of them: `python -m benchmarks.gpu.stages`."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.gpu.record import Record
+from benchmarks.gpu.sizes import SIZES
+
+# Before the limit, at which the parent kills a stage, its threads' stacks are printed.
+STACKS_BEFORE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage, the module of the same name in this package.
+
+    Attributes:
+        limit_s: seconds that it may take at most.
+    """
+
+    name: str
+    limit_s: float
+
+
+STAGES = (
+    Stage("environment", 40),
+    Stage("smoke", 120),
+    Stage("engine", 200),
+    Stage("kernels", 150),
+    Stage("collectives", 40),
+    Stage("reference", 90),
+    Stage("variants", 110),
+    Stage("checks", 120),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stage", choices=[stage.name for stage in STAGES])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--device", choices=SIZES, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    arguments = parser.parse_args()
+    faulthandler.enable()
+    if arguments.seconds > STACKS_BEFORE_S:
+        faulthandler.dump_traceback_later(arguments.seconds - STACKS_BEFORE_S)
+    path = arguments.out / f"{arguments.stage}.json"
+    record = Record(
+        path, arguments.stage, time.monotonic() + arguments.seconds, _device_name(arguments.device)
+    )
+    with record.case(arguments.stage):
+        module = importlib.import_module(f"benchmarks.gpu.{arguments.stage}")
+        module.run(record, arguments.out, arguments.work, SIZES[arguments.device])
+    record.status = "done"
+    record.write()
+    sys.exit(1 if record.problems else 0)
+
+
+def _device_name(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else "CPU (dry run)"
+
+
+if __name__ == "__main__":
+    main()

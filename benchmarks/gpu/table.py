@@ -1,0 +1,94 @@
+"""Tables of a result directory of `benchmarks.gpu`: beside the goals, for the terminal and for docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Results = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A figure of the table.
+
+    Attributes:
+        factor: multiplies the figure for the table.
+        goal: text; empty if there is none.
+    """
+
+    figure: str
+    label: str
+    factor: float = 1.0
+    unit: str = ""
+    goal: str = ""
+
+
+GOALS = (
+    Goal("roof.copy", "copy", 1e-9, "GB/s"),
+    Goal("roof.matmul", "matmul, bf16", 1e-12, "TFLOP/s"),
+    Goal("roof.matmul_fp8_fast", "matmul, fp8", 1e-12, "TFLOP/s"),
+    Goal("engine.graphs.start_s", "8B: start to ready", 1, "s"),
+    Goal("engine.load.rate", "8B: weights loaded", 1e-9, "GB/s"),
+    Goal("engine.graphs.kv_tokens", "8B: KV tokens", 1, ""),
+    Goal("engine.memory.over_budget", "8B: memory beyond the budget", 2**-20, "MiB", "at most 0"),
+    Goal("engine.decode.1x1024.graphs.step_ms", "8B: step of 1 row, 1k tokens", 1, "ms", "4.2 on an H200"),
+    Goal("engine.decode.1x1024.graphs.share_of_copy", "its share of copy", 100, "%"),
+    Goal("engine.decode.1x1024.graphs.host_gap_us", "its host gap", 1, "us", "below 50"),
+    Goal("engine.decode.1x1024.eager.step_ms", "the same without graphs", 1, "ms"),
+    Goal("engine.decode.64x1024.graphs.tokens_per_s", "8B: 64 rows of 1k", 1, "tokens/s"),
+    Goal("engine.decode.64x1024.graphs.share_of_copy", "its share of copy", 100, "%"),
+    Goal("engine.decode.64x1024.graphs.host_gap_us", "its host gap", 1, "us", "below 50"),
+    Goal("engine.decode.256x1024.graphs.tokens_per_s", "8B: 256 rows of 1k", 1, "tokens/s"),
+    Goal("engine.decode.256x1024.graphs.share_of_copy", "its share of copy", 100, "%"),
+    Goal("engine.decode.1x65536.graphs.step_ms", "8B: step of 1 row, 64k tokens", 1, "ms"),
+    Goal("engine.prefill.8192.tokens_per_s", "8B: prompt of 8k", 1, "tokens/s"),
+    Goal("engine.prefill.8192.share_of_matmul", "its share of matmul", 100, "%"),
+    Goal("engine.mixed.tokens_per_s", "8B: mixed load", 1, "tokens/s"),
+    Goal("engine.mixed.step_p99_ms", "its 99th percentile of steps", 1, "ms"),
+    Goal("engine.mixed.compilations", "its compilations after ready", 1, "", "0"),
+    Goal("engine.decode.64x1024.fp8.tokens_per_s", "8B in fp8: 64 rows of 1k", 1, "tokens/s"),
+    Goal("reference.equal_tokens", "tokens equal to transformers'", 100, "%"),
+    Goal("reference.transformers.1x1024.step_ms", "transformers: step of 1 row", 1, "ms"),
+    Goal("reference.transformers.64x1024.step_ms", "transformers: step of 64 rows", 1, "ms"),
+    Goal("kernels.decode.64x1024.share_of_copy", "decode attention, 64 x 1k, of copy", 100, "%", "85"),
+    Goal("kernels.decode.1x65536.share_of_copy", "decode attention, 1 x 64k, of copy", 100, "%", "85"),
+    Goal("kernels.prefill.8192.tflops", "prefill attention, 8k", 1, "TFLOP/s", "400"),
+    Goal("kernels.add_rms_norm.8192.share_of_copy", "norm, 8k tokens, of copy", 100, "%", "85"),
+    Goal("kernels.silu_and_mul.8192.share_of_copy", "activation, 8k tokens, of copy", 100, "%", "85"),
+)
+
+
+def read_results(folder: Path) -> Results:
+    """Return the records of a result directory."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def rows(results: Results) -> list[tuple[str, str, str, str]]:
+    """Return label, value, unit and goal of every figure of GOALS that was measured."""
+    figures = {name: figure for result in results for name, figure in result["figures"].items()}
+    return [
+        (goal.label, f"{goal.factor * figures[f'gpu.{goal.figure}']['value']:,.4g}", goal.unit, goal.goal)
+        for goal in GOALS
+        if f"gpu.{goal.figure}" in figures
+    ]
+
+
+def summary(results: Results) -> Iterable[str]:
+    """Yield the table as aligned text."""
+    return [
+        f"{label:40} {value:>10} {unit:10} {'goal: ' + goal if goal else ''}".rstrip()
+        for label, value, unit, goal in rows(results)
+    ]
+
+
+def problem_lines(results: Results) -> Iterable[str]:
+    """Yield one line per stage that did not end well, and per problem."""
+    for result in results:
+        if result["status"] != "done":
+            yield f"{result['stage']}: {result['status']}"
+        for problem in result["problems"]:
+            yield f"{result['stage']}, {problem['case']}: {problem['error'].splitlines()[0][:200]}"

@@ -1,0 +1,158 @@
+"""benchmarks.gpu: every stage runs to its end on a CPU, and failures are recorded."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import table
+from benchmarks.gpu.device_time import summarize
+from benchmarks.gpu.record import Record, read_figure
+from benchmarks.gpu.sizes import CPU, LLAMA_8B
+from benchmarks.gpu.stages import STAGES, Stage
+
+ROOT = Path(__file__).parents[2]
+SMALLEST = replace(
+    CPU,
+    decodes=((1, 24), (2, 24), (1, 40)),
+    prefill_lens=(24,),
+    mixed_s=0.05,
+    num_timed=2,
+    num_sampled=(2,),
+    repeat_s=0.0,
+)
+# Modules that a machine with torch, Triton, transformers and msgpack may lack.
+MISSING = (
+    "ray",
+    "zmq",
+    "grpc",
+    "fastapi",
+    "uvicorn",
+    "pydantic",
+    "typer",
+    "rich",
+    "jsonschema",
+    "hypothesis",
+)
+# The stage `checks` runs pytest.
+IN_PROCESS = [stage.name for stage in STAGES if stage.name != "checks"]
+LONG = ("smoke", "reference", "variants")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the work folder, in which stages share the model."""
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in IN_PROCESS]
+)
+def test_stage_runs_on_cpu_without_problems(stage: str, tmp_path: Path, work: Path) -> None:
+    record = Record(tmp_path / f"{stage}.json", stage, time.monotonic() + 3600, "CPU")
+    importlib.import_module(f"benchmarks.gpu.{stage}").run(record, tmp_path, work, SMALLEST)
+    assert record.problems == []
+    written = json.loads((tmp_path / f"{stage}.json").read_text())
+    assert list(written["figures"]) == list(record.figures)
+    assert written["figures"] or stage == "collectives"
+
+
+@pytest.mark.slow
+def test_command_runs_all_stages_without_other_packages(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    for name in MISSING:
+        (missing / name).mkdir(parents=True)
+        (missing / name / "__init__.py").write_text(f"raise ImportError('no {name}')")
+    out = tmp_path / "out"
+    path = os.pathsep.join((str(missing), os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--device", "cpu", "--minutes", "8",
+         "--stages", ",".join(IN_PROCESS)],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.stem for path in out.glob("*.json")} == set(IN_PROCESS)
+
+
+def run_stage(stage: Stage, out: Path, **environment: str) -> dict[str, object]:
+    arguments = argparse.Namespace(out=out, device="cpu")
+    command.run_stage(stage, arguments, out, time.monotonic() + 100, os.environ | environment)
+    record: dict[str, object] = json.loads((out / f"{stage.name}.json").read_text())
+    return record
+
+
+def test_late_stage_is_killed_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "LEAST_S", 0.0)
+    record = run_stage(Stage("environment", 0.05), tmp_path)
+    assert record["status"] == "timed out after 0 s"
+
+
+def test_crashed_stage_is_recorded_with_its_output(tmp_path: Path) -> None:
+    record = run_stage(Stage("environment", 60), tmp_path, PYTHONPATH=str(tmp_path), PYTHONHOME=str(tmp_path))
+    assert record["status"] == "failed with 1" or record["status"] == "failed"
+    assert "Python" in str(record["log"])
+
+
+def test_stage_without_time_is_not_run(tmp_path: Path) -> None:
+    assert run_stage(Stage("environment", 1.0), tmp_path)["status"] == "not run"
+
+
+def test_problem_is_recorded_with_its_trace_and_the_stage_goes_on(tmp_path: Path) -> None:
+    record = Record(tmp_path / "smoke.json", "smoke", time.monotonic() + 100, "CPU")
+    with record.case("division"):
+        _ = 1 / 0
+    assert not record.has_time("too long", 1000)
+    assert record.has_time("in time", 1)
+    record.add("later", 2.5, "ms")
+    written = json.loads((tmp_path / "smoke.json").read_text())
+    division, late = written["problems"]
+    assert division["case"] == "division"
+    assert "ZeroDivisionError" in division["trace"]
+    assert late["error"].startswith("not run: needs 1000 s")
+    assert read_figure(tmp_path, "smoke", "later") == 2.5
+
+
+def test_summary_shows_measured_goals_and_problems() -> None:
+    figures = {"gpu.engine.decode.1x1024.graphs.step_ms": {"value": 4.1234, "unit": "ms", "note": ""}}
+    problems = [{"case": "fp8", "error": "RuntimeError: no\nmore", "trace": ""}]
+    results = [{"stage": "engine", "status": "failed with -9", "figures": figures, "problems": problems}]
+    (line,) = table.summary(results)
+    assert line.split() == [
+        "8B:",
+        "step",
+        "of",
+        "1",
+        "row,",
+        "1k",
+        "tokens",
+        "4.123",
+        "ms",
+        "goal:",
+        "4.2",
+        "on",
+        "an",
+        "H200",
+    ]
+    assert list(table.problem_lines(results)) == ["engine: failed with -9", "engine, fp8: RuntimeError: no"]
+
+
+def test_device_time_counts_overlapping_kernels_once() -> None:
+    found = summarize([("a", 0.0, 2.0), ("b", 1.0, 3.0), ("a", 5.0, 6.0), ("b", 5.5, 5.7)], num_steps=2)
+    assert (found.busy_s, found.gap_s) == (2.0, 1.0)
+    assert found.kernels[0] == ("a", 1.0, 1.5e6)
+
+
+def test_llama_8b_has_eight_billion_parameters() -> None:
+    embedding = LLAMA_8B.vocab_size * LLAMA_8B.hidden_size
+    assert round((LLAMA_8B.num_parameters + embedding) / 1e9, 1) == 8.0
+    assert 2 * LLAMA_8B.kv_numbers == 131072
