@@ -152,7 +152,7 @@ def gateway(address: str, environment: Mapping[str, str]) -> Iterator[str]:
     replicas = ["--min-replicas", str(NUM_REPLICAS), "--max-replicas", str(NUM_REPLICAS)]
     command = [
         sys.executable, "-c", "from quire.cluster.cli import main; main()", "serve", "demo", "--address", address,
-        "--listen", "127.0.0.1:0", "--num-kv-blocks", "256", *replicas,
+        "--listen", "127.0.0.1:0", "--no-http", "--num-kv-blocks", "256", *replicas,
     ]  # fmt: skip
     with (
         tempfile.TemporaryDirectory() as folder,

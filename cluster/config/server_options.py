@@ -10,14 +10,22 @@ _SERVER = "Server"
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """An operator's choices for a gateway: its address, and who may call it."""
+    """An operator's choices for a gateway: its addresses, and who may call it."""
 
     listen: str = option(
         "127.0.0.1:50051",
-        help="Address of the server; with port 0 the system chooses one.",
+        help="Address of the gRPC server; with port 0 the system chooses one.",
         metavar="HOST:PORT",
         group=_SERVER,
     )
+    http: str = option(
+        "127.0.0.1:8000",
+        help="Address of the HTTP server, which speaks the protocols of OpenAI and Anthropic; with port 0 the system "
+        "chooses one.",
+        metavar="HOST:PORT",
+        group=_SERVER,
+    )
+    no_http: bool = option(False, help="Serve gRPC alone.", group=_SERVER)
     insecure: bool = option(
         False,
         help="Allow an address that other machines can reach without TLS and tokens.",

@@ -18,6 +18,7 @@ from ...proto.errors import ReplicaUnavailable
 from ..host.closing import Closing
 from ..host.processes import ProcessTree
 
+SERVES_HTTP = "quire serves HTTP on "
 READY = "quire is ready on "
 _STOP_TIMEOUT_S = 60.0
 _EXIT_TIMEOUT_S = 30.0
@@ -31,12 +32,13 @@ class ServerProcess(Closing):
         arguments: of `quire serve`; the server listens on a loopback port that the system chooses.
 
     Attributes:
-        address: ``HOST:PORT`` of the server; empty until it is ready.
+        address: ``HOST:PORT`` of the gRPC server; empty until it is ready.
+        http_url: of the HTTP server; empty until it is ready.
         temporary: the server's folder for temporary files.
     """
 
     def __init__(self, *arguments: str) -> None:
-        self.address = ""
+        self.address = self.http_url = ""
         self._folder = tempfile.TemporaryDirectory(prefix="q")
         self.temporary = Path(self._folder.name)
         self._log = self.temporary / "log"
@@ -45,7 +47,7 @@ class ServerProcess(Closing):
         command = [sys.executable, "-c", "from quire.cluster.cli import main; main()", "serve", *arguments]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--listen", "127.0.0.1:0"],
+                [*command, "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -59,7 +61,7 @@ class ServerProcess(Closing):
         return self._log.read_text(errors="replace")
 
     def wait_ready(self, timeout_s: float) -> str:
-        """Wait until a token has come through all ranks and return the server's address.
+        """Wait until a token has come through all ranks and return the gRPC server's address.
 
         Raises:
             ReplicaUnavailable: the server was not ready in time or ended; then with the last line of its log.
@@ -69,6 +71,9 @@ class ServerProcess(Closing):
         if not select.select([self.process.stdout], [], [], timeout_s)[0]:
             raise ReplicaUnavailable(f"the server was not ready in {timeout_s:g} s")
         line = self.process.stdout.readline().decode()
+        if line.startswith(SERVES_HTTP):
+            self.http_url = line.removeprefix(SERVES_HTTP).strip()
+            line = self.process.stdout.readline().decode()  # is printed together with the first line
         if not line.startswith(READY):
             status = self.process.wait(max(0.0, deadline - time.monotonic()))
             last = self.log.strip().rpartition("\n")[2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +69,25 @@ class Security:
             return None
         chain, key = self.certificate
         return grpc.ssl_server_credentials([(key, chain)])
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """Return the TLS settings of an HTTP server; None without TLS.
+
+        Raises:
+            ConfigError: the certificate or the key is not valid.
+        """
+        if self.certificate is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        # OpenSSL reads files only; this one exists in memory.
+        with open(os.memfd_create("tls"), "w+b") as file:
+            file.write(b"\n".join(self.certificate))
+            file.flush()
+            try:
+                context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+            except ssl.SSLError as error:
+                raise ConfigError(f"the TLS certificate or key is not valid: {error.reason}") from error
+        return context
 
 
 def _watched(path: Path | None, load: Callable[[Path], T], description: str) -> WatchedFiles[T] | None:

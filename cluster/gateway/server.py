@@ -11,13 +11,11 @@ from grpc_reflection.v1alpha import reflection
 from ...proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from ...proto.errors import ConfigError
 from ..host.background import run_in_background
-from .admin import AdminService, Fleet
-from .authentication import AuthenticationInterceptor, Authenticator
-from .generation import GenerationService
+from .admin import AdminService
+from .authentication import AuthenticationInterceptor
 from .inference import InferenceService
 from .listen_address import ListenAddress
-from .security import Security
-from .served_models import ServedModels
+from .services import GatewayServices
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_STREAMS_PER_CONNECTION = 4096
@@ -43,33 +41,25 @@ class Gateway:
     """gRPC server for models: quire.v1, health and reflection.
 
     Args:
-        models: the served models; their owner closes them after the gateway.
+        services: shared with the HTTP server of the same gateway.
         listen: ``HOST:PORT``.
         insecure: allow an address that other machines can reach without TLS and tokens.
-        fleet: changed by the Admin service; None if nothing can be changed.
 
     Raises:
         ConfigError: the address cannot be used, or needs TLS and tokens.
     """
 
     def __init__(
-        self,
-        models: ServedModels,
-        listen: str = "127.0.0.1:0",
-        *,
-        security: Security | None = None,
-        insecure: bool = False,
-        fleet: Fleet | None = None,
+        self, services: GatewayServices, listen: str = "127.0.0.1:0", *, insecure: bool = False
     ) -> None:
         self._address = ListenAddress.parse(listen)
-        self._security = security or Security()
+        self._security = services.security
         self._security.check_listen(self._address, insecure=insecure)
-        self._models = models
+        self._models = services.models
+        self._authenticator = services.authenticator
         self._health = health.aio.HealthServicer()
-        self._authenticator = Authenticator(self._security.tokens)
-        self._generation = GenerationService(models, tenants=self._security.tenants)
-        self._inference = InferenceService(models, self._generation, self._authenticator)
-        self._admin = AdminService(models, fleet)
+        self._inference = InferenceService(services.models, services.generation, services.authenticator)
+        self._admin = AdminService(services.models, services.fleet)
         self._server: grpc.aio.Server | None = None
         self._monitor: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()

@@ -16,11 +16,12 @@ from ..fleet.controller import find_or_start_controller
 from ..gateway.controller_sync import ControllerSync
 from ..gateway.security import Security
 from ..gateway.served_models import ServedModels
-from ..gateway.server import Gateway
+from ..gateway.services import GatewayServices
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
 from ..ray_runtime.launch_target import DEFAULT_NAMESPACE
 from ..ray_runtime.local_cluster import attach
-from .server_setup import set_up_server, wait_until_ready
+from .server_setup import set_up_server
+from .servers import GatewayServers
 
 # Time for running streams to finish after a signal; other gateways accept the new calls meanwhile.
 GRACE_S = 30.0
@@ -36,7 +37,7 @@ def serve_fleet(
 ) -> int:
     """Serve until SIGINT or SIGTERM; the fleet runs on without this gateway. Call it from the main thread.
 
-    Prints one line on stdout when requests can be served.
+    Prints its addresses on stdout when requests can be served.
 
     Args:
         cluster_options: ignored if the fleet's controller runs already.
@@ -72,23 +73,22 @@ async def _serve(
     signaled = next_signal()
     models = ServedModels()
     sync = ControllerSync(controller, models)
-    gateway = Gateway(
-        models, server_options.listen, security=security, insecure=server_options.insecure, fleet=sync
-    )
+    services = GatewayServices.compose(models, security=security, fleet=sync)
+    servers = GatewayServers(services, server_options)
     try:
         for deployment in deployments:
             await controller.deploy(deployment)
             _log.info("%s is deployed, version %s", deployment.name, deployment.version)
         sync.start()
-        address = await gateway.start()
-        _log.info("listening on %s; requests wait until a replica is ready", address)
-        is_ready = await wait_until_ready(gateway, signaled)
+        await servers.start()
+        _log.info("listening on %s; requests wait until a replica is ready", servers.addresses)
+        is_ready = await servers.wait_until_ready(signaled)
         if is_ready:
-            print(f"quire is ready on {address}", flush=True)
+            servers.announce()
             await signaled
         _log.info("stopping; running requests have %g s", GRACE_S)
-        await gateway.stop(GRACE_S)
+        await servers.stop(GRACE_S)
         return 0 if is_ready else 128 + signaled.result()
     finally:
-        await gateway.stop(0)
+        await servers.stop(0)
         await sync.close()

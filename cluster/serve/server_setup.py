@@ -1,16 +1,13 @@
-"""Steps that every `quire serve` has: the checks before it starts anything, and the wait until it is ready."""
+"""The checks of every `quire serve` before it starts anything."""
 
 from __future__ import annotations
 
-import asyncio
 import socket
-from typing import Any
 
 from ...proto.errors import ConfigError
 from ..config.server_options import ServerOptions
 from ..gateway.listen_address import ListenAddress
 from ..gateway.security import Security
-from ..gateway.server import Gateway
 from ..host.logs import log_to_stderr
 
 
@@ -22,26 +19,20 @@ def set_up_server(options: ServerOptions) -> Security:
     """
     log_to_stderr()
     security = Security.load(options)
-    address = ListenAddress.parse(options.listen)
-    security.check_listen(address, insecure=options.insecure)
-    _check_port(address)
+    _check_address(options.listen, "listen", security, options)
+    if not options.no_http:
+        _check_address(options.http, "http", security, options)
     return security
 
 
-async def wait_until_ready(
-    gateway: Gateway, *ends: asyncio.Future[Any], timeout_s: float | None = None
-) -> bool:
-    """Wait until the gateway is ready, one of `ends` is done, or the time is over; return if it is ready."""
-    ready = asyncio.ensure_future(gateway.wait_ready())
-    await asyncio.wait((ready, *ends), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    is_ready = ready.done()
-    ready.cancel()
-    return is_ready
-
-
-def _check_port(address: ListenAddress) -> None:
+def _check_address(text: str, option: str, security: Security, options: ServerOptions) -> None:
+    address = ListenAddress.parse(text)
+    security.check_listen(address, insecure=options.insecure)
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         socket.create_server((address.host, address.port), family=family).close()
     except OSError as error:
-        raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
+        what_to_do = f"choose another with --{option} HOST:PORT" + (
+            ", or serve gRPC alone with --no-http" if option == "http" else ""
+        )
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}; {what_to_do}") from error

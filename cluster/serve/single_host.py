@@ -15,7 +15,7 @@ from ..config.resolve import Machine, resolve
 from ..config.server_options import ServerOptions
 from ..gateway.security import Security
 from ..gateway.served_models import serve_single_replica
-from ..gateway.server import Gateway
+from ..gateway.services import GatewayServices
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
 from ..host.stopwatch import Stopwatch
 from ..ray_runtime.local_cluster import LocalCluster
@@ -23,7 +23,8 @@ from ..replica.client import SILENCE_MARGIN_S, ReplicaClient
 from ..replica.launch import launch_replica
 from ..replica.replica import Replica, new_replica_id
 from ..requests.tokenizer import Tokenizer
-from .server_setup import set_up_server, wait_until_ready
+from .server_setup import set_up_server
+from .servers import GatewayServers
 
 CANARY_TIMEOUT_S = 60.0
 # Time for running streams to finish after a signal, and to receive the error after a failure.
@@ -38,7 +39,7 @@ _log = logging.getLogger(__name__)
 def serve(engine_options: EngineOptions, server_options: ServerOptions) -> int:
     """Serve until SIGINT or SIGTERM. Call it from the main thread, which receives signals.
 
-    Prints one line on stdout when the canary token has come through all ranks.
+    Prints its addresses on stdout when the canary token has come through all ranks.
 
     Returns:
         The exit status: 0, or 128 plus the signal's number if the signal came before the server was ready.
@@ -93,27 +94,27 @@ async def _serve_replica(
     client = ReplicaClient(replica.address, replica.replica_id, silence_timeout_s=silence_timeout_s)
     client.start()
     models = serve_single_replica(config, tokenizer, client)
-    gateway = Gateway(models, server_options.listen, security=security, insecure=server_options.insecure)
+    servers = GatewayServers(GatewayServices.compose(models, security=security), server_options)
     try:
-        address = await gateway.start()
+        await servers.start()
         stopwatch.lap("gateway")
-        is_ready = await wait_until_ready(gateway, failure, signaled, timeout_s=CANARY_TIMEOUT_S)
+        is_ready = await servers.wait_until_ready(failure, signaled, timeout_s=CANARY_TIMEOUT_S)
         stopwatch.lap("canary")
         if is_ready:
             _log.info("ready after %.2f s: %s", stopwatch.total_s, stopwatch)
-            print(f"quire is ready on {address}", flush=True)
+            servers.announce()
             await asyncio.wait((failure, signaled), return_when=asyncio.FIRST_COMPLETED)
         if failure.done():  # the replica has ended: clients receive the error first, then the caller
             error = failure.result() or ReplicaUnavailable(f"{replica.replica_id} ended")
             client.fail(str(error))
-            await gateway.stop(FAILURE_GRACE_S)
+            await servers.stop(FAILURE_GRACE_S)
             raise error
         if not signaled.done():
             raise ReplicaUnavailable(f"no canary token came through all ranks in {CANARY_TIMEOUT_S:g} s")
         _log.info("stopping; running requests have %g s", GRACE_S)
-        await gateway.stop(GRACE_S)
+        await servers.stop(GRACE_S)
         return 0 if is_ready else 128 + signaled.result()
     finally:
         failure.cancel()
-        await gateway.stop(0)
+        await servers.stop(0)
         await models.close()

@@ -23,6 +23,7 @@ from quire.cluster.gateway.controller_sync import ControllerSync
 from quire.cluster.gateway.security import Security
 from quire.cluster.gateway.served_models import ServedModels
 from quire.cluster.gateway.server import Gateway
+from quire.cluster.gateway.services import GatewayServices
 from quire.cluster.host.watched_file import constant
 from quire.cluster.replica.record import ReplicaRecord
 from quire.cluster.requests.outputs import RequestOutput
@@ -92,7 +93,7 @@ def serve(make_model: Callable[..., Path]) -> Callable[..., Any]:
         runner = asyncio.create_task(fleet.run())
         controller, models = DirectController(fleet), ServedModels()
         sync = ControllerSync(controller, models)
-        gateway = Gateway(models, security=security, fleet=sync)
+        gateway = Gateway(GatewayServices.compose(models, security=security, fleet=sync))
         sync.start()
         target = await gateway.start()
         try:

@@ -19,6 +19,7 @@ from quire.cluster.client.client import Client
 from quire.cluster.config.server_options import ServerOptions
 from quire.cluster.gateway.security import Security
 from quire.cluster.gateway.server import Gateway
+from quire.cluster.gateway.services import GatewayServices
 from quire.cluster.host.watched_file import constant
 from quire.proto.errors import (
     ConfigError,
@@ -65,7 +66,7 @@ def test_calls_work_over_tls(serve: ServerFactory, tmp_path: Path) -> None:
                 with pytest.raises(ReplicaUnavailable):
                     await client.generate(PROMPT, GREEDY)
             broken = Security(certificate=(b"no certificate", b"no key"))
-            gateway = Gateway(server.models, security=broken)
+            gateway = Gateway(GatewayServices.compose(server.models, security=broken))
             with pytest.raises(ConfigError, match="or the TLS certificate or key is not valid"):
                 await gateway.start()
 
@@ -93,7 +94,7 @@ def test_reflection_lists_the_services(serve: ServerFactory) -> None:
 def test_port_in_use_raises(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve(ready=False) as server:
-            second = Gateway(server.models, server.target)
+            second = Gateway(server.services, server.target)
             with pytest.raises(ConfigError, match=f"cannot listen on {server.target}"):
                 await second.start()
 

@@ -1,0 +1,24 @@
+"""create_app: the application of the HTTP server, composed of one router per family of endpoints."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from ..gateway.services import GatewayServices
+from .endpoints import health, models
+from .errors import install_error_handlers
+from .middleware import AuthenticateCalls, LimitBody
+from .version import server_version
+
+
+def create_app(services: GatewayServices) -> FastAPI:
+    """Return the application over these services, with its OpenAPI document at /docs."""
+    app = FastAPI(
+        title="quire", version=server_version(), redoc_url=None, separate_input_output_schemas=False
+    )
+    install_error_handlers(app)
+    for router in (health.router(services), models.router(services)):
+        app.include_router(router)
+    app.add_middleware(LimitBody)
+    app.add_middleware(AuthenticateCalls, authenticator=services.authenticator)
+    return app

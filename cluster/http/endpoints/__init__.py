@@ -1,0 +1,1 @@
+"""Endpoints by family, one router per file."""

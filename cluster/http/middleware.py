@@ -1,0 +1,81 @@
+"""Checks of every request before its endpoint runs: the caller, and the size of the body."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...proto.errors import QuireError
+from ..api.tokens import BEARER, Role
+from ..gateway.authentication import Authenticator
+from .errors import error_response, http_error_response
+
+# Far more than the longest conversation that a server takes, MAX_CHAT_CHARS.
+MAX_BODY_BYTES = 16 << 20
+
+# Calls that need no token: probes of load balancers have none, and the documentation is the same everywhere.
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/docs", "/openapi.json"})
+
+# Path |-> role that its callers need, where that is not USER.
+ROLE_OF_PATH = {"/load": Role.METRICS}
+
+
+class AuthenticateCalls:
+    """Middleware that sets `request.state.caller`, and rejects calls without a token whose roles permit them."""
+
+    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
+        self._app = app
+        self._authenticator = authenticator
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (path := scope["path"]) not in OPEN_PATHS:
+            try:
+                caller = self._authenticator.caller(_authorization(scope["headers"]))
+                caller.require(ROLE_OF_PATH.get(path, Role.USER))
+            except QuireError as error:
+                await error_response(error, path)(scope, receive, send)
+                return
+            scope["state"]["caller"] = caller
+        await self._app(scope, receive, send)
+
+
+class LimitBody:
+    """Middleware that rejects bodies of more than MAX_BODY_BYTES, before they are read if their length is given."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        length = dict(scope["headers"]).get(b"content-length", b"0") if scope["type"] == "http" else b"0"
+        if int(length) > MAX_BODY_BYTES:  # the parser has checked that this is a number
+            response = http_error_response(scope["method"], scope["path"], _too_large())
+            await response(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def counted_receive() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > MAX_BODY_BYTES:
+                raise _too_large()
+            return message
+
+        await self._app(scope, counted_receive, send)
+
+
+def _too_large() -> HTTPException:
+    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    return HTTPException(status, f"the body exceeds {MAX_BODY_BYTES} bytes", {"connection": "close"})
+
+
+def _authorization(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Return the Authorization header; Anthropic's clients send their token as x-api-key instead."""
+    found = dict(headers)
+    if b"authorization" not in found and (key := found.get(b"x-api-key")) is not None:
+        return BEARER + key.decode("latin-1")
+    authorization = found.get(b"authorization")
+    return None if authorization is None else authorization.decode("latin-1")

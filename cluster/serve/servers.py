@@ -1,0 +1,60 @@
+"""GatewayServers: the gRPC server and the HTTP server of one `quire serve`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ..config.server_options import ServerOptions
+from ..gateway.server import Gateway
+from ..gateway.services import GatewayServices
+from ..http.server import HttpServer
+
+
+class GatewayServers:
+    """Both servers over the same services, started and stopped together.
+
+    Raises:
+        ConfigError: an address cannot be used, or needs TLS and tokens.
+    """
+
+    def __init__(self, services: GatewayServices, options: ServerOptions) -> None:
+        self._grpc = Gateway(services, options.listen, insecure=options.insecure)
+        self._http = (
+            None if options.no_http else HttpServer(services, options.http, insecure=options.insecure)
+        )
+        self._grpc_address = ""
+
+    async def start(self) -> None:
+        """Listen, and answer calls from then on; readiness comes later.
+
+        Raises:
+            ConfigError: a port is in use, or the certificate is not valid.
+        """
+        self._grpc_address = await self._grpc.start()
+        if self._http is not None:
+            await self._http.start()
+
+    @property
+    def addresses(self) -> str:
+        """The bound addresses, for the log."""
+        return self._grpc_address if self._http is None else f"{self._grpc_address} and {self._http.url}"
+
+    async def wait_until_ready(self, *ends: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
+        """Wait until requests are served, one of `ends` is done, or the time is over; return if they are served."""
+        ready = asyncio.ensure_future(self._grpc.wait_ready())
+        await asyncio.wait((ready, *ends), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        is_ready = ready.done()
+        ready.cancel()
+        return is_ready
+
+    def announce(self) -> None:
+        """Print the addresses on stdout, one line each; the last one says that requests are served."""
+        if self._http is not None:
+            print(f"quire serves HTTP on {self._http.url}")
+        print(f"quire is ready on {self._grpc_address}", flush=True)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, wait `grace_s` for running calls, then cancel them. Safe to call twice."""
+        both = [self._grpc.stop(grace_s), *([] if self._http is None else [self._http.stop(grace_s)])]
+        await asyncio.gather(*both)

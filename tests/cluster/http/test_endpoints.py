@@ -1,0 +1,135 @@
+"""Small endpoints, errors of routing, authentication and limits, over one HTTP server."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from local_server import ThreadedServer, threaded_server
+
+from quire.cluster.api.tokens import Role, Token, TokenSet
+from quire.cluster.gateway.security import Security
+from quire.cluster.host.watched_file import constant
+from quire.cluster.http.connection import ConnectionLimits
+from quire.cluster.http.middleware import MAX_BODY_BYTES, OPEN_PATHS
+
+
+def test_models_lists_the_served_model(http: httpx.Client) -> None:
+    listed = http.get("/v1/models").json()
+    assert listed["object"] == "list"
+    (model,) = listed["data"]
+    assert (model["id"], model["object"]) == ("tiny", "model")
+    assert http.get("/v1/models/tiny").json() == model
+
+
+def test_unknown_model_is_not_found_in_openai_form(http: httpx.Client) -> None:
+    response = http.get("/v1/models/nobody/else")
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert error["code"] == "model_not_found"
+    assert "'nobody/else' is not served here; 'tiny' is" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nowhere", 404), ("DELETE", "/v1/models", 405)]
+)
+def test_routing_errors_have_openai_form(http: httpx.Client, method: str, path: str, status: int) -> None:
+    response = http.request(method, path)
+    assert response.status_code == status
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert path in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready", "/version", "/load", "/docs"])
+def test_probes_answer(http: httpx.Client, path: str) -> None:
+    response = http.get(path)
+    assert response.status_code == 200, response.text
+    assert "date" in response.headers
+    assert "server" not in response.headers
+
+
+def test_openapi_document_has_the_endpoints(http: httpx.Client) -> None:
+    assert "/v1/models" in http.get("/openapi.json").json()["paths"]
+
+
+def test_calls_without_a_permitted_token_are_refused(make_model: Callable[..., Path]) -> None:
+    tokens = TokenSet([Token.of("sesame", "gold"), Token.of("gauge", roles=frozenset({Role.METRICS}))])
+    with (
+        threaded_server(make_model("llama"), security=Security(tokens=constant(tokens))) as server,
+        httpx.Client(base_url=server.url) as http,
+    ):
+        for path in OPEN_PATHS:
+            assert http.get(path).status_code == 200
+        refused = http.get("/v1/models")
+        assert refused.status_code == 401
+        assert refused.json()["error"]["code"] == "unauthenticated"
+        of_anthropic = http.post("/v1/messages", headers={"x-api-key": "guess"})
+        assert of_anthropic.status_code == 401
+        assert of_anthropic.json()["error"]["type"] == "authentication_error"
+        for headers in ({"authorization": "Bearer sesame"}, {"x-api-key": "sesame"}):
+            assert http.get("/v1/models", headers=headers).status_code == 200
+        assert http.get("/v1/models", headers={"x-api-key": "gauge"}).status_code == 403
+        assert http.get("/load", headers={"x-api-key": "gauge"}).status_code == 200
+
+
+def test_large_bodies_are_refused_before_they_are_read(server: ThreadedServer) -> None:
+    with connection(server) as sock:
+        head = f"POST /v1/models HTTP/1.1\r\nhost: x\r\ncontent-length: {MAX_BODY_BYTES + 1}\r\n\r\n"
+        sock.sendall(head.encode())
+        assert status_line(sock).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize(
+    "sent", [b"NOT HTTP\r\n\r\n", b"GET / HTTP/x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\r\n"]
+)
+def test_malformed_requests_are_answered_in_openai_form(server: ThreadedServer, sent: bytes) -> None:
+    with connection(server) as sock:
+        sock.sendall(sent)
+        response = read_all(sock)
+    assert response.startswith(b"HTTP/1.1 400 ")
+    assert b'"type":"invalid_request_error"' in response
+
+
+def test_slow_and_large_heads_are_refused(make_model: Callable[..., Path]) -> None:
+    limits = ConnectionLimits(head_timeout_s=0.2, body_timeout_s=0.2, max_head_bytes=1000)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    with threaded_server(make_model("llama"), http_limits=limits, ready=False) as server:
+        for sent, status in (
+            (b"", b"408"),
+            (b"\r\n", b"408"),
+            (head, b"408"),
+            (head + b"x: " + b"y" * 2000, b"431"),
+        ):
+            with connection(server) as sock:
+                sock.sendall(sent)
+                assert read_all(sock).startswith(b"HTTP/1.1 " + status)
+
+
+def test_connections_beyond_the_limit_are_refused(make_model: Callable[..., Path]) -> None:
+    limits = ConnectionLimits(max_connections=1)
+    with (
+        threaded_server(make_model("llama"), http_limits=limits, ready=False) as server,
+        connection(server) as first,
+    ):
+        first.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert status_line(first).startswith(b"HTTP/1.1 200 ")
+        with connection(server) as second:
+            assert read_all(second).startswith(b"HTTP/1.1 503 ")
+
+
+def connection(server: ThreadedServer) -> socket.socket:
+    url = httpx.URL(server.url)
+    assert url.port is not None
+    return socket.create_connection((url.host, url.port), timeout=60)
+
+
+def status_line(sock: socket.socket) -> bytes:
+    return sock.makefile("rb").readline()
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Return what the server sends until it closes the connection."""
+    return sock.makefile("rb").read()

@@ -1,0 +1,158 @@
+"""local_server: the servers of a gateway over a local replica, with the real step loop and a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from local_replica import DEADLINE_S, Brake, local_replica
+
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.resolve import Machine, resolve
+from quire.cluster.gateway.security import Security
+from quire.cluster.gateway.served_models import ServedModels, serve_single_replica
+from quire.cluster.gateway.server import Gateway
+from quire.cluster.gateway.services import GatewayServices
+from quire.cluster.http.connection import ConnectionLimits
+from quire.cluster.http.server import HttpServer
+from quire.cluster.replica.client import ReplicaClient
+from quire.cluster.requests.tokenizer import Tokenizer
+from quire.proto.config import EngineConfig
+from quire.scheduler.core.scheduler import Scheduler
+
+T = TypeVar("T")
+
+
+@dataclass
+class Server:
+    """A gateway with a local replica.
+
+    Attributes:
+        target: the gRPC server's HOST:PORT.
+        http: None unless it was asked for.
+        replica: the gateway's client of the replica.
+        brake: holds the replica's steps.
+        scheduler: the replica's; another thread runs it, so tests only read it.
+    """
+
+    target: str
+    gateway: Gateway
+    http: HttpServer | None
+    replica: ReplicaClient
+    brake: Brake
+    scheduler: Scheduler
+    config: EngineConfig
+    tokenizer: Tokenizer
+    services: GatewayServices
+    stop_replica: Callable[[], None]
+
+    @property
+    def models(self) -> ServedModels:
+        return self.services.models
+
+    @property
+    def url(self) -> str:
+        assert self.http is not None, "the server has no HTTP"
+        return self.http.url
+
+
+@asynccontextmanager
+async def local_server(
+    model_dir: Path,
+    *,
+    security: Security | None = None,
+    ready: bool = True,
+    http: bool = False,
+    http_limits: ConnectionLimits | None = None,
+    silence_timeout_s: float = 65.0,
+    **options: Any,
+) -> AsyncIterator[Server]:
+    """Run the servers of a gateway.
+
+    Args:
+        ready: wait until requests are served.
+        http: run the HTTP server as well.
+        options: of EngineOptions.
+    """
+    settings = {"num_kv_blocks": 64, "max_num_seqs": 16, "max_num_batched_tokens": 64} | options
+    engine_options = EngineOptions(
+        str(model_dir), served_model_name="tiny", device="cpu", audit=True, **settings
+    )
+    config = resolve(engine_options, Machine.this())
+    with local_replica(config) as local:
+        replica = ReplicaClient(
+            local.address, "replica-0", silence_timeout_s=silence_timeout_s, heartbeat_s=0.1
+        )
+        replica.start()
+        tokenizer = Tokenizer(str(model_dir))
+        models = serve_single_replica(local.config, tokenizer, replica)
+        services = GatewayServices.compose(models, security=security)
+        gateway = Gateway(services)
+        http_server = HttpServer(services, limits=http_limits) if http else None
+        target = await gateway.start()
+        if http_server is not None:
+            await http_server.start()
+        try:
+            if ready:
+                await asyncio.wait_for(gateway.wait_ready(), DEADLINE_S)
+            yield Server(
+                target, gateway, http_server, replica, local.brake, local.scheduler, local.config, tokenizer,
+                services, local.stop,
+            )  # fmt: skip
+        finally:
+            local.brake.release()
+            await gateway.stop(0)
+            if http_server is not None:
+                await http_server.stop(0)
+            await models.close()
+
+
+@dataclass
+class ThreadedServer:
+    """A server whose event loop runs on a thread of its own, for clients that block."""
+
+    server: Server
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the server's event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(DEADLINE_S)
+
+
+@contextmanager
+def threaded_server(model_dir: Path, **options: Any) -> Iterator[ThreadedServer]:
+    """Run a server with HTTP on a thread; `options` are those of `local_server`."""
+    started: list[ThreadedServer] = []
+    is_started, may_stop = threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        async with local_server(model_dir, http=True, **options) as server:
+            started.append(ThreadedServer(server, asyncio.get_running_loop()))
+            is_started.set()
+            await may_stop.wait()
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        finally:
+            is_started.set()
+
+    thread = threading.Thread(target=run, name="server")
+    thread.start()
+    is_started.wait(DEADLINE_S)
+    assert started, "the server did not start; its traceback is in the output"
+    try:
+        yield started[0]
+    finally:
+        started[0].loop.call_soon_threadsafe(may_stop.set)
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive(), "the server did not stop"
