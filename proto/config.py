@@ -29,6 +29,8 @@ class ModelConfig:
         seed: seed of the generator of seeds for requests without one.
         quantization: quantizes the weights of a full-precision checkpoint when they are loaded: ``int8`` or
             ``fp8``; None to keep the checkpoint's type.
+        hub_id: ORG/NAME of a model on the Hugging Face Hub, of which `path` is a snapshot; empty for a directory.
+        commit: of the snapshot; empty for a directory.
     """
 
     path: str
@@ -46,6 +48,8 @@ class ModelConfig:
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     seed: int = 0
     quantization: str | None = None
+    hub_id: str = ""
+    commit: str = ""
 
 
 @dataclass(frozen=True, slots=True)

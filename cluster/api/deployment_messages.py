@@ -25,7 +25,7 @@ def deployment_to_message(deployment: Deployment) -> admin_pb2.Deployment:
 def deployment_from_message(message: admin_pb2.Deployment) -> Deployment:
     """Raises ConfigError for a missing model or a value out of its range."""
     if not message.engine.model:
-        raise ConfigError("deployment.engine.model is empty, must be a model directory")
+        raise ConfigError("deployment.engine.model is empty, must be a model directory or ORG/NAME")
     values = _present_fields(message)
     engine = EngineOptions(**_present_fields(message.engine))
     limits = ScalingLimits(**_present_fields(message.limits))

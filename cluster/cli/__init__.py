@@ -12,9 +12,12 @@ import typer
 from ...proto.errors import InvalidRequest, QuireError
 from .chat import chat
 from .deploy import delete, deploy, drain
+from .download import download
 from .exit_status import FAILED, INTERRUPTED, WRONG_USE
+from .fit import fit
 from .generate import generate
 from .health import health
+from .models import models
 from .serve import serve
 from .status import status
 from .token import token
@@ -31,7 +34,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for _command in (serve, generate, chat, status, health, token, up, down, deploy, drain, delete):
+for _command in (
+    serve,
+    download,
+    models,
+    fit,
+    generate,
+    chat,
+    status,
+    health,
+    token,
+    up,
+    down,
+    deploy,
+    drain,
+    delete,
+):
     app.command()(_command)
 
 

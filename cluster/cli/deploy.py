@@ -16,7 +16,10 @@ from .option_groups import with_options
 def deploy(
     model: Annotated[
         str,
-        typer.Argument(help="A model directory on the cluster's nodes, `demo`, or a fleet file (*.toml)."),
+        typer.Argument(
+            help="A model directory on the cluster's nodes, ORG/NAME on the Hugging Face Hub, `demo`, or a fleet "
+            "file (*.toml)."
+        ),
     ],
     options: dict[str, Any],
     target: Target = DEFAULT_TARGET,

@@ -53,7 +53,7 @@ class Deployment:
         check=between(0, MAX_DRAIN_GRACE_S),
         group=FLEET,
     )
-    revision: str = option(
+    weights_version: str = option(
         "",
         help="Any text. A new one makes a new version, for weights that changed under the same path.",
         group=FLEET,
@@ -70,7 +70,7 @@ class Deployment:
     @property
     def version(self) -> str:
         """A hash of everything that replicas are started with: a replica of another version is replaced."""
-        parts = write_table(self.engine), dict(self.rank_resources), self.revision
+        parts = write_table(self.engine), dict(self.rank_resources), self.weights_version
         return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
     def to_json(self) -> str:
@@ -94,7 +94,7 @@ class Deployment:
     def from_table(cls, table: object) -> Self:
         """Raises ConfigError on an unknown option, or a value that the option cannot have."""
         if not isinstance(table, Mapping) or not isinstance(table.get("model"), str):
-            raise ConfigError("a deployment must be a table with `model`, a directory")
+            raise ConfigError("a deployment must be a table with `model`, a directory or ORG/NAME")
         owners = EngineOptions, ScalingLimits, cls
         check_names(
             table, "a model", ["model", *(name for owner in owners for name in declared_options(owner))]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..chat_format.registry import AUTO, NONE, REASONING_FORMATS, TOOL_CALL_FORMATS
+from ..hub.snapshot import is_model_id
 from .checks import at_least, between, one_of, positive, positive_amounts, share
 from .option import option, validate_options
 from .value_kinds import NUM_BYTES, amounts
@@ -23,7 +24,7 @@ class EngineOptions:
     """An operator's choices for a replica's engine. `resolve` combines them with a machine and the model's files.
 
     Args:
-        model: a Hugging Face model directory, or ``demo`` for the bundled model.
+        model: a Hugging Face model directory, ORG/NAME on the Hugging Face Hub, or ``demo`` for the bundled model.
 
     Raises:
         ConfigError: a value has the wrong type or is out of its range.
@@ -33,7 +34,12 @@ class EngineOptions:
 
     served_model_name: str | None = option(
         None,
-        help="Name that clients use for the model. Default: the name of its directory.",
+        help="Name that clients use for the model. Default: ORG/NAME, or the name of its directory.",
+        group=_MODEL,
+    )
+    revision: str | None = option(
+        None,
+        help="Branch, tag or commit of a model on the Hugging Face Hub. Default: its main branch.",
         group=_MODEL,
     )
     dtype: str = option(
@@ -238,8 +244,14 @@ class EngineOptions:
         """The name that clients use for the model."""
         if self.served_model_name or self.model == DEMO_MODEL:
             return self.served_model_name or DEMO_MODEL
-        return self.model_path.resolve().name
+        return self.hub_id or self.model_path.resolve().name
 
     @property
     def model_path(self) -> Path:
+        """The model's directory, unless `hub_id` is set."""
         return DEMO_MODEL_PATH if self.model == DEMO_MODEL else Path(self.model).expanduser()
+
+    @property
+    def hub_id(self) -> str:
+        """ORG/NAME if the model is one on the hub; empty if it is a directory."""
+        return self.model if is_model_id(self.model) and not self.model_path.exists() else ""

@@ -15,13 +15,14 @@ from ...proto.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from ...proto.errors import ConfigError, ModelLoadError
+from ...proto.errors import ConfigError
 from ...worker.device import cuda_device_count
 from ...worker.models.registry import check_supported
 from .checks import in_words
 from .deployment import Deployment
-from .engine_options import DEMO_MODEL, DTYPES, EngineOptions
+from .engine_options import DTYPES, EngineOptions
 from .model_config import describe_model
+from .model_source import ModelSource, locate_model
 
 # Ranks that share a core only wait for each other; a few are useful to try a layout on a small machine.
 MAX_CPU_RANKS_PER_CORE = 4
@@ -40,21 +41,21 @@ class Machine:
         return Machine(len(os.sched_getaffinity(0)), cuda_device_count())
 
 
-def resolve(options: EngineOptions, machine: Machine) -> EngineConfig:
+def resolve(options: EngineOptions, machine: Machine, *, with_weights: bool = True) -> EngineConfig:
     """Return the configuration that every process of a replica is handed.
 
     Args:
         machine: runs the ranks.
+        with_weights: the ranks run on this machine, so a model of the hub is downloaded with its weights.
 
     Raises:
-        ModelLoadError: the directory is not a model that can be served.
+        ModelLoadError: the directory is not a model that can be served, or a download failed.
         ConfigError: the machine or the model does not allow an option, or two options exclude each other.
     """
-    _check_directory(options)
     device = _resolve_device(options.device, machine)
     threads_per_rank = _threads_per_rank(options.tensor_parallel_size, device, machine)
     _check_combinations(options, device)
-    model = _resolve_model(options, device)
+    model = _resolve_model(options, locate_model(options, with_weights=with_weights), device)
     check_supported(model, options.tensor_parallel_size)
     return engine_config(options, model, device=device, threads_per_rank=threads_per_rank)
 
@@ -70,7 +71,8 @@ def resolve_deployment(deployment: Deployment, has_gpus: bool) -> EngineConfig:
     """
     num_ranks = deployment.engine.tensor_parallel_size
     num_cores = max(1, round(dict(deployment.rank_resources).get("CPU", 1.0)))
-    return resolve(deployment.engine, Machine(num_cores * num_ranks, num_ranks if has_gpus else 0))
+    machine = Machine(num_cores * num_ranks, num_ranks if has_gpus else 0)
+    return resolve(deployment.engine, machine, with_weights=False)
 
 
 def engine_config(
@@ -116,19 +118,6 @@ def _read_template(given: str | None) -> str | None:
         raise ConfigError(f"chat template {given} cannot be read: {reason}") from error
 
 
-def _check_directory(options: EngineOptions) -> None:
-    """Check the files without reading them. This comes first, because reading imports transformers."""
-    path = options.model_path
-    if not path.is_dir():
-        raise ModelLoadError(
-            f"{path}: not a directory; MODEL is a Hugging Face model directory or {DEMO_MODEL!r}"
-        )
-    if not (path / "config.json").is_file():
-        raise ModelLoadError(f"{path}: no config.json")
-    if not any(path.glob("*.safetensors")):
-        raise ModelLoadError(f"{path}: no *.safetensors file")
-
-
 def _resolve_device(device: str, machine: Machine) -> str:
     if device == "auto":
         return "cuda" if machine.num_gpus else "cpu"
@@ -159,10 +148,12 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
         raise ConfigError(f"tenant weights are shares of the policy fair, but the policy is {options.policy}")
 
 
-def _resolve_model(options: EngineOptions, device: str) -> ModelConfig:
-    described = describe_model(options.model_path, options.name)
+def _resolve_model(options: EngineOptions, source: ModelSource, device: str) -> ModelConfig:
+    described = describe_model(source.path, options.name)
     return replace(
         described,
+        hub_id=source.hub_id,
+        commit=source.commit,
         dtype=_resolve_dtype(options.dtype, described.dtype, device),
         max_model_len=_resolve_max_model_len(options.max_model_len, described.max_model_len),
         seed=options.seed,

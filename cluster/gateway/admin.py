@@ -27,8 +27,13 @@ class Fleet(Protocol):
         """Return the fleet's state, without the load figures that only replicas have."""
         ...
 
-    async def deploy(self, deployment: Deployment) -> None:
-        """Raises ConfigError if the model cannot be served, ReplicaUnavailable if the controller does not answer."""
+    async def deploy(self, deployment: Deployment) -> str:
+        """Add or change a deployment and return its version.
+
+        Raises:
+            ConfigError: the model cannot be served.
+            ReplicaUnavailable: the controller does not answer.
+        """
         ...
 
     async def delete(self, model: str) -> None:
@@ -81,8 +86,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.DeployResponse:
         fleet = self._writable_fleet()
         deployment = deployment_from_message(message.deployment)
-        await fleet.deploy(deployment)
-        return admin_pb2.DeployResponse(version=deployment.version)
+        return admin_pb2.DeployResponse(version=await fleet.deploy(deployment))
 
     @convert_errors
     async def Delete(

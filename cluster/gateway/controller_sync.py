@@ -15,6 +15,7 @@ from ...proto.config import EngineConfig
 from ...proto.errors import QuireError
 from ...proto.transport.network import CurveKeys
 from ..config.deployment import Deployment
+from ..config.model_source import pin_revision
 from ..config.resolve import resolve_deployment
 from ..controller_api.controller_client import Controller
 from ..controller_api.demand import Demand
@@ -87,9 +88,11 @@ class ControllerSync:
         await asyncio.gather(*(pool.close() for pool in self._retired))
         await self._models.close()
 
-    async def deploy(self, deployment: Deployment) -> None:
+    async def deploy(self, deployment: Deployment) -> str:
         """See `admin.Fleet`."""
-        await self._controller.deploy(deployment)
+        pinned = await asyncio.to_thread(pin_revision, deployment)
+        await self._controller.deploy(pinned)
+        return pinned.version
 
     async def delete(self, model: str) -> None:
         """See `admin.Fleet`."""

@@ -24,6 +24,7 @@ from ..ray_runtime.launch_target import LaunchTarget
 from .channel_group import ChannelGroupFactory
 from .launch_progress import LaunchProgress, LaunchStage, OnProgress
 from .loading_bar import LoadingBar
+from .model_files import fetch_model
 from .placement import ClusterView, bundles_for, choose_strategy, explain_shortage
 from .record import ReplicaRecord
 from .replica import Replica, actor_name, placement_name, remove_replica
@@ -65,6 +66,8 @@ def launch_replica(
         stopwatch = Stopwatch()
         launch.place()
         stopwatch.lap("place")
+        launch.fetch_model()
+        stopwatch.lap("fetch")
         launch.start_processes()
         target.on_processes_started()
         stopwatch.lap("processes")
@@ -104,6 +107,8 @@ class _Launch:
         # The scheduler's first, then each rank's.
         self._node_ids: tuple[str, ...] = ()
         self._pids: tuple[int, ...] = ()
+        # node id |-> the configuration with the model's path on that node, where it differs.
+        self._config_on: dict[str, EngineConfig] = {}
 
     @property
     def scheduler(self) -> ActorHandle:
@@ -142,13 +147,21 @@ class _Launch:
         nodes = placement_group_table(self._placement)["bundles_to_node_id"]
         self._node_ids = tuple(nodes[bundle] for bundle in range(len(self._bundles)))
 
+    def fetch_model(self) -> None:
+        """Download a hub model on the ranks' nodes. On one host, `resolve` has downloaded it."""
+        model = self._config.model
+        if model.hub_id and self._target.is_detached:
+            self.report(LaunchStage.DOWNLOADING, model.hub_id)
+            self._config_on = fetch_model(self._config, self._node_ids[1:])
+
     def start_processes(self) -> None:
         """Start the scheduler's process and the ranks'."""
         size = self._config.parallel.tensor_parallel_size
         self.report(LaunchStage.STARTING, 1 + size)
         self._actors.append(self._start_actor(SchedulerActor, "scheduler", 0, self._replica_id))
         for rank in range(size):
-            self._actors.append(self._start_actor(WorkerActor, f"rank-{rank}", 1 + rank, self._config, rank))
+            config = self._config_on.get(self._node_ids[1 + rank], self._config)
+            self._actors.append(self._start_actor(WorkerActor, f"rank-{rank}", 1 + rank, config, rank))
         calls = {"the scheduler": self.scheduler.where.remote()} | self._call_workers("status")
         (self._scheduler_host, pid), *ranks = await_all(calls, _PROCESS_TIMEOUT_S, "starting its process")
         self._pids = (pid, *(rank.pid for rank in ranks))

@@ -12,6 +12,7 @@ class LaunchStage(Enum):
 
     PLACING = "asks for room"
     WAITING_FOR_ROOM = "waits for room: {}"
+    DOWNLOADING = "downloads {}"
     STARTING = "starts {} processes"
     LOADING = "loads {}"
     STARTED = "started: {}"

@@ -77,8 +77,8 @@ async def _serve(
     servers = GatewayServers(services, server_options)
     try:
         for deployment in deployments:
-            await controller.deploy(deployment)
-            _log.info("%s is deployed, version %s", deployment.name, deployment.version)
+            version = await sync.deploy(deployment)
+            _log.info("%s is deployed, version %s", deployment.name, version)
         sync.start()
         await servers.start()
         _log.info("listening on %s; requests wait until a replica is ready", servers.addresses)

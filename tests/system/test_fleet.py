@@ -72,11 +72,13 @@ def test_a_fleet_serves_drains_updates_and_outlives_its_controller(
             os.kill(controller_pid(nodes), signal.SIGKILL)
             kept = {replica.replica_id for replica in ready(client.fleet())}
             assert len(kept) == 2  # the gateway keeps serving from its last state
-            done = run_quire("deploy", "demo", *OPTIONS, "--revision", "2", "--target", server.address)
+            done = run_quire("deploy", "demo", *OPTIONS, "--weights-version", "2", "--target", server.address)
             deadline = time.monotonic() + READY_TIMEOUT_S
             while done.returncode and time.monotonic() < deadline:  # the controller is restarting
                 assert "controller" in done.stderr
-                done = run_quire("deploy", "demo", *OPTIONS, "--revision", "2", "--target", server.address)
+                done = run_quire(
+                    "deploy", "demo", *OPTIONS, "--weights-version", "2", "--target", server.address
+                )
             assert done.returncode == 0, done.stderr
             version = done.stdout.split()[-1]
             status = wait_for(

@@ -170,7 +170,9 @@ def test_new_version_replaces_the_old_one_under_load(
     with fleet(cloud, *limits) as server, Client(server.address) as client:
         wait_for(client, lambda status: len(ready(status)) == 2, READY_TIMEOUT_S)
         with Load(client, PROMPTS, PARAMS, num_threads=4) as load:
-            done = run_quire("deploy", "demo", *RANK, *limits, "--revision", "2", "--target", server.address)
+            done = run_quire(
+                "deploy", "demo", *RANK, *limits, "--weights-version", "2", "--target", server.address
+            )
             assert done.returncode == 0, done.stderr
             version = done.stdout.split()[-1]
             wait_for(

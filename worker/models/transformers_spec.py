@@ -22,6 +22,7 @@ ADAPTED = ("BloomForCausalLM", "FalconForCausalLM")
 # Styles of the tensor-parallel plan; every rank holds all other layers in full.
 COLUMN, ROW = "colwise", "rowwise"
 REPLICATED = ("replicate", "replicated_with_grad_allreduce")
+_WITH_IMAGES = "ForConditionalGeneration"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,27 @@ def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> N
     other_types = sorted(set(hf.get("layer_types") or []) - {FULL, SLIDING})
     if other_types:
         raise unsupported(name, architecture, f"it has layers of type {other_types[0]!r}")
+
+
+def servable_architectures() -> list[str]:
+    """Return the causal language models of the installed transformers that pass `check_architecture`, sorted.
+
+    A model may still be refused for its own configuration, or when it is loaded, by `paged_selfcheck`.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    found = set()
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        for architecture in _causal_architectures(model_type):
+            try:
+                fields = _config_class(model_type)().to_dict()
+                check_architecture(architecture, architecture, fields)
+            except Exception:  # some configurations have no default
+                continue
+            is_decoder = fields.get("is_decoder") is not False  # unlike the causal variants of encoders
+            if is_decoder and not architecture.endswith(_WITH_IMAGES):
+                found.add(architecture)
+    return sorted(found)
 
 
 def read_transformers_spec(model: ModelConfig, tensor_parallel_size: int) -> TransformersSpec:

@@ -53,7 +53,7 @@ def test_deployment_keeps_every_changed_field() -> None:
         ScalingLimits(**limits),
         rank_resources=(("slot", 1.5), ("CPU", 4.0)),
         drain_grace_s=4.25,
-        revision="2",
+        weights_version="2",
     )
     message = admin_pb2.Deployment.FromString(deployment_to_message(deployment).SerializeToString())
     received = deployment_from_message(message)

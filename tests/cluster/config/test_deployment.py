@@ -76,7 +76,7 @@ def test_bad_fleet_file_raises_config_error(tmp_path: Path, text: str, message: 
 
 def test_deployment_round_trips_through_json() -> None:
     table = {"model": "demo", "tenant_weights": {"gold": 3}, "policy": "fair", "rank_resources": {"GPU": 1}}
-    deployment = Deployment.from_table(table | {"max_replicas": 3, "revision": "x"})
+    deployment = Deployment.from_table(table | {"max_replicas": 3, "weights_version": "x"})
     assert Deployment.from_json(deployment.to_json()) == deployment
     assert Deployment.from_json(json.dumps(deployment.to_table())).version == deployment.version
     for text in ("", "[]", "{}", '{"model": 3}', "null"):
@@ -89,12 +89,12 @@ def test_deployment_round_trips_through_json() -> None:
     [
         ({"max_num_seqs": 8}, True),
         ({"rank_resources": {"GPU": 2}}, True),
-        ({"revision": "2"}, True),
+        ({"weights_version": "2"}, True),
         ({"max_replicas": 9}, False),
         ({"drain_grace_s": 5.0}, False),
     ],
 )
-def test_version_changes_with_engine_options_resources_and_revision(
+def test_version_changes_with_engine_options_resources_and_weights_version(
     options: dict[str, Any], is_another: bool
 ) -> None:
     version = Deployment.from_table({"model": "demo"}).version

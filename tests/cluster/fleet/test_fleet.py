@@ -33,7 +33,9 @@ def test_deployed_replicas_become_ready_and_deleted_replicas_end() -> None:
 def test_new_version_replaces_replicas_one_by_one() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
-            old, new = (deployment(min_replicas=2, max_replicas=2, revision=name) for name in ("1", "2"))
+            old, new = (
+                deployment(min_replicas=2, max_replicas=2, weights_version=name) for name in ("1", "2")
+            )
             await fleet.fleet.deploy(old)
             await fleet.until_ready(2, old.version)
             fewest = 2
@@ -91,7 +93,7 @@ def test_failed_launches_are_retried_with_backoff() -> None:
             (entry,) = fleet.fleet.state().deployments
             assert "the weights are not there" in entry.problem
             launcher.problem = None
-            await fleet.fleet.deploy(deployment(min_replicas=3, max_replicas=3, revision="2"))
+            await fleet.fleet.deploy(deployment(min_replicas=3, max_replicas=3, weights_version="2"))
             await fleet.until_ready(3)
 
     run(scenario)

@@ -167,7 +167,7 @@ def test_requests_survive_updates_drains_failures_and_controller_loss(serve: Cal
 
             loading = asyncio.create_task(load())
             before = {replica.replica_id for replica in (await served.client.fleet()).replicas}
-            await served.client.deploy(served.deployment(min_replicas=2, max_replicas=2, revision="2"))
+            await served.client.deploy(served.deployment(min_replicas=2, max_replicas=2, weights_version="2"))
             await served.until(
                 lambda status: (
                     sum(replica.ready for replica in status.replicas) == 2

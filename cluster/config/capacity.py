@@ -1,0 +1,77 @@
+"""Capacity: the KV cache that fits beside a model's weights on GPUs of a given memory, as arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...proto.config import ModelConfig
+
+GIB = 1 << 30
+# CUDA's context, NCCL's buffers, kernels and graphs of one rank.
+FIXED_BYTES = 3 * GIB // 2
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Limits of a step, which determine the memory of activations.
+
+    Attributes:
+        utilization: share of a GPU's memory that quire may use.
+        kv_bytes: bytes of a number in the KV cache; quantized ones have a 4-byte scale per token and head besides.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    utilization: float
+    dtype_bytes: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Memory of one rank, and the tokens that a replica holds.
+
+    Attributes:
+        weight_bytes: of one rank.
+        kv_token_bytes: of one token on one rank.
+        num_kv_tokens: of the whole replica; 0 if the weights do not fit.
+    """
+
+    tensor_parallel_size: int
+    weight_bytes: int
+    kv_token_bytes: int
+    num_kv_tokens: int
+
+    def concurrency(self, num_tokens: int) -> float:
+        """Return how many sequences of that length fit at once."""
+        return self.num_kv_tokens / num_tokens
+
+
+def capacity(
+    model: ModelConfig, weight_bytes: int, gpu_bytes: int, tensor_parallel_size: int, workload: Workload
+) -> Capacity:
+    """Return the capacity of a replica.
+
+    Args:
+        weight_bytes: of all ranks together.
+        gpu_bytes: memory of one GPU.
+    """
+    of_rank = -(-weight_bytes // tensor_parallel_size)
+    num_kv_heads = -(-model.num_kv_heads // tensor_parallel_size)
+    scale_bytes = _FLOAT32_BYTES if workload.kv_bytes < workload.dtype_bytes else 0
+    head_bytes = model.head_dim * workload.kv_bytes + scale_bytes
+    kv_token_bytes = 2 * model.num_layers * num_kv_heads * head_bytes
+    used = of_rank + FIXED_BYTES + _activation_bytes(model, tensor_parallel_size, workload)
+    num_free = int(gpu_bytes * workload.utilization) - used
+    return Capacity(tensor_parallel_size, of_rank, kv_token_bytes, max(0, num_free // kv_token_bytes))
+
+
+def _activation_bytes(model: ModelConfig, tensor_parallel_size: int, workload: Workload) -> int:
+    """Return an estimate: the widest layer's inputs and outputs, and the logits with a copy for sampling."""
+    hidden = int(model.hf.get("hidden_size") or model.num_heads * model.head_dim)
+    intermediate = int(model.hf.get("intermediate_size") or 4 * hidden)
+    width = 4 * hidden + 3 * -(-intermediate // tensor_parallel_size)
+    layer = workload.max_num_batched_tokens * width * workload.dtype_bytes
+    logits = 2 * workload.max_num_seqs * model.vocab_size * _FLOAT32_BYTES
+    return layer + logits

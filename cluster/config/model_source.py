@@ -1,0 +1,93 @@
+"""Location of a model's files: the bundled model, a directory, or a snapshot of a model on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...proto.config import ModelConfig
+from ...proto.errors import ConfigError, ModelLoadError
+from ..hub.snapshot import download_model, find_commit
+from .deployment import Deployment
+from .engine_options import DEMO_MODEL, EngineOptions
+from .model_config import describe_model
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Files of a model on this machine.
+
+    Attributes:
+        path: the directory of the files.
+        hub_id: ORG/NAME on the hub; empty for a directory.
+        commit: of the snapshot; empty for a directory.
+    """
+
+    path: Path
+    hub_id: str = ""
+    commit: str = ""
+
+
+def locate_model(options: EngineOptions, *, with_weights: bool) -> ModelSource:
+    """Return the files of a model, after downloading those that are missing.
+
+    Args:
+        with_weights: the weights are needed on this machine.
+
+    Raises:
+        ModelLoadError: there is no such directory or model, or the download failed.
+        ConfigError: a revision is given for a directory.
+    """
+    if options.hub_id:
+        try:
+            snapshot = download_model(options.hub_id, options.revision, with_weights=with_weights)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{error} (and there is no directory {options.model})") from error
+        source = ModelSource(snapshot.path, options.hub_id, snapshot.commit)
+    else:
+        if options.revision is not None:
+            raise ConfigError(f"revision is {options.revision!r}, but {options.model} is a directory")
+        source = ModelSource(options.model_path)
+    _check_files(source.path, with_weights)
+    return source
+
+
+def describe_files(options: EngineOptions) -> ModelConfig:
+    """Return the model of the options from its configuration files; its weights need not be on this machine.
+
+    Raises:
+        ModelLoadError, ConfigError: as `locate_model` and `describe_model` do.
+    """
+    source = locate_model(options, with_weights=False)
+    return replace(
+        describe_model(source.path, options.name),
+        hub_id=source.hub_id,
+        commit=source.commit,
+        quantization=options.quantization,
+    )
+
+
+def pin_revision(deployment: Deployment) -> Deployment:
+    """Return the deployment with the commit that its revision names now, so that all replicas load the same files.
+
+    Raises:
+        ModelLoadError: there is no such model or revision, or the hub does not answer.
+    """
+    engine = deployment.engine
+    if not engine.hub_id:
+        return deployment
+    commit = find_commit(engine.hub_id, engine.revision)
+    return replace(deployment, engine=replace(engine, revision=commit))
+
+
+def _check_files(path: Path, with_weights: bool) -> None:
+    """Check the files without reading them. This comes first, because reading imports transformers."""
+    if not path.is_dir():
+        raise ModelLoadError(
+            f"{path}: not a directory; MODEL is a Hugging Face model directory, ORG/NAME on the Hugging Face Hub, "
+            f"or {DEMO_MODEL!r}"
+        )
+    if not (path / "config.json").is_file():
+        raise ModelLoadError(f"{path}: no config.json")
+    if with_weights and not any(path.glob("*.safetensors")):
+        raise ModelLoadError(f"{path}: no *.safetensors file")

@@ -1,0 +1,49 @@
+"""Weights counted from the configuration, against the checkpoint's own tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.model_source import describe_files
+from quire.worker.models.weight_size import measure_weights
+
+
+def numbers_in(folder: Path) -> int:
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # not a mapping
+                count = 1
+                for length in file.get_slice(name).get_shape():
+                    count *= length
+                total += count
+    return total
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "gemma2", "phi3"])
+def test_size_is_that_of_the_checkpoint(make_model: Callable[..., Path], kind: str) -> None:
+    folder = make_model(kind)
+    size = measure_weights(describe_files(EngineOptions(str(folder))), 4)
+    assert size.num_parameters == numbers_in(folder)
+    assert size.num_bytes(4) == 4 * size.num_parameters
+
+
+def test_weights_need_not_be_there(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    config = (make_model("llama") / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    size = measure_weights(describe_files(EngineOptions(str(tmp_path))), 2)
+    assert size.num_linear > size.num_other > 0
+
+
+def test_quantized_weights_take_fewer_bytes(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    config = json.loads((make_model("llama") / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    size = measure_weights(describe_files(EngineOptions(str(tmp_path))), 2)
+    assert size.num_bytes(2) == round(size.num_linear * (0.5 + 2.5 / 32) + 2 * size.num_other)

@@ -1,0 +1,72 @@
+"""Size of a model's weights, counted on PyTorch's meta device from the configuration alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...proto.config import ModelConfig
+from ...proto.errors import ModelLoadError, first_line
+from ..weights.quantization import read_quantization
+
+# Of 16-bit scales, and of packed zero points, per group of numbers.
+_BYTES_PER_GROUP = 2.5
+_FULL_PRECISION = ("embed", "lm_head", "norm", "bias", "wte", "wpe", "router", "gate.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSize:
+    """Numbers in a model's weights.
+
+    Attributes:
+        num_linear: in the linear layers and experts, which a quantized model stores in fewer bits.
+        num_other: in embeddings, output layer, norms, biases and routers.
+        linear_bytes: mean bytes of a number of the linear layers, scales included.
+    """
+
+    num_linear: int
+    num_other: int
+    linear_bytes: float
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_linear + self.num_other
+
+    def num_bytes(self, dtype_bytes: int) -> int:
+        """Return the bytes of all ranks together. `dtype_bytes`: bytes of a number that is not quantized."""
+        return round(self.num_linear * self.linear_bytes + self.num_other * dtype_bytes)
+
+
+def measure_weights(model: ModelConfig, dtype_bytes: int) -> WeightSize:
+    """Count a model's weights; tied ones once.
+
+    Raises:
+        ConfigError: the quantization is not supported.
+        ModelLoadError: transformers cannot make the model of this configuration.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    quantization = read_quantization(model)
+    fields: dict[str, Any] = {
+        name: value for name, value in model.hf.items() if name != "quantization_config"
+    }
+    try:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    except Exception as error:  # transformers raises errors of many kinds
+        raise ModelLoadError(f"{model.name}: {first_line(error)}") from error
+    module.tie_weights()
+    counts = {True: 0, False: 0}
+    for name, parameter in module.named_parameters():  # shared parameters come once
+        counts[not any(part in name for part in _FULL_PRECISION)] += parameter.numel()
+    linear_bytes = float(dtype_bytes)
+    if quantization is not None:
+        bits = _compressed_bits(model) if quantization.method == "compressed" else quantization.bits
+        linear_bytes = bits / 8 + _BYTES_PER_GROUP / (quantization.group_len or 128)
+    return WeightSize(counts[True], counts[False], linear_bytes)
+
+
+def _compressed_bits(model: ModelConfig) -> int:
+    groups = model.hf["quantization_config"]["config_groups"].values()
+    return max(int(group["weights"]["num_bits"]) for group in groups)
