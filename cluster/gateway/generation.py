@@ -13,11 +13,11 @@ from ...proto.sampling import SamplingParams
 from ..config.tenants import Tenants
 from ..host.watched_file import Source
 from ..requests.chat import Chat
+from ..requests.observer import Observers, RequestObserver, RequestWatch
 from ..requests.output_processor import OutputProcessor
 from ..requests.outputs import RequestStarted, StreamEvent
 from ..requests.request import Prompt, Request
 from ..requests.request_stream import output_events
-from .observer import Observers, RequestObserver, RequestWatch
 from .request_migration import MigratingRequest
 from .served_models import ServedModel, ServedModels
 from .tenant_limits import NO_TENANTS, Admission, TenantLimiter

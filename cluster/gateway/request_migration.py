@@ -17,10 +17,10 @@ from ...proto.errors import DeadlineExpired, ProtocolError, QuireError, ReplicaU
 from ...proto.stream import Finish, FinishReason, Timings
 from ..host.background import run_in_background
 from ..replica.client import ReplicaClient
+from ..requests.observer import MoveCause
 from ..requests.request import Request
 from ..requests.request_stream import UpdateQueue
 from ..requests.sequence_update import SequenceUpdate
-from .observer import MoveCause
 
 # After this many replica failures under one request, the request is assumed to be their cause.
 MAX_FAILED_REPLICAS = 3

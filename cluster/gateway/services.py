@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .admin import Fleet
 from .authentication import Authenticator
 from .generation import GenerationService
-from .observer import RequestObserver
+from ..requests.observer import RequestObserver
 from .security import Security
 from .served_models import ServedModels
 

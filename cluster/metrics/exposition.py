@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric as Family
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from ...proto import admin_pb2
-from ..gateway.served_models import ServedModels
 from .fleet_metrics import collect_fleet
 from .replica_metrics import collect_replicas
 from .request_metrics import RequestMetrics
 from .samples import Samples
-
-
-class FleetView(Protocol):
-    """State of the fleet behind a gateway."""
-
-    def describe(self) -> admin_pb2.GetStatusResponse: ...
+from .views import FleetView, ModelsView
 
 
 class Exposition(Collector):
@@ -31,9 +23,7 @@ class Exposition(Collector):
         fleet: None if the gateway has one replica of its own.
     """
 
-    def __init__(
-        self, models: ServedModels, requests: RequestMetrics, fleet: FleetView | None = None
-    ) -> None:
+    def __init__(self, models: ModelsView, requests: RequestMetrics, fleet: FleetView | None = None) -> None:
         self._models = models
         self._requests = requests
         self._fleet = fleet

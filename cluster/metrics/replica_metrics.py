@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from ...proto.config import EngineConfig
 from ...proto.stream import RankStatus, ReplicaStatus
-from ..gateway.served_models import ServedModels
 from ..host.processes import process_usage
 from ..replica.client import ReplicaClient
 from . import of_replicas, of_requests
 from .definition import Metric
 from .samples import Samples
+from .views import ModelsView
 
 _OF_STATUS: dict[Metric, Callable[[ReplicaStatus], float]] = {
     of_replicas.REQUESTS_RUNNING: lambda status: status.num_running,
@@ -36,7 +36,7 @@ _OF_STATUS: dict[Metric, Callable[[ReplicaStatus], float]] = {
 }
 
 
-def collect_replicas(samples: Samples, models: ServedModels) -> None:
+def collect_replicas(samples: Samples, models: ModelsView) -> None:
     """Add the samples of every replica of this gateway; a replica without a status has only those of its state."""
     for model in models:
         samples.add(of_requests.UNPLACED_REQUESTS, (model.name,), model.pool.num_waiting)

@@ -18,8 +18,7 @@ from ...proto.errors import (
     RequestAborted,
 )
 from ...proto.stream import FinishReason
-from ..gateway.generation import GenerationCall
-from ..gateway.observer import MoveCause
+from ..requests.observer import MoveCause, ObservedCall
 from ..requests.outputs import CompletionDelta, CompletionFinished, StreamEvent
 from ..requests.request import Request
 from . import catalog, of_requests
@@ -85,7 +84,7 @@ class RequestMetrics:
         self.models: defaultdict[str, ModelRequests] = defaultdict(ModelRequests)
         self.refusals: Counter[str] = Counter()
 
-    def watch(self, call: GenerationCall) -> _Watch:
+    def watch(self, call: ObservedCall) -> _Watch:
         """See `RequestObserver`."""
         return _Watch(self, self._clock)
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cluster.gateway.observer import MoveCause
 from quire.cluster.gateway.request_migration import MAX_FAILED_REPLICAS, MigratingRequest
+from quire.cluster.requests.observer import MoveCause
 from quire.cluster.requests.request import Request
 from quire.cluster.requests.sequence_update import SequenceUpdate
 from quire.proto.errors import DeadlineExpired, ProtocolError, ReplicaUnavailable

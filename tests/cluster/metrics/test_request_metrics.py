@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from quire.cluster.gateway.generation import GenerationCall
-from quire.cluster.gateway.observer import MoveCause, RequestWatch
 from quire.cluster.metrics import of_requests
 from quire.cluster.metrics.request_metrics import ModelRequests, RequestMetrics, reason_of
+from quire.cluster.requests.observer import MoveCause, RequestWatch
 from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished, Usage
 from quire.cluster.requests.request import Request
 from quire.proto.errors import InvalidRequest, Overloaded, RankFailed, RequestAborted

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from ..requests.outputs import StreamEvent
-from ..requests.request import Request
-
-if TYPE_CHECKING:
-    from .generation import GenerationCall
+from .outputs import StreamEvent
+from .request import Request
 
 
 class MoveCause(StrEnum):
@@ -17,6 +15,24 @@ class MoveCause(StrEnum):
 
     DRAIN = "drain"
     FAILURE = "failure"
+
+
+class ObservedCall(Protocol):
+    """A call that has arrived and is not checked yet.
+
+    Attributes:
+        model, request_id: may be empty.
+        trace_headers: the caller's ``traceparent`` and ``tracestate``, by lower-case name.
+    """
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def trace_headers(self) -> Mapping[str, str]: ...
 
 
 class RequestWatch(Protocol):
@@ -47,9 +63,7 @@ class RequestWatch(Protocol):
 class RequestObserver(Protocol):
     """Makes the watch of each call."""
 
-    def watch(self, call: GenerationCall) -> RequestWatch:
-        """A call has arrived and is not checked yet."""
-        ...
+    def watch(self, call: ObservedCall) -> RequestWatch: ...
 
 
 class Observers:
@@ -62,7 +76,7 @@ class Observers:
     def __init__(self, *observers: RequestObserver) -> None:
         self._observers = observers
 
-    def watch(self, call: GenerationCall) -> RequestWatch:
+    def watch(self, call: ObservedCall) -> RequestWatch:
         """See `RequestObserver`."""
         watches = [observer.watch(call) for observer in self._observers]
         return watches[0] if len(watches) == 1 else _Watches(watches)

@@ -13,9 +13,9 @@ from serving import DEADLINE_S, PROMPT, run
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.resolve import Machine, resolve
 from quire.cluster.gateway.generation import GenerationCall, GenerationService
-from quire.cluster.gateway.observer import MoveCause, Observers, RequestWatch
 from quire.cluster.gateway.served_models import serve_single_replica
 from quire.cluster.replica.client import ReplicaClient
+from quire.cluster.requests.observer import MoveCause, ObservedCall, Observers, RequestWatch
 from quire.cluster.requests.outputs import CompletionDelta, StreamEvent
 from quire.cluster.requests.request import Request
 from quire.cluster.requests.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[object] = []
 
-    def watch(self, call: GenerationCall) -> RequestWatch:
+    def watch(self, call: ObservedCall) -> RequestWatch:
         self.calls.append(f"watch {call.request_id}")
         return self
 

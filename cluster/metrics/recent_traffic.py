@@ -1,0 +1,123 @@
+"""RecentTraffic: rates and latencies of the last minute, from samples of the totals."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from . import of_requests
+from .request_metrics import ERROR, ModelRequests, RequestMetrics
+from .values import quantile
+
+SAMPLE_S = 1.0
+NUM_SAMPLES = 61  # a minute
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Quantiles in seconds; None without observations."""
+
+    p50: float | None = None
+    p99: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Requests of one model through one gateway, over a time window.
+
+    Attributes:
+        seconds: length of the window; 0 before the second sample.
+        num_open: requests that have not ended.
+        first_token: time to the first token of requests that got it in the window.
+        inter_token: time between two tokens.
+    """
+
+    seconds: float = 0.0
+    num_open: int = 0
+    prompt_tokens_per_s: float = 0.0
+    generated_tokens_per_s: float = 0.0
+    completions_per_s: float = 0.0
+    errors_per_s: float = 0.0
+    first_token: Latency = Latency()
+    inter_token: Latency = Latency()
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """A model's totals at one time."""
+
+    time_s: float
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_finished: int
+    num_errors: int
+    first_token: tuple[int, ...]
+    inter_token: tuple[int, ...]
+
+    @staticmethod
+    def of(model: ModelRequests, time_s: float) -> _Totals:
+        return _Totals(
+            time_s,
+            model.num_prompt_tokens,
+            model.num_generated_tokens,
+            model.finished.total(),
+            model.finished[ERROR],
+            tuple(model.histograms[of_requests.TIME_TO_FIRST_TOKEN].counts),
+            tuple(model.histograms[of_requests.INTER_TOKEN_LATENCY].counts),
+        )
+
+
+class RecentTraffic:
+    """Keeps the totals of the last minute, sampled by `sample` once per SAMPLE_S.
+
+    Args:
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, requests: RequestMetrics, clock: Callable[[], float]) -> None:
+        self._requests = requests
+        self._clock = clock
+        self._samples: defaultdict[str, deque[_Totals]] = defaultdict(lambda: deque(maxlen=NUM_SAMPLES))
+
+    def sample(self) -> None:
+        """Store the present totals of every model."""
+        now = self._clock()
+        for name, model in self._requests.models.items():
+            self._samples[name].append(_Totals.of(model, now))
+
+    def of(self, model: str, num_samples: int = NUM_SAMPLES - 1) -> Traffic:
+        """Return the traffic of a model over its last `num_samples` intervals."""
+        num_open = self._requests.models[model].num_open
+        samples = self._samples[model]
+        if len(samples) < 2:
+            return Traffic(num_open=num_open)
+        first, last = samples[max(0, len(samples) - 1 - num_samples)], samples[-1]
+        seconds = last.time_s - first.time_s
+        return Traffic(
+            seconds=seconds,
+            num_open=num_open,
+            prompt_tokens_per_s=(last.num_prompt_tokens - first.num_prompt_tokens) / seconds,
+            generated_tokens_per_s=(last.num_generated_tokens - first.num_generated_tokens) / seconds,
+            completions_per_s=(last.num_finished - first.num_finished) / seconds,
+            errors_per_s=(last.num_errors - first.num_errors) / seconds,
+            first_token=_latency(
+                of_requests.TIME_TO_FIRST_TOKEN.buckets, first.first_token, last.first_token
+            ),
+            inter_token=_latency(
+                of_requests.INTER_TOKEN_LATENCY.buckets, first.inter_token, last.inter_token
+            ),
+        )
+
+    def generated_tokens_per_s(self, model: str) -> list[float]:
+        """Return the rate in each interval of the last minute, the oldest first."""
+        return [
+            (later.num_generated_tokens - earlier.num_generated_tokens) / (later.time_s - earlier.time_s)
+            for earlier, later in pairwise(self._samples[model])
+        ]
+
+
+def _latency(bounds: Sequence[float], first: tuple[int, ...], last: tuple[int, ...]) -> Latency:
+    counts = [after - before for before, after in zip(first, last, strict=True)]
+    return Latency(quantile(0.5, bounds, counts), quantile(0.99, bounds, counts))
