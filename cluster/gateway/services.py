@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..metrics.monitor import Monitor
+from ..requests.observer import RequestObserver
 from .admin import Fleet
 from .authentication import Authenticator
 from .generation import GenerationService
-from ..requests.observer import RequestObserver
 from .security import Security
 from .served_models import ServedModels
 
@@ -19,6 +21,7 @@ class GatewayServices:
     Attributes:
         models: the served models; their owner closes them after the servers.
         generation: runs the requests of all servers.
+        monitor: observes every request; its owner starts it and closes it.
         fleet: changed by operators; None if nothing can be changed.
     """
 
@@ -26,6 +29,7 @@ class GatewayServices:
     generation: GenerationService
     authenticator: Authenticator
     security: Security
+    monitor: Monitor
     fleet: Fleet | None = None
 
     @staticmethod
@@ -34,9 +38,15 @@ class GatewayServices:
         *,
         security: Security | None = None,
         fleet: Fleet | None = None,
-        observer: RequestObserver | None = None,
+        observers: Sequence[RequestObserver] = (),
     ) -> GatewayServices:
-        """Return the services over these models; without `security`, calls need no token and no TLS."""
+        """Return the services over these models.
+
+        Args:
+            security: without it, calls need no token and no TLS.
+            observers: receive every call, beside the monitor.
+        """
         security = security or Security()
-        generation = GenerationService(models, observer, security.tenants)
-        return GatewayServices(models, generation, Authenticator(security.tokens), security, fleet)
+        monitor = Monitor(models, fleet, *observers)
+        generation = GenerationService(models, monitor.observer, security.tenants)
+        return GatewayServices(models, generation, Authenticator(security.tokens), security, monitor, fleet)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from ..gateway.services import GatewayServices
-from .endpoints import health, models
+from .endpoints import health, metrics, models
 from .errors import install_error_handlers
 from .middleware import AuthenticateCalls, LimitBody
 from .version import server_version
@@ -17,7 +17,7 @@ def create_app(services: GatewayServices) -> FastAPI:
         title="quire", version=server_version(), redoc_url=None, separate_input_output_schemas=False
     )
     install_error_handlers(app)
-    for router in (health.router(services), models.router(services)):
+    for router in (health.router(services), metrics.router(services), models.router(services)):
         app.include_router(router)
     app.add_middleware(LimitBody)
     app.add_middleware(AuthenticateCalls, authenticator=services.authenticator)

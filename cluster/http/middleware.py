@@ -20,7 +20,7 @@ MAX_BODY_BYTES = 16 << 20
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/docs", "/openapi.json"})
 
 # Path |-> role that its callers need, where that is not USER.
-ROLE_OF_PATH = {"/load": Role.METRICS}
+ROLE_OF_PATH = {"/load": Role.METRICS, "/metrics": Role.METRICS}
 
 
 class AuthenticateCalls:

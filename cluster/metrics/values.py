@@ -1,7 +1,7 @@
 """Values that change on the path of tokens: plain numbers without locks, for one event loop.
 
-An observation of prometheus_client's Histogram takes 2.0 us and an increment of its Counter 0.6 us, since both lock;
-`HistogramValue.observe` takes 0.3 us. Scrapes convert the values.
+An observation of prometheus_client's Histogram takes 1.0 us and an increment of its Counter 0.4 us, since both lock;
+`HistogramValue.observe` takes 0.2 us, and all of a delta's metrics 0.6 us (AMD EPYC). Scrapes convert the values.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ class GatewayServers:
         self._http = (
             None if options.no_http else HttpServer(services, options.http, insecure=options.insecure)
         )
+        self._monitor = services.monitor
         self._grpc_address = ""
 
     async def start(self) -> None:
@@ -31,6 +32,7 @@ class GatewayServers:
         Raises:
             ConfigError: a port is in use, or the certificate is not valid.
         """
+        self._monitor.start()
         self._grpc_address = await self._grpc.start()
         if self._http is not None:
             await self._http.start()
@@ -58,3 +60,4 @@ class GatewayServers:
         """Refuse new calls, wait `grace_s` for running calls, then cancel them. Safe to call twice."""
         both = [self._grpc.stop(grace_s), *([] if self._http is None else [self._http.stop(grace_s)])]
         await asyncio.gather(*both)
+        await self._monitor.close()

@@ -72,7 +72,9 @@ def test_calls_without_a_permitted_token_are_refused(make_model: Callable[..., P
         for headers in ({"authorization": "Bearer sesame"}, {"x-api-key": "sesame"}):
             assert http.get("/v1/models", headers=headers).status_code == 200
         assert http.get("/v1/models", headers={"x-api-key": "gauge"}).status_code == 403
-        assert http.get("/load", headers={"x-api-key": "gauge"}).status_code == 200
+        for path in ("/load", "/metrics"):
+            assert http.get(path, headers={"x-api-key": "gauge"}).status_code == 200
+            assert http.get(path, headers={"x-api-key": "sesame"}).status_code == 403
 
 
 def test_large_bodies_are_refused_before_they_are_read(server: ThreadedServer) -> None:
