@@ -7,6 +7,7 @@ from typing import Any
 import grpc.aio
 
 from ...proto import inference_pb2, inference_pb2_grpc
+from ..api.request_limits import check_counts
 from ..api.request_messages import prompt_from_message, sampling_from_message
 from ..api.response_messages import event_to_message, output_to_message
 from ..requests.outputs import collect_output
@@ -76,6 +77,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> GenerationCall:
         """Raises Unauthenticated for a call without a valid token, InvalidRequest for an invalid field."""
+        check_counts(message, self._models.find(message.model).config.model.max_model_len)
         return GenerationCall(
             prompt_from_message(message),
             sampling_from_message(message.sampling),

@@ -15,6 +15,7 @@ from .admin import AdminService
 from .authentication import AuthenticationInterceptor
 from .inference import InferenceService
 from .listen_address import ListenAddress
+from .message_guard import MessageGuard
 from .services import GatewayServices
 
 MAX_MESSAGE_BYTES = 4 << 20
@@ -74,7 +75,8 @@ class Gateway:
             ConfigError: the port is in use, or the certificate is not valid.
         """
         self._server = grpc.aio.server(
-            interceptors=(AuthenticationInterceptor(self._authenticator),), options=_SERVER_OPTIONS
+            interceptors=(AuthenticationInterceptor(self._authenticator), MessageGuard()),
+            options=_SERVER_OPTIONS,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, self._server)

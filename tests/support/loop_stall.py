@@ -1,0 +1,53 @@
+"""watch_stalls: the longest stall of an event loop, in a unit that depends on neither the load nor the machine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class Stalls:
+    """Stalls of an event loop.
+
+    Attributes:
+        longest: the most processor time of this process between two turns of the loop, in units of what a loop of
+            100,000 rounds in Python takes.
+    """
+
+    longest: float = 0.0
+
+
+@asynccontextmanager
+async def watch_stalls() -> AsyncIterator[Stalls]:
+    """Let the event loop turn all the time, and measure each turn. Other threads of the process count as well."""
+    stalls, loop, unit_s = Stalls(), asyncio.get_running_loop(), _unit_s()
+    is_watching, last = True, time.process_time()
+
+    def turn() -> None:
+        nonlocal last
+        now = time.process_time()
+        stalls.longest = max(stalls.longest, (now - last) / unit_s)
+        last = now
+        if is_watching:
+            loop.call_soon(turn)
+
+    loop.call_soon(turn)
+    try:
+        yield stalls
+    finally:
+        is_watching = False
+
+
+def _unit_s() -> float:
+    return min(_rounds_s() for _ in range(5))
+
+
+def _rounds_s() -> float:
+    before = time.process_time()
+    for _ in range(100_000):
+        pass
+    return time.process_time() - before
