@@ -48,7 +48,7 @@ class ChatFormat:
         tools: Tools,
         *,
         allows_parallel_calls: bool = True,
-        new_id: Callable[[], str] = new_call_id,
+        new_id: Callable[[], str] | None = None,
     ) -> ChatOutputParser:
         """Return a parser of one completion.
 
@@ -56,8 +56,10 @@ class ChatFormat:
             prompt: the rendered prompt.
             tools: the functions that the request offers.
             allows_parallel_calls: if not, calls after the first are left out.
-            new_id: returns the id of a tool call for which the model wrote none.
+            new_id: returns the id of a tool call for which the model wrote none; None for the format's own.
         """
+        if new_id is None:
+            new_id = new_call_id if self.tool_calls is None else self.tool_calls.new_id
         return ChatOutputParser(
             self._grammar(prompt), tools, allows_parallel_calls=allows_parallel_calls, new_id=new_id
         )

@@ -5,8 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 # (texts that a template of the format contains, name of the format), the most specific first.
-_TOOL_CALLS: Sequence[tuple[tuple[str, ...], str]] = ((("<tool_call>",), "hermes"),)
+_TOOL_CALLS: Sequence[tuple[tuple[str, ...], str]] = (
+    (("<|channel|>", "<|message|>"), "openai"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<arg_key>",), "glm45"),
+    (("<tool_call>", "<function=", "<parameter="), "qwen3_coder"),
+    (("<|tool_call|>",), "granite"),
+    (("<tool_call>",), "hermes"),
+    (("[func_name1(",), "pythonic"),
+    (('"name": function name, "parameters"',), "llama3_json"),
+    (("<|python_tag|>",), "llama3_json"),
+)
 _REASONING: Sequence[tuple[tuple[str, ...], str]] = (
+    (("<|channel|>", "<|message|>"), "openai_gptoss"),
     (("[THINK]",), "mistral"),
     (("<seed:think>",), "seed_oss"),
     (("Here is my thought process",), "granite"),

@@ -10,6 +10,8 @@ from .deltas import ChatDelta
 from .model_output import ModelOutput, Parse
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
+# Other members before the name show that the object is no call.
+_EARLY_KEYS = ("id", "type", *_ARGUMENT_KEYS)
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 # name |-> whether a function of this name may be called
@@ -153,11 +155,11 @@ def _header(output: ModelOutput, ends: tuple[str, ...]) -> Parse[tuple[str | Non
     while (key := (yield from _key(output))) is not None:
         if key == "name":
             return (yield from json_string(output)), arguments
-        value = yield from collect_json_value(output, *ends)
+        value = "" if key not in _EARLY_KEYS else (yield from collect_json_value(output, *ends))
         if key in _ARGUMENT_KEYS:
             arguments = value
         yield from output.skip()
-        if not (yield from output.accept(",")):
+        if not value or not (yield from output.accept(",")):
             break
     return None, ""
 

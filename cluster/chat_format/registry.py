@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from . import harmony
 from .model_output import ModelOutput, Parse
+from .output_parser import new_call_id
 from .reasoning import ReasoningStart, ReasoningTags
-from .tool_calls import hermes
+from .tool_calls import (
+    deepseek,
+    glm45,
+    granite,
+    hermes,
+    kimi_k2,
+    llama3_json,
+    mistral,
+    pythonic,
+    qwen3_coder,
+)
 
 AUTO, NONE = "auto", "none"
 
@@ -19,10 +31,12 @@ class ToolCallFormat:
     Attributes:
         read: reads content and tool calls up to the end of the text.
         markers: texts that the format depends on, which may be special tokens.
+        new_id: returns the id of a call for which the model wrote none.
     """
 
     read: Callable[[ModelOutput], Parse[None]]
-    markers: tuple[str, ...] = ()
+    markers: tuple[str, ...]
+    new_id: Callable[[], str] = new_call_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +65,25 @@ _GRANITE = ReasoningTags(
     ("Here is my response:", "Here's my response:"),
 )
 
+_LLAMA_JSON = ToolCallFormat(llama3_json.llama3_json, llama3_json.MARKERS)
+_PYTHONIC = ToolCallFormat(pythonic.pythonic, pythonic.MARKERS)
+_QWEN_CODER = ToolCallFormat(qwen3_coder.qwen3_coder, qwen3_coder.MARKERS)
+
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
+    "deepseek_v3": ToolCallFormat(deepseek.deepseek_v3, deepseek.MARKERS),
+    "deepseek_v31": ToolCallFormat(deepseek.deepseek_v31, deepseek.MARKERS),
+    "glm45": ToolCallFormat(glm45.glm45, glm45.MARKERS),
+    "granite": ToolCallFormat(granite.granite, granite.MARKERS),
     "hermes": ToolCallFormat(hermes.hermes, hermes.MARKERS),
+    "kimi_k2": ToolCallFormat(kimi_k2.kimi_k2, kimi_k2.MARKERS),
+    "llama3_json": _LLAMA_JSON,
+    "llama4_json": _LLAMA_JSON,
+    "llama4_pythonic": _PYTHONIC,
+    "mistral": ToolCallFormat(mistral.mistral, mistral.MARKERS, mistral.new_mistral_id),
+    "openai": ToolCallFormat(harmony.harmony, harmony.MARKERS),
+    "pythonic": _PYTHONIC,
+    "qwen3_coder": _QWEN_CODER,
+    "qwen3_xml": _QWEN_CODER,
 }
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
@@ -61,6 +92,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "glm45": _tagged(_THINK),
     "granite": _tagged(_GRANITE),
     "mistral": _tagged(ReasoningTags(("[THINK]",), ("[/THINK]",))),
+    "openai_gptoss": ReasoningFormat(harmony.harmony, lambda prompt: ReasoningStart.UNKNOWN, harmony.MARKERS),
     "qwen3": _tagged(_THINK),
     "seed_oss": _tagged(ReasoningTags(("<seed:think>",), ("</seed:think>",))),
 }

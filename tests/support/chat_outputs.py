@@ -41,7 +41,7 @@ def parse(pieces: Iterable[str], *formats: str, **options: Any) -> tuple[list[Ch
     return merge_deltas(deltas), parser.message
 
 
-def parse_all_ways(text: str, *formats: str, num_random: int = 20, **options: Any) -> AssistantMessage:
+def parse_all_ways(text: str, *formats: str, num_random: int = 8, **options: Any) -> AssistantMessage:
     """Return the message of a text, which is the same whole, in characters, and split at each and at many places."""
     whole = parse([text], *formats, **options)
     splits = [[text[:at], text[at:]] for at in range(len(text) + 1)]

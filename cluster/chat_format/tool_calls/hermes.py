@@ -13,7 +13,7 @@ def hermes(output: ModelOutput) -> Parse[None]:
     return content_and_calls(output, _call, OPEN)
 
 
-def _call(output: ModelOutput) -> Parse[bool]:
+def _call(output: ModelOutput, opening: str) -> Parse[bool]:
     if not (yield from json_call(output, CLOSE)):
         return False
     yield from output.text_until(CLOSE)

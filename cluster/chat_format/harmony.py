@@ -1,0 +1,65 @@
+"""Harmony, the format of gpt-oss: messages in channels, between special tokens.
+
+``<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.NAME<|message|>{...}``
+
+The library openai-harmony reads it from token ids, but downloads its vocabulary at run time. The text includes the
+special tokens and is all that the parser needs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from .deltas import ChatDelta, ContentDelta, ReasoningDelta
+from .model_output import MAX_HEADER_CHARS, ModelOutput, Parse
+from .reasoning import ReasoningStart
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_ENDS = "<|end|>", "<|call|>", "<|return|>"
+MARKERS = _START, _CHANNEL, _MESSAGE, "<|constrain|>", *_ENDS
+
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_FUNCTIONS = "functions."
+# The prompt ends with <|start|>assistant.
+_HEADER_STARTS = _CHANNEL, "to=", _START, "assistant"
+
+
+def harmony(output: ModelOutput, start: ReasoningStart = ReasoningStart.UNKNOWN) -> Parse[None]:
+    """Read the whole text: reasoning, content and tool calls."""
+    while (yield from output.peek()):
+        header = yield from _header(output)
+        if header is None:
+            yield from output.emit_until(ContentDelta, *_ENDS)
+            continue
+        make, is_call = _kind(output, header)
+        if is_call is not None:
+            yield is_call
+        yield from output.emit_until(make, *_ENDS)
+
+
+def _header(output: ModelOutput) -> Parse[str | None]:
+    """Read a message's header; return None, with nothing read, if there is none."""
+    output.bookmark()
+    yield from output.skip()
+    first = yield from output.accept(*_HEADER_STARTS)
+    header, marker = "", None
+    if first is not None:
+        header, marker = yield from output.text_until(_MESSAGE, max_chars=MAX_HEADER_CHARS)
+    if first is None or marker is None:
+        output.rewind()
+        return None
+    output.commit()
+    return first + header
+
+
+def _kind(output: ModelOutput, header: str) -> tuple[Callable[[str], ChatDelta], ChatDelta | None]:
+    """Return what makes a delta of the message's text, and the beginning of the tool call if it is one."""
+    recipient = _RECIPIENT.search(header)
+    if recipient is not None and output.tools:
+        name = recipient[1].removeprefix(_FUNCTIONS)
+        if name in output.tools or recipient[1].startswith(_FUNCTIONS):
+            return output.arguments, output.start_call(name)
+    channel = _CHANNEL_NAME.search(header)
+    return (ReasoningDelta if channel is not None and channel[1] == "analysis" else ContentDelta), None
