@@ -22,13 +22,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from .cluster.api.status import (
+        BlockMapInfo,
         DeploymentInfo,
         FleetInfo,
         KvCacheInfo,
+        LatencyInfo,
         ModelInfo,
         NodeInfo,
         QueueInfo,
         ReplicaInfo,
+        TrafficInfo,
     )
     from .cluster.client.async_client import AsyncClient
     from .cluster.client.client import Client
@@ -58,6 +61,7 @@ _STATUS = ".cluster.api.status"
 _MODULES = {
     "LLM": ".cluster.offline.llm",
     "AsyncClient": ".cluster.client.async_client",
+    "BlockMapInfo": _STATUS,
     "Chat": ".cluster.requests.chat",
     "Client": ".cluster.client.client",
     "CompletionDelta": _OUTPUTS,
@@ -68,6 +72,7 @@ _MODULES = {
     "EngineOptions": ".cluster.config.engine_options",
     "FleetInfo": _STATUS,
     "KvCacheInfo": _STATUS,
+    "LatencyInfo": _STATUS,
     "Logprob": _OUTPUTS,
     "ModelInfo": _STATUS,
     "NodeInfo": _STATUS,
@@ -81,12 +86,14 @@ _MODULES = {
     "ScalingLimits": ".cluster.config.scaling_limits",
     "StreamEvent": _OUTPUTS,
     "Timings": ".proto.stream",
+    "TrafficInfo": _STATUS,
     "Usage": _OUTPUTS,
 }
 
 __all__ = [
     "LLM",
     "AsyncClient",
+    "BlockMapInfo",
     "Chat",
     "Client",
     "CompletionDelta",
@@ -97,6 +104,7 @@ __all__ = [
     "EngineOptions",
     "FleetInfo",
     "KvCacheInfo",
+    "LatencyInfo",
     "Logprob",
     "ModelInfo",
     "NodeInfo",
@@ -110,6 +118,7 @@ __all__ = [
     "ScalingLimits",
     "StreamEvent",
     "Timings",
+    "TrafficInfo",
     "Usage",
     "errors",
 ]

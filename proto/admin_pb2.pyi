@@ -23,20 +23,92 @@ REPLICA_STATE_STOPPED: ReplicaState
 REPLICA_STATE_FAILED: ReplicaState
 
 class GetStatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("cached",)
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    cached: bool
+    def __init__(self, cached: _Optional[bool] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("replicas", "deployments", "nodes", "problem")
+    __slots__ = ("replicas", "deployments", "nodes", "problem", "traffic")
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     DEPLOYMENTS_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     replicas: _containers.RepeatedCompositeFieldContainer[Replica]
     deployments: _containers.RepeatedCompositeFieldContainer[DeploymentStatus]
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
     problem: str
-    def __init__(self, replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., deployments: _Optional[_Iterable[_Union[DeploymentStatus, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
+    traffic: _containers.RepeatedCompositeFieldContainer[ModelTraffic]
+    def __init__(self, replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., deployments: _Optional[_Iterable[_Union[DeploymentStatus, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., problem: _Optional[str] = ..., traffic: _Optional[_Iterable[_Union[ModelTraffic, _Mapping]]] = ...) -> None: ...
+
+class ModelTraffic(_message.Message):
+    __slots__ = ("model", "seconds", "num_open", "num_unplaced", "prompt_tokens_per_s", "generated_tokens_per_s", "completions_per_s", "errors_per_s", "first_token", "inter_token", "generated_tokens_per_s_history")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OPEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNPLACED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    COMPLETIONS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    INTER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_PER_S_HISTORY_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    seconds: float
+    num_open: int
+    num_unplaced: int
+    prompt_tokens_per_s: float
+    generated_tokens_per_s: float
+    completions_per_s: float
+    errors_per_s: float
+    first_token: LatencyQuantiles
+    inter_token: LatencyQuantiles
+    generated_tokens_per_s_history: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, model: _Optional[str] = ..., seconds: _Optional[float] = ..., num_open: _Optional[int] = ..., num_unplaced: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., generated_tokens_per_s: _Optional[float] = ..., completions_per_s: _Optional[float] = ..., errors_per_s: _Optional[float] = ..., first_token: _Optional[_Union[LatencyQuantiles, _Mapping]] = ..., inter_token: _Optional[_Union[LatencyQuantiles, _Mapping]] = ..., generated_tokens_per_s_history: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class LatencyQuantiles(_message.Message):
+    __slots__ = ("p50_s", "p99_s")
+    P50_S_FIELD_NUMBER: _ClassVar[int]
+    P99_S_FIELD_NUMBER: _ClassVar[int]
+    p50_s: float
+    p99_s: float
+    def __init__(self, p50_s: _Optional[float] = ..., p99_s: _Optional[float] = ...) -> None: ...
+
+class GetBlockMapRequest(_message.Message):
+    __slots__ = ("replica_id",)
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
+
+class GetBlockMapResponse(_message.Message):
+    __slots__ = ("num_blocks", "stride", "states", "rows", "sequences")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    stride: int
+    states: bytes
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    sequences: _containers.RepeatedCompositeFieldContainer[MappedSequence]
+    def __init__(self, num_blocks: _Optional[int] = ..., stride: _Optional[int] = ..., states: _Optional[bytes] = ..., rows: _Optional[_Iterable[int]] = ..., sequences: _Optional[_Iterable[_Union[MappedSequence, _Mapping]]] = ...) -> None: ...
+
+class MappedSequence(_message.Message):
+    __slots__ = ("row", "request_id", "num_blocks", "num_tokens", "num_prompt_tokens")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    row: int
+    request_id: str
+    num_blocks: int
+    num_tokens: int
+    num_prompt_tokens: int
+    def __init__(self, row: _Optional[int] = ..., request_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class DeployRequest(_message.Message):
     __slots__ = ("deployment",)
@@ -320,7 +392,7 @@ class Node(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., draining: _Optional[bool] = ..., resources: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Replica(_message.Message):
-    __slots__ = ("replica_id", "model", "ready", "problem", "ranks", "kv", "queue", "num_steps", "uptime_s", "state", "version", "node_ids", "mean_plan_wait_s")
+    __slots__ = ("replica_id", "model", "ready", "problem", "ranks", "kv", "queue", "num_steps", "uptime_s", "state", "version", "node_ids", "mean_plan_wait_s", "silence_s", "num_computed_tokens", "busy_s", "queued_tokens", "oldest_wait_s", "tokens_per_s")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -334,6 +406,12 @@ class Replica(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NODE_IDS_FIELD_NUMBER: _ClassVar[int]
     MEAN_PLAN_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    SILENCE_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     model: str
     ready: bool
@@ -347,7 +425,13 @@ class Replica(_message.Message):
     version: str
     node_ids: _containers.RepeatedScalarFieldContainer[str]
     mean_plan_wait_s: float
-    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., ready: _Optional[bool] = ..., problem: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., kv: _Optional[_Union[KvUse, _Mapping]] = ..., queue: _Optional[_Union[Queue, _Mapping]] = ..., num_steps: _Optional[int] = ..., uptime_s: _Optional[float] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., version: _Optional[str] = ..., node_ids: _Optional[_Iterable[str]] = ..., mean_plan_wait_s: _Optional[float] = ...) -> None: ...
+    silence_s: float
+    num_computed_tokens: int
+    busy_s: float
+    queued_tokens: int
+    oldest_wait_s: float
+    tokens_per_s: float
+    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., ready: _Optional[bool] = ..., problem: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., kv: _Optional[_Union[KvUse, _Mapping]] = ..., queue: _Optional[_Union[Queue, _Mapping]] = ..., num_steps: _Optional[int] = ..., uptime_s: _Optional[float] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., version: _Optional[str] = ..., node_ids: _Optional[_Iterable[str]] = ..., mean_plan_wait_s: _Optional[float] = ..., silence_s: _Optional[float] = ..., num_computed_tokens: _Optional[int] = ..., busy_s: _Optional[float] = ..., queued_tokens: _Optional[int] = ..., oldest_wait_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class Rank(_message.Message):
     __slots__ = ("rank", "pid", "node", "device", "stage")
@@ -364,7 +448,7 @@ class Rank(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., device: _Optional[str] = ..., stage: _Optional[str] = ...) -> None: ...
 
 class KvUse(_message.Message):
-    __slots__ = ("block_size", "num_blocks", "num_used_blocks", "num_cached_blocks", "peak_used_blocks", "num_used_tokens", "mean_kv_fragmentation", "prefix_query_tokens", "prefix_hit_tokens", "num_host_blocks", "num_used_host_blocks", "num_cached_host_blocks", "num_swapped_blocks")
+    __slots__ = ("block_size", "num_blocks", "num_used_blocks", "num_cached_blocks", "peak_used_blocks", "num_used_tokens", "mean_kv_fragmentation", "prefix_query_tokens", "prefix_hit_tokens", "num_host_blocks", "num_used_host_blocks", "num_cached_host_blocks", "num_swapped_blocks", "num_fenced_blocks")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -378,6 +462,7 @@ class KvUse(_message.Message):
     NUM_USED_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_SWAPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FENCED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     num_blocks: int
     num_used_blocks: int
@@ -391,7 +476,8 @@ class KvUse(_message.Message):
     num_used_host_blocks: int
     num_cached_host_blocks: int
     num_swapped_blocks: int
-    def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., peak_used_blocks: _Optional[int] = ..., num_used_tokens: _Optional[int] = ..., mean_kv_fragmentation: _Optional[float] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_used_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swapped_blocks: _Optional[int] = ...) -> None: ...
+    num_fenced_blocks: int
+    def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., peak_used_blocks: _Optional[int] = ..., num_used_tokens: _Optional[int] = ..., mean_kv_fragmentation: _Optional[float] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_used_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swapped_blocks: _Optional[int] = ..., num_fenced_blocks: _Optional[int] = ...) -> None: ...
 
 class Queue(_message.Message):
     __slots__ = ("num_waiting", "num_running", "num_finished", "num_preemptions")

@@ -75,6 +75,11 @@ class AdminStub:
                 request_serializer=quire_dot_proto_dot_admin__pb2.GetLoadRequest.SerializeToString,
                 response_deserializer=quire_dot_proto_dot_admin__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
+        self.GetBlockMap = channel.unary_unary(
+                '/quire.v1.Admin/GetBlockMap',
+                request_serializer=quire_dot_proto_dot_admin__pb2.GetBlockMapRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.GetBlockMapResponse.FromString,
+                _registered_method=True)
         self.WatchEvents = channel.unary_stream(
                 '/quire.v1.Admin/WatchEvents',
                 request_serializer=quire_dot_proto_dot_admin__pb2.WatchEventsRequest.SerializeToString,
@@ -142,6 +147,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetBlockMap(self, request, context):
+        """Returns which sequences hold the KV blocks of a replica. The replica makes the map for the call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchEvents(self, request, context):
         """Streams the fleet's changes as they happen, after one event for each of the present deployments, replicas and nodes.
         """
@@ -191,6 +203,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetLoad,
                     request_deserializer=quire_dot_proto_dot_admin__pb2.GetLoadRequest.FromString,
                     response_serializer=quire_dot_proto_dot_admin__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'GetBlockMap': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetBlockMap,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.GetBlockMapRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.GetBlockMapResponse.SerializeToString,
             ),
             'WatchEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchEvents,
@@ -415,6 +432,33 @@ class Admin:
             '/quire.v1.Admin/GetLoad',
             quire_dot_proto_dot_admin__pb2.GetLoadRequest.SerializeToString,
             quire_dot_proto_dot_admin__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetBlockMap(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/GetBlockMap',
+            quire_dot_proto_dot_admin__pb2.GetBlockMapRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.GetBlockMapResponse.FromString,
             options,
             channel_credentials,
             insecure,

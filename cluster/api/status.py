@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...proto.stream import RankStatus
+from ...proto.stream import MappedSequence, RankStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class KvCacheInfo:
         num_used_host_blocks: host blocks of preempted sequences.
         num_cached_host_blocks: host blocks evicted from the device, kept for the prefix cache.
         num_swapped_blocks: blocks copied between device and host memory so far, in both directions.
+        num_fenced_blocks: freed blocks that a step in flight may still read.
     """
 
     block_size: int = 0
@@ -47,6 +48,7 @@ class KvCacheInfo:
     num_used_host_blocks: int = 0
     num_cached_host_blocks: int = 0
     num_swapped_blocks: int = 0
+    num_fenced_blocks: int = 0
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -75,6 +77,12 @@ class ReplicaInfo:
         version: of its deployment; empty outside of a fleet.
         node_ids: nodes of its processes; empty outside of a fleet.
         mean_plan_wait_s: mean time that its ranks wait for the next plan after a step; idle time is excluded.
+        silence_s: time since its latest message to the gateway, which is due every second.
+        num_computed_tokens, busy_s: tokens that its steps computed, and the time in which at least one step was
+            computed.
+        queued_tokens: prompt tokens that are not planned yet.
+        oldest_wait_s: longest time that a sequence has waited for its first row.
+        tokens_per_s: prompt and sampled tokens per busy second, recent seconds weighted most.
     """
 
     replica_id: str
@@ -90,6 +98,12 @@ class ReplicaInfo:
     num_steps: int = 0
     uptime_s: float = 0.0
     mean_plan_wait_s: float = 0.0
+    silence_s: float = 0.0
+    num_computed_tokens: int = 0
+    busy_s: float = 0.0
+    queued_tokens: int = 0
+    oldest_wait_s: float = 0.0
+    tokens_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +140,68 @@ class NodeInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class LatencyInfo:
+    """Quantiles in seconds; None without observations."""
+
+    p50_s: float | None = None
+    p99_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficInfo:
+    """Requests of one model through one gateway over the last minute.
+
+    Attributes:
+        seconds: time that the rates and quantiles cover; 0 in the first second of a gateway.
+        num_open: requests that have not ended.
+        num_unplaced: requests that wait for a replica.
+        first_token: time from a request's arrival to its first token.
+        inter_token: time between two tokens.
+        generated_tokens_per_s_history: in each second of the last minute, the oldest first.
+    """
+
+    model: str
+    seconds: float = 0.0
+    num_open: int = 0
+    num_unplaced: int = 0
+    prompt_tokens_per_s: float = 0.0
+    generated_tokens_per_s: float = 0.0
+    completions_per_s: float = 0.0
+    errors_per_s: float = 0.0
+    first_token: LatencyInfo = LatencyInfo()
+    inter_token: LatencyInfo = LatencyInfo()
+    generated_tokens_per_s_history: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMapInfo:
+    """States of a replica's KV blocks. Cell i shows block 1 + i * stride.
+
+    Attributes:
+        stride: 1 unless the pool is so large that only a sample of its blocks is shown.
+        states: one BlockState per cell.
+        rows: per cell the row of the sequence that holds the block, of one of them if several do; -1 if none does.
+        sequences: the running sequences with the most blocks.
+    """
+
+    num_blocks: int
+    stride: int
+    states: bytes
+    rows: tuple[int, ...]
+    sequences: tuple[MappedSequence, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class FleetInfo:
     """Replicas of a server, and the deployments and nodes if it serves a fleet.
 
     Attributes:
         problem: set if the fleet's part may be stale, since its controller does not respond.
+        traffic: requests through this gateway, by model.
     """
 
     replicas: tuple[ReplicaInfo, ...] = ()
     deployments: tuple[DeploymentInfo, ...] = ()
     nodes: tuple[NodeInfo, ...] = ()
     problem: str = ""
+    traffic: tuple[TrafficInfo, ...] = ()

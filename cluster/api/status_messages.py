@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
 from ...proto import admin_pb2, inference_pb2
-from ...proto.stream import RankStatus, ReplicaStatus
-from .status import DeploymentInfo, FleetInfo, KvCacheInfo, ModelInfo, NodeInfo, QueueInfo, ReplicaInfo
+from ...proto.stream import BlockMap, MappedSequence, RankStatus, ReplicaStatus
+from .status import (
+    BlockMapInfo,
+    DeploymentInfo,
+    FleetInfo,
+    KvCacheInfo,
+    LatencyInfo,
+    ModelInfo,
+    NodeInfo,
+    QueueInfo,
+    ReplicaInfo,
+    TrafficInfo,
+)
 
 _STATE_PREFIX = "REPLICA_STATE_"
 
 T = TypeVar("T")
 
 
-def replica_to_message(status: ReplicaStatus, problem: str) -> admin_pb2.Replica:
-    """`problem`: why the gateway sends the replica no requests; empty if it sends some."""
+def replica_to_message(status: ReplicaStatus, problem: str, silence_s: float = 0.0) -> admin_pb2.Replica:
+    """Convert a replica's status.
+
+    Args:
+        problem: why the gateway sends the replica no requests; empty if it sends some.
+        silence_s: time since the replica's latest message.
+    """
     return admin_pb2.Replica(
         replica_id=status.replica_id,
         model=status.model,
@@ -38,6 +54,7 @@ def replica_to_message(status: ReplicaStatus, problem: str) -> admin_pb2.Replica
             num_used_host_blocks=status.num_used_host_blocks,
             num_cached_host_blocks=status.num_cached_host_blocks,
             num_swapped_blocks=status.num_swapped_blocks,
+            num_fenced_blocks=status.num_fenced_blocks,
         ),
         queue=admin_pb2.Queue(
             num_waiting=status.num_waiting,
@@ -48,7 +65,28 @@ def replica_to_message(status: ReplicaStatus, problem: str) -> admin_pb2.Replica
         num_steps=status.num_steps,
         uptime_s=status.uptime_s,
         mean_plan_wait_s=status.mean_plan_wait_s,
+        silence_s=silence_s,
+        num_computed_tokens=status.num_computed_tokens,
+        busy_s=status.busy_s,
+        queued_tokens=status.queued_tokens,
+        oldest_wait_s=status.oldest_wait_s,
+        tokens_per_s=status.tokens_per_s,
     )
+
+
+def block_map_to_message(blocks: BlockMap) -> admin_pb2.GetBlockMapResponse:
+    return admin_pb2.GetBlockMapResponse(
+        num_blocks=blocks.num_blocks,
+        stride=blocks.stride,
+        states=blocks.states,
+        rows=blocks.rows.tolist(),
+        sequences=[admin_pb2.MappedSequence(**asdict(sequence)) for sequence in blocks.sequences],
+    )
+
+
+def block_map_from_message(message: admin_pb2.GetBlockMapResponse) -> BlockMapInfo:
+    sequences = tuple(_copy_fields(MappedSequence, sequence) for sequence in message.sequences)
+    return _copy_fields(BlockMapInfo, message, rows=tuple(message.rows), sequences=sequences)
 
 
 def _rank_to_message(rank: RankStatus) -> admin_pb2.Rank:
@@ -65,7 +103,23 @@ def fleet_from_message(message: admin_pb2.GetStatusResponse) -> FleetInfo:
         deployments=tuple(_copy_fields(DeploymentInfo, deployment) for deployment in message.deployments),
         nodes=tuple(_copy_fields(NodeInfo, node, resources=dict(node.resources)) for node in message.nodes),
         problem=message.problem,
+        traffic=tuple(_traffic_from_message(traffic) for traffic in message.traffic),
     )
+
+
+def _traffic_from_message(message: admin_pb2.ModelTraffic) -> TrafficInfo:
+    return _copy_fields(
+        TrafficInfo,
+        message,
+        first_token=_latency_from_message(message.first_token),
+        inter_token=_latency_from_message(message.inter_token),
+        generated_tokens_per_s_history=tuple(message.generated_tokens_per_s_history),
+    )
+
+
+def _latency_from_message(message: admin_pb2.LatencyQuantiles) -> LatencyInfo:
+    given = {name: getattr(message, name) if message.HasField(name) else None for name in ("p50_s", "p99_s")}
+    return LatencyInfo(**given)
 
 
 def _replica_from_message(message: admin_pb2.Replica) -> ReplicaInfo:

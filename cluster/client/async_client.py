@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from ...proto.sampling import SamplingParams
-from ..api.status import FleetInfo, ModelInfo, ReplicaInfo
+from ..api.status import BlockMapInfo, FleetInfo, ModelInfo, ReplicaInfo
 from ..config.deployment import Deployment
 from ..requests.chat_messages import Message
 from ..requests.outputs import RequestOutput, StreamEvent
@@ -99,9 +99,13 @@ class AsyncClient:
         """See `Client.status`."""
         return await self._wait(self._calls.status())
 
-    async def fleet(self) -> FleetInfo:
+    async def fleet(self, *, cached: bool = False, timeout_s: float | None = None) -> FleetInfo:
         """See `Client.fleet`."""
-        return await self._wait(self._calls.fleet())
+        return await self._wait(self._calls.fleet(cached=cached, timeout_s=timeout_s))
+
+    async def block_map(self, replica_id: str, *, timeout_s: float | None = None) -> BlockMapInfo:
+        """See `Client.block_map`."""
+        return await self._wait(self._calls.block_map(replica_id, timeout_s))
 
     async def deploy(self, deployment: Deployment) -> str:
         """See `Client.deploy`."""

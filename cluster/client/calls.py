@@ -18,8 +18,8 @@ from ..api.deployment_messages import deployment_to_message
 from ..api.grpc_status import from_grpc_error
 from ..api.request_messages import as_invalid_request, sampling_to_message, set_prompt
 from ..api.response_messages import event_from_message, output_from_message
-from ..api.status import FleetInfo, ModelInfo, ReplicaInfo
-from ..api.status_messages import fleet_from_message, model_from_message
+from ..api.status import BlockMapInfo, FleetInfo, ModelInfo, ReplicaInfo
+from ..api.status_messages import block_map_from_message, fleet_from_message, model_from_message
 from ..api.tokens import bearer
 from ..config.deployment import Deployment
 from ..requests.chat import Chat, Tool
@@ -172,9 +172,13 @@ class Calls:
             lambda response: list(fleet_from_message(response).replicas),
         )
 
-    def fleet(self) -> Call[FleetInfo]:
-        request = admin_pb2.GetStatusRequest()
-        return Call(self._admin.GetStatus, request, self._options(), fleet_from_message)
+    def fleet(self, *, cached: bool, timeout_s: float | None) -> Call[FleetInfo]:
+        request = admin_pb2.GetStatusRequest(cached=cached)
+        return Call(self._admin.GetStatus, request, self._options(timeout_s), fleet_from_message)
+
+    def block_map(self, replica_id: str, timeout_s: float | None) -> Call[BlockMapInfo]:
+        request = admin_pb2.GetBlockMapRequest(replica_id=replica_id)
+        return Call(self._admin.GetBlockMap, request, self._options(timeout_s), block_map_from_message)
 
     def deploy(self, deployment: Deployment) -> Call[str]:
         request = admin_pb2.DeployRequest(deployment=deployment_to_message(deployment))

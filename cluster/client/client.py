@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from ...proto.sampling import SamplingParams
-from ..api.status import FleetInfo, ModelInfo, ReplicaInfo
+from ..api.status import BlockMapInfo, FleetInfo, ModelInfo, ReplicaInfo
 from ..config.deployment import Deployment
 from ..requests.chat_messages import Message
 from ..requests.outputs import RequestOutput, StreamEvent
@@ -130,9 +130,17 @@ class Client:
         """Return the state of each replica."""
         return self._wait(self._calls.status())
 
-    def fleet(self) -> FleetInfo:
-        """Return the state of each replica, and of the fleet's deployments and nodes if the server has a fleet."""
-        return self._wait(self._calls.fleet())
+    def fleet(self, *, cached: bool = False, timeout_s: float | None = None) -> FleetInfo:
+        """Return the state of each replica, the traffic, and the fleet's deployments and nodes if there is a fleet.
+
+        Args:
+            cached: return the latest known state of each replica at once instead of asking the replicas.
+        """
+        return self._wait(self._calls.fleet(cached=cached, timeout_s=timeout_s))
+
+    def block_map(self, replica_id: str, *, timeout_s: float | None = None) -> BlockMapInfo:
+        """Return which sequences hold the KV blocks of a replica."""
+        return self._wait(self._calls.block_map(replica_id, timeout_s))
 
     def deploy(self, deployment: Deployment) -> str:
         """Add or change a deployment of a fleet; needs a token with the role ``operator`` if the server has tokens.

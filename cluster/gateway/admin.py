@@ -2,83 +2,41 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import grpc.aio
 
 from ...proto import admin_pb2, admin_pb2_grpc
-from ...proto.errors import ConfigError, ReplicaUnavailable
+from ...proto.errors import ConfigError
 from ..api.deployment_messages import deployment_from_message
-from ..api.status_messages import replica_to_message
-from ..config.deployment import Deployment
+from ..api.status_messages import block_map_to_message
+from .fleet_interface import Fleet
 from .grpc_errors import convert_errors
-from .replica_pool import ReplicaPool
-from .served_models import ServedModels
-
-STATUS_TIMEOUT_S = 10.0
-
-
-class Fleet(Protocol):
-    """The fleet behind a gateway."""
-
-    def describe(self) -> admin_pb2.GetStatusResponse:
-        """Return the fleet's state, without the load figures that only replicas have."""
-        ...
-
-    async def deploy(self, deployment: Deployment) -> str:
-        """Add or change a deployment and return its version.
-
-        Raises:
-            ConfigError: the model cannot be served.
-            ReplicaUnavailable: the controller does not answer.
-        """
-        ...
-
-    async def delete(self, model: str) -> None:
-        """Raises ModelNotFound, or ReplicaUnavailable if the controller does not answer."""
-        ...
-
-    async def drain(self, target: str) -> Sequence[str]:
-        """Drain a replica or a node, by id or unique prefix; return the ids of the replicas that drain.
-
-        Raises:
-            InvalidRequest: no replica or node matches, or more than one does.
-            ReplicaUnavailable: the controller does not answer.
-        """
-        ...
+from .services import GatewayServices
+from .status import block_map, current_status, latest_status
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
     """quire.v1.Admin, whose callers are operators: the interceptor has checked that.
 
     Args:
-        fleet: None if the gateway has one replica of its own, which cannot be changed.
+        services: without a fleet if the gateway has one replica of its own, which cannot be changed.
     """
 
-    def __init__(self, models: ServedModels, fleet: Fleet | None) -> None:
-        self._models = models
-        self._fleet = fleet
+    def __init__(self, services: GatewayServices) -> None:
+        self._services = services
 
     @convert_errors
     async def GetStatus(
         self, message: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.GetStatusResponse:
-        response = admin_pb2.GetStatusResponse() if self._fleet is None else self._fleet.describe()
-        described = {replica.replica_id: replica for replica in response.replicas}
-        queries = [
-            _replica_status(model.pool, replica_id)
-            for model in self._models
-            for replica_id in model.pool.clients
-        ]
-        for status in await asyncio.gather(*queries):
-            known = described.get(status.replica_id)
-            if known is None:
-                response.replicas.append(status)
-            else:
-                known.MergeFrom(status)
-        return response
+        return latest_status(self._services) if message.cached else await current_status(self._services)
+
+    @convert_errors
+    async def GetBlockMap(
+        self, message: admin_pb2.GetBlockMapRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.GetBlockMapResponse:
+        return block_map_to_message(await block_map(self._services, message.replica_id))
 
     @convert_errors
     async def Deploy(
@@ -103,18 +61,6 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     def _writable_fleet(self) -> Fleet:
         """Raises ConfigError if there is no fleet."""
-        if self._fleet is None:
+        if self._services.fleet is None:
             raise ConfigError("this server has one replica of its own; only a fleet can be changed")
-        return self._fleet
-
-
-async def _replica_status(pool: ReplicaPool, replica_id: str) -> admin_pb2.Replica:
-    """Return the replica's status; if the replica does not answer, a message that names the problem."""
-    client = pool.clients.get(replica_id)
-    if client is None:  # removed since GetStatus listed the clients
-        return admin_pb2.Replica(replica_id=replica_id, model=pool.model, problem="it has just ended")
-    try:
-        status = await client.status(STATUS_TIMEOUT_S)
-    except ReplicaUnavailable as error:
-        return admin_pb2.Replica(replica_id=replica_id, model=pool.model, problem=str(error))
-    return replica_to_message(status, client.problem or status.problem or pool.why_unavailable(replica_id))
+        return self._services.fleet

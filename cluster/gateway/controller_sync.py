@@ -89,21 +89,21 @@ class ControllerSync:
         await self._models.close()
 
     async def deploy(self, deployment: Deployment) -> str:
-        """See `admin.Fleet`."""
+        """See `Fleet`."""
         pinned = await asyncio.to_thread(pin_revision, deployment)
         await self._controller.deploy(pinned)
         return pinned.version
 
     async def delete(self, model: str) -> None:
-        """See `admin.Fleet`."""
+        """See `Fleet`."""
         await self._controller.delete(model)
 
     async def drain(self, target: str) -> Sequence[str]:
-        """See `admin.Fleet`."""
+        """See `Fleet`."""
         return await self._controller.drain(target)
 
     def describe(self) -> admin_pb2.GetStatusResponse:
-        """See `admin.Fleet`."""
+        """See `Fleet`."""
         return fleet_state_to_message(self._state, self._problem)
 
     async def _watch_loop(self) -> None:

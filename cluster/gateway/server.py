@@ -60,7 +60,7 @@ class Gateway:
         self._authenticator = services.authenticator
         self._health = health.aio.HealthServicer()
         self._inference = InferenceService(services.models, services.generation, services.authenticator)
-        self._admin = AdminService(services.models, services.fleet)
+        self._admin = AdminService(services)
         self._server: grpc.aio.Server | None = None
         self._monitor: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()

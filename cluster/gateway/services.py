@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..metrics.monitor import Monitor
 from ..requests.observer import RequestObserver
-from .admin import Fleet
 from .authentication import Authenticator
+from .fleet_interface import Fleet
 from .generation import GenerationService
 from .security import Security
 from .served_models import ServedModels

@@ -35,6 +35,7 @@ class Monitor:
         *observers: RequestObserver,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._models = models
         self.requests = RequestMetrics(clock)
         self.observer = Observers(self.requests, *observers)
         self.exposition = Exposition(models, self.requests, fleet)
@@ -54,10 +55,16 @@ class Monitor:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
 
+    def sample(self) -> None:
+        """Add the present totals to the recent traffic."""
+        for model in self._models:
+            self.requests.add_model(model.name)
+        self.recent.sample()
+
     async def _sample(self) -> None:
         num_samples = 0
         while True:
-            self.recent.sample()
+            self.sample()
             num_samples += 1
             if num_samples * SAMPLE_S % INTERVAL_S == 0:
                 self._log.write()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire import (
@@ -17,8 +18,15 @@ from quire import (
     RankStatus,
     ReplicaInfo,
 )
-from quire.cluster.api.status_messages import fleet_from_message, model_from_message
+from quire.cluster.api.status import BlockMapInfo, LatencyInfo, TrafficInfo
+from quire.cluster.api.status_messages import (
+    block_map_from_message,
+    block_map_to_message,
+    fleet_from_message,
+    model_from_message,
+)
 from quire.proto import admin_pb2, inference_pb2
+from quire.proto.stream import BlockMap, MappedSequence
 
 
 @pytest.mark.parametrize(
@@ -32,6 +40,10 @@ from quire.proto import admin_pb2, inference_pb2
         (QueueInfo, admin_pb2.Queue),
         (DeploymentInfo, admin_pb2.DeploymentStatus),
         (NodeInfo, admin_pb2.Node),
+        (TrafficInfo, admin_pb2.ModelTraffic),
+        (LatencyInfo, admin_pb2.LatencyQuantiles),
+        (BlockMapInfo, admin_pb2.GetBlockMapResponse),
+        (MappedSequence, admin_pb2.MappedSequence),
     ],
 )
 def test_dataclass_has_the_fields_of_the_message(kind: type, message: Any) -> None:
@@ -83,3 +95,30 @@ def test_fleet_is_converted_whole() -> None:
 def test_model_is_converted() -> None:
     message = inference_pb2.Model(name="tiny", architecture="Llama", max_model_len=64, vocab_size=100)
     assert model_from_message(message) == ModelInfo("tiny", "Llama", 64, 100)
+
+
+def test_traffic_without_observations_has_no_quantiles() -> None:
+    traffic = admin_pb2.ModelTraffic(
+        model="tiny",
+        generated_tokens_per_s=7.0,
+        first_token=admin_pb2.LatencyQuantiles(p50_s=0.5, p99_s=0.75),
+        inter_token=admin_pb2.LatencyQuantiles(),
+        generated_tokens_per_s_history=[1.0, 2.0],
+    )
+    fleet = fleet_from_message(admin_pb2.GetStatusResponse(traffic=[traffic]))
+    assert fleet.traffic == (
+        TrafficInfo(
+            "tiny",
+            generated_tokens_per_s=7.0,
+            first_token=LatencyInfo(0.5, 0.75),
+            generated_tokens_per_s_history=(1.0, 2.0),
+        ),
+    )
+
+
+def test_block_map_is_converted_whole() -> None:
+    sequences = (MappedSequence(2, "r", 1, 9, 5),)
+    sent = BlockMap(1, 3, 1, bytes((3, 1, 0)), np.array([2, -1, -1], np.int32), sequences)
+    assert block_map_from_message(block_map_to_message(sent)) == BlockMapInfo(
+        3, 1, bytes((3, 1, 0)), (2, -1, -1), sequences
+    )

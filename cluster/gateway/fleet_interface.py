@@ -1,0 +1,39 @@
+"""Fleet: the replicas behind a gateway, as its Admin service changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ...proto import admin_pb2
+from ..config.deployment import Deployment
+
+
+class Fleet(Protocol):
+    """The fleet behind a gateway."""
+
+    def describe(self) -> admin_pb2.GetStatusResponse:
+        """Return the fleet's state, without the load figures that only replicas have."""
+        ...
+
+    async def deploy(self, deployment: Deployment) -> str:
+        """Add or change a deployment and return its version.
+
+        Raises:
+            ConfigError: the model cannot be served.
+            ReplicaUnavailable: the controller does not answer.
+        """
+        ...
+
+    async def delete(self, model: str) -> None:
+        """Raises ModelNotFound, or ReplicaUnavailable if the controller does not answer."""
+        ...
+
+    async def drain(self, target: str) -> Sequence[str]:
+        """Drain a replica or a node, by id or unique prefix; return the ids of the replicas that drain.
+
+        Raises:
+            InvalidRequest: no replica or node matches, or more than one does.
+            ReplicaUnavailable: the controller does not answer.
+        """
+        ...
