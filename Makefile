@@ -9,16 +9,19 @@ FOLDERS := proto kernels worker scheduler cluster
 # The Triton versions that the supported PyTorch versions require (2.11; 2.12 and 2.13; 2.15) and tests of the kernels.
 TRITON_VERSIONS ?= 3.6.0 3.7.1 3.9.0
 TRITON_TESTS := tests/kernels tests/worker/test_triton_path.py
+# Processes that run tests. Each file runs in one of them, and all files that start Ray in the same one.
+JOBS ?= 2
 # The supported Python versions and the index of `make check-install`; those that are missing are skipped.
 PYTHONS ?= python3.11 python3.12 python3.13
 INDEX ?= https://pypi.org/simple
 
-.PHONY: help venv demo test test-all test-triton check check-install layers proto proto-release figures clean
+.PHONY: help venv demo test test-all test-random test-triton check check-install layers proto proto-release figures clean
 
 help:
 	@echo "make demo      two tensor-parallel workers serve concurrent gRPC requests, then shut down"
-	@echo "make test      the tests that need no GPU, without the slow ones (at most 15 minutes on two cores)"
+	@echo "make test      the tests that need no GPU, without the slow ones (less than 8 minutes on two quiet cores)"
 	@echo "make test-all  the tests that need no GPU, including the slow ones"
+	@echo "make test-random    the tests of make test in random order; prints the seed"
 	@echo "make test-triton    the Triton kernels, interpreted and compiled, with each supported Triton"
 	@echo "make check     linters, types, import layers, generated files, compatibility of the gRPC interface"
 	@echo "make check-install  resolve the environment against a plain package index, for each Python that is present"
@@ -41,10 +44,13 @@ demo: venv
 	$(BIN)/python -m quire.cluster.demo
 
 test: venv
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-all: venv
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not gpu" $(PYTEST_ARGS)
+
+test-random: venv
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" --random-order $(PYTEST_ARGS)
 
 test-triton: $(TRITON_VERSIONS:%=test-triton-%)
 

@@ -9,14 +9,16 @@ import gc
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from run_children import end_run, start_run
+from run_order import add_options, arrange, seed_of
 
 if TYPE_CHECKING:
+    from file_scheduling import FileScheduling
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 # Tests must not use the network; transformers would, to look for files that a tiny model lacks.
@@ -50,6 +52,10 @@ _GUARD = pytest.StashKey[subprocess.Popen[bytes]]()
 _LEFT = pytest.StashKey[list[str]]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    add_options(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if guard := start_run():
         config.stash[_GUARD] = guard
@@ -70,13 +76,33 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if (seed := seed_of(config)) is not None:
+        terminalreporter.line(f"repeat this order with --random-order={seed}")
     for process in config.stash.get(_LEFT, []):
         terminalreporter.line(f"a test left a process, which was killed: {process}", red=True)
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
+    from file_scheduling import FileScheduling
+
+    config.option.loadscopereorder = False  # a file's number of tests says little about its time
+    return FileScheduling(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["random_order"] = seed_of(node.config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Before pytest itself, which brings tests that share a parametrized fixture together.
+    arrange(items, seed_of(config), is_worker=hasattr(config, "workerinput"))
+
+
 def pytest_collection_finish() -> None:
-    # Collections need not walk the modules of torch and transformers, which takes 0.2 s of a core each time.
-    gc.freeze()
+    gc.freeze()  # see collect_garbage_after_module
 
 
 def _make_hypothesis_repeatable() -> None:
@@ -87,6 +113,21 @@ def _make_hypothesis_repeatable() -> None:
         "repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collect_garbage_after_module() -> Iterator[None]:
+    """Collect garbage after each module: asyncio logs unretrieved exceptions when their futures are collected.
+
+    In a later module the log would be attributed to that module's test. On Python 3.11 the traceback that asyncio
+    logs also breaks an `ast.parse` during which the collection runs.
+
+    The next collections do not walk what is left then, mostly the modules of torch and transformers: that takes 0.4 s
+    of a core, and each closed model collects.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

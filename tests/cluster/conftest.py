@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from local_server import Server, local_server
-
-
-@pytest.fixture(autouse=True, scope="module")
-def collect_garbage_after_module() -> Iterator[None]:
-    """Collect garbage after each module: asyncio logs unretrieved exceptions when their futures are collected.
-
-    In a later module the log would be attributed to that module's test. On Python 3.11 the traceback that asyncio
-    logs also breaks an `ast.parse` during which the collection runs.
-    """
-    yield
-    gc.collect()
-
 
 ServerFactory = Callable[..., AbstractAsyncContextManager[Server]]
 

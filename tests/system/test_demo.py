@@ -56,7 +56,7 @@ def test_demo_finishes_every_request_and_leaves_nothing(temporary: Path, tmp_pat
     assert left_in(temporary) == []
 
 
-@pytest.mark.parametrize("moment", ["starting", "ready on"])
+@pytest.mark.parametrize("moment", ["starting", pytest.param("ready on", marks=pytest.mark.slow)])
 def test_ctrl_c_shuts_down_and_leaves_nothing(moment: str, temporary: Path) -> None:
     demo = subprocess.Popen(
         COMMAND,

@@ -104,6 +104,7 @@ def test_killed_rank_is_named(serve: Serve, follow: Callable[..., list[Follower]
     assert_server_failed(server, "rank 1 failed", "its process died")
 
 
+@pytest.mark.slow  # test_channel_group.py has the same with one Ray cluster for all tests
 def test_rank_killed_while_idle_is_named(serve: Serve) -> None:
     server = serve("demo", "--tensor-parallel-size", "2")
     os.kill(rank_pid(server, 0), signal.SIGKILL)
@@ -122,6 +123,7 @@ def test_killed_scheduler_ends_every_stream(
     assert_server_failed(server, "the scheduler of replica", "its process died")
 
 
+@pytest.mark.slow  # as above
 def test_stopped_rank_is_named_at_the_step_deadline(
     serve: Serve, follow: Callable[..., list[Follower]]
 ) -> None:

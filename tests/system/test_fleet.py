@@ -58,7 +58,7 @@ def test_a_fleet_serves_drains_updates_and_outlives_its_controller(
 ) -> None:
     with Client(server.address) as client:
         first = wait_for(client, lambda status: len(ready(status)) == 2, READY_TIMEOUT_S)
-        with Load(client, PROMPTS, PARAMS, num_threads=4) as load:
+        with Load(client, PROMPTS, PARAMS, num_threads=2) as load:
             drained = ready(first)[0].replica_id
             done = run_quire("drain", drained[:-2], "--target", server.address)
             assert done.returncode == 0, done.stderr

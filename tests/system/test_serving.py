@@ -159,6 +159,7 @@ def test_same_seed_gives_the_same_tokens_alone_and_in_a_batch(client: Client) ->
         thread.join()
 
 
+@pytest.mark.slow  # test_exactness.py has four ranks in threads
 def test_four_ranks_generate_the_same_tokens_as_two(
     client: Client, serve: Callable[..., ServerProcess]
 ) -> None:

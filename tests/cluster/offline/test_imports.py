@@ -1,4 +1,4 @@
-"""LLM on one rank needs neither Ray, nor ZeroMQ, nor gRPC."""
+"""LLM on one rank needs neither Ray, nor ZeroMQ, nor gRPC; clients need no torch."""
 
 from __future__ import annotations
 
@@ -6,19 +6,40 @@ import subprocess
 import sys
 from typing import Any
 
-# Imports of these fail as if they were not installed.
+# Reports each attempt to import these, and lets it fail as if they were not installed.
 _PROGRAM = """
 import sys
-sys.modules.update(dict.fromkeys(("ray", "zmq", "grpc")))
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("ray", "zmq", "grpc"):
+            print("imports", name)
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
 from quire import LLM, SamplingParams
 with LLM(sys.argv[1], device="cpu", num_kv_blocks=16) as llm:
     (output,) = llm.generate("The quick brown fox", SamplingParams(temperature=0.0, max_tokens=3))
 print(len(output.outputs[0].token_ids))
 """
+_CLIENT = """
+import sys
+from quire import AsyncClient, Client, SamplingParams, errors
+import quire.cluster.cli
+print(sorted({"torch", "ray", "transformers"} & set(sys.modules)))
+"""
+
+
+def printed_by(program: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", program, *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
 
 
 def test_llm_on_one_rank_runs_without_ray_zmq_and_grpc(make_model: Any) -> None:
-    command = [sys.executable, "-c", _PROGRAM, str(make_model("llama"))]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == ["3"]
+    assert printed_by(_PROGRAM, str(make_model("llama"))) == "3\n"
+
+
+def test_client_and_command_import_no_torch_ray_or_transformers() -> None:
+    assert printed_by(_CLIENT) == "[]\n"

@@ -253,23 +253,6 @@ def test_missing_model_directory_is_refused(tmp_path: Path) -> None:
         LLM(str(tmp_path / "nowhere"))
 
 
-def test_one_rank_imports_no_ray_or_zmq_and_client_no_torch(model_dir: Path) -> None:
-    offline = (
-        "import sys; from quire import LLM, SamplingParams\n"
-        f"llm = LLM({str(model_dir)!r}, device='cpu', num_kv_blocks=8)\n"
-        "print(len(llm.generate('It was', SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids))\n"
-        "assert not {'ray', 'zmq'} & set(sys.modules), sorted(sys.modules)"
-    )
-    client = (
-        "import sys; from quire import AsyncClient, Client, SamplingParams, errors\n"
-        "import quire.cluster.cli\n"
-        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules), sorted(sys.modules)"
-    )
-    for program, output in ((offline, "3\n"), (client, "")):
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-        assert (done.returncode, done.stdout) == (0, output), done.stderr
-
-
 @pytest.mark.cluster
 def test_two_ranks_generate_the_tokens_of_one_and_leave_no_process(model_dir: Path) -> None:
     """In a process of its own, since Ray has one instance per process; closed only by the interpreter's exit."""

@@ -14,8 +14,8 @@ from quire.kernels import workspace
 from quire.worker.graphs import Recording
 from quire.worker.memory.allocation import free_unused_memory
 
-# Prints the bytes of all live tensors before the model, with it, and after it was closed.
-_LIVE = """
+# Prints the bytes of live tensors and the resident bytes before each model, with it, and after it was closed.
+_PROGRAM = """
 import gc, sys, torch
 from quire import LLM, SamplingParams
 
@@ -31,57 +31,42 @@ def live_bytes():
             storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
     return sum(storages.values())
 
-LLM(sys.argv[1], device="cpu", num_kv_blocks=8).close()  # what stays for the next model of the process
-before = live_bytes()
-llm = LLM(sys.argv[1], device="cpu", num_kv_blocks=64)
-llm.generate("The quick brown fox", SamplingParams(temperature=0.0, max_tokens=4))
-held = live_bytes()
-llm.close()
-after = live_bytes()
-llm.close()
-print(before, held, after)
-"""
-
-# Prints the resident bytes before the model, with it, and after it was closed.
-_RESIDENT = """
-import sys
-from quire import LLM
-
-def resident():
+def resident_bytes():
     with open("/proc/self/status") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmRSS"))
 
-LLM(sys.argv[1], device="cpu", num_kv_blocks=8).close()
-before = resident()
-llm = LLM(sys.argv[1], device="cpu", kv_cache_memory=300_000_000)
-llm.generate("The quick brown fox")
-held = resident()
-llm.close()
-print(before, held, resident())
+def measure():
+    print(live_bytes(), resident_bytes())
+
+for model in sys.argv[1:]:
+    LLM(model, device="cpu", num_kv_blocks=8).close()  # what stays for the next model of the process
+    measure()
+    llm = LLM(model, device="cpu", kv_cache_memory=300_000_000)
+    llm.generate("The quick brown fox", SamplingParams(temperature=0.0, max_tokens=4))
+    measure()
+    llm.close()
+    measure()
+    llm.close()
 """
 
 
-def run_program(program: str, model: Path) -> list[int]:
-    """Run a program in a process of its own, whose memory no other test has used; return the numbers it prints."""
-    ran = subprocess.run(
-        [sys.executable, "-c", program, str(model)], capture_output=True, text=True, timeout=120, check=False
-    )
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_closed_llm_returns_its_memory(make_model: Any) -> None:
+    """In a process of its own, whose memory no other test has used."""
+    models = make_model("llama"), make_model("gpt_neox")  # quire's own, and one served through transformers
+    command = [sys.executable, "-c", _PROGRAM, *map(str, models)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
-    return [int(number) for number in ran.stdout.split()]
-
-
-# llama is quire's own model, gpt_neox is served through transformers.
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
-def test_closed_llm_holds_no_tensors(make_model: Any, kind: str) -> None:
-    before, held, after = run_program(_LIVE, make_model(kind))
-    assert held - before > 1_000_000
-    assert after - before < 10_000
-
-
-def test_closed_llm_returns_memory_to_the_system(make_model: Any) -> None:
-    before, held, after = run_program(_RESIDENT, make_model("llama"))
-    assert held - before > 250_000_000
-    assert after - before < 50_000_000
+    numbers = [[int(number) for number in line.split()] for line in ran.stdout.splitlines()]
+    assert len(numbers) == 3 * len(models)
+    for start in range(0, len(numbers), 3):
+        (live, resident), (held_live, held_resident), (after_live, after_resident) = numbers[
+            start : start + 3
+        ]
+        assert held_live - live > 250_000_000
+        assert after_live - live < 10_000
+        assert held_resident - resident > 250_000_000
+        assert after_resident - resident < 50_000_000
 
 
 def test_workspace_is_freed_except_for_recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

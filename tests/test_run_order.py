@@ -1,0 +1,57 @@
+"""Order of the tests: shuffled by a seed, and with the tests of Ray first in a process of pytest-xdist."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import pytest
+from run_order import arrange, scope_of
+
+FILES = [
+    "tests/worker/test_a.py",
+    "tests/system/test_b.py",
+    "tests/proto/test_c.py",
+    "tests/system/test_d.py",
+]
+
+
+@dataclass(frozen=True)
+class Item:
+    nodeid: str
+
+
+def arranged(seed: int | None, is_worker: bool = False) -> list[str]:
+    items = [Item(f"{file}::test_{number}") for file in FILES for number in range(5)]
+    arrange(cast("list[pytest.Item]", items), seed, is_worker=is_worker)
+    return [item.nodeid for item in items]
+
+
+def files_of(nodeids: list[str]) -> list[str]:
+    """Return the file of each run of tests of one file."""
+    files = [nodeid.split("::")[0] for nodeid in nodeids]
+    return [file for place, file in enumerate(files) if place == 0 or files[place - 1] != file]
+
+
+def test_seed_repeats_an_order() -> None:
+    plain = arranged(None)
+    assert arranged(3) == arranged(3)
+    assert len({tuple(arranged(seed)) for seed in range(5)}) == 5
+    assert all(sorted(arranged(seed)) == sorted(plain) and arranged(seed) != plain for seed in range(5))
+
+
+def test_tests_of_a_file_stay_together() -> None:
+    for seed in range(10):
+        assert sorted(files_of(arranged(seed))) == sorted(FILES)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_tests_of_ray_are_first_in_a_worker(seed: int | None) -> None:
+    scopes = [scope_of(nodeid) for nodeid in arranged(seed, is_worker=True)]
+    assert scopes[:10] == ["ray"] * 10
+    assert "ray" not in scopes[10:]
+
+
+def test_scope_is_the_file_or_one_for_all_of_ray() -> None:
+    assert scope_of("tests/worker/test_runner.py::test_x[a::b]") == "tests/worker/test_runner.py"
+    assert scope_of("tests/cluster/ray_runtime/test_compat.py::test_y") == "ray"
