@@ -38,7 +38,10 @@ if TYPE_CHECKING:
     from .cluster.config.deployment import Deployment
     from .cluster.config.engine_options import EngineOptions
     from .cluster.config.scaling_limits import ScalingLimits
+    from .cluster.offline.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from .cluster.offline.engine_arguments import EngineArgs
     from .cluster.offline.llm import LLM
+    from .cluster.offline.prompts import TextPrompt, TokensPrompt
     from .cluster.requests.chat import Chat
     from .cluster.requests.outputs import (
         CompletionDelta,
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
         CompletionOutput,
         Logprob,
         PromptLogprobsDelta,
+        RequestMetrics,
         RequestOutput,
         RequestStarted,
         StreamEvent,
@@ -55,12 +59,17 @@ if TYPE_CHECKING:
     from .proto.sampling import SamplingParams
     from .proto.stream import RankStatus, Timings
 
+_BEAMS = ".cluster.offline.beams"
 _OUTPUTS = ".cluster.requests.outputs"
+_PROMPTS = ".cluster.offline.prompts"
 _STATUS = ".cluster.api.status"
 # exported name |-> module that defines it
 _MODULES = {
     "LLM": ".cluster.offline.llm",
     "AsyncClient": ".cluster.client.async_client",
+    "BeamSearchOutput": _BEAMS,
+    "BeamSearchParams": _BEAMS,
+    "BeamSearchSequence": _BEAMS,
     "BlockMapInfo": _STATUS,
     "Chat": ".cluster.requests.chat",
     "Client": ".cluster.client.client",
@@ -69,6 +78,7 @@ _MODULES = {
     "CompletionOutput": _OUTPUTS,
     "Deployment": ".cluster.config.deployment",
     "DeploymentInfo": _STATUS,
+    "EngineArgs": ".cluster.offline.engine_arguments",
     "EngineOptions": ".cluster.config.engine_options",
     "FleetInfo": _STATUS,
     "KvCacheInfo": _STATUS,
@@ -80,12 +90,15 @@ _MODULES = {
     "QueueInfo": _STATUS,
     "RankStatus": ".proto.stream",
     "ReplicaInfo": _STATUS,
+    "RequestMetrics": _OUTPUTS,
     "RequestOutput": _OUTPUTS,
     "RequestStarted": _OUTPUTS,
     "SamplingParams": ".proto.sampling",
     "ScalingLimits": ".cluster.config.scaling_limits",
     "StreamEvent": _OUTPUTS,
+    "TextPrompt": _PROMPTS,
     "Timings": ".proto.stream",
+    "TokensPrompt": _PROMPTS,
     "TrafficInfo": _STATUS,
     "Usage": _OUTPUTS,
 }
@@ -93,6 +106,9 @@ _MODULES = {
 __all__ = [
     "LLM",
     "AsyncClient",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "BlockMapInfo",
     "Chat",
     "Client",
@@ -101,6 +117,7 @@ __all__ = [
     "CompletionOutput",
     "Deployment",
     "DeploymentInfo",
+    "EngineArgs",
     "EngineOptions",
     "FleetInfo",
     "KvCacheInfo",
@@ -112,12 +129,15 @@ __all__ = [
     "QueueInfo",
     "RankStatus",
     "ReplicaInfo",
+    "RequestMetrics",
     "RequestOutput",
     "RequestStarted",
     "SamplingParams",
     "ScalingLimits",
     "StreamEvent",
+    "TextPrompt",
     "Timings",
+    "TokensPrompt",
     "TrafficInfo",
     "Usage",
     "errors",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 from ...proto.config import EngineConfig
 from ..requests.output_processor import OutputProcessor
 from ..requests.outputs import RequestOutput, RequestStarted, StreamEvent, collect_output
-from ..requests.request import Prompt, Request
+from ..requests.request import Request
 from ..requests.sequence_update import SequenceUpdate
 from ..requests.tokenizer import Tokenizer
 
@@ -17,6 +18,7 @@ class OutputCollector:
     """Collects the output of one request.
 
     Args:
+        prompt: the prompt's text, for the output; None without one.
         model: name of the model, for the output.
 
     Attributes:
@@ -24,8 +26,9 @@ class OutputCollector:
         events: the events so far.
     """
 
-    def __init__(self, prompt: Prompt, request: Request, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, prompt: str | None, request: Request, model: str, tokenizer: Tokenizer) -> None:
         self._prompt = prompt
+        self._arrival_time = time.time()
         self.request = request
         self.processor = OutputProcessor(request, tokenizer, decode_logprobs=True)
         self.events: list[StreamEvent] = [
@@ -41,9 +44,10 @@ class OutputCollector:
         assert self.processor.is_finished, "the request still runs"
         return collect_output(
             self.events,
-            prompt=self._prompt if isinstance(self._prompt, str) else None,
+            prompt=self._prompt,
             prompt_token_ids=self.request.prompt_token_ids.tolist(),
             with_prompt_logprobs=self.request.sampling.prompt_logprobs is not None,
+            arrival_time=self._arrival_time,
         )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from ...proto.codec import field_values
 from ..config.engine_options import EngineOptions
 from ..config.option import (
     check_names,
@@ -16,17 +18,28 @@ from ..config.option import (
     select_options,
 )
 
-# Offline the caller holds all prompts anyway; refusing some gains nothing.
-_DEFAULTS: Mapping[str, Any] = {"max_queue_len": 1 << 30}
+# Offline the caller holds all prompts anyway, so that refusing some gains nothing, and is the operator as well.
+OFFLINE_DEFAULTS: Mapping[str, Any] = {"max_queue_len": 1 << 30, "trust_request_chat_template": True}
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class EngineArgs(EngineOptions):
+    """The engine options of LLM under vLLM's name: ``LLM(**asdict(EngineArgs(model, ...)))``.
+
+    Raises:
+        ConfigError: as LLM does.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        super().__init__(*field_values(read_engine_options(model, options, os.environ)))
 
 
 def takes_engine_options(function: F) -> F:
     """Show the engine options in the signature of a function that takes ``**options``, for help() and editors."""
     signature = inspect.signature(function)
     named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    parameters = [*named, *keyword_parameters(EngineOptions, _DEFAULTS)]
+    parameters = [*named, *keyword_parameters(EngineOptions, OFFLINE_DEFAULTS)]
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function
 
@@ -43,7 +56,7 @@ def read_engine_options(
     """
     check_names(given, "LLM", declared_options(EngineOptions))
     values = {
-        **_DEFAULTS,
+        **OFFLINE_DEFAULTS,
         **read_environment(environment, EngineOptions),
         **select_options(EngineOptions, given),
     }

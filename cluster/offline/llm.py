@@ -11,25 +11,38 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
 
 from ...proto.config import EngineConfig
 from ...proto.errors import InvalidRequest
 from ...proto.sampling import SamplingParams
+from ..config.engine_options import EngineOptions
+from ..config.option import write_table
 from ..config.resolve import Machine, resolve
-from ..requests.chat import Chat
+from ..requests.chat import Chat, Tool
 from ..requests.chat_messages import Message
 from ..requests.outputs import RequestOutput
-from ..requests.request import Prompt, RequestChecker
+from ..requests.request import RequestChecker
 from ..requests.tokenizer import Tokenizer
+from .beams import BeamSearchOutput, BeamSearchParams, beam_search_output
 from .engine import Engine, OutputCollector
 from .engine_arguments import read_engine_options, takes_engine_options
+from .prompts import PromptInput, read_prompts
 
-_SEQUENCES = (Sequence, np.ndarray)
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Options that all calls of LLM share; see `LLM.generate`."""
+
+    use_tqdm: bool
+    lora_request: None
+    priority: int | Sequence[int] | None
+    tenant: str | Sequence[str]
+    cache_salt: str | Sequence[str]
 
 
 class LLM:
@@ -56,56 +69,67 @@ class LLM:
         self.config = self._engine.config
         self._checker = RequestChecker(self.config, self._tokenizer)
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineOptions) -> Self:
+        """Return an LLM with these options, which may be an `EngineArgs`."""
+        return cls(engine_args.model, **write_table(engine_args))
+
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptInput | Sequence[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: int | Sequence[int] = 0,
+        use_tqdm: bool = False,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
         cache_salt: str | Sequence[str] = "",
         add_special_tokens: bool = True,
-        progress: bool = False,
     ) -> list[RequestOutput]:
         """Return the completions of all prompts, in the order of the prompts.
 
         Args:
-            prompts: one prompt or several, each as text, token ids or a Chat.
+            prompts: one prompt or several, each as text, token ids, ``{"prompt": text}``,
+                ``{"prompt_token_ids": ids}`` or a Chat.
             sampling_params: one for all prompts, or one per prompt; None means the defaults.
+            use_tqdm: show a progress bar.
+            lora_request: must be None; quire has no adapters.
             priority: one or one per prompt; higher values are scheduled first if the policy is ``priority``.
             tenant: one or one per prompt; tenants share no cached prefixes, and share the engine evenly if the
                 policy is ``fair``.
-            cache_salt: one or one per prompt; prefix caching shares KV only between equal tenants and salts.
+            cache_salt: one or one per prompt; prefix caching shares KV only between equal tenants and salts. A
+                prompt's own ``cache_salt`` wins.
             add_special_tokens: the tokenizer adds its special tokens to text prompts.
-            progress: show a progress bar.
 
         Raises:
             InvalidRequest: a prompt cannot be served. No request was started.
         """
-        several = _as_list(prompts)
+        if lora_request is not None:
+            raise InvalidRequest("lora_request", "is set, must be None: quire does not support LoRA adapters")
+        several = read_prompts(prompts)
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
         params = _spread("sampling_params", sampling_params, len(several))
-        priorities: Sequence[int] = _spread("priority", priority, len(several))
+        priorities: Sequence[int] = _spread("priority", 0 if priority is None else priority, len(several))
         tenants: Sequence[str] = _spread("tenant", tenant, len(several))
         salts: Sequence[str] = _spread("cache_salt", cache_salt, len(several))
         requests = [
             self._checker.check(
-                prompt,
+                each.prompt,
                 sampling,
                 priority=number,
                 tenant=owner,
-                cache_salt=salt,
+                cache_salt=salt if each.cache_salt is None else each.cache_salt,
                 add_special_tokens=add_special_tokens,
             )
-            for prompt, sampling, number, owner, salt in zip(
+            for each, sampling, number, owner, salt in zip(
                 several, params, priorities, tenants, salts, strict=True
             )
         ]
         collectors = [
-            OutputCollector(prompt, request, self.config.model.name, self._tokenizer)
-            for prompt, request in zip(several, requests, strict=True)
+            OutputCollector(each.text, request, self.config.model.name, self._tokenizer)
+            for each, request in zip(several, requests, strict=True)
         ]
-        with _progress_bar(len(collectors), progress) as advance:
+        with _progress_bar(len(collectors), use_tqdm) as advance:
             self._engine.run(collectors, advance)
         return [collector.output() for collector in collectors]
 
@@ -114,33 +138,67 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        template_options: Mapping[str, Any] | None = None,
-        priority: int | Sequence[int] = 0,
-        tenant: str | Sequence[str] = "",
-        cache_salt: str | Sequence[str] = "",
-        progress: bool = False,
+        tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> list[RequestOutput]:
         """Return the completions of conversations, rendered by the model's chat template.
 
         Args:
             messages: one conversation, a list of ``{"role": "user", "content": "..."}``, or a list of conversations.
+                Content is text or a list of text parts.
+            chat_template: source of a template to use instead of the model's.
+            add_generation_prompt: end the prompt with the beginning of the assistant's message.
             continue_final_message: continue the last message, which must be the assistant's, instead of a new one.
-            template_options: further variables of the template by name.
-
-        The other arguments are those of `generate`.
+            tools: functions that the model may call, in the form of OpenAI's API.
+            chat_template_kwargs: further variables of the template by name, for example ``enable_thinking``.
+            options: use_tqdm, lora_request, priority, tenant and cache_salt of `generate`.
 
         Raises:
             InvalidRequest: a conversation cannot be served, or the model has no template. No request was started.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         chats = [
-            Chat(cast(Sequence[Message], conversation), continue_final_message, template_options or {})
+            Chat(
+                cast(Sequence[Message], conversation),
+                continue_final_message,
+                chat_template_kwargs or {},
+                tools=tools or (),
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+            )
             for conversation in conversations
         ]
-        return self.generate(
-            chats, sampling_params, priority=priority, tenant=tenant, cache_salt=cache_salt, progress=progress
-        )
+        return self.generate(chats, sampling_params, **options)
+
+    def beam_search(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        params: BeamSearchParams,
+        **options: Unpack[GenerateOptions],
+    ) -> list[BeamSearchOutput]:
+        """Return the beams of all prompts, in the order of the prompts.
+
+        Args:
+            prompts: as in `generate`.
+            options: use_tqdm, lora_request, priority, tenant and cache_salt of `generate`.
+
+        Raises:
+            InvalidRequest: a prompt cannot be served. No request was started.
+        """
+        outputs = self.generate(prompts, params.sampling_params(), **options)
+        return [beam_search_output(output, params, self._tokenizer) for output in outputs]
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the model's tokenizer, an object of transformers."""
+        return self._tokenizer.transformers_tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return SamplingParams with the values that the model recommends, and quire's defaults for the others."""
+        return SamplingParams().with_defaults(self.config.model.sampling_defaults)
 
     def close(self) -> None:
         """Ends what was started and frees the model. Safe to call twice."""
@@ -176,19 +234,6 @@ def _make_engine(config: EngineConfig) -> Engine:
     from .cluster_engine import ClusterEngine  # Ray and ZeroMQ, which one rank does without
 
     return ClusterEngine(config)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt or several as a list. Raises InvalidRequest for anything else."""
-    if isinstance(prompts, str | Chat):
-        return [prompts]
-    if isinstance(prompts, _SEQUENCES) and len(prompts) > 0 and isinstance(prompts[0], int | np.integer):
-        return [cast(Sequence[int], prompts)]
-    if not isinstance(prompts, _SEQUENCES) or not all(
-        isinstance(prompt, (str, Chat, *_SEQUENCES)) for prompt in prompts
-    ):
-        raise InvalidRequest("prompts", "must be text, token ids or a Chat, or a list of such")
-    return list(cast(Sequence[Prompt], prompts))
 
 
 def _spread(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:

@@ -136,6 +136,39 @@ class CompletionOutput:
     timings: Timings = field(default_factory=Timings, compare=False)
     message: AssistantMessage | None = field(default=None, compare=False)
 
+    def finished(self) -> bool:
+        """Return True: outputs are returned when all completions have ended."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of a request, named as in vLLM, in seconds since 1970.
+
+    Attributes:
+        arrival_time: when the request was made.
+        scheduled_ts: when its prompt was first computed.
+        first_token_ts: when the first token of any completion was sampled.
+        last_token_ts: when the last token of the last completion was sampled.
+        num_generation_tokens: tokens of all completions.
+    """
+
+    arrival_time: float
+    scheduled_ts: float
+    first_token_ts: float
+    last_token_ts: float
+    num_generation_tokens: int
+
+    @property
+    def queued_ts(self) -> float:
+        """When the request entered the queue, which is its arrival."""
+        return self.arrival_time
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from arrival to the first token."""
+        return self.first_token_ts - self.arrival_time
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
@@ -149,6 +182,7 @@ class RequestOutput:
         outputs: by index; ranked from best to worst with `best_of` and beam search.
         prompt_logprobs: for each token of the prompt, token id |-> Logprob of that token and of the most likely ones;
             None for the first token, and None as a whole unless requested.
+        arrival_time: seconds since 1970 when the request was made; None in outputs of Client and AsyncClient.
     """
 
     request_id: str
@@ -157,6 +191,33 @@ class RequestOutput:
     prompt_token_ids: list[int] | None
     outputs: list[CompletionOutput]
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    arrival_time: float | None = field(default=None, compare=False)
+
+    @property
+    def finished(self) -> bool:
+        """True: outputs are returned when all completions have ended."""
+        return True
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV was found in the prefix cache."""
+        return self.usage.cached_tokens
+
+    @property
+    def metrics(self) -> RequestMetrics | None:
+        """Times of the request; None without `arrival_time`."""
+        if self.arrival_time is None:
+            return None
+        timings = [output.timings for output in self.outputs]
+        times = [(each.queued_s, each.prefill_s, each.decode_s) for each in timings]
+        queued_s = min(queued for queued, _, _ in times)
+        return RequestMetrics(
+            self.arrival_time,
+            self.arrival_time + queued_s,
+            self.arrival_time + min(queued + prefill for queued, prefill, _ in times),
+            self.arrival_time + max(map(sum, times)),
+            self.usage.completion_tokens,
+        )
 
     @property
     def usage(self) -> Usage:
@@ -204,11 +265,12 @@ def collect_output(
     prompt: str | None,
     prompt_token_ids: list[int] | None,
     with_prompt_logprobs: bool,
+    arrival_time: float | None = None,
 ) -> RequestOutput:
     """Return the output that all events of a request's stream add up to.
 
     Args:
-        prompt, prompt_token_ids: fields of the RequestOutput, which the events do not contain.
+        prompt, prompt_token_ids, arrival_time: fields of the RequestOutput, which the events do not contain.
         with_prompt_logprobs: whether the request asked for `prompt_logprobs`.
     """
     deltas: dict[int, list[CompletionDelta]] = defaultdict(list)
@@ -232,6 +294,7 @@ def collect_output(
         prompt_token_ids=prompt_token_ids,
         outputs=[_completion(deltas[index], finished[index]) for index in sorted(finished)],
         prompt_logprobs=of_prompt if with_prompt_logprobs else None,
+        arrival_time=arrival_time,
     )
 
 

@@ -34,6 +34,11 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
 
+    @property
+    def transformers_tokenizer(self) -> Any:
+        """The tokenizer as transformers loaded it."""
+        return self._loaded
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text, by default with the special tokens that the model's tokenizer adds."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids

@@ -31,7 +31,7 @@ from quire.cluster.config.scaling_limits import ScalingLimits
 from quire.cluster.config.server_options import ServerOptions
 from quire.cluster.config.value_kinds import FLAG, INTEGER, NUM_BYTES, NUMBER, PATH
 from quire.cluster.fleet.spot import NOTICES
-from quire.cluster.offline.engine_arguments import read_engine_options
+from quire.cluster.offline.engine_arguments import OFFLINE_DEFAULTS, read_engine_options
 from quire.proto.errors import ConfigError
 from quire.scheduler.core.policy import ADMISSION_KEYS
 from quire.worker.weights.quantization import ONLINE_METHODS
@@ -159,7 +159,7 @@ def test_llm_takes_each_engine_option(owner: type, option: Option) -> None:
     assert getattr(read_engine_options("demo", {}, {option.variable: text}), option.name) == value
     parameter = inspect.signature(LLM).parameters[option.name]
     assert parameter.annotation == option.annotation
-    assert parameter.default == option.default or option.name == "max_queue_len"
+    assert parameter.default == OFFLINE_DEFAULTS.get(option.name, option.default)
 
 
 @pytest.mark.parametrize(("owner", "option"), OPTIONS)

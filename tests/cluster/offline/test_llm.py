@@ -87,7 +87,7 @@ def test_prompts_may_be_text_ids_or_arrays(llm: LLM) -> None:
     ("prompts", "params", "field"),
     [
         (5, None, "prompts"),
-        ([5.5], None, "prompts"),
+        ([5.5], None, "prompts[0]"),
         ("", None, "prompt"),
         (["fine", [10**6]], None, "prompt[0]"),
         (["one", "two"], [GREEDY], "sampling_params"),

@@ -1,0 +1,97 @@
+"""The forms in which LLM takes prompts: text, token ids, a Chat, and vLLM's dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NotRequired, TypedDict, cast
+
+import numpy as np
+
+from ...proto import coerce
+from ...proto.errors import InvalidRequest, InvalidType
+from ..requests.chat import Chat
+from ..requests.request import Prompt
+
+_SEQUENCES = (Sequence, np.ndarray)
+
+
+class TextPrompt(TypedDict):
+    """A text with options of its own, as in vLLM."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """Token ids with options of their own, as in vLLM; `prompt` is their text for the output."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str | None]
+    cache_salt: NotRequired[str]
+
+
+PromptInput = Prompt | TextPrompt | TokensPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """A prompt in one form.
+
+    Attributes:
+        text: the text in the output; None without one.
+        cache_salt: None if the prompt names none.
+    """
+
+    prompt: Prompt
+    text: str | None
+    cache_salt: str | None = None
+
+
+def read_prompts(prompts: Any) -> list[ReadPrompt]:
+    """Return one PromptInput or a sequence of them.
+
+    Raises:
+        InvalidRequest: a prompt has another form.
+    """
+    if _is_token_ids(prompts) or isinstance(prompts, str | Chat | Mapping):
+        return [_read_prompt("prompts", prompts)]
+    if not isinstance(prompts, _SEQUENCES):
+        kind = type(prompts).__name__
+        raise InvalidType(
+            "prompts", f"is of type {kind}, must be text, token ids, a dict, a Chat or a list of such"
+        )
+    return [_read_prompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
+
+
+def _read_prompt(field: str, prompt: Any) -> ReadPrompt:
+    if isinstance(prompt, Mapping):
+        return _read_mapping(field, prompt)
+    if isinstance(prompt, str):
+        return ReadPrompt(prompt, prompt)
+    if isinstance(prompt, (Chat, *_SEQUENCES)) and not isinstance(prompt, bytes):
+        return ReadPrompt(cast(Prompt, prompt), None)
+    kind = type(prompt).__name__
+    raise InvalidType(field, f"is of type {kind}, must be text, token ids, a dict or a Chat")
+
+
+def _read_mapping(field: str, prompt: Mapping[str, Any]) -> ReadPrompt:
+    known = {"prompt", "prompt_token_ids", "cache_salt"}
+    unknown = sorted(str(name) for name, value in prompt.items() if name not in known and value is not None)
+    if unknown:
+        raise InvalidRequest(
+            field, f"has {', '.join(unknown)}, must have prompt or prompt_token_ids, and cache_salt"
+        )
+    text, token_ids, salt = (prompt.get(name) for name in ("prompt", "prompt_token_ids", "cache_salt"))
+    for name, value in (("prompt", text), ("cache_salt", salt)):
+        if value is not None and not isinstance(value, str):
+            raise InvalidType(f"{field}.{name}", f"is of type {type(value).__name__}, must be text")
+    if token_ids is not None:
+        return ReadPrompt(coerce.token_ids(f"{field}.prompt_token_ids", token_ids), text, salt)
+    if text is None:
+        raise InvalidRequest(field, "has neither prompt nor prompt_token_ids, must have one of them")
+    return ReadPrompt(text, text, salt)
+
+
+def _is_token_ids(prompts: object) -> bool:
+    return isinstance(prompts, _SEQUENCES) and len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
