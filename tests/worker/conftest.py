@@ -214,7 +214,12 @@ class Engine:
         self.on_all(lambda runner: runner.allocate_cache(num_blocks), self.runners)
 
     def on_all(self, function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:
-        """Call the function with each rank's argument concurrently; raise the first error and abort the others."""
+        """Call the function with each rank's argument concurrently; raise the first error and abort the others.
+
+        One rank is called on this thread.
+        """
+        if len(arguments) == 1:
+            return [function(arguments[0])]
         errors: list[BaseException] = []
 
         def call(argument: Any) -> Any:

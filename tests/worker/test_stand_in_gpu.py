@@ -1,0 +1,153 @@
+"""The whole worker on a stand-in GPU, which separates host and device memory and knows streams and recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton_device
+from fakes import small_config
+from stand_in_gpu import GARBAGE, DeviceTensor, HostWaitError, StandInGpu, Stream, StreamError, installed
+
+from quire.kernels import decode_splits
+from quire.proto.step import RowLogitsProcessors, RowSampling
+from quire.worker import graphs
+from quire.worker.memory.cache_engine import CacheEngine
+from quire.worker.memory.host_to_device import to_device
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+assert triton_device
+
+GREEDY = RowSampling(temperature=0.0)
+SAMPLED = RowSampling(temperature=0.8, seed=1)
+KEPT = RowSampling(temperature=1.1, seed=2, top_k=20, top_p=0.9)
+PROCESSED = RowSampling(
+    seed=3, logits_processors=RowLogitsProcessors(2, 1.5, 0.5, 0.25, ((7, 2.0),), ((9,), (8, 9, 10)))
+)
+REPORTED = RowSampling(temperature=0.0, logprobs=2)
+PROMPTS = [[5, 17, 99, 3, 42, 7, 11], [8], list(range(30, 42)), [8, 9], [3, 200, 9]]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGpu]:
+    with installed(monkeypatch) as gpu:
+        yield gpu
+
+
+def test_op_on_host_and_device_tensor_fails(gpu: StandInGpu) -> None:
+    on_device = torch.zeros(3, device="cuda")
+    assert isinstance(on_device, DeviceTensor)
+    assert on_device.is_cuda
+    with pytest.raises(AssertionError, match="mixes a tensor on the host"):
+        on_device + torch.ones(3)
+
+
+def test_copies_of_pinned_memory_do_not_wait(gpu: StandInGpu) -> None:
+    values = to_device([1, 2, 3], torch.device("cuda", 0), torch.int32)
+    assert not gpu.num_syncs
+    host = torch.empty(3, dtype=torch.int32, pin_memory=True)
+    host.copy_(values + 1, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    assert host.tolist() == [GARBAGE] * 3
+    done.synchronize()
+    assert host.tolist() == [2, 3, 4]
+    assert dict(gpu.num_syncs) == {"event.synchronize": 1}
+    torch.zeros(2, device="cuda").copy_(torch.ones(2))
+    assert gpu.num_syncs["to_device"] == 1
+
+
+def test_stream_that_does_not_wait_fails(gpu: StandInGpu) -> None:
+    x = torch.zeros(3, device="cuda") + 1
+    other: Any = Stream()
+    with torch.cuda.stream(other), pytest.raises(StreamError, match="is read before"):
+        x + 1
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        y = x + 1
+    with pytest.raises(StreamError, match="is written while"):
+        x.zero_()
+    torch.cuda.current_stream().wait_stream(other)
+    assert y.cpu().tolist() == [2.0, 2.0, 2.0]
+
+
+def test_recording_runs_nothing_and_must_not_wait(gpu: StandInGpu) -> None:
+    x, total = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
+    graph: Any = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 2
+        total.add_(y)
+        with pytest.raises(HostWaitError, match="waits for the device while a graph"):
+            x.sum().item()
+    assert total.cpu().tolist() == [0.0] * 3
+    assert y.cpu().tolist() == [GARBAGE] * 3
+    x.fill_(3.0)
+    graph.replay()
+    assert total.cpu().tolist() == [6.0] * 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"cuda_graphs": False}, marks=pytest.mark.slow),
+        pytest.param({"kv_dtype": "int8"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_worker_gives_tokens_of_cpu(
+    make_model: Any, make_engine: Any, planned: Any, monkeypatch: pytest.MonkeyPatch, settings: Any
+) -> None:
+    """Load, profile, allocate, prefill, decode with graphs, sample, and close."""
+    folder = make_model("llama", num_hidden_layers=1, num_key_value_heads=2)
+    monkeypatch.setattr(graphs, "CAPTURE_INTERVAL", 1)
+    monkeypatch.setattr(decode_splits, "NUM_EXTRA_ITEMS", 4)
+
+    def generate(**more: Any) -> list[list[int]]:
+        samplings = (GREEDY, SAMPLED, KEPT, PROCESSED, REPORTED)
+        sequences = [planned(list(prompt), 4, each) for prompt, each in zip(PROMPTS, samplings, strict=True)]
+        engine = make_engine(folder, **{**settings, **more})
+        engine.generate(sequences, chunk_len=8)
+        engine.close()
+        return [sequence.generated for sequence in sequences]
+
+    expected = generate()
+    with installed(monkeypatch) as gpu:
+        assert generate(device="cuda") == expected
+        assert (gpu.num_replays > 0) == settings.get("cuda_graphs", True)
+        assert gpu.allocated == 0
+
+
+def make_cache(num_host_blocks: int = 4) -> CacheEngine:
+    """Return a cache of 6 blocks on the device, block i filled with i."""
+    config = small_config(num_host_blocks=num_host_blocks)
+    cache = CacheEngine(config, 6, num_host_blocks, torch.float32, torch.device("cuda", 0))
+    for layer in cache.layers:
+        for block in range(6):
+            layer.blocks[block].fill_(block)
+    return cache
+
+
+def test_swapped_blocks_come_back(gpu: StandInGpu) -> None:
+    """Blocks 1 and 2 go to host memory and come back as 3 and 4; the host waits for neither."""
+    cache = make_cache()
+    cache.swap_out(torch.tensor([[1, 1], [2, 2]]))
+    cache.swap_in(torch.tensor([[1, 3], [2, 4]]))
+    cache.wait_for_swaps()
+    assert not gpu.num_syncs
+    torch.cuda.synchronize()
+    held = [float(cache.layers[-1].blocks[block].mean().item()) for block in range(6)]
+    assert held == [0.0, 1.0, 2.0, 1.0, 2.0, 5.0]
+    assert cache.measure_swap_rate() > 0
+
+
+def test_write_that_does_not_wait_for_a_swap_fails(gpu: StandInGpu) -> None:
+    cache = make_cache()
+    cache.swap_out(torch.tensor([[1, 1]]))
+    with pytest.raises(StreamError, match="is written while"):
+        cache.layers[0].blocks[1].zero_()
+    cache.wait_for_swaps()
+    cache.layers[0].blocks[1].zero_()
+    del cache  # the traceback above keeps this frame
