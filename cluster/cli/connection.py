@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,8 @@ from ..config.server_options import ServerOptions
 if TYPE_CHECKING:
     from ..client.client import Client
 
+# Variable with the PEM file of the client's own certificate and key, for servers that ask for one.
+CLIENT_CERT = "QUIRE_CLIENT_CERT"
 DEFAULT_TARGET = ServerOptions().listen
 
 Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the server.")]
@@ -29,4 +32,4 @@ def connect(target: str, token_file: Path | None, tls_ca: Path | None) -> Client
     from ..client.client import Client
 
     token = None if token_file is None else load_client_token(token_file)
-    return Client(target, token=token, tls_ca=tls_ca)
+    return Client(target, token=token, tls_ca=tls_ca, tls_cert=os.environ.get(CLIENT_CERT))

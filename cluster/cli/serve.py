@@ -50,6 +50,8 @@ def serve(
     Example: `quire serve demo --tensor-parallel-size 2 --listen 127.0.0.1:0`
     """
     environment = read_environment(os.environ, EngineOptions, ClusterOptions, ServerOptions)
+    if key := os.environ.get("VLLM_API_KEY"):
+        environment.setdefault("api_key", key)
     server_options = ServerOptions(**select_options(ServerOptions, environment | server))
     if address is not None:
         from ..serve.fleet import serve_fleet

@@ -23,7 +23,7 @@ from .calls import (
     Calls,
     ChatOptions,
     RequestOptions,
-    load_tls_ca,
+    load_tls,
     split_chat,
 )
 
@@ -39,13 +39,14 @@ class AsyncClient:
         *,
         token: str | None = None,
         tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         self.target = target
         if tls_ca is None:
             self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
         else:
-            self._channel = grpc.aio.secure_channel(target, load_tls_ca(tls_ca), CHANNEL_OPTIONS)
+            self._channel = grpc.aio.secure_channel(target, load_tls(tls_ca, tls_cert), CHANNEL_OPTIONS)
         self._calls = Calls(self._channel, target, token, timeout_s)
 
     async def generate(

@@ -223,12 +223,18 @@ def split_chat(messages: Sequence[Message], options: ChatOptions) -> tuple[Chat,
     return Chat(messages, **of_chat), rest
 
 
-def load_tls_ca(path: str | Path) -> grpc.ChannelCredentials:
-    """Raises ConfigError if the file cannot be read."""
+def load_tls(ca: str | Path, cert: str | Path | None) -> grpc.ChannelCredentials:
+    """Raises ConfigError if a file cannot be read."""
+    authority = _read(ca, "TLS authority")
+    pair = None if cert is None else _read(cert, "client certificate")
+    return grpc.ssl_channel_credentials(authority, private_key=pair, certificate_chain=pair)
+
+
+def _read(path: str | Path, description: str) -> bytes:
     try:
-        return grpc.ssl_channel_credentials(Path(path).read_bytes())
+        return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"TLS authority {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{description} {path} cannot be read: {error.strerror}") from error
 
 
 def _used_token_ids(prompt: Prompt, sampling_params: SamplingParams | None) -> list[int] | None:

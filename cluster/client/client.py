@@ -22,7 +22,7 @@ from .calls import (
     Calls,
     ChatOptions,
     RequestOptions,
-    load_tls_ca,
+    load_tls,
     split_chat,
 )
 
@@ -36,6 +36,7 @@ class Client:
         target: the server's ``HOST:PORT``.
         token: bearer token, if the server requires one.
         tls_ca: PEM file of the authority that signed the server's certificate; None connects without TLS.
+        tls_cert: PEM file of the client's own certificate and its key, if the server asks for one.
         timeout_s: default deadline of a call; None means no deadline.
 
     Raises:
@@ -48,13 +49,14 @@ class Client:
         *,
         token: str | None = None,
         tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         self.target = target
         if tls_ca is None:
             self._channel = grpc.insecure_channel(target, CHANNEL_OPTIONS)
         else:
-            self._channel = grpc.secure_channel(target, load_tls_ca(tls_ca), CHANNEL_OPTIONS)
+            self._channel = grpc.secure_channel(target, load_tls(tls_ca, tls_cert), CHANNEL_OPTIONS)
         self._calls = Calls(self._channel, target, token, timeout_s)
 
     def generate(

@@ -49,6 +49,13 @@ def positive_amounts(name: str, value: Sequence[tuple[str, float]]) -> str | Non
     return None
 
 
+def bearer_token(name: str, value: str) -> str | None:
+    """Check a secret, without showing it."""
+    if value and value.isascii() and value.isprintable() and " " not in value:
+        return None
+    return f"{name} is not usable as a token, must be printable ASCII text without spaces"
+
+
 positive = Range(lambda value: value > 0, "above 0")
 positive_finite = Range(lambda value: 0 < value < math.inf, "above 0 and finite")
 not_negative_finite = Range(lambda value: 0 <= value < math.inf, "at least 0 and finite")

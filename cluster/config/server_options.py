@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from .checks import bearer_token
 from .option import option, validate_options
 
 _SERVER = "Server"
@@ -32,9 +33,26 @@ class ServerOptions:
         group=_SERVER,
     )
     tls_cert: Path | None = option(
-        None, help="PEM file of the server's certificate chain.", metavar="FILE", group=_SERVER
+        None,
+        help="PEM file of the server's certificate chain. It is read again when it changes.",
+        metavar="FILE",
+        group=_SERVER,
     )
     tls_key: Path | None = option(None, help="PEM file of its private key.", metavar="FILE", group=_SERVER)
+    tls_client_ca: Path | None = option(
+        None,
+        help="PEM file of the authorities one of which must have signed a client's certificate.",
+        metavar="FILE",
+        group=_SERVER,
+    )
+    api_key: str | None = option(
+        None,
+        help="A bearer token of users, in addition to those of --token-file. Other users of the machine can read a "
+        "command line, so prefer the variable, which may also be VLLM_API_KEY.",
+        metavar="TOKEN",
+        check=bearer_token,
+        group=_SERVER,
+    )
     token_file: Path | None = option(
         None,
         help="File of the bearer tokens that callers must have one of, as lines of quire token. It is read again "

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from quire import LLM
 from quire.cluster import cli
 from quire.cluster.cli.deployments import read_deployments
-from quire.cluster.config.checks import OneOf
+from quire.cluster.config.checks import OneOf, bearer_token
 from quire.cluster.config.cluster_options import ClusterOptions
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.config.engine_options import EngineOptions
@@ -29,7 +29,7 @@ from quire.cluster.config.option import (
 )
 from quire.cluster.config.scaling_limits import ScalingLimits
 from quire.cluster.config.server_options import ServerOptions
-from quire.cluster.config.value_kinds import FLAG, INTEGER, NUM_BYTES, NUMBER, PATH
+from quire.cluster.config.value_kinds import FLAG, INTEGER, NUM_BYTES, NUMBER, PATH, TEXT
 from quire.cluster.fleet.spot import NOTICES
 from quire.cluster.offline.engine_arguments import OFFLINE_DEFAULTS, read_engine_options
 from quire.proto.errors import ConfigError
@@ -64,6 +64,8 @@ def sample(option: Option) -> tuple[Any, str]:
         return number, str(number)
     if option.kind is NUM_BYTES:
         return 3 << 20, "3MiB"
+    if option.check is bearer_token:
+        return "secret", "secret"
     return (Path("/some/text"), "/some/text") if option.kind is PATH else ("some text", "some text")
 
 
@@ -174,10 +176,12 @@ def test_declaration_is_complete(owner: type, option: Option) -> None:
         assert option.check is not None
         assert option.unit
     if option.check is not None:
-        assert option.problem("x" if isinstance(option.check, OneOf) else _below(option)) is not None
+        assert option.problem(_not_allowed(option)) is not None
 
 
-def _below(option: Option) -> Any:
+def _not_allowed(option: Option) -> Any:
+    if option.kind is TEXT:
+        return "x y"
     return (("", 1.0),) if option.kind.is_repeated else -2
 
 

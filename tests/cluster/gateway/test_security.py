@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.cluster.api.tokens import Token, TokenSet
+from quire.cluster.api.tokens import USER_ONLY, Role, Token, TokenSet, new_token
 from quire.cluster.config.server_options import ServerOptions
 from quire.cluster.gateway.listen_address import ListenAddress
 from quire.cluster.gateway.security import Security
+from quire.cluster.gateway.tls import Certificate
 from quire.cluster.host.watched_file import constant
 from quire.proto.errors import ConfigError
 
@@ -43,7 +44,7 @@ def test_unknown_host_is_refused() -> None:
     [
         (Security(), "TLS and a token file"),
         (Security(tokens=constant(TokenSet([Token.of("secret")]))), "but TLS is missing"),
-        (Security(certificate=(b"chain", b"key")), "but a token file is missing"),
+        (Security(certificate=constant(Certificate(b"chain", b"key"))), "but a token file is missing"),
     ],
 )
 def test_public_address_requires_tls_and_tokens(security: Security, missing: str) -> None:
@@ -54,13 +55,39 @@ def test_public_address_requires_tls_and_tokens(security: Security, missing: str
     security.check_listen(ListenAddress.parse("127.0.0.1:1"), insecure=False)
 
 
-def test_public_address_with_tls_and_tokens_is_allowed() -> None:
-    security = Security(certificate=(b"chain", b"key"), tokens=constant(TokenSet([Token.of("secret")])))
-    security.check_listen(ListenAddress.parse("0.0.0.0:1"), insecure=False)
+def test_public_address_with_tls_and_tokens_or_client_certificates_is_allowed() -> None:
+    plain, for_certified = Certificate(b"chain", b"key"), Certificate(b"chain", b"key", b"authority")
+    tokens = constant(TokenSet([Token.of("secret")]))
+    for security in (
+        Security(certificate=constant(plain), tokens=tokens),
+        Security(certificate=constant(for_certified)),
+    ):
+        security.check_listen(ListenAddress.parse("0.0.0.0:1"), insecure=False)
 
 
 def test_certificate_requires_its_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="given together"):
         Security.load(ServerOptions(tls_cert=tmp_path / "cert.pem"))
+    with pytest.raises(ConfigError, match="need a TLS certificate"):
+        Security.load(ServerOptions(tls_client_ca=tmp_path / "ca.pem"))
     with pytest.raises(ConfigError, match=r"TLS certificate .*cert.pem cannot be read"):
         Security.load(ServerOptions(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem"))
+
+
+def test_api_key_is_a_user_s_token(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    text, token = new_token("gold", frozenset({Role.OPERATOR}))
+    file.write_text(token.line())
+    alone = Security.load(ServerOptions(api_key="secret")).tokens()
+    assert [token.roles for token in alone] == [USER_ONLY]
+    both = Security.load(ServerOptions(api_key="secret", token_file=file)).tokens()
+    for tokens in (alone, both):
+        assert tokens.find(b"secret") is not None
+    assert both.find(text.encode()) == token
+    assert alone.find(text.encode()) is None
+
+
+@pytest.mark.parametrize("key", ["", "two words", "s\u00e9cret", "line\n"])
+def test_unusable_api_key_is_refused_without_being_shown(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"^api_key is not usable as a token, must be printable ASCII text"):
+        ServerOptions(api_key=key)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,10 +13,8 @@ from serving import PROMPT, ServerFactory, run
 from quire.cluster.api.tokens import Token, TokenSet
 from quire.cluster.client.async_client import AsyncClient
 from quire.cluster.client.client import Client
-from quire.cluster.config.server_options import ServerOptions
 from quire.cluster.gateway.security import Security
 from quire.cluster.gateway.server import Gateway
-from quire.cluster.gateway.services import GatewayServices
 from quire.cluster.host.watched_file import constant
 from quire.proto.errors import (
     ConfigError,
@@ -47,28 +42,6 @@ def test_every_call_but_health_needs_a_token(serve: ServerFactory) -> None:
                             await call
                     with pytest.raises(Unauthenticated):
                         await anext(client.generate_stream(PROMPT))
-
-    run(scenario())
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
-def test_calls_work_over_tls(serve: ServerFactory, tmp_path: Path) -> None:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=localhost"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command.split() + names, check=True, capture_output=True, timeout=30)
-
-    async def scenario() -> None:
-        async with serve(security=Security.load(ServerOptions(tls_cert=certificate, tls_key=key))) as server:
-            async with AsyncClient(server.target, tls_ca=certificate) as client:
-                assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
-            async with AsyncClient(server.target) as client:
-                with pytest.raises(ReplicaUnavailable):
-                    await client.generate(PROMPT, GREEDY)
-            broken = Security(certificate=(b"no certificate", b"no key"))
-            gateway = Gateway(GatewayServices.compose(server.models, security=broken))
-            with pytest.raises(ConfigError, match="or the TLS certificate or key is not valid"):
-                await gateway.start()
 
     run(scenario())
 
