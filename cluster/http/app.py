@@ -5,10 +5,19 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from ..gateway.services import GatewayServices
-from .endpoints import health, metrics, models
+from .endpoints import chat_completions, completions, health, metrics, models, tokenization
 from .errors import install_error_handlers
 from .middleware import AuthenticateCalls, LimitBody
 from .version import server_version
+
+FAMILIES = (
+    completions,
+    chat_completions,
+    tokenization,
+    models,
+    health,
+    metrics,
+)
 
 
 def create_app(services: GatewayServices) -> FastAPI:
@@ -17,8 +26,8 @@ def create_app(services: GatewayServices) -> FastAPI:
         title="quire", version=server_version(), redoc_url=None, separate_input_output_schemas=False
     )
     install_error_handlers(app)
-    for router in (health.router(services), metrics.router(services), models.router(services)):
-        app.include_router(router)
+    for family in FAMILIES:
+        app.include_router(family.router(services))
     app.add_middleware(LimitBody)
     app.add_middleware(AuthenticateCalls, authenticator=services.authenticator)
     return app

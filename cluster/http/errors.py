@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ...proto.errors import InvalidRequest, QuireError
+from .disconnect import ClientLeft
 from .validation import describe_validation_error
 
 # Endpoints below this path speak Anthropic's protocol.
@@ -33,6 +34,8 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+_CLIENT_CLOSED_REQUEST = 499
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +56,11 @@ def openai_error(error: QuireError) -> bytes:
     """Return the body of an error in OpenAI's form."""
     param = field_name(error.field) if isinstance(error, InvalidRequest) else None
     return openai_body(error.http_status, message_of(error), code=error.reason.lower(), param=param)
+
+
+def openai_error_event(error: QuireError) -> bytes:
+    """Return the last events of a stream that failed."""
+    return b"data: " + openai_error(error) + b"\n\ndata: [DONE]\n\n"
 
 
 def anthropic_error(error: QuireError) -> bytes:
@@ -95,6 +103,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(QuireError, _on_quire_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientLeft, _on_client_left)
     app.add_exception_handler(Exception, _on_unexpected_error)
 
 
@@ -111,6 +120,10 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return http_error_response(request.method, request.url.path, error)
+
+
+async def _on_client_left(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)  # is not sent: nobody is there
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:

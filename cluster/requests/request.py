@@ -145,11 +145,25 @@ class RequestChecker:
             new_parser=new_parser,
         )
 
+    def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a prompt, which may be empty or longer than the context.
+
+        Raises:
+            InvalidRequest: the text or the conversation is invalid.
+        """
+        if isinstance(prompt, Chat):
+            return self._chat_encoder.encode(prompt).token_ids
+        if isinstance(prompt, str):
+            check_text("prompt", prompt)
+            return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if prompt else []
+        self.check_token_ids("prompt", prompt)
+        return list(prompt)
+
     def _resolve_sampling(self, sampling: SamplingParams, max_new_tokens: int) -> SamplingParams:
         """Return the parameters with a value for each; checks those that depend on the model."""
-        self._check_vocabulary("sampling.stop_token_ids", sampling.stop_token_ids)
-        self._check_vocabulary("sampling.logit_bias", [token_id for token_id, _ in sampling.bias_pairs])
-        self._check_vocabulary("sampling.allowed_token_ids", sampling.allowed_token_ids or ())
+        self.check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids)
+        self.check_token_ids("sampling.logit_bias", [token_id for token_id, _ in sampling.bias_pairs])
+        self.check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids or ())
         self._check_beams(sampling.beam_width)
         return replace(
             sampling.with_defaults(self._config.model.sampling_defaults),
@@ -183,24 +197,18 @@ class RequestChecker:
                 check_text(where, word)
                 found += self._tokenizer.word_token_ids(word)
             else:
-                self._check_vocabulary(where, word)
+                self.check_token_ids(where, word)
                 found.append(word)
         return tuple(dict.fromkeys(found))
 
     def _tokenize(self, prompt: str | Sequence[int], add_special_tokens: bool) -> IntArray:
-        token_ids: Sequence[int] = ()
-        if isinstance(prompt, str):
-            check_text("prompt", prompt)
-            if prompt:
-                token_ids = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        else:
-            token_ids = prompt
-            self._check_vocabulary("prompt", token_ids)
+        token_ids = self.token_ids(prompt, add_special_tokens=add_special_tokens)
         if len(token_ids) == 0:
             raise InvalidRequest("prompt", "is empty, must have at least one token")
         return np.asarray(token_ids, dtype=np.int32)
 
-    def _check_vocabulary(self, field: str, token_ids: Sequence[int]) -> None:
+    def check_token_ids(self, field: str, token_ids: Sequence[int]) -> None:
+        """Raises InvalidRequest, which names the position, for an id that is not in the vocabulary."""
         vocab_size = self._config.model.vocab_size
         for position, token_id in enumerate(token_ids):
             # Accepts numpy's integers, refuses floats. A bool passes, since it is an int in Python.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from quire.cluster.offline.in_process import InProcessGroup, load_in_process
 from quire.proto.config import EngineConfig
-from quire.proto.step import StepPlan
+from quire.proto.step import StepPlan, StepResult
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.service.loop import StepLoop
 from quire.scheduler.service.zmq_mailbox import ZmqMailbox
@@ -56,6 +59,29 @@ class Brake:
         group.broadcast = held_broadcast  # type: ignore[method-assign]
 
 
+class Script:
+    """Replaces the tokens that the ranks sample, for outputs of a known text. For one running sequence."""
+
+    def __init__(self) -> None:
+        self._token_ids: deque[int] = deque()
+
+    def write(self, token_ids: Iterable[int]) -> None:
+        """Let the next tokens be these, with the end of sequence after them."""
+        self._token_ids.extend([*token_ids, 0])
+
+    def install(self, group: InProcessGroup) -> None:
+        gather = group.gather
+
+        def scripted_gather(timeout_s: float) -> StepResult:
+            result = gather(timeout_s)
+            if self._token_ids and len(result.token_ids) == 1:
+                written = np.array([self._token_ids.popleft()], dtype=result.token_ids.dtype)
+                return replace(result, token_ids=written)
+            return result
+
+        group.gather = scripted_gather  # type: ignore[method-assign]
+
+
 @dataclass
 class LocalReplica:
     """A replica whose step loop runs on a thread of the test."""
@@ -64,6 +90,7 @@ class LocalReplica:
     address: str
     scheduler: Scheduler
     brake: Brake
+    script: Script
     stop: Callable[[], None]
 
 
@@ -72,6 +99,8 @@ def local_replica(config: EngineConfig, replica_id: str = "replica-0") -> Iterat
     config, group = load_in_process(config)
     brake = Brake()
     brake.install(group)
+    script = Script()
+    script.install(group)
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         mailbox = ZmqMailbox(f"ipc://{folder}/replica")
         scheduler = Scheduler(config)
@@ -86,7 +115,7 @@ def local_replica(config: EngineConfig, replica_id: str = "replica-0") -> Iterat
             assert not thread.is_alive(), f"the step loop did not end in {DEADLINE_S:g} s"
 
         try:
-            yield LocalReplica(config, mailbox.endpoint, scheduler, brake, stop)
+            yield LocalReplica(config, mailbox.endpoint, scheduler, brake, script, stop)
         finally:
             stop()
             mailbox.close()

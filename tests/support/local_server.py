@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from local_replica import DEADLINE_S, Brake, local_replica
+from local_replica import DEADLINE_S, Brake, Script, local_replica
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.resolve import Machine, resolve
@@ -37,6 +37,7 @@ class Server:
         http: None unless it was asked for.
         replica: the gateway's client of the replica.
         brake: holds the replica's steps.
+        script: replaces the sampled tokens.
         scheduler: the replica's; another thread runs it, so tests only read it.
     """
 
@@ -45,6 +46,7 @@ class Server:
     http: HttpServer | None
     replica: ReplicaClient
     brake: Brake
+    script: Script
     scheduler: Scheduler
     config: EngineConfig
     tokenizer: Tokenizer
@@ -101,8 +103,8 @@ async def local_server(
             if ready:
                 await asyncio.wait_for(gateway.wait_ready(), DEADLINE_S)
             yield Server(
-                target, gateway, http_server, replica, local.brake, local.scheduler, local.config, tokenizer,
-                services, local.stop,
+                target, gateway, http_server, replica, local.brake, local.script, local.scheduler, local.config,
+                tokenizer, services, local.stop,
             )  # fmt: skip
         finally:
             local.brake.release()
@@ -126,6 +128,18 @@ class ThreadedServer:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the server's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(DEADLINE_S)
+
+    def wait_until_free(self) -> None:
+        """Wait until no sequence runs or waits and no KV block is used."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                while True:
+                    status = await self.server.replica.status(DEADLINE_S)
+                    if not (status.num_used_blocks or status.num_running or status.num_waiting):
+                        return
+
+        self.run(wait())
 
 
 @contextmanager

@@ -1,0 +1,37 @@
+"""Calls of the endpoints as GenerationCall: the tenant and the trace come from the HTTP request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+from fastapi import Request
+
+from ...proto.errors import InvalidRequest
+from ..gateway.generation import GenerationCall
+from ..gateway.services import GatewayServices
+
+_TRACE_HEADERS = ("traceparent", "tracestate")
+
+
+def with_context(call: GenerationCall, request: Request, services: GatewayServices) -> GenerationCall:
+    """Return the call with its tenant and its trace."""
+    headers = request.headers
+    return replace(
+        call,
+        tenant=services.authenticator.tenant(request.state.caller, ""),
+        trace_headers={name: headers[name] for name in _TRACE_HEADERS if name in headers},
+    )
+
+
+@contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Give errors from the block the field names of the endpoint: field of quire.v1 |-> field of the endpoint."""
+    try:
+        yield
+    except InvalidRequest as error:
+        field, dot, rest = error.field.partition("[")
+        if field not in names:
+            raise
+        raise InvalidRequest(names[field] + dot + rest, error.problem) from error

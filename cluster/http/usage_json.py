@@ -1,0 +1,35 @@
+"""Usage and timings as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from ...proto.stream import Timings
+from ..requests.outputs import Usage
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    """Return OpenAI's usage."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def timings_json(timings: Timings) -> dict[str, float]:
+    """Return the seconds that a completion spent in each stage."""
+    return {name: round(value, 6) for name, value in asdict(timings).items()}
+
+
+def total_usage(usages: Iterable[Usage]) -> Usage:
+    """Return the sum over prompts."""
+    each = list(usages)
+    return Usage(
+        sum(usage.prompt_tokens for usage in each),
+        sum(usage.completion_tokens for usage in each),
+        sum(usage.cached_tokens for usage in each),
+    )

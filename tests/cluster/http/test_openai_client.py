@@ -1,0 +1,252 @@
+"""The official openai package against the HTTP server: completions and chat completions, plain and streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from chat_model import write_output
+from local_server import ThreadedServer
+
+MESSAGES: list[Any] = [{"role": "user", "content": "When?"}]
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "now", "parameters": {"type": "object", "properties": {}}},
+}
+REPLY = '<think>Hm.</think>I ask.<tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call>'
+GREEDY: Any = {"temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def client(server: ThreadedServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "quire"
+
+
+def test_completion_streams_the_same_text(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model="tiny", prompt="The quick", **GREEDY)
+    stream = client.completions.create(
+        model="tiny", prompt="The quick", stream=True, stream_options={"include_usage": True}, **GREEDY
+    )
+    chunks = list(stream)
+    choices = [chunk.choices[0] for chunk in chunks[:-1]]
+    assert "".join(choice.text for choice in choices) == whole.choices[0].text != ""
+    assert choices[-1].finish_reason == whole.choices[0].finish_reason == "length"
+    assert chunks[-1].choices == []
+    assert whole.usage is not None
+    assert chunks[-1].usage is not None
+    assert whole.usage.completion_tokens == chunks[-1].usage.completion_tokens == 12
+    assert whole.usage.prompt_tokens == chunks[-1].usage.prompt_tokens
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+    assert whole.model_extra is not None
+    assert whole.model_extra["timings"]["decode_s"] > 0
+
+
+def test_completion_of_several_prompts_numbers_the_choices(client: openai.OpenAI) -> None:
+    prompts: list[Any] = ["The quick", [5, 6, 7], "A book"]
+    single = [client.completions.create(model="tiny", prompt=each, **GREEDY) for each in prompts]
+    texts = [each.choices[0].text for each in single]
+    ids = [[5, 6, 7], [8, 9]]
+    whole = client.completions.create(model="tiny", prompt=["The quick", "A book"], n=2, seed=1, **GREEDY)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in whole.choices] == [texts[0]] * 2 + [texts[2]] * 2
+    streamed = dict.fromkeys(range(4), "")
+    stream = client.completions.create(
+        model="tiny", prompt=["The quick", "A book"], n=2, seed=1, stream=True, **GREEDY
+    )
+    for chunk in stream:
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert list(streamed.values()) == [choice.text for choice in whole.choices]
+    assert len(client.completions.create(model="tiny", prompt=ids, **GREEDY).choices) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completion_echo_has_the_prompt_and_its_logprobs(client: openai.OpenAI, stream: bool) -> None:
+    made: Any = client.completions.create(
+        model="tiny",
+        prompt="The quick brown",
+        echo=True,
+        logprobs=2,
+        max_tokens=3,
+        stream=stream,
+        temperature=0,
+    )
+    choices = [chunk.choices[0] for chunk in made] if stream else [made.choices[0]]
+    text = "".join(choice.text for choice in choices)
+    parts = [choice.logprobs for choice in choices if choice.logprobs is not None]
+    tokens = [token for part in parts for token in part.tokens]
+    logprobs = [each for part in parts for each in part.token_logprobs]
+    offsets = [each for part in parts for each in part.text_offset]
+    assert text.startswith("The quick brown")
+    assert logprobs[0] is None
+    assert all(each <= 0 for each in logprobs[1:])
+    assert len(tokens) == len(logprobs) == len(offsets)
+    assert "".join(tokens).startswith("The quick brown")
+    assert all(len(each) == 2 for part in parts for each in part.top_logprobs if each is not None)
+
+
+def test_completion_scores_a_prompt_without_output(client: openai.OpenAI) -> None:
+    made = client.completions.create(model="tiny", prompt="The quick", echo=True, logprobs=1, max_tokens=0)
+    assert made.choices[0].text == "The quick"
+    assert made.usage is not None
+    assert made.usage.completion_tokens == 0
+    assert made.choices[0].logprobs is not None
+    assert made.choices[0].logprobs.tokens is not None
+    assert "".join(made.choices[0].logprobs.tokens) == "The quick"
+
+
+def test_token_ids_in_and_out(client: openai.OpenAI) -> None:
+    extra: Any = {
+        "return_token_ids": True,
+        "ignore_eos": True,
+        "min_tokens": 4,
+        "top_k": 5,
+        "cache_salt": "x",
+    }
+    made: Any = client.completions.create(
+        model="tiny", prompt=[5, 6, 7], max_tokens=4, extra_body=extra, seed=3
+    ).choices[0]
+    assert made.prompt_token_ids == [5, 6, 7]
+    assert len(made.token_ids) == 4
+
+
+def test_chat_has_reasoning_content_and_tool_calls(server: ThreadedServer, client: openai.OpenAI) -> None:
+    write_output(server, REPLY)
+    made = client.chat.completions.create(model="tiny", messages=MESSAGES, tools=[TOOL])
+    message: Any = made.choices[0].message
+    assert made.choices[0].finish_reason == "tool_calls"
+    assert (message.reasoning_content, message.content) == ("Hm.", "I ask.")
+    (call,) = message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("now", {"a": 1})
+    write_output(server, "Noon.")  # the conversation goes on as the client sends it back
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "12:00"}
+    answered = client.chat.completions.create(
+        model="tiny", messages=[*MESSAGES, message, result], tools=[TOOL]
+    )
+    assert answered.choices[0].message.content == "Noon."
+
+
+def test_chat_stream_adds_up_to_the_message(server: ThreadedServer, client: openai.OpenAI) -> None:
+    write_output(server, REPLY)
+    stream: Any = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, tools=[TOOL], stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm."
+    assert "".join(delta.content or "" for delta in deltas) == "I ask."
+    calls = [call for delta in deltas for call in delta.tool_calls or []]
+    assert [call.function.name for call in calls if call.id] == ["now"]
+    assert json.loads("".join(call.function.arguments or "" for call in calls)) == {"a": 1}
+    assert chunks[-2].choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].usage.completion_tokens > 10
+
+
+def test_stream_helper_parses_the_events(server: ThreadedServer, client: openai.OpenAI) -> None:
+    write_output(server, REPLY)
+    with client.chat.completions.stream(model="tiny", messages=MESSAGES, tools=[TOOL]) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert {"chunk", "content.delta", "tool_calls.function.arguments.delta"} <= kinds
+    assert final.choices[0].message.content == "I ask."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_logprobs(client: openai.OpenAI, stream: bool) -> None:
+    made: Any = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_completion_tokens=5, logprobs=True, top_logprobs=3, stream=stream
+    )
+    parts = [chunk.choices[0].logprobs for chunk in made] if stream else [made.choices[0].logprobs]
+    entries = [entry for part in parts if part is not None for entry in part.content]
+    assert len(entries) == 5
+    for entry in entries:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob <= 0
+        assert bytes(entry.bytes).decode() == entry.token
+
+
+def test_chat_options_reach_the_model(server: ThreadedServer, client: openai.OpenAI) -> None:
+    """logit_bias decides the token, stop ends the text, n makes several choices."""
+    (token_id,) = server.server.tokenizer.encode("q", add_special_tokens=False)
+    made = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, n=2, max_tokens=8, stop="qqq", seed=4, logit_bias={str(token_id): 100},
+        user="someone", extra_body={"chat_template_kwargs": {"enable_thinking": False}, "priority": 1},
+    )  # fmt: skip
+    assert [choice.message.content for choice in made.choices] == ["", ""]
+    assert [choice.finish_reason for choice in made.choices] == ["stop"] * 2
+    assert [(choice.model_extra or {})["stop_reason"] for choice in made.choices] == ["qqq"] * 2
+
+
+def test_async_client_streams(server: ThreadedServer) -> None:
+    async def scenario() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            whole = await client.chat.completions.create(model="tiny", messages=MESSAGES, **GREEDY)
+            stream = await client.chat.completions.create(
+                model="tiny", messages=MESSAGES, stream=True, **GREEDY
+            )
+            parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            assert "".join(parts) == whole.choices[0].message.content
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "said"),
+    [
+        ({"temperature": -1}, "temperature", "is -1.0, must be from 0 to 100"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "is 0, must be at least 1"),
+        ({"max_tokens": "many"}, "max_tokens", "is 'many'"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"messages": []}, "messages", "must"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "is 5"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type", "grammar"),
+        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice", "required"),
+        ({"extra_body": {"temprature": 1}}, "body", "did you mean 'temperature'"),
+        ({"functions": [{"name": "f"}]}, "body", "functions is not supported: use tools"),
+        ({"stop": [""]}, "stop", "1 to 256 characters"),
+        ({"stream": True, "temperature": -1}, "temperature", "must be from 0 to 100"),
+    ],
+)
+def test_errors_name_the_field(client: openai.OpenAI, options: dict[str, Any], param: str, said: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**({"model": "tiny", "messages": MESSAGES} | options))
+    assert caught.value.param == param
+    assert said in caught.value.message
+    assert caught.value.code == "invalid_request"
+
+
+def test_other_errors_have_their_classes(server: ThreadedServer, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="'gpt' is not served here"):
+        client.completions.create(model="gpt", prompt="x")
+    with pytest.raises(openai.BadRequestError, match=r"suffix: is not supported"):
+        client.completions.create(model="tiny", prompt="x", suffix="y")
+    with pytest.raises(openai.BadRequestError, match=r"prompt.*leaves no room"):
+        client.completions.create(model="tiny", prompt=[1] * 5000)
+
+
+def test_closed_stream_frees_its_blocks(client: openai.OpenAI) -> None:
+    """The fixture `blocks_are_free_after_each_test` waits for the blocks."""
+    stream = client.completions.create(
+        model="tiny", prompt="x", stream=True, max_tokens=400, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+
+
+def test_client_that_leaves_before_the_answer_frees_its_blocks(server: ThreadedServer) -> None:
+    options: Any = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
+    server.server.brake.hold()
+    impatient = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=0.2)
+    with impatient, pytest.raises(openai.APITimeoutError):
+        impatient.completions.create(model="tiny", prompt="x", **options)
+    server.server.brake.release()
