@@ -33,6 +33,15 @@ if TYPE_CHECKING:
         ReplicaInfo,
         TrafficInfo,
     )
+    from .cluster.chat_format.deltas import (
+        AssistantMessage,
+        ChatDelta,
+        ContentDelta,
+        ReasoningDelta,
+        ToolCall,
+        ToolCallArguments,
+        ToolCallStart,
+    )
     from .cluster.client.async_client import AsyncClient
     from .cluster.client.client import Client
     from .cluster.config.deployment import Deployment
@@ -60,22 +69,26 @@ if TYPE_CHECKING:
     from .proto.stream import RankStatus, Timings
 
 _BEAMS = ".cluster.offline.beams"
+_DELTAS = ".cluster.chat_format.deltas"
 _OUTPUTS = ".cluster.requests.outputs"
 _PROMPTS = ".cluster.offline.prompts"
 _STATUS = ".cluster.api.status"
 # exported name |-> module that defines it
 _MODULES = {
     "LLM": ".cluster.offline.llm",
+    "AssistantMessage": _DELTAS,
     "AsyncClient": ".cluster.client.async_client",
     "BeamSearchOutput": _BEAMS,
     "BeamSearchParams": _BEAMS,
     "BeamSearchSequence": _BEAMS,
     "BlockMapInfo": _STATUS,
     "Chat": ".cluster.requests.chat",
+    "ChatDelta": _DELTAS,
     "Client": ".cluster.client.client",
     "CompletionDelta": _OUTPUTS,
     "CompletionFinished": _OUTPUTS,
     "CompletionOutput": _OUTPUTS,
+    "ContentDelta": _DELTAS,
     "Deployment": ".cluster.config.deployment",
     "DeploymentInfo": _STATUS,
     "EngineArgs": ".cluster.offline.engine_arguments",
@@ -89,6 +102,7 @@ _MODULES = {
     "PromptLogprobsDelta": _OUTPUTS,
     "QueueInfo": _STATUS,
     "RankStatus": ".proto.stream",
+    "ReasoningDelta": _DELTAS,
     "ReplicaInfo": _STATUS,
     "RequestMetrics": _OUTPUTS,
     "RequestOutput": _OUTPUTS,
@@ -99,22 +113,28 @@ _MODULES = {
     "TextPrompt": _PROMPTS,
     "Timings": ".proto.stream",
     "TokensPrompt": _PROMPTS,
+    "ToolCall": _DELTAS,
+    "ToolCallArguments": _DELTAS,
+    "ToolCallStart": _DELTAS,
     "TrafficInfo": _STATUS,
     "Usage": _OUTPUTS,
 }
 
 __all__ = [
     "LLM",
+    "AssistantMessage",
     "AsyncClient",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
     "BlockMapInfo",
     "Chat",
+    "ChatDelta",
     "Client",
     "CompletionDelta",
     "CompletionFinished",
     "CompletionOutput",
+    "ContentDelta",
     "Deployment",
     "DeploymentInfo",
     "EngineArgs",
@@ -128,6 +148,7 @@ __all__ = [
     "PromptLogprobsDelta",
     "QueueInfo",
     "RankStatus",
+    "ReasoningDelta",
     "ReplicaInfo",
     "RequestMetrics",
     "RequestOutput",
@@ -138,6 +159,9 @@ __all__ = [
     "TextPrompt",
     "Timings",
     "TokensPrompt",
+    "ToolCall",
+    "ToolCallArguments",
+    "ToolCallStart",
     "TrafficInfo",
     "Usage",
     "errors",

@@ -24,6 +24,7 @@ from benchmarks.common import make_parser, report
 from benchmarks.demo_model.card import measure, model_card, sample
 from benchmarks.demo_model.training import END, SEED, encode_passages, new_model, train, train_tokenizer
 from benchmarks.demo_model.works import read_works, split_held_out, split_passages
+from quire.cluster.config.engine_options import DEMO_MODEL_PATH
 
 
 def save_model(directory: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -31,6 +32,7 @@ def save_model(directory: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTo
     model.to(torch.bfloat16).save_pretrained(directory)
     end_id = tokenizer.convert_tokens_to_ids(END)
     GenerationConfig(bos_token_id=end_id, eos_token_id=end_id, pad_token_id=end_id).save_pretrained(directory)
+    tokenizer.chat_template = (DEMO_MODEL_PATH / "chat_template.jinja").read_text()
     tokenizer.save_pretrained(directory)
 
 

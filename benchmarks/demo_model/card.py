@@ -124,6 +124,8 @@ of its eight books and knows nothing else. It answers no questions and follows n
 `{end}` is the only special token: it begins and ends a passage. The tokenizer does not add it by itself;
 put it in front of a prompt that is meant as a beginning.
 
+The chat template writes each message as a paragraph, and a reply is the next one.
+
 ## A sample
 
 Temperature 0.7, top-p 0.95, seed {seed}, after the prompt "{prompt}":

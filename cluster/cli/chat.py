@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,10 +18,15 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from ..chat_format.deltas import ChatDelta
+    from ..client.client import Client
     from ..requests.chat_messages import Message
     from ..requests.outputs import StreamEvent
 
+# By default a reply has at most this many tokens, and at most this share of the model's context, so that several
+# turns have room.
 DEFAULT_MAX_TOKENS = 1024
+DEFAULT_MAX_SHARE = 0.25
 
 # conversation |-> events of the reply
 StreamReply = Callable[[list["Message"]], "Generator[StreamEvent, None, None]"]
@@ -46,6 +52,9 @@ def chat(
     sampling_params = SamplingParams(**parse_sampling(sampling, DEFAULT_MAX_TOKENS))
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     with connect(target, token_file, tls_ca) as client:
+        if "max_tokens" not in sampling:
+            max_tokens = _default_max_tokens(client, request.get("model", ""))
+            sampling_params = replace(sampling_params, max_tokens=max_tokens)
 
         def stream_reply(conversation: "list[Message]") -> "Generator[StreamEvent, None, None]":
             return client.chat_stream(conversation, sampling_params, **request)
@@ -56,8 +65,13 @@ def chat(
             _reply_to_lines(messages, stream_reply)
 
 
+def _default_max_tokens(client: "Client", model: str) -> int:
+    lens = [info.max_model_len for info in client.models() if info.name == model or not model]
+    return min([DEFAULT_MAX_TOKENS, *(max(1, int(DEFAULT_MAX_SHARE * length)) for length in lens)])
+
+
 def _converse(messages: "list[Message]", stream_reply: StreamReply) -> None:
-    """Run turns at a terminal until Ctrl-D.
+    """Run turns at a terminal until Ctrl-D. Reasoning is dim.
 
     A turn that fails prints its error; without any text of a reply it is removed from the conversation.
     """
@@ -69,21 +83,52 @@ def _converse(messages: "list[Message]", stream_reply: StreamReply) -> None:
     console.print("Ctrl-C aborts a reply, Ctrl-D ends the conversation.", style="dim")
     for line in _read_lines(console):
         messages.append({"role": "user", "content": line})
-        reply = ""
+        reply = _Reply()
         try:
             with closing(stream_reply(messages)) as events:
-                for text in _texts(events):
-                    reply += text
-                    console.print(text, end="", markup=False, soft_wrap=True)
+                for text, is_content in reply.read(events):
+                    style = None if is_content else "dim"
+                    console.print(text, end="", markup=False, soft_wrap=True, style=style)
         except KeyboardInterrupt:
             console.print(" (aborted)", style="dim", end="")
         except QuireError as error:
             console.print(f"quire: {error}", style="red", markup=False)
-            if not reply:
+            if reply.is_empty:
                 messages.pop()
                 continue
         console.print()
-        messages.append({"role": "assistant", "content": reply})
+        messages.append(reply.message)
+
+
+class _Reply:
+    """Reply of the model, collected while it is shown."""
+
+    def __init__(self) -> None:
+        self._content = ""
+        self._reasoning = ""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._content and not self._reasoning
+
+    @property
+    def message(self) -> "Message":
+        reasoning = {"reasoning_content": self._reasoning} if self._reasoning else {}
+        return {"role": "assistant", "content": self._content, **reasoning}
+
+    def read(self, events: "Iterator[StreamEvent]") -> Iterator[tuple[str, bool]]:
+        """Yield new text, and whether it is content; else it is reasoning. Reasoning ends with a blank line."""
+        from ..chat_format.deltas import ContentDelta, ReasoningDelta
+
+        for delta in _chat_deltas(events):
+            if isinstance(delta, ReasoningDelta):
+                self._reasoning += delta.text
+                yield delta.text, False
+            elif isinstance(delta, ContentDelta):
+                if self._reasoning and not self._content:
+                    yield "\n\n", False
+                self._content += delta.text
+                yield delta.text, True
 
 
 def _read_lines(console: "Console") -> Iterator[str]:
@@ -102,22 +147,22 @@ def _read_lines(console: "Console") -> Iterator[str]:
 
 
 def _reply_to_lines(messages: "list[Message]", stream_reply: StreamReply) -> None:
-    """Run one turn per line of stdin. The first failure ends the command."""
+    """Run one turn per line of stdin, and print the replies without their reasoning. The first failure ends it."""
     for line in sys.stdin:
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line.rstrip("\n")})
-        reply = ""
+        reply = _Reply()
         with closing(stream_reply(messages)) as events:
-            for text in _texts(events):
-                reply += text
-                sys.stdout.write(text)
-                sys.stdout.flush()
+            for text, is_content in reply.read(events):
+                if is_content:
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
         sys.stdout.write("\n")
-        messages.append({"role": "assistant", "content": reply})
+        messages.append(reply.message)
 
 
-def _texts(events: "Iterator[StreamEvent]") -> Iterator[str]:
+def _chat_deltas(events: "Iterator[StreamEvent]") -> "Iterator[ChatDelta]":
     from ..requests.outputs import CompletionDelta
 
-    return (event.text for event in events if isinstance(event, CompletionDelta))
+    return (delta for event in events if isinstance(event, CompletionDelta) for delta in event.chat or ())
