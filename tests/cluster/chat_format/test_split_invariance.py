@@ -27,7 +27,7 @@ def texts(markers: tuple[str, ...]) -> st.SearchStrategy[str]:
 CUTS = st.lists(st.integers(0, 400), max_size=8)
 # Several names stand for one format.
 TOOL_CALLS = sorted({each.read: name for name, each in TOOL_CALL_FORMATS.items()}.values())
-NUM_EXAMPLES = [pytest.param(30, id="few"), pytest.param(2000, id="many", marks=pytest.mark.slow)]
+NUM_EXAMPLES = [pytest.param(30, id="few"), pytest.param(800, id="many", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
