@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -10,6 +12,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
+from ...proto.errors import QuireError
 from ...proto.sampling import SamplingParams
 from ..api.status import BlockMapInfo, FleetInfo, ModelInfo, ReplicaInfo
 from ..config.deployment import Deployment
@@ -26,6 +29,7 @@ from .calls import (
     load_tls,
     split_chat,
 )
+from .resume import ResumableCall
 
 T = TypeVar("T")
 
@@ -56,7 +60,14 @@ class AsyncClient:
         **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """See `Client.generate`."""
-        return await self._wait(self._calls.generate(prompt, sampling_params, options))
+        call = self._calls.resumable(self._calls.generate(prompt, sampling_params, options))
+        async with self._abort_if_left(call):
+            while True:
+                try:
+                    return call.read(await call.start())
+                except grpc.RpcError as error:
+                    delay_s = call.delay_after(error)
+                await asyncio.sleep(delay_s)
 
     def generate_stream(
         self,
@@ -65,7 +76,7 @@ class AsyncClient:
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[StreamEvent, None]:
         """See `Client.generate_stream`; ``aclose()`` aborts the request."""
-        call = self._calls.generate_stream(prompt, sampling_params, options)
+        call = self._calls.resumable(self._calls.generate_stream(prompt, sampling_params, options))
         return self._read_events(call, call.start())
 
     async def chat(
@@ -144,10 +155,32 @@ class AsyncClient:
         with self._calls.errors():
             return call.read(await call.start())
 
-    async def _read_events(self, call: Call[StreamEvent], stream: Any) -> AsyncGenerator[StreamEvent, None]:
+    async def _read_events(
+        self, call: ResumableCall[StreamEvent], stream: Any
+    ) -> AsyncGenerator[StreamEvent, None]:
+        async with self._abort_if_left(call):
+            while True:
+                try:
+                    async for message in stream:
+                        yield call.read(message)
+                    return
+                except grpc.RpcError as error:
+                    delay_s = call.delay_after(error)
+                finally:
+                    stream.cancel()
+                await asyncio.sleep(delay_s)
+                stream = call.start()
+
+    @asynccontextmanager
+    async def _abort_if_left(self, call: ResumableCall[Any]) -> AsyncIterator[None]:
+        """End the request if the block is left by anything else than its end or its failure."""
         try:
-            with self._calls.errors():
-                async for message in stream:
-                    yield call.read(message)
-        finally:
-            stream.cancel()
+            yield
+        except QuireError:
+            raise
+        except BaseException:
+            abort = self._calls.abort_left(call)
+            if abort is not None:
+                with suppress(grpc.RpcError, grpc.aio.UsageError):  # UsageError: the channel is closed
+                    await abort.start()
+            raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +27,10 @@ from ..requests.chat import Chat, Tool
 from ..requests.chat_messages import Message
 from ..requests.outputs import RequestOutput, StreamEvent
 from ..requests.request import Prompt
+from .resume import ResumableCall
 
 DEFAULT_TIMEOUT_S = 600.0
+ABORT_TIMEOUT_S = 2.0
 HEALTH_TIMEOUT_S = 10.0
 
 CHANNEL_OPTIONS = (
@@ -35,6 +38,10 @@ CHANNEL_OPTIONS = (
     # Detects a server whose machine has vanished after 40 s; TCP alone would take hours.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # Connect again soon after a connection broke, to resume streams within their server's window.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 2000),
 )
 
 T = TypeVar("T")
@@ -45,7 +52,10 @@ class RequestOptions(TypedDict, total=False):
 
     Attributes:
         model: required only if the server serves several models.
-        request_id: unique among the server's running requests; the server chooses one by default.
+        request_id: makes the call idempotent: a second call with the same id and content returns the output of the
+            first. A random one by default.
+        resumable: continue after a broken connection: the server runs on meanwhile, for some seconds. True by
+            default; with False the request ends with its connection.
         tenant: for fair scheduling, limits and the prefix cache; not needed with a token that names a tenant.
         priority: higher values are scheduled first, if the server's policy is ``priority``; 0 by default.
         cache_salt: prefix caching shares KV only between requests of the tenant with the same salt.
@@ -55,6 +65,7 @@ class RequestOptions(TypedDict, total=False):
 
     model: str
     request_id: str
+    resumable: bool
     tenant: str
     priority: int
     cache_salt: str
@@ -152,9 +163,19 @@ class Calls:
         request, call_options = self._generate_request(prompt, sampling_params, options)
         return Call(self._inference.GenerateStream, request, call_options, event_from_message)
 
-    def abort(self, request_id: str, tenant: str) -> Call[bool]:
+    def abort(self, request_id: str, tenant: str, timeout_s: float | None = None) -> Call[bool]:
         request = inference_pb2.AbortRequest(request_id=request_id, tenant=tenant)
-        return Call(self._inference.Abort, request, self._options(), lambda response: bool(response.aborted))
+        options = self._options(timeout_s)
+        return Call(self._inference.Abort, request, options, lambda response: bool(response.aborted))
+
+    def resumable(self, call: Call[T]) -> ResumableCall[T]:
+        """Return a generation as a call that continues after its connection broke."""
+        return ResumableCall(call, self._target)
+
+    def abort_left(self, left: ResumableCall[Any]) -> Call[bool] | None:
+        """Return the call that ends a request of which the caller wants no more; None if it ends by itself."""
+        request = left.request
+        return self.abort(request.request_id, request.tenant, ABORT_TIMEOUT_S) if left.must_abort else None
 
     def models(self) -> Call[list[ModelInfo]]:
         return Call(
@@ -207,7 +228,8 @@ class Calls:
         self, prompt: Prompt, sampling_params: SamplingParams | None, options: RequestOptions
     ) -> tuple[inference_pb2.GenerateRequest, dict[str, Any]]:
         """Return the message and the call's options."""
-        fields: dict[str, Any] = {**options}
+        fields: dict[str, Any] = {"resumable": True, **options}
+        fields["request_id"] = fields.get("request_id") or uuid.uuid4().hex
         call_options = self._options(fields.pop("timeout_s", None))
         with as_invalid_request("request"):
             request = inference_pb2.GenerateRequest(**fields)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
+from ...proto.errors import QuireError
 from ...proto.sampling import SamplingParams
 from ..api.status import BlockMapInfo, FleetInfo, ModelInfo, ReplicaInfo
 from ..config.deployment import Deployment
@@ -25,6 +28,7 @@ from .calls import (
     load_tls,
     split_chat,
 )
+from .resume import ResumableCall
 
 T = TypeVar("T")
 
@@ -75,7 +79,9 @@ class Client:
         Raises:
             QuireError: the server's error, or ReplicaUnavailable if the server cannot be reached.
         """
-        return self._wait(self._calls.generate(prompt, sampling_params, options))
+        return self._wait_resumed(
+            self._calls.resumable(self._calls.generate(prompt, sampling_params, options))
+        )
 
     def generate_stream(
         self,
@@ -86,9 +92,10 @@ class Client:
         """Start a request and return its events. Arguments and errors are those of `generate`.
 
         The events are one RequestStarted, then CompletionDeltas (and PromptLogprobsDeltas if requested) and one
-        CompletionFinished per completion. Closing the generator aborts the request.
+        CompletionFinished per completion. Closing the generator aborts the request. If the connection breaks, the
+        stream continues over another one, without loss or repetition, unless `resumable` is False.
         """
-        call = self._calls.generate_stream(prompt, sampling_params, options)
+        call = self._calls.resumable(self._calls.generate_stream(prompt, sampling_params, options))
         return self._read_events(call, call.start())
 
     def chat(
@@ -184,10 +191,41 @@ class Client:
         with self._calls.errors():
             return call.read(call.start())
 
-    def _read_events(self, call: Call[StreamEvent], stream: Any) -> Generator[StreamEvent, None, None]:
+    def _wait_resumed(self, call: ResumableCall[T]) -> T:
+        with self._abort_if_left(call):
+            while True:
+                try:
+                    return call.read(call.start())
+                except grpc.RpcError as error:
+                    delay_s = call.delay_after(error)
+                time.sleep(delay_s)
+
+    def _read_events(
+        self, call: ResumableCall[StreamEvent], stream: Any
+    ) -> Generator[StreamEvent, None, None]:
+        with self._abort_if_left(call):
+            while True:
+                try:
+                    for message in stream:
+                        yield call.read(message)
+                    return
+                except grpc.RpcError as error:
+                    delay_s = call.delay_after(error)
+                finally:
+                    stream.cancel()
+                time.sleep(delay_s)
+                stream = call.start()
+
+    @contextmanager
+    def _abort_if_left(self, call: ResumableCall[Any]) -> Iterator[None]:
+        """End the request if the block is left by anything else than its end or its failure."""
         try:
-            with self._calls.errors():
-                for message in stream:
-                    yield call.read(message)
-        finally:
-            stream.cancel()
+            yield
+        except QuireError:
+            raise
+        except BaseException:
+            abort = self._calls.abort_left(call)
+            if abort is not None:
+                with suppress(grpc.RpcError, ValueError):  # ValueError: the channel is closed
+                    abort.start()
+            raise

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checks import bearer_token
+from .checks import bearer_token, not_negative_finite
 from .option import option, validate_options
 
 _SERVER = "Server"
@@ -70,6 +70,21 @@ class ServerOptions:
     enable_auto_tool_choice: bool = option(
         False,
         help="Accepted for the command lines of vLLM; tool calls need no switch.",
+        group=_SERVER,
+    )
+
+    resume_window_s: float = option(
+        10.0,
+        help="Time that a resumable request runs on after its connection broke.",
+        unit="seconds",
+        check=not_negative_finite,
+        group=_SERVER,
+    )
+    retention_s: float = option(
+        60.0,
+        help="Time that the output of a finished request with a request_id is kept, for calls that are repeated.",
+        unit="seconds",
+        check=not_negative_finite,
         group=_SERVER,
     )
 

@@ -1,31 +1,50 @@
-"""GenerationService: checks, runs and aborts requests for every server of a gateway, whatever their protocol."""
+"""GenerationService: checks, runs, resumes and aborts the requests of every server of a gateway.
+
+A call with a request_id is idempotent: while its request runs, and for a while after that, a call with the same id
+and content reads the same events. A resume repeats the whole call, so that a gateway without the request has
+everything that it takes to look for it elsewhere.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+import hashlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
 
-from ...proto.errors import DuplicateRequest, Overloaded, RequestAborted
+import numpy as np
+
+from ...proto.errors import (
+    DuplicateRequest,
+    InvalidRequest,
+    Overloaded,
+    QuireError,
+    RequestAborted,
+    RequestNotFound,
+)
 from ...proto.sampling import SamplingParams
 from ..config.tenants import Tenants
 from ..host.watched_file import Source
 from ..requests.chat import Chat
 from ..requests.observer import Observers, RequestObserver, RequestWatch
 from ..requests.output_processor import OutputProcessor
-from ..requests.outputs import RequestStarted, StreamEvent
+from ..requests.outputs import OutputEvent, RequestStarted, StreamEvent
 from ..requests.request import Prompt, Request
-from ..requests.request_stream import output_events
-from .request_migration import MigratingRequest
+from .active_request import ActiveRequest
+from .replica_pool import ReplicaPool
+from .request_log import RequestLog
+from .retention import RequestKey, RetainedRequests, RetentionLimits
 from .served_models import ServedModel, ServedModels
 from .tenant_limits import NO_TENANTS, Admission, TenantLimiter
 
 # Longer prompts are tokenized in a thread, so that they do not block other streams in the event loop.
 LONG_PROMPT_CHARS = 4096
 
-RequestKey = tuple[str, str]  # (tenant, request_id): no tenant can abort or block another tenant's request
+# Fields of a call that do not belong to its content.
+_NOT_CONTENT = frozenset({"timeout_s", "trace_headers", "after_event", "is_resumable"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +53,14 @@ class GenerationCall:
 
     Attributes:
         model: may be empty if a single model is served.
-        request_id: if empty, the service chooses one.
+        request_id: makes the call idempotent; if empty, the service chooses one.
         tenant: the authenticated one.
         timeout_s: time left until the caller's deadline; None without a deadline.
         cache_salt: prefix caching shares KV only between requests of the tenant with the same salt.
         add_special_tokens: add the tokenizer's special tokens to a text prompt.
         trace_headers: the caller's ``traceparent`` and ``tracestate`` (W3C Trace Context), by lower-case name.
+        after_event: read on after the event with this number; None for a call that may start the request.
+        is_resumable: without readers the request runs on for `RetentionLimits.resume_window_s`.
     """
 
     prompt: Prompt
@@ -52,27 +73,62 @@ class GenerationCall:
     cache_salt: str = ""
     add_special_tokens: bool = True
     trace_headers: Mapping[str, str] = field(default_factory=dict)
+    after_event: int | None = None
+    is_resumable: bool = False
+
+    @property
+    def key(self) -> RequestKey:
+        return self.tenant, self.request_id
+
+    def digest(self) -> bytes:
+        """Return a digest of the content; equal for repeats of a call."""
+        values = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_CONTENT
+        }
+        if not isinstance(self.prompt, str | Chat):
+            values["prompt"] = np.asarray(self.prompt, dtype=np.int64).tobytes().hex()
+        text = json.dumps(values, sort_keys=True, default=_plain)
+        return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+    def check(self) -> None:
+        """Raises InvalidRequest for a resumable call, or a resume, without a request_id."""
+        for name, is_set in (
+            ("resumable", self.is_resumable),
+            ("after_sequence_number", self.after_event is not None),
+        ):
+            if is_set and not self.request_id:
+                raise InvalidRequest(name, "needs a request_id")
+        if self.after_event is not None and self.after_event < 0:
+            raise InvalidRequest("after_sequence_number", f"is {self.after_event}, must be at least 0")
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A running request.
+    """A running or finished request, for one reader.
 
     Attributes:
-        events: RequestStarted, then the events of all completions; ends with the last completion.
+        numbered_events: (number, event) from the call's first event on: RequestStarted, which has the number 0, then
+            the events of all completions; ends with the last completion.
     """
 
     model: ServedModel
     request: Request
-    events: AsyncIterator[StreamEvent]
+    numbered_events: AsyncIterator[tuple[int, StreamEvent]]
+
+    @property
+    async def events(self) -> AsyncIterator[StreamEvent]:
+        """The events without their numbers."""
+        async for _, event in self.numbered_events:
+            yield event
 
 
 class GenerationService:
     """Runs requests on the models of one gateway. For one event loop.
 
     Args:
-        observer: receives every call.
+        observer: receives every request once, however many calls read it.
         tenants: the tenants' current limits and prefix pools; by default there are none.
+        limits: of what is kept for repeated and resumed calls.
     """
 
     def __init__(
@@ -80,54 +136,138 @@ class GenerationService:
         models: ServedModels,
         observer: RequestObserver | None = None,
         tenants: Source[Tenants] = NO_TENANTS,
+        limits: RetentionLimits | None = None,
     ) -> None:
         self._models = models
         self._observer = observer or Observers()
         self._tenants = tenants
         self._limiter = TenantLimiter(tenants)
-        self._running: dict[RequestKey, MigratingRequest] = {}
+        self.limits = limits or RetentionLimits()
+        self._running: dict[RequestKey, ActiveRequest] = {}
+        self._finished: RetainedRequests[ActiveRequest] = RetainedRequests(self.limits)
 
     @asynccontextmanager
     async def run(self, call: GenerationCall) -> AsyncIterator[Generation]:
-        """Run a request. On every exit from the block its sequences have ended and their blocks are free.
+        """Run a request, or read on in one that runs or has finished.
+
+        On every exit from the block the sequences of a request that no other call reads have ended and their blocks
+        are free; those of a resumable request at the latest after its window.
 
         Raises:
-            ModelNotFound, InvalidRequest, DuplicateRequest, QuotaExceeded: before the request was started.
+            ModelNotFound, InvalidRequest, QuotaExceeded: before the request was started.
+            DuplicateRequest: the request_id belongs to another call.
+            RequestNotFound: the request to resume is not kept here.
             QuireError: from the iteration of the events; the error that ended the request.
         """
-        with self._watch(call) as watch, self._limiter.admit(call.tenant) as admission:
-            model = self._models.find(call.model)
-            self._check_not_running((call.tenant, call.request_id))
-            request = await self._check(model, call)
-            admission.accept(request)
-            key = request.tenant, request.request_id
-            self._check_not_running(key)  # a duplicate may have started while a long prompt was tokenized
-            running = self._running[key] = model.pool.submit(request, watch.on_moved)
-            watch.on_accepted(model.name, request)
-            try:
-                yield Generation(model, request, _events(model, request, running, watch, admission))
-            finally:
-                running.abort()
-                del self._running[key]
+        request = self._find(call) or await self._start(call)
+        request.join(is_resumable=call.is_resumable)
+        cause: BaseException | None = None
+        try:
+            after = -1 if call.after_event is None else call.after_event
+            yield Generation(request.model, request.request, request.log.read(after))
+        except BaseException as error:
+            cause = error
+            raise
+        finally:
+            request.leave(cause)
 
     def abort(self, tenant: str, request_id: str) -> bool:
         """End a running request of the tenant. Return False if no such request is running."""
-        running = self._running.get((tenant, request_id))
-        if running is not None:
-            running.end(RequestAborted(f"request {request_id!r} was aborted"))
-        return running is not None
+        request = self._running.get((tenant, request_id))
+        if request is not None:
+            request.stop(RequestAborted(f"request {request_id!r} was aborted"))
+        return request is not None
 
-    @contextmanager
-    def _watch(self, call: GenerationCall) -> Iterator[RequestWatch]:
-        """Report the end of the call to its watch, however it ends."""
+    async def end_all(self, error: QuireError) -> None:
+        """End every running request with the error, for its readers."""
+        requests = list(self._running.values())
+        for request in requests:
+            request.stop(error)
+        for request in requests:
+            await request.wait_until_orphan_ended()
+
+    def _find(self, call: GenerationCall) -> ActiveRequest | None:
+        """Return the request that a repeated or resumed call reads; None for a call that starts one."""
+        try:
+            call.check()
+            return self._repeated(call)
+        except QuireError as error:
+            self._observer.watch(call).on_end(error)
+            raise
+
+    def _repeated(self, call: GenerationCall) -> ActiveRequest | None:
+        if not call.request_id:
+            return None
+        known = self._running.get(call.key) or self._finished.get(call.key)
+        if call.after_event is None and (known is None or known.log.error is not None):
+            return None  # a failed request is run again
+        if known is None:
+            raise RequestNotFound(f"request {call.request_id!r} is not known here, or not any more")
+        if known.digest != call.digest():
+            raise DuplicateRequest(
+                f"request_id {call.request_id!r} belongs to a request of this tenant with other content"
+            )
+        return known
+
+    async def _start(self, call: GenerationCall) -> ActiveRequest:
+        """Check the request and submit it to a replica."""
         watch = self._observer.watch(call)
         try:
-            yield watch
+            with ExitStack() as cleanup:
+                admission = cleanup.enter_context(self._limiter.admit(call.tenant))
+                model = self._models.find(call.model)
+                request = await self._check(model, call)
+                known = self._repeated(call)  # it may have started while a long prompt was tokenized
+                if known is None:
+                    admission.accept(request)
+                    return self._submit(call, model, request, watch, admission, cleanup)
         except BaseException as error:
             watch.on_end(error)
             raise
-        else:
-            watch.on_end(None)
+        watch.on_end(None)
+        return known
+
+    def _submit(
+        self,
+        call: GenerationCall,
+        model: ServedModel,
+        request: Request,
+        watch: RequestWatch,
+        admission: Admission,
+        cleanup: ExitStack,
+    ) -> ActiveRequest:
+        """Submit the request to a replica; its end closes `cleanup`."""
+        key = request.tenant, request.request_id
+        stream = model.pool.submit(request, watch.on_moved)
+
+        def on_event(event: OutputEvent) -> None:
+            watch.on_event(event)
+            admission.charge(event)
+
+        log = RequestLog(
+            RequestStarted(request.request_id, model.name, len(request.prompt_token_ids)),
+            stream,
+            OutputProcessor(request, model.tokenizer),
+            max_bytes=self.limits.max_request_bytes if call.request_id else 0,
+            on_event=on_event,
+            on_error=functools.partial(_add_retry_delay, model.pool),
+        )
+        cleanup = cleanup.pop_all()
+
+        def on_end(active: ActiveRequest, error: BaseException | None) -> None:
+            cleanup.close()
+            if self._running.get(key) is active:
+                del self._running[key]
+            if active.digest and log.has_ended:
+                self._finished.put(key, active, log.num_bytes + request.prompt_token_ids.nbytes)
+            watch.on_end(error)
+
+        digest = call.digest() if call.request_id else b""
+        active = ActiveRequest(model, request, stream, log, digest, self.limits.resume_window_s, on_end)
+        self._running[key] = active
+        self._finished.discard(key)
+        watch.on_accepted(model.name, request)
+        return active
 
     async def _check(self, model: ServedModel, call: GenerationCall) -> Request:
         """Return the validated and tokenized request."""
@@ -146,25 +286,15 @@ class GenerationService:
         is_short = not isinstance(call.prompt, Chat) and len(call.prompt) <= LONG_PROMPT_CHARS
         return check() if is_short else await asyncio.to_thread(check)
 
-    def _check_not_running(self, key: RequestKey) -> None:
-        if key in self._running:
-            raise DuplicateRequest(f"request {key[1]!r} is running already")
+
+def _add_retry_delay(pool: ReplicaPool, error: Exception) -> None:
+    """Say when to retry in the error of a full queue: the scheduler does not know its speed."""
+    if isinstance(error, Overloaded) and error.retry_after_s is None:
+        error.retry_after_s = pool.queue_delay_s
 
 
-async def _events(
-    model: ServedModel,
-    request: Request,
-    running: MigratingRequest,
-    watch: RequestWatch,
-    admission: Admission,
-) -> AsyncIterator[StreamEvent]:
-    yield RequestStarted(request.request_id, model.name, len(request.prompt_token_ids))
-    try:
-        async for event in output_events(running, OutputProcessor(request, model.tokenizer)):
-            watch.on_event(event)
-            admission.charge(event)
-            yield event
-    except Overloaded as error:
-        if error.retry_after_s is None:  # the scheduler does not know its speed
-            error.retry_after_s = model.pool.queue_delay_s
-        raise
+def _plain(value: object) -> object:
+    """Return a value of a call as JSON can hold it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    return dict(value) if isinstance(value, Mapping) else repr(value)

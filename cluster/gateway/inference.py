@@ -47,8 +47,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         async with self._generation.run(self._call(message, context)) as generation:
-            async for event in generation.events:
-                await context.write(event_to_message(event, generation.request.sampling))
+            sampling = generation.request.sampling
+            async for number, event in generation.numbered_events:
+                response = event_to_message(event, sampling)
+                response.sequence_number = number
+                await context.write(response)
 
     @convert_errors
     async def Abort(
@@ -88,6 +91,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             timeout_s=context.time_remaining(),
             cache_salt=message.cache_salt,
             add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
+            after_event=message.after_sequence_number if message.HasField("after_sequence_number") else None,
+            is_resumable=message.resumable,
         )
 
     def _tenant(self, claimed: str, context: grpc.aio.ServicerContext[Any, Any]) -> str:

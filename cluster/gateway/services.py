@@ -10,6 +10,7 @@ from ..requests.observer import RequestObserver
 from .authentication import Authenticator
 from .fleet_interface import Fleet
 from .generation import GenerationService
+from .retention import RetentionLimits
 from .security import Security
 from .served_models import ServedModels
 
@@ -39,6 +40,7 @@ class GatewayServices:
         security: Security | None = None,
         fleet: Fleet | None = None,
         observers: Sequence[RequestObserver] = (),
+        retention: RetentionLimits | None = None,
     ) -> GatewayServices:
         """Return the services over these models.
 
@@ -48,5 +50,5 @@ class GatewayServices:
         """
         security = security or Security()
         monitor = Monitor(models, fleet, *observers)
-        generation = GenerationService(models, monitor.observer, security.tenants)
+        generation = GenerationService(models, monitor.observer, security.tenants, retention)
         return GatewayServices(models, generation, Authenticator(security.tokens), security, monitor, fleet)

@@ -36,14 +36,17 @@ class ObservedCall(Protocol):
 
 
 class RequestWatch(Protocol):
-    """Follows one call. The methods are called in the gateway's event loop and must neither wait nor raise."""
+    """Follows one request, also if several calls read it.
+
+    The methods are called in the gateway's event loop and must neither wait nor raise.
+    """
 
     def on_accepted(self, model: str, request: Request) -> None:
-        """The call was checked and goes to a replica. Not called for a call that is refused."""
+        """The request was checked and goes to a replica. Not called for a call that is refused."""
         ...
 
     def on_event(self, event: StreamEvent) -> None:
-        """An event goes to the caller. Called for every delta: it must cost little."""
+        """An event is ready for the caller. Called once for every delta: it must cost little."""
         ...
 
     def on_moved(self, replica_id: str, cause: MoveCause) -> None:
@@ -51,10 +54,10 @@ class RequestWatch(Protocol):
         ...
 
     def on_end(self, error: BaseException | None) -> None:
-        """The call has ended; called once, last.
+        """The request has ended; called once, last.
 
         Args:
-            error: ended or refused the call; a CancelledError if the caller left. None if the caller read on to the
+            error: ended or refused the call; a CancelledError if its callers left. None if the caller read on to the
                 last completion, or stopped reading.
         """
         ...
@@ -63,7 +66,9 @@ class RequestWatch(Protocol):
 class RequestObserver(Protocol):
     """Makes the watch of each call."""
 
-    def watch(self, call: ObservedCall) -> RequestWatch: ...
+    def watch(self, call: ObservedCall) -> RequestWatch:
+        """Watch a call that repeats no other, or that is refused."""
+        ...
 
 
 class Observers:

@@ -20,7 +20,7 @@ from ..gateway.services import GatewayServices
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
 from ..ray_runtime.launch_target import DEFAULT_NAMESPACE
 from ..ray_runtime.local_cluster import attach
-from .server_setup import set_up_server
+from .server_setup import retention_limits, set_up_server
 from .servers import GatewayServers
 
 # Time for running streams to finish after a signal; other gateways accept the new calls meanwhile.
@@ -73,7 +73,9 @@ async def _serve(
     signaled = next_signal()
     models = ServedModels()
     sync = ControllerSync(controller, models)
-    services = GatewayServices.compose(models, security=security, fleet=sync)
+    services = GatewayServices.compose(
+        models, security=security, fleet=sync, retention=retention_limits(server_options)
+    )
     servers = GatewayServers(services, server_options)
     try:
         for deployment in deployments:

@@ -7,6 +7,7 @@ import socket
 from ...proto.errors import ConfigError
 from ..config.server_options import ServerOptions
 from ..gateway.listen_address import ListenAddress
+from ..gateway.retention import RetentionLimits
 from ..gateway.security import Security
 from ..host.logs import log_to_stderr
 
@@ -23,6 +24,11 @@ def set_up_server(options: ServerOptions) -> Security:
     if not options.no_http:
         _check_address(options.http, "http", security, options)
     return security
+
+
+def retention_limits(options: ServerOptions) -> RetentionLimits:
+    """Return the limits of what the gateway keeps for repeated and resumed calls."""
+    return RetentionLimits(resume_window_s=options.resume_window_s, retention_s=options.retention_s)
 
 
 def _check_address(text: str, option: str, security: Security, options: ServerOptions) -> None:

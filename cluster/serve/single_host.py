@@ -23,7 +23,7 @@ from ..replica.client import SILENCE_MARGIN_S, ReplicaClient
 from ..replica.launch import launch_replica
 from ..replica.replica import Replica, new_replica_id
 from ..requests.tokenizer import Tokenizer
-from .server_setup import set_up_server
+from .server_setup import retention_limits, set_up_server
 from .servers import GatewayServers
 
 CANARY_TIMEOUT_S = 60.0
@@ -94,7 +94,8 @@ async def _serve_replica(
     client = ReplicaClient(replica.address, replica.replica_id, silence_timeout_s=silence_timeout_s)
     client.start()
     models = serve_single_replica(config, tokenizer, client)
-    servers = GatewayServers(GatewayServices.compose(models, security=security), server_options)
+    services = GatewayServices.compose(models, security=security, retention=retention_limits(server_options))
+    servers = GatewayServers(services, server_options)
     try:
         await servers.start()
         stopwatch.lap("gateway")

@@ -14,6 +14,7 @@ from local_replica import DEADLINE_S, Brake, Script, local_replica
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.resolve import Machine, resolve
+from quire.cluster.gateway.retention import RetentionLimits
 from quire.cluster.gateway.security import Security
 from quire.cluster.gateway.served_models import ServedModels, serve_single_replica
 from quire.cluster.gateway.server import Gateway
@@ -68,6 +69,7 @@ async def local_server(
     model_dir: Path,
     *,
     security: Security | None = None,
+    retention: RetentionLimits | None = None,
     ready: bool = True,
     http: bool = False,
     http_limits: ConnectionLimits | None = None,
@@ -93,7 +95,7 @@ async def local_server(
         replica.start()
         tokenizer = Tokenizer(str(model_dir))
         models = serve_single_replica(local.config, tokenizer, replica)
-        services = GatewayServices.compose(models, security=security)
+        services = GatewayServices.compose(models, security=security, retention=retention)
         gateway = Gateway(services)
         http_server = HttpServer(services, limits=http_limits) if http else None
         target = await gateway.start()

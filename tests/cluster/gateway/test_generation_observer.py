@@ -70,6 +70,7 @@ def test_service_reports_each_call_and_its_end(make_model: Callable[..., Path]) 
                     while not models.is_ready:
                         await models.wait_for_change()
                 await _complete(service)
+                await _repeat(service)
                 await _refuse(service)
                 await _leave(service)
                 await _abort(service)
@@ -98,25 +99,33 @@ def test_service_reports_each_call_and_its_end(make_model: Callable[..., Path]) 
 
     async def _leave(service: GenerationService) -> None:
         recorder.calls.clear()
-        call = GenerationCall(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True), request_id="r")
+        call = GenerationCall(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True), request_id="left")
         with pytest.raises(asyncio.CancelledError):
             async with service.run(call):
                 raise asyncio.CancelledError
-        assert recorder.calls[:2] == ["watch r", "accepted tiny r"]
+        assert recorder.calls[:2] == ["watch left", "accepted tiny left"]
         assert isinstance(recorder.calls[-1], asyncio.CancelledError)
 
     async def _abort(service: GenerationService) -> None:
         recorder.calls.clear()
-        call = GenerationCall(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True), request_id="r")
+        call = GenerationCall(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True), request_id="aborted")
 
         async def read() -> None:
             async with service.run(call) as generation:
-                assert service.abort("", "r")
+                assert service.abort("", "aborted")
                 async for _ in generation.events:
                     pass
 
         with pytest.raises(RequestAborted):
             await read()
         assert isinstance(recorder.calls[-1], RequestAborted)
+
+    async def _repeat(service: GenerationService) -> None:
+        """A request is reported once, however many calls read it."""
+        recorder.calls.clear()
+        call = GenerationCall(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True), request_id="r")
+        async with service.run(call) as generation:
+            assert [event async for event in generation.events]
+        assert recorder.calls == []
 
     run(scenario())

@@ -11,6 +11,7 @@ from serving import DEADLINE_S, ENDLESS, PROMPT, ServerFactory, first_delta, num
 from quire.cluster.api.tokens import Token, TokenSet
 from quire.cluster.client.async_client import AsyncClient
 from quire.cluster.config.tenants import TenantOptions, Tenants
+from quire.cluster.gateway.request_log import RequestLog
 from quire.cluster.gateway.security import Security
 from quire.cluster.host.watched_file import constant
 from quire.cluster.requests.output_processor import OutputProcessor
@@ -22,7 +23,6 @@ from quire.cluster.requests.outputs import (
     collect_output,
 )
 from quire.cluster.requests.request import RequestChecker
-from quire.cluster.requests.request_stream import output_events
 from quire.proto.errors import DeadlineExpired, InvalidRequest, Overloaded, RequestAborted
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Finish, Submit
@@ -178,11 +178,12 @@ def test_deadline_ends_a_request_and_frees_its_blocks(serve: ServerFactory) -> N
             request = checker.check(PROMPT, replace(ENDLESS, n=2), timeout_s=0.3)
             server.brake.hold()
             running = server.replica.submit(request)
-            events = output_events(running, OutputProcessor(request, server.tokenizer))
+            started = RequestStarted(request.request_id, "tiny", len(request.prompt_token_ids))
+            log = RequestLog(started, running, OutputProcessor(request, server.tokenizer))
             await asyncio.sleep(0.4)
             server.brake.release()
             with pytest.raises(DeadlineExpired, match="its deadline passed before it was complete"):
-                async for _ in events:
+                async for _ in log.read():
                     pass
             running.abort()
             await until_free(client)

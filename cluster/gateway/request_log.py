@@ -1,0 +1,141 @@
+"""RequestLog: the numbered events of one request, for readers that come, go and come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from ...proto.errors import InvalidRequest, RequestNotFound
+from ..requests.output_processor import OutputProcessor
+from ..requests.outputs import CompletionDelta, OutputEvent, PromptLogprobsDelta, RequestStarted, StreamEvent
+from ..requests.request_stream import RequestStream
+
+# Estimates of an event's memory, measured with sys.getsizeof.
+_EVENT_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 250, 8, 300
+
+
+class RequestLog:
+    """Events of one request by number: RequestStarted has 0, and the events after it count from 1 without a gap.
+
+    The reader that needs the next event takes the next update of the request. So updates merge while no reader waits,
+    and an event that was given a number never changes. For one event loop.
+
+    Args:
+        max_bytes: about how much of the past is kept for later readers, from the newest back. With 0 only the newest
+            events are kept, for one reader.
+        on_event: called once with each event after `started`.
+        on_error: called once with the error that ended the request, before it is raised.
+
+    Attributes:
+        has_ended: the last event is in the log, or `error` ended the request.
+        error: see `has_ended`.
+        num_bytes: estimated memory of the events.
+    """
+
+    def __init__(
+        self,
+        started: RequestStarted,
+        stream: RequestStream,
+        processor: OutputProcessor,
+        *,
+        max_bytes: int = 0,
+        on_event: Callable[[OutputEvent], None] = lambda event: None,
+        on_error: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
+        self._stream = stream
+        self._processor = processor
+        self._max_bytes = max_bytes
+        self._on_event = on_event
+        self._on_error = on_error
+        self._updates = aiter(stream)
+        self._events: list[StreamEvent] = [started]
+        self._first = 0  # number of the oldest event that is kept
+        self._pulling = asyncio.Lock()
+        self.has_ended = False
+        self.error: Exception | None = None
+        self.num_bytes = _EVENT_BYTES
+
+    @property
+    def end(self) -> int:
+        """Number of the next event."""
+        return self._first + len(self._events)
+
+    async def read(self, after: int = -1) -> AsyncIterator[tuple[int, StreamEvent]]:
+        """Yield the events after the one with number `after`, with their numbers, until the request has ended.
+
+        Raises:
+            InvalidRequest: there is no event with that number yet.
+            RequestNotFound: the next event to yield is not kept any more.
+            QuireError: the error that ended the request.
+        """
+        if after >= self.end:
+            raise InvalidRequest(
+                "after_sequence_number", f"is {after}, but the last event so far has {self.end - 1}"
+            )
+        number = after + 1
+        while True:
+            while number < self.end:
+                yield number, self._event(number)
+                number += 1
+            if self.error is not None:
+                raise self.error
+            if self.has_ended:
+                return
+            await self._pull(number)
+
+    async def finish(self) -> None:
+        """Read the request to its end, for readers to come."""
+        while not self.has_ended:
+            await self._pull(self.end)
+
+    def _event(self, number: int) -> StreamEvent:
+        if number < self._first:
+            raise RequestNotFound(
+                f"event {number} is not kept any more; the oldest one that is has number {self._first}"
+            )
+        return self._events[number - self._first]
+
+    async def _pull(self, number: int) -> None:
+        """Return once there is an event with this number, or there can be none. A canceled call loses no event."""
+        async with self._pulling:
+            if number < self.end or self.has_ended:  # another reader has pulled it
+                return
+            try:
+                index, update = await anext(self._updates)
+                events = self._processor.process(index, update)
+            except StopAsyncIteration:
+                self.has_ended = True
+                return
+            except Exception as error:
+                self.error, self.has_ended = error, True
+                self._on_error(error)
+                return
+            self._append(events)
+            if self._processor.has_stop_string(index):
+                self._stream.stop(index)
+            self.has_ended = self._processor.is_finished
+
+    def _append(self, events: list[OutputEvent]) -> None:
+        if events:
+            self._trim()
+        for event in events:
+            self._events.append(event)
+            self.num_bytes += _num_bytes(event)
+            self._on_event(event)
+
+    def _trim(self) -> None:
+        """Drop the older half of the events if they are too large; all of them if none are to be kept."""
+        if self.num_bytes <= self._max_bytes:
+            return
+        num_dropped = (len(self._events) + 1) // 2 if self._max_bytes else len(self._events)
+        self.num_bytes -= sum(map(_num_bytes, self._events[:num_dropped]))
+        del self._events[:num_dropped]
+        self._first += num_dropped
+
+
+def _num_bytes(event: StreamEvent) -> int:
+    if not isinstance(event, CompletionDelta | PromptLogprobsDelta):
+        return _EVENT_BYTES
+    num_logprobs = sum(map(len, event.logprobs))
+    text_len = len(event.text) if isinstance(event, CompletionDelta) else 0
+    return _EVENT_BYTES + 4 * text_len + _TOKEN_BYTES * len(event.token_ids) + _LOGPROB_BYTES * num_logprobs
