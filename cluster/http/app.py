@@ -5,7 +5,15 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from ..gateway.services import GatewayServices
-from .endpoints import chat_completions, completions, health, metrics, models, tokenization
+from .endpoints import (
+    anthropic_messages,
+    chat_completions,
+    completions,
+    health,
+    metrics,
+    models,
+    tokenization,
+)
 from .errors import install_error_handlers
 from .middleware import AuthenticateCalls, LimitBody
 from .version import server_version
@@ -13,6 +21,7 @@ from .version import server_version
 FAMILIES = (
     completions,
     chat_completions,
+    anthropic_messages,
     tokenization,
     models,
     health,

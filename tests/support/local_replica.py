@@ -66,8 +66,8 @@ class Script:
         self._token_ids: deque[int] = deque()
 
     def write(self, token_ids: Iterable[int]) -> None:
-        """Let the next tokens be these, with the end of sequence after them."""
-        self._token_ids.extend([*token_ids, 0])
+        """Let the next tokens be these, with the end of sequence after them. Replaces what was not sampled yet."""
+        self._token_ids = deque([*token_ids, 0])
 
     def install(self, group: InProcessGroup) -> None:
         gather = group.gather

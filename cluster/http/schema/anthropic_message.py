@@ -1,0 +1,159 @@
+"""Bodies of /v1/messages and /v1/messages/count_tokens, and their conversation in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ....proto.errors import InvalidRequest
+from ....proto.sampling import SamplingParams
+from ...requests.chat import Chat
+from ..structured_output import NOT_YET
+from .chat_completion import JsonObject
+from .request_model import RequestModel
+
+Message = dict[str, Any]
+
+
+class AnthropicMessage(BaseModel):
+    """A message of the conversation, whose content is text or blocks."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    role: str
+    content: str | list[JsonObject]
+
+
+class CountTokensRequest(RequestModel):
+    """A conversation in Anthropic's form."""
+
+    model: str | None = None
+    messages: list[AnthropicMessage]
+    system: str | list[JsonObject] | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: JsonObject | None = Field(None, description="Of the type auto or none.")
+    thinking: JsonObject | None = Field(None, description="The template's variable enable_thinking.")
+    chat_template_kwargs: JsonObject | None = Field(None, description="Variables of the chat template.")
+
+    def chat(self) -> Chat:
+        """Return the conversation. Raises InvalidRequest for a block that cannot be part of it."""
+        messages = (
+            [] if self.system is None else [{"role": "system", "content": _text("system", self.system)}]
+        )
+        for index, message in enumerate(self.messages):
+            messages += _messages(f"messages[{index}].content", message)
+        choice = self.tool_choice or {"type": "auto"}
+        if choice.get("type") not in ("auto", "none"):
+            problem = f"is {choice.get('type')!r}, must be auto or none: {NOT_YET}"
+            raise InvalidRequest("tool_choice.type", problem)
+        return Chat(
+            messages,
+            template_options=self._thinking() | (self.chat_template_kwargs or {}),
+            tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())],
+            tool_choice=choice["type"],
+            parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
+        )
+
+    def _thinking(self) -> dict[str, Any]:
+        kind = (self.thinking or {}).get("type")
+        return {"enable_thinking": kind == "enabled"} if kind in ("enabled", "disabled") else {}
+
+
+class MessagesRequest(CountTokensRequest):
+    """Anthropic's fields."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    output_config: JsonObject | None = Field(None, description="A format is refused.")
+
+    def sampling(self) -> SamplingParams:
+        """Return the settings. Raises InvalidRequest for a value that is not allowed."""
+        if (self.output_config or {}).get("format"):
+            raise InvalidRequest("output_config.format", f"is not supported: {NOT_YET}")
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            stop=tuple(self.stop_sequences or ()),
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+        )
+
+
+def _messages(field: str, message: AnthropicMessage) -> Iterator[Message]:
+    """Yield OpenAI's messages: results of tools are messages of their own there."""
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+        return
+    texts: list[str] = []
+    rest: Message = {"role": message.role}
+    for index, block in enumerate(message.content):
+        where = f"{field}[{index}]"
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(_member(where, block, "text"))
+        elif kind == "tool_result":
+            yield {
+                "role": "tool",
+                "tool_call_id": _member(where, block, "tool_use_id"),
+                "content": _text(f"{where}.content", block.get("content") or ""),
+            }
+        elif kind == "tool_use":
+            rest.setdefault("tool_calls", []).append(_call(where, block))
+        elif kind == "thinking":
+            rest["reasoning_content"] = rest.get("reasoning_content", "") + _member(where, block, "thinking")
+        elif kind != "redacted_thinking":
+            known = "text, thinking, tool_use or tool_result: the model reads text only"
+            raise InvalidRequest(f"{where}.type", f"is {str(kind)[:100]!r}, must be {known}")
+    if texts:
+        rest["content"] = "\n".join(texts)
+    if len(rest) > 1:
+        yield rest
+
+
+def _text(field: str, content: Any) -> str:
+    """Return the text of a string or of text blocks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(field, "must be text or a list of text blocks")
+    texts = []
+    for index, block in enumerate(content):
+        where = f"{field}[{index}]"
+        if not isinstance(block, Mapping) or block.get("type") != "text":
+            raise InvalidRequest(where, "must be a text block: the model reads text only")
+        texts.append(_member(where, block, "text"))
+    return "\n".join(texts)
+
+
+def _member(field: str, block: Mapping[str, Any], name: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{field}.{name}", "must be text")
+    return value
+
+
+def _call(field: str, block: Mapping[str, Any]) -> Message:
+    given = block.get("input")
+    if given is not None and not isinstance(given, dict):
+        raise InvalidRequest(f"{field}.input", "must be an object")
+    function = {"name": _member(field, block, "name"), "arguments": json.dumps(given or {})}
+    return {"id": _member(field, block, "id"), "type": "function", "function": function}
+
+
+def _tool(field: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise InvalidRequest(
+            f"{field}.type",
+            f"is {str(tool['type'])[:100]!r}, must be custom: the server has no tools of its own",
+        )
+    function = {"name": _member(field, tool, "name"), "parameters": tool.get("input_schema") or {}}
+    if tool.get("description") is not None:
+        function["description"] = _member(field, tool, "description")
+    return {"type": "function", "function": function}

@@ -1,0 +1,126 @@
+"""The official anthropic package against the HTTP server: messages, plain and streamed, tools and thinking."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from chat_model import write_output
+from local_server import ThreadedServer
+
+MESSAGES: list[Any] = [{"role": "user", "content": "When?"}]
+TOOL: Any = {"name": "now", "description": "The time.", "input_schema": {"type": "object", "properties": {}}}
+REPLY = '<think>Hm.</think>I ask.<tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def client(server: ThreadedServer) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_message_has_thinking_text_and_tool_use(server: ThreadedServer, client: anthropic.Anthropic) -> None:
+    write_output(server, REPLY)
+    made: Any = client.messages.create(
+        model="tiny", max_tokens=100, system="Be brief.", messages=MESSAGES, tools=[TOOL],
+        thinking={"type": "enabled", "budget_tokens": 1024},
+    )  # fmt: skip
+    thinking, text, tool_use = made.content
+    assert (thinking.type, thinking.thinking) == ("thinking", "Hm.")
+    assert (text.type, text.text) == ("text", "I ask.")
+    assert (tool_use.type, tool_use.name, tool_use.input) == ("tool_use", "now", {"a": 1})
+    assert (made.stop_reason, made.stop_sequence) == ("tool_use", None)
+    write_output(server, "Noon.")
+    result: Any = {
+        "type": "tool_result",
+        "tool_use_id": tool_use.id,
+        "content": [{"type": "text", "text": "12"}],
+    }
+    conversation: list[Any] = [
+        *MESSAGES,
+        {"role": "assistant", "content": made.content},
+        {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]},
+    ]
+    answered: Any = client.messages.create(model="tiny", max_tokens=100, messages=conversation, tools=[TOOL])
+    assert answered.content[0].text == "Noon."
+    assert answered.stop_reason == "end_turn"
+
+
+def test_stream_adds_up_to_the_message(server: ThreadedServer, client: anthropic.Anthropic) -> None:
+    write_output(server, REPLY)
+    with client.messages.stream(model="tiny", max_tokens=100, messages=MESSAGES, tools=[TOOL]) as stream:
+        kinds = [event.type for event in stream]
+        final: Any = stream.get_final_message()
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
+    assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
+    assert final.content[1].text == "I ask."
+    assert final.content[2].input == {"a": 1}
+    assert final.stop_reason == "tool_use"
+    assert final.usage.output_tokens > 10
+
+
+def test_stop_sequence_and_max_tokens_are_reported(
+    server: ThreadedServer, client: anthropic.Anthropic
+) -> None:
+    write_output(server, "One two three")
+    made: Any = client.messages.create(
+        model="tiny", max_tokens=100, messages=MESSAGES, stop_sequences=["two"]
+    )
+    assert (made.content[0].text, made.stop_reason, made.stop_sequence) == ("One ", "stop_sequence", "two")
+    greedy = {"temperature": 0, "top_k": 5, "top_p": 0.9}
+    cut = client.messages.create(model="tiny", max_tokens=2, messages=MESSAGES, extra_body=greedy)
+    assert cut.stop_reason == "max_tokens"
+    assert cut.usage.output_tokens == 2
+
+
+def test_count_tokens_equals_the_usage(client: anthropic.Anthropic) -> None:
+    counted = client.messages.count_tokens(model="tiny", messages=MESSAGES, system="Be brief.", tools=[TOOL])
+    made = client.messages.create(
+        model="tiny", max_tokens=1, messages=MESSAGES, system="Be brief.", tools=[TOOL]
+    )
+    cached = made.usage.cache_read_input_tokens or 0
+    assert counted.input_tokens == made.usage.input_tokens + cached
+
+
+def test_async_client_streams(server: ThreadedServer) -> None:
+    async def scenario() -> None:
+        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+            await asyncio.to_thread(write_output, server, "Well.")
+            async with client.messages.stream(model="tiny", max_tokens=9, messages=MESSAGES) as stream:
+                assert "".join([text async for text in stream.text_stream]) == "Well."
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_tokens": 0}, "max_tokens: is 0, must be at least 1"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ({"tool_choice": {"type": "any"}, "tools": [TOOL]}, "tool_choice.type"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"extra_body": {"max_token": 3}}, "did you mean 'max_tokens'"),
+    ],
+)
+def test_errors_have_the_form_of_anthropic(
+    client: anthropic.Anthropic, options: dict[str, Any], said: str
+) -> None:
+    create: Any = client.messages.create
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        create(**({"model": "tiny", "max_tokens": 5, "messages": MESSAGES} | options))
+    body: Any = caught.value.body
+    assert body["type"] == "error"
+    assert body["error"]["type"] == "invalid_request_error"
+    assert said in body["error"]["message"]
+
+
+def test_unknown_model_is_not_found(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(model="claude", max_tokens=5, messages=MESSAGES)
