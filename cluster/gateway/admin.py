@@ -15,6 +15,9 @@ from .grpc_errors import convert_errors
 from .services import GatewayServices
 from .status import block_map, current_status, latest_status
 
+# A map is for a display, which shows the replica's silence instead.
+BLOCK_MAP_TIMEOUT_S = 3.0
+
 
 class AdminService(admin_pb2_grpc.AdminServicer):
     """quire.v1.Admin, whose callers are operators: the interceptor has checked that.
@@ -36,7 +39,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetBlockMap(
         self, message: admin_pb2.GetBlockMapRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.GetBlockMapResponse:
-        return block_map_to_message(await block_map(self._services, message.replica_id))
+        blocks = await block_map(self._services, message.replica_id, BLOCK_MAP_TIMEOUT_S)
+        return block_map_to_message(blocks)
 
     @convert_errors
     async def Deploy(

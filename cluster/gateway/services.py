@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..metrics.monitor import Monitor
 from ..requests.observer import RequestObserver
@@ -24,6 +25,7 @@ class GatewayServices:
         generation: runs the requests of all servers.
         monitor: observes every request; its owner starts it and closes it.
         fleet: changed by operators; None if nothing can be changed.
+        closing: set when a server begins to stop, for streams that would not end by themselves.
     """
 
     models: ServedModels
@@ -32,6 +34,7 @@ class GatewayServices:
     security: Security
     monitor: Monitor
     fleet: Fleet | None = None
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     @staticmethod
     def compose(

@@ -16,8 +16,6 @@ from .served_models import ServedModel
 from .services import GatewayServices
 
 STATUS_TIMEOUT_S = 10.0
-# A map is for a display, which shows the replica's silence instead.
-BLOCK_MAP_TIMEOUT_S = 3.0
 
 
 async def current_status(services: GatewayServices) -> admin_pb2.GetStatusResponse:
@@ -36,17 +34,17 @@ def latest_status(services: GatewayServices) -> admin_pb2.GetStatusResponse:
     return _compose(services, known)
 
 
-async def block_map(services: GatewayServices, replica_id: str) -> BlockMap:
+async def block_map(services: GatewayServices, replica_id: str, timeout_s: float) -> BlockMap:
     """Return the map of a replica's KV blocks.
 
     Raises:
         InvalidRequest: this gateway has no such replica.
-        ReplicaUnavailable: the replica does not answer within BLOCK_MAP_TIMEOUT_S.
+        ReplicaUnavailable: the replica does not answer in time.
     """
     for pool in _pools(services):
         client = pool.clients.get(replica_id)
         if client is not None:
-            return await client.block_map(BLOCK_MAP_TIMEOUT_S)
+            return await client.block_map(timeout_s)
     raise InvalidRequest("replica_id", f"is {replica_id!r}, which is no replica of this server")
 
 

@@ -12,6 +12,7 @@ from .endpoints import (
     health,
     metrics,
     models,
+    page,
     tokenization,
 )
 from .errors import install_error_handlers
@@ -26,6 +27,7 @@ FAMILIES = (
     models,
     health,
     metrics,
+    page,
 )
 
 

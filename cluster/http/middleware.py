@@ -11,16 +11,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...proto.errors import QuireError
 from ..api.tokens import BEARER, Role
 from ..gateway.authentication import Authenticator
+from .endpoints.page import EVENTS_PATH, PAGE_FILES
 from .errors import error_response, http_error_response
 
 # Far more than the longest conversation that a server takes, MAX_CHAT_CHARS.
 MAX_BODY_BYTES = 16 << 20
 
-# Calls that need no token: probes of load balancers have none, and the documentation is the same everywhere.
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/docs", "/openapi.json"})
+# Calls that need no token: probes of load balancers have none, and documentation and page are the same everywhere.
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/docs", "/openapi.json", *PAGE_FILES})
 
 # Path |-> role that its callers need, where that is not USER.
-ROLE_OF_PATH = {"/load": Role.METRICS, "/metrics": Role.METRICS}
+ROLE_OF_PATH = {"/load": Role.METRICS, "/metrics": Role.METRICS, EVENTS_PATH: Role.OPERATOR}
 
 
 class AuthenticateCalls:

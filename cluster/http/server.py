@@ -49,6 +49,7 @@ class HttpServer:
     ) -> None:
         self._address = ListenAddress.parse(listen)
         self._security = services.security
+        self._closing = services.closing
         self._security.check_listen(self._address, insecure=insecure)
         self._limits = limits or ConnectionLimits()
         self.app: FastAPI = create_app(services)
@@ -83,6 +84,7 @@ class HttpServer:
         if self._listener is None:
             return
         listener, self._listener = self._listener, None
+        self._closing.set()
         listener.close()
         for connection in list(self._state.connections):
             connection.shutdown()  # closes an idle connection; another one after its response

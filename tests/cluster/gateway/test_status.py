@@ -10,7 +10,7 @@ from local_server import local_server
 from serving import ENDLESS, PROMPT, eventually, first_delta, run
 
 from quire import AsyncClient
-from quire.cluster.gateway.status import BLOCK_MAP_TIMEOUT_S
+from quire.cluster.gateway.admin import BLOCK_MAP_TIMEOUT_S
 from quire.proto.errors import InvalidRequest, ReplicaUnavailable
 from quire.proto.stream import BlockState
 
@@ -47,7 +47,7 @@ def test_status_shows_replica_traffic_and_blocks(make_model: Callable[..., Path]
 def test_latest_status_is_returned_at_once_while_the_replica_hangs(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.cluster.gateway.status.BLOCK_MAP_TIMEOUT_S", BLOCK_MAP_TIMEOUT_S / 30)
+    monkeypatch.setattr("quire.cluster.gateway.admin.BLOCK_MAP_TIMEOUT_S", BLOCK_MAP_TIMEOUT_S / 30)
 
     async def scenario() -> None:
         async with local_server(make_model("llama")) as server, AsyncClient(server.target) as client:
