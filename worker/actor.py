@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import ray
@@ -27,7 +29,10 @@ from .deadline import ends_within
 from .device import compute_device, on_device
 
 if TYPE_CHECKING:
+    import torch
+
     from .comm.communicator import Communicator
+    from .launched_step import LaunchedStep
     from .runner import ModelRunner
 
 _LOOPBACK = "127.0.0.1"
@@ -59,6 +64,7 @@ class WorkerActor:
         self._seconds: dict[str, float] = {}
         self._runner: ModelRunner | None = None
         self._bytes_read = 0, 0
+        self._waits_for_device = False  # for the tokens of a launched step
         # Imported here so that the driver, which only names this class, does not load torch.
         with self._timed("import"):
             import torch
@@ -134,29 +140,55 @@ class WorkerActor:
     def status(self) -> RankStatus:
         """Return the process, device and current stage of the rank. Does not use the device, which may hang."""
         stage = self._stage if self._runner is None or self._stage == "ended" else self._runner.stage
+        if stage == "idle" and self._waits_for_device:
+            stage = "device"
         return RankStatus(self._rank, os.getpid(), socket.gethostname(), str(self._device), stage)
 
     def _run(self, address: ChannelAddress) -> None:
         assert self._runner is not None
         receiver = StepReceiver(address, self._rank)
+        serve = self._serve if self._device.type == "cpu" else self._serve_ahead
         try:
-            replied_at = time.perf_counter()
-            while (frame := receiver.receive()) is not None:
-                waited_s = time.perf_counter() - replied_at
-                reply = self._execute(frame, self._runner)
-                if isinstance(reply, StepResult):
-                    reply.stage_times["wait"] = waited_s
-                receiver.reply(reply.encode())
-                if isinstance(reply, StepFailure):
-                    return
-                if (failure := self._after_step(reply, self._runner)) is not None:
-                    receiver.reply(failure.encode())
-                    return
-                replied_at = time.perf_counter()
+            serve(receiver, self._runner)
         finally:
             receiver.close()
             self._close(self._runner)
             self._stage = "ended"
+
+    def _serve(self, receiver: StepReceiver, runner: ModelRunner) -> None:
+        """Execute each plan and reply, until the channel closes or a step fails."""
+        replied_at = time.perf_counter()
+        while (frame := receiver.receive()) is not None:
+            waited_s = time.perf_counter() - replied_at
+            reply = self._finish(self._launch(frame, runner))
+            if isinstance(reply, StepResult):
+                reply.stage_times["wait"] = waited_s
+            receiver.reply(reply.encode())
+            if isinstance(reply, StepFailure):
+                return
+            replied_at = time.perf_counter()
+
+    def _serve_ahead(self, receiver: StepReceiver, runner: ModelRunner) -> None:
+        """As `_serve`, but launch each plan when it arrives; a thread waits for the device and replies."""
+        steps: SimpleQueue[LaunchedStep | StepFailure | None] = SimpleQueue()
+        replies = _Replies(receiver, steps, self._finish, self._device)
+        num_launched = 0
+        while not replies.has_ended:
+            waits_since = time.perf_counter()
+            if (frame := receiver.receive()) is None:
+                break
+            # While the device computes another step, the wait costs nothing.
+            is_idle = replies.num_sent == num_launched
+            waited_s = time.perf_counter() - waits_since if is_idle else 0.0
+            step = self._launch(frame, runner)
+            if not isinstance(step, StepFailure):
+                step.launched.stage_times["wait"] = waited_s
+            steps.put(step)
+            num_launched += 1
+            if isinstance(step, StepFailure):
+                break
+        steps.put(None)
+        replies.join(self._config.scheduler.step_timeout_s)
 
     def _close(self, runner: ModelRunner) -> None:
         """Close the runner within CLOSE_TIMEOUT_S: freeing memory waits for kernels, which may never end."""
@@ -168,24 +200,31 @@ class WorkerActor:
         if not ends_within(CLOSE_TIMEOUT_S, close):
             _log.warning("rank %d: the device did not finish in %g s", self._rank, CLOSE_TIMEOUT_S)
 
-    def _execute(self, frame: bytes, runner: ModelRunner) -> StepResult | StepFailure:
+    def _launch(self, frame: bytes, runner: ModelRunner) -> LaunchedStep | StepFailure:
         step_id = epoch = 0
         try:
             plan = StepPlan.decode(frame)
             step_id, epoch = plan.step_id, plan.epoch
-            return runner.execute(plan)
+            return runner.launch(plan)
         except RankFailed as error:
             return StepFailure(step_id, epoch, self._rank, error.stage or runner.stage, error.problem)
         except Exception as error:
             return StepFailure(step_id, epoch, self._rank, runner.stage, in_one_line(error))
 
-    def _after_step(self, result: StepResult, runner: ModelRunner) -> StepFailure | None:
-        """Run the work deferred until after the reply; a failure is that of the next step."""
+    def _finish(self, step: LaunchedStep | StepFailure) -> StepResult | StepFailure:
+        """Wait for the tokens of a step."""
+        if isinstance(step, StepFailure):
+            return step
+        self._waits_for_device = True
         try:
-            runner.after_step()
-        except Exception as error:
-            return StepFailure(result.step_id + 1, result.epoch, self._rank, runner.stage, in_one_line(error))
-        return None
+            return step.result()
+        except RankFailed as error:
+            launched = step.launched
+            return StepFailure(
+                launched.step_id, launched.epoch, self._rank, error.stage or "device", error.problem
+            )
+        finally:
+            self._waits_for_device = False
 
     def _on_progress(self, num_read: int, num_expected: int) -> None:
         self._bytes_read = num_read, num_expected
@@ -207,6 +246,43 @@ class WorkerActor:
         started = time.monotonic()
         yield
         self._seconds[stage] = time.monotonic() - started
+
+
+class _Replies(threading.Thread):
+    """Replies to launched steps in their order, until None or a failure.
+
+    Args:
+        finish: waits for the tokens of a step.
+
+    Attributes:
+        num_sent: replies so far.
+        has_ended: no further reply will be sent.
+    """
+
+    def __init__(
+        self,
+        receiver: StepReceiver,
+        steps: SimpleQueue[LaunchedStep | StepFailure | None],
+        finish: Callable[[LaunchedStep | StepFailure], StepResult | StepFailure],
+        device: torch.device,
+    ) -> None:
+        super().__init__(name="replies", daemon=True)
+        self.num_sent = 0
+        self.has_ended = False
+        self._receiver, self._steps, self._finish_step, self._device = receiver, steps, finish, device
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with on_device(self._device):
+                while (step := self._steps.get()) is not None:
+                    reply = self._finish_step(step)
+                    self._receiver.reply(reply.encode())
+                    self.num_sent += 1
+                    if isinstance(reply, StepFailure):
+                        return
+        finally:
+            self.has_ended = True
 
 
 def _assigned_gpu() -> int:

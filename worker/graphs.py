@@ -1,11 +1,10 @@
 """Decode steps recorded as graphs, which replace hundreds of kernel launches by one.
 
 A graph replays the same kernels on the same addresses. There is one graph for each of a few batch sizes. Its inputs
-are copied to fixed buffers, and padding rows, which write nothing, fill a batch up to the graph's size. A recording
-takes a good part of a second while requests run. It is therefore made after the step's result is sent, at most once
-in CAPTURE_INTERVAL steps, and only for sizes that were needed. All ranks record in the same step, as collectives may
-require, because the decision depends only on the plans. They also agree on whether it succeeded: if one rank replayed
-a graph while another computed the step, their collectives might differ.
+are copied to fixed buffers, and padding rows, which write nothing, fill a batch up to the graph's size. All graphs
+are recorded before the first step, so no step waits for a recording. All ranks record the same sizes in the same
+order, as collectives may require. They also agree on whether each succeeded: if one rank replayed a graph while
+another computed the step, their collectives might differ.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from ..proto.errors import first_line
 from .attention import AttentionInputs
 from .batch import Batch
 
-# With 10 ms per step and 0.2 s per graph, recording takes a quarter of the time until all graphs exist.
-CAPTURE_INTERVAL = 64
 # Slot of tokens whose KV is not stored.
 NO_SLOT = -1
 
@@ -133,9 +130,6 @@ class DecodeGraphs:
         self._all_ranks = all_ranks
         self._fixed_item_len = fixed_item_len
         self._recordings: dict[int, Recording] = {}
-        self._missing_size: int | None = None
-        self._num_steps_to_wait = 0
-        self._is_disabled = False
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -158,39 +152,32 @@ class DecodeGraphs:
         The next replay overwrites them. Returns None if there is no graph for the step.
         """
         num_rows = len(batch.rows)
-        if self._is_disabled or not batch.attention.num_decodes == len(batch.sampled_rows) == num_rows:
+        if not self._recordings or not batch.attention.num_decodes == len(batch.sampled_rows) == num_rows:
             return None
         size = next(size for size in self._sizes if size >= num_rows)
-        recording = self._recordings.get(size)
-        if recording is None:
-            self._missing_size = size
-            return None
+        recording = self._recordings[size]
         self._copy_inputs(batch, num_rows, size)
         recording.replay()
         return recording.output[:num_rows]
 
-    def after_step(self) -> None:
-        """Record a graph if one was missing and CAPTURE_INTERVAL steps have passed since the last recording.
+    def record_all(self) -> None:
+        """Record the graphs of all sizes, the largest first, whose memory the others share; called on all ranks.
 
-        If a rank cannot record it, graphs are disabled on all ranks. A failure to execute the step is raised.
+        If a rank cannot record one, graphs are disabled on all ranks. A failure to execute the step is raised.
         """
-        self._num_steps_to_wait = max(0, self._num_steps_to_wait - 1)
-        if self._missing_size is None or self._num_steps_to_wait:
-            return
-        self._num_steps_to_wait = CAPTURE_INTERVAL
-        size, self._missing_size = self._missing_size, None
         started = time.perf_counter()
-        self._pad(0, size)
-        recording = self._record(size)
-        if not self._all_ranks(recording is not None):
-            self._is_disabled = True
-            self._recordings.clear()
-            _log.warning(
-                "graphs are disabled: a decode step of %d rows cannot be recorded on every rank", size
-            )
-        elif recording is not None:
-            self._recordings[size] = recording
-            _log.info("recorded a graph for %d rows in %.2f s", size, time.perf_counter() - started)
+        for size in reversed(self._sizes):
+            self._pad(0, size)
+            recording = self._record(size)
+            if not self._all_ranks(recording is not None):
+                self._recordings.clear()
+                _log.warning(
+                    "graphs are disabled: a decode step of %d rows cannot be recorded on every rank", size
+                )
+                return
+            if recording is not None:
+                self._recordings[size] = recording
+        _log.info("recorded %d graphs in %.2f s", len(self._recordings), time.perf_counter() - started)
 
     def _record(self, size: int) -> Recording | None:
         def compute() -> Tensor:

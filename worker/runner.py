@@ -17,27 +17,27 @@ from ..kernels.native.memory import keep_freed_memory
 from ..proto.block_tables import IntArray
 from ..proto.config import EngineConfig
 from ..proto.errors import ConfigError, RankFailed, in_one_line
-from ..proto.step import Logprobs, PromptLogprobs, StepPlan, StepResult
+from ..proto.step import PromptLogprobs, StepPlan, StepResult
 from .attention import AttentionInputs
 from .batch import Batch, gather_batch
 from .comm.communicator import Communicator
 from .device import compute_device
 from .device_rows import DeviceRows
-from .graphs import CudaGraphs, DecodeGraphs, DecodeInputs, GraphBackend, graph_sizes
+from .graphs import CudaGraphs, DecodeGraphs, DecodeInputs, GraphBackend
+from .launched_step import LaunchedStep
 from .memory.allocation import check_host_memory, free_unused_memory, out_of_memory_as
 from .memory.cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine, bytes_per_block
+from .memory.device_to_host import HostCopy
 from .memory.host_to_device import to_device
 from .memory.kv_budget import profile_kv_bytes
 from .models.load_context import LoadContext
 from .models.loader import Model, load_model
 from .sampling.prompt_logprobs import compute_prompt_logprobs
-from .sampling.sampler import SampledLogprobs, Sampler
+from .sampling.sampler import Sampler
 from .weights.checkpoint import Checkpoint, ProgressCallback
 from .weights.quantization import read_quantization
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Memory that recorded decode steps share besides their logits: activations of the largest one, with a margin.
-GRAPH_POOL_BYTES = 256 << 20
 # Freed memory that a CPU process keeps for the next step: activations of thousands of tokens.
 KEPT_BYTES = 512 << 20
 
@@ -139,12 +139,19 @@ class ModelRunner:
             )
         with torch.inference_mode():
             self._model.selfcheck()
-            self._graphs = self._make_graphs()
+            self._graphs = self._record_graphs(self._cache)
         return self._cache.measure_swap_rate()
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Execute one step. Plans must be executed in the order in which the scheduler made them.
+        """Launch one step and wait for its tokens; see `launch`."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Launch one step; on a CPU execute it. Plans must be launched in the order in which the scheduler made them.
+
+        On a GPU the host does not wait for the device, so that it can launch the next step meanwhile: rows append
+        their sampled tokens on the device. Prompt log-probabilities are an exception, for which it waits.
 
         Raises:
             RankFailed: the plan does not match this rank's state (raised before any collective), a collective failed,
@@ -155,18 +162,11 @@ class ModelRunner:
             with self._timed_stage("apply", times):
                 batch = self._apply(plan)
             result = StepResult(plan.step_id, plan.epoch, self._comm.rank, stage_times=times)
-            return result if batch is None else self._compute(batch, result)
+            return LaunchedStep(result) if batch is None else self._compute(batch, result)
         except RankFailed:
             raise
         except Exception as error:
             raise self._failure(plan, in_one_line(error)) from error
-
-    @torch.inference_mode()
-    def after_step(self) -> None:
-        """Do the work that is deferred until the result is sent; called on every rank after every step."""
-        if self._graphs is not None:
-            with self._timed_stage("record", {}):
-                self._graphs.after_step()
 
     def close(self) -> None:
         """Leave the group, and free the weights, the KV cache and the graphs. Safe to call twice."""
@@ -201,7 +201,7 @@ class ModelRunner:
             self._kv_cache.copy(to_device(plan.copies, self._device, torch.int64))
         return gather_batch(self._rows, plan, self._config.cache.block_size, self._fixed_item_len)
 
-    def _compute(self, batch: Batch, result: StepResult) -> StepResult:
+    def _compute(self, batch: Batch, result: StepResult) -> LaunchedStep:
         with self._timed_stage("forward", result.stage_times):
             self._kv_cache.wait_for_swaps()
             logits = None if self._graphs is None else self._graphs.replay(batch)
@@ -210,7 +210,7 @@ class ModelRunner:
                 result = replace(result, prompt_logprobs=scores)
             self._rows.mark_computed(batch.rows, batch.lens)
             if logits is None:
-                return result
+                return LaunchedStep(result)
         with self._timed_stage("sample", result.stage_times):
             return self._sample(batch.sampled_rows, logits, result)
 
@@ -229,20 +229,27 @@ class ModelRunner:
             hidden = hidden.index_select(0, batch.sampled_index)
         return self._model.logits(hidden), scores
 
-    def _sample(self, rows: IntArray, logits: Tensor, result: StepResult) -> StepResult:
+    def _sample(self, rows: IntArray, logits: Tensor, result: StepResult) -> LaunchedStep:
         token_ids, logprobs = self._sampler.sample(
             logits, self._rows.sampling, rows, self._rows.lens[rows], self._rows.logits_processors
         )
         self._rows.append(rows, token_ids)
         if self._comm.rank != 0:
-            return result
-        return replace(result, token_ids=token_ids.cpu().numpy(), logprobs=_to_host(logprobs))
+            return LaunchedStep(result)
+        columns = [] if logprobs is None else logprobs.columns()
+        return LaunchedStep(result, HostCopy([token_ids, *columns]), logprobs)
 
-    def _make_graphs(self) -> DecodeGraphs | None:
+    def _record_graphs(self, cache: CacheEngine) -> DecodeGraphs | None:
+        """Record all decode steps on this cache. Returns None if graphs are off."""
         if not self._uses_graphs:
             return None
-        return DecodeGraphs(
-            self._decode,
+
+        def decode(inputs: DecodeInputs) -> Tensor:
+            hidden = self._model.forward(inputs.token_ids, inputs.positions, cache.layers, inputs.attention)
+            return self._model.logits(hidden)
+
+        graphs = DecodeGraphs(
+            decode,
             self._config.scheduler.max_num_seqs,
             self._config.max_blocks_per_seq,
             self._config.cache.block_size,
@@ -251,17 +258,15 @@ class ModelRunner:
             self._all_ranks,
             self._fixed_item_len,
         )
+        self.stage = "record"
+        graphs.record_all()
+        self.stage = "idle"
+        return graphs
 
     def _all_ranks(self, is_true: bool) -> bool:
         """Return whether the argument is true on all ranks, which call this together."""
         own = torch.tensor([is_true], dtype=torch.int32, device=self._device)
         return bool(self._comm.all_gather(own).all())
-
-    def _decode(self, inputs: DecodeInputs) -> Tensor:
-        hidden = self._model.forward(
-            inputs.token_ids, inputs.positions, self._kv_cache.layers, inputs.attention
-        )
-        return self._model.logits(hidden)
 
     @property
     def _uses_graphs(self) -> bool:
@@ -283,17 +288,23 @@ class ModelRunner:
     def _gpu_kv_bytes(self) -> int:
         """Return the GPU memory that the largest step and the graphs leave for the KV cache."""
         utilization = self._config.cache.gpu_memory_utilization
-        available = profile_kv_bytes(self._device, utilization, self._profile_run)
-        if not self._uses_graphs:
-            return available
-        sizes = graph_sizes(self._config.scheduler.max_num_seqs)
-        logits_bytes = sum(sizes) * self._model.head.shard.padded_len * torch.float32.itemsize
-        return max(0, available - logits_bytes - GRAPH_POOL_BYTES)
+        cache = self._make_scratch_cache()
+        return profile_kv_bytes(
+            self._device, utilization, lambda: self._profile_run(cache), lambda: self._profile_graphs(cache)
+        )
+
+    def _make_scratch_cache(self) -> CacheEngine:
+        """Return a cache of the scratch block alone, for profiling."""
+        return CacheEngine(self._config, 1, 0, self._dtype, self._device)
 
     @torch.inference_mode()
-    def _profile_run(self) -> None:
+    def _profile_graphs(self, cache: CacheEngine) -> object:
+        """Record all graphs, to measure their memory; they are recorded again on the whole cache."""
+        return self._record_graphs(cache)
+
+    @torch.inference_mode()
+    def _profile_run(self, cache: CacheEngine) -> None:
         """Run the steps that need most memory, with all rows in the scratch block: of prompts, and of decodes."""
-        cache = CacheEngine(self._config, 1, 0, self._dtype, self._device)
         hidden = self._profile_prompts(cache)
         rows = np.arange(self._config.scheduler.max_num_seqs, dtype=np.int32)
         logits = self._model.logits(hidden[to_device(rows % len(hidden), self._device, torch.int64)])
@@ -340,18 +351,6 @@ class ModelRunner:
 
     def _int_zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
-
-
-def _to_host(logprobs: SampledLogprobs | None) -> Logprobs | None:
-    if logprobs is None:
-        return None
-    return Logprobs(
-        logprobs.index,
-        logprobs.chosen.cpu().numpy(),
-        logprobs.ranks.cpu().numpy(),
-        logprobs.top_ids.int().cpu().numpy(),
-        logprobs.top.cpu().numpy(),
-    )
 
 
 def _check_instruction_set() -> None:

@@ -189,9 +189,10 @@ class EngineOptions:
         check=positive,
         group=_SCHEDULING,
     )
-    max_steps_in_flight: int = option(
-        2,
-        help="Steps that are planned before the result of the first has arrived; 2 hides the scheduler's time.",
+    max_steps_in_flight: int | None = option(
+        None,
+        help="Steps that are planned before the result of the first has arrived; 2 hides the scheduler's time. "
+        "Default: 2, and 1 for LLM on one CPU rank, which shares a thread with the scheduler.",
         unit="steps",
         check=at_least(1),
         group=_SCHEDULING,

@@ -26,6 +26,7 @@ from .model_source import ModelSource, locate_model
 
 # Ranks that share a core only wait for each other; a few are useful to try a layout on a small machine.
 MAX_CPU_RANKS_PER_CORE = 4
+DEFAULT_STEPS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,10 @@ def engine_config(
         threads_per_rank=threads_per_rank,
         **_same_named(ParallelConfig, options, leave_out="device"),
     )
-    scheduler = SchedulerConfig(**_same_named(SchedulerConfig, options))
+    scheduler = SchedulerConfig(
+        max_steps_in_flight=options.max_steps_in_flight or DEFAULT_STEPS_IN_FLIGHT,
+        **_same_named(SchedulerConfig, options, leave_out="max_steps_in_flight"),
+    )
     chat = ChatConfig(
         chat_template=_read_template(options.chat_template),
         **_same_named(ChatConfig, options, leave_out="chat_template"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from ...proto.codec import field_values
@@ -49,8 +48,6 @@ def read_engine_options(
 ) -> EngineOptions:
     """Return the options of an offline engine: arguments win over the environment, that over the defaults.
 
-    With one rank, which shares a thread with the scheduler, one step is in flight unless something else is given.
-
     Raises:
         ConfigError: there is no such option, or a value that the option cannot have.
     """
@@ -60,7 +57,4 @@ def read_engine_options(
         **read_environment(environment, EngineOptions),
         **select_options(EngineOptions, given),
     }
-    options = EngineOptions(model, **values)
-    if options.tensor_parallel_size == 1 and "max_steps_in_flight" not in values:
-        return replace(options, max_steps_in_flight=1)
-    return options
+    return EngineOptions(model, **values)

@@ -19,6 +19,7 @@ from ...scheduler.service.loop import StepLoop
 from ...scheduler.service.mailbox import InMemoryMailbox
 from ...worker.comm.communicator import SingleRank
 from ...worker.device import compute_device, on_device
+from ...worker.launched_step import LaunchedStep
 from ...worker.runner import ModelRunner
 from ..host.stopwatch import Stopwatch
 from ..replica.loading_bar import LoadingBar
@@ -31,7 +32,7 @@ _GATEWAY = b"in-process"
 
 
 class InProcessGroup:
-    """WorkerGroup of one rank, which executes each plan when it is broadcast, on any thread.
+    """WorkerGroup of one rank, which launches each plan when it is broadcast, on any thread. A CPU executes it.
 
     Attributes:
         load_seconds: of the start, by stage.
@@ -41,16 +42,15 @@ class InProcessGroup:
         self._runner = runner
         self.load_seconds = load_seconds
         self._device = runner.device
-        self._results: deque[StepResult] = deque()
+        self._launched: deque[LaunchedStep] = deque()
 
     def broadcast(self, plan: StepPlan) -> None:
         with on_device(self._device):
-            self._results.append(self._runner.execute(plan))
-            self._runner.after_step()
+            self._launched.append(self._runner.launch(plan))
 
     def gather(self, timeout_s: float) -> StepResult:
-        """Return the result without waiting: `broadcast` has executed the plan."""
-        return self._results.popleft()
+        """Return the result of the oldest plan, when the device has computed it."""
+        return self._launched.popleft().result()
 
     def check(self) -> None:
         """Never raises: the rank is this process."""

@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
 
@@ -61,7 +62,7 @@ class LLM:
     @takes_engine_options
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         engine_options = read_engine_options(str(model), options, os.environ)
-        config = resolve(engine_options, Machine.this())
+        config = _resolve(engine_options)
         self._tokenizer = Tokenizer(config.model.path)
         self._engine = _make_engine(config)
         # Runs at interpreter exit as well: a local cluster must not outlive its owner.
@@ -224,6 +225,15 @@ def _progress_bar(count: int, is_shown: bool) -> Iterator[Callable[[], None]]:
     with Progress() as bar:
         task = bar.add_task("requests", total=count)
         yield lambda: bar.advance(task)
+
+
+def _resolve(options: EngineOptions) -> EngineConfig:
+    """Resolve the options; with one step in flight by default if the scheduler and a CPU rank share a thread."""
+    config = resolve(options, Machine.this())
+    parallel = config.parallel
+    if options.max_steps_in_flight or parallel.device != "cpu" or parallel.tensor_parallel_size > 1:
+        return config
+    return replace(config, scheduler=replace(config.scheduler, max_steps_in_flight=1))
 
 
 def _make_engine(config: EngineConfig) -> Engine:

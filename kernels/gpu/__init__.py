@@ -4,5 +4,8 @@ A wrapper has the name and the signature of its PyTorch twin in ``kernels``, whi
 allocations depend only on the shapes of tensors, never on their values, so that every op can be captured in a CUDA
 graph and replayed with other values. Padding has sequence length 0 and negative slots.
 
+Triton compiles a variant for each argument that is 1 or divisible by 16, and for each alignment of a pointer.
+Arguments that change from step to step are not specialized: a new variant stalls the step for seconds.
+
 These files do not import annotations from __future__: Triton reads ``tl.constexpr`` from evaluated annotations.
 """

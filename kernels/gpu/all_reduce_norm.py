@@ -27,7 +27,7 @@ def _barrier(signal_addresses_ptr, signal, rank, SIZE: tl.constexpr):
     tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _all_reduce_add_rms_norm(
     x_ptr,  # [T, E]
     residual_ptr,  # [T, E]

@@ -7,7 +7,7 @@ from torch import Tensor
 BLOCK_LEN = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def _update_block_tables(
     tables_ptr,  # [R, M]
     entries_ptr,  # [n, 3]

@@ -32,7 +32,8 @@ def _find_items(first_items_ptr, item_len_ptr, seq, seq_len, window):
         return first_item, first_item + skipped, end_item
 
 
-@triton.jit
+# The batch size and the width of its block tables change from step to step.
+@triton.jit(do_not_specialize=["num_seqs", "stride_table"])
 def _attend_items(
     q_ptr,  # [S, Hq, D]
     cache_ptr,  # [N, 2, Hkv, B, D]

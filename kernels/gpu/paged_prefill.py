@@ -32,7 +32,12 @@ def _find_sequence(query_start_ptr, tile, num_seqs, TILE_QUERIES: tl.constexpr):
     return low
 
 
-@triton.jit
+# The number of chunks and the width of the block tables change from step to step, and so does the alignment of the
+# chunks' tables and lengths, which follow those of the decoding sequences.
+@triton.jit(
+    do_not_specialize=["num_seqs", "stride_table"],
+    do_not_specialize_on_alignment=["tables_ptr", "seq_lens_ptr"],
+)
 def _attend_chunks(
     q_ptr,  # [T, Hq, D]
     cache_ptr,  # [N, 2, Hkv, B, D]

@@ -58,7 +58,7 @@ def _to_weights(
     return weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _quantized_linear(
     x_ptr,  # [T, K]
     codes_ptr,  # [N, K] int8 or float8; [N, K / 2] uint8

@@ -240,7 +240,6 @@ class Engine:
         """Encode, decode and execute the plan on every rank; return rank 0's result."""
         plan = StepPlan.decode(plan.encode())
         results = self.on_all(lambda runner: runner.execute(plan), self.runners)
-        self.on_all(lambda runner: runner.after_step(), self.runners)
         assert all(result.token_ids.size == 0 for result in results[1:])
         return results[0]
 

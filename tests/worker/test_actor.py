@@ -16,10 +16,12 @@ from fakes import small_config
 
 from quire.cluster.offline import in_process
 from quire.proto.config import EngineConfig
-from quire.proto.step import StepPlan, StepResult
+from quire.proto.errors import RankFailed
+from quire.proto.step import StepPlan, StepResult, decode_reply
 from quire.proto.transport.channel import ChannelAddress
 from quire.worker import actor
 from quire.worker.device import compute_device, on_device
+from quire.worker.launched_step import LaunchedStep
 
 ORDINAL = 5
 
@@ -44,12 +46,9 @@ class Runner:
         self._record("allocate")
         return 0.0
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        self._record("execute")
-        return StepResult(plan.step_id, plan.epoch, 0)
-
-    def after_step(self) -> None:
-        self._record("after_step")
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        self._record("launch")
+        return LaunchedStep(StepResult(plan.step_id, plan.epoch, 0))
 
     def close(self) -> None:
         self._record("close")
@@ -102,7 +101,7 @@ def test_worker_actor_makes_its_gpu_current_on_every_thread(
     assert report.status.device == f"cuda:{ORDINAL}"
     assert Runner.devices == [torch.device("cuda", ORDINAL)]
     names = [name for name, _, _ in Runner.calls]
-    assert names == ["init", "profile", "allocate", "execute", "after_step", "close"]
+    assert names == ["init", "profile", "allocate", "launch", "close"]
     assert {index for _, _, index in Runner.calls} == {ORDINAL}
     assert fake_accelerator.current_device_index() == 0
 
@@ -157,3 +156,66 @@ def test_on_device_does_nothing_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delattr(torch.accelerator, "device_index")
     with on_device(compute_device("cpu")):
         pass
+
+
+class _SlowStep:
+    """A launched step whose tokens are computed only after the next step has been launched."""
+
+    def __init__(self, step_id: int, may_end: threading.Event) -> None:
+        self.launched = StepResult(step_id, 1, 0)
+        self._may_end = may_end
+
+    def result(self) -> StepResult:
+        assert self._may_end.wait(30), "the next step was not launched"
+        return self.launched
+
+
+def test_worker_actor_launches_a_step_while_the_device_computes_another(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies: list[int] = []
+    second_launched = threading.Event()
+
+    class TwoPlans(Receiver):
+        def __init__(self, *_: object) -> None:
+            self._frames = [StepPlan(step_id, 1, digest=0).encode() for step_id in (2, 1)]
+
+        def reply(self, frame: bytes) -> None:
+            replies.append(decode_reply(frame).step_id)
+
+    def launch(self: Runner, plan: StepPlan) -> _SlowStep:
+        if plan.step_id == 2:
+            second_launched.set()
+        return _SlowStep(plan.step_id, second_launched)
+
+    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
+    monkeypatch.setattr(actor, "StepReceiver", TwoPlans)
+    monkeypatch.setattr(Runner, "launch", launch)
+    rank = actor.WorkerActor(config, 0)
+    rank._runner_class = Runner  # type: ignore[assignment]
+    rank.load(None)
+    rank.run(ChannelAddress("", ""))
+    assert replies == [1, 2]
+
+
+def test_worker_actor_reports_a_failed_kernel_and_ends(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies: list[Any] = []
+
+    class Broken:
+        launched = StepResult(1, 1, 0)
+
+        def result(self) -> StepResult:
+            raise RankFailed(0, "an illegal memory access was encountered", 1, "device")
+
+    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
+    monkeypatch.setattr(actor, "StepReceiver", Receiver)
+    monkeypatch.setattr(Receiver, "reply", lambda self, frame: replies.append(decode_reply(frame)))
+    monkeypatch.setattr(Runner, "launch", lambda self, plan: Broken())
+    rank = actor.WorkerActor(config, 0)
+    rank._runner_class = Runner  # type: ignore[assignment]
+    rank.load(None)
+    rank.run(ChannelAddress("", ""))
+    (failure,) = replies
+    assert (failure.stage, failure.reason) == ("device", "an illegal memory access was encountered")

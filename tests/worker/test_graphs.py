@@ -14,8 +14,8 @@ from torch import Tensor
 from quire.kernels import linear, paged_attention
 from quire.kernels.native import ops as cpu
 from quire.proto.step import RowSampling
-from quire.worker import attention, graphs
-from quire.worker.graphs import CAPTURE_INTERVAL, DecodeGraphs, Recording, graph_sizes
+from quire.worker import attention
+from quire.worker.graphs import DecodeGraphs, Recording, graph_sizes
 
 GREEDY = RowSampling(temperature=0.0)
 
@@ -47,8 +47,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> TapeBackend:
 
 
 @pytest.fixture
-def engine(make_model: Any, make_engine: Any, backend: TapeBackend, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(graphs, "CAPTURE_INTERVAL", 1)
+def engine(make_model: Any, make_engine: Any, backend: TapeBackend) -> Any:
     return make_engine(make_model("qwen3", seed=5), 1, num_blocks=64, block_size=4, max_num_seqs=6,
                        graph_backend=backend)  # fmt: skip
 
@@ -91,7 +90,6 @@ def test_finished_row_becomes_padding(engine: Any, backend: TapeBackend, planned
     sequences = [planned([5, 6, 7 + index], 8 + 4 * (index > 0), GREEDY) for index in range(4)]
     engine.generate(sequences)
     (runner,) = engine.runners
-    assert runner._graphs.sizes == [4]
     assert backend.num_replays > 8
     assert (runner._graphs._slot_mapping < 0).tolist() == [False] * 3 + [True] * 3
     assert (runner._graphs._seq_lens == 0).tolist() == [False] * 3 + [True] * 3
@@ -108,18 +106,27 @@ def test_seeded_row_samples_same_tokens(engine: Any, backend: TapeBackend, plann
     assert backend.num_replays > 0
 
 
-def test_graphs_are_recorded_after_result_and_at_interval(
+def test_all_graphs_are_recorded_before_the_first_step(
     make_model: Any, make_engine: Any, backend: TapeBackend, planned: Any
 ) -> None:
-    engine = make_engine(make_model("llama"), 1, graph_backend=backend)
-    sequences = [planned([5, 6], CAPTURE_INTERVAL + 8, GREEDY), planned([7], 4, GREEDY)]
-    results = engine.generate(sequences)
+    """The largest first: the smaller ones use its memory."""
+    sizes: list[int] = []
+    record = backend.record
+
+    def count(compute: Any) -> Recording:
+        recording = record(compute)
+        sizes.append(len(recording.output))
+        return recording
+
+    backend.record = count  # type: ignore[method-assign]
+    engine = make_engine(make_model("llama"), 1, graph_backend=backend, max_num_seqs=6)
     (runner,) = engine.runners
-    assert runner._graphs.sizes == [1, 2]
-    # Two rows are recorded after step 2 and replayed in steps 3 and 4; one row is recorded after the interval.
-    last_step = CAPTURE_INTERVAL + 8
-    assert backend.num_replays == 2 + last_step - (2 + CAPTURE_INTERVAL)
-    assert all("record" not in result.stage_times for result in results)
+    assert sizes == [6, 4, 2, 1]
+    assert runner._graphs.sizes == [1, 2, 4, 6]
+    sequences = [planned([5, 6], 9, GREEDY), planned([7], 4, GREEDY)]
+    engine.generate(sequences)
+    assert backend.num_recorded == 4
+    assert backend.num_replays == 8  # all steps but the first, which computes the prompts
 
 
 def test_failed_recording_disables_graphs(
@@ -153,7 +160,7 @@ def test_failed_recording_of_one_rank_disables_graphs_on_all(
         def record(self, compute: Any) -> Recording:
             self.num_recorded += 1
             if self.num_recorded == 2:
-                raise RuntimeError("out of memory")
+                raise RuntimeError("no such kernel")
             return Recording(fail, torch.zeros(8, 1))
 
     def fail() -> None:
@@ -169,34 +176,28 @@ def test_failed_recording_of_one_rank_disables_graphs_on_all(
             tokens.append(sequence.generated)
     assert tokens[0] == tokens[1]
     assert backend.num_recorded == 2
-    warning = "graphs are disabled: a decode step of 1 rows cannot be recorded on every rank"
+    warning = "graphs are disabled: a decode step of 8 rows cannot be recorded on every rank"
     assert caplog.text.count(warning) == 2
 
 
-def test_failed_warm_up_is_raised(make_model: Any, make_engine: Any, planned: Any) -> None:
+def test_failed_warm_up_is_raised(make_model: Any, make_engine: Any) -> None:
     """It executes a step, in whose collectives the other ranks may wait for this one."""
 
     class Cold(TapeBackend):
         def warm_up(self, compute: Any) -> None:
-            raise RuntimeError("out of memory")
+            raise RuntimeError("no such kernel")
 
-    engine = make_engine(make_model("llama"), 1, graph_backend=Cold())
-    with pytest.raises(RuntimeError, match="out of memory"):
-        engine.generate([planned([5, 6], 12, GREEDY)])
-    assert engine.runners[0].stage == "record"
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        make_engine(make_model("llama"), 1, graph_backend=Cold())
 
 
-def test_lost_rank_while_recording_fails_in_stage_record(
-    make_model: Any, make_engine: Any, planned: Any
-) -> None:
+def test_rank_lost_while_recording_is_raised(make_model: Any, make_engine: Any) -> None:
     class Lonely(TapeBackend):
         def record(self, compute: Any) -> Any:
             raise ConnectionError("rank 1 has left the group")
 
-    engine = make_engine(make_model("llama"), 1, graph_backend=Lonely())
-    with pytest.raises(ConnectionError):
-        engine.generate([planned([5, 6], 12, GREEDY)])
-    assert engine.runners[0].stage == "record"
+    with pytest.raises(ConnectionError, match="rank 1 has left"):
+        make_engine(make_model("llama"), 1, graph_backend=Lonely())
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_cuda_graphs_give_same_tokens_as_computed_steps(
     for cuda_graphs in (True, False):
         engine = make_engine(folder, 1, device="cuda", cuda_graphs=cuda_graphs, max_num_seqs=6)
         for _ in range(2):
-            sequences = [planned([3 + index] * (index + 1), CAPTURE_INTERVAL, GREEDY) for index in range(5)]
+            sequences = [planned([3 + index] * (index + 1), 64, GREEDY) for index in range(5)]
             engine.generate(sequences)
         (runner,) = engine.runners
         assert (runner._graphs is not None and bool(runner._graphs.sizes)) == cuda_graphs

@@ -32,7 +32,7 @@ def test_profile_run_decodes_all_rows_with_longest_tables(
     config = engine_config(make_model("gemma2"), block_size=8, max_num_seqs=6, max_model_len=100)
     runner: Any = ModelRunner(config, SingleRank())
     runner._model.fused_decode = None  # native, on a CPU only
-    runner._profile_run()
+    runner._profile_run(runner._make_scratch_cache())
     assert shapes == {(6, 13)}
 
 
@@ -58,7 +58,7 @@ def test_steps_need_no_larger_workspace_than_profile_run(
     parallel = replace(config.parallel, batch_invariant=invariant)
     scheduler = replace(config.scheduler, max_num_batched_tokens=16)
     runner._config = replace(config, parallel=parallel, scheduler=scheduler)
-    runner._profile_run()
+    runner._profile_run(runner._make_scratch_cache())
     (profiled,) = workspace.workspaces(runner._device)
     engine.generate([planned([5 + index] * (1 + 12 * index), 3, GREEDY) for index in range(3)], chunk_len=8)
     assert [each.data_ptr() for each in workspace.workspaces(runner._device)] == [profiled.data_ptr()]
@@ -72,7 +72,8 @@ def test_block_longer_than_context_is_profiled_and_served(
 
     def generate(block_size: int) -> list[int]:
         engine = make_engine(folder, num_blocks=16, block_size=block_size, max_model_len=max_model_len)
-        engine.runners[0]._profile_run()
+        (runner,) = engine.runners
+        runner._profile_run(runner._make_scratch_cache())
         sequence = planned([7, 8, 9], 2, GREEDY)
         engine.generate([sequence])
         return list(sequence.generated)

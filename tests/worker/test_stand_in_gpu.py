@@ -13,7 +13,6 @@ from stand_in_gpu import GARBAGE, DeviceTensor, HostWaitError, StandInGpu, Strea
 
 from quire.kernels import decode_splits
 from quire.proto.step import RowLogitsProcessors, RowSampling
-from quire.worker import graphs
 from quire.worker.memory.cache_engine import CacheEngine
 from quire.worker.memory.host_to_device import to_device
 
@@ -102,13 +101,14 @@ def test_worker_gives_tokens_of_cpu(
 ) -> None:
     """Load, profile, allocate, prefill, decode with graphs, sample, and close."""
     folder = make_model("llama", num_hidden_layers=1, num_key_value_heads=2)
-    monkeypatch.setattr(graphs, "CAPTURE_INTERVAL", 1)
     monkeypatch.setattr(decode_splits, "NUM_EXTRA_ITEMS", 4)
 
     def generate(**more: Any) -> list[list[int]]:
         samplings = (GREEDY, SAMPLED, KEPT, PROCESSED, REPORTED)
         sequences = [planned(list(prompt), 4, each) for prompt, each in zip(PROMPTS, samplings, strict=True)]
         engine = make_engine(folder, **{**settings, **more})
+        if StandInGpu.current is not None:
+            StandInGpu.current.num_syncs.clear()
         engine.generate(sequences, chunk_len=8)
         engine.close()
         return [sequence.generated for sequence in sequences]
@@ -116,6 +116,8 @@ def test_worker_gives_tokens_of_cpu(
     expected = generate()
     with installed(monkeypatch) as gpu:
         assert generate(device="cuda") == expected
+        # Steps wait for nothing but their tokens.
+        assert set(gpu.num_syncs) == {"event.synchronize"}
         assert (gpu.num_replays > 0) == settings.get("cuda_graphs", True)
         assert gpu.allocated == 0
 
@@ -150,4 +152,3 @@ def test_write_that_does_not_wait_for_a_swap_fails(gpu: StandInGpu) -> None:
         cache.layers[0].blocks[1].zero_()
     cache.wait_for_swaps()
     cache.layers[0].blocks[1].zero_()
-    del cache  # the traceback above keeps this frame

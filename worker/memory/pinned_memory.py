@@ -23,13 +23,10 @@ def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     num_bytes = math.prod(shape) * dtype.itemsize
     buffer = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
     address = buffer.ctypes.data
-    status = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+    cudart = torch.cuda.cudart()
+    status = int(cudart.cudaHostRegister(address, num_bytes, 0))
     if status:
         raise MemoryError(f"cannot lock {num_bytes} bytes of host memory: CUDA error {status}")
     # At exit CUDA is gone before this would run.
-    weakref.finalize(buffer, _unregister, address).atexit = False
+    weakref.finalize(buffer, cudart.cudaHostUnregister, address).atexit = False
     return torch.from_numpy(buffer).view(dtype).view(shape)
-
-
-def _unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)

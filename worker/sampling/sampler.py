@@ -55,6 +55,10 @@ class SampledLogprobs:
     top_ids: Tensor
     top: Tensor
 
+    def columns(self) -> list[Tensor]:
+        """Return the tensors in the order and the dtypes of proto.step.Logprobs."""
+        return [self.chosen, self.ranks, self.top_ids.int(), self.top]
+
 
 class Sampler:
     """Samples the rows of a step; every method is a collective of the tensor-parallel group.

@@ -27,10 +27,12 @@ from quire.cluster.config.option import (
     select_options,
     write_table,
 )
+from quire.cluster.config.resolve import Machine
 from quire.cluster.config.scaling_limits import ScalingLimits
 from quire.cluster.config.server_options import ServerOptions
 from quire.cluster.config.value_kinds import FLAG, INTEGER, NUM_BYTES, NUMBER, PATH, TEXT
 from quire.cluster.fleet.spot import NOTICES
+from quire.cluster.offline import llm
 from quire.cluster.offline.engine_arguments import OFFLINE_DEFAULTS, read_engine_options
 from quire.proto.errors import ConfigError
 from quire.scheduler.core.policy import ADMISSION_KEYS
@@ -238,9 +240,10 @@ def test_llm_refuses_bad_options(given: dict[str, Any], message: str) -> None:
         LLM("demo", **given)
 
 
-def test_offline_engine_of_one_rank_has_one_step_in_flight() -> None:
+def test_offline_engine_of_one_cpu_rank_has_one_step_in_flight(demo_model_dir: Path) -> None:
+    """It shares a thread with the scheduler. On a GPU the host prepares a step while the device computes one."""
     steps = [
-        read_engine_options("demo", given, environment).max_steps_in_flight
+        llm._resolve(read_engine_options("demo", given, environment)).scheduler.max_steps_in_flight
         for given, environment in (
             ({}, {}),
             ({"tensor_parallel_size": 2}, {}),
@@ -249,6 +252,13 @@ def test_offline_engine_of_one_rank_has_one_step_in_flight() -> None:
         )
     ]
     assert steps == [1, 2, 2, 2]
+
+
+def test_offline_engine_of_one_gpu_has_two_steps_in_flight(
+    demo_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Machine, "this", lambda: Machine(num_cores=2, num_gpus=1))
+    assert llm._resolve(read_engine_options("demo", {}, {})).scheduler.max_steps_in_flight == 2
 
 
 def test_constructor_accepts_what_write_table_returns() -> None:

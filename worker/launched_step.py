@@ -1,0 +1,43 @@
+"""LaunchedStep: a step whose kernels are launched, and whose tokens the device may still compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..proto.errors import RankFailed, in_one_line
+from ..proto.step import Logprobs, StepResult
+from .memory.device_to_host import HostCopy
+from .sampling.sampler import SampledLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A launched step of one rank.
+
+    Attributes:
+        launched: the result without what the device has still to compute.
+        copied: the token ids, and the four tensors of log-probabilities if there are any; None if no row samples, and
+            on ranks other than 0.
+        logprobs: of the sampled tokens.
+    """
+
+    launched: StepResult
+    copied: HostCopy | None = None
+    logprobs: SampledLogprobs | None = None
+
+    def result(self) -> StepResult:
+        """Wait until the device has computed the tokens, and return them. On a CPU they are there already.
+
+        Raises:
+            RankFailed: a kernel failed.
+        """
+        if self.copied is None:
+            return self.launched
+        try:
+            token_ids, *columns = self.copied.wait()
+        except RuntimeError as error:
+            raise RankFailed(
+                self.launched.rank, in_one_line(error), self.launched.step_id, "device"
+            ) from error
+        logprobs = None if self.logprobs is None else Logprobs(self.logprobs.index, *columns)
+        return replace(self.launched, token_ids=token_ids, logprobs=logprobs)
