@@ -21,6 +21,7 @@ from .models import models
 from .serve import serve
 from .status import status
 from .token import token
+from .top import top
 from .up import down, up
 
 # Some versions of typer bundle click. BadParameter is public in all of them; its base is click's UsageError.
@@ -42,6 +43,7 @@ for _command in (
     generate,
     chat,
     status,
+    top,
     health,
     token,
     up,

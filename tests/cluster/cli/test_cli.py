@@ -32,7 +32,7 @@ def quire(
     return int(ended.value.code or 0), output, errors
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "chat", "status"])
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "status", "top"])
 def test_help_shows_an_example(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: str
 ) -> None:
