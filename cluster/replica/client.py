@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -107,6 +108,7 @@ class ReplicaClient:
 
     Attributes:
         latest_status: None before the first status.
+        proved_at: monotonic time of the latest token, which came through all ranks; minus infinity before the first.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class ReplicaClient:
         self._healthy, self._unhealthy = asyncio.Event(), asyncio.Event()
         self._received_at = time.monotonic()  # the latest message
         self.latest_status: ReplicaStatus | None = None
+        self.proved_at = -math.inf
         self._listeners: list[Listener] = []
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -387,6 +390,8 @@ class ReplicaClient:
                     listener(message)
 
     def _deliver(self, batch: TokenBatch) -> None:
+        if len(batch.token_ids):
+            self.proved_at = self._received_at
         for handle, update in updates_by_handle(batch):
             receiver = self._running.get(handle)
             if receiver is None:  # aborted after the scheduler sent the update

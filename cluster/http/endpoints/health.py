@@ -6,31 +6,38 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from ....proto.errors import ReplicaUnavailable
 from ...gateway.services import GatewayServices
+from ..probes import Probes, load_of
 from ..version import server_version
 
 
 def router(services: GatewayServices) -> APIRouter:
     router = APIRouter(tags=["health"])
+    probes = Probes(services.models)
 
-    @router.get("/health", summary="Whether the server lives; a supervisor restarts it otherwise")
+    @router.get("/health", summary="200 while the server makes progress; otherwise a restart may help")
     @router.get("/ping", include_in_schema=False)
+    @router.post("/ping", include_in_schema=False)
     async def health() -> dict[str, str]:
+        probes.check_alive()
         return {"status": "ok"}
 
-    @router.get("/ready", summary="Whether a request would be served")
+    @router.get("/ready", summary="200 if a request to each model would be served")
     async def ready() -> dict[str, str]:
-        if not services.models.is_ready:
-            raise ReplicaUnavailable("no model is ready yet")
+        await probes.check_ready()
         return {"status": "ready"}
 
     @router.get("/version", summary="Version of the server")
     async def version() -> dict[str, str]:
         return {"version": server_version()}
 
-    @router.get("/load", summary="Requests and KV memory in use, per model")
+    @router.get("/load", summary="Requests and KV memory in use")
     async def load() -> dict[str, Any]:
-        return {"models": []}
+        models = [load_of(model) for model in services.models]
+        return {"server_load": sum(_num_requests(model) for model in models), "models": models}
 
     return router
+
+
+def _num_requests(load: dict[str, Any]) -> int:
+    return int(load["num_requests_running"] + load["num_requests_waiting"])

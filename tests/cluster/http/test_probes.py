@@ -1,0 +1,83 @@
+"""Probes: liveness by the steps of a replica with work, readiness by a token that came through lately."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes import small_config
+from local_server import local_server
+from serving import run
+
+from quire.cluster.http.probes import PROOF_S, Probes, load_of
+from quire.cluster.replica.client import SILENCE_MARGIN_S
+from quire.proto.errors import ReplicaUnavailable
+
+
+class Clock:
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_replica_with_work_and_without_steps_is_not_alive() -> None:
+    clock = Clock(0.0)
+    status = SimpleNamespace(num_running=1, num_waiting=2, num_steps=5, kv_use=0.5, queued_tokens=7)
+    client = SimpleNamespace(replica_id="replica-0", has_failed=False, problem="", latest_status=status)
+    pool = SimpleNamespace(is_fixed=True, clients={"replica-0": client})
+    model: Any = SimpleNamespace(name="tiny", config=small_config(), pool=pool)
+    models: Any = [model]
+    probes = Probes(models, clock)
+    limit_s = model.config.scheduler.step_timeout_s + SILENCE_MARGIN_S
+    for _ in range(3):  # steps move
+        probes.check_alive()
+        clock.now += limit_s + 1
+        status.num_steps += 1
+    probes.check_alive()
+    clock.now += limit_s - 1
+    probes.check_alive()
+    clock.now += 2
+    with pytest.raises(ReplicaUnavailable, match="1 running and 2 waiting sequences, but no step for"):
+        probes.check_alive()
+    assert load_of(model)["num_requests_waiting"] == 2
+    status.num_running = status.num_waiting = 0
+    for _ in range(3):  # nothing to do
+        probes.check_alive()
+        clock.now += limit_s + 1
+    client.has_failed, client.problem = True, "it burned"
+    with pytest.raises(ReplicaUnavailable, match="it burned"):
+        probes.check_alive()
+
+
+def test_readiness_runs_one_canary_when_the_last_token_is_old(make_model: Callable[..., Path]) -> None:
+    async def scenario() -> None:
+        async with local_server(make_model("llama")) as server:
+            clock = Clock(server.replica.proved_at + PROOF_S - 1)
+            probes = Probes(server.models, clock)
+            num_steps = len(server.brake.steps)
+            await probes.check_ready()
+            assert len(server.brake.steps) == num_steps, "a recent token needs no canary"
+            clock.now += 2
+            proved_at = server.replica.proved_at
+            await asyncio.gather(*(probes.check_ready() for _ in range(5)))
+            assert server.replica.proved_at > proved_at
+            num_prompts = sum(len(step.new) for step in server.brake.steps[num_steps:])
+            assert num_prompts == 1, "concurrent probes share one canary"
+
+    run(scenario())
+
+
+def test_server_whose_replica_failed_is_not_ready(make_model: Callable[..., Path]) -> None:
+    async def scenario() -> None:
+        async with local_server(make_model("llama")) as server:
+            server.replica.fail("it burned")
+            with pytest.raises(ReplicaUnavailable, match="no replica of tiny is ready"):
+                await Probes(server.models).check_ready()
+
+    run(scenario())
