@@ -10,6 +10,7 @@ from ...proto.errors import ConfigError, ModelLoadError
 from ..hub.snapshot import download_model, find_commit
 from .deployment import Deployment
 from .engine_options import DEMO_MODEL, EngineOptions
+from .model_checks import check_weight_headers
 from .model_config import describe_model
 
 
@@ -91,3 +92,5 @@ def _check_files(path: Path, with_weights: bool) -> None:
         raise ModelLoadError(f"{path}: no config.json")
     if with_weights and not any(path.glob("*.safetensors")):
         raise ModelLoadError(f"{path}: no *.safetensors file")
+    if with_weights:
+        check_weight_headers(path)

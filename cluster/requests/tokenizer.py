@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...proto.errors import ModelLoadError, first_line
+from ...proto.errors import InvalidRequest, ModelLoadError, first_line
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Far more than one character has. Bounds the tokens held back if the model samples ids that never form a character.
@@ -40,8 +40,19 @@ class Tokenizer:
         return self._loaded
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text, by default with the special tokens that the model's tokenizer adds."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Return the ids of a text, by default with the special tokens that the model's tokenizer adds.
+
+        Raises:
+            InvalidRequest: the model's tokenizer fails on the text.
+        """
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            # Rust's panics are no Exception. The tokenizer's regular expressions panic on texts that make them
+            # backtrack for long.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise InvalidRequest("prompt", f"cannot be tokenized: {first_line(error)}") from error
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_HEADER_BYTES = 100 << 20
+MAX_HEADER_BYTES = 16 << 20
 BUFFER_BYTES = 4 << 20
 
 _DTYPES = {

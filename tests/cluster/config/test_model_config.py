@@ -92,7 +92,7 @@ def test_unsupported_architecture_is_refused_before_its_sizes_are_read(
 
 
 def test_negative_size_raises_model_load_error(describe: Any) -> None:
-    with pytest.raises(ModelLoadError, match="seq_length is -5, must be a positive number"):
+    with pytest.raises(ModelLoadError, match="seq_length is -5, must be from 1 to 134217728"):
         describe("bloom", "BloomForCausalLM", seq_length=-5)
 
 

@@ -1,0 +1,27 @@
+"""Texts on which a model's tokenizer fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from quire.cluster.requests.tokenizer import Tokenizer
+from quire.proto.errors import InvalidRequest
+
+
+def test_text_on_which_the_tokenizer_panics_is_refused(demo_model_dir: Path, tmp_path: Path) -> None:
+    """Rust's panics are no Exception; this one is of a regular expression that backtracks for long."""
+    shutil.copytree(demo_model_dir, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False,
+    }  # fmt: skip
+    file.write_text(json.dumps(tokenizer))
+    hostile = Tokenizer(str(tmp_path / "model"))
+    assert hostile.encode("a" * 5)
+    with pytest.raises(InvalidRequest, match=r"prompt: cannot be tokenized: .*retry-limit"):
+        hostile.encode("a" * 30 + "c")
