@@ -8,6 +8,7 @@ from typing import Literal
 
 from ...proto.errors import ConfigError, ReplicaUnavailable
 from ..ray_runtime.compat import RAY_COMMAND
+from ..ray_runtime.token_file import restrict_token_file
 from .cluster_file import ClusterFile
 
 # provider, which is also quire's extra that installs the module |-> module that Ray needs to reach the provider.
@@ -29,6 +30,7 @@ def run_ray(command: Literal["up", "down"], cluster: ClusterFile) -> None:
     Raises:
         ReplicaUnavailable: the command failed; its own output says why.
     """
+    restrict_token_file()  # the nodes get a copy with the same mode
     arguments = ["--yes", "--disable-usage-stats"] if command == "up" else ["--yes"]
     ray = [*RAY_COMMAND, command, cluster.path.name, *arguments]
     # Paths in the file are relative to it.

@@ -21,6 +21,7 @@ from ..host.closing import Closing
 from ..host.processes import ProcessTree, children
 from . import compat
 from .launch_target import DEFAULT_NAMESPACE
+from .token_file import has_token_file, restrict_token_file
 
 # Steps and tokens do not travel through Ray; its smallest object store is enough.
 _OBJECT_STORE_BYTES = 80 << 20
@@ -189,8 +190,9 @@ def _set_ray_environment() -> None:
 def _choose_authentication() -> None:
     """Enable Ray's token authentication if there is a token: by itself Ray reads the mode only when imported."""
     has_token = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    if "RAY_AUTH_MODE" not in os.environ and (has_token or Path("~/.ray/auth_token").expanduser().is_file()):
+    if "RAY_AUTH_MODE" not in os.environ and (has_token or has_token_file()):
         os.environ["RAY_AUTH_MODE"] = "token"
+    restrict_token_file()
     compat.reload_environment()
 
 
