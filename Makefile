@@ -15,7 +15,11 @@ JOBS ?= 2
 PYTHONS ?= python3.11 python3.12 python3.13
 INDEX ?= https://pypi.org/simple
 
-.PHONY: help venv demo test test-all test-random test-triton check check-install layers proto proto-release figures clean
+# The platforms of the wheels that bring the C++ ops. zig's clang compiles for each of them on any machine.
+WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_28_aarch64
+WHEEL_TOOLS := build/wheel-tools
+
+.PHONY: help venv demo test test-all test-random test-triton check check-install layers proto proto-release figures wheels clean
 
 help:
 	@echo "make demo      two tensor-parallel workers serve concurrent gRPC requests, then shut down"
@@ -29,6 +33,7 @@ help:
 	@echo "make proto     regenerate the gRPC code from the .proto files"
 	@echo "make proto-release  record the .proto files as the interface that must stay compatible; for each release"
 	@echo "make metrics   regenerate the dashboard, the alert rules and docs/metrics.md from the metrics' definitions"
+	@echo "make wheels    an sdist and the wheels, with the C++ ops of each platform, in dist/"
 	@echo "make figures   regenerate docs/benchmarks.md from benchmarks/results/"
 	@echo "make venv      the virtual environment .venv, which every target creates if it is missing"
 	@echo "make clean     delete build outputs and caches"
@@ -100,6 +105,23 @@ proto-release: venv
 metrics: venv $(SOURCE)
 	PYTHONPATH=build/source $(BIN)/python -m quire.cluster.metrics.generate
 
+# An sdist, a wheel per platform, and a pure wheel whose ops are compiled on first use, all in dist/.
+wheels: $(WHEEL_TOOLS)/.ready $(WHEEL_PLATFORMS:%=dist/.%)
+	$(WHEEL_TOOLS)/bin/python -m build --quiet --outdir dist .
+	$(WHEEL_TOOLS)/bin/twine check --strict dist/*.whl dist/*.tar.gz
+	$(WHEEL_TOOLS)/bin/check-wheel-contents dist/*.whl
+	ls -l dist
+
+dist/.%: $(WHEEL_TOOLS)/.ready
+	QUIRE_WHEEL_PLATFORM=$* QUIRE_WHEEL_CXX="$(CURDIR)/$(WHEEL_TOOLS)/bin/python -m ziglang c++ \
+		-target $(lastword $(subst _28_, ,$*))-linux-gnu.2.28" \
+		$(WHEEL_TOOLS)/bin/python -m build --quiet --wheel --outdir dist .
+
+$(WHEEL_TOOLS)/.ready:
+	$(PYTHON) -m venv $(WHEEL_TOOLS)
+	$(WHEEL_TOOLS)/bin/python -m pip install --quiet build twine check-wheel-contents ziglang
+	@touch $@
+
 figures: venv
 	$(BIN)/python -m benchmarks.figures_page
 
@@ -108,4 +130,4 @@ $(SOURCE): Makefile
 	@for name in $(FOLDERS) __init__.py py.typed; do ln -s ../../../$$name $@/$$name; done
 
 clean:
-	rm -rf build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

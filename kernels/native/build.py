@@ -1,4 +1,4 @@
-"""Build of the C++ ops with this machine's compiler, on first use.
+"""The library of C++ ops: the one that the wheel brings, else built with this machine's compiler on first use.
 
 There is one library per instruction set (instruction_sets.py), which takes about 8 seconds to build. It is kept in
 the user's cache directory, under a name with a digest of its sources, flags and compiler. Without a compiler, or if
@@ -21,12 +21,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .instruction_sets import Choice, instruction_set
+from .prebuilt import find_prebuilt
+from .sources import FLAGS, sources, sources_digest
 
 BUILD_TIMEOUT_S = 300
 
-_SOURCES = Path(__file__).parent
-# Multiplications and additions are contracted alike by all compilers.
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast")
 _COMPILERS = ("c++", "g++", "clang++")
 
 _log = logging.getLogger(__name__)
@@ -41,7 +40,8 @@ def load_library() -> ctypes.CDLL | None:
     """
     chosen = instruction_set()
     try:
-        library = ctypes.CDLL(str(_ensure_built(_find_compiler(), chosen)))
+        path = find_prebuilt(chosen) or _ensure_built(_find_compiler(), chosen)
+        library = ctypes.CDLL(str(path))
         _log.info("C++ ops use the instruction set %s", chosen)
         return library
     except subprocess.CalledProcessError as error:
@@ -70,22 +70,23 @@ def _find_compiler() -> str:
 
 def _ensure_built(compiler: str, chosen: Choice) -> Path:
     """Return the path of the library. Only one process builds it; the others wait."""
-    flags = (*_FLAGS, *chosen.flags)
+    flags = (*FLAGS, *chosen.flags)
     folder = cache_directory()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"ops-{chosen}-{_fingerprint(compiler, flags)}.so"
     if not path.exists():
         with _locked(path.with_suffix(".lock")):
             if not path.exists():
+                # A warning, so that a program that does not configure logging shows why its start takes long.
+                _log.warning("compiling the C++ ops for %s, once on this machine: 10 to 60 s", chosen)
                 _build(compiler, flags, path)
     return path
 
 
 def _build(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    sources = sorted(str(source) for source in _SOURCES.glob("*.cpp"))
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         built = Path(scratch) / path.name
-        command = [compiler, *flags, *sources, "-o", str(built)]
+        command = [compiler, *flags, *map(str, sources()), "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
         built.replace(path)
 
@@ -95,10 +96,8 @@ def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
         [compiler, "--version"], check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S
     )
     digest = hashlib.sha256()
-    for part in (version.stdout.encode(), " ".join(flags).encode()):
-        digest.update(len(part).to_bytes(8) + part)
-    for source in sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")]):
-        digest.update(source.name.encode() + source.read_bytes())
+    for part in (version.stdout, " ".join(flags), sources_digest()):
+        digest.update(len(part.encode()).to_bytes(8) + part.encode())
     return digest.hexdigest()[:32]
 
 

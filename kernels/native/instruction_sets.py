@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import platform
 from collections.abc import Set
@@ -83,6 +84,22 @@ def choose(requested: str | None, machine: str, features: Set[str]) -> Choice:
         raise ValueError(f"{VARIABLE} is {requested!r}, which this processor lacks; it has {names}")
     names = ", ".join(instruction_set.name for instruction_set in ALL_SETS)
     raise ValueError(f"{VARIABLE} is {requested!r}, must be one of {names}")
+
+
+def all_choices(machine: str) -> list[Choice]:
+    """Return every choice that a processor of the machine can lead to.
+
+    Args:
+        machine: as platform.machine() names it.
+    """
+    found: dict[str, Choice] = {}
+    for instruction_set in ALL_SETS:
+        extensions = [feature for feature, _ in instruction_set.extensions]
+        for count in range(len(extensions) + 1):
+            for chosen in itertools.combinations(extensions, count):
+                for choice in _supported(machine, instruction_set.features | set(chosen)):
+                    found.setdefault(str(choice), choice)
+    return list(found.values())
 
 
 def supported_sets() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,11 @@ assert len(answer.outputs[0].token_ids) == 8
 assert "ray" not in sys.modules
 """
 
+HAS_OPS = """
+from quire.kernels.native.library import is_available
+assert is_available()
+"""
+
 
 def run(*command: str, **options: Any) -> str:
     """Run a command and return its stdout."""
@@ -33,9 +39,8 @@ def run(*command: str, **options: Any) -> str:
     return result.stdout
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder into which the wheel is installed."""
+def install_wheel(tmp_path_factory: pytest.TempPathFactory, **variables: str) -> Path:
+    """Build the wheel, with variables of setup.py, and return the folder into which it is installed."""
     source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
     for name in FOLDERS:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -43,19 +48,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, source / name)
     pip = sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"
-    run(
-        *pip,
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(wheels),
-        str(source),
-        cwd=str(wheels),
-    )
+    build = "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(source)
+    run(*pip, *build, cwd=str(wheels), env=os.environ | variables)
     (wheel,) = wheels.glob("quire-*.whl")
     run(*pip, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=str(wheels))
     return target
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which the pure wheel is installed."""
+    return install_wheel(tmp_path_factory)
 
 
 def test_wheel_holds_the_package_and_nothing_else(installed: Path) -> None:
@@ -76,3 +79,21 @@ def test_installed_command_prints_help(installed: Path, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(installed)}
     output = run(str(installed / "bin" / "quire"), "--help", cwd=str(tmp_path), env=environment)
     assert "serve" in output
+
+
+@pytest.mark.slow
+def test_wheel_of_a_platform_needs_no_compiler(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    installed = install_wheel(
+        tmp_path_factory, QUIRE_WHEEL_PLATFORM=f"linux_{platform.machine()}", QUIRE_WHEEL_CXX="c++"
+    )
+    assert (installed / "quire/kernels/native/prebuilt/ops-baseline.so").is_file()
+    environment = os.environ | {
+        "PYTHONPATH": str(installed),
+        "HF_HUB_OFFLINE": "1",
+        "CXX": "no-such-compiler",
+        "QUIRE_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    run(sys.executable, "-c", USE + HAS_OPS, str(installed), cwd=str(tmp_path), env=environment)
+    assert not (tmp_path / "cache").exists()

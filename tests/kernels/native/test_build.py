@@ -16,6 +16,7 @@ import torch
 
 from quire.kernels import activation
 from quire.kernels.native import build as native
+from quire.kernels.native import sources
 from quire.kernels.norm import rms_norm
 
 FAKE_COMPILER = """#!/bin/sh
@@ -68,11 +69,11 @@ def test_fingerprint_depends_on_compiler_flags_and_sources(
     compiler = str(tmp_path / "compiler")
     first = native._fingerprint(compiler, ("-O3",))
     assert native._fingerprint(compiler, ("-O2",)) != first
-    sources = tmp_path / "sources"
-    shutil.copytree(native._SOURCES, sources)
-    monkeypatch.setattr(native, "_SOURCES", sources)
+    folder = tmp_path / "sources"
+    shutil.copytree(sources._FOLDER, folder)
+    monkeypatch.setattr(sources, "_FOLDER", folder)
     assert native._fingerprint(compiler, ("-O3",)) == first
-    (sources / "linear.cpp").write_text("// changed")
+    (folder / "linear.cpp").write_text("// changed")
     assert native._fingerprint(compiler, ("-O3",)) != first
 
 
