@@ -13,6 +13,7 @@ from .endpoints import (
     metrics,
     models,
     page,
+    responses,
     tokenization,
 )
 from .errors import install_error_handlers
@@ -22,6 +23,7 @@ from .version import server_version
 FAMILIES = (
     completions,
     chat_completions,
+    responses,
     anthropic_messages,
     tokenization,
     models,

@@ -25,10 +25,10 @@ class ResponseFormat(BaseModel):
     json_schema: dict[str, Any] | None = None
 
 
-def check_response_format(wanted: ResponseFormat | None) -> None:
+def check_response_format(wanted: ResponseFormat | None, field: str = "response_format") -> None:
     """Raises InvalidRequest unless the output may be any text."""
     if wanted is None or wanted.type == "text":
         return
     known = ("json_object", "json_schema", "structural_tag")
     problem = NOT_YET if wanted.type in known else f"must be text, {' or '.join(known[:2])}"
-    raise InvalidRequest("response_format.type", f"is {wanted.type!r}: {problem}")
+    raise InvalidRequest(f"{field}.type", f"is {wanted.type!r}: {problem}")

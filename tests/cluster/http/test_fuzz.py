@@ -19,6 +19,7 @@ from quire.cluster.http.schema.anthropic_message import CountTokensRequest, Mess
 from quire.cluster.http.schema.chat_completion import ChatCompletionRequest
 from quire.cluster.http.schema.completion import CompletionRequest
 from quire.cluster.http.schema.request_model import RequestModel
+from quire.cluster.http.schema.response_request import ResponseRequest
 from quire.cluster.http.schema.tokenize import DetokenizeRequest, TokenizeRequest
 
 USER = {"role": "user", "content": "When?"}
@@ -29,6 +30,7 @@ ENDPOINTS: dict[str, tuple[type[RequestModel], dict[str, Any]]] = {
     "/v1/chat/completions": (ChatCompletionRequest, {"messages": [USER], "max_tokens": 2}),
     "/v1/messages": (MessagesRequest, {"messages": [USER], "max_tokens": 2}),
     "/v1/messages/count_tokens": (CountTokensRequest, {"messages": [USER]}),
+    "/v1/responses": (ResponseRequest, {"input": "x", "max_output_tokens": 2}),
     "/tokenize": (TokenizeRequest, {"prompt": "x"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
 }
@@ -58,6 +60,21 @@ PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "tools": st.lists(st.fixed_dictionaries({"type": TEXTS, "name": TEXTS, "function": JSON}), max_size=2),
     "prompt": st.lists(st.integers(-1, 400), max_size=5) | st.lists(TEXTS, max_size=3),
     "tokens": st.lists(st.integers(-1, 400), max_size=5),
+    "input": st.lists(
+        MESSAGE
+        | st.fixed_dictionaries(
+            {"type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning", "x"])},
+            optional={
+                "role": TEXTS,
+                "content": JSON,
+                "call_id": JSON,
+                "name": JSON,
+                "arguments": JSON,
+                "output": JSON,
+            },
+        ),
+        max_size=3,
+    ),
     "stop": st.lists(TEXTS, max_size=3),
     "logit_bias": st.dictionaries(st.sampled_from(["1", "x", "-1", "99999"]), NUMBERS, max_size=2),
     "stream_options": st.fixed_dictionaries({"include_usage": JSON, "continuous_usage_stats": JSON}),
@@ -85,18 +102,21 @@ def test_any_body_gets_an_answer_or_a_clear_error(
     server: ThreadedServer, http: httpx.Client, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
+    statuses = set()
 
     @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(bodies(path))
     def check(body: dict[str, Any]) -> None:
         # The json module writes lone surrogates, which httpx does not.
         answered = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+        statuses.add(answered.status_code)
         assert answered.status_code in ALLOWED, (body, answered.text)
         if answered.status_code != 200:
             assert answered.json()["error"]["message"], body
             assert "Traceback" not in answered.text
 
     check()
+    assert {200, 400} <= statuses
     assert not caplog.records
 
 

@@ -250,3 +250,56 @@ def test_client_that_leaves_before_the_answer_frees_its_blocks(server: ThreadedS
     with impatient, pytest.raises(openai.APITimeoutError):
         impatient.completions.create(model="tiny", prompt="x", **options)
     server.server.brake.release()
+
+
+def test_response_continues_a_response_that_is_kept(server: ThreadedServer, client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}
+    write_output(server, REPLY)
+    first = client.responses.create(model="tiny", input="When?", instructions="Be brief.", tools=[tool])
+    reasoning, message, call = first.output
+    assert (reasoning.type, message.type, call.type) == ("reasoning", "message", "function_call")
+    assert first.output_text == "I ask."
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("now", {"a": 1})
+    assert client.responses.retrieve(first.id).output_text == "I ask."
+    write_output(server, "Noon.")
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "12:00"}
+    second = client.responses.create(
+        model="tiny", input=[result], tools=[tool], previous_response_id=first.id
+    )
+    assert second.output_text == "Noon."
+    assert second.usage is not None
+    assert first.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens
+    write_output(server, "Noon.")
+    items: Any = [{"role": "user", "content": "When?"}, *first.output, result]
+    again = client.responses.create(
+        model="tiny", input=items, instructions="Be brief.", tools=[tool], store=False
+    )
+    assert again.output_text == "Noon."
+    client.responses.delete(first.id)
+    for response_id in (first.id, again.id):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(response_id)
+    with pytest.raises(openai.BadRequestError, match="previous_response_id: is unknown"):
+        client.responses.create(model="tiny", input="x", previous_response_id=first.id)
+
+
+def test_response_stream_adds_up_to_the_response(server: ThreadedServer, client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}
+    write_output(server, REPLY)
+    with client.responses.stream(model="tiny", input="When?", tools=[tool]) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    numbers = [event.sequence_number for event in events]
+    assert numbers == list(range(len(events)))
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
+    assert final.output_text == "I ask."
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    cut = client.responses.create(model="tiny", input="When?", max_output_tokens=2, temperature=0)
+    assert cut.status == "incomplete"
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
