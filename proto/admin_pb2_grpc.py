@@ -120,7 +120,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Undrain(self, request, context):
-        """Ends the drain of a replica, whether it has begun or still waits for another replica to take over.
+        """Takes back the drain of a replica that still waits for another one to take over. A drain that has begun goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,7 +3,7 @@
 A gateway numbers its sequences with *handles*. The scheduler sends one TokenBatch per step and gateway, never one
 message per request.
 
-    gateway -> scheduler    Submit, Abort, Stop, StatusQuery, CacheQuery, BlockMapQuery, Drain
+    gateway -> scheduler    Submit, Abort, Stop, StatusQuery, CacheQuery, BlockMapQuery, Drain, FlushCache
     scheduler -> gateway    TokenBatch, ReplicaStatus, CacheReport, BlockMap
 """
 
@@ -92,6 +92,11 @@ class Drain:
     """
 
     grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FlushCache:
+    """Empties the prefix cache. Running sequences keep their blocks, which no later request finds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +313,7 @@ class ReplicaStatus:
     plan_wait_s: float = 0.0
 
 
-GatewayMessage = Submit | Abort | Stop | StatusQuery | CacheQuery | BlockMapQuery | Drain
+GatewayMessage = Submit | Abort | Stop | StatusQuery | CacheQuery | BlockMapQuery | Drain | FlushCache
 ReplicaMessage = TokenBatch | ReplicaStatus | CacheReport | BlockMap
 
 
@@ -396,6 +401,7 @@ _ENCODERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     CacheQuery: lambda message: ("cache?", message.since),
     BlockMapQuery: lambda message: ("blocks?", message.query_id),
     Drain: lambda message: ("drain", message.grace_s),
+    FlushCache: lambda message: ("flush",),
     TokenBatch: _encode_batch,
     ReplicaStatus: lambda message: ("status", *astuple(message)),
     CacheReport: lambda message: ("cache", *astuple(message)),
@@ -409,6 +415,7 @@ _DECODERS: dict[str, Callable[[list[Any]], GatewayMessage | ReplicaMessage]] = {
     "cache?": lambda values: CacheQuery(*values),
     "blocks?": lambda values: BlockMapQuery(*values),
     "drain": lambda values: Drain(*values),
+    "flush": lambda values: FlushCache(*values),
     "tokens": _decode_batch,
     "status": _decode_status,
     "cache": lambda values: CacheReport(*values),

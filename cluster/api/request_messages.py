@@ -67,7 +67,9 @@ def sampling_from_message(message: inference_pb2.SamplingParams) -> SamplingPara
     )
 
 
-def set_prompt(message: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+def set_prompt(
+    message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, prompt: Prompt
+) -> None:
     """Raises InvalidRequest for a prompt that no message can hold."""
     if isinstance(prompt, Chat):
         prompt.check()
@@ -76,16 +78,20 @@ def set_prompt(message: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
     elif isinstance(prompt, str):
         with as_invalid_request("prompt"):
             message.text = prompt
+    elif isinstance(message, inference_pb2.TokenizeRequest):
+        raise InvalidRequest("prompt", "has token ids already, must be text or a chat")
     else:
         with as_invalid_request("prompt"):
             message.token_ids.CopyFrom(inference_pb2.TokenIds(ids=prompt))
 
 
-def prompt_from_message(message: inference_pb2.GenerateRequest) -> Prompt:
+def prompt_from_message(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> Prompt:
     """Raises InvalidRequest if the message has no prompt."""
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("prompt", "is missing, must be text, token_ids or chat")
     if kind == "chat":
         return chat_from_message(message.chat)
-    return message.text if kind == "text" else list(message.token_ids.ids)
+    if isinstance(message, inference_pb2.TokenizeRequest) or kind == "text":
+        return message.text
+    return list(message.token_ids.ids)

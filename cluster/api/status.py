@@ -205,3 +205,59 @@ class FleetInfo:
     nodes: tuple[NodeInfo, ...] = ()
     problem: str = ""
     traffic: tuple[TrafficInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A server's version, models and limits.
+
+    Attributes:
+        resume_window_s: how long a resumable request runs on without a connection.
+        retention_s: how long the output of a finished request with a request_id is kept.
+        max_message_bytes: largest message that the server accepts.
+    """
+
+    version: str
+    uptime_s: float
+    models: tuple[ModelInfo, ...]
+    resume_window_s: float
+    retention_s: float
+    max_message_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """The load of a model's ready replicas, from all their servers; `num_unplaced` is that of this server.
+
+    Attributes:
+        num_unplaced: requests of this server that wait for a replica.
+        num_queued_tokens: prompt tokens that are not computed yet.
+        kv_use: share of the KV blocks that sequences hold, mean over the replicas.
+        tokens_per_s: prompt and sampled tokens per busy second.
+        queue_delay_s: estimated time until the shortest queue is computed; None if no replica's speed is known.
+    """
+
+    model: str
+    num_ready_replicas: int
+    num_running: int
+    num_waiting: int
+    num_unplaced: int
+    num_queued_tokens: int
+    kv_use: float
+    tokens_per_s: float
+    queue_delay_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetEvent:
+    """A change of a deployment, a replica or a node.
+
+    Attributes:
+        time: Unix time at which the server learned of it, in seconds.
+        object: its present state; of a replica without the figures.
+        is_removed: it exists no more.
+    """
+
+    time: float
+    object: DeploymentInfo | ReplicaInfo | NodeInfo
+    is_removed: bool = False

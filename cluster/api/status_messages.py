@@ -8,17 +8,21 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from ...proto import admin_pb2, inference_pb2
+from ...proto.errors import ProtocolError
 from ...proto.stream import BlockMap, MappedSequence, RankStatus, ReplicaStatus
 from .status import (
     BlockMapInfo,
     DeploymentInfo,
+    FleetEvent,
     FleetInfo,
     KvCacheInfo,
     LatencyInfo,
     ModelInfo,
+    ModelLoad,
     NodeInfo,
     QueueInfo,
     ReplicaInfo,
+    ServerInfo,
     TrafficInfo,
 )
 
@@ -97,11 +101,38 @@ def model_from_message(message: inference_pb2.Model) -> ModelInfo:
     return _copy_fields(ModelInfo, message)
 
 
+def server_info_from_message(message: inference_pb2.GetServerInfoResponse) -> ServerInfo:
+    return _copy_fields(ServerInfo, message, models=tuple(map(model_from_message, message.models)))
+
+
+def load_from_message(message: admin_pb2.ModelLoad) -> ModelLoad:
+    delay_s = message.queue_delay_s if message.HasField("queue_delay_s") else None
+    return _copy_fields(ModelLoad, message, queue_delay_s=delay_s)
+
+
+def event_from_message(message: admin_pb2.WatchEventsResponse) -> FleetEvent:
+    """Raises ProtocolError for an object that only later versions of quire have."""
+    kind = message.WhichOneof("object")
+    if kind == "deployment":
+        changed: DeploymentInfo | ReplicaInfo | NodeInfo = _copy_fields(DeploymentInfo, message.deployment)
+    elif kind == "replica":
+        changed = _replica_from_message(message.replica)
+    elif kind == "node":
+        changed = _node_from_message(message.node)
+    else:
+        raise ProtocolError("the server sent an event that this version of the client does not support")
+    return FleetEvent(message.time, changed, message.removed)
+
+
+def _node_from_message(message: admin_pb2.Node) -> NodeInfo:
+    return _copy_fields(NodeInfo, message, resources=dict(message.resources))
+
+
 def fleet_from_message(message: admin_pb2.GetStatusResponse) -> FleetInfo:
     return FleetInfo(
         replicas=tuple(_replica_from_message(replica) for replica in message.replicas),
         deployments=tuple(_copy_fields(DeploymentInfo, deployment) for deployment in message.deployments),
-        nodes=tuple(_copy_fields(NodeInfo, node, resources=dict(node.resources)) for node in message.nodes),
+        nodes=tuple(map(_node_from_message, message.nodes)),
         problem=message.problem,
         traffic=tuple(_traffic_from_message(traffic) for traffic in message.traffic),
     )

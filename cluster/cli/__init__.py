@@ -18,6 +18,7 @@ from .fit import fit
 from .generate import generate
 from .health import health
 from .models import models
+from .operate import events, flush_cache, scale, undrain
 from .serve import serve
 from .status import status
 from .token import token
@@ -50,6 +51,10 @@ for _command in (
     down,
     deploy,
     drain,
+    undrain,
+    scale,
+    flush_cache,
+    events,
     delete,
 ):
     app.command()(_command)

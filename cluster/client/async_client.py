@@ -14,8 +14,9 @@ import grpc.aio
 
 from ...proto.errors import QuireError
 from ...proto.sampling import SamplingParams
-from ..api.status import BlockMapInfo, FleetInfo, ModelInfo, ReplicaInfo
+from ..api.status import BlockMapInfo, FleetEvent, FleetInfo, ModelInfo, ModelLoad, ReplicaInfo, ServerInfo
 from ..config.deployment import Deployment
+from ..requests.chat import Chat
 from ..requests.chat_messages import Message
 from ..requests.outputs import RequestOutput, StreamEvent
 from ..requests.request import Prompt
@@ -131,6 +132,45 @@ class AsyncClient:
         """See `Client.drain`."""
         return await self._wait(self._calls.drain(target))
 
+    async def undrain(self, target: str) -> tuple[str, ...]:
+        """See `Client.undrain`."""
+        return await self._wait(self._calls.undrain(target))
+
+    async def set_scale(
+        self, model: str, min_replicas: int | None = None, max_replicas: int | None = None
+    ) -> tuple[int, int]:
+        """See `Client.set_scale`."""
+        return await self._wait(self._calls.set_scale(model, min_replicas, max_replicas))
+
+    async def flush_cache(self, model: str = "") -> tuple[str, ...]:
+        """See `Client.flush_cache`."""
+        return await self._wait(self._calls.flush_cache(model))
+
+    async def load(self) -> list[ModelLoad]:
+        """See `Client.load`."""
+        return await self._wait(self._calls.load())
+
+    def watch_events(self) -> AsyncGenerator[FleetEvent, None]:
+        """See `Client.watch_events`."""
+        call = self._calls.watch_events()
+        return self._read_fleet_events(call, call.start())
+
+    async def server_info(self) -> ServerInfo:
+        """See `Client.server_info`."""
+        return await self._wait(self._calls.server_info())
+
+    async def tokenize(
+        self, prompt: str | Chat, *, model: str = "", add_special_tokens: bool = True
+    ) -> list[int]:
+        """See `Client.tokenize`."""
+        return await self._wait(self._calls.tokenize(prompt, model, add_special_tokens))
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = False
+    ) -> str:
+        """See `Client.detokenize`."""
+        return await self._wait(self._calls.detokenize(token_ids, model, skip_special_tokens))
+
     async def is_ready(self) -> bool:
         """See `Client.is_ready`."""
         call = self._calls.is_ready()
@@ -154,6 +194,16 @@ class AsyncClient:
     async def _wait(self, call: Call[T]) -> T:
         with self._calls.errors():
             return call.read(await call.start())
+
+    async def _read_fleet_events(
+        self, call: Call[FleetEvent], stream: Any
+    ) -> AsyncGenerator[FleetEvent, None]:
+        try:
+            with self._calls.errors():
+                async for message in stream:
+                    yield call.read(message)
+        finally:
+            stream.cancel()
 
     async def _read_events(
         self, call: ResumableCall[StreamEvent], stream: Any

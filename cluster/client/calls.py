@@ -19,8 +19,15 @@ from ..api.deployment_messages import deployment_to_message
 from ..api.grpc_status import from_grpc_error
 from ..api.request_messages import as_invalid_request, sampling_to_message, set_prompt
 from ..api.response_messages import event_from_message, output_from_message
-from ..api.status import BlockMapInfo, FleetInfo, ModelInfo, ReplicaInfo
-from ..api.status_messages import block_map_from_message, fleet_from_message, model_from_message
+from ..api.status import BlockMapInfo, FleetEvent, FleetInfo, ModelInfo, ModelLoad, ReplicaInfo, ServerInfo
+from ..api.status_messages import (
+    block_map_from_message,
+    fleet_from_message,
+    load_from_message,
+    model_from_message,
+    server_info_from_message,
+)
+from ..api.status_messages import event_from_message as fleet_event_from_message
 from ..api.tokens import bearer
 from ..config.deployment import Deployment
 from ..requests.chat import Chat, Tool
@@ -212,6 +219,64 @@ class Calls:
     def drain(self, target: str) -> Call[tuple[str, ...]]:
         request = admin_pb2.DrainRequest(target=target)
         return Call(self._admin.Drain, request, self._options(), lambda response: tuple(response.replica_ids))
+
+    def undrain(self, target: str) -> Call[tuple[str, ...]]:
+        request = admin_pb2.UndrainRequest(target=target)
+        return Call(
+            self._admin.Undrain, request, self._options(), lambda response: tuple(response.replica_ids)
+        )
+
+    def set_scale(
+        self, model: str, min_replicas: int | None, max_replicas: int | None
+    ) -> Call[tuple[int, int]]:
+        with as_invalid_request("scale"):
+            request = admin_pb2.SetScaleRequest(
+                model=model, min_replicas=min_replicas, max_replicas=max_replicas
+            )
+        return Call(
+            self._admin.SetScale,
+            request,
+            self._options(),
+            lambda response: (int(response.min_replicas), int(response.max_replicas)),
+        )
+
+    def flush_cache(self, model: str) -> Call[tuple[str, ...]]:
+        request = admin_pb2.FlushCacheRequest(model=model)
+        return Call(
+            self._admin.FlushCache, request, self._options(), lambda response: tuple(response.replica_ids)
+        )
+
+    def load(self) -> Call[list[ModelLoad]]:
+        return Call(
+            self._admin.GetLoad,
+            admin_pb2.GetLoadRequest(),
+            self._options(),
+            lambda response: [load_from_message(model) for model in response.models],
+        )
+
+    def watch_events(self) -> Call[FleetEvent]:
+        options = {**self._options(), "timeout": None}
+        return Call(
+            self._admin.WatchEvents, admin_pb2.WatchEventsRequest(), options, fleet_event_from_message
+        )
+
+    def server_info(self) -> Call[ServerInfo]:
+        request = inference_pb2.GetServerInfoRequest()
+        return Call(self._inference.GetServerInfo, request, self._options(), server_info_from_message)
+
+    def tokenize(self, prompt: str | Chat, model: str, add_special_tokens: bool) -> Call[list[int]]:
+        request = inference_pb2.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
+        set_prompt(request, prompt)
+        return Call(
+            self._inference.Tokenize, request, self._options(), lambda response: list(response.token_ids)
+        )
+
+    def detokenize(self, token_ids: Sequence[int], model: str, skip_special_tokens: bool) -> Call[str]:
+        with as_invalid_request("token_ids"):
+            request = inference_pb2.DetokenizeRequest(
+                model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+            )
+        return Call(self._inference.Detokenize, request, self._options(), lambda response: str(response.text))
 
     def is_ready(self) -> Call[bool]:
         return Call(

@@ -13,8 +13,9 @@ import grpc
 
 from ...proto.errors import QuireError
 from ...proto.sampling import SamplingParams
-from ..api.status import BlockMapInfo, FleetInfo, ModelInfo, ReplicaInfo
+from ..api.status import BlockMapInfo, FleetEvent, FleetInfo, ModelInfo, ModelLoad, ReplicaInfo, ServerInfo
 from ..config.deployment import Deployment
+from ..requests.chat import Chat
 from ..requests.chat_messages import Message
 from ..requests.outputs import RequestOutput, StreamEvent
 from ..requests.request import Prompt
@@ -167,6 +168,43 @@ class Client:
         """Drain and end a replica, or all replicas of a node. Returns the ids of the replicas."""
         return self._wait(self._calls.drain(target))
 
+    def undrain(self, target: str) -> tuple[str, ...]:
+        """Take back the drain of a replica that waits for another one to take over. Returns its id."""
+        return self._wait(self._calls.undrain(target))
+
+    def set_scale(
+        self, model: str, min_replicas: int | None = None, max_replicas: int | None = None
+    ) -> tuple[int, int]:
+        """Change how many replicas a deployment may have; None keeps a bound. Returns both."""
+        return self._wait(self._calls.set_scale(model, min_replicas, max_replicas))
+
+    def flush_cache(self, model: str = "") -> tuple[str, ...]:
+        """Empty the prefix caches of a model's replicas. Returns the ids of the replicas."""
+        return self._wait(self._calls.flush_cache(model))
+
+    def load(self) -> list[ModelLoad]:
+        """Return the load of each model."""
+        return self._wait(self._calls.load())
+
+    def watch_events(self) -> Generator[FleetEvent, None, None]:
+        """Return the fleet's changes as they happen, after an event for each present object. Close it to end it."""
+        call = self._calls.watch_events()
+        return self._read_fleet_events(call, call.start())
+
+    def server_info(self) -> ServerInfo:
+        """Return the version, the models and the limits of the server."""
+        return self._wait(self._calls.server_info())
+
+    def tokenize(self, prompt: str | Chat, *, model: str = "", add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text or a conversation, as a request would have them."""
+        return self._wait(self._calls.tokenize(prompt, model, add_special_tokens))
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = False
+    ) -> str:
+        """Return the text of token ids."""
+        return self._wait(self._calls.detokenize(token_ids, model, skip_special_tokens))
+
     def is_ready(self) -> bool:
         """Return whether the server can be reached and serves a model."""
         call = self._calls.is_ready()
@@ -190,6 +228,14 @@ class Client:
     def _wait(self, call: Call[T]) -> T:
         with self._calls.errors():
             return call.read(call.start())
+
+    def _read_fleet_events(self, call: Call[FleetEvent], stream: Any) -> Generator[FleetEvent, None, None]:
+        try:
+            with self._calls.errors():
+                for message in stream:
+                    yield call.read(message)
+        finally:
+            stream.cancel()
 
     def _wait_resumed(self, call: ResumableCall[T]) -> T:
         with self._abort_if_left(call):

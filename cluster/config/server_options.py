@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checks import bearer_token, not_negative_finite
+from .checks import bearer_token, not_negative_finite, positive_finite
 from .option import option, validate_options
 
 _SERVER = "Server"
@@ -73,6 +73,21 @@ class ServerOptions:
         group=_SERVER,
     )
 
+    max_connection_age_s: float | None = option(
+        None,
+        help="Age at which gRPC connections are asked to end, so that a load balancer can spread their clients. "
+        "Unlimited by default.",
+        unit="seconds",
+        check=positive_finite,
+        group=_SERVER,
+    )
+    max_connection_age_grace_s: float = option(
+        60.0,
+        help="Time that calls may go on after their connection has reached that age.",
+        unit="seconds",
+        check=not_negative_finite,
+        group=_SERVER,
+    )
     resume_window_s: float = option(
         10.0,
         help="Time that a resumable request runs on after its connection broke.",

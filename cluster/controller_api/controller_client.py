@@ -52,6 +52,16 @@ class Controller(Protocol):
         """See `Fleet.drain`."""
         ...
 
+    async def undrain(self, target: str) -> str:
+        """See `Fleet.undrain`."""
+        ...
+
+    async def set_scale(
+        self, model: str, min_replicas: int | None, max_replicas: int | None
+    ) -> tuple[int, int]:
+        """See `Fleet.set_scale`."""
+        ...
+
 
 class ControllerClient:
     """Controller behind a Ray actor handle."""
@@ -83,6 +93,17 @@ class ControllerClient:
     async def drain(self, target: str) -> Sequence[str]:
         """See `Controller`."""
         return await self._call("drain", partial(self._actor.drain.remote, target))
+
+    async def undrain(self, target: str) -> str:
+        """See `Controller`."""
+        return await self._call("undrain", partial(self._actor.undrain.remote, target))
+
+    async def set_scale(
+        self, model: str, min_replicas: int | None, max_replicas: int | None
+    ) -> tuple[int, int]:
+        """See `Controller`."""
+        submit = partial(self._actor.set_scale.remote, model, min_replicas, max_replicas)
+        return await self._call("set_scale", submit)
 
     async def _call(
         self, name: str, submit: Callable[[], ObjectRef[T]], timeout_s: float = _CALL_TIMEOUT_S

@@ -83,6 +83,20 @@ class FleetController:
         """See `Fleet.drain`."""
         return await self._call(lambda fleet: fleet.drain(target))
 
+    async def undrain(self, target: str) -> str:
+        """See `Fleet.undrain`."""
+
+        async def undrain(fleet: Fleet) -> str:
+            return fleet.undrain(target)
+
+        return await self._call(undrain)
+
+    async def set_scale(
+        self, model: str, min_replicas: int | None, max_replicas: int | None
+    ) -> tuple[int, int]:
+        """See `Fleet.set_scale`."""
+        return await self._call(lambda fleet: fleet.set_scale(model, min_replicas, max_replicas))
+
     async def pid(self) -> int:
         """Return the pid of the actor's process."""
         return os.getpid()

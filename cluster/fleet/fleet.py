@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...proto.errors import InvalidRequest, ModelNotFound
 from ..config.deployment import Deployment
@@ -192,6 +192,47 @@ class Fleet:
             replicas = [each for each in self._replicas.values() if name in each.node_ids]
         self._step_due.set()
         return tuple(replica.replica_id for replica in replicas)
+
+    def undrain(self, target: str) -> str:
+        """Take back the drain of a replica that waits for another one to take over; return its id.
+
+        Raises:
+            InvalidRequest: no replica matches, more than one does, or the replica does not wait.
+        """
+        name = self._find(target)
+        replica = self._replicas.get(name)
+        if replica is None:
+            raise InvalidRequest("target", f"is node {name[:12]}, which Ray does not take back")
+        if self._nodes.departure_of(replica.node_ids) is not None:
+            raise InvalidRequest("target", f"is {name}, whose node drains")
+        if not replica.cancel_drain():
+            raise InvalidRequest(
+                "target", f"is {name}, which is {replica.state} and waits for no other replica"
+            )
+        self._notify_change()
+        self._step_due.set()
+        return name
+
+    async def set_scale(
+        self, model: str, min_replicas: int | None, max_replicas: int | None
+    ) -> tuple[int, int]:
+        """Change a deployment's bounds; None keeps one. Returns both.
+
+        Raises:
+            ModelNotFound: the model is not deployed.
+            ConfigError: a bound is out of its range.
+        """
+        known = self._models.get(model)
+        if known is None:
+            raise ModelNotFound(f"model {model!r} is not deployed")
+        limits = known.deployment.limits
+        bounds = (
+            limits.min_replicas if min_replicas is None else min_replicas,
+            limits.max_replicas if max_replicas is None else max_replicas,
+        )
+        scaled = replace(limits, min_replicas=bounds[0], max_replicas=bounds[1])
+        await self.deploy(replace(known.deployment, limits=scaled))
+        return bounds
 
     def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
         """Add a gateway's demand since its last report; `demand` is model |-> Demand."""

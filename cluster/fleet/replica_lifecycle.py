@@ -154,6 +154,13 @@ class ReplicaLifecycle:
         if self.drain_by is None or by < self.drain_by:
             self.drain_by, self.drain_reason = by, reason
 
+    def cancel_drain(self) -> bool:
+        """Let a ready replica that must drain stay. Returns False if it must not drain, or drains already."""
+        if self.drain_by is None or self.state is not ReplicaState.READY:
+            return False
+        self.drain_by, self.drain_reason = None, ""
+        return True
+
     def drain(self, reason: str) -> None:
         """Drain the replica and then end it; a replica that is not ready yet is stopped."""
         if self.state is ReplicaState.READY:

@@ -7,11 +7,14 @@ from typing import Any
 import grpc.aio
 
 from ...proto import admin_pb2, admin_pb2_grpc
-from ...proto.errors import ConfigError
+from ...proto.errors import ConfigError, ShuttingDown
+from ...proto.stream import FlushCache
 from ..api.deployment_messages import deployment_from_message
 from ..api.status_messages import block_map_to_message
+from .fleet_events import FleetEvents
 from .fleet_interface import Fleet
 from .grpc_errors import convert_errors
+from .load import current_load
 from .services import GatewayServices
 from .status import block_map, current_status, latest_status
 
@@ -28,6 +31,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     def __init__(self, services: GatewayServices) -> None:
         self._services = services
+        self._is_closing = False
 
     @convert_errors
     async def GetStatus(
@@ -62,6 +66,54 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, message: admin_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.DrainResponse:
         return admin_pb2.DrainResponse(replica_ids=await self._writable_fleet().drain(message.target))
+
+    @convert_errors
+    async def Undrain(
+        self, message: admin_pb2.UndrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.UndrainResponse:
+        return admin_pb2.UndrainResponse(replica_ids=[await self._writable_fleet().undrain(message.target)])
+
+    @convert_errors
+    async def SetScale(
+        self, message: admin_pb2.SetScaleRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.SetScaleResponse:
+        least = message.min_replicas if message.HasField("min_replicas") else None
+        most = message.max_replicas if message.HasField("max_replicas") else None
+        least, most = await self._writable_fleet().set_scale(message.model, least, most)
+        return admin_pb2.SetScaleResponse(min_replicas=least, max_replicas=most)
+
+    @convert_errors
+    async def FlushCache(
+        self, message: admin_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.FlushCacheResponse:
+        clients = self._services.models.find(message.model).pool.clients
+        for client in clients.values():
+            client.send(FlushCache())
+        return admin_pb2.FlushCacheResponse(replica_ids=clients)
+
+    @convert_errors
+    async def GetLoad(
+        self, message: admin_pb2.GetLoadRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.GetLoadResponse:
+        return current_load(self._services.models)
+
+    @convert_errors
+    async def WatchEvents(
+        self, message: admin_pb2.WatchEventsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        events, models = FleetEvents(self._services), self._services.models
+        while not self._is_closing:
+            changes = events.take()
+            for change in changes:
+                await context.write(change)
+            if not changes:
+                await models.wait_for_change()
+        raise ShuttingDown("the gateway stops")
+
+    def close(self) -> None:
+        """End the streams of events."""
+        self._is_closing = True
+        self._services.models.notify_change()
 
     def _writable_fleet(self) -> Fleet:
         """Raises ConfigError if there is no fleet."""

@@ -102,6 +102,16 @@ class ControllerSync:
         """See `Fleet`."""
         return await self._controller.drain(target)
 
+    async def undrain(self, target: str) -> str:
+        """See `admin.Fleet`."""
+        return await self._controller.undrain(target)
+
+    async def set_scale(
+        self, model: str, min_replicas: int | None, max_replicas: int | None
+    ) -> tuple[int, int]:
+        """See `admin.Fleet`."""
+        return await self._controller.set_scale(model, min_replicas, max_replicas)
+
     def describe(self) -> admin_pb2.GetStatusResponse:
         """See `Fleet`."""
         return fleet_state_to_message(self._state, self._problem)
@@ -116,6 +126,7 @@ class ControllerSync:
                 if state is not None:
                     await self._apply(state)
                     self._state = state
+                    self._models.notify_change()
             except Exception as error:
                 # On any error the gateway serves on with the last state, and tries again.
                 self._on_sync_failed(error)

@@ -37,3 +37,24 @@ class Fleet(Protocol):
             ReplicaUnavailable: the controller does not answer.
         """
         ...
+
+    async def undrain(self, target: str) -> str:
+        """Take back the drain of a replica that waits for another one to take over; return its id.
+
+        Raises:
+            InvalidRequest: no replica matches, more than one does, or the replica does not wait.
+            ReplicaUnavailable: the controller does not answer.
+        """
+        ...
+
+    async def set_scale(
+        self, model: str, min_replicas: int | None, max_replicas: int | None
+    ) -> tuple[int, int]:
+        """Change the bounds of a deployment's replicas; None keeps one. Returns both.
+
+        Raises:
+            ModelNotFound: the model is not deployed.
+            ConfigError: a bound is out of its range.
+            ReplicaUnavailable: the controller does not answer.
+        """
+        ...

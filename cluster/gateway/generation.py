@@ -27,6 +27,7 @@ from ...proto.errors import (
 )
 from ...proto.sampling import SamplingParams
 from ..config.tenants import Tenants
+from ..host.change_notifier import ChangeNotifier
 from ..host.watched_file import Source
 from ..requests.chat import Chat
 from ..requests.observer import Observers, RequestObserver, RequestWatch
@@ -144,6 +145,7 @@ class GenerationService:
         self._limiter = TenantLimiter(tenants)
         self.limits = limits or RetentionLimits()
         self._running: dict[RequestKey, ActiveRequest] = {}
+        self._ends = ChangeNotifier()
         self._finished: RetainedRequests[ActiveRequest] = RetainedRequests(self.limits)
 
     @asynccontextmanager
@@ -185,6 +187,11 @@ class GenerationService:
             request.stop(error)
         for request in requests:
             await request.wait_until_orphan_ended()
+
+    async def wait_until_idle(self) -> None:
+        """Return once no request runs, with or without readers."""
+        while self._running:
+            await self._ends.wait()
 
     def _find(self, call: GenerationCall) -> ActiveRequest | None:
         """Return the request that a repeated or resumed call reads; None for a call that starts one."""
@@ -260,6 +267,7 @@ class GenerationService:
                 del self._running[key]
             if active.digest and log.has_ended:
                 self._finished.put(key, active, log.num_bytes + request.prompt_token_ids.nbytes)
+            self._ends.notify()
             watch.on_end(error)
 
         digest = call.digest() if call.request_id else b""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 import grpc.aio
@@ -14,18 +16,25 @@ from ..requests.outputs import collect_output
 from .authentication import Authenticator, authorization_of
 from .generation import GenerationCall, GenerationService
 from .grpc_errors import convert_errors
-from .served_models import ServedModels
+from .served_models import ServedModel, ServedModels
+from .version import server_version
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """quire.v1.Inference over all models."""
 
     def __init__(
-        self, models: ServedModels, generation: GenerationService, authenticator: Authenticator
+        self,
+        models: ServedModels,
+        generation: GenerationService,
+        authenticator: Authenticator,
+        max_message_bytes: int,
     ) -> None:
         self._models = models
         self._generation = generation
         self._authenticator = authenticator
+        self._max_message_bytes = max_message_bytes
+        self._started_at = time.monotonic()
 
     @convert_errors
     async def Generate(
@@ -64,16 +73,45 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def ListModels(
         self, message: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.ListModelsResponse:
-        return inference_pb2.ListModelsResponse(
-            models=[
-                inference_pb2.Model(
-                    name=model.name,
-                    architecture=model.config.model.architecture,
-                    max_model_len=model.config.model.max_model_len,
-                    vocab_size=model.config.model.vocab_size,
-                )
-                for model in self._models
-            ]
+        return inference_pb2.ListModelsResponse(models=map(_model_to_message, self._models))
+
+    @convert_errors
+    async def Tokenize(
+        self, message: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.TokenizeResponse:
+        model = self._models.find(message.model)
+        adds_special_tokens = message.add_special_tokens if message.HasField("add_special_tokens") else True
+        token_ids = await asyncio.to_thread(
+            model.checker.token_ids, prompt_from_message(message), add_special_tokens=adds_special_tokens
+        )
+        tokens = [model.tokenizer.token_text(each) for each in token_ids] if message.return_tokens else []
+        return inference_pb2.TokenizeResponse(
+            token_ids=token_ids, tokens=tokens, max_model_len=model.config.model.max_model_len
+        )
+
+    @convert_errors
+    async def Detokenize(
+        self, message: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.DetokenizeResponse:
+        model, token_ids = self._models.find(message.model), list(message.token_ids)
+        model.checker.check_token_ids("token_ids", token_ids)
+        text = await asyncio.to_thread(
+            model.tokenizer.decode, token_ids, skip_special_tokens=message.skip_special_tokens
+        )
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    @convert_errors
+    async def GetServerInfo(
+        self, message: inference_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.GetServerInfoResponse:
+        limits = self._generation.limits
+        return inference_pb2.GetServerInfoResponse(
+            version=server_version(),
+            uptime_s=time.monotonic() - self._started_at,
+            models=map(_model_to_message, self._models),
+            resume_window_s=limits.resume_window_s,
+            retention_s=limits.retention_s,
+            max_message_bytes=self._max_message_bytes,
         )
 
     def _call(
@@ -99,3 +137,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Return the caller's tenant. Raises InvalidRequest if the call's token belongs to another tenant."""
         caller = self._authenticator.caller(authorization_of(context.invocation_metadata()))
         return self._authenticator.tenant(caller, claimed)
+
+
+def _model_to_message(model: ServedModel) -> inference_pb2.Model:
+    config = model.config.model
+    return inference_pb2.Model(
+        name=model.name,
+        architecture=config.architecture,
+        max_model_len=config.max_model_len,
+        vocab_size=config.vocab_size,
+    )

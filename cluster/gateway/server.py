@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ...proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from ...proto.errors import ConfigError
+from ...proto import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from ...proto.errors import ConfigError, ShuttingDown
 from ..host.background import run_in_background
 from .admin import AdminService
 from .authentication import AuthenticationInterceptor
+from .health import INFERENCE, HealthReporter
 from .inference import InferenceService
 from .listen_address import ListenAddress
 from .message_guard import MessageGuard
@@ -21,9 +22,9 @@ from .services import GatewayServices
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_STREAMS_PER_CONNECTION = 4096
 
-INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
-_HEALTH_SERVICES = (health.OVERALL_HEALTH, INFERENCE)
+# Time for streams to deliver the error that ends them, after the grace period.
+END_TIMEOUT_S = 1.0
 
 _SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -45,21 +46,34 @@ class Gateway:
         services: shared with the HTTP server of the same gateway.
         listen: ``HOST:PORT``.
         insecure: allow an address that other machines can reach without TLS and tokens.
+        max_connection_age_s: age at which clients are asked to connect again, so that a load balancer can spread
+            them; None for no limit. Running calls may then go on for `max_connection_age_grace_s`.
 
     Raises:
         ConfigError: the address cannot be used, or needs TLS and tokens.
     """
 
     def __init__(
-        self, services: GatewayServices, listen: str = "127.0.0.1:0", *, insecure: bool = False
+        self,
+        services: GatewayServices,
+        listen: str = "127.0.0.1:0",
+        *,
+        insecure: bool = False,
+        max_connection_age_s: float | None = None,
+        max_connection_age_grace_s: float = 60.0,
     ) -> None:
         self._address = ListenAddress.parse(listen)
         self._security = services.security
         self._security.check_listen(self._address, insecure=insecure)
         self._models = services.models
         self._authenticator = services.authenticator
+        self._generation = services.generation
+        self._options = _SERVER_OPTIONS + _age_options(max_connection_age_s, max_connection_age_grace_s)
         self._health = health.aio.HealthServicer()
-        self._inference = InferenceService(services.models, services.generation, services.authenticator)
+        self._reporter = HealthReporter(self._health, services.models)
+        self._inference = InferenceService(
+            services.models, services.generation, services.authenticator, MAX_MESSAGE_BYTES
+        )
         self._admin = AdminService(services)
         self._server: grpc.aio.Server | None = None
         self._monitor: asyncio.Task[None] | None = None
@@ -76,7 +90,7 @@ class Gateway:
         """
         self._server = grpc.aio.server(
             interceptors=(AuthenticationInterceptor(self._authenticator), MessageGuard()),
-            options=_SERVER_OPTIONS,
+            options=self._options,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, self._server)
@@ -84,7 +98,7 @@ class Gateway:
         reflection.enable_server_reflection(
             (INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
-        await self._set_serving(False)
+        await self._reporter.report()
         port = self._bind(self._server)
         if port is None:
             # gRPC's server must be destroyed before its event loop, so no traceback may hold a reference to it.
@@ -104,15 +118,31 @@ class Gateway:
         await self._ready.wait()
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Refuse new calls, wait `grace_s` for running calls, then cancel them. Safe to call twice."""
+        """Report NOT_SERVING, refuse new calls, and wait `grace_s` for requests; then end them with ShuttingDown.
+
+        Safe to call twice.
+        """
         if self._monitor is not None:
             self._monitor.cancel()
             await asyncio.gather(self._monitor, return_exceptions=True)
             self._monitor = None
         if self._server is not None:
+            server, self._server = self._server, None
             await self._health.enter_graceful_shutdown()
-            await self._server.stop(grace_s)
-            self._server = None
+            refusing = asyncio.ensure_future(server.stop(grace_s + END_TIMEOUT_S))
+            await self._drain(grace_s)
+            await server.stop(END_TIMEOUT_S)
+            await refusing
+
+    async def _drain(self, grace_s: float) -> None:
+        """Wait until no request runs, or for the grace period; then end the requests and the streams of events."""
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._generation.wait_until_idle()
+        except TimeoutError:
+            reason = f"the gateway stops, and its grace period of {grace_s:g} s is over"
+            await self._generation.end_all(ShuttingDown(reason))
+        self._admin.close()
 
     def _bind(self, server: grpc.aio.Server) -> int | None:
         """Return the bound port, or None if the address or the certificate cannot be used."""
@@ -125,22 +155,19 @@ class Gateway:
             return None
 
     async def _update_health(self) -> None:
-        """Report SERVING while at least one model is ready."""
+        """Report every change of the models, and set `_ready` while at least one of them is."""
         while True:
-            if self._models.is_ready != self._ready.is_set():
-                await self._set_serving(self._models.is_ready)
-            else:
+            is_ready = self._models.is_ready
+            (self._ready.set if is_ready else self._ready.clear)()
+            await self._reporter.report()
+            if is_ready == self._models.is_ready:
                 await self._models.wait_for_change()
 
-    async def _set_serving(self, is_serving: bool) -> None:
-        if is_serving:
-            self._ready.set()
-        else:
-            self._ready.clear()
-        status = (
-            health_pb2.HealthCheckResponse.SERVING
-            if is_serving
-            else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
-        for service in _HEALTH_SERVICES:
-            await self._health.set(service, status)
+
+def _age_options(max_age_s: float | None, grace_s: float) -> tuple[tuple[str, int], ...]:
+    if max_age_s is None:
+        return ()
+    return (
+        ("grpc.max_connection_age_ms", int(1000 * max_age_s)),
+        ("grpc.max_connection_age_grace_ms", int(1000 * grace_s)),
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from ..gateway.services import GatewayServices
+from ..gateway.version import server_version
 from .endpoints import (
     anthropic_messages,
     chat_completions,
@@ -18,7 +19,6 @@ from .endpoints import (
 )
 from .errors import install_error_handlers
 from .middleware import AuthenticateCalls, LimitBody
-from .version import server_version
 
 FAMILIES = (
     completions,

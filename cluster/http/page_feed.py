@@ -14,7 +14,7 @@ from ...proto.errors import Overloaded, QuireError
 from ..api.status_messages import fleet_from_message
 from ..gateway.services import GatewayServices
 from ..gateway.status import block_map, latest_status
-from .version import server_version
+from ..gateway.version import server_version
 
 FRAME_S = 1.0
 # Of a replica that hangs; the other figures of the frame wait as long.

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from ..config.server_options import ServerOptions
-from ..gateway.server import Gateway
+from ..gateway.server import END_TIMEOUT_S, Gateway
 from ..gateway.services import GatewayServices
 from ..http.server import HttpServer
 
@@ -19,7 +19,13 @@ class GatewayServers:
     """
 
     def __init__(self, services: GatewayServices, options: ServerOptions) -> None:
-        self._grpc = Gateway(services, options.listen, insecure=options.insecure)
+        self._grpc = Gateway(
+            services,
+            options.listen,
+            insecure=options.insecure,
+            max_connection_age_s=options.max_connection_age_s,
+            max_connection_age_grace_s=options.max_connection_age_grace_s,
+        )
         self._http = (
             None if options.no_http else HttpServer(services, options.http, insecure=options.insecure)
         )
@@ -58,6 +64,9 @@ class GatewayServers:
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, wait `grace_s` for running calls, then cancel them. Safe to call twice."""
-        both = [self._grpc.stop(grace_s), *([] if self._http is None else [self._http.stop(grace_s)])]
+        both = [
+            self._grpc.stop(grace_s),
+            *([] if self._http is None else [self._http.stop(grace_s + END_TIMEOUT_S)]),
+        ]
         await asyncio.gather(*both)
         await self._monitor.close()

@@ -248,6 +248,14 @@ class BlockManager:
         tokens = last_tokens.tobytes()
         self._insert(CacheKey(child_digest(parent, tokens), parent, tokens), int(self.tables.ids[row, index]))
 
+    def flush_cache(self) -> None:
+        """Forget the content of all blocks, on the device and on the host. Held blocks stay with their sequences."""
+        if self._cache is not None:
+            self._cache.clear()
+            self._pool.forget_content()
+        if self.host is not None:
+            self.host.flush_cache()
+
     def swap_out(self, row: int, num_tokens: int) -> list[int] | None:
         """Copy a row's first `num_tokens` to host memory; return the host blocks, or None if too few are free."""
         if self.host is None:

@@ -128,6 +128,12 @@ class BlockPool:
         """Keep a block's content after its release: it is in the prefix cache."""
         self._cacheable.add(block_id)
 
+    def forget_content(self) -> None:
+        """Keep no block's content after its release: the prefix cache was emptied."""
+        self._cacheable.clear()
+        self._empty |= self._cached
+        self._cached.clear()
+
     def check_integrity(self, expected_ref_counts: dict[int, int]) -> None:
         """Recount all blocks. Raises AssertionError at the first inconsistency.
 

@@ -59,6 +59,11 @@ class HostTier:
     def release(self, block_ids: list[int]) -> None:
         self._pool.release(block_ids, fence_step=None)
 
+    def flush_cache(self) -> None:
+        """Forget the content of all blocks. Held blocks stay held."""
+        self._cache.clear()
+        self._pool.forget_content()
+
     def full_digests(self) -> list[bytes]:
         """Return the digests of all cached full blocks."""
         return self._cache.full_digests()

@@ -128,6 +128,11 @@ class PrefixCache:
         if len(key.tokens) == self._full_width:
             self._journal.remove(key.digest)
 
+    def clear(self) -> None:
+        """Remove every block."""
+        for block_id in list(self._key_of):
+            self.forget(block_id)
+
     def full_digests(self) -> list[bytes]:
         """Return the digests of all cached full blocks."""
         return [key.digest for key in self._key_of.values() if len(key.tokens) == self._full_width]

@@ -15,6 +15,7 @@ from ...proto.stream import (
     CacheQuery,
     Drain,
     Finish,
+    FlushCache,
     GatewayMessage,
     ReplicaStatus,
     StatusQuery,
@@ -133,6 +134,9 @@ class StepLoop:
                 self._mailbox.send(gateway, self._scheduler.blocks.journal.report(message.since))
             case BlockMapQuery():
                 self._mailbox.send(gateway, self._scheduler.block_map(message.query_id))
+            case FlushCache():
+                _log.info("%s empties its prefix cache", self._replica_id)
+                self._scheduler.blocks.flush_cache()
             case Drain():
                 _log.info("%s is draining: running sequences have %g s", self._replica_id, message.grace_s)
                 self._scheduler.drain(message.grace_s, self._clock())

@@ -23,6 +23,7 @@ from quire.proto.stream import (
     Drain,
     Finish,
     FinishReason,
+    FlushCache,
     GatewayMessage,
     MappedSequence,
     RankStatus,
@@ -78,7 +79,7 @@ REPORT = CacheReport(12, 5, b"12345678abcdefgh", b"ABCDEFGH")
 
 @pytest.mark.parametrize(
     "message",
-    [Abort(7), StatusQuery(2**40), STATUS, CacheQuery(5), REPORT, BlockMapQuery(9), Drain(2.5)],
+    [Abort(7), StatusQuery(2**40), STATUS, CacheQuery(5), REPORT, BlockMapQuery(9), Drain(2.5), FlushCache()],
     ids=type,
 )
 def test_plain_messages_round_trip(message: GatewayMessage | ReplicaMessage) -> None:

@@ -235,6 +235,14 @@ class DirectController:
     async def drain(self, target: str) -> Sequence[str]:
         return await self._reachable_fleet().drain(target)
 
+    async def undrain(self, target: str) -> str:
+        return self._reachable_fleet().undrain(target)
+
+    async def set_scale(
+        self, model: str, min_replicas: int | None, max_replicas: int | None
+    ) -> tuple[int, int]:
+        return await self._reachable_fleet().set_scale(model, min_replicas, max_replicas)
+
     def _reachable_fleet(self) -> Fleet:
         if self.fleet is None:
             raise ReplicaUnavailable("the fleet's controller is away")

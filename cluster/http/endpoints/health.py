@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter
 
 from ...gateway.services import GatewayServices
+from ...gateway.version import server_version
 from ..probes import Probes, load_of
-from ..version import server_version
 
 
 def router(services: GatewayServices) -> APIRouter:

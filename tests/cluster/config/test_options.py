@@ -62,7 +62,7 @@ def sample(option: Option) -> tuple[Any, str]:
         integer = (option.default or 4) * 2
         return integer, str(integer)
     if option.kind is NUMBER:
-        number = option.default / 4
+        number = (option.default or 10.0) / 4
         return number, str(number)
     if option.kind is NUM_BYTES:
         return 3 << 20, "3MiB"

@@ -31,6 +31,28 @@ def test_drained_replicas_and_nodes_are_replaced() -> None:
     run(scenario)
 
 
+def test_drain_that_has_not_begun_is_taken_back() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with running(launcher) as fleet:
+            await fleet.fleet.deploy(deployment())
+            await fleet.until_ready(1)
+            (first,) = fleet.ready()
+            with pytest.raises(InvalidRequest, match="waits for no other replica"):
+                fleet.fleet.undrain(first.replica_id)
+            await fleet.fleet.drain(first.replica_id)
+            assert first.record is not None
+            with pytest.raises(InvalidRequest, match="Ray does not take back"):
+                fleet.fleet.undrain(first.record.node_ids[0])
+            assert fleet.fleet.undrain(first.replica_id[:-1]) == first.replica_id
+            await fleet.fleet.step()
+            assert [entry.replica_id for entry in fleet.ready()] == [first.replica_id]
+            await fleet.fleet.drain(first.replica_id)
+            await fleet.until(lambda: first.replica_id not in launcher.known())
+            await fleet.until_ready(1)
+
+    run(scenario)
+
+
 def test_replica_on_a_node_drained_by_ray_is_replaced() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:

@@ -12,7 +12,7 @@ import pytest
 from fake_fleet import DirectController, FakeLauncher, MemoryStore
 from fakes import oracle
 
-from quire.cluster.api.status import FleetInfo
+from quire.cluster.api.status import DeploymentInfo, FleetEvent, FleetInfo, ReplicaInfo
 from quire.cluster.api.tokens import Role, Token, TokenSet
 from quire.cluster.client.async_client import AsyncClient
 from quire.cluster.config.deployment import Deployment
@@ -195,6 +195,48 @@ def test_requests_survive_updates_drains_failures_and_controller_loss(serve: Cal
             assert len(outputs) > 50
             assert all(output.outputs[0].token_ids == EXPECTED for output in outputs)
             assert any(output.outputs[0].timings.num_moves for output in outputs)
+
+    run(scenario)
+
+
+def test_operator_scales_a_model_and_watches_the_fleet(serve: Callable[..., Any]) -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with serve(launcher) as served:
+            client, deployment = served.client, served.deployment()
+            events = client.watch_events()
+            await client.deploy(deployment)
+            await served.until_ready(1)
+            assert await client.set_scale("tiny", 2, 2) == (2, 2)
+            await served.until_ready(2)
+            assert await client.set_scale("tiny", min_replicas=1) == (1, 2)
+            assert (await client.fleet()).deployments[0].version == deployment.version
+            with pytest.raises(ModelNotFound):
+                await client.set_scale("other", 1, 1)
+            with pytest.raises(ConfigError, match="max_replicas"):
+                await client.set_scale("tiny", 3, 2)
+            with pytest.raises(InvalidRequest, match="waits for no other replica"):
+                await client.undrain(next(iter(launcher.known())))
+            (load,) = await client.load()
+            assert load.num_ready_replicas == 2
+            await client.delete("tiny")
+            seen: list[FleetEvent] = []
+            async with asyncio.timeout(DEADLINE_S):
+                while not seen or not (isinstance(seen[-1].object, DeploymentInfo) and seen[-1].is_removed):
+                    seen.append(await anext(events))
+            await events.aclose()
+            bounds = [
+                (each.object.min_replicas, each.object.max_replicas)
+                for each in seen
+                if isinstance(each.object, DeploymentInfo)
+            ]
+            assert (2, 2) in bounds
+            assert bounds[-1] == (1, 2)
+            ready = {
+                each.object.replica_id
+                for each in seen
+                if isinstance(each.object, ReplicaInfo) and each.object.ready
+            }
+            assert len(ready) == 2
 
     run(scenario)
 
