@@ -7,7 +7,7 @@ from typing import Any
 
 from ...proto.config import ModelConfig
 from ...proto.errors import ModelLoadError, first_line
-from ...worker.models.registry import check_architecture
+from ...worker.models.registry import FAMILIES, check_architecture
 from .generation_config import end_token_ids, read_generation_config, sampling_defaults
 from .model_checks import check_config_file
 
@@ -37,7 +37,7 @@ def describe_model(path: Path, name: str) -> ModelConfig:
         architecture=architecture,
         hf=fields,
         dtype=str(getattr(hf, "dtype", None) or "float32").removeprefix("torch."),
-        max_model_len=_context_len(hf, path),
+        max_model_len=_context_len(hf, path, has_own_decoder=architecture in FAMILIES),
         vocab_size=_positive_int(hf, "vocab_size", path),
         num_layers=_positive_int(hf, "num_hidden_layers", path),
         num_heads=num_heads,
@@ -64,19 +64,27 @@ def _architecture(hf: Any, path: Path) -> str:
     return str(architectures[0])
 
 
-def _context_len(hf: Any, path: Path) -> int:
-    """Return the longest sequence that the model was trained for, in tokens."""
+def _context_len(hf: Any, path: Path, has_own_decoder: bool) -> int:
+    """Return the longest sequence that the model can continue, in tokens, with rope scaling as in vLLM.
+
+    Args:
+        has_own_decoder: the model is not served with the modules of transformers.
+    """
     if getattr(hf, "max_position_embeddings", None) is None:
         has_field = getattr(hf, "seq_length", None) is not None
         return _positive_int(hf, "seq_length", path) if has_field else _DEFAULT_CONTEXT_LEN
     context_len = _positive_int(hf, "max_position_embeddings", path)
     rope = getattr(hf, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "yarn":
-        return context_len
-    # YaRN extends the original context; many such configs give only the original in max_position_embeddings.
-    original_len, factor = rope.get("original_max_position_embeddings") or 0, rope.get("factor") or 1
+    # YaRN extends the original context; many such configs give only the original in max_position_embeddings. In
+    # transformers' own modules the base of `dynamic` depends on the longest sequence of the batch.
+    original_lens = {"yarn": rope.get("original_max_position_embeddings") or 0, "linear": context_len}
+    if has_own_decoder:
+        original_lens["dynamic"] = context_len
     try:
-        return max(context_len, int(original_len * float(factor)))
+        return max(
+            context_len,
+            int(original_lens.get(str(rope.get("rope_type")), 0) * float(rope.get("factor") or 1)),
+        )
     except (TypeError, ValueError, OverflowError) as error:
         raise ModelLoadError(
             f"{path / 'config.json'}: its rope_parameters cannot be read: {first_line(error)}"

@@ -72,8 +72,20 @@ def make_rope(settings: dict[str, Any], context: RopeContext) -> Rope:
 
 
 def _default(frequencies: list[float], theta: float, settings: dict[str, Any], context: RopeContext) -> Rope:
-    """Also ``dynamic``: its base grows only beyond the context length, which no sequence exceeds."""
     return Rope(tuple(frequencies))
+
+
+def _dynamic(frequencies: list[float], theta: float, settings: dict[str, Any], context: RopeContext) -> Rope:
+    """Raise the base (NTK-aware) by as much as sequences may exceed the original context.
+
+    transformers raises the base as a sequence grows. A cached key is rotated once, so all sequences have the base of
+    the longest one that max_model_len allows, as in vLLM; up to the original context this is the model's own.
+    """
+    factor, rotary_dim = float(settings["factor"]), 2 * len(frequencies)
+    stretch = max(1.0, context.max_model_len / context.context_len)
+    # The new base to the power of -2 i / D is the old one's times this to the power of -i.
+    growth = (factor * stretch - (factor - 1)) ** (2 / (rotary_dim - 2)) if rotary_dim > 2 else 1.0
+    return Rope(tuple(frequency * growth**-pair for pair, frequency in enumerate(frequencies)))
 
 
 def _linear(frequencies: list[float], theta: float, settings: dict[str, Any], context: RopeContext) -> Rope:
@@ -146,7 +158,7 @@ def _longrope(frequencies: list[float], theta: float, settings: dict[str, Any], 
 _KINDS: dict[str, Callable[[list[float], float, dict[str, Any], RopeContext], Rope]] = {
     "default": _default,
     "linear": _linear,
-    "dynamic": _default,
+    "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
 from ...proto.config import ModelConfig
@@ -35,6 +35,8 @@ from .vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 
 # Masks and tables that older checkpoints store and models compute.
 _COMPUTED = r"\.(masked_bias|attn\.bias|attention\.bias|inv_freq)$"
+# Name of an expert's matrix in a pattern of transformers' conversion, for example ``.experts.*.w1.weight``.
+_EXPERT_PART = re.compile(r"experts\.\*\.(\w+)\.weight$")
 
 
 class TransformersModel:
@@ -52,7 +54,9 @@ class TransformersModel:
         self._causal: Any = _build(model, load.dtype)
         self._prefix: str = self._causal.base_model_prefix
         self._body: Any = getattr(self._causal, self._prefix)
-        _rename_stored(load.checkpoint, self._causal)
+        conversions = get_model_conversion_mapping(self._causal)
+        _rename_stored(load.checkpoint, self._causal, conversions)
+        self._expert_parts = _expert_parts(conversions)
         self._init_buffers()
         self._step = PagedStep(model.num_layers)
         self._route_attention()
@@ -130,12 +134,17 @@ class TransformersModel:
         return sharded
 
     def _replace_linears(self) -> None:
-        """Replace every linear layer of the body, sharded by the tensor-parallel plan."""
+        """Replace the linear layers of the body, sharded by the tensor-parallel plan.
+
+        Those that compute more, as Phi-MoE's router, or in another dtype, as HunYuan's gate, stay as they are.
+        """
         for name, module in list(self._body.named_modules()):
+            style = _style_of(name, self._spec)
+            if style is None and not (_is_plain(module) and module.weight.dtype == self._load.dtype):
+                continue
             if isinstance(module, nn.Linear | Conv1D):
-                style = _style_of(name, self._spec)
                 linear = self._make_linear(f"{self._prefix}.{name}", style, module)
-                self._body.set_submodule(name, ParallelModule(linear.forward))
+                self._body.set_submodule(name, ParallelModule(linear.forward, module.weight))
 
     def _make_linear(
         self, name: str, style: str | None, module: nn.Linear | Conv1D
@@ -151,21 +160,32 @@ class TransformersModel:
         return ColumnParallelLinear(self._load, [Projection(name, shard)], num_inputs, has_bias)
 
     def _load_rest(self) -> None:
-        """Read all remaining parameters and buffers, such as norms; every rank holds them in full."""
+        """Read all remaining parameters and buffers, such as norms.
+
+        Every rank holds them in full, except the norms that have weights per head: of those it holds its heads'.
+        """
         for module_name, module in self._causal.named_modules():
+            is_sharded = self._is_norm_of_sharded_heads(module_name)
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if parameter.is_meta:
-                    tensor = self._read(f"{module_name}.{name}", parameter.shape, self._load.dtype)
+                    tensor = self._read(f"{module_name}.{name}", parameter.shape, parameter.dtype, is_sharded)
                     module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
             for name, buffer in list(module.named_buffers(recurse=False)):
                 if buffer.is_meta:
                     tensor = self._read(f"{module_name}.{name}", buffer.shape, buffer.dtype)
                     module.register_buffer(name, tensor)
 
-    def _read(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def _is_norm_of_sharded_heads(self, name: str) -> bool:
+        """Return whether a module normalizes the outputs of a projection of which this rank has some heads."""
+        projection = re.sub(r"_norm$", "_proj", name.removeprefix(f"{self._prefix}."))
+        return projection.endswith(("q_proj", "k_proj")) and _style_of(projection, self._spec) == COLUMN
+
+    def _read(self, name: str, shape: torch.Size, dtype: torch.dtype, is_sharded: bool = False) -> Tensor:
+        if is_sharded and len(shape) == 2:  # [heads, head_dim]
+            return self._load.sharded(name, (shape[0], shape[1]), 0).to(dtype)
         out = torch.empty(shape, dtype=dtype, device=self._load.device)
         if len(shape) == 3 and not self._load.checkpoint.has(name):
-            _read_experts(self._load, out, name)
+            _read_experts(self._load, out, name, self._expert_parts)
         else:
             self._load.checkpoint.read_into(out, name, tuple(shape))
         return out
@@ -224,12 +244,17 @@ def _build(model: ModelConfig, dtype: torch.dtype) -> Any:
     return causal
 
 
-def _rename_stored(checkpoint: Checkpoint, causal: Any) -> None:
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer, not a subclass that computes more."""
+    return type(module) in (nn.Linear, Conv1D)
+
+
+def _rename_stored(checkpoint: Checkpoint, causal: Any, conversions: Iterable[Any]) -> None:
     """Rename the checkpoint's tensors to the current names of the modules.
 
     Some modules were renamed after models had been published, and checkpoints of base models lack the prefix.
     """
-    renamings = [step for step in get_model_conversion_mapping(causal) if isinstance(step, WeightRenaming)]
+    renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
     expected = set(causal.state_dict())
     for stored in checkpoint.names():
         name = stored
@@ -251,10 +276,24 @@ def _name_of(causal: nn.Module, wanted: nn.Module) -> str:
     return name
 
 
-def _read_experts(load: LoadContext, out: Tensor, name: str) -> None:
-    """Read the stacked matrices of all experts, [experts, N, K], from a checkpoint that stores them one by one."""
+def _expert_parts(conversions: Iterable[Any]) -> dict[str, list[str]]:
+    """Return name of a stack of matrices |-> names of the matrices that a checkpoint stores for each expert."""
+    return {
+        target.rpartition(".")[2]: [_EXPERT_PART.findall(source)[0] for source in step.source_patterns]
+        for step in conversions
+        if isinstance(step, WeightConverter) and all(map(_EXPERT_PART.search, step.source_patterns))
+        for target in step.target_patterns
+    }
+
+
+def _read_experts(load: LoadContext, out: Tensor, name: str, parts: dict[str, list[str]]) -> None:
+    """Read the stacked matrices of all experts, [experts, N, K], from a checkpoint that stores them one by one.
+
+    Args:
+        parts: as `_expert_parts` returns them.
+    """
     block, _, part = name.rpartition(".")
-    sources = ["gate_proj", "up_proj"] if part == "gate_up_proj" else [part]
+    sources = parts.get(part, [part])
     for index, matrix in enumerate(out):
         for piece, source in zip(matrix.chunk(len(sources)), sources, strict=True):
             load.checkpoint.read_into(piece, f"{block}.{index}.{source}.weight", tuple(piece.shape))

@@ -13,11 +13,13 @@ class ParallelModule(nn.Module):
 
     Args:
         forward: of the layer; token ids [T] or hidden states [T, E] -> [T, N].
+        weight: of the replaced module, on the meta device: some models ask for its dtype.
     """
 
-    def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, forward: Callable[[Tensor], Tensor], weight: Tensor | None = None) -> None:
         super().__init__()
         self._forward = forward
+        self.weight = None if weight is None else weight.detach()  # no parameter, which would be loaded
 
     def forward(self, x: Tensor) -> Tensor:
         """[...] token ids, or [..., E] -> [..., N]."""

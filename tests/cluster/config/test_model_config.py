@@ -103,6 +103,33 @@ def test_architectures_that_are_not_a_list_raise_model_load_error(tmp_path: Path
         describe_model(tmp_path, "it")
 
 
+@pytest.mark.parametrize("rope_type", ["linear", "dynamic"])
+def test_rope_scaling_extends_the_context(describe: Any, rope_type: str) -> None:
+    rope = {"rope_type": rope_type, "factor": 2.5, "rope_theta": 1e4}
+    model = describe("llama", "LlamaForCausalLM", max_position_embeddings=1000, rope_parameters=rope)
+    assert model.max_model_len == 2500
+
+
+def test_base_that_depends_on_the_batch_does_not_extend_the_context(describe: Any) -> None:
+    """OLMo is served with transformers' modules, whose dynamic base is that of the longest sequence."""
+    for rope_type, context_len in (("dynamic", 1000), ("linear", 2500)):
+        rope = {"rope_type": rope_type, "factor": 2.5, "rope_theta": 1e4}
+        model = describe("olmo", "OlmoForCausalLM", max_position_embeddings=1000, rope_parameters=rope)
+        assert model.max_model_len == context_len
+
+
+def test_contexts_per_layer_type_are_extended_already(describe: Any) -> None:
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    sliding = {"rope_type": "default", "rope_theta": 1e4}
+    model = describe(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        max_position_embeddings=8000,
+        rope_parameters={"full_attention": full, "sliding_attention": sliding},
+    )
+    assert model.max_model_len == 8000
+
+
 def test_yarn_factor_that_is_not_a_number_raises_model_load_error(describe: Any) -> None:
     rope = {"rope_type": "yarn", "factor": "x", "original_max_position_embeddings": 1000, "rope_theta": 1e4}
     with pytest.raises(ModelLoadError, match="rope_parameters cannot be read"):

@@ -90,6 +90,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "olmo": {},
     "gemma": {},
     "cohere2": {"sliding_window": 11},
+    "cohere-norms": {"use_qk_norm": True},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phimoe-fused": {"num_local_experts": 4, "checkpoint": {"save_original_format": False}},
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64},
 }
 # No tensor-parallel plan, or one with styles besides columns and rows.
@@ -101,6 +105,9 @@ ONE_RANK_ONLY = {
     "falcon-multi-query",
     "falcon-linear-biases",
     "qwen2_moe",
+    "hunyuan_v1_moe",
+    "phimoe",
+    "phimoe-fused",
 }
 
 References = Callable[[str], tuple[Path, Reference]]
@@ -168,6 +175,20 @@ def test_sequence_beyond_original_context_equals_transformers(
     sequence = planned(prompt, 10, GREEDY)
     engine.generate([sequence], chunk_len=100)
     reference.check_greedy(prompt, sequence.generated)
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "dynamic"])
+def test_sequence_of_the_extended_context_equals_transformers(
+    rope_type: str, make_model: Any, make_engine: Any, planned: Any
+) -> None:
+    """The base of `dynamic` is that of transformers for a sequence of max_model_len tokens."""
+    rope = {"rope_type": rope_type, "rope_theta": 500.0, "factor": 4.0}
+    folder = make_model("llama", seed=7, max_position_embeddings=48, rope_parameters=rope)
+    engine = make_engine(folder, 1, max_model_len=160)
+    (prompt,) = prompts_of([150], seed=5)
+    sequence = planned(prompt, 10, GREEDY)
+    engine.generate([sequence], chunk_len=40)
+    Reference(folder).check_greedy(prompt, sequence.generated)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mixtral", "opt", "bloom"])

@@ -55,7 +55,7 @@ def context(max_model_len: int = 4096, **fields: Any) -> RopeContext:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("max_model_len", [4096, 32768])
+@pytest.mark.parametrize("max_model_len", [4096, 32768, 131072])
 def test_frequencies_equal_transformers(name: str, max_model_len: int) -> None:
     settings = KINDS[name] | {"rope_theta": 5e5}
     config = LlamaConfig(
