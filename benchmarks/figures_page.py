@@ -86,6 +86,32 @@ def chosen(**rows: str) -> Callable[[Figures], list[str]]:
     return table
 
 
+PARTS = {
+    "arithmetic": "arithmetic",
+    "memory": "memory",
+    "all_reduce": "all-reduce",
+    "forward": "rest of the forward pass",
+    "sample": "sampling",
+    "batch": "batches",
+    "scheduler": "scheduler",
+}
+
+
+def time_spent(figures: Figures) -> list[str]:
+    """Workloads and numbers of ranks as rows, the shares of the wall time as columns, and the machine's limits."""
+    lines = _header(["workload", "ranks", "wall (s)", *PARTS.values()])
+    for name, figure in figures.items():
+        if name.endswith(".wall_s"):
+            place = name.removesuffix(".wall_s")
+            _, ranks, workload = place.split(".")
+            wall = figure["value"]
+            shares = [f"{100 * figures[f'{place}.{part}_s']['value'] / wall:.0f} %" for part in PARTS]
+            lines.append(_row([workload, ranks.removeprefix("tp"), _number(wall), *shares]))
+    limits = [figures[f"time_spent.limit.{name}"] for name in ("matmul", "read")]
+    stated = " and ".join(f"{_number(limit['value'])} {limit['unit']}" for limit in limits)
+    return [*lines, "", f"Limits of the machine in the same run: {stated}."]
+
+
 def everything(figures: Figures) -> list[str]:
     """All figures, with their notes."""
     rows = [
@@ -113,6 +139,13 @@ SECTIONS = (
         "offline_peers_tp2",
         "The 60M-parameter shape on two ranks of one core each.",
         engines,
+    ),
+    Section(
+        "Where the time goes",
+        "time_spent",
+        "The 60M-parameter shape in float32. Arithmetic and memory are the least time of linear layers and attention "
+        "on this machine; two ranks execute the plans of one rank again, without a scheduler.",
+        time_spent,
     ),
     Section(
         "Demo",
@@ -212,7 +245,10 @@ def page(gpu_results: Path = RESULTS / "gpu") -> str:
     folders = sorted(path for path in gpu_results.glob("*") if path.is_dir())
     parts = [INTRODUCTION.format(on_gpus="" if folders else NOT_ON_GPUS), *map(_gpu_section, folders)]
     for section in SECTIONS:
-        record = json.loads((RESULTS / f"{section.file}.json").read_text())
+        path = RESULTS / f"{section.file}.json"
+        if not path.exists():  # not measured yet
+            continue
+        record = json.loads(path.read_text())
         figures: Figures = record["figures"]
         parts += [
             f"## {section.title}\n",

@@ -16,7 +16,7 @@ def test_page_is_up_to_date() -> None:
 
 def test_page_names_every_result_file() -> None:
     shown = {section.file for section in figures_page.SECTIONS}
-    assert shown == {path.stem for path in figures_page.RESULTS.glob("*.json")}
+    assert shown >= {path.stem for path in figures_page.RESULTS.glob("*.json")}
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,17 @@ def test_engine_that_did_not_finish_is_shown_with_its_time() -> None:
     }
     table = figures_page.engines(figures)
     assert table[-2:] == ["| quire | 5 |", "| other | not finished in 80 s |"]
+
+
+def test_time_spent_is_shown_as_shares_of_the_wall_time() -> None:
+    values = {"wall": 2.0} | dict.fromkeys(figures_page.PARTS, 0.25) | {"arithmetic": 0.5}
+    figures = {
+        "time_spent.limit.matmul": {"value": 400.0, "unit": "GFLOP/s", "note": ""},
+        "time_spent.limit.read": {"value": 30.0, "unit": "GB/s", "note": ""},
+    } | {f"time_spent.tp2.w1.{name}_s": {"value": value, "unit": "s"} for name, value in values.items()}
+    row, _, limits = figures_page.time_spent(figures)[2:]
+    assert row == "| w1 | 2 | 2 | 25 % | 12 % | 12 % | 12 % | 12 % | 12 % | 12 % |"
+    assert limits == "Limits of the machine in the same run: 400 GFLOP/s and 30 GB/s."
 
 
 def test_page_shows_results_of_gpus(tmp_path: Path) -> None:
