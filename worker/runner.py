@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.decode_splits import INVARIANT_ITEM_LEN, split_decodes
+from ..kernels.dispatch import num_compilations
 from ..kernels.native.instruction_sets import instruction_set
 from ..kernels.native.memory import keep_freed_memory
 from ..proto.block_tables import IntArray
@@ -34,8 +36,11 @@ from .models.load_context import LoadContext
 from .models.loader import Model, load_model
 from .sampling.prompt_logprobs import compute_prompt_logprobs
 from .sampling.sampler import Sampler
+from .warm_up import warm_up_plans
 from .weights.checkpoint import Checkpoint, ProgressCallback
 from .weights.quantization import read_quantization
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Freed memory that a CPU process keeps for the next step: activations of thousands of tokens.
@@ -140,6 +145,8 @@ class ModelRunner:
         with torch.inference_mode():
             self._model.selfcheck()
             self._graphs = self._record_graphs(self._cache)
+        if self._device.type != "cpu":
+            self._warm_up(num_blocks)
         return self._cache.measure_swap_rate()
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -267,6 +274,14 @@ class ModelRunner:
         """Return whether the argument is true on all ranks, which call this together."""
         own = torch.tensor([is_true], dtype=torch.int32, device=self._device)
         return bool(self._comm.all_gather(own).all())
+
+    def _warm_up(self, num_blocks: int) -> None:
+        """Launch every kernel variant, so that Triton compiles none while requests run."""
+        started, before = time.perf_counter(), num_compilations()
+        for plan in warm_up_plans(self._config, num_blocks):
+            self.launch(plan).result()
+        seconds = time.perf_counter() - started
+        _log.info("compiled or loaded %d kernel variants in %.2f s", num_compilations() - before, seconds)
 
     @property
     def _uses_graphs(self) -> bool:

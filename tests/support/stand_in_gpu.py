@@ -283,7 +283,7 @@ class StandInGpu:
         return self._launch(lambda *given: func(*given, **_on_host(kwargs)), args, written, kwargs)
 
     def launch_kernel(self, name: str, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a Triton kernel's wrapper in the interpreter."""
+        """Run a Triton kernel's wrapper in the interpreter, or what stands in for it."""
         given = tree_leaves((_unpacked(args), _unpacked(kwargs)))
         for each in given:
             if isinstance(each, Tensor) and not isinstance(each, DeviceTensor):
@@ -424,21 +424,27 @@ class _DeviceMode(TorchDispatchMode):
 
 
 @contextmanager
-def installed(monkeypatch: pytest.MonkeyPatch, gpu: StandInGpu | None = None) -> Iterator[StandInGpu]:
-    """Install the device for the body, on this thread. Triton must run in its interpreter."""
+def installed(
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: StandInGpu | None = None,
+    stand_in: Callable[[str, str], Callable[..., Any]] | None = None,
+) -> Iterator[StandInGpu]:
+    """Install the device for the body, on this thread.
+
+    Args:
+        stand_in: (module, name) of a kernel's wrapper |-> the function to call instead. None calls the wrappers; then
+            Triton must run in its interpreter.
+    """
     device = gpu or StandInGpu()
     with monkeypatch.context() as patch:
         _patch_torch(patch, device)
         load = dispatch._load
 
         def load_for_device(module: str) -> Any:
-            real = load(module)
-
             class Kernels:
                 def __getattr__(self, name: str) -> Any:
-                    return lambda *args, **kwargs: device.launch_kernel(
-                        name, getattr(real, name), args, kwargs
-                    )
+                    kernel = getattr(load(module), name) if stand_in is None else stand_in(module, name)
+                    return lambda *args, **kwargs: device.launch_kernel(name, kernel, args, kwargs)
 
             return Kernels()
 
