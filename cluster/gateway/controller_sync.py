@@ -24,7 +24,6 @@ from ..host.background import run_in_background
 from ..host.backoff import Backoff
 from ..replica.client import SILENCE_MARGIN_S, ReplicaClient
 from ..replica.record import ReplicaRecord
-from ..requests.request import RequestChecker
 from ..requests.tokenizer import Tokenizer
 from .fleet_messages import fleet_state_to_message
 from .replica_pool import ReplicaPool
@@ -170,7 +169,8 @@ class ControllerSync:
                 _log.error("%s cannot be served by this gateway: %s", deployment.name, error)
                 return
             pool = self._new_pool(config) if model is None else model.served.pool
-            served = ServedModel(config, tokenizer, RequestChecker(config, tokenizer), pool)
+            served = ServedModel.of(config, tokenizer, pool)
+            served.workers.start()
             silence_timeout_s = config.scheduler.step_timeout_s + SILENCE_MARGIN_S
             model = self._synced[deployment.name] = _SyncedModel(
                 deployment.version, served, silence_timeout_s
@@ -259,8 +259,7 @@ def _limit_to_smallest_replica(served: ServedModel, reachable: Iterable[ReplicaE
     config = served.config
     if sizes and config.cache.num_blocks != min(sizes):
         config = replace(config, cache=replace(config.cache, num_blocks=min(sizes)))
-        served.config = config
-        served.checker = RequestChecker(config, served.tokenizer)
+        served.resize(config)
 
 
 def _remove_ended(pool: ReplicaPool, state: FleetState) -> None:

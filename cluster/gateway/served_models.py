@@ -11,6 +11,7 @@ from ..host.change_notifier import ChangeNotifier
 from ..replica.client import ReplicaClient
 from ..requests.request import RequestChecker
 from ..requests.tokenizer import Tokenizer
+from ..text_workers.pool import TextWorkers
 from .replica_pool import ReplicaPool
 
 
@@ -26,7 +27,19 @@ class ServedModel:
     tokenizer: Tokenizer
     checker: RequestChecker
     pool: ReplicaPool
+    workers: TextWorkers
     scales_from_zero: bool = False
+
+    @staticmethod
+    def of(config: EngineConfig, tokenizer: Tokenizer, pool: ReplicaPool) -> ServedModel:
+        """Return a model whose prompts are rendered and tokenized in processes of their own."""
+        workers = TextWorkers(tokenizer)
+        return ServedModel(config, tokenizer, RequestChecker(config, tokenizer, workers), pool, workers)
+
+    def resize(self, config: EngineConfig) -> None:
+        """Check further requests against another configuration."""
+        self.config = config
+        self.checker = RequestChecker(config, self.tokenizer, self.workers)
 
     @property
     def name(self) -> str:
@@ -95,6 +108,7 @@ class ServedModels:
         """Remove every model and end its running requests."""
         for model in self:
             await self.remove(model.name).pool.close()
+            model.workers.close()
 
 
 def serve_single_replica(config: EngineConfig, tokenizer: Tokenizer, replica: ReplicaClient) -> ServedModels:
@@ -104,5 +118,5 @@ def serve_single_replica(config: EngineConfig, tokenizer: Tokenizer, replica: Re
         config.model.name, config.cache.block_size, is_fixed=True, on_change=models.notify_change
     )
     pool.add(replica)
-    models.add(ServedModel(config, tokenizer, RequestChecker(config, tokenizer), pool))
+    models.add(ServedModel.of(config, tokenizer, pool))
     return models

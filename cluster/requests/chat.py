@@ -19,8 +19,7 @@ from .json_values import check_count, check_json, check_mapping, check_text, sho
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
 MAX_DOCUMENTS = 1024
-# Limit for the texts of a conversation together, and for the rendered prompt.
-MAX_CHAT_CHARS = 4 << 20
+MAX_CHAT_CHARS = 4 << 20  # of the texts of a conversation together
 
 Tool = Mapping[str, Any]
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ...proto.block_tables import IntArray
 from ...proto.config import ChatConfig
 from ...proto.errors import InvalidRequest
 from ..chat_format.chat_format import ChatFormat
 from ..chat_format.output_parser import ChatOutputParser
-from .chat import MAX_CHAT_CHARS, Chat
-from .chat_template import ChatTemplate, TemplateError
+from .chat import Chat
+from .chat_template import TemplateError, prepare_rendering
+from .prompt_encoder import PromptEncoder
 from .tokenizer import Tokenizer
 
 
@@ -23,7 +25,7 @@ class EncodedChat:
         needs_special_tokens: the parser finds special tokens in the text, which must not be left out.
     """
 
-    token_ids: list[int]
+    token_ids: IntArray
     new_parser: Callable[[], ChatOutputParser]
     needs_special_tokens: bool
 
@@ -31,9 +33,10 @@ class EncodedChat:
 class ChatEncoder:
     """Renders and tokenizes the conversations of one model. Threads may share one."""
 
-    def __init__(self, config: ChatConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: ChatConfig, tokenizer: Tokenizer, prompt_encoder: PromptEncoder) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._prompt_encoder = prompt_encoder
 
     def encode(self, chat: Chat) -> EncodedChat:
         """Return the prompt of a conversation, rendered by the chat template with its special tokens.
@@ -42,25 +45,21 @@ class ChatEncoder:
             InvalidRequest: the conversation is invalid, there is no template, or the template rejects it.
         """
         chat.check()
-        template = self._template(chat)
-        chat_format = self._format(chat, template.source)
+        source = self._template(chat)
+        chat_format = self._format(chat, source)
         try:
-            text = template.render(chat)
+            rendering = prepare_rendering(chat, source, self._tokenizer.named_special_tokens)
+            token_ids, end = self._prompt_encoder.encode_chat(rendering)
         except TemplateError as error:
             raise InvalidRequest("chat", f"the model's template rejects it: {error}") from error
-        if len(text) > MAX_CHAT_CHARS:
-            problem = (
-                f"has {len(text)} characters as rendered by the template, must be at most {MAX_CHAT_CHARS}"
-            )
-            raise InvalidRequest("chat", problem)
         tools = chat.parameters_by_tool
         return EncodedChat(
-            self._tokenizer.encode(text, add_special_tokens=False),
-            lambda: chat_format.parser(text, tools, allows_parallel_calls=chat.parallel_tool_calls),
+            token_ids,
+            lambda: chat_format.parser(end, tools, allows_parallel_calls=chat.parallel_tool_calls),
             any(marker in self._tokenizer.special_tokens for marker in chat_format.markers),
         )
 
-    def _template(self, chat: Chat) -> ChatTemplate:
+    def _template(self, chat: Chat) -> str:
         source = self._config.chat_template
         if chat.chat_template is not None:
             if not self._config.trust_request_chat_template:
@@ -74,7 +73,7 @@ class ChatEncoder:
             raise InvalidRequest(
                 "chat", "is not supported: the model has no chat template; send text or token ids"
             )
-        return ChatTemplate(source, self._tokenizer.named_special_tokens)
+        return source
 
     def _format(self, chat: Chat, template: str) -> ChatFormat:
         config = self._config

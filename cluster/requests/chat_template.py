@@ -1,4 +1,4 @@
-"""ChatTemplate: a model's chat template, rendered in jinja2's sandbox as transformers renders it."""
+"""Chat templates, rendered in jinja2's sandbox as transformers renders them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .chat import Chat
+from .json_values import to_plain
 
 # Marks where the last message ends in the rendered prompt, if it is to be continued. The space at its end shows
 # whether the template strips messages.
@@ -29,37 +30,66 @@ class TemplateError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class ChatTemplate:
-    """Source of a template, and the special tokens of the model by name, for example ``bos_token``."""
+class Rendering:
+    """All that a prompt is rendered from, as plain values that can be sent to another process.
+
+    Attributes:
+        source: of the template.
+        variables: of the template by name.
+        ends_at_mark: the prompt ends where the final message's content ends.
+    """
 
     source: str
-    special_tokens: Mapping[str, str]
+    variables: dict[str, Any]
+    ends_at_mark: bool
 
-    def render(self, chat: Chat) -> str:
-        """Return the prompt of a checked conversation.
 
-        Raises:
-            TemplateError: the template cannot be parsed, or raised an error.
-        """
-        messages = chat.template_messages(none_content=bool(_TESTS_NONE.search(self.source)))
-        final_text = messages[-1].get("content")
-        if chat.continue_final_message:
-            if not final_text:
-                raise TemplateError("the final message has no content to continue")
-            messages[-1]["content"] = final_text + _END_MARK
-        variables = {
-            **self.special_tokens,
-            **chat.template_options,
-            "messages": messages,
-            "tools": list(chat.tools) if chat.offers_tools else None,
-            "documents": list(chat.documents) or None,
-            "add_generation_prompt": chat.add_generation_prompt and not chat.continue_final_message,
-        }
-        try:
-            text: str = _compile(self.source).render(variables)
-        except Exception as error:  # templates raise arbitrary exceptions
-            raise TemplateError(_first_line(error)) from error
-        return _cut_at_mark(text) if chat.continue_final_message else text
+def prepare_rendering(chat: Chat, source: str, special_tokens: Mapping[str, str]) -> Rendering:
+    """Return what the prompt of a checked conversation is rendered from.
+
+    Args:
+        special_tokens: name |-> text, for example of ``bos_token``.
+
+    Raises:
+        TemplateError: the final message cannot be continued.
+    """
+    messages = chat.template_messages(none_content=bool(_TESTS_NONE.search(source)))
+    if chat.continue_final_message:
+        if not messages[-1].get("content"):
+            raise TemplateError("the final message has no content to continue")
+        messages[-1]["content"] += _END_MARK
+    variables = {
+        **special_tokens,
+        **chat.template_options,
+        "messages": messages,
+        "tools": chat.tools if chat.offers_tools else None,
+        "documents": chat.documents or None,
+        "add_generation_prompt": chat.add_generation_prompt and not chat.continue_final_message,
+    }
+    return Rendering(source, to_plain(variables), chat.continue_final_message)
+
+
+def render(rendering: Rendering, max_chars: int) -> str:
+    """Return the prompt.
+
+    Raises:
+        TemplateError: the template cannot be parsed, raised an error, or writes more than `max_chars` characters.
+    """
+    pieces, num_chars = [], 0
+    try:
+        for piece in _compile(rendering.source).generate(rendering.variables):
+            num_chars += len(piece)
+            if num_chars > max_chars:
+                break
+            pieces.append(piece)
+    except MemoryError as error:
+        raise TemplateError("it needs too much memory") from error
+    except Exception as error:  # templates raise arbitrary exceptions
+        raise TemplateError(_first_line(error)) from error
+    if num_chars > max_chars:
+        raise TemplateError(f"its prompt has more than {max_chars} characters")
+    text = "".join(pieces)
+    return _cut_at_mark(text) if rendering.ends_at_mark else text
 
 
 def _cut_at_mark(text: str) -> str:

@@ -11,7 +11,7 @@ from ...proto.errors import InvalidRequest
 MAX_DEPTH = 64
 MAX_VALUES = 100_000
 MAX_CHARS = 4 << 20
-_MAX_INTEGER_BITS = 1024
+_MAX_INTEGER_BITS = 63
 MAX_SHOWN_CHARS = 64
 
 
@@ -25,6 +25,17 @@ def check_text(field: str, text: object, max_chars: int | None = None) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(field, f"is not valid Unicode text at character {error.start}") from error
+
+
+def to_plain(value: Any) -> Any:
+    """Return a checked JSON value as dictionaries, lists and scalars of no other types."""
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): to_plain(member) for name, member in value.items()}
+    if isinstance(value, Sequence):
+        return [to_plain(member) for member in value]
+    return value
 
 
 def check_mapping(field: str, value: object) -> Mapping[str, Any]:

@@ -20,9 +20,12 @@ from ..chat_format.output_parser import ChatOutputParser
 from .chat import Chat
 from .chat_encoder import ChatEncoder
 from .json_values import check_text
+from .prompt_encoder import LocalPromptEncoder, PromptEncoder
 from .tokenizer import Tokenizer
 
 MAX_NAME_CHARS = 256
+# Longer texts are compared with the context before they are tokenized.
+MAX_UNCHECKED_CHARS = 4096
 
 Prompt = str | Sequence[int] | Chat
 
@@ -87,10 +90,13 @@ class Request:
 class RequestChecker:
     """Validates and tokenizes requests for one replica configuration. Threads may share one."""
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, config: EngineConfig, tokenizer: Tokenizer, prompt_encoder: PromptEncoder | None = None
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._chat_encoder = ChatEncoder(config.chat, tokenizer)
+        self._prompt_encoder = prompt_encoder or LocalPromptEncoder(tokenizer)
+        self._chat_encoder = ChatEncoder(config.chat, tokenizer, self._prompt_encoder)
         # For requests without a seed. Makes runs of LLM with the same configuration reproducible.
         self._seeds = random.Random(config.model.seed)
 
@@ -125,10 +131,15 @@ class RequestChecker:
         new_parser = None
         if isinstance(prompt, Chat):
             encoded = self._chat_encoder.encode(prompt)
-            prompt, new_parser = encoded.token_ids, encoded.new_parser
+            token_ids, new_parser = encoded.token_ids, encoded.new_parser
             if encoded.needs_special_tokens:
                 sampling = replace(sampling, skip_special_tokens=False)
-        token_ids = self._tokenize(prompt, add_special_tokens)
+        else:
+            if isinstance(prompt, str) and sampling.truncate_prompt_tokens is None:
+                self._check_length(prompt)
+            token_ids = self._encode(prompt, add_special_tokens)
+        if len(token_ids) == 0:
+            raise InvalidRequest("prompt", "is empty, must have at least one token")
         if sampling.truncate_prompt_tokens is not None:
             token_ids = token_ids[-sampling.truncate_prompt_tokens :]
         sampling = self._resolve_sampling(sampling, self._max_new_tokens(len(token_ids)))
@@ -152,12 +163,10 @@ class RequestChecker:
             InvalidRequest: the text or the conversation is invalid.
         """
         if isinstance(prompt, Chat):
-            return self._chat_encoder.encode(prompt).token_ids
-        if isinstance(prompt, str):
-            check_text("prompt", prompt)
-            return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if prompt else []
-        self.check_token_ids("prompt", prompt)
-        return list(prompt)
+            token_ids = self._chat_encoder.encode(prompt).token_ids
+        else:
+            token_ids = self._encode(prompt, add_special_tokens)
+        return [int(token_id) for token_id in token_ids]
 
     def _resolve_sampling(self, sampling: SamplingParams, max_new_tokens: int) -> SamplingParams:
         """Return the parameters with a value for each; checks those that depend on the model."""
@@ -201,11 +210,26 @@ class RequestChecker:
                 found.append(word)
         return tuple(dict.fromkeys(found))
 
-    def _tokenize(self, prompt: str | Sequence[int], add_special_tokens: bool) -> IntArray:
-        token_ids = self.token_ids(prompt, add_special_tokens=add_special_tokens)
-        if len(token_ids) == 0:
-            raise InvalidRequest("prompt", "is empty, must have at least one token")
-        return np.asarray(token_ids, dtype=np.int32)
+    def _encode(self, prompt: str | Sequence[int], add_special_tokens: bool) -> IntArray:
+        if isinstance(prompt, str):
+            check_text("prompt", prompt)
+            if not prompt:
+                return NO_INTS
+            return self._prompt_encoder.encode_text(prompt, add_special_tokens=add_special_tokens)
+        self.check_token_ids("prompt", prompt)
+        return np.asarray(prompt, dtype=np.int32)
+
+    def _check_length(self, text: str) -> None:
+        """Refuse a text that is too long for the context however it is tokenized, without tokenizing it."""
+        if len(text) <= MAX_UNCHECKED_CHARS:
+            return
+        num_tokens = self._config.max_servable_tokens
+        max_chars = self._tokenizer.max_chars(num_tokens)
+        if max_chars is not None and len(text) > max_chars:
+            raise InvalidRequest(
+                "prompt",
+                f"has {len(text)} characters; {num_tokens} tokens of context hold {max_chars} at most",
+            )
 
     def check_token_ids(self, field: str, token_ids: Sequence[int]) -> None:
         """Raises InvalidRequest, which names the position, for an id that is not in the vocabulary."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,26 @@ class Tokenizer:
     def transformers_tokenizer(self) -> Any:
         """The tokenizer as transformers loaded it."""
         return self._loaded
+
+    def to_json(self) -> str:
+        """Return the tokenizer as the text from which the library `tokenizers` loads an equal one."""
+        return str(self._backend.to_str())
+
+    def max_chars(self, num_tokens: int) -> int | None:
+        """Return how many characters of text this many tokens can stand for at most; None if that is not known."""
+        return None if self._max_token_chars is None else num_tokens * self._max_token_chars
+
+    @functools.cached_property
+    def _max_token_chars(self) -> int | None:
+        """Longest token of a byte-level vocabulary, whose tokens have at least one byte per character."""
+        added = self._backend.get_added_tokens_decoder().values()
+        if (
+            type(self._backend.decoder).__name__ != "ByteLevel"
+            or self._backend.normalizer is not None
+            or any(token.lstrip or token.rstrip for token in added)  # such tokens absorb white space
+        ):
+            return None
+        return max(map(len, self._backend.get_vocab()))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text, by default with the special tokens that the model's tokenizer adds.

@@ -99,6 +99,8 @@ async def _serve_replica(
     try:
         await servers.start()
         stopwatch.lap("gateway")
+        for model in models:
+            model.workers.start()
         is_ready = await servers.wait_until_ready(failure, signaled, timeout_s=CANARY_TIMEOUT_S)
         stopwatch.lap("canary")
         if is_ready:

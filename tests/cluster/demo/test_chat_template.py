@@ -8,6 +8,7 @@ import pytest
 
 from quire.cluster.requests.chat import Chat
 from quire.cluster.requests.chat_encoder import ChatEncoder
+from quire.cluster.requests.prompt_encoder import LocalPromptEncoder
 from quire.cluster.requests.tokenizer import Tokenizer
 from quire.proto.config import ChatConfig
 from quire.proto.errors import InvalidRequest
@@ -19,7 +20,9 @@ def tokenizer(demo_model_dir: Path) -> Tokenizer:
 
 
 def prompt(tokenizer: Tokenizer, chat: Chat) -> str:
-    token_ids = ChatEncoder(ChatConfig(), tokenizer).encode(chat).token_ids
+    token_ids = (
+        ChatEncoder(ChatConfig(), tokenizer, LocalPromptEncoder(tokenizer)).encode(chat).token_ids.tolist()
+    )
     return tokenizer.decode(token_ids, skip_special_tokens=False)
 
 

@@ -26,6 +26,7 @@ from quire.cluster.cli.exit_status import INTERRUPTED
 from quire.cluster.requests.chat import MAX_MESSAGES, Chat
 from quire.cluster.requests.chat_encoder import ChatEncoder
 from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished, RequestStarted
+from quire.cluster.requests.prompt_encoder import LocalPromptEncoder
 from quire.cluster.requests.tokenizer import Tokenizer
 from quire.proto.config import ChatConfig
 from quire.proto.errors import InvalidRequest
@@ -61,7 +62,11 @@ def tokenizer(chat_dir: Path) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, chat: Chat, **config: Any) -> list[int]:
-    return ChatEncoder(ChatConfig(**config), tokenizer).encode(chat).token_ids
+    return (
+        ChatEncoder(ChatConfig(**config), tokenizer, LocalPromptEncoder(tokenizer))
+        .encode(chat)
+        .token_ids.tolist()
+    )
 
 
 def test_prompt_equals_transformers_chat_template(tokenizer: Tokenizer, chat_dir: Path) -> None:

@@ -21,6 +21,7 @@ from quire.cluster.requests.chat import Chat
 from quire.cluster.requests.chat_encoder import ChatEncoder
 from quire.cluster.requests.output_processor import OutputProcessor
 from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished, RequestStarted, collect_output
+from quire.cluster.requests.prompt_encoder import LocalPromptEncoder
 from quire.cluster.requests.request import Request
 from quire.cluster.requests.sequence_update import SequenceUpdate
 from quire.cluster.requests.tokenizer import Tokenizer
@@ -58,8 +59,8 @@ def tokenizer(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPath
 
 
 def render(tokenizer: Tokenizer, chat: Chat, **config: Any) -> str:
-    encoded = ChatEncoder(ChatConfig(**config), tokenizer).encode(chat)
-    return tokenizer.decode(encoded.token_ids, skip_special_tokens=False)
+    encoded = ChatEncoder(ChatConfig(**config), tokenizer, LocalPromptEncoder(tokenizer)).encode(chat)
+    return tokenizer.decode(encoded.token_ids.tolist(), skip_special_tokens=False)
 
 
 def test_tools_and_calls_reach_the_template(tokenizer: Tokenizer) -> None:
@@ -101,7 +102,7 @@ def test_tools_are_refused_without_a_known_format(tokenizer: Tokenizer) -> None:
 
 def outputs(tokenizer: Tokenizer, chat: Chat, reply: str, reason: FinishReason, **config: Any) -> Any:
     """Return the events of a stream in which the model writes this reply, two tokens per update."""
-    encoded = ChatEncoder(ChatConfig(**config), tokenizer).encode(chat)
+    encoded = ChatEncoder(ChatConfig(**config), tokenizer, LocalPromptEncoder(tokenizer)).encode(chat)
     sampling = SamplingParams(max_tokens=500, skip_special_tokens=not encoded.needs_special_tokens)
     request = Request("r", NO_INTS, sampling, new_parser=encoded.new_parser)
     processor = OutputProcessor(request, tokenizer)

@@ -1,0 +1,1 @@
+"""Processes that render and tokenize prompts within limits of time and memory."""

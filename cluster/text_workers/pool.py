@@ -1,0 +1,158 @@
+"""TextWorkers: a PromptEncoder that works in processes of its own, so that no prompt holds up this one."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+import numpy as np
+
+from ...proto.block_tables import IntArray
+from ...proto.errors import InvalidRequest, Overloaded
+from ..requests.chat_template import Rendering, TemplateError
+from ..requests.prompt_encoder import END_CHARS, MAX_PROMPT_CHARS, LocalPromptEncoder
+from ..requests.tokenizer import Tokenizer
+from .frames import receive_frame, send_frame
+
+NUM_WORKERS = 2
+# A shorter text is tokenized in the caller's thread, in a few milliseconds.
+MAX_LOCAL_CHARS = 4096
+# From the task to its answer, with the start of the process. Tokenizing 4 MB takes 10 s on a core of its own.
+TASK_TIMEOUT_S = 30.0
+# Processor time of a rendering. A conversation of 4,096 messages takes 0.03 s with a template like Qwen3's.
+RENDER_TIME_S = 2.0
+# Until a worker is free.
+QUEUE_TIMEOUT_S = 30.0
+_END_TIMEOUT_S = 5.0
+
+
+class TextWorkers:
+    """Processes that render and tokenize the prompts of one model. Threads may share one; calls block.
+
+    A worker that takes too long or ends is replaced. The processes end with `close`, or with this process.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, num_workers: int = NUM_WORKERS) -> None:
+        self._local = LocalPromptEncoder(tokenizer)
+        self._descriptor = os.memfd_create("quire-tokenizer")
+        _write_all(self._descriptor, tokenizer.to_json().encode())
+        self._slots = [_Slot(self._descriptor) for _ in range(num_workers)]
+        # Last in, first out: the second process starts when two prompts come at once.
+        self._idle: queue.LifoQueue[_Slot] = queue.LifoQueue()
+        for slot in self._slots:
+            self._idle.put(slot)
+        self._close = weakref.finalize(self, _close, self._slots, self._descriptor)
+
+    def start(self) -> None:
+        """Start the first process, so that the first prompt does not wait for it. Returns at once."""
+        self._slots[-1].start()
+
+    def encode_text(self, text: str, *, add_special_tokens: bool) -> IntArray:
+        """Raises InvalidRequest if the limits do not suffice, Overloaded if no worker is free in time."""
+        if len(text) <= MAX_LOCAL_CHARS:
+            return self._local.encode_text(text, add_special_tokens=add_special_tokens)
+        return self._run({"text": text, "add_special_tokens": add_special_tokens})[0]
+
+    def encode_chat(self, rendering: Rendering) -> tuple[IntArray, str]:
+        """Raises TemplateError as well."""
+        task = {
+            "source": rendering.source,
+            "variables": rendering.variables,
+            "ends_at_mark": rendering.ends_at_mark,
+            "max_chars": MAX_PROMPT_CHARS,
+            "render_time_s": RENDER_TIME_S,
+            "add_special_tokens": False,
+        }
+        return self._run(task)
+
+    def close(self) -> None:
+        """End the processes. Safe to call twice."""
+        self._close()
+
+    def _run(self, task: dict[str, Any]) -> tuple[IntArray, str]:
+        try:
+            slot = self._idle.get(timeout=QUEUE_TIMEOUT_S)
+        except queue.Empty:
+            raise Overloaded(f"no process was free to tokenize the prompt in {QUEUE_TIMEOUT_S:g} s") from None
+        try:
+            answer = slot.run({**task, "end_chars": END_CHARS})
+        finally:
+            self._idle.put(slot)
+        if "template_error" in answer:
+            raise TemplateError(answer["template_error"])
+        if "error" in answer:
+            raise InvalidRequest("prompt", answer["error"])
+        return np.frombuffer(answer["ids"], dtype=np.int32), answer["end"]
+
+
+class _Slot:
+    """One worker, or the place of one that is not running. Used by one thread at a time."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+
+    def start(self) -> socket.socket:
+        """Start the process unless it runs."""
+        if self._connection is not None:
+            return self._connection
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __package__, str(theirs.fileno()), str(self._descriptor)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), self._descriptor),
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    "RAYON_NUM_THREADS": "1",
+                },
+            )
+        self._connection = ours
+        return ours
+
+    def run(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Return the worker's answer. Raises InvalidRequest if the worker ends or does not answer in time."""
+        connection = self.start()
+        answer = None
+        try:
+            send_frame(connection, task, TASK_TIMEOUT_S)
+            answer = receive_frame(connection, TASK_TIMEOUT_S)
+        except TimeoutError:
+            raise InvalidRequest(
+                "prompt", f"was not tokenized within {TASK_TIMEOUT_S:g} s; send a shorter one, or token ids"
+            ) from None
+        except OSError:
+            pass
+        finally:
+            if answer is None:
+                self.kill()
+        if answer is None:
+            raise InvalidRequest("prompt", "needs too much memory to be tokenized; send a shorter one")
+        return answer
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self._connection is not None and self._process is not None:
+            self._connection.close()
+            self._process.kill()
+            self._process.wait(_END_TIMEOUT_S)
+        self._connection = self._process = None
+
+
+def _close(slots: list[_Slot], descriptor: int) -> None:
+    for slot in slots:
+        slot.kill()
+    os.close(descriptor)
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
