@@ -71,7 +71,13 @@ def _parsing(handle: Any, kind: Descriptor) -> Any:
             raise  # never reached: abort_with_status raises
 
     async def call(raw: bytes, context: Context) -> Any:
-        return await handle(await parsed(raw, context), context)
+        message = await parsed(raw, context)
+        try:
+            return await handle(message, context)
+        except NotImplementedError:  # of the generated base class; gRPC would log a traceback per call
+            await context.abort(
+                grpc.StatusCode.UNIMPLEMENTED, f"this server does not have {kind.name}'s call"
+            )
 
     async def stream(raw: bytes, context: Context) -> AsyncIterator[Any]:
         message = await parsed(raw, context)
