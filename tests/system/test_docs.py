@@ -24,3 +24,10 @@ def test_page_names_paths_that_exist(page: Path) -> None:
     named = {ROOT / name for name in IN_CODE.findall(text)}
     linked = {ROOT / page.parent / name for name in LINK.findall(text)}
     assert sorted(str(path) for path in named | linked if not path.exists()) == []
+
+
+def test_threat_model_names_tests_that_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "security.md").read_text())
+    assert len(named) > 20
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
