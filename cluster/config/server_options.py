@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checks import bearer_token, not_negative_finite, positive_finite
+from .checks import bearer_token, not_negative_finite, one_of, positive_finite
 from .option import option, validate_options
 
 _SERVER = "Server"
+_LOGS = "Logs and traces"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,30 @@ class ServerOptions:
         unit="seconds",
         check=not_negative_finite,
         group=_SERVER,
+    )
+
+    log_level: str = option(
+        "info",
+        help="Least severe lines of quire in the log.",
+        check=one_of("debug", "info", "warning", "error"),
+        group=_LOGS,
+    )
+    log_format: str = option(
+        "text",
+        help="Form of the log: readable lines, or one JSON object per line.",
+        check=one_of("text", "json"),
+        group=_LOGS,
+    )
+    log_requests: bool = option(
+        False,
+        help="Log a line when a request begins, ends, moves or is refused, without its text.",
+        group=_LOGS,
+    )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        help="OTLP collector to which traces of requests are sent over gRPC. Needs the extra otel.",
+        metavar="URL",
+        group=_LOGS,
     )
 
     def __post_init__(self) -> None:

@@ -131,6 +131,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
             after_event=message.after_sequence_number if message.HasField("after_sequence_number") else None,
             is_resumable=message.resumable,
+            trace_headers=trace_headers(context),
         )
 
     def _tenant(self, claimed: str, context: grpc.aio.ServicerContext[Any, Any]) -> str:
@@ -147,3 +148,9 @@ def _model_to_message(model: ServedModel) -> inference_pb2.Model:
         max_model_len=config.max_model_len,
         vocab_size=config.vocab_size,
     )
+
+
+def trace_headers(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
+    """Return the caller's W3C trace context."""
+    metadata = context.invocation_metadata() or ()
+    return {key: str(value) for key, value in metadata if key in ("traceparent", "tracestate")}

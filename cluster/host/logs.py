@@ -1,18 +1,51 @@
-"""Logging setup of quire's server processes."""
+"""Logging setup of quire's server processes: readable text or JSON."""
 
 from __future__ import annotations
 
+import json
 import logging
+import time
+from typing import Any
 
 from .log_limit import RepeatLimit
 
+_DATE = "%Y-%m-%d %H:%M:%S"
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# Attributes of every record; the others were passed as `extra`.
+_PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
-def log_to_stderr() -> None:
-    """Log warnings of all libraries, and quire's own records from INFO on, to standard error.
+
+def log_to_stderr(level: str = "info", log_format: str = "text") -> None:
+    """Log warnings of all libraries, and quire's own records from a level on, to standard error.
 
     Repeated warnings and errors are limited, so that no caller can fill the disk with them.
+
+    Args:
+        level: ``debug``, ``info``, ``warning`` or ``error``.
+        log_format: ``text``, or ``json`` for one object per line.
     """
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("quire").setLevel(logging.INFO)
+    formatter = JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT, _DATE)
+    logging.basicConfig()
+    logging.getLogger("quire").setLevel(level.upper())
     for handler in logging.getLogger().handlers:
+        handler.setFormatter(formatter)
         handler.addFilter(RepeatLimit())
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one JSON object: time, level, logger, message, and what was passed as `extra`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        fields: dict[str, Any] = {
+            "time": f"{when}.{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        # Ray adds attributes to every record, whose names begin with an underscore.
+        given = (name for name in vars(record) if name not in _PLAIN and not name.startswith("_"))
+        fields |= {name: getattr(record, name) for name in given}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False, default=str)

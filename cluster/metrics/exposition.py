@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric as Family
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 
 from .fleet_metrics import collect_fleet
@@ -14,6 +16,8 @@ from .replica_metrics import collect_replicas
 from .request_metrics import RequestMetrics
 from .samples import Samples
 from .views import FleetView, ModelsView
+
+OPENMETRICS = "application/openmetrics-text"
 
 
 class Exposition(Collector):
@@ -43,6 +47,10 @@ class Exposition(Collector):
         return samples.families()
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Return a scrape's body and its content type, in the format that an Accept header prefers."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
+        """Return a scrape's body and its content type: OpenMetrics if the Accept header names it, else text."""
+        if OPENMETRICS in accept:
+            # With other escapings, prometheus_client 0.26 writes vllm_ for vllm: in the samples of OpenMetrics.
+            encode: Callable[..., bytes] = generate_openmetrics
+            body = encode(self._registry, escaping=ALLOWUTF8)
+            return body, f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4

@@ -167,13 +167,13 @@ class _Watch:
     def on_end(self, error: BaseException | None) -> None:
         """See `RequestWatch`."""
         if self._model is None or self._request is None:
-            if error is not None and not _is_abort(error):
+            if error is not None and not is_abort(error):
                 self._metrics.refusals[reason_of(error)] += 1
             return
         self._model.num_open -= 1
         if not (num_left := self._request.sampling.n - self._num_finished):
             return
-        if error is None or _is_abort(error):
+        if error is None or is_abort(error):
             self._model.finished[ABORT] += num_left
         else:
             self._model.finished[ERROR] += num_left
@@ -231,6 +231,6 @@ def reason_of(error: BaseException) -> str:
     return error.reason.lower() if isinstance(error, QuireError) else INTERNAL
 
 
-def _is_abort(error: BaseException) -> bool:
+def is_abort(error: BaseException) -> bool:
     """Return whether the caller left or aborted the request."""
     return isinstance(error, asyncio.CancelledError | GeneratorExit | RequestAborted)

@@ -20,7 +20,8 @@ from ..gateway.services import GatewayServices
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
 from ..ray_runtime.launch_target import DEFAULT_NAMESPACE
 from ..ray_runtime.local_cluster import attach
-from .server_setup import retention_limits, set_up_server
+from ..requests.observer import RequestObserver
+from .server_setup import request_observers, retention_limits, set_up_server
 from .servers import GatewayServers
 
 # Time for running streams to finish after a signal; other gateways accept the new calls meanwhile.
@@ -53,11 +54,12 @@ def serve_fleet(
     try:
         with ExitStack() as stack:
             stack.enter_context(signals_raise())
+            observers = stack.enter_context(request_observers(server_options))
             stack.enter_context(attach(address))
             raise_on_signals()  # Ray has replaced our signal handlers
             controller = find_or_start_controller(DEFAULT_NAMESPACE, cluster_options)
             stack.callback(ignore_signals)
-            return asyncio.run(_serve(deployments, controller, server_options, security))
+            return asyncio.run(_serve(deployments, controller, server_options, security, observers))
     except SystemExit:  # Ray handles SIGTERM itself while it connects
         return 128 + signal.SIGTERM
     except Interrupted as interrupted:
@@ -69,12 +71,17 @@ async def _serve(
     controller: ControllerClient,
     server_options: ServerOptions,
     security: Security,
+    observers: Sequence[RequestObserver],
 ) -> int:
     signaled = next_signal()
     models = ServedModels()
     sync = ControllerSync(controller, models)
     services = GatewayServices.compose(
-        models, security=security, fleet=sync, retention=retention_limits(server_options)
+        models,
+        security=security,
+        fleet=sync,
+        retention=retention_limits(server_options),
+        observers=observers,
     )
     servers = GatewayServers(services, server_options)
     try:

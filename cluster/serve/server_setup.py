@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ...proto.errors import ConfigError
 from ..config.server_options import ServerOptions
@@ -10,6 +12,9 @@ from ..gateway.listen_address import ListenAddress
 from ..gateway.retention import RetentionLimits
 from ..gateway.security import Security
 from ..host.logs import log_to_stderr
+from ..metrics.call_log import CallLog
+from ..requests.observer import RequestObserver
+from ..tracing.export import exported_traces
 
 
 def set_up_server(options: ServerOptions) -> Security:
@@ -18,12 +23,23 @@ def set_up_server(options: ServerOptions) -> Security:
     Raises:
         ConfigError: a file cannot be read, or the address cannot be listened on.
     """
-    log_to_stderr()
+    log_to_stderr(options.log_level, options.log_format)
     security = Security.load(options)
     _check_address(options.listen, "listen", security, options)
     if not options.no_http:
         _check_address(options.http, "http", security, options)
     return security
+
+
+@contextmanager
+def request_observers(options: ServerOptions) -> Iterator[list[RequestObserver]]:
+    """Yield the observers of requests that the options ask for, beside the metrics.
+
+    Raises:
+        ConfigError: traces cannot be sent.
+    """
+    with exported_traces(options.otlp_traces_endpoint) as traces:
+        yield [*traces, *([CallLog()] if options.log_requests else [])]
 
 
 def retention_limits(options: ServerOptions) -> RetentionLimits:

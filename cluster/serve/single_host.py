@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
 from ...proto.config import EngineConfig
 from ...proto.errors import ReplicaUnavailable
 from ..config.engine_options import EngineOptions
+from ..config.engine_summary import engine_summary
 from ..config.resolve import Machine, resolve
 from ..config.server_options import ServerOptions
 from ..gateway.security import Security
@@ -22,8 +24,9 @@ from ..ray_runtime.local_cluster import LocalCluster
 from ..replica.client import SILENCE_MARGIN_S, ReplicaClient
 from ..replica.launch import launch_replica
 from ..replica.replica import Replica, new_replica_id
+from ..requests.observer import RequestObserver
 from ..requests.tokenizer import Tokenizer
-from .server_setup import retention_limits, set_up_server
+from .server_setup import request_observers, retention_limits, set_up_server
 from .servers import GatewayServers
 
 CANARY_TIMEOUT_S = 60.0
@@ -54,6 +57,7 @@ def serve(engine_options: EngineOptions, server_options: ServerOptions) -> int:
     try:
         with ExitStack() as stack:
             stack.enter_context(signals_raise())
+            observers = stack.enter_context(request_observers(server_options))
             pool = stack.enter_context(ThreadPoolExecutor(1, "prepare"))
             preparation = pool.submit(_prepare, engine_options)
             with suppress(TimeoutError):
@@ -66,7 +70,9 @@ def serve(engine_options: EngineOptions, server_options: ServerOptions) -> int:
             replica = stack.enter_context(launch_replica(config, new_replica_id(), cluster))
             stopwatch.lap("replica")
             stack.callback(ignore_signals)
-            return asyncio.run(_serve_replica(server_options, security, replica, tokenizer, stopwatch))
+            return asyncio.run(
+                _serve_replica(server_options, security, observers, replica, tokenizer, stopwatch)
+            )
     except SystemExit:  # Ray handles SIGTERM itself while it starts
         return 128 + signal.SIGTERM
     except Interrupted as interrupted:
@@ -82,6 +88,7 @@ def _prepare(engine_options: EngineOptions) -> tuple[EngineConfig, Tokenizer]:
 async def _serve_replica(
     server_options: ServerOptions,
     security: Security,
+    observers: Sequence[RequestObserver],
     replica: Replica,
     tokenizer: Tokenizer,
     stopwatch: Stopwatch,
@@ -90,11 +97,14 @@ async def _serve_replica(
     failure = asyncio.wrap_future(replica.failure)
     signaled = next_signal()
     config = replica.config
+    _log.info("%s", engine_summary(config))
     silence_timeout_s = config.scheduler.step_timeout_s + SILENCE_MARGIN_S
     client = ReplicaClient(replica.address, replica.replica_id, silence_timeout_s=silence_timeout_s)
     client.start()
     models = serve_single_replica(config, tokenizer, client)
-    services = GatewayServices.compose(models, security=security, retention=retention_limits(server_options))
+    services = GatewayServices.compose(
+        models, security=security, retention=retention_limits(server_options), observers=observers
+    )
     servers = GatewayServers(services, server_options)
     try:
         await servers.start()

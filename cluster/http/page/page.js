@@ -24,14 +24,14 @@ function make(tag, attributes = {}, ...children) {
   return made;
 }
 
-function figure(title, value, unit = "") {
-  return make("div", {}, make("dt", {}, title), make("dd", {}, value, unit ? make("small", {}, unit) : ""));
+function figure(title, value, unit = "", note = "") {
+  return make("div", {}, make("dt", {}, title), make("dd", {}, value, unit ? make("small", {}, unit) : ""),
+    note ? make("dd", { class: "note" }, note) : "");
 }
 
 function latencyFigure(title, { p50_s, p99_s }) {
   const [value, unit] = latency(p50_s);
-  const tail = p99_s === null ? "" : ` · p99 ${latency(p99_s).join(" ")}`;
-  return figure(title, value, `${unit}${tail}`);
+  return figure(title, value, unit, p99_s === null ? "" : `p99 ${latency(p99_s).join(" ")}`);
 }
 
 // Models
@@ -76,8 +76,8 @@ function modelSheet(traffic, fleet) {
       figure("waiting", number(sum("num_waiting") + traffic.num_unplaced)),
       latencyFigure("first token", traffic.first_token),
       latencyFigure("between tokens", traffic.inter_token),
-      figure("completions", number(traffic.completions_per_s, 1), traffic.errors_per_s > 0
-        ? `/s, ${number(traffic.errors_per_s, 1)} errors` : "/s")),
+      figure("completions", number(traffic.completions_per_s, 1), "/s",
+        traffic.errors_per_s > 0 ? `${number(traffic.errors_per_s, 1)} errors/s` : "")),
     sparkline(traffic.generated_tokens_per_s_history));
 }
 
@@ -128,7 +128,8 @@ function replicaSheet(replica) {
   return make("article", { class: "sheet" }, title,
     make("dl", { class: "figures" },
       figure("running", number(queue.num_running)),
-      figure("waiting", number(queue.num_waiting), replica.oldest_wait_s >= 1 ? `oldest ${duration(replica.oldest_wait_s)}` : ""),
+      figure("waiting", number(queue.num_waiting), "",
+        replica.oldest_wait_s >= 1 ? `oldest for ${duration(replica.oldest_wait_s)}` : ""),
       figure("speed while busy", number(replica.tokens_per_s), "tokens/s"),
       figure("busy since start", percent(busy)),
       figure("wait for a plan", number(1000 * replica.mean_plan_wait_s, 2), "ms"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,16 @@ from quire.proto.errors import InvalidRequest
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import RankStatus, ReplicaStatus
 
-OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+# Accept headers of Prometheus 2.42 and 3.5.
+PROMETHEUS_2 = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+PROMETHEUS_3 = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,"
+    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+)
 CALL = GenerationCall("text", SamplingParams())
 
 
@@ -84,19 +94,32 @@ def exposition() -> Exposition:
     return Exposition(models, requests, FakeFleet())
 
 
-def test_both_formats_are_read_by_their_parsers(exposition: Exposition) -> None:
-    for accept, parse in (("", parse_text), (OPENMETRICS, parse_openmetrics)):
-        body, content_type = exposition.render(accept)
-        assert content_type.startswith("text/plain" if not accept else "application/openmetrics-text")
-        families = {family.name: family for family in parse(body.decode())}
-        for metric in catalog.ALL:
-            family = families[metric.name]
-            assert family.type == metric.kind.value
-            assert family.documentation == metric.help
-            for sample in family.samples:
-                extra = {"le"} if sample.name.endswith("_bucket") else set()
-                assert set(sample.labels) == {*metric.labels, *extra}, sample.name
-        assert "process_resident_memory_bytes" in families
+@pytest.mark.parametrize(
+    ("accept", "parse", "content_type"),
+    [
+        ("", parse_text, "text/plain; version=0.0.4"),
+        ("*/*", parse_text, "text/plain; version=0.0.4"),
+        (PROMETHEUS_2, parse_openmetrics, "application/openmetrics-text; version=1.0.0"),
+        (PROMETHEUS_3, parse_openmetrics, "application/openmetrics-text; version=1.0.0"),
+    ],
+)
+def test_formats_are_read_by_their_parsers(
+    exposition: Exposition, accept: str, parse: Callable[[str], Any], content_type: str
+) -> None:
+    body, answered = exposition.render(accept)
+    assert answered.startswith(content_type)
+    families = {family.name: family for family in parse(body.decode())}
+    assert "process_resident_memory_bytes" in families
+    for metric in catalog.ALL:
+        family = families[metric.name]
+        assert family.type == metric.kind.value
+        assert family.documentation == metric.help
+        for sample in family.samples:
+            extra = {"le"} if sample.name.endswith("_bucket") else set()
+            assert set(sample.labels) == {*metric.labels, *extra}, sample.name
+            assert sample.name.startswith(metric.name)
+            # As Prometheus reads it: the parsers of prometheus_client also accept other spellings.
+            assert f"\n{sample.name}{{".encode() in body or f"\n{sample.name} ".encode() in body, sample.name
 
 
 def test_scrape_has_the_figures_of_requests_replicas_and_fleet(exposition: Exposition) -> None:
