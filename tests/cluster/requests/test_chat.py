@@ -22,6 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from quire import LLM, AsyncClient, SamplingParams
+from quire.cluster.chat_format.deltas import AssistantMessage, collect_message
 from quire.cluster.cli.exit_status import INTERRUPTED
 from quire.cluster.requests.chat import MAX_MESSAGES, Chat
 from quire.cluster.requests.chat_encoder import ChatEncoder
@@ -39,7 +40,7 @@ TEMPLATE = """{%- for message in messages -%}
 <|endoftext|>{{ message.role }}: {{ message.content }}
 {% endfor -%}
 {%- if quietly %}hush {% endif -%}
-{%- if add_generation_prompt %}<|endoftext|>assistant: {% endif -%}"""
+{%- if add_generation_prompt %}<|endoftext|>assistant: {% if thinking %}<think>{% endif %}{% endif -%}"""
 DEFAULTS = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.3, "do_sample": True}
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a quire?"}]
 ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -215,6 +216,25 @@ def test_chat_over_the_network_equals_generate(serve: ServerFactory, chat_dir: P
             with pytest.raises(InvalidRequest, match="nobody is called king") as caught:
                 await client.chat([{"role": "king", "content": "x"}])
             assert caught.value.field == "chat"
+
+    run(scenario())
+
+
+def test_reasoning_over_the_network_is_set_apart(serve: ServerFactory, chat_dir: Path) -> None:
+    """The template opens the reasoning, which the model never ends."""
+
+    async def scenario() -> None:
+        async with serve(model_dir=chat_dir) as server, AsyncClient(server.target) as client:
+            params = SamplingParams(max_tokens=10, seed=5, ignore_eos=True)
+            options = {"thinking": True}
+            (whole,) = (await client.chat(MESSAGES, params, template_options=options)).outputs
+            assert whole.message == AssistantMessage(None, whole.text.strip("\r\n") or None)
+            stream = client.chat_stream(MESSAGES, params, template_options=options)
+            deltas = [event.chat async for event in stream if isinstance(event, CompletionDelta)]
+            assert collect_message(delta for chat in deltas for delta in chat or ()) == whole.message
+            (plain,) = (await client.chat(MESSAGES, params)).outputs
+            assert plain.message == AssistantMessage(plain.text)
+            assert (await client.generate("One", params)).outputs[0].message is None
 
     run(scenario())
 

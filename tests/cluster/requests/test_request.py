@@ -188,3 +188,40 @@ def test_request_keeps_the_parameters_that_it_was_checked_with() -> None:
 
 def with_max_logprobs(max_logprobs: int) -> EngineConfig:
     return replace(CONFIG, scheduler=replace(CONFIG.scheduler, max_logprobs=max_logprobs))
+
+
+class CountingTokenizer(LetterTokenizer):
+    """Of which no token has more than three characters."""
+
+    def __init__(self, max_token_chars: int | None) -> None:
+        self.num_calls = 0
+        self._max_token_chars = max_token_chars
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.num_calls += 1
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+    def max_chars(self, num_tokens: int) -> int | None:
+        return None if self._max_token_chars is None else num_tokens * self._max_token_chars
+
+
+@pytest.mark.parametrize(
+    ("max_token_chars", "sampling", "num_calls", "problem"),
+    [
+        (3, SamplingParams(), 0, "has 5000 characters; 100 tokens of context hold 300 at most"),
+        (50, SamplingParams(), 1, "has 5000 tokens"),
+        (None, SamplingParams(), 1, "has 5000 tokens"),
+        (3, SamplingParams(truncate_prompt_tokens=99), 1, ""),
+    ],
+)
+def test_text_that_cannot_fit_is_not_tokenized(
+    max_token_chars: int | None, sampling: SamplingParams, num_calls: int, problem: str
+) -> None:
+    tokenizer = CountingTokenizer(max_token_chars)
+    checker = RequestChecker(CONFIG, tokenizer)  # type: ignore[arg-type]
+    if problem:
+        with pytest.raises(InvalidRequest, match=problem):
+            checker.check("a" * 5000, sampling)
+    else:
+        assert len(checker.check("a" * 5000, sampling).prompt_token_ids) == 99
+    assert tokenizer.num_calls == num_calls

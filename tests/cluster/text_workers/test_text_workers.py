@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from loop_stall import watch_stalls
 
 from quire.cluster.requests.chat import Chat
 from quire.cluster.requests.chat_template import Rendering, TemplateError, prepare_rendering
@@ -162,3 +164,24 @@ def test_close_ends_the_processes(tokenizer: Tokenizer) -> None:
     workers.close()
     assert process.returncode is not None
     workers.close()
+
+
+def test_long_prompt_does_not_stall_the_event_loop(workers: TextWorkers) -> None:
+    """Tokenizing this text in the process itself stalls it for 24 times the limit."""
+    text = LONG_TEXT * 40
+
+    async def scenario() -> None:
+        await asyncio.to_thread(workers.encode_text, LONG_TEXT, add_special_tokens=True)
+        async with watch_stalls() as stalls:
+            token_ids = await asyncio.to_thread(workers.encode_text, text, add_special_tokens=True)
+        assert len(token_ids) > 40 * 200
+        assert stalls.longest < 10
+
+    asyncio.run(scenario())
+
+
+def test_longest_token_bounds_the_characters_of_a_text(tokenizer: Tokenizer) -> None:
+    longest = tokenizer.max_chars(1)
+    assert longest is not None
+    text = LONG_TEXT + "the " * 100
+    assert len(text) <= longest * len(tokenizer.encode(text))
