@@ -11,6 +11,7 @@ from ..config.engine_options import EngineOptions
 from ..config.option import read_environment, select_options
 from ..config.scaling_limits import ScalingLimits
 from ..config.server_options import ServerOptions
+from ..config.vllm_arguments import VllmOptions, translate_arguments
 from .deployments import FLEET_FILE_SUFFIX, read_deployments
 from .option_groups import with_options
 
@@ -20,6 +21,7 @@ from .option_groups import with_options
     fleet=(ScalingLimits, Deployment),
     cluster=(ClusterOptions,),
     server=(ServerOptions,),
+    vllm=(VllmOptions,),
 )
 def serve(
     model: Annotated[
@@ -33,6 +35,7 @@ def serve(
     fleet: dict[str, Any],
     cluster: dict[str, Any],
     server: dict[str, Any],
+    vllm: dict[str, Any],
     address: Annotated[
         str | None,
         typer.Option(
@@ -45,10 +48,12 @@ def serve(
     """Serve a model until stopped, on this machine alone or as a fleet on a Ray cluster.
 
     Each option below has an environment variable, for example QUIRE_MAX_NUM_SEQS for --max-num-seqs. The command line
-    wins over the fleet file, the fleet file over the environment.
+    wins over the fleet file, the fleet file over the environment. docs/vllm.md lists the flags of
+    `vllm serve` that are accepted as well.
 
     Example: `quire serve demo --tensor-parallel-size 2 --listen 127.0.0.1:0`
     """
+    engine, server = _with_vllm_arguments(model, engine, server, vllm)
     environment = read_environment(os.environ, EngineOptions, ClusterOptions, ServerOptions)
     if key := os.environ.get("VLLM_API_KEY"):
         environment.setdefault("api_key", key)
@@ -69,3 +74,11 @@ def serve(
 
     options = EngineOptions(model, **select_options(EngineOptions, environment | engine))
     raise typer.Exit(run_server(options, server_options))
+
+
+def _with_vllm_arguments(
+    model: str, engine: dict[str, Any], server: dict[str, Any], vllm: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the given options of the engine and the server, with those that were given under vLLM's names."""
+    options = translate_arguments(engine | server | vllm, model)
+    return select_options(EngineOptions, options), select_options(ServerOptions, options)

@@ -16,6 +16,7 @@ from ..config.option import (
     read_environment,
     select_options,
 )
+from ..config.vllm_arguments import ENGINE_ARGUMENTS, translate_arguments
 
 # Offline the caller holds all prompts anyway, so that refusing some gains nothing, and is the operator as well.
 OFFLINE_DEFAULTS: Mapping[str, Any] = {"max_queue_len": 1 << 30, "trust_request_chat_template": True}
@@ -51,7 +52,8 @@ def read_engine_options(
     Raises:
         ConfigError: there is no such option, or a value that the option cannot have.
     """
-    check_names(given, "LLM", declared_options(EngineOptions))
+    check_names(given, "LLM", [*declared_options(EngineOptions), *ENGINE_ARGUMENTS])
+    given = translate_arguments(given, model)
     values = {
         **OFFLINE_DEFAULTS,
         **read_environment(environment, EngineOptions),

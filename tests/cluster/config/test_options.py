@@ -31,6 +31,7 @@ from quire.cluster.config.resolve import Machine
 from quire.cluster.config.scaling_limits import ScalingLimits
 from quire.cluster.config.server_options import ServerOptions
 from quire.cluster.config.value_kinds import FLAG, INTEGER, NUM_BYTES, NUMBER, PATH, TEXT
+from quire.cluster.config.vllm_arguments import GROUP, VllmOptions
 from quire.cluster.fleet.spot import NOTICES
 from quire.cluster.offline import llm
 from quire.cluster.offline.engine_arguments import OFFLINE_DEFAULTS, read_engine_options
@@ -195,14 +196,14 @@ def test_no_name_is_declared_twice() -> None:
 def test_serve_help_shows_each_option_in_its_panel() -> None:
     command = typer.main.get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
     shown = {parameter.name: parameter for parameter in command.params}
-    for owner in OWNERS:
+    for owner in (*OWNERS, VllmOptions):
         for name, declared in declared_options(owner).items():
             parameter = shown.pop(name)
             assert (parameter.help, parameter.rich_help_panel) == (declared.help, declared.group)
             assert parameter.default == (None if declared.kind.is_repeated else declared.default)
     assert set(shown) == {"model", "address"}
     output = CliRunner().invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "200"}).output
-    for panel in ("Model", "Execution", "KV cache", "Scheduling", "Server", "Fleet"):
+    for panel in ("Model", "Execution", GROUP, "KV cache", "Scheduling", "Server", "Fleet"):
         assert f"─ {panel} ─" in output
 
 

@@ -1,0 +1,201 @@
+"""Arguments of vLLM's LLM and `vllm serve` that quire has under another name, ignores or refuses.
+
+Arguments that mean the same under the same name, such as `max_model_len`, are options of quire. docs/vllm.md lists
+all.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, make_dataclass
+from pathlib import Path
+from typing import Any
+
+from ...proto.errors import ConfigError
+from .option import option
+
+_log = logging.getLogger(__name__)
+
+GROUP = "Names of vLLM"
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """An option of quire under another name.
+
+    Attributes:
+        option: quire's name.
+        convert: vLLM's value |-> quire's.
+    """
+
+    option: str
+    convert: Callable[[Any], Any] = lambda value: value
+
+    @property
+    def words(self) -> str:
+        return f"The option --{self.option.replace('_', '-')}."
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """Accepted with a warning, since it has no meaning here."""
+
+    reason: str
+
+    @property
+    def words(self) -> str:
+        return f"Ignored: {self.reason}."
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Refused, except for values that ask for what quire does anyway."""
+
+    reason: str
+    allowed: tuple[Any, ...] = ()
+
+    @property
+    def words(self) -> str:
+        but = f" but {' and '.join(map(str, self.allowed))}" if self.allowed else ""
+        return f"Refused{but}: {self.reason}."
+
+
+Treatment = Renamed | Ignored | Refused
+
+
+def _opposite(value: bool) -> bool:
+    return not value
+
+
+_NO_LORA = "LoRA adapters are not supported"
+_NO_DRAFTS = "speculative decoding is not supported"
+_ONE_LOG = "logs and metrics do not depend on it"
+
+# argument |-> the type of its value, and what becomes of it
+ENGINE_ARGUMENTS: Mapping[str, tuple[type, Treatment]] = {
+    "async_scheduling": (bool, Renamed("max_steps_in_flight", lambda value: 2 if value else 1)),
+    "enable_prefix_caching": (bool, Renamed("prefix_caching")),
+    "enforce_eager": (bool, Renamed("cuda_graphs", _opposite)),
+    "kv_cache_memory_bytes": (str, Renamed("kv_cache_memory")),
+    "num_gpu_blocks_override": (int, Renamed("num_kv_blocks")),
+    "scheduling_policy": (str, Renamed("policy")),
+    "code_revision": (str, Ignored("code of a model is never loaded")),
+    "compilation_config": (str, Ignored("models are not compiled with torch.compile")),
+    "disable_cascade_attn": (bool, Ignored("attention has no cascade")),
+    "disable_custom_all_reduce": (bool, Ignored("quire's own is off unless --fused-all-reduce turns it on")),
+    "disable_log_stats": (bool, Ignored(_ONE_LOG)),
+    "distributed_executor_backend": (str, Ignored("one rank needs no executor, and Ray places several")),
+    "download_dir": (str, Ignored("the variable HF_HOME sets where downloads are kept")),
+    "guided_decoding_backend": (str, Ignored("there is one implementation of grammars at most")),
+    "max_parallel_loading_workers": (int, Ignored("each rank reads its own part of the weights")),
+    "max_seq_len_to_capture": (int, Ignored("CUDA graphs cover decode steps of any length")),
+    "model_impl": (str, Ignored("the registry chooses between quire's decoder and transformers' modules")),
+    "swap_space": (float, Ignored("--num-host-kv-blocks sets the blocks in host memory")),
+    "tokenizer_mode": (str, Ignored("the tokenizer is the one of the tokenizers library")),
+    "tokenizer_revision": (str, Ignored("the tokenizer is that of the model's --revision")),
+    "cpu_offload_gb": (float, Refused("weights are not offloaded; choose a smaller dtype or more ranks", (0,))),
+    "data_parallel_size": (int, Refused("replicas are those of a fleet: --address and --min-replicas", (1,))),
+    "enable_chunked_prefill": (bool, Refused("long prompts are always computed in chunks", (True,))),
+    "enable_lora": (bool, Refused(_NO_LORA)),
+    "generation_config": (str, Refused("the model's own applies; requests override it", ("auto",))),
+    "hf_overrides": (str, Refused("the model is that of its config.json; change the file")),
+    "limit_mm_per_prompt": (str, Refused("models take text only")),
+    "load_format": (str, Refused("weights are read from safetensors files", ("auto", "safetensors"))),
+    "override_generation_config": (str, Refused("change the model's generation_config.json")),
+    "pipeline_parallel_size": (int, Refused("models are split by tensor parallelism only", (1,))),
+    "rope_scaling": (str, Refused("the model is that of its config.json; change the file")),
+    "runner": (str, Refused("models generate text only", ("auto", "generate"))),
+    "skip_tokenizer_init": (bool, Refused("prompts may be token ids, and detokenize=False leaves the text out")),
+    "speculative_config": (str, Refused(_NO_DRAFTS)),
+    "task": (str, Refused("models generate text only", ("auto", "generate"))),
+    "tokenizer": (str, Refused("the tokenizer is that of the model", ("the model itself",))),
+    "trust_remote_code": (bool, Refused("code of a model's directory is never run")),
+}  # fmt: skip
+SERVER_ARGUMENTS: Mapping[str, tuple[type, Treatment]] = {
+    "host": (str, Renamed("http")),
+    "port": (int, Renamed("http")),
+    "ssl_certfile": (Path, Renamed("tls_cert")),
+    "ssl_keyfile": (Path, Renamed("tls_key")),
+    "chat_template_content_format": (str, Ignored("the form that the chat template reads is seen from it")),
+    "disable_log_requests": (bool, Ignored("requests are not logged")),
+    "disable_uvicorn_access_log": (bool, Ignored("requests are not logged")),
+    "enable_log_requests": (bool, Ignored("requests are not logged")),
+    "uvicorn_log_level": (str, Ignored(_ONE_LOG)),
+    "lora_modules": (str, Refused(_NO_LORA)),
+    "response_role": (str, Refused("replies are the assistant's", ("assistant",))),
+    "root_path": (str, Refused("let the proxy strip its prefix")),
+}  # fmt: skip
+VLLM_ARGUMENTS = {**ENGINE_ARGUMENTS, **SERVER_ARGUMENTS}
+
+# option |-> vLLM's name of a value |-> quire's
+_VALUES: Mapping[str, Mapping[str, str]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8": "fp8_e4m3"},
+}
+
+
+def _declare(annotation: Any, treatment: Treatment) -> tuple[Any, Any]:
+    if annotation is bool:
+        return bool, option(False, help=treatment.words, group=GROUP)
+    return annotation | None, option(None, help=treatment.words, group=GROUP)
+
+
+VllmOptions = make_dataclass(
+    "VllmOptions",
+    [(name, *_declare(*argument)) for name, argument in VLLM_ARGUMENTS.items()],
+    frozen=True,
+    slots=True,
+)
+VllmOptions.__doc__ = "vLLM's arguments as command-line options."
+
+
+def translate_arguments(given: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """Return given arguments under quire's names, with quire's names of values. One warning names the ignored ones.
+
+    Args:
+        given: options of quire and arguments of vLLM by name.
+        model: the model directory.
+
+    Raises:
+        ConfigError: an argument is refused, or an option is given under both names.
+    """
+    options = {name: value for name, value in given.items() if name not in VLLM_ARGUMENTS}
+    ignored = []
+    for name, value in given.items():
+        treatment = VLLM_ARGUMENTS[name][1] if name in VLLM_ARGUMENTS else None
+        if isinstance(treatment, Ignored):
+            ignored.append(f"{name} ({treatment.reason})")
+        elif isinstance(treatment, Refused):
+            _check_refused(name, value, treatment, model)
+        elif isinstance(treatment, Renamed) and treatment.option != "http":
+            if treatment.option in options:
+                raise ConfigError(f"{name} and {treatment.option} are the same option, must be given once")
+            options[treatment.option] = treatment.convert(value)
+    options |= _http_address(given, options)
+    if ignored:
+        _log.warning("ignored arguments of vLLM: %s", "; ".join(ignored))
+    return {name: _translate_value(name, value) for name, value in options.items()}
+
+
+def _check_refused(name: str, value: Any, treatment: Refused, model: str) -> None:
+    if value is None or value in treatment.allowed or (value is False and True not in treatment.allowed):
+        return
+    if name == "tokenizer" and str(value) == model:
+        return
+    allowed = f", must be {' or '.join(map(str, treatment.allowed))}" if treatment.allowed else ""
+    raise ConfigError(f"{name} is {value!r}{allowed}: {treatment.reason}")
+
+
+def _http_address(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the address of the HTTP server if vLLM's host or port is given."""
+    host, port = given.get("host"), given.get("port")
+    if host is None and port is None:
+        return {}
+    if "http" in options:
+        raise ConfigError("host and port are the address that http sets, must be given once")
+    host = "127.0.0.1" if host is None else host
+    return {"http": f"{f'[{host}]' if ':' in host else host}:{8000 if port is None else port}"}
+
+
+def _translate_value(name: str, value: Any) -> Any:
+    names = _VALUES.get(name, {})
+    return names.get(value, value) if isinstance(value, str) else value

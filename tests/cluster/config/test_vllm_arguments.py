@@ -1,0 +1,111 @@
+"""Arguments of vLLM become quire's, are ignored with one warning, or are refused with the reason."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, EngineArgs
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.option import declared_options
+from quire.cluster.config.server_options import ServerOptions
+from quire.cluster.config.vllm_arguments import (
+    ENGINE_ARGUMENTS,
+    VLLM_ARGUMENTS,
+    Ignored,
+    Renamed,
+    translate_arguments,
+)
+from quire.proto.errors import ConfigError
+
+PAGE = Path(__file__).parents[3] / "docs" / "vllm.md"
+# Options that mean in `vllm serve` what they mean here.
+SAME_NAMES = (
+    "api_key", "block_size", "chat_template", "dtype", "enable_auto_tool_choice", "gpu_memory_utilization",
+    "kv_cache_dtype", "max_logprobs", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "quantization",
+    "reasoning_parser", "revision", "seed", "served_model_name", "tensor_parallel_size", "tool_call_parser",
+    "trust_request_chat_template",
+)  # fmt: skip
+
+
+def test_page_lists_each_argument() -> None:
+    options = {**declared_options(EngineOptions), **declared_options(ServerOptions)}
+    same = [f"| `--{flag(name)}` | {options[name].help} |" for name in SAME_NAMES]
+    other = [f"| `--{flag(name)}` | {each.words} |" for name, (_, each) in VLLM_ARGUMENTS.items()]
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `--")]
+    assert rows == same + other
+
+
+def test_forty_flags_of_vllm_have_an_effect_or_a_warning() -> None:
+    accepted = [name for name, (_, each) in VLLM_ARGUMENTS.items() if isinstance(each, Renamed | Ignored)]
+    assert len(SAME_NAMES) + len(accepted) >= 40
+
+
+def test_no_argument_hides_an_option() -> None:
+    options = {**declared_options(EngineOptions), **declared_options(ServerOptions)}
+    assert not VLLM_ARGUMENTS.keys() & options.keys()
+    for _, treatment in VLLM_ARGUMENTS.values():
+        if isinstance(treatment, Renamed):
+            assert treatment.option in options
+
+
+@pytest.mark.parametrize(
+    ("given", "translated"),
+    [
+        ({"enforce_eager": True}, {"cuda_graphs": False}),
+        ({"enforce_eager": False}, {"cuda_graphs": True}),
+        ({"enable_prefix_caching": False}, {"prefix_caching": False}),
+        ({"kv_cache_memory_bytes": "1GiB"}, {"kv_cache_memory": "1GiB"}),
+        ({"async_scheduling": True}, {"max_steps_in_flight": 2}),
+        ({"dtype": "half", "kv_cache_dtype": "fp8"}, {"dtype": "float16", "kv_cache_dtype": "fp8_e4m3"}),
+        ({"dtype": "auto", "max_num_seqs": 4}, {"dtype": "auto", "max_num_seqs": 4}),
+        ({"port": 9000}, {"http": "127.0.0.1:9000"}),
+        ({"host": "::1"}, {"http": "[::1]:8000"}),
+        ({"host": "0.0.0.0", "port": 80}, {"http": "0.0.0.0:80"}),
+        ({"ssl_keyfile": Path("/key")}, {"tls_key": Path("/key")}),
+        ({"trust_remote_code": False, "pipeline_parallel_size": 1, "load_format": "safetensors"}, {}),
+        ({"tokenizer": "demo", "enable_chunked_prefill": True, "cpu_offload_gb": 0}, {}),
+    ],
+)
+def test_argument_becomes_an_option(given: dict[str, Any], translated: dict[str, Any]) -> None:
+    assert translate_arguments(given, "demo") == translated
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"trust_remote_code": True}, "trust_remote_code is True: code of a model's directory is never run"),
+        ({"pipeline_parallel_size": 2}, "is 2, must be 1: models are split by tensor parallelism only"),
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill is False, must be True: long prompts"),
+        ({"tokenizer": "/other"}, "tokenizer is '/other', must be the model itself"),
+        ({"enable_lora": True}, "LoRA adapters are not supported"),
+        ({"enforce_eager": True, "cuda_graphs": True}, "are the same option, must be given once"),
+        ({"port": 1, "http": "127.0.0.1:2"}, "host and port are the address that http sets"),
+    ],
+)
+def test_argument_is_refused_with_the_reason(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        translate_arguments(given, "demo")
+
+
+def test_ignored_arguments_are_in_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        args = EngineArgs("demo", swap_space=4, disable_log_stats=True, enforce_eager=True, max_num_seqs=3)
+    assert (args.cuda_graphs, args.max_num_seqs) == (False, 3)
+    (record,) = caplog.records
+    assert "swap_space (" in record.getMessage()
+    assert "disable_log_stats (" in record.getMessage()
+
+
+@pytest.mark.parametrize("name", ["trust_remote_code", "enable_lora"])
+def test_llm_refuses_arguments_before_it_reads_the_model(name: str) -> None:
+    assert name in ENGINE_ARGUMENTS
+    with pytest.raises(ConfigError, match=f"{name} is True"):
+        LLM("/no/such/model", **{name: True})
+
+
+def flag(name: str) -> str:
+    return name.replace("_", "-")
