@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from quire import LLM, BeamSearchParams, EngineArgs, SamplingParams, TextPrompt,
 from quire.cluster.requests.chat_messages import Message
 from quire.proto.errors import InvalidRequest
 
+PAGE = Path(__file__).parents[3] / "docs" / "vllm.md"
 PROMPTS = ["Hello, my name is", "The president of the United States is", "The capital of France is"]
 TEMPLATE = """{%- for message in messages %}[{{ message.role }}] {{ message.content }}
 {% endfor %}{% if shout %}LOUD {% endif %}{% if add_generation_prompt %}[assistant] {% endif %}"""
@@ -284,3 +286,9 @@ def test_llm_from_engine_args(llm: LLM) -> None:
     for other in (LLM(**asdict(args)), LLM.from_engine_args(args)):
         with other:
             assert other.config == llm.config
+
+
+def test_program_of_the_page_for_users_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(program, {})
+    assert capsys.readouterr().out.strip()
