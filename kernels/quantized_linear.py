@@ -169,9 +169,10 @@ def float8_linear(x: Tensor | Float8Tokens, weight: QuantizedWeight, bias: Tenso
     if not codes.is_cuda:
         y = F.linear(codes.float(), weight.codes.float()) * scales * weight.scales.float()
         return y.to(dtype) if bias is None else (y + bias.float()).to(dtype)
-    # With a scale per row, torch returns the product in bfloat16 only.
+    # With a scale per row, torch returns the product in bfloat16 only. Fast accumulation adds in the precision of the
+    # tensor cores, as other engines do for inference.
     product: Tensor = torch._scaled_mm(
-        codes, weight.codes.t(), scales, weight.scales.float(), out_dtype=torch.bfloat16
+        codes, weight.codes.t(), scales, weight.scales.float(), out_dtype=torch.bfloat16, use_fast_accum=True
     )
     product = product.to(dtype)
     return product if bias is None else product.add_(bias)

@@ -44,11 +44,16 @@ class Batch:
 
 
 def gather_batch(
-    rows: DeviceRows, plan: StepPlan, block_size: int, fixed_item_len: int | None = None
+    rows: DeviceRows,
+    plan: StepPlan,
+    block_size: int,
+    fixed_item_len: int | None = None,
+    replays_decodes: bool = False,
 ) -> Batch | None:
     """Gather the inputs of a step. Returns None if no row computes.
 
     Args:
+        replays_decodes: steps in which all rows decode and sample are replayed by a graph, which splits them itself.
         fixed_item_len: as for split_decodes.
 
     Raises:
@@ -83,7 +88,7 @@ def gather_batch(
     )
     width = -(-int(seq_lens.max()) // block_size)
     splits = None
-    if num_decodes and tables.is_cuda:
+    if num_decodes and tables.is_cuda and not (replays_decodes and are_all_sampled):
         splits = split_decodes(device_lens[:num_decodes], width * block_size, fixed_item_len)
     return Batch(
         rows=row_ids,

@@ -206,7 +206,8 @@ class ModelRunner:
             self._kv_cache.swap_in(torch.from_numpy(plan.swap_in.astype(np.int64)))
         if len(plan.copies):
             self._kv_cache.copy(to_device(plan.copies, self._device, torch.int64))
-        return gather_batch(self._rows, plan, self._config.cache.block_size, self._fixed_item_len)
+        replays = self._graphs is not None and bool(self._graphs.sizes)
+        return gather_batch(self._rows, plan, self._config.cache.block_size, self._fixed_item_len, replays)
 
     def _compute(self, batch: Batch, result: StepResult) -> LaunchedStep:
         with self._timed_stage("forward", result.stage_times):

@@ -45,6 +45,10 @@ DECODE_TILES: dict[TileKey, TileConfig] = {
     (INTERPRETER, None, None, None, None): TileConfig(MIN_ROWS, 32, 1, 1),
     (None, None, None, 4, None): TileConfig(MIN_ROWS, 32, 4, 2),
     (None, 256, None, None, None): TileConfig(MIN_ROWS, 32, 4, 3),
+    # The address of a key comes from the block table, so a tile's loads have two stages before them: with 3 stages
+    # keys and values have one buffer each, with 5 two, which hide the latency of the next tile.
+    ((9, 0), None, None, None, None): TileConfig(MIN_ROWS, 64, 4, 5),
+    ((10, 0), None, None, None, None): TileConfig(MIN_ROWS, 64, 4, 5),
     (None, None, None, None, None): TileConfig(MIN_ROWS, 64, 4, 3),
 }
 
@@ -54,8 +58,8 @@ LARGE_PREFILL_TILES: dict[TileKey, TileConfig] = {
     (None, 256, None, 4, None): TileConfig(32, 32, 8, 1),
     (None, None, None, 4, None): TileConfig(64, 32, 8, 2),
     ((9, 0), 256, None, None, None): TileConfig(128, 32, 8, 2),
-    # 8-bit numbers are converted in registers, so longer tiles spill.
-    ((9, 0), None, None, None, 1): TileConfig(128, 64, 8, 3),
+    # 8-bit numbers are converted in registers, so longer tiles spill. With 5 stages there are two buffers.
+    ((9, 0), None, None, None, 1): TileConfig(128, 64, 8, 5),
     ((9, 0), None, None, None, None): TileConfig(128, 128, 8, 3),
     (None, 256, None, None, 1): TileConfig(64, 32, 8, 1),
     (None, 256, None, None, None): TileConfig(64, 32, 8, 2),

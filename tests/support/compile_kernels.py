@@ -42,7 +42,7 @@ from quire.kernels.gpu import (
 from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
 from quire.kernels.quantized_linear import QuantizedWeight
 
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 # Bytes per thread that attention may spill: see kernels.gpu.tile_configs.
 MAX_STACK_BYTES = 40 if triton.__version__ < "3.8" else 16
 
@@ -97,6 +97,9 @@ class Compilations:
         print(name, shared, stack)
         if shared > SHARED_BYTES[self._capability]:
             self.problems.append(f"{name} needs {shared} bytes of shared memory")
+        is_pipelined = name == "_attend_items" and self._capability >= 90
+        if is_pipelined and not has_two_buffers(args, compiled.asm["ttgir"]):
+            self.problems.append(f"{name} has one buffer for keys or values")
         is_half = name.startswith("_attend") and args[0].dtype in (torch.bfloat16, torch.float16)
         if is_half and stack > MAX_STACK_BYTES:
             self.problems.append(f"{name} spills {stack} bytes")
@@ -208,6 +211,19 @@ def launch_attention(
     starts = torch.zeros(num_seqs + 1, dtype=torch.int32)
     for some in (q, q[: 2 * num_seqs]):
         paged_prefill.paged_prefill_attention(some, cache, tables, starts, lens, 0.1, variant, scales)
+
+
+def has_two_buffers(args: tuple[Any, ...], ttgir: str) -> bool:
+    """Return whether decoding copies keys and values to two buffers, so that copies overlap with products.
+
+    True as well for kernels that have no room for them: of float32, and of more than 128 dimensions.
+    """
+    q, cache = args[:2]
+    if q.dtype == torch.float32 or q.shape[2] > 128:
+        return True
+    stored = {1: "f8E4M3FN|i8", 2: "bf16|f16"}[cache.dtype.itemsize]
+    counts = re.findall(rf"local_alloc[^\n]*memdesc<(\d+)x\d+x\d+x(?:{stored})", ttgir)
+    return len(counts) >= 2 and all(int(count) >= 2 for count in counts)
 
 
 def stack_bytes(cubin: bytes) -> int:
