@@ -127,6 +127,7 @@ class RequestChecker:
         for option, name in (("request_id", request_id), ("tenant", tenant), ("cache_salt", cache_salt)):
             if len(name) > MAX_NAME_CHARS:
                 raise InvalidRequest(option, f"is {len(name)} characters, at most {MAX_NAME_CHARS}")
+            check_text(option, name)
         sampling = sampling.clone()  # its fields may have been set since it was checked
         new_parser = None
         if isinstance(prompt, Chat):
@@ -173,6 +174,8 @@ class RequestChecker:
         self.check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids)
         self.check_token_ids("sampling.logit_bias", [token_id for token_id, _ in sampling.bias_pairs])
         self.check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids or ())
+        for index, text in enumerate(sampling.stop):
+            check_text(f"sampling.stop[{index}]", text)
         self._check_beams(sampling.beam_width)
         return replace(
             sampling.with_defaults(self._config.model.sampling_defaults),

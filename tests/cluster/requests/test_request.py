@@ -90,6 +90,19 @@ def test_long_names_are_refused(field: str) -> None:
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("field", ["request_id", "tenant", "cache_salt"])
+def test_names_that_are_no_unicode_are_refused(field: str) -> None:
+    with pytest.raises(InvalidRequest, match="not valid Unicode") as caught:
+        checker().check("abc", SamplingParams(), **{field: "\ud800"})  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_stop_strings_that_are_no_unicode_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="not valid Unicode") as caught:
+        checker().check("abc", SamplingParams(stop=("a", "\ud800")))
+    assert caught.value.field == "sampling.stop[1]"
+
+
 def test_beam_search_wider_than_the_batch_is_refused() -> None:
     few_rows = replace(CONFIG, scheduler=replace(CONFIG.scheduler, max_num_seqs=3))
     assert checker(few_rows).check("abc", SamplingParams(beam_width=3)).sampling.beam_width == 3
