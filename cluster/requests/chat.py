@@ -68,6 +68,11 @@ class Chat:
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
+    def has_tool_calls(self) -> bool:
+        """A message has tool calls."""
+        return any(message.get("tool_calls") for message in self.messages)
+
+    @property
     def parameters_by_tool(self) -> dict[str, Mapping[str, Any]]:
         """name |-> JSON schema of the parameters, of the functions that the model may call."""
         functions = (tool["function"] for tool in self.tools if self.offers_tools)
@@ -86,13 +91,19 @@ class Chat:
         check_json("chat.documents", self.documents)
         self._check_template()
 
-    def template_messages(self, *, none_content: bool) -> list[dict[str, Any]]:
-        """Return the messages as templates read them: texts joined, arguments of tool calls parsed.
+    def template_messages(
+        self, *, none_content: bool, arguments_as_text: bool = False
+    ) -> list[dict[str, Any]]:
+        """Return the messages as templates read them, with the parts of a content joined.
 
         Args:
             none_content: leave the content of a message without any None instead of the empty text.
+            arguments_as_text: give the arguments of tool calls as JSON text instead of an object.
         """
-        return [template_message(message, none_content) for message in self.messages]
+        return [
+            template_message(message, none_content=none_content, arguments_as_text=arguments_as_text)
+            for message in self.messages
+        ]
 
     def _check_total(self) -> None:
         num_chars = sum(len(text) for message in self.messages for text in message_texts(message))

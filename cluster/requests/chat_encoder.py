@@ -48,8 +48,7 @@ class ChatEncoder:
         source = self._template(chat)
         chat_format = self._format(chat, source)
         try:
-            rendering = prepare_rendering(chat, source, self._tokenizer.named_special_tokens)
-            token_ids, end = self._prompt_encoder.encode_chat(rendering)
+            token_ids, end = self._render(chat, source)
         except TemplateError as error:
             raise InvalidRequest("chat", f"the model's template rejects it: {error}") from error
         tools = chat.parameters_by_tool
@@ -58,6 +57,21 @@ class ChatEncoder:
             lambda: chat_format.parser(end, tools, allows_parallel_calls=chat.parallel_tool_calls),
             any(marker in self._tokenizer.special_tokens for marker in chat_format.markers),
         )
+
+    def _render(self, chat: Chat, source: str) -> tuple[IntArray, str]:
+        """Return the token ids and the end of the prompt. Raises TemplateError."""
+        tokens = self._tokenizer.named_special_tokens
+        try:
+            return self._prompt_encoder.encode_chat(prepare_rendering(chat, source, tokens))
+        except TemplateError as error:
+            if not chat.has_tool_calls:
+                raise
+            # Most templates write the arguments of earlier calls as JSON. Those of DeepSeek append them as text.
+            try:
+                rendering = prepare_rendering(chat, source, tokens, arguments_as_text=True)
+                return self._prompt_encoder.encode_chat(rendering)
+            except TemplateError:
+                raise error from None
 
     def _template(self, chat: Chat) -> str:
         source = self._config.chat_template

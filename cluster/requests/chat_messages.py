@@ -128,7 +128,7 @@ def _part_text(part: Any) -> str:
     return str(part if isinstance(part, str) else part["text"])
 
 
-def template_message(message: Message, none_content: bool) -> dict[str, Any]:
+def template_message(message: Message, *, none_content: bool, arguments_as_text: bool) -> dict[str, Any]:
     rendered: dict[str, Any] = {"role": message["role"], "content": _content_text(message, none_content)}
     for name in _NAMES:
         if message.get(name) is not None:
@@ -136,7 +136,7 @@ def template_message(message: Message, none_content: bool) -> dict[str, Any]:
     if reasoning := message.get("reasoning_content") or message.get("reasoning"):
         rendered["reasoning_content"] = rendered["reasoning"] = reasoning
     if calls := message.get("tool_calls"):
-        rendered["tool_calls"] = [_template_call(call) for call in calls]
+        rendered["tool_calls"] = [_template_call(call, arguments_as_text) for call in calls]
     return rendered
 
 
@@ -147,9 +147,13 @@ def _content_text(message: Message, none_content: bool) -> str | None:
     return content if isinstance(content, str) else "\n".join(map(_part_text, content))
 
 
-def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _template_call(call: Mapping[str, Any], arguments_as_text: bool) -> dict[str, Any]:
     function = call["function"]
-    arguments = _parse_arguments(function.get("arguments"))
+    arguments = function.get("arguments") or {}
+    if not arguments_as_text:
+        arguments = _parse_arguments(arguments)
+    elif not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     rendered: dict[str, Any] = {
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},

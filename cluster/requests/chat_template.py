@@ -44,16 +44,21 @@ class Rendering:
     ends_at_mark: bool
 
 
-def prepare_rendering(chat: Chat, source: str, special_tokens: Mapping[str, str]) -> Rendering:
+def prepare_rendering(
+    chat: Chat, source: str, special_tokens: Mapping[str, str], *, arguments_as_text: bool = False
+) -> Rendering:
     """Return what the prompt of a checked conversation is rendered from.
 
     Args:
         special_tokens: name |-> text, for example of ``bos_token``.
+        arguments_as_text: give the arguments of tool calls as JSON text instead of an object.
 
     Raises:
         TemplateError: the final message cannot be continued.
     """
-    messages = chat.template_messages(none_content=bool(_TESTS_NONE.search(source)))
+    messages = chat.template_messages(
+        none_content=bool(_TESTS_NONE.search(source)), arguments_as_text=arguments_as_text
+    )
     if chat.continue_final_message:
         if not messages[-1].get("content"):
             raise TemplateError("the final message has no content to continue")

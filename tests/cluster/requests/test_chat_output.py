@@ -80,6 +80,19 @@ def test_tools_and_calls_reach_the_template(tokenizer: Tokenizer) -> None:
     assert "properties" not in render(tokenizer, Chat(messages, tools=[TOOL], tool_choice="none"))
 
 
+def test_template_that_appends_arguments_gets_them_as_text(tokenizer: Tokenizer) -> None:
+    template = "{% for call in messages[0].tool_calls %}{{ '>' + call.function.arguments }}{% endfor %}"
+    calls = [
+        {"function": {"name": "now", "arguments": '{"b":  1}'}},
+        {"function": {"name": "now", "arguments": {"a": "é"}}},
+        {"function": {"name": "now"}},
+    ]
+    chat = Chat([{"role": "assistant", "tool_calls": calls}])
+    assert render(tokenizer, chat, chat_template=template) == '>{"b":  1}>{"a": "é"}>{}'
+    with pytest.raises(InvalidRequest, match="rejects it: no"):
+        render(tokenizer, chat, chat_template="{{ raise_exception('no') }}")
+
+
 def test_own_template_needs_the_operator_s_permission(tokenizer: Tokenizer) -> None:
     chat = Chat([USER], chat_template="{{ messages[0].content }}!")
     assert render(tokenizer, chat, trust_request_chat_template=True) == "When?!"
