@@ -95,7 +95,8 @@ class LLM:
             sampling_params: one for all prompts, or one per prompt; None means the defaults.
             use_tqdm: show a progress bar.
             lora_request: must be None; quire has no adapters.
-            priority: one or one per prompt; higher values are scheduled first if the policy is ``priority``.
+            priority: one or one per prompt; lower values are scheduled first if the policy is ``priority``, as in
+                vLLM. In quire.v1 higher values are.
             tenant: one or one per prompt; tenants share no cached prefixes, and share the engine evenly if the
                 policy is ``fair``.
             cache_salt: one or one per prompt; prefix caching shares KV only between equal tenants and salts. A
@@ -117,7 +118,7 @@ class LLM:
             self._checker.check(
                 each.prompt,
                 sampling,
-                priority=number,
+                priority=-number,
                 tenant=owner,
                 cache_salt=salt if each.cache_salt is None else each.cache_salt,
                 add_special_tokens=add_special_tokens,

@@ -110,7 +110,7 @@ def test_preemption_does_not_change_outputs(llm: LLM, model_dir: Path, num_host_
     assert [result.outputs for result in results] == [result.outputs for result in expected]
 
 
-def test_higher_priority_is_scheduled_first(model_dir: Path) -> None:
+def test_lower_priority_value_is_scheduled_first(model_dir: Path) -> None:
     with LLM(str(model_dir), device="cpu", num_kv_blocks=32, max_num_seqs=1, policy="priority") as llm:
         scheduler = llm._engine.scheduler  # type: ignore[attr-defined]
         started: list[list[int]] = []
@@ -124,7 +124,7 @@ def test_higher_priority_is_scheduled_first(model_dir: Path) -> None:
 
         scheduler.schedule = watched
         params = SamplingParams(max_tokens=3, ignore_eos=True)
-        llm.generate([[1], [2], [3]], params, priority=[0, 5, 9])
+        llm.generate([[1], [2], [3]], params, priority=[9, 5, 0])
         assert started == [[3], [2], [1]]
         with pytest.raises(InvalidRequest, match="are 2 for 3 prompts") as caught:
             llm.generate([[1], [2], [3]], params, priority=[0, 5])
