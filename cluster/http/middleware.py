@@ -13,6 +13,7 @@ from ..api.tokens import BEARER, Role
 from ..gateway.authentication import Authenticator
 from .endpoints.page import EVENTS_PATH, PAGE_FILES
 from .errors import error_response, http_error_response
+from .json_size import MAX_ITEMS, MAX_PARTS, JsonSize
 
 # Far more than the longest conversation that a server takes, MAX_CHAT_CHARS.
 MAX_BODY_BYTES = 16 << 20
@@ -44,7 +45,10 @@ class AuthenticateCalls:
 
 
 class LimitBody:
-    """Middleware that rejects bodies of more than MAX_BODY_BYTES, before they are read if their length is given."""
+    """Middleware that rejects bodies of more than MAX_BODY_BYTES, before they are read if their length is given.
+
+    It also rejects bodies with too many values, before they are parsed.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -55,15 +59,23 @@ class LimitBody:
             response = http_error_response(scope["method"], scope["path"], _too_large())
             await response(scope, receive, send)
             return
-        num_bytes = 0
+        num_bytes, size = 0, JsonSize()
 
         async def counted_receive() -> Message:
             nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > MAX_BODY_BYTES:
-                raise _too_large()
-            return message
+            while True:
+                message = await receive()
+                body = message.get("body", b"")
+                num_bytes += len(body)
+                if num_bytes > MAX_BODY_BYTES:
+                    raise _too_large()
+                if not size.is_too_large:
+                    size.add(body)
+                if not size.is_too_large:
+                    return message
+                if not message.get("more_body"):
+                    raise _too_many_values()
+                # A client that is still sending would not read the response: read the rest, without keeping it.
 
         await self._app(scope, counted_receive, send)
 
@@ -71,6 +83,11 @@ class LimitBody:
 def _too_large() -> HTTPException:
     status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     return HTTPException(status, f"the body exceeds {MAX_BODY_BYTES} bytes", {"connection": "close"})
+
+
+def _too_many_values() -> HTTPException:
+    problem = f"the body has more than {MAX_PARTS} texts and lists, or {MAX_ITEMS} numbers"
+    return HTTPException(HTTPStatus.BAD_REQUEST, problem)
 
 
 def _authorization(headers: Iterable[tuple[bytes, bytes]]) -> str | None:

@@ -29,6 +29,8 @@ SERVICES = (
 )
 METHODS = [method for service in SERVICES for method in service.methods]
 CALL_TIMEOUT_S = 3.0
+SLOW_TIMEOUT_S = 900.0
+SLOW = (pytest.mark.slow, pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
 async def call(channel: grpc.aio.Channel, method: Any, raw: bytes) -> str:
@@ -72,7 +74,7 @@ def no_faults_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-@pytest.mark.parametrize("num_messages", [150, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_messages", [150, pytest.param(10_000, marks=SLOW)])
 def test_random_messages_are_served_or_refused(
     serve: ServerFactory, caplog: pytest.LogCaptureFixture, num_messages: int
 ) -> None:
@@ -100,7 +102,7 @@ def test_random_messages_are_served_or_refused(
             async with AsyncClient(server.target) as client:  # still as good as new
                 assert (await client.generate(PROMPT, SamplingParams(max_tokens=2))).outputs[0].token_ids
 
-    run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), SLOW_TIMEOUT_S))
     assert sum(answered.values()) == num_messages
     assert answered["INVALID_ARGUMENT"]
     no_faults_logged(caplog)
@@ -125,7 +127,7 @@ def _hostile_bytes(rng: random.Random) -> bytes:
     )
 
 
-@pytest.mark.parametrize("num_connections", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_connections", [200, pytest.param(10_000, marks=SLOW)])
 def test_broken_connections_leave_nothing_behind(
     serve: ServerFactory, caplog: pytest.LogCaptureFixture, num_connections: int
 ) -> None:
@@ -177,7 +179,7 @@ def test_broken_connections_leave_nothing_behind(
             async with AsyncClient(server.target) as client:
                 assert (await client.generate(PROMPT, SamplingParams(max_tokens=2))).outputs[0].token_ids
 
-    run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), SLOW_TIMEOUT_S))
     no_faults_logged(caplog)
 
 

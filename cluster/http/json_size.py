@@ -1,0 +1,57 @@
+"""JsonSize: counts the values of a JSON body as it arrives, before it is parsed.
+
+Parsing holds the interpreter, and so every stream of the gateway. 4 MB take 6 ms if they are one text, 250 ms if they
+are two million numbers, and 4 s if they are 1.3 million empty lists, mostly in the validation (AMD EPYC, one core).
+"""
+
+from __future__ import annotations
+
+import re
+
+# Texts and lists or objects together: a conversation of 4,096 messages has 20,481.
+MAX_PARTS = 32_768
+# Numbers in lists: a prompt of token ids.
+MAX_ITEMS = 524_288
+
+# Possessive, so that no text is looked at twice. If a text goes on after the chunk, group 1 is the end of the chunk,
+# nothing or a backslash, instead of the closing quote.
+_REST_OF_TEXT = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+("|\\?\Z)', re.DOTALL)
+_TEXT = re.compile(b'"' + _REST_OF_TEXT.pattern, re.DOTALL)
+
+
+class JsonSize:
+    """Counts the values of a JSON document that arrives in chunks. What is no JSON is counted somehow.
+
+    Attributes:
+        num_parts: texts, keys included, lists and objects.
+        num_items: commas outside of texts, about the number of values.
+    """
+
+    def __init__(self) -> None:
+        self.num_parts = 0
+        self.num_items = 0
+        self._is_in_text = False
+        self._escape = b""  # a backslash at the end of the last chunk
+
+    @property
+    def is_too_large(self) -> bool:
+        return self.num_parts > MAX_PARTS or self.num_items > MAX_ITEMS
+
+    def add(self, chunk: bytes) -> None:
+        """Count a chunk."""
+        chunk, self._escape = self._escape + chunk, b""
+        if self._is_in_text:
+            rest = _REST_OF_TEXT.match(chunk)
+            assert rest is not None, "the expression matches every chunk"
+            self._end_text(rest[1])
+            chunk = chunk[rest.end() :]
+        # Each text is replaced by its closing quote, or by what stands for it.
+        outside, num_texts = _TEXT.subn(rb"\1", chunk)
+        if num_texts > outside.count(b'"'):
+            self._end_text(b"\\" if outside.endswith(b"\\") else b"")
+        self.num_parts += num_texts + outside.count(b"[") + outside.count(b"{")
+        self.num_items += outside.count(b",")
+
+    def _end_text(self, end: bytes) -> None:
+        self._is_in_text = end != b'"'
+        self._escape = end if self._is_in_text else b""
