@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,12 +31,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def requests(server: ThreadedServer) -> Iterator[None]:
-    """Keep one request running."""
+    """Keep requests running, one after the other; a repeated id would return the first one's output."""
 
     async def keep_running() -> None:
         async with AsyncClient(server.server.target) as client:
-            while True:
-                await drain(client.generate_stream(PROMPT, ENDLESS, request_id="my-request"))
+            for number in itertools.count():
+                await drain(client.generate_stream(PROMPT, ENDLESS, request_id=f"my-request-{number}"))
 
     running = asyncio.run_coroutine_threadsafe(keep_running(), server.loop)
     yield
@@ -57,7 +58,7 @@ def test_page_shows_replica_requests_and_blocks(
     pixels = "document.querySelector('#cells canvas').getContext('2d').getImageData(1, 1, 200, 10)"
     drawn = f"{pixels}.data.some((value) => value)"
     assert browser.evaluate(drawn)
-    browser.wait_for(f"{REQUESTS}.includes('my-request')")
+    browser.wait_for(f"{REQUESTS}.some((request) => request.startsWith('my-request-'))")
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
     assert not [line for line in browser.console if '"level": "error"' in line or "exception" in line]
 
