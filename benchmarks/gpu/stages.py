@@ -31,9 +31,9 @@ class Stage:
 
 STAGES = (
     Stage("environment", 40),
-    Stage("smoke", 120),
-    Stage("engine", 200),
-    Stage("kernels", 150),
+    Stage("smoke", 150),
+    Stage("engine", 220),
+    Stage("kernels", 120),
     Stage("collectives", 40),
     Stage("reference", 90),
     Stage("variants", 110),
