@@ -190,7 +190,9 @@ class MigratingRequest(UpdateQueue):
         output.token_ids += update.token_ids
         is_moved = finish is not None and finish.reason is FinishReason.MOVED
         is_lost = finish is not None and finish.grpc_status == ReplicaUnavailable.grpc_status
-        if finish is None or is_moved or is_lost:
+        if finish is None:
+            self.add(index, update)
+        elif is_moved or is_lost:
             # Tokens that came with the end go to the reader: the next replica continues after them.
             self.add(index, replace(update, finish=None))
         else:
