@@ -90,7 +90,7 @@ def test_int8_result_of_a_token_does_not_depend_on_batch_size() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 4, 33, 300])
+@pytest.mark.parametrize("num_tokens", [1, 4, 20, 33, 300])
 def test_int8(num_tokens: int, dtype: torch.dtype) -> None:
     codes = torch.randint(-128, 128, (150, 96), dtype=torch.int8)
     scales, bias = torch.rand(150) / 100, torch.randn(150).to(dtype)
