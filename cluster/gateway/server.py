@@ -30,8 +30,6 @@ _SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
     ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
-    # A second server on the same port must fail instead of silently taking half of the calls.
-    ("grpc.so_reuseport", 0),
     # A client whose machine vanished is detected after 40 s, and its sequences are freed.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -46,6 +44,8 @@ class Gateway:
         services: shared with the HTTP server of the same gateway.
         listen: ``HOST:PORT``.
         insecure: allow an address that other machines can reach without TLS and tokens.
+        reuse_port: several gateways listen on the port, and the system spreads connections over them (SO_REUSEPORT).
+            Otherwise a second server on the same port fails, instead of silently taking half of the calls.
         max_connection_age_s: age at which clients are asked to connect again, so that a load balancer can spread
             them; None for no limit. Running calls may then go on for `max_connection_age_grace_s`.
 
@@ -59,6 +59,7 @@ class Gateway:
         listen: str = "127.0.0.1:0",
         *,
         insecure: bool = False,
+        reuse_port: bool = False,
         max_connection_age_s: float | None = None,
         max_connection_age_grace_s: float = 60.0,
     ) -> None:
@@ -68,7 +69,11 @@ class Gateway:
         self._models = services.models
         self._authenticator = services.authenticator
         self._generation = services.generation
-        self._options = _SERVER_OPTIONS + _age_options(max_connection_age_s, max_connection_age_grace_s)
+        self._options = (
+            *_SERVER_OPTIONS,
+            ("grpc.so_reuseport", int(reuse_port)),
+            *_age_options(max_connection_age_s, max_connection_age_grace_s),
+        )
         self._health = health.aio.HealthServicer()
         self._reporter = HealthReporter(self._health, services.models)
         self._inference = InferenceService(
