@@ -14,12 +14,14 @@ JOBS ?= 2
 # The supported Python versions and the index of `make check-install`; those that are missing are skipped.
 PYTHONS ?= python3.11 python3.12 python3.13
 INDEX ?= https://pypi.org/simple
+# The environments of the clients in tests/clients, each apart from .venv; openai_js needs node and npm.
+CLIENTS := openai_js langchain llama_index litellm aiperf
 
 # The platforms of the wheels that bring the C++ ops. zig's clang compiles for each of them on any machine.
 WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_28_aarch64
 WHEEL_TOOLS := build/wheel-tools
 
-.PHONY: help venv demo test test-all test-random test-triton check check-install layers proto proto-release figures wheels clean
+.PHONY: help venv demo test test-all test-random test-triton test-clients check check-install layers proto proto-release figures wheels clean
 
 help:
 	@echo "make demo      two tensor-parallel workers serve concurrent gRPC requests, then shut down"
@@ -27,6 +29,7 @@ help:
 	@echo "make test-all  the tests that need no GPU, including the slow ones"
 	@echo "make test-random    the tests of make test in random order; prints the seed"
 	@echo "make test-triton    the Triton kernels, interpreted and compiled, with each supported Triton"
+	@echo "make test-clients   HTTP clients and a load generator of others, each in its own environment; needs node"
 	@echo "make check     linters, types, import layers, generated files, compatibility of the gRPC interface"
 	@echo "make check-install  resolve the environment against a plain package index, for each Python that is present"
 	@echo "make layers    the import layers only"
@@ -56,6 +59,21 @@ test-all: venv
 
 test-random: venv
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" --random-order $(PYTEST_ARGS)
+
+test-clients: venv $(CLIENTS:%=build/clients/%/.ready)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/clients
+
+.PRECIOUS: build/clients/%/.ready
+
+build/clients/openai_js/.ready: tests/clients/environments/openai_js/package.json
+	mkdir -p $(@D) && cp $< $(@D)
+	npm install --prefix $(@D) --no-audit --no-fund
+	@touch $@
+
+build/clients/%/.ready: tests/clients/environments/%.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --requirement $<
+	@touch $@
 
 test-triton: $(TRITON_VERSIONS:%=test-triton-%)
 
