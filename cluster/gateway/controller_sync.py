@@ -155,8 +155,8 @@ class ControllerSync:
         for model in self._synced.values():
             self._add_ready(model, state)
         for pool in [pool for pool in self._retired if not pool.clients]:
-            self._retired.remove(pool)
             await pool.close()
+            self._retired.remove(pool)
 
     async def _apply_deployment(self, deployment: Deployment, state: FleetState) -> None:
         """Serve the deployment, or update the model that is served already."""

@@ -173,7 +173,9 @@ class ReplicaPool:
         """Remove every replica, and end what runs there."""
         for replica_id in list(self._members):
             self.remove(replica_id, "its gateway was closed")
-        await asyncio.gather(*self._closing)
+        if self._closing:
+            # Unlike gather, a canceled wait leaves its tasks alone: a client that is not closed blocks the collector.
+            await asyncio.wait(self._closing)
 
     def submit(self, request: Request, on_move: MoveListener = ignore_move) -> MigratingRequest:
         """Run the request.
