@@ -31,6 +31,9 @@ DEFAULT_MAX_SHARE = 0.25
 # conversation |-> events of the reply
 StreamReply = Callable[[list["Message"]], "Generator[StreamEvent, None, None]"]
 
+# input() writes it, so that readline knows its width: what is between \001 and \002 has none.
+_COLORED_PROMPT = "\001\033[1;36m\002> \001\033[0m\002"
+
 
 @with_options(sampling=(SamplingOptions,), request=(RequestOptions,))
 def chat(
@@ -133,9 +136,11 @@ class _Reply:
 
 def _read_lines(console: "Console") -> Iterator[str]:
     """Yield the lines that the user types; Ctrl-C discards a line."""
+    has_color = console.color_system is not None and "readline" in sys.modules
+    prompt = _COLORED_PROMPT if has_color else "> "
     while True:
         try:
-            line = console.input("[bold cyan]> [/]")
+            line = input(prompt)
         except KeyboardInterrupt:
             console.print()
             continue
