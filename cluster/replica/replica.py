@@ -59,6 +59,10 @@ class Replica(Closing):
 
     def close(self) -> None:
         """End every process of the replica; running requests fail as UNAVAILABLE. Safe to call twice."""
+        if (
+            not ray.is_initialized()
+        ):  # at the interpreter's exit Ray may have ended first, and the processes with it
+            return
         if not self._scheduler_end.done():
             self._scheduler.stop.remote()
             with suppress(TimeoutError, RayError, QuireError):
