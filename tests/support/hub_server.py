@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_headers(self, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)
-        for name, value in headers.items():
+        for name, value in ({"Connection": "close"} | headers).items():
             self.send_header(name, value)
         self.end_headers()
 

@@ -39,6 +39,9 @@ class Launch:
     def profile(self) -> list[int]:
         return self._num_blocks
 
+    def fetch_model(self) -> None:
+        pass
+
     def allocate(self, config: EngineConfig) -> EngineConfig:
         self.allocated.append(config.cache.num_blocks)
         return config
