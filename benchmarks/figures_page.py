@@ -148,6 +148,20 @@ SECTIONS = (
         time_spent,
     ),
     Section(
+        "Gateway",
+        "gateway",
+        "Streamed tokens per second that a gateway process writes, and the latency that it adds to the scheduler's "
+        "own times, without a model; servers and client share the two cores.",
+        everything,
+    ),
+    Section(
+        "HTTP server beside vLLM's",
+        "http_servers",
+        "Streamed completions of the 60M-parameter shape in float32, the same client and prompts; the number in the "
+        "name is the number of streams.",
+        everything,
+    ),
+    Section(
         "Demo",
         "demo",
         "`make demo`: two tensor-parallel CPU ranks, twelve concurrent requests over gRPC.",
