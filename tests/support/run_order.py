@@ -12,7 +12,7 @@ import secrets
 import pytest
 
 # Folders whose tests start Ray. Two clusters at once slow each other down on two cores.
-RAY = ("tests/system/", "tests/cluster/ray_runtime/")
+RAY = ("tests/system/", "tests/cluster/ray_runtime/", "tests/cluster/offline/test_llm.py")
 
 
 def add_options(parser: pytest.Parser) -> None:

@@ -17,7 +17,7 @@ from quire.proto.errors import InvalidRequest, QuireError
 
 # In rounds of 100,000 of a loop. Before such messages were refused early, one turn took from 200 (to parse 300,000
 # template options) to 700 (to convert 1.3 million token lists). Left is to copy 4 MB, and to count 16,384 fields.
-MAX_STALL = 60.0
+MAX_STALL = 120.0
 
 METHODS = [
     "/quire.v1.Inference/Generate",

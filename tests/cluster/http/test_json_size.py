@@ -18,7 +18,7 @@ from quire.cluster.http.json_size import MAX_ITEMS, MAX_PARTS, JsonSize
 
 # In rounds of 100,000. Without the count, 1.3 million empty lists took 3,000, 400,000 biases 600, two million token
 # ids 170.
-MAX_STALL = 60.0
+MAX_STALL = 120.0
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('a"\\,[]{}é\n')),
