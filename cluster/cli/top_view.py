@@ -33,7 +33,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What was last seen of a server.
+    """Latest view of a server.
 
     Attributes:
         seen_at: Unix time of the latest answer; None before the first.

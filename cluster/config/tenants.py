@@ -16,7 +16,7 @@ _TABLES = "default", "tenants"
 
 @dataclass(frozen=True, slots=True)
 class TenantOptions:
-    """What an operator sets for one tenant. A limit of None does not limit."""
+    """Limits and options of one tenant. A limit of None does not limit."""
 
     max_concurrent_requests: int | None = option(
         None, help="Requests that run or wait at once.", unit="requests", check=positive, group=_LIMITS

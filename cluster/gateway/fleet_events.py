@@ -16,7 +16,7 @@ _REPLICA_FIELDS = ("replica_id", "model", "ready", "problem", "state", "version"
 
 
 class FleetEvents:
-    """What has changed since the last look, for one reader: a slow one sees only the latest state of an object.
+    """Changes since the last call, for one reader. A slow reader sees only the latest state of an object.
 
     Args:
         clock: Unix time in seconds.

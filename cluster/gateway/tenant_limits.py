@@ -50,7 +50,7 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Use:
-    """What a tenant has used lately.
+    """Recent use of a tenant.
 
     Attributes:
         mean_duration_s: of its requests; None before the first has ended.

@@ -14,7 +14,7 @@ from .definition import MODEL, REPLICA, Kind, Metric
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Which series are read, and over which time rates are taken.
+    """Series that are read, and the time over which rates are taken.
 
     Attributes:
         matchers: label matchers by metric label; those of labels that a metric lacks are left out.

@@ -1,4 +1,4 @@
-"""Whatever a caller sends as a conversation: it is rendered, or refused with InvalidRequest."""
+"""Random conversations are rendered, or refused with InvalidRequest."""
 
 from __future__ import annotations
 
