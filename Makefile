@@ -15,7 +15,7 @@ JOBS ?= 2
 PYTHONS ?= python3.11 python3.12 python3.13
 INDEX ?= https://pypi.org/simple
 # The environments of the clients in tests/clients, each apart from .venv; openai_js needs node and npm.
-CLIENTS := openai_js langchain llama_index litellm aiperf
+CLIENTS := openai_js langchain llama_index litellm aiperf schemathesis
 
 # The platforms of the wheels that bring the C++ ops. zig's clang compiles for each of them on any machine.
 WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_28_aarch64
