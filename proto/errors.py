@@ -8,7 +8,7 @@ QuireError
 ├── Unauthenticated           UNAUTHENTICATED       the token is missing or wrong
 ├── PermissionDenied          PERMISSION_DENIED     the token does not permit the call
 ├── DuplicateRequest          REQUEST_ID_IN_USE     another request of the tenant has this request_id
-├── Overloaded                OVERLOADED            the queue is full; retry later
+├── Overloaded                OVERLOADED            the queue is full, or too long for the deadline; retry later
 ├── QuotaExceeded             QUOTA_EXCEEDED        a limit of the tenant is reached; retry later
 ├── RequestAborted            REQUEST_ABORTED       ended by its caller or by an operator
 ├── DeadlineExpired           DEADLINE_EXPIRED      the caller's deadline passed
@@ -145,10 +145,10 @@ class DuplicateRequest(QuireError):
 
 
 class Overloaded(QuireError):
-    """The waiting queue is full. The request was not started and may be sent again.
+    """The waiting queue is full, or too long for the request's deadline. The request was not started.
 
     Args:
-        retry_after_s: estimated time until the queue has room; None if unknown.
+        retry_after_s: estimated time until the present queue is computed; None if unknown.
     """
 
     # 503 rather than 429: the server is busy, whoever calls.

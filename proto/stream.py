@@ -5,28 +5,22 @@ message per request.
 
     gateway -> scheduler    Submit, Abort, Stop, StatusQuery, CacheQuery, BlockMapQuery, Drain, FlushCache
     scheduler -> gateway    TokenBatch, ReplicaStatus, CacheReport, BlockMap
-
-Gateways and replicas of neighboring releases work together. A field may be added at the end of a message, with a
-default for senders that do not know it. Receivers ignore later fields, except those of a Submit: what a request asks
-for is either done or refused, so a later field is sent only if it is set, and a replica that does not know it refuses
-the request. Every other change needs a new VERSION.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field
 from enum import IntEnum, StrEnum
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from .block_tables import IntArray
 from .codec import FrameCodec, field_values, pack_ints, unpack_ints
-from .errors import ProtocolError
+from .errors import QuireError, from_reason
 from .sampling import SamplingParams
 from .step import NO_INTS, Logprobs, PromptLogprobs
 
-VERSION = 4
+VERSION = 5
 # Bytes of a block's digest in a CacheReport: enough to route by, too few to share a block by.
 CACHE_HASH_BYTES = 8
 # Bounds of a BlockMap.
@@ -34,9 +28,6 @@ MAX_MAP_CELLS = 8192
 MAX_MAP_SEQUENCES = 256
 
 _codec = FrameCodec("stream", VERSION)
-Known = TypeVar("Known")
-# Fields of SamplingParams that every sender of this VERSION sends; those after them only if they are set.
-_NUM_SAMPLING_FIELDS = 27
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +147,9 @@ class Finish:
         stop_token_id: the stop token of the request that ended the sequence; None for the model's end of sequence.
         num_completion_tokens: sampled tokens, the final stop token included.
         score: beam search: the summed log-probability with the length penalty applied; else None.
-        grpc_status: with reason ERROR, the status of the error (`errors.from_status` rebuilds the error).
+        grpc_status: with reason ERROR, the status of the error.
+        error_reason: with reason ERROR, the error's own reason (`errors.from_reason` rebuilds the error).
+        retry_after_s: with reason ERROR, the delay of the error, if it has one.
     """
 
     handle: int
@@ -169,6 +162,12 @@ class Finish:
     score: float | None = None
     grpc_status: str = ""
     error: str = ""
+    error_reason: str = ""
+    retry_after_s: float | None = None
+
+    def to_error(self) -> QuireError:
+        """Return the error of an end with reason ERROR."""
+        return from_reason(self.error_reason, self.grpc_status, self.error, {}, self.retry_after_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,44 +336,9 @@ def decode(frame: bytes) -> GatewayMessage | ReplicaMessage:
     return _codec.decode(frame, _decode_tagged)
 
 
-def refusal_of(frame: bytes) -> TokenBatch | None:
-    """Return the answer to a Submit that `decode` refused, for its gateway not to wait; None for other frames."""
-    try:
-        return _codec.decode(frame, _refuse_submit)
-    except ProtocolError:
-        return None
-
-
 def _decode_tagged(values: list[Any]) -> GatewayMessage | ReplicaMessage:
     tag, *rest = values
     return _DECODERS[tag](rest)
-
-
-def _known(kind: type[Known], values: list[Any]) -> Known:
-    """Return a dataclass of its fields in order, without the fields of a later release."""
-    return kind(*values[: len(fields(kind))])  # type: ignore[arg-type]
-
-
-def _encode_sampling(params: SamplingParams) -> tuple[Any, ...]:
-    values = field_values(params)
-    num_sent = len(values)
-    while num_sent > _NUM_SAMPLING_FIELDS and values[num_sent - 1] == _UNSET_SAMPLING[num_sent - 1]:
-        num_sent -= 1
-    return values[:num_sent]
-
-
-def _refuse_submit(values: list[Any]) -> TokenBatch:
-    tag, handle, request_id, _, _, sampling, *_ = values
-    if tag != "submit":
-        raise ValueError(f"no answer is due to {tag!r}")
-    problem = (
-        f"request {request_id}: the replica runs an earlier release, which lacks what the request asks for"
-    )
-    ends = (
-        Finish(each, FinishReason.ERROR, grpc_status="UNAVAILABLE", error=problem)
-        for each in range(handle, handle + _known(SamplingParams, sampling).num_sequences)
-    )
-    return TokenBatch(0, finished=tuple(ends))
 
 
 def _encode_submit(message: Submit) -> tuple[Any, ...]:
@@ -386,27 +350,13 @@ def _encode_submit(message: Submit) -> tuple[Any, ...]:
         message.request_id,
         prompt,
         generated,
-        _encode_sampling(message.sampling),
+        field_values(message.sampling),
         *admission,
     )
 
 
 def _decode_submit(values: list[Any]) -> Submit:
-    (
-        handle,
-        request_id,
-        prompt,
-        generated,
-        sampling,
-        tenant,
-        priority,
-        timeout_s,
-        salt,
-        prefix_pool,
-        *later,
-    ) = values
-    if later:
-        raise ValueError(f"a submit has {len(later)} fields of a later release")
+    handle, request_id, prompt, generated, sampling, tenant, priority, timeout_s, salt, prefix_pool = values
     admission = tenant, priority, timeout_s, salt, prefix_pool
     params = SamplingParams(*sampling)
     return Submit(handle, request_id, unpack_ints(prompt), params, *admission, unpack_ints(generated))
@@ -421,7 +371,7 @@ def _encode_batch(message: TokenBatch) -> tuple[Any, ...]:
 
 
 def _decode_batch(values: list[Any]) -> TokenBatch:
-    step_id, handles, token_ids, logprobs, finished, of_prompts, *_ = values
+    step_id, handles, token_ids, logprobs, finished, of_prompts = values
     unpacked = None if logprobs is None else Logprobs.unpack(logprobs)
     scored = None if of_prompts is None else PromptLogprobs.unpack(of_prompts)
     ends = tuple(map(_decode_finish, finished))
@@ -431,15 +381,13 @@ def _decode_batch(values: list[Any]) -> TokenBatch:
 def _decode_finish(values: list[Any]) -> Finish:
     handle, reason, stop_token_id, prompt, completion, cached, timings, *error = values
     usage = prompt, completion, cached
-    return _known(
-        Finish, [handle, FinishReason(reason), stop_token_id, *usage, _known(Timings, timings), *error]
-    )
+    return Finish(handle, FinishReason(reason), stop_token_id, *usage, Timings(*timings), *error)
 
 
 def _decode_status(values: list[Any]) -> ReplicaStatus:
     query_id, replica_id, model, problem, ranks, *numbers = values
-    rank_statuses = tuple(_known(RankStatus, rank) for rank in ranks)
-    return _known(ReplicaStatus, [query_id, replica_id, model, problem, rank_statuses, *numbers])
+    rank_statuses = tuple(RankStatus(*rank) for rank in ranks)
+    return ReplicaStatus(query_id, replica_id, model, problem, rank_statuses, *numbers)
 
 
 def _encode_block_map(message: BlockMap) -> tuple[Any, ...]:
@@ -449,12 +397,11 @@ def _encode_block_map(message: BlockMap) -> tuple[Any, ...]:
 
 
 def _decode_block_map(values: list[Any]) -> BlockMap:
-    query_id, num_blocks, stride, states, rows, sequences, *_ = values
-    holders = tuple(_known(MappedSequence, each) for each in sequences)
+    query_id, num_blocks, stride, states, rows, sequences = values
+    holders = tuple(MappedSequence(*each) for each in sequences)
     return BlockMap(query_id, num_blocks, stride, states, unpack_ints(rows), holders)
 
 
-_UNSET_SAMPLING = field_values(SamplingParams())
 _ENCODERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Submit: _encode_submit,
     Abort: lambda message: ("abort", message.handle),
@@ -471,15 +418,15 @@ _ENCODERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
 }
 _DECODERS: dict[str, Callable[[list[Any]], GatewayMessage | ReplicaMessage]] = {
     "submit": _decode_submit,
-    "abort": partial(_known, Abort),
-    "stop": partial(_known, Stop),
-    "status?": partial(_known, StatusQuery),
-    "cache?": partial(_known, CacheQuery),
-    "blocks?": partial(_known, BlockMapQuery),
-    "drain": partial(_known, Drain),
-    "flush": partial(_known, FlushCache),
+    "abort": lambda values: Abort(*values),
+    "stop": lambda values: Stop(*values),
+    "status?": lambda values: StatusQuery(*values),
+    "cache?": lambda values: CacheQuery(*values),
+    "blocks?": lambda values: BlockMapQuery(*values),
+    "drain": lambda values: Drain(*values),
+    "flush": lambda values: FlushCache(*values),
     "tokens": _decode_batch,
     "status": _decode_status,
-    "cache": partial(_known, CacheReport),
+    "cache": lambda values: CacheReport(*values),
     "blocks": _decode_block_map,
 }

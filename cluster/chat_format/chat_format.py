@@ -61,11 +61,7 @@ class ChatFormat:
         if new_id is None:
             new_id = new_call_id if self.tool_calls is None else self.tool_calls.new_id
         return ChatOutputParser(
-            self._grammar(prompt),
-            tools,
-            allows_parallel_calls=allows_parallel_calls,
-            new_id=new_id,
-            reasons=self.reasoning is not None,
+            self._grammar(prompt), tools, allows_parallel_calls=allows_parallel_calls, new_id=new_id
         )
 
     def _grammar(self, prompt: str) -> Callable[[ModelOutput], Parse[None]]:

@@ -36,11 +36,7 @@ def harmony(output: ModelOutput, start: ReasoningStart = ReasoningStart.UNKNOWN)
         make, is_call = _kind(output, header)
         if is_call is not None:
             yield is_call
-        if make is ReasoningDelta:
-            output.begin_reasoning()
-        end = yield from output.emit_until(make, *_ENDS)
-        if make is ReasoningDelta:
-            output.end_reasoning(end)
+        yield from output.emit_until(make, *_ENDS)
 
 
 def _header(output: ModelOutput) -> Parse[str | None]:

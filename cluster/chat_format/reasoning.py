@@ -55,8 +55,6 @@ class ReasoningTags:
             output.rewind()
             return
         output.commit()
-        output.begin_reasoning()
         yield from output.skip(_NEWLINES)
-        closing = yield from output.emit_until(ReasoningDelta, *self.closings, trim=_NEWLINES)
-        output.end_reasoning(closing)
+        yield from output.emit_until(ReasoningDelta, *self.closings, trim=_NEWLINES)
         yield from output.skip(_NEWLINES)

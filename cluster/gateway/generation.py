@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 
 import numpy as np
@@ -20,11 +20,9 @@ import numpy as np
 from ...proto.errors import (
     DuplicateRequest,
     InvalidRequest,
-    Overloaded,
     QuireError,
     RequestAborted,
     RequestNotFound,
-    ShuttingDown,
 )
 from ...proto.sampling import SamplingParams
 from ..config.tenants import Tenants
@@ -36,7 +34,6 @@ from ..requests.output_processor import OutputProcessor
 from ..requests.outputs import OutputEvent, RequestStarted, StreamEvent
 from ..requests.request import Prompt, Request
 from .active_request import ActiveRequest
-from .replica_pool import ReplicaPool
 from .request_log import RequestLog
 from .retention import RequestKey, RetainedRequests, RetentionLimits
 from .served_models import ServedModel, ServedModels
@@ -146,9 +143,7 @@ class GenerationService:
         self._limiter = TenantLimiter(tenants)
         self.limits = limits or RetentionLimits()
         self._running: dict[RequestKey, ActiveRequest] = {}
-        self._num_starting = 0  # requests that are checked
-        self._ends = ChangeNotifier()  # of requests
-        self._end_reason = ""  # set once every request is to end
+        self._ends = ChangeNotifier()
         self._finished: RetainedRequests[ActiveRequest] = RetainedRequests(self.limits)
 
     @asynccontextmanager
@@ -183,21 +178,18 @@ class GenerationService:
             request.stop(RequestAborted(f"request {request_id!r} was aborted"))
         return request is not None
 
-    async def shut_down(self, grace_s: float) -> None:
-        """Wait `grace_s` for all requests, then end with ShuttingDown those that still run and any later one.
-
-        Each server of the gateway calls it.
-        """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                while self._running or self._num_starting:
-                    await self._ends.wait()
-        self._end_reason = f"the gateway stops, and its grace period of {grace_s:g} s is over"
+    async def end_all(self, error: QuireError) -> None:
+        """End every running request with the error, for its readers."""
         requests = list(self._running.values())
         for request in requests:
-            request.stop(ShuttingDown(self._end_reason))
+            request.stop(error)
         for request in requests:
             await request.wait_until_orphan_ended()
+
+    async def wait_until_idle(self) -> None:
+        """Return once no request runs, with or without readers."""
+        while self._running:
+            await self._ends.wait()
 
     def _find(self, call: GenerationCall) -> ActiveRequest | None:
         """Return the request that a repeated or resumed call reads; None for a call that starts one."""
@@ -225,24 +217,18 @@ class GenerationService:
     async def _start(self, call: GenerationCall) -> ActiveRequest:
         """Check the request and submit it to a replica."""
         watch = self._observer.watch(call)
-        self._num_starting += 1
         try:
             with ExitStack() as cleanup:
                 admission = cleanup.enter_context(self._limiter.admit(call.tenant))
                 model = self._models.find(call.model)
                 request = await self._check(model, call)
                 known = self._repeated(call)  # it may have started while a long prompt was tokenized
-                if self._end_reason:
-                    raise ShuttingDown(self._end_reason)
                 if known is None:
                     admission.accept(request)
                     return self._submit(call, model, request, watch, admission, cleanup)
         except BaseException as error:
             watch.on_end(error)
             raise
-        finally:
-            self._num_starting -= 1
-            self._ends.notify()
         watch.on_end(None)
         return known
 
@@ -269,7 +255,6 @@ class GenerationService:
             OutputProcessor(request, model.tokenizer),
             max_bytes=self.limits.max_request_bytes if call.request_id else 0,
             on_event=on_event,
-            on_error=functools.partial(_add_retry_delay, model.pool),
         )
         cleanup = cleanup.pop_all()
 
@@ -305,12 +290,6 @@ class GenerationService:
         )
         is_short = not isinstance(call.prompt, Chat) and len(call.prompt) <= LONG_PROMPT_CHARS
         return check() if is_short else await asyncio.to_thread(check)
-
-
-def _add_retry_delay(pool: ReplicaPool, error: Exception) -> None:
-    """Say when to retry in the error of a full queue: the scheduler does not know its speed."""
-    if isinstance(error, Overloaded) and error.retry_after_s is None:
-        error.retry_after_s = pool.queue_delay_s
 
 
 def _plain(value: object) -> object:

@@ -24,7 +24,6 @@ class RequestLog:
         max_bytes: about how much of the past is kept for later readers, from the newest back. With 0 only the newest
             events are kept, for one reader.
         on_event: called once with each event after `started`.
-        on_error: called once with the error that ended the request, before it is raised.
 
     Attributes:
         has_ended: the last event is in the log, or `error` ended the request.
@@ -40,13 +39,11 @@ class RequestLog:
         *,
         max_bytes: int = 0,
         on_event: Callable[[OutputEvent], None] = lambda event: None,
-        on_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self._stream = stream
         self._processor = processor
         self._max_bytes = max_bytes
         self._on_event = on_event
-        self._on_error = on_error
         self._updates = aiter(stream)
         self._events: list[StreamEvent] = [started]
         self._first = 0  # number of the oldest event that is kept
@@ -108,7 +105,6 @@ class RequestLog:
                 return
             except Exception as error:
                 self.error, self.has_ended = error, True
-                self._on_error(error)
                 return
             self._append(events)
             if self._processor.has_stop_string(index):

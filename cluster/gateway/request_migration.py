@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from ...proto.errors import DeadlineExpired, ProtocolError, QuireError, ReplicaUnavailable, from_status
+from ...proto.errors import DeadlineExpired, ProtocolError, QuireError, ReplicaUnavailable
 from ...proto.stream import Finish, FinishReason, Timings
 from ..host.background import run_in_background
 from ..replica.client import ReplicaClient
@@ -201,7 +201,7 @@ class MigratingRequest(UpdateQueue):
         if finish is not None and is_moved:
             self._on_moved(attempt, index, finish)
         elif finish is not None and is_lost:
-            self._on_replica_lost(attempt, from_status(finish.grpc_status, finish.error))
+            self._on_replica_lost(attempt, finish.to_error())
 
     def _on_moved(self, attempt: _Attempt, index: int, finish: Finish) -> None:
         """A draining replica handed the sequence off."""

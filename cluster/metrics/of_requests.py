@@ -143,7 +143,7 @@ RECOVERIES = Metric(
 REFUSALS = Metric(
     name="quire_request_refusals",
     kind=Kind.COUNTER,
-    help="Calls that were refused before they began, by the kind of error: also those without a valid token.",
+    help="Requests that were refused before they began, by the kind of error.",
     labels=("reason",),
 )
 ERRORS = Metric(

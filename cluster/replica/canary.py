@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 
-from ...proto.errors import ReplicaUnavailable, from_status
+from ...proto.errors import ReplicaUnavailable
 from ...proto.sampling import SamplingParams
 from ...proto.stream import FinishReason
 from ..requests.request import Request
@@ -29,7 +29,7 @@ async def run_canary(client: ReplicaClient, timeout_s: float) -> None:
                 if finish.reason is FinishReason.MOVED:
                     raise ReplicaUnavailable(f"replica {client.replica_id} drains")
                 if finish.reason is FinishReason.ERROR:
-                    raise from_status(finish.grpc_status, finish.error)
+                    raise finish.to_error()
     except TimeoutError:
         raise ReplicaUnavailable(
             f"replica {client.replica_id} generated no token in {timeout_s:g} s"

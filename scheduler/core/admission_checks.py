@@ -9,6 +9,8 @@ from __future__ import annotations
 from ...proto.config import EngineConfig
 from ...proto.errors import DeadlineExpired, InvalidRequest, Overloaded, ProtocolError, QuireError
 from ...proto.stream import Submit
+from .backlog import Job
+from .forecast import Forecast
 from .state import SchedulerState
 
 
@@ -18,8 +20,13 @@ def max_len_of(config: EngineConfig, submit: Submit) -> int:
     return most if max_tokens is None else min(most, len(submit.prompt_token_ids) + max_tokens)
 
 
-def check_admission(state: SchedulerState, gateway: bytes, submit: Submit) -> QuireError | None:
-    """Return the error with which to reject a request, or None if it can be queued."""
+def check_admission(
+    state: SchedulerState, forecast: Forecast, gateway: bytes, submit: Submit, now: float
+) -> QuireError | None:
+    """Return the error with which to reject a request, or None if it can be queued.
+
+    Under the policy ``fair``, a full queue makes room by refusing a waiting request of the tenant with the most work.
+    """
     config, limits = state.config, state.config.scheduler
     handles = range(submit.handle, submit.handle + submit.sampling.num_sequences)
     in_use = [handle for handle in handles if (gateway, handle) in state.requests]
@@ -29,11 +36,53 @@ def check_admission(state: SchedulerState, gateway: bytes, submit: Submit) -> Qu
         error = check(config, submit)
         if error is not None:
             return error
-    if len(state.waiting) >= limits.max_queue_len:
-        return Overloaded(f"{len(state.waiting)} requests are waiting already; come back later")
     if submit.timeout_s is not None and not submit.timeout_s > 0:  # rejects NaN as well
         return DeadlineExpired(f"request {submit.request_id}: its deadline had passed when it came")
-    return None
+    if submit.generated_token_ids.size:
+        return None  # it ran elsewhere, and goes before all that never ran
+    is_full = len(state.waiting) >= limits.max_queue_len
+    if not is_full and submit.timeout_s is None:
+        return None
+    job = _job_of(state, submit)
+    if is_full and not _make_room(state, forecast, job):
+        return _queue_is_full(state, forecast, job)
+    return (
+        None if submit.timeout_s is None else forecast.refusal(submit.request_id, job, submit.timeout_s, now)
+    )
+
+
+def _make_room(state: SchedulerState, forecast: Forecast, job: Job) -> bool:
+    """Refuse a waiting request of a tenant that crowds out the job's tenant; return whether there was one."""
+    crowding = state.waiting.crowding_sequence(job.tenant)
+    if crowding is None:
+        return False
+    error = _queue_is_full(state, forecast, state.waiting.backlog.job_of(crowding))
+    state.fail_request((crowding.gateway, crowding.handle), error)
+    return True
+
+
+def _queue_is_full(state: SchedulerState, forecast: Forecast, job: Job) -> Overloaded:
+    return Overloaded(
+        f"{len(state.waiting)} requests are waiting already; come back later",
+        retry_after_s=forecast.retry_after_s(job),
+    )
+
+
+def _job_of(state: SchedulerState, submit: Submit) -> Job:
+    """Return the expected work of a request."""
+    params, num_prompt_tokens = submit.sampling, len(submit.prompt_token_ids)
+    has_eos = bool(state.config.model.eos_token_ids) and not params.ignore_eos
+    may_stop = has_eos or bool(params.stop_token_ids or params.stop)
+    num_steps = state.expected_steps(
+        max_len_of(state.config, submit) - num_prompt_tokens, 0, may_stop=may_stop
+    )
+    return Job(
+        params.beam_width or params.num_sequences,
+        num_prompt_tokens,
+        num_steps,
+        submit.tenant,
+        submit.priority,
+    )
 
 
 def _check_prompt(config: EngineConfig, submit: Submit) -> InvalidRequest | None:

@@ -83,8 +83,8 @@ class Throughput:
         """Return the rate; 0 before the first step."""
         return self._num_tokens / self._seconds if self._seconds else 0.0
 
-    def count_step(self, num_tokens: int, planned_at: float, done_at: float) -> None:
-        """Count a computed step. Steps overlap: only the time after the end of the previous step counts."""
+    def count_step(self, num_tokens: int, planned_at: float, done_at: float) -> float:
+        """Count a computed step; return its seconds. Steps overlap: only the time after the previous step counts."""
         seconds = max(0.0, done_at - max(planned_at, self._counted_until))
         decay = 0.5 ** (seconds / _HALF_LIFE_S)
         self._num_tokens = decay * self._num_tokens + num_tokens
@@ -92,3 +92,4 @@ class Throughput:
         self.num_computed_tokens += num_tokens
         self.busy_s += seconds
         self._counted_until = done_at
+        return seconds

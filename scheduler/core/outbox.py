@@ -12,7 +12,14 @@ Outgoing = list[tuple[bytes, TokenBatch]]  # gateway and the message for it, in 
 
 def error_finish(handle: int, error: QuireError) -> Finish:
     """Return the Finish of a sequence that ended with an error."""
-    return Finish(handle, FinishReason.ERROR, grpc_status=error.grpc_status, error=str(error))
+    return Finish(
+        handle,
+        FinishReason.ERROR,
+        grpc_status=error.grpc_status,
+        error=str(error),
+        error_reason=error.reason,
+        retry_after_s=error.retry_after_s,
+    )
 
 
 class Outbox:

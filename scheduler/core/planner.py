@@ -11,6 +11,7 @@ from ...proto.errors import DeadlineExpired
 from ...proto.step import NO_INTS, NewSequence, StepPlan
 from ..kv.block_manager import Prefix
 from ..sequences.sequence import Sequence
+from .forecast import Forecast
 from .in_flight import InFlightStep
 from .policy import by_precedence, choose_victim
 from .state import SchedulerState, row_of
@@ -50,8 +51,9 @@ class _Draft:
 class Planner:
     """Plans for one scheduler's state."""
 
-    def __init__(self, state: SchedulerState, epoch: int) -> None:
+    def __init__(self, state: SchedulerState, forecast: Forecast, epoch: int) -> None:
         self._state = state
+        self._forecast = forecast
         self._epoch = epoch
 
     def plan(self, now: float) -> StepPlan | None:
@@ -287,14 +289,12 @@ class Planner:
         return prefix, num_needed
 
     def _fail_unless_in_time(self, sequence: Sequence, now: float) -> bool:
-        """Fail a waiting sequence whose prefill alone takes longer than its deadline allows; True if it failed."""
+        """Fail a waiting sequence that cannot be complete before its deadline any more; True if it failed."""
         if sequence.deadline is None or sequence.has_run:
             return False
-        if now + self._state.costs.prefill_s(len(sequence.token_ids)) <= sequence.deadline:
+        error = self._forecast.refusal_at_start(sequence, sequence.deadline - now)
+        if error is None:
             return False
-        error = DeadlineExpired(
-            f"request {sequence.request_id}: its prompt cannot be computed before its deadline"
-        )
         self._state.fail_request((sequence.gateway, sequence.handle), error)
         return True
 

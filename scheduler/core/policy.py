@@ -117,7 +117,3 @@ class CostModel:
         if self.prefill_tokens_per_s <= 0:
             return True
         return 2 * num_blocks / self.swap_blocks_per_s < num_tokens / self.prefill_tokens_per_s
-
-    def prefill_s(self, num_tokens: int) -> float:
-        """Return the seconds that a prompt takes at the measured rate; 0 until measured."""
-        return num_tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s else 0.0

@@ -39,7 +39,9 @@ class ResultProcessor:
         state, rows_state = self._state, self._state.rows
         step = self._pop_step(result)
         state.blocks.free_fenced(step.step_id)
-        state.throughput.count_step(step.num_tokens, step.planned_at, now)
+        seconds = state.throughput.count_step(step.num_tokens, step.planned_at, now)
+        num_decoding = step.rows.size - len(step.first_rows)
+        state.step_costs.observe(num_decoding, step.num_prompt_tokens, seconds, is_done=step.rows.size > 0)
         self._observe_cost(step, result)
         rows, token_ids, logprobs = step.rows, result.token_ids, result.logprobs
         if rows_state.num_freed != step.num_freed:
@@ -150,8 +152,10 @@ class ResultProcessor:
             sequence = self._state.running[row]
             self._charge(sequence, int(state.num_flushed[row]), int(state.num_tokens[row]))
             self._keep_partial(sequence)
+            has_stopped = bool(at_eos[position]) or stop is not None
+            self._state.lengths.add(int(state.num_tokens[row]) - sequence.num_prompt_tokens, has_stopped)
             finish = sequence.finish(
-                FinishReason.STOP if at_eos[position] or stop is not None else FinishReason.LENGTH,
+                FinishReason.STOP if has_stopped else FinishReason.LENGTH,
                 int(state.num_tokens[row]),
                 now,
                 stop_token_id=stop,

@@ -23,6 +23,7 @@ from ..sequences.sequence import Sequence
 from .admission_checks import check_admission, max_len_of
 from .block_map import make_block_map
 from .drain import Drainer
+from .forecast import Forecast
 from .metrics import SchedulerStats, Throughput
 from .outbox import Outgoing, error_finish
 from .planner import Planner
@@ -41,7 +42,8 @@ class Scheduler:
     def __init__(self, config: EngineConfig, epoch: int = 1) -> None:
         self.config = config
         self._state = SchedulerState(config)
-        self._planner = Planner(self._state, epoch)
+        self._forecast = Forecast(self._state)
+        self._planner = Planner(self._state, self._forecast, epoch)
         self._processor = ResultProcessor(self._state, epoch)
         self._drainer = Drainer(self._state)
 
@@ -104,7 +106,7 @@ class Scheduler:
         if self._drainer.is_on:
             self._drainer.reject(gateway, submit)
             return None
-        error = check_admission(self._state, gateway, submit)
+        error = check_admission(self._state, self._forecast, gateway, submit, now)
         if error is not None:
             return error_finish(submit.handle, error)
         sequences = self._make_sequences(gateway, submit, now)
@@ -125,6 +127,7 @@ class Scheduler:
         if sequence is None or isinstance(sequence, BeamGroup):
             return None
         num_tokens = len(self._state.known_tokens(sequence))
+        self._state.lengths.add(num_tokens - sequence.num_prompt_tokens, has_stopped=True)
         self.abort(gateway, handle)
         self.stats.count_finished(1)
         return sequence.finish(FinishReason.STOP, num_tokens, now)

@@ -16,6 +16,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
+import numpy as np
+
 from ...proto.config import EngineConfig
 from ...proto.errors import QuireError
 from ..kv.block_manager import BlockManager
@@ -26,10 +28,12 @@ from .deadlines import DeadlineQueue
 from .in_flight import InFlightSteps
 from .metrics import SchedulerStats, Throughput
 from .outbox import Outbox
+from .output_lengths import FloatArray, OutputLengths
 from .plan_deltas import PlanDeltas
 from .policy import CostModel, by_precedence
 from .requests import RequestKey, RequestTable
 from .row_state import RowState
+from .step_costs import StepCosts
 from .waiting import WaitingQueue
 
 
@@ -70,8 +74,9 @@ class SchedulerState:
         self.alive: Final[Mapping[int, Sequence]] = MappingProxyType(self._alive)
         self.blocks: Final = BlockManager(config)
         self.rows: Final = RowState(limits.max_num_seqs, config.cache.block_size)
+        self.lengths: Final = OutputLengths()
         self.waiting: Final = WaitingQueue(
-            limits.policy, self.blocks.num_cached_tokens, limits.tenant_weights
+            limits.policy, self.blocks.num_cached_tokens, limits.tenant_weights, self.expected_steps_of
         )
         self.prefilling: Final = PrefillQueue()
         self.requests: Final = RequestTable()
@@ -79,6 +84,7 @@ class SchedulerState:
         self.in_flight: Final = InFlightSteps()
         self.outbox: Final = Outbox()
         self.costs: Final = CostModel(config.cache.swap_blocks_per_s)
+        self.step_costs: Final = StepCosts(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.stats: Final = SchedulerStats()
         self.throughput: Final = Throughput()
         self.own_prefixes: Final = OwnPrefixes(config.cache.block_size)
@@ -100,6 +106,32 @@ class SchedulerState:
             del tokens[int(self.rows.num_flushed[sequence.row]) :]
             tokens.frombytes(self.rows.unflushed(sequence.row).tobytes())
         return tokens
+
+    def expected_steps(self, max_tokens: int, num_generated: int, *, may_stop: bool) -> float:
+        """Return the expected number of further tokens of an output.
+
+        Args:
+            may_stop: something else than its limit may end it.
+        """
+        if not may_stop:
+            return max_tokens - num_generated
+        return self.lengths.expect_one(max_tokens, num_generated)
+
+    def expected_steps_of(self, sequence: Sequence) -> float:
+        """Return the expected number of further tokens of a sequence without a row."""
+        num_prompt = sequence.num_prompt_tokens
+        max_tokens, num_generated = sequence.max_len - num_prompt, len(sequence.token_ids) - num_prompt
+        return self.expected_steps(max_tokens, num_generated, may_stop=not sequence.ends_at_max_len)
+
+    def expected_steps_of_rows(self) -> FloatArray:
+        """Return the expected number of further tokens of each running sequence."""
+        rows = list(self._running)
+        sequences = self._running.values()
+        num_prompt = np.array([sequence.num_prompt_tokens for sequence in sequences], np.float64)
+        num_tokens, max_len = self.rows.num_tokens[rows], self.rows.max_len[rows]
+        expected = self.lengths.expect(max_len - num_prompt, num_tokens - num_prompt)
+        is_exact = np.array([sequence.ends_at_max_len for sequence in sequences], np.bool_)
+        return np.where(is_exact, max_len - num_tokens, expected)
 
     # Requests
 

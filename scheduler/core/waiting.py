@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from ..sequences.sequence import Sequence
+from .backlog import Backlog
 from .policy import ADMISSION_KEYS, AdmissionKey, by_priority, counter_on_arrival, service
 
 # Sequences near the front of the queue that the longest-prefix policy compares: one prefix lookup for each.
@@ -24,17 +25,17 @@ class _Heap:
     def __init__(self, key: AdmissionKey) -> None:
         self._key = key
         self._entries: list[tuple[Any, int, Sequence]] = []
-        self._present: set[int] = set()
+        self._present: dict[int, Sequence] = {}  # seq_id |-> sequence, in the order of `push`
 
     def __len__(self) -> int:
         return len(self._present)
 
     def push(self, sequence: Sequence) -> None:
         heapq.heappush(self._entries, (self._key(sequence), sequence.seq_id, sequence))
-        self._present.add(sequence.seq_id)
+        self._present[sequence.seq_id] = sequence
 
     def remove(self, sequence: Sequence) -> None:
-        self._present.discard(sequence.seq_id)
+        del self._present[sequence.seq_id]
         # Bounds the heap: removed entries behind others might never reach the top.
         if len(self._entries) > 2 * len(self._present) + MAX_MARKED:
             self._entries = [entry for entry in self._entries if entry[1] in self._present]
@@ -44,6 +45,10 @@ class _Heap:
         while self._entries and self._entries[0][1] not in self._present:
             heapq.heappop(self._entries)
         return self._entries[0][2] if self._entries else None
+
+    def newest(self) -> Sequence:
+        """Return the sequence that was pushed last."""
+        return next(reversed(self._present.values()))
 
     def near_front(self, count: int) -> list[Sequence]:
         """Return up to `count` sequences: the first, and others near the front in no particular order."""
@@ -79,9 +84,7 @@ class _FairOrder:
     def push(self, sequence: Sequence) -> None:
         tenant = sequence.tenant
         if tenant not in self._queues:
-            least = self._least_served()
-            active = [] if least is None else [self._counters[least]]
-            self._counters[tenant] = counter_on_arrival(self._counters.get(tenant, 0.0), active)
+            self._counters[tenant] = self.counter_of(tenant)
             self._queues[tenant] = _Heap(ADMISSION_KEYS["fcfs"])
             heapq.heappush(self._ranking, (self._counters[tenant], tenant))
             self._drop_idle()
@@ -95,15 +98,29 @@ class _FairOrder:
         if not queue:
             del self._queues[sequence.tenant]
 
+    def newest_of(self, tenant: str) -> Sequence:
+        return self._queues[tenant].newest()
+
     def peek(self) -> Sequence | None:
         tenant = self._least_served()
         return None if tenant is None else self._queues[tenant].peek()
 
+    def counter_of(self, tenant: str) -> float:
+        """See `Counters`."""
+        if tenant in self._queues:
+            return self._counters[tenant]
+        least = self._least_served()
+        active = [] if least is None else [self._counters[least]]
+        return counter_on_arrival(self._counters.get(tenant, 0.0), active)
+
+    def weight_of(self, tenant: str) -> float:
+        """See `Counters`."""
+        return self._weights.get(tenant, 1.0)
+
     def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
         if tenant not in self._counters:
             return
-        weight = self._weights.get(tenant, 1.0)
-        self._counters[tenant] += service(num_prompt_tokens, num_output_tokens, weight)
+        self._counters[tenant] += service(num_prompt_tokens, num_output_tokens, self.weight_of(tenant))
         if tenant in self._queues:
             heapq.heappush(self._ranking, (self._counters[tenant], tenant))
 
@@ -157,6 +174,10 @@ class WaitingQueue:
         policy: ``fcfs``, ``priority``, ``fair``, ``shortest-prefill`` or ``longest-prefix``.
         num_cached_tokens: returns the length of a sequence's cached prefix, for the longest-prefix policy.
         tenant_weights: (tenant, share) for the fair policy; other tenants have the share 1.
+        expected_steps: returns the expected number of further tokens of a sequence.
+
+    Attributes:
+        backlog: expected work of the waiting sequences.
     """
 
     def __init__(
@@ -164,6 +185,7 @@ class WaitingQueue:
         policy: str,
         num_cached_tokens: Callable[[Sequence], int],
         tenant_weights: Iterable[tuple[str, float]] = (),
+        expected_steps: Callable[[Sequence], float] = lambda sequence: 0.0,
     ) -> None:
         self._fair = _FairOrder(dict(tenant_weights)) if policy == "fair" else None
         self._new: _Order
@@ -175,15 +197,19 @@ class WaitingQueue:
             self._new = _Heap(ADMISSION_KEYS[policy])
         self._by_priority = policy == "priority"
         self._resumed = _Heap(by_priority)
+        self._expected_steps = expected_steps
+        self.backlog = Backlog(policy, self._fair)
 
     def __len__(self) -> int:
         return len(self._new) + len(self._resumed)
 
     def push(self, sequence: Sequence) -> None:
         (self._resumed if sequence.has_run else self._new).push(sequence)
+        self.backlog.add(sequence, self._expected_steps(sequence))
 
     def remove(self, sequence: Sequence) -> None:
         (self._resumed if sequence.has_run else self._new).remove(sequence)
+        self.backlog.remove(sequence)
 
     def peek(self) -> Sequence | None:
         """Return the sequence to admit next, which stays in the queue, or None."""
@@ -191,6 +217,15 @@ class WaitingQueue:
         if resumed is None or (self._by_priority and new is not None and new.priority > resumed.priority):
             return new
         return resumed
+
+    def crowding_sequence(self, tenant: str) -> Sequence | None:
+        """Return the newest sequence of the tenant with the most waiting work, if it crowds out another tenant.
+
+        Returns None under other policies than ``fair``, and if that tenant or nobody waits.
+        """
+        if self._fair is None or self.backlog.has_fair_share(tenant):
+            return None
+        return self._fair.newest_of(self.backlog.largest_tenant())
 
     def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Charge computed tokens to a tenant, under the fair policy."""

@@ -89,6 +89,11 @@ class Sequence:
         """Return the number of first tokens whose KV may come from a cache: no logits of them are needed."""
         return self.num_scored_tokens if self.is_scoring else len(self.token_ids) - 1
 
+    @property
+    def ends_at_max_len(self) -> bool:
+        """Return whether nothing but its limit ends it."""
+        return not (self.eos_token_ids or self.sampling.stop_token_ids or self.sampling.stop)
+
     def row_sampling(self) -> RowSampling:
         """Return the parameters with which a rank samples for this sequence."""
         params, settings = self.sampling, SamplingDefaults().under(self.sampling)

@@ -10,13 +10,12 @@ from fastapi import APIRouter, Request, Response
 from ...gateway.generation import GenerationCall
 from ...gateway.services import GatewayServices
 from ..anthropic_stream import AnthropicStream, error_event, message_json
-from ..call_context import preparing, renamed_fields, with_context
+from ..call_context import renamed_fields, with_context
 from ..disconnect import unless_client_leaves
 from ..event_stream import EventStream
 from ..generations import collect_all
 from ..response_head import ResponseHead
 from ..schema.anthropic_message import CountTokensRequest, MessagesRequest
-from ..schema.error_body import ANTHROPIC_ERRORS, WHOLE_OR_STREAM
 
 # field of quire.v1 |-> field of this endpoint
 _FIELDS = {
@@ -28,12 +27,12 @@ _FIELDS = {
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["Anthropic"], responses=ANTHROPIC_ERRORS)
+    router = APIRouter(tags=["Anthropic"])
 
-    @router.post("/v1/messages", summary="Continue a conversation", responses=WHOLE_OR_STREAM)
+    @router.post("/v1/messages", summary="Continue a conversation")
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         head = ResponseHead.new("msg_")
-        with preparing(services, _FIELDS):
+        with renamed_fields(_FIELDS):
             call = GenerationCall(body.chat(), body.sampling(), model=body.model or "")
             call = with_context(call, request, services)
         if body.stream:
@@ -46,8 +45,8 @@ def router(services: GatewayServices) -> APIRouter:
 
     @router.post("/v1/messages/count_tokens", summary="Count the tokens of a conversation")
     async def count_tokens(body: CountTokensRequest) -> dict[str, int]:
-        with preparing(services, _FIELDS):
-            model = services.models.find(body.model or "")
+        model = services.models.find(body.model or "")
+        with renamed_fields(_FIELDS):
             token_ids = await asyncio.to_thread(model.checker.token_ids, body.chat())
         return {"input_tokens": len(token_ids)}
 

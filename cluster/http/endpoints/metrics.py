@@ -5,17 +5,13 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from ...gateway.services import GatewayServices
-from ..schema.error_body import OPENAI_ERRORS
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["metrics"], responses=OPENAI_ERRORS)
+    router = APIRouter(tags=["metrics"])
 
     @router.get(
-        "/metrics",
-        summary="Metrics in Prometheus' text format, or in OpenMetrics",
-        response_class=Response,
-        responses={200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}},
+        "/metrics", summary="Metrics in Prometheus' text format, or in OpenMetrics", response_class=Response
     )
     async def metrics(request: Request) -> Response:
         body, content_type = services.monitor.exposition.render(request.headers.get("accept", ""))

@@ -9,11 +9,10 @@ from fastapi import APIRouter
 
 from ...gateway.served_models import ServedModel
 from ...gateway.services import GatewayServices
-from ..schema.error_body import OPENAI_ERRORS
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["models"], responses=OPENAI_ERRORS)
+    router = APIRouter(tags=["models"])
     created = int(time.time())
 
     @router.get("/v1/models", summary="List the served models")
