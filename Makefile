@@ -15,13 +15,16 @@ JOBS ?= 2
 PYTHONS ?= python3.11 python3.12 python3.13
 INDEX ?= https://pypi.org/simple
 # The environments of the clients in tests/clients, each apart from .venv; openai_js needs node and npm.
-CLIENTS := openai_js langchain llama_index litellm aiperf
+CLIENTS := openai_js langchain llama_index litellm aiperf schemathesis
 
 # The platforms of the wheels that bring the C++ ops. zig's clang compiles for each of them on any machine.
 WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_28_aarch64
 WHEEL_TOOLS := build/wheel-tools
+# hadolint, Helm and the schemas of Kubernetes, for tests/deploy.
+DEPLOY_TOOLS := build/deploy-tools
+LOCK_TOOLS := build/lock-tools
 
-.PHONY: help venv demo test test-all test-random test-triton test-clients check check-install layers proto proto-release figures wheels clean
+.PHONY: help venv demo test test-all test-random test-triton test-clients check check-install layers proto proto-release figures wheels docs test-deploy lock audit clean
 
 help:
 	@echo "make demo      two tensor-parallel workers serve concurrent gRPC requests, then shut down"
@@ -30,6 +33,7 @@ help:
 	@echo "make test-random    the tests of make test in random order; prints the seed"
 	@echo "make test-triton    the Triton kernels, interpreted and compiled, with each supported Triton"
 	@echo "make test-clients   HTTP clients and a load generator of others, each in its own environment; needs node"
+	@echo "make test-deploy    the container files and the Helm chart, with hadolint, Helm and the schemas of Kubernetes"
 	@echo "make check     linters, types, import layers, generated files, compatibility of the gRPC interface"
 	@echo "make check-install  resolve the environment against a plain package index, for each Python that is present"
 	@echo "make layers    the import layers only"
@@ -37,6 +41,9 @@ help:
 	@echo "make proto-release  record the .proto files as the interface that must stay compatible; for each release"
 	@echo "make metrics   regenerate the dashboard, the alert rules and docs/metrics.md from the metrics' definitions"
 	@echo "make wheels    an sdist and the wheels, with the C++ ops of each platform, in dist/"
+	@echo "make docs      the site of the docs, in build/site/"
+	@echo "make lock      requirements.lock: all dependencies with versions and hashes"
+	@echo "make audit     ask the vulnerability databases for the locked dependencies"
 	@echo "make figures   regenerate docs/benchmarks.md from benchmarks/results/"
 	@echo "make venv      the virtual environment .venv, which every target creates if it is missing"
 	@echo "make clean     delete build outputs and caches"
@@ -73,6 +80,14 @@ build/clients/openai_js/.ready: tests/clients/environments/openai_js/package.jso
 build/clients/%/.ready: tests/clients/environments/%.txt
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --requirement $<
+	@touch $@
+
+test-deploy: venv $(DEPLOY_TOOLS)/.ready
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/deploy
+
+$(DEPLOY_TOOLS)/.ready: tests/deploy/environment.txt
+	$(PYTHON) -m venv --clear $(DEPLOY_TOOLS)
+	$(DEPLOY_TOOLS)/bin/python -m pip install --quiet --requirement $<
 	@touch $@
 
 test-triton: $(TRITON_VERSIONS:%=test-triton-%)
@@ -138,6 +153,24 @@ dist/.%: $(WHEEL_TOOLS)/.ready
 $(WHEEL_TOOLS)/.ready:
 	$(PYTHON) -m venv $(WHEEL_TOOLS)
 	$(WHEEL_TOOLS)/bin/python -m pip install --quiet build twine check-wheel-contents ziglang
+	@touch $@
+
+# The theme's own warning is about the end of MkDocs 1; the site needs no later one.
+docs: venv $(SOURCE)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# For all supported platforms and Python versions. The pins in constraints.txt hold.
+lock: $(LOCK_TOOLS)/.ready
+	$(LOCK_TOOLS)/bin/uv pip compile --quiet --universal --generate-hashes --no-annotate --python-version 3.11 \
+		--all-extras --constraint constraints.txt --default-index $(INDEX) --no-emit-index-url --no-header \
+		--output-file requirements.lock pyproject.toml
+
+audit: $(LOCK_TOOLS)/.ready
+	$(LOCK_TOOLS)/bin/pip-audit --requirement requirements.lock --disable-pip --require-hashes
+
+$(LOCK_TOOLS)/.ready:
+	$(PYTHON) -m venv $(LOCK_TOOLS)
+	$(LOCK_TOOLS)/bin/python -m pip install --quiet pip-audit uv
 	@touch $@
 
 figures: venv

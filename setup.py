@@ -4,10 +4,15 @@ A wheel is pure, and its C++ ops are compiled on first use, unless these variabl
 
     QUIRE_WHEEL_PLATFORM  the wheel's platform tag, for example manylinux_2_28_x86_64
     QUIRE_WHEEL_CXX       the command of a C++ compiler for that platform
+
+The version is the newest tag's, `v1.2.0`, or of the development after it: 1.2.1.dev7+g0123abc. QUIRE_VERSION sets
+another.
 """
 
 import os
+import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +23,32 @@ from setuptools.command.build_py import build_py
 FOLDERS = ("proto", "kernels", "worker", "scheduler", "cluster")
 PLATFORM = os.environ.get("QUIRE_WHEEL_PLATFORM")
 MACHINES = ("x86_64", "aarch64")
+
+
+# Of a checkout before the first tag, and of source without git.
+FIRST_VERSION = "0.1.0"
+
+
+def version() -> str:
+    """Return the version of this source: QUIRE_VERSION, the one of an sdist, or the one that git describes."""
+    root = Path(__file__).resolve().parent
+    if given := os.environ.get("QUIRE_VERSION"):
+        return given
+    if (sdist := root / "PKG-INFO").exists():
+        return re.findall(r"^Version: (.*)$", sdist.read_text(), re.MULTILINE)[0]
+    command = ["git", "describe", "--tags", "--long", "--match", "v[0-9]*"]
+    try:
+        described = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return FIRST_VERSION
+    tag, num_commits, commit = described.strip().removeprefix("v").rsplit("-", 2)
+    if num_commits == "0":
+        return tag
+    release, patch, candidate = re.fullmatch(r"(.*\.)?(\d+)(.*)", tag).groups(
+        default=""
+    )  # 1.2.0, or 1.2.0rc1
+    next_release = f"{release}{int(patch) + (not candidate)}"
+    return f"{next_release}.dev{num_commits}+{commit}"
 
 
 class QuireDistribution(Distribution):
@@ -49,6 +80,7 @@ class Wheel(bdist_wheel):
 
 
 setup(
+    version=version(),
     packages=[
         "quire",
         *(f"quire.{name}" for name in find_packages(include=[f"{folder}*" for folder in FOLDERS])),

@@ -37,6 +37,7 @@ from quire.cluster.config.resolve import Machine, resolve
 from quire.cluster.gateway.served_models import serve_single_replica
 from quire.cluster.gateway.server import Gateway
 from quire.cluster.gateway.services import GatewayServices
+from quire.cluster.host.event_loop import run_event_loop
 from quire.cluster.http.server import HttpServer
 from quire.cluster.replica.client import ReplicaClient
 from quire.cluster.requests.tokenizer import Tokenizer
@@ -180,15 +181,9 @@ def run_role(role: str, job: dict[str, Any]) -> None:
     if role == "replica":
         run_replica(**job)
     elif role == "gateway":
-        run_in_loop(run_gateway(**job))
+        run_event_loop(run_gateway(**job))
     else:
-        run_in_loop(run_clients(**job))
-
-
-def run_in_loop(work: Any) -> None:
-    import uvloop
-
-    uvloop.run(work)
+        run_event_loop(run_clients(**job))
 
 
 def run_replica(folder: str, times: str) -> None:

@@ -5,22 +5,28 @@ message per request.
 
     gateway -> scheduler    Submit, Abort, Stop, StatusQuery, CacheQuery, BlockMapQuery, Drain, FlushCache
     scheduler -> gateway    TokenBatch, ReplicaStatus, CacheReport, BlockMap
+
+Gateways and replicas of neighboring releases work together. A field may be added at the end of a message, with a
+default for senders that do not know it. Receivers ignore later fields, except those of a Submit: what a request asks
+for is either done or refused, so a later field is sent only if it is set, and a replica that does not know it refuses
+the request. Every other change needs a new VERSION.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from enum import IntEnum, StrEnum
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from .block_tables import IntArray
 from .codec import FrameCodec, field_values, pack_ints, unpack_ints
-from .errors import QuireError, from_reason
+from .errors import ProtocolError, QuireError, from_reason
 from .sampling import SamplingParams
 from .step import NO_INTS, Logprobs, PromptLogprobs
 
-VERSION = 5
+VERSION = 4
 # Bytes of a block's digest in a CacheReport: enough to route by, too few to share a block by.
 CACHE_HASH_BYTES = 8
 # Bounds of a BlockMap.
@@ -28,6 +34,9 @@ MAX_MAP_CELLS = 8192
 MAX_MAP_SEQUENCES = 256
 
 _codec = FrameCodec("stream", VERSION)
+Known = TypeVar("Known")
+# Fields of SamplingParams that every sender of this VERSION sends; those after them only if they are set.
+_NUM_SAMPLING_FIELDS = 27
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,9 +345,44 @@ def decode(frame: bytes) -> GatewayMessage | ReplicaMessage:
     return _codec.decode(frame, _decode_tagged)
 
 
+def refusal_of(frame: bytes) -> TokenBatch | None:
+    """Return the answer to a Submit that `decode` refused, for its gateway not to wait; None for other frames."""
+    try:
+        return _codec.decode(frame, _refuse_submit)
+    except ProtocolError:
+        return None
+
+
 def _decode_tagged(values: list[Any]) -> GatewayMessage | ReplicaMessage:
     tag, *rest = values
     return _DECODERS[tag](rest)
+
+
+def _known(kind: type[Known], values: list[Any]) -> Known:
+    """Return a dataclass of its fields in order, without the fields of a later release."""
+    return kind(*values[: len(fields(kind))])  # type: ignore[arg-type]
+
+
+def _encode_sampling(params: SamplingParams) -> tuple[Any, ...]:
+    values = field_values(params)
+    num_sent = len(values)
+    while num_sent > _NUM_SAMPLING_FIELDS and values[num_sent - 1] == _UNSET_SAMPLING[num_sent - 1]:
+        num_sent -= 1
+    return values[:num_sent]
+
+
+def _refuse_submit(values: list[Any]) -> TokenBatch:
+    tag, handle, request_id, _, _, sampling, *_ = values
+    if tag != "submit":
+        raise ValueError(f"no answer is due to {tag!r}")
+    problem = (
+        f"request {request_id}: the replica runs an earlier release, which lacks what the request asks for"
+    )
+    ends = (
+        Finish(each, FinishReason.ERROR, grpc_status="UNAVAILABLE", error=problem)
+        for each in range(handle, handle + _known(SamplingParams, sampling).num_sequences)
+    )
+    return TokenBatch(0, finished=tuple(ends))
 
 
 def _encode_submit(message: Submit) -> tuple[Any, ...]:
@@ -350,13 +394,27 @@ def _encode_submit(message: Submit) -> tuple[Any, ...]:
         message.request_id,
         prompt,
         generated,
-        field_values(message.sampling),
+        _encode_sampling(message.sampling),
         *admission,
     )
 
 
 def _decode_submit(values: list[Any]) -> Submit:
-    handle, request_id, prompt, generated, sampling, tenant, priority, timeout_s, salt, prefix_pool = values
+    (
+        handle,
+        request_id,
+        prompt,
+        generated,
+        sampling,
+        tenant,
+        priority,
+        timeout_s,
+        salt,
+        prefix_pool,
+        *later,
+    ) = values
+    if later:
+        raise ValueError(f"a submit has {len(later)} fields of a later release")
     admission = tenant, priority, timeout_s, salt, prefix_pool
     params = SamplingParams(*sampling)
     return Submit(handle, request_id, unpack_ints(prompt), params, *admission, unpack_ints(generated))
@@ -371,7 +429,7 @@ def _encode_batch(message: TokenBatch) -> tuple[Any, ...]:
 
 
 def _decode_batch(values: list[Any]) -> TokenBatch:
-    step_id, handles, token_ids, logprobs, finished, of_prompts = values
+    step_id, handles, token_ids, logprobs, finished, of_prompts, *_ = values
     unpacked = None if logprobs is None else Logprobs.unpack(logprobs)
     scored = None if of_prompts is None else PromptLogprobs.unpack(of_prompts)
     ends = tuple(map(_decode_finish, finished))
@@ -381,13 +439,15 @@ def _decode_batch(values: list[Any]) -> TokenBatch:
 def _decode_finish(values: list[Any]) -> Finish:
     handle, reason, stop_token_id, prompt, completion, cached, timings, *error = values
     usage = prompt, completion, cached
-    return Finish(handle, FinishReason(reason), stop_token_id, *usage, Timings(*timings), *error)
+    return _known(
+        Finish, [handle, FinishReason(reason), stop_token_id, *usage, _known(Timings, timings), *error]
+    )
 
 
 def _decode_status(values: list[Any]) -> ReplicaStatus:
     query_id, replica_id, model, problem, ranks, *numbers = values
-    rank_statuses = tuple(RankStatus(*rank) for rank in ranks)
-    return ReplicaStatus(query_id, replica_id, model, problem, rank_statuses, *numbers)
+    rank_statuses = tuple(_known(RankStatus, rank) for rank in ranks)
+    return _known(ReplicaStatus, [query_id, replica_id, model, problem, rank_statuses, *numbers])
 
 
 def _encode_block_map(message: BlockMap) -> tuple[Any, ...]:
@@ -397,11 +457,12 @@ def _encode_block_map(message: BlockMap) -> tuple[Any, ...]:
 
 
 def _decode_block_map(values: list[Any]) -> BlockMap:
-    query_id, num_blocks, stride, states, rows, sequences = values
-    holders = tuple(MappedSequence(*each) for each in sequences)
+    query_id, num_blocks, stride, states, rows, sequences, *_ = values
+    holders = tuple(_known(MappedSequence, each) for each in sequences)
     return BlockMap(query_id, num_blocks, stride, states, unpack_ints(rows), holders)
 
 
+_UNSET_SAMPLING = field_values(SamplingParams())
 _ENCODERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Submit: _encode_submit,
     Abort: lambda message: ("abort", message.handle),
@@ -418,15 +479,15 @@ _ENCODERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
 }
 _DECODERS: dict[str, Callable[[list[Any]], GatewayMessage | ReplicaMessage]] = {
     "submit": _decode_submit,
-    "abort": lambda values: Abort(*values),
-    "stop": lambda values: Stop(*values),
-    "status?": lambda values: StatusQuery(*values),
-    "cache?": lambda values: CacheQuery(*values),
-    "blocks?": lambda values: BlockMapQuery(*values),
-    "drain": lambda values: Drain(*values),
-    "flush": lambda values: FlushCache(*values),
+    "abort": partial(_known, Abort),
+    "stop": partial(_known, Stop),
+    "status?": partial(_known, StatusQuery),
+    "cache?": partial(_known, CacheQuery),
+    "blocks?": partial(_known, BlockMapQuery),
+    "drain": partial(_known, Drain),
+    "flush": partial(_known, FlushCache),
     "tokens": _decode_batch,
     "status": _decode_status,
-    "cache": lambda values: CacheReport(*values),
+    "cache": partial(_known, CacheReport),
     "blocks": _decode_block_map,
 }

@@ -38,6 +38,7 @@ from .sampling.prompt_logprobs import compute_prompt_logprobs
 from .sampling.sampler import Sampler
 from .warm_up import warm_up_plans
 from .weights.checkpoint import Checkpoint, ProgressCallback
+from .weights.node_cache import weights_folder
 from .weights.quantization import read_quantization
 
 _log = logging.getLogger(__name__)
@@ -98,7 +99,8 @@ class ModelRunner:
 
     def _load_model(self, on_progress: ProgressCallback | None) -> Model:
         config, comm = self._config, self._comm
-        with closing(Checkpoint(config.model.path, on_progress, comm.size)) as checkpoint:
+        folder = weights_folder(config.model.path)
+        with closing(Checkpoint(folder, on_progress, comm.size)) as checkpoint:
             load = LoadContext(
                 checkpoint,
                 comm,

@@ -207,6 +207,7 @@ def _finished_to_message(finished: CompletionFinished | CompletionOutput) -> inf
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
+            reasoning_tokens=usage.reasoning_tokens,
         ),
         timings=inference_pb2.Timings(
             queued_s=timings.queued_s,
@@ -233,7 +234,9 @@ def _finished_from_message(message: inference_pb2.Finished) -> CompletionFinishe
         index=message.index,
         finish_reason=finish_reason,
         stop_reason=None if stopped_by is None else getattr(message, stopped_by),
-        usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+        usage=Usage(
+            usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.reasoning_tokens
+        ),
         timings=Timings(
             timings.queued_s,
             timings.prefill_s,

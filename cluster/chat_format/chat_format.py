@@ -61,7 +61,11 @@ class ChatFormat:
         if new_id is None:
             new_id = new_call_id if self.tool_calls is None else self.tool_calls.new_id
         return ChatOutputParser(
-            self._grammar(prompt), tools, allows_parallel_calls=allows_parallel_calls, new_id=new_id
+            self._grammar(prompt),
+            tools,
+            allows_parallel_calls=allows_parallel_calls,
+            new_id=new_id,
+            reasons=self.reasoning is not None,
         )
 
     def _grammar(self, prompt: str) -> Callable[[ModelOutput], Parse[None]]:

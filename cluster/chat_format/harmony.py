@@ -36,7 +36,11 @@ def harmony(output: ModelOutput, start: ReasoningStart = ReasoningStart.UNKNOWN)
         make, is_call = _kind(output, header)
         if is_call is not None:
             yield is_call
-        yield from output.emit_until(make, *_ENDS)
+        if make is ReasoningDelta:
+            output.begin_reasoning()
+        end = yield from output.emit_until(make, *_ENDS)
+        if make is ReasoningDelta:
+            output.end_reasoning(end)
 
 
 def _header(output: ModelOutput) -> Parse[str | None]:

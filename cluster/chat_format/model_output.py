@@ -33,6 +33,8 @@ class ModelOutput:
         is_complete: the whole text has arrived.
         num_calls: tool calls so far.
         trimmed: characters that `emit_until` left out before the marker that it returned last.
+        reasoning: parts of the text that are reasoning, as (start, end) of `position`; the end is None in a part
+            that is being read. A reader may drop those that it has seen.
     """
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]], new_call_id: Callable[[], str]) -> None:
@@ -40,17 +42,34 @@ class ModelOutput:
         self.is_complete = False
         self.num_calls = 0
         self.trimmed = ""
+        self.reasoning: list[tuple[int, int | None]] = []
         self._new_call_id = new_call_id
         self._text = ""
         self._pos = 0
+        self._num_dropped = 0  # characters before `_text`
         self._bookmarks: list[int] = []
 
     def push(self, text: str) -> None:
         """Append text, and drop what has been read and cannot be returned to."""
         start = self._bookmarks[0] if self._bookmarks else self._pos
         self._text = self._text[start:] + text
+        self._num_dropped += start
         self._pos -= start
         self._bookmarks = [at - start for at in self._bookmarks]
+
+    @property
+    def position(self) -> int:
+        """Number of characters that have been read for good."""
+        return self._num_dropped + (self._bookmarks[0] if self._bookmarks else self._pos)
+
+    def begin_reasoning(self) -> None:
+        """Mark the beginning of reasoning, at the position."""
+        self.reasoning.append((self.position, None))
+
+    def end_reasoning(self, marker: str | None) -> None:
+        """Mark the end of the reasoning that was begun, before the marker that was read last."""
+        start, _ = self.reasoning.pop()
+        self.reasoning.append((start, self.position - len(marker or "")))
 
     def start_call(self, name: str, call_id: str = "") -> ToolCallStart:
         """Return the beginning of the next tool call, with a new id unless the model wrote one."""

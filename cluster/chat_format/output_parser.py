@@ -8,6 +8,7 @@ from typing import Any
 
 from .deltas import AssistantMessage, ChatDelta, collect_message, merge_deltas
 from .model_output import ModelOutput, Parse
+from .reasoning_tokens import ReasoningTokens
 
 Grammar = Callable[[ModelOutput], Parse[None]]
 
@@ -27,6 +28,10 @@ class ChatOutputParser:
         tools: name |-> JSON schema of the parameters, of the functions that the request offers.
         allows_parallel_calls: if not, tool calls after the first are left out.
         new_id: returns the id of a tool call for which the model wrote none.
+        reasons: count the tokens of reasoning; `push` then needs the length of each token's text.
+
+    Attributes:
+        reasoning_tokens: None unless they are counted.
     """
 
     def __init__(
@@ -36,9 +41,11 @@ class ChatOutputParser:
         *,
         allows_parallel_calls: bool = True,
         new_id: Callable[[], str] = new_call_id,
+        reasons: bool = False,
     ) -> None:
         self._allows_parallel_calls = allows_parallel_calls
         self._output = ModelOutput(tools or {}, new_id)
+        self.reasoning_tokens = ReasoningTokens(self._output) if reasons else None
         self._parse = grammar(self._output)
         self._deltas: list[ChatDelta] = []
 
@@ -68,6 +75,8 @@ class ChatOutputParser:
                 break
             if self._allows_parallel_calls or getattr(delta, "index", 0) == 0:
                 new.append(delta)
+        if self.reasoning_tokens is not None:
+            self.reasoning_tokens.update()
         new = merge_deltas(new)
         self._deltas += new
         return new

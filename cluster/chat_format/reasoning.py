@@ -55,6 +55,8 @@ class ReasoningTags:
             output.rewind()
             return
         output.commit()
+        output.begin_reasoning()
         yield from output.skip(_NEWLINES)
-        yield from output.emit_until(ReasoningDelta, *self.closings, trim=_NEWLINES)
+        closing = yield from output.emit_until(ReasoningDelta, *self.closings, trim=_NEWLINES)
+        output.end_reasoning(closing)
         yield from output.skip(_NEWLINES)

@@ -98,10 +98,14 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
     """Interceptor that rejects calls without a token whose roles permit them.
 
     Health calls need no token: load balancers have none.
+
+    Args:
+        on_refused: receives the error of each call that is rejected.
     """
 
-    def __init__(self, authenticator: Authenticator) -> None:
+    def __init__(self, authenticator: Authenticator, on_refused: Callable[[QuireError], None]) -> None:
         self._authenticator = authenticator
+        self._on_refused = on_refused
 
     async def intercept_service(
         self,
@@ -111,6 +115,7 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
         try:
             self._check(handler_call_details)
         except QuireError as error:
+            self._on_refused(error)
             return _reject(error)
         return await continuation(handler_call_details)
 

@@ -15,6 +15,7 @@ from ...proto.config import EngineConfig
 from ...proto.errors import QuireError
 from ...proto.transport.network import CurveKeys
 from ..config.deployment import Deployment
+from ..config.engine_summary import engine_summary
 from ..config.model_source import pin_revision
 from ..config.resolve import resolve_deployment
 from ..controller_api.controller_client import Controller
@@ -46,11 +47,13 @@ class _SyncedModel:
     Attributes:
         version: of the deployment that `served` was read from.
         silence_timeout_s: silence after which a replica of that version counts as failed.
+        is_logged: the log has a summary of that version.
     """
 
     version: str
     served: ServedModel
     silence_timeout_s: float
+    is_logged: bool = False
 
 
 class ControllerSync:
@@ -206,6 +209,7 @@ class ControllerSync:
             is_new = entry.replica_id not in pool.clients
             if is_new and entry.state is ReplicaState.READY and entry.record is not None:
                 pool.add(self._connect(entry.record, model.silence_timeout_s))
+                _log_summary(model)
 
     def _connect(self, record: ReplicaRecord, silence_timeout_s: float) -> ReplicaClient:
         client = ReplicaClient(
@@ -274,6 +278,13 @@ def _drain_draining(pool: ReplicaPool, state: FleetState) -> None:
     for entry in state.replicas_of(pool.model):
         if entry.state is ReplicaState.DRAINING:
             pool.drain(entry.replica_id)
+
+
+def _log_summary(model: _SyncedModel) -> None:
+    """Log what is served, once per version: with its first replica, whose KV cache has a size."""
+    if not model.is_logged:
+        _log.info("serving version %s: %s", model.version, engine_summary(model.served.config))
+    model.is_logged = True
 
 
 def _log_changes(before: FleetState, after: FleetState) -> None:

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from ...proto.errors import (
     QuireError,
     RequestAborted,
     RequestNotFound,
+    ShuttingDown,
 )
 from ...proto.sampling import SamplingParams
 from ..config.tenants import Tenants
@@ -143,7 +144,9 @@ class GenerationService:
         self._limiter = TenantLimiter(tenants)
         self.limits = limits or RetentionLimits()
         self._running: dict[RequestKey, ActiveRequest] = {}
-        self._ends = ChangeNotifier()
+        self._num_starting = 0  # requests that are checked
+        self._ends = ChangeNotifier()  # of requests
+        self._end_reason = ""  # set once every request is to end
         self._finished: RetainedRequests[ActiveRequest] = RetainedRequests(self.limits)
 
     @asynccontextmanager
@@ -178,18 +181,21 @@ class GenerationService:
             request.stop(RequestAborted(f"request {request_id!r} was aborted"))
         return request is not None
 
-    async def end_all(self, error: QuireError) -> None:
-        """End every running request with the error, for its readers."""
+    async def shut_down(self, grace_s: float) -> None:
+        """Wait `grace_s` for all requests, then end with ShuttingDown those that still run and any later one.
+
+        Each server of the gateway calls it.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self._running or self._num_starting:
+                    await self._ends.wait()
+        self._end_reason = f"the gateway stops, and its grace period of {grace_s:g} s is over"
         requests = list(self._running.values())
         for request in requests:
-            request.stop(error)
+            request.stop(ShuttingDown(self._end_reason))
         for request in requests:
             await request.wait_until_orphan_ended()
-
-    async def wait_until_idle(self) -> None:
-        """Return once no request runs, with or without readers."""
-        while self._running:
-            await self._ends.wait()
 
     def _find(self, call: GenerationCall) -> ActiveRequest | None:
         """Return the request that a repeated or resumed call reads; None for a call that starts one."""
@@ -217,18 +223,24 @@ class GenerationService:
     async def _start(self, call: GenerationCall) -> ActiveRequest:
         """Check the request and submit it to a replica."""
         watch = self._observer.watch(call)
+        self._num_starting += 1
         try:
             with ExitStack() as cleanup:
                 admission = cleanup.enter_context(self._limiter.admit(call.tenant))
                 model = self._models.find(call.model)
                 request = await self._check(model, call)
                 known = self._repeated(call)  # it may have started while a long prompt was tokenized
+                if self._end_reason:
+                    raise ShuttingDown(self._end_reason)
                 if known is None:
                     admission.accept(request)
                     return self._submit(call, model, request, watch, admission, cleanup)
         except BaseException as error:
             watch.on_end(error)
             raise
+        finally:
+            self._num_starting -= 1
+            self._ends.notify()
         watch.on_end(None)
         return known
 

@@ -9,30 +9,27 @@ from typing import Any
 import grpc.aio
 
 from ...proto import inference_pb2, inference_pb2_grpc
+from ...proto.errors import QuireError
 from ..api.request_limits import check_counts
 from ..api.request_messages import prompt_from_message, sampling_from_message
 from ..api.response_messages import event_to_message, output_to_message
 from ..requests.outputs import collect_output
-from .authentication import Authenticator, authorization_of
-from .generation import GenerationCall, GenerationService
+from .authentication import authorization_of
+from .generation import GenerationCall
 from .grpc_errors import convert_errors
-from .served_models import ServedModel, ServedModels
+from .served_models import ServedModel
+from .services import GatewayServices
 from .version import server_version
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """quire.v1.Inference over all models."""
 
-    def __init__(
-        self,
-        models: ServedModels,
-        generation: GenerationService,
-        authenticator: Authenticator,
-        max_message_bytes: int,
-    ) -> None:
-        self._models = models
-        self._generation = generation
-        self._authenticator = authenticator
+    def __init__(self, services: GatewayServices, max_message_bytes: int) -> None:
+        self._models = services.models
+        self._generation = services.generation
+        self._authenticator = services.authenticator
+        self._on_refused = services.on_refused
         self._max_message_bytes = max_message_bytes
         self._started_at = time.monotonic()
 
@@ -118,6 +115,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> GenerationCall:
         """Raises Unauthenticated for a call without a valid token, InvalidRequest for an invalid field."""
+        try:
+            return self._checked_call(message, context)
+        except QuireError as error:
+            self._on_refused(error)
+            raise
+
+    def _checked_call(
+        self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> GenerationCall:
         check_counts(message, self._models.find(message.model).config.model.max_model_len)
         return GenerationCall(
             prompt_from_message(message),

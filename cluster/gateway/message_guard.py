@@ -21,6 +21,7 @@ _MAX_UNCHECKED_BYTES = 256 << 10
 # Counting these takes 13 ms. A conversation of 4,096 messages has 12,289.
 MAX_FIELDS = 16_384
 
+OnRefused = Callable[[InvalidRequest], None]
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -29,7 +30,13 @@ class MessageGuard(grpc.aio.ServerInterceptor):
 
     gRPC itself ends a call whose request cannot be parsed with UNKNOWN, and logs a traceback per call. And it parses
     in the event loop whatever has the size of a message: 4 MB of small fields hold up all streams for a second.
+
+    Args:
+        on_refused: receives the error of each call whose request cannot be parsed.
     """
+
+    def __init__(self, on_refused: OnRefused) -> None:
+        self._on_refused = on_refused
 
     async def intercept_service(
         self,
@@ -43,10 +50,12 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         kind = descriptor_pool.Default().FindMethodByName(method).input_type
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
-                _parsing(handler.unary_stream, kind), response_serializer=handler.response_serializer
+                _parsing(handler.unary_stream, kind, self._on_refused),
+                response_serializer=handler.response_serializer,
             )
         return grpc.unary_unary_rpc_method_handler(
-            _parsing(handler.unary_unary, kind), response_serializer=handler.response_serializer
+            _parsing(handler.unary_unary, kind, self._on_refused),
+            response_serializer=handler.response_serializer,
         )
 
 
@@ -60,13 +69,14 @@ def parse(raw: bytes, kind: Descriptor) -> Message:
         raise InvalidRequest(kind.name, f"is not a valid message of {len(raw)} bytes") from None
 
 
-def _parsing(handle: Any, kind: Descriptor) -> Any:
+def _parsing(handle: Any, kind: Descriptor, on_refused: OnRefused) -> Any:
     """Return the handler of raw requests that parses each for `handle`, a coroutine function or async generator."""
 
     async def parsed(raw: bytes, context: Context) -> Message:
         try:
             return parse(raw, kind)
         except InvalidRequest as error:
+            on_refused(error)
             await context.abort_with_status(to_grpc_status(error))
             raise  # never reached: abort_with_status raises
 

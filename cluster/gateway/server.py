@@ -9,7 +9,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ...proto import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
-from ...proto.errors import ConfigError, ShuttingDown
+from ...proto.errors import ConfigError
 from ..host.background import run_in_background
 from .admin import AdminService
 from .authentication import AuthenticationInterceptor
@@ -76,9 +76,8 @@ class Gateway:
         )
         self._health = health.aio.HealthServicer()
         self._reporter = HealthReporter(self._health, services.models)
-        self._inference = InferenceService(
-            services.models, services.generation, services.authenticator, MAX_MESSAGE_BYTES
-        )
+        self._on_refused = services.on_refused
+        self._inference = InferenceService(services, MAX_MESSAGE_BYTES)
         self._admin = AdminService(services)
         self._server: grpc.aio.Server | None = None
         self._monitor: asyncio.Task[None] | None = None
@@ -94,7 +93,10 @@ class Gateway:
             ConfigError: the port is in use, or the certificate is not valid.
         """
         self._server = grpc.aio.server(
-            interceptors=(AuthenticationInterceptor(self._authenticator), MessageGuard()),
+            interceptors=(
+                AuthenticationInterceptor(self._authenticator, self._on_refused),
+                MessageGuard(self._on_refused),
+            ),
             options=self._options,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, self._server)
@@ -135,19 +137,10 @@ class Gateway:
             server, self._server = self._server, None
             await self._health.enter_graceful_shutdown()
             refusing = asyncio.ensure_future(server.stop(grace_s + END_TIMEOUT_S))
-            await self._drain(grace_s)
+            await self._generation.shut_down(grace_s)
+            self._admin.close()
             await server.stop(END_TIMEOUT_S)
             await refusing
-
-    async def _drain(self, grace_s: float) -> None:
-        """Wait until no request runs, or for the grace period; then end the requests and the streams of events."""
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._generation.wait_until_idle()
-        except TimeoutError:
-            reason = f"the gateway stops, and its grace period of {grace_s:g} s is over"
-            await self._generation.end_all(ShuttingDown(reason))
-        self._admin.close()
 
     def _bind(self, server: grpc.aio.Server) -> int | None:
         """Return the bound port, or None if the address or the certificate cannot be used."""

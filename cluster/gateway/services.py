@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..metrics.monitor import Monitor
@@ -35,6 +35,11 @@ class GatewayServices:
     monitor: Monitor
     fleet: Fleet | None = None
     closing: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def on_refused(self) -> Callable[[BaseException], None]:
+        """Counts a call that a server refuses by itself, before `generation` knows of it."""
+        return self.monitor.requests.count_refusal
 
     @staticmethod
     def compose(

@@ -10,6 +10,7 @@ from .endpoints import (
     anthropic_messages,
     chat_completions,
     completions,
+    docs,
     health,
     metrics,
     models,
@@ -30,17 +31,22 @@ FAMILIES = (
     health,
     metrics,
     page,
+    docs,
 )
 
 
 def create_app(services: GatewayServices) -> FastAPI:
     """Return the application over these services, with its OpenAPI document at /docs."""
     app = FastAPI(
-        title="quire", version=server_version(), redoc_url=None, separate_input_output_schemas=False
+        title="quire",
+        version=server_version(),
+        docs_url=None,  # would load Swagger UI from a CDN; see endpoints/docs.py
+        redoc_url=None,
+        separate_input_output_schemas=False,
     )
-    install_error_handlers(app)
+    install_error_handlers(app, services.on_refused)
     for family in FAMILIES:
         app.include_router(family.router(services))
-    app.add_middleware(LimitBody)
-    app.add_middleware(AuthenticateCalls, authenticator=services.authenticator)
+    app.add_middleware(LimitBody, services=services)
+    app.add_middleware(AuthenticateCalls, services=services)
     return app

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from fastapi import Request
 
-from ...proto.errors import InvalidRequest
+from ...proto.errors import InvalidRequest, QuireError
 from ..gateway.generation import GenerationCall
 from ..gateway.services import GatewayServices
 
@@ -23,6 +23,20 @@ def with_context(call: GenerationCall, request: Request, services: GatewayServic
         tenant=services.authenticator.tenant(request.state.caller, ""),
         trace_headers={name: headers[name] for name in _TRACE_HEADERS if name in headers},
     )
+
+
+@contextmanager
+def preparing(services: GatewayServices, names: Mapping[str, str]) -> Iterator[None]:
+    """Count errors from the block as refused calls, and rename their fields as `renamed_fields` does.
+
+    For what an endpoint does before `GenerationService.run`, which counts its own refusals.
+    """
+    try:
+        with renamed_fields(names):
+            yield
+    except QuireError as error:
+        services.on_refused(error)
+        raise
 
 
 @contextmanager

@@ -31,6 +31,7 @@ class ChatStream:
         ]
         self._is_begun = [False] * num_choices
         self._num_tokens = [0] * num_choices
+        self._num_reasoning_tokens = 0
         self._num_prompt_tokens = len(generation.request.prompt_token_ids)
         self._num_cached_tokens = 0
         self._null_usage = ',"usage":null' if body.includes_usage else ""
@@ -93,6 +94,7 @@ class ChatStream:
 
     def _finished(self, event: CompletionFinished) -> bytes:
         self._num_tokens[event.index] = event.usage.completion_tokens
+        self._num_reasoning_tokens += event.usage.reasoning_tokens
         self._num_cached_tokens = event.usage.cached_tokens
         stop = json_text({"finish_reason": event.finish_reason, "stop_reason": event.stop_reason})
         timings = json_text(timings_json(event.timings))
@@ -105,9 +107,13 @@ class ChatStream:
         return f',"usage":{self._usage()}' if self._body.has_continuous_usage else self._null_usage
 
     def _usage(self) -> str:
-        return json_text(
-            usage_json(Usage(self._num_prompt_tokens, sum(self._num_tokens), self._num_cached_tokens))
+        usage = Usage(
+            self._num_prompt_tokens,
+            sum(self._num_tokens),
+            self._num_cached_tokens,
+            self._num_reasoning_tokens,
         )
+        return json_text(usage_json(usage))
 
 
 def delta_members(delta: ChatDelta) -> str:

@@ -7,16 +7,18 @@ import functools
 import resource
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from .errors import openai_body
+from ...proto.errors import InvalidRequest, Overloaded, QuireError
+from .errors import error_body
 
 # Keeps file descriptors free for the gateway's own sockets and files.
 _RESERVED_DESCRIPTORS = 256
@@ -51,11 +53,22 @@ class ConnectionLimits:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """uvicorn's protocol with limits, which answers what it refuses in OpenAI's form."""
+    """uvicorn's protocol with limits, which answers what it refuses in OpenAI's form.
 
-    def __init__(self, config: Config, server_state: ServerState, limits: ConnectionLimits) -> None:
+    Args:
+        on_refused: receives the error of each request that is refused here.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        limits: ConnectionLimits,
+        on_refused: Callable[[QuireError], None],
+    ) -> None:
         super().__init__(config, server_state, app_state={})
         self._limits = limits
+        self._on_refused = on_refused
         self._max_connections = limits.num_connections()
         self._is_in_head = False
         self._num_head_bytes = 0
@@ -66,7 +79,9 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_made(transport)
         _detect_vanished_peer(transport, self._limits.vanished_s)
         if len(self.connections) > self._max_connections:
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections are open; retry later")
+            self._refuse(
+                HTTPStatus.SERVICE_UNAVAILABLE, Overloaded("too many connections are open; retry later")
+            )
         else:
             self._expect("headers", self._limits.head_timeout_s)
 
@@ -108,33 +123,47 @@ class HttpConnection(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(HTTPStatus.BAD_REQUEST, "the request is not valid HTTP/1.1")
+        self._refuse(HTTPStatus.BAD_REQUEST, InvalidRequest("request", "is not valid HTTP/1.1"))
 
     def _expect(self, part: str, timeout_s: float) -> None:
         """Refuse the request unless the part arrives in time."""
         self._cancel_receive_timer()
-        problem = f"the request's {part} did not arrive in {timeout_s:g} s"
-        self._receive_timer = self.loop.call_later(
-            timeout_s, self._refuse, HTTPStatus.REQUEST_TIMEOUT, problem
-        )
+        error = InvalidRequest(part, f"did not arrive in {timeout_s:g} s")
+        self._receive_timer = self.loop.call_later(timeout_s, self._refuse, HTTPStatus.REQUEST_TIMEOUT, error)
 
     def _check_head(self, num_bytes: int) -> None:
         if not self._is_in_head or self.transport.is_closing():
             return
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > self._limits.max_head_bytes:
-            limit = f"the headers exceed {self._limits.max_head_bytes} bytes"
-            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, limit)
+            error = InvalidRequest("headers", f"exceed {self._limits.max_head_bytes} bytes")
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, error)
 
-    def _refuse(self, status: HTTPStatus, problem: str) -> None:
+    def _refuse(self, status: HTTPStatus, error: QuireError) -> None:
         """Answer without the application, and close the connection."""
         if self.transport.is_closing():
             return
-        if self.cycle is not None and not self.cycle.response_complete:
-            # A response to an earlier or the same request is being written: nothing can be said inside it.
-            self.transport.abort()
+        self._on_refused(error)
+        cycle = self._open_cycle
+        if cycle is not None and not cycle.more_body:
+            self.transport.abort()  # an earlier request runs, whose response is awaited first
+        else:
+            self.end(error, status)
+
+    @property
+    def _open_cycle(self) -> RequestResponseCycle | None:
+        """The request whose response is not complete."""
+        return None if self.cycle is None or self.cycle.response_complete else self.cycle
+
+    def end(self, error: QuireError, status: HTTPStatus) -> None:
+        """Close the connection, with the error as the response to the request if it has none yet."""
+        if self.transport.is_closing():
             return
-        body = openai_body(status, problem)
+        cycle = self._open_cycle
+        if cycle is not None and cycle.response_started:
+            self.transport.abort()  # nothing can be said inside a response
+            return
+        body = error_body(error, "" if cycle is None else cycle.scope["path"], status)
         headers = [
             f"HTTP/1.1 {status.value} {status.phrase}",
             "content-type: application/json",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -84,6 +84,13 @@ def field_name(field: str) -> str:
     return field
 
 
+def error_body(error: QuireError, path: str, status: int) -> bytes:
+    """Return the body of an error in the form of the path's protocol, for a status that may not be its own."""
+    if path.startswith(ANTHROPIC_PATH):
+        return anthropic_body(status, message_of(error))
+    return openai_body(status, message_of(error), code=error.reason.lower())
+
+
 def error_response(error: QuireError, path: str) -> Response:
     """Return the response to a call of the path that failed with this error."""
     body = anthropic_error(error) if path.startswith(ANTHROPIC_PATH) else openai_error(error)
@@ -98,10 +105,21 @@ def http_error_response(method: str, path: str, error: HTTPException) -> Respons
     return _response(error.status_code, _body(path, error.status_code, message), error.headers)
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Answer every failure in the form of the protocol that was called; nobody sees a traceback."""
+def install_error_handlers(app: FastAPI, on_refused: Callable[[QuireError], None]) -> None:
+    """Answer every failure in the form of the protocol that was called; nobody sees a traceback.
+
+    Args:
+        on_refused: receives the error of each call whose body is not valid.
+    """
+
+    async def on_validation_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        invalid = describe_validation_error(error)
+        on_refused(invalid)
+        return error_response(invalid, request.url.path)
+
     app.add_exception_handler(QuireError, _on_quire_error)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientLeft, _on_client_left)
     app.add_exception_handler(Exception, _on_unexpected_error)
@@ -110,11 +128,6 @@ def install_error_handlers(app: FastAPI) -> None:
 async def _on_quire_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, QuireError)
     return error_response(error, request.url.path)
-
-
-async def _on_validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return error_response(describe_validation_error(error), request.url.path)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...proto.errors import QuireError
+from ...proto.errors import InvalidRequest, QuireError
 from ..api.tokens import BEARER, Role
-from ..gateway.authentication import Authenticator
+from ..gateway.services import GatewayServices
+from .endpoints.docs import DOCS_FILES
 from .endpoints.page import EVENTS_PATH, PAGE_FILES
 from .errors import error_response, http_error_response
 from .json_size import MAX_ITEMS, MAX_PARTS, JsonSize
@@ -19,7 +20,7 @@ from .json_size import MAX_ITEMS, MAX_PARTS, JsonSize
 MAX_BODY_BYTES = 16 << 20
 
 # Calls that need no token: probes of load balancers have none, and documentation and page are the same everywhere.
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/docs", "/openapi.json", *PAGE_FILES})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/openapi.json", *DOCS_FILES, *PAGE_FILES})
 
 # Path |-> role that its callers need, where that is not USER.
 ROLE_OF_PATH = {"/load": Role.METRICS, "/metrics": Role.METRICS, EVENTS_PATH: Role.OPERATOR}
@@ -28,9 +29,10 @@ ROLE_OF_PATH = {"/load": Role.METRICS, "/metrics": Role.METRICS, EVENTS_PATH: Ro
 class AuthenticateCalls:
     """Middleware that sets `request.state.caller`, and rejects calls without a token whose roles permit them."""
 
-    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
+    def __init__(self, app: ASGIApp, services: GatewayServices) -> None:
         self._app = app
-        self._authenticator = authenticator
+        self._authenticator = services.authenticator
+        self._on_refused = services.on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (path := scope["path"]) not in OPEN_PATHS:
@@ -38,6 +40,7 @@ class AuthenticateCalls:
                 caller = self._authenticator.caller(_authorization(scope["headers"]))
                 caller.require(ROLE_OF_PATH.get(path, Role.USER))
             except QuireError as error:
+                self._on_refused(error)
                 await error_response(error, path)(scope, receive, send)
                 return
             scope["state"]["caller"] = caller
@@ -50,13 +53,14 @@ class LimitBody:
     It also rejects bodies with too many values, before they are parsed.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, services: GatewayServices) -> None:
         self._app = app
+        self._on_refused = services.on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         length = dict(scope["headers"]).get(b"content-length", b"0") if scope["type"] == "http" else b"0"
         if int(length) > MAX_BODY_BYTES:  # the parser has checked that this is a number
-            response = http_error_response(scope["method"], scope["path"], _too_large())
+            response = http_error_response(scope["method"], scope["path"], self._too_large())
             await response(scope, receive, send)
             return
         num_bytes, size = 0, JsonSize()
@@ -68,26 +72,30 @@ class LimitBody:
                 body = message.get("body", b"")
                 num_bytes += len(body)
                 if num_bytes > MAX_BODY_BYTES:
-                    raise _too_large()
+                    raise self._too_large()
                 if not size.is_too_large:
                     size.add(body)
                 if not size.is_too_large:
                     return message
                 if not message.get("more_body"):
-                    raise _too_many_values()
+                    raise self._too_many_values()
                 # A client that is still sending would not read the response: read the rest, without keeping it.
 
         await self._app(scope, counted_receive, send)
 
+    def _too_large(self) -> HTTPException:
+        problem = f"exceeds {MAX_BODY_BYTES} bytes"
+        return self._refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, problem, {"connection": "close"})
 
-def _too_large() -> HTTPException:
-    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-    return HTTPException(status, f"the body exceeds {MAX_BODY_BYTES} bytes", {"connection": "close"})
+    def _too_many_values(self) -> HTTPException:
+        problem = f"has more than {MAX_PARTS} texts and lists, or {MAX_ITEMS} numbers"
+        return self._refused(HTTPStatus.BAD_REQUEST, problem)
 
-
-def _too_many_values() -> HTTPException:
-    problem = f"the body has more than {MAX_PARTS} texts and lists, or {MAX_ITEMS} numbers"
-    return HTTPException(HTTPStatus.BAD_REQUEST, problem)
+    def _refused(
+        self, status: HTTPStatus, problem: str, headers: Mapping[str, str] | None = None
+    ) -> HTTPException:
+        self._on_refused(InvalidRequest("body", problem))
+        return HTTPException(status, f"the body {problem}", dict(headers or {}))
 
 
 def _authorization(headers: Iterable[tuple[bytes, bytes]]) -> str | None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from http import HTTPStatus
 
 from fastapi import FastAPI
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from ...proto.errors import ConfigError
+from ...proto.errors import ConfigError, ShuttingDown
 from ..gateway.listen_address import ListenAddress
+from ..gateway.server import END_TIMEOUT_S
 from ..gateway.services import GatewayServices
 from .app import create_app
 from .connection import ConnectionLimits, HttpConnection
@@ -49,6 +51,8 @@ class HttpServer:
     ) -> None:
         self._address = ListenAddress.parse(listen)
         self._security = services.security
+        self._generation = services.generation
+        self._on_refused = services.on_refused
         self._closing = services.closing
         self._security.check_listen(self._address, insecure=insecure)
         self._limits = limits or ConnectionLimits()
@@ -80,7 +84,10 @@ class HttpServer:
         return self.url
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Refuse new connections, wait `grace_s` for running requests, then end them. Safe to call twice."""
+        """Refuse new connections, wait `grace_s` for requests, then end them with ShuttingDown.
+
+        Safe to call twice.
+        """
         if self._listener is None:
             return
         listener, self._listener = self._listener, None
@@ -88,9 +95,13 @@ class HttpServer:
         listener.close()
         for connection in list(self._state.connections):
             connection.shutdown()  # closes an idle connection; another one after its response
-        await self._wait_for_requests(grace_s)
+        await asyncio.gather(self._generation.shut_down(grace_s), self._wait_for_requests(grace_s))
+        await self._wait_for_requests(END_TIMEOUT_S)
+        error = ShuttingDown(f"the gateway stops, and its grace period of {grace_s:g} s is over")
         for connection in list(self._state.connections):
-            connection.transport.abort()  # handlers see a client that went away, and free its blocks
+            assert isinstance(connection, HttpConnection)
+            # A handler that still runs sees a client that went away.
+            connection.end(error, HTTPStatus.SERVICE_UNAVAILABLE)
         await self._wait_for_requests(_CANCEL_TIMEOUT_S)
         for task in self._state.tasks:
             task.cancel()
@@ -123,4 +134,4 @@ class HttpServer:
             timeout_keep_alive=int(self._limits.keep_alive_s),
         )
         config.load()
-        return lambda: HttpConnection(config, self._state, self._limits)
+        return lambda: HttpConnection(config, self._state, self._limits, self._on_refused)

@@ -17,6 +17,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 
@@ -32,4 +33,5 @@ def total_usage(usages: Iterable[Usage]) -> Usage:
         sum(usage.prompt_tokens for usage in each),
         sum(usage.completion_tokens for usage in each),
         sum(usage.cached_tokens for usage in each),
+        sum(usage.reasoning_tokens for usage in each),
     )

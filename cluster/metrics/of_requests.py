@@ -143,7 +143,7 @@ RECOVERIES = Metric(
 REFUSALS = Metric(
     name="quire_request_refusals",
     kind=Kind.COUNTER,
-    help="Requests that were refused before they began, by the kind of error.",
+    help="Calls that were refused before they began, by the kind of error: also those without a valid token.",
     labels=("reason",),
 )
 ERRORS = Metric(

@@ -9,13 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...proto.errors import (
+    DuplicateRequest,
     InvalidRequest,
     ModelNotFound,
     Overloaded,
+    PermissionDenied,
     QuireError,
     QuotaExceeded,
     ReplicaUnavailable,
     RequestAborted,
+    RequestNotFound,
+    ShuttingDown,
+    Unauthenticated,
 )
 from ...proto.stream import FinishReason
 from ..requests.observer import MoveCause, ObservedCall
@@ -34,7 +39,18 @@ _NO_MOVES = dict.fromkeys((cause.value for cause in MoveCause), 0)
 _NO_REFUSALS = dict.fromkeys(
     (
         kind.reason.lower()
-        for kind in (InvalidRequest, ModelNotFound, Overloaded, QuotaExceeded, ReplicaUnavailable)
+        for kind in (
+            DuplicateRequest,
+            InvalidRequest,
+            ModelNotFound,
+            Overloaded,
+            PermissionDenied,
+            QuotaExceeded,
+            ReplicaUnavailable,
+            RequestNotFound,
+            ShuttingDown,
+            Unauthenticated,
+        )
     ),
     0,
 )
@@ -87,6 +103,10 @@ class RequestMetrics:
     def watch(self, call: ObservedCall) -> _Watch:
         """See `RequestObserver`."""
         return _Watch(self, self._clock)
+
+    def count_refusal(self, error: BaseException) -> None:
+        """Count a call that ended before it was a request: without a token, malformed or invalid."""
+        self.refusals[reason_of(error)] += 1
 
     def add_model(self, name: str) -> None:
         """Expose a model that may not have had a request yet."""
@@ -168,7 +188,7 @@ class _Watch:
         """See `RequestWatch`."""
         if self._model is None or self._request is None:
             if error is not None and not is_abort(error):
-                self._metrics.refusals[reason_of(error)] += 1
+                self._metrics.count_refusal(error)
             return
         self._model.num_open -= 1
         if not (num_left := self._request.sampling.n - self._num_finished):

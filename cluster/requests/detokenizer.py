@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .tokenizer import IncrementalDecoder, Tokenizer
+from .incremental_decoder import incremental_decoder
+from .tokenizer import Tokenizer
 
 
 class Detokenizer:
@@ -30,7 +31,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         keep_stop: bool = False,
     ) -> None:
-        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._decoder = incremental_decoder(tokenizer, skip_special_tokens=skip_special_tokens)
         self._finder = StopFinder(stop, keep=keep_stop) if stop else None
         self._num_exempt = min_tokens  # tokens to come in whose text no stop string ends
         self.stop_string: str | None = None

@@ -62,13 +62,14 @@ class OutputProcessor:
         Raises:
             QuireError: the sequence ended with this error, and with it the request.
         """
-        events = self._sequences[index].process(update)
+        events = self._sequences[index].process(update, self._num_deltas + 1)
         self._num_open -= update.finish is not None
         of_prompt = self._prompt_logprobs(update)
-        if not self._sampling.is_ranked:
-            return [*of_prompt, *self._numbered(events)]
-        self._held_back[index] += events
-        return [*of_prompt, *self._numbered(self._ranked() if self.is_finished else ())]
+        if self._sampling.is_ranked:
+            self._held_back[index] += events
+            return [*of_prompt, *(self._ranked() if self.is_finished else ())]
+        self._num_deltas += bool(events) and isinstance(events[0], CompletionDelta)
+        return [*of_prompt, *events]
 
     def _prompt_logprobs(self, update: SequenceUpdate) -> list[PromptLogprobsDelta]:
         """Return the log-probabilities not emitted yet: a migrated request may compute those of its prompt again."""
@@ -89,17 +90,11 @@ class OutputProcessor:
         order = sorted(range(len(self._sequences)), key=lambda index: -self._sequences[index].logprob_sum)
         for rank, index in enumerate(order[: self._sampling.n]):
             for event in self._held_back[index]:
-                yield replace(event, index=rank)
-
-    def _numbered(self, events: Iterable[CompletionEvent]) -> list[CompletionEvent]:
-        """Return the events, each delta with its number in the stream."""
-        numbered: list[CompletionEvent] = []
-        for event in events:
-            if isinstance(event, CompletionDelta):
-                self._num_deltas += 1
-                event = replace(event, sequence_number=self._num_deltas)
-            numbered.append(event)
-        return numbered
+                if isinstance(event, CompletionDelta):
+                    self._num_deltas += 1
+                    yield replace(event, index=rank, sequence_number=self._num_deltas)
+                else:
+                    yield replace(event, index=rank)
 
 
 class _SequenceOutput:
@@ -136,33 +131,57 @@ class _SequenceOutput:
     def has_stop_string(self) -> bool:
         return self._detokenizer.stop_string is not None
 
-    def process(self, update: SequenceUpdate) -> list[CompletionEvent]:
-        """Return a delta, the end, both or nothing. Raises the QuireError that the sequence ended with."""
+    def process(self, update: SequenceUpdate, number: int) -> list[CompletionEvent]:
+        """Return a delta with this number, the end, both or nothing.
+
+        Raises:
+            QuireError: the sequence ended with this error.
+        """
         finish = update.finish
         if finish is not None and finish.reason is FinishReason.ERROR:
             raise finish.to_error()
-        delta = None if self.has_stop_string else self._delta(update)
+        delta = None if self.has_stop_string else self._delta(update, number)
         finished = None if finish is None else self._finished(finish)
         return [event for event in (delta, finished) if event is not None]
 
-    def _delta(self, update: SequenceUpdate) -> CompletionDelta | None:
+    def _delta(self, update: SequenceUpdate, number: int) -> CompletionDelta | None:
         finish = update.finish
         # The token that stopped the sequence is one of its tokens, but part of its text only if requested.
         stopped = finish is not None and finish.reason is FinishReason.STOP and bool(update.token_ids)
         num_without_text = int(stopped and not self._keeps_stop)
         num_with_text = len(update.token_ids) - num_without_text
-        text, num_tokens = self._detokenizer.push(update.token_ids[:num_with_text])
+        text, num_tokens = self._detokenize(update.token_ids[:num_with_text])
         if not self.has_stop_string:
             num_tokens += num_without_text
             if finish is not None:
-                text += self._detokenizer.finish()
+                text += self._rest()
         chat = self._parse(text, is_last=self.has_stop_string or finish is not None)
         if not num_tokens and not text and not chat:
             return None
         self._num_tokens += num_tokens
         token_ids, entries = update.token_ids[:num_tokens], update.logprobs[:num_tokens]
         self.logprob_sum += sum(entry.chosen for entry in entries)
-        return CompletionDelta(self._index, text, token_ids, self._logprobs(token_ids, entries), chat=chat)
+        logprobs = self._logprobs(token_ids, entries)
+        return CompletionDelta(self._index, text, token_ids, logprobs, number, chat)
+
+    def _detokenize(self, token_ids: list[int]) -> tuple[str, int]:
+        """Return the new text, and the number of tokens that belong to the sequence."""
+        if self._parser is None or self._parser.reasoning_tokens is None:
+            return self._detokenizer.push(token_ids)
+        texts: list[str] = []
+        for token_id in token_ids:
+            texts.append(self._detokenizer.push((token_id,))[0])
+            if self.has_stop_string:
+                break
+        self._parser.reasoning_tokens.push(map(len, texts))
+        return "".join(texts), len(texts)
+
+    def _rest(self) -> str:
+        """Return the text that was held back."""
+        rest = self._detokenizer.finish()
+        if self._parser is not None and self._parser.reasoning_tokens is not None:
+            self._parser.reasoning_tokens.push_text(len(rest))
+        return rest
 
     def _parse(self, text: str, *, is_last: bool) -> tuple[ChatDelta, ...] | None:
         """Return what the text adds to the message of a chat."""
@@ -185,10 +204,19 @@ class _SequenceOutput:
             index=self._index,
             finish_reason=reason if self._parser is None else self._parser.finish_reason(reason),
             stop_reason=stop_string if self.has_stop_string else finish.stop_token_id,
-            usage=Usage(len(self._request.prompt_token_ids), self._num_tokens, finish.num_cached_tokens),
+            usage=self._usage(finish),
             timings=finish.timings,
             cumulative_logprob=self.logprob_sum if self._request.reports_logprobs else None,
             score=finish.score,
+        )
+
+    def _usage(self, finish: Finish) -> Usage:
+        counter = None if self._parser is None else self._parser.reasoning_tokens
+        return Usage(
+            prompt_tokens=len(self._request.prompt_token_ids),
+            completion_tokens=self._num_tokens,
+            cached_tokens=finish.num_cached_tokens,
+            reasoning_tokens=0 if counter is None else counter.count,
         )
 
 

@@ -38,11 +38,13 @@ class Usage:
 
     Attributes:
         cached_tokens: prompt tokens whose KV was found in the prefix cache.
+        reasoning_tokens: tokens of a chat's completions that are reasoning.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +225,12 @@ class RequestOutput:
     def usage(self) -> Usage:
         """Tokens of the prompt, counted once, and of all completions in `outputs`."""
         first = self.outputs[0].usage
-        num_completion_tokens = sum(output.usage.completion_tokens for output in self.outputs)
-        return Usage(first.prompt_tokens, num_completion_tokens, first.cached_tokens)
+        return Usage(
+            first.prompt_tokens,
+            sum(output.usage.completion_tokens for output in self.outputs),
+            first.cached_tokens,
+            sum(output.usage.reasoning_tokens for output in self.outputs),
+        )
 
 
 def position_logprobs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -49,27 +50,28 @@ class SequenceUpdate:
         self.prompt_logprobs += later.prompt_logprobs
 
 
-def updates_by_handle(batch: TokenBatch) -> Iterable[tuple[int, SequenceUpdate]]:
-    """Return handle |-> update, each handle once; the last tokens of a sequence and its finish are in one update."""
-    updates: dict[int, SequenceUpdate] = {}
-    handles = batch.handles.tolist()
-    for handle, token_id in zip(handles, batch.token_ids.tolist(), strict=True):
-        if handle in updates:
+def updates_by_handle(*batches: TokenBatch) -> Iterable[tuple[int, SequenceUpdate]]:
+    """Return handle |-> update over consecutive batches, each handle once.
+
+    The last tokens of a sequence and its finish are in one update.
+    """
+    updates: defaultdict[int, SequenceUpdate] = defaultdict(SequenceUpdate)
+    for batch in batches:
+        handles = batch.handles.tolist()
+        for handle, token_id in zip(handles, batch.token_ids.tolist(), strict=True):
             updates[handle].token_ids.append(token_id)
-        else:
-            updates[handle] = SequenceUpdate([token_id])
-    if batch.logprobs is not None:
-        for index, entry in zip(batch.logprobs.index.tolist(), _entries(batch.logprobs), strict=True):
-            updates[handles[index]].logprobs.append(entry)
-    if batch.prompt_logprobs is not None:
-        scores = batch.prompt_logprobs
-        entries = zip(
-            scores.owners.tolist(), scores.logprobs.index.tolist(), _entries(scores.logprobs), strict=True
-        )
-        for handle, position, scored in entries:
-            updates.setdefault(handle, SequenceUpdate()).prompt_logprobs.append((position, scored))
-    for finish in batch.finished:
-        updates.setdefault(finish.handle, SequenceUpdate()).finish = finish
+        if batch.logprobs is not None:
+            for index, entry in zip(batch.logprobs.index.tolist(), _entries(batch.logprobs), strict=True):
+                updates[handles[index]].logprobs.append(entry)
+        if batch.prompt_logprobs is not None:
+            scores = batch.prompt_logprobs
+            entries = zip(
+                scores.owners.tolist(), scores.logprobs.index.tolist(), _entries(scores.logprobs), strict=True
+            )
+            for handle, position, scored in entries:
+                updates[handle].prompt_logprobs.append((position, scored))
+        for finish in batch.finished:
+            updates[finish.handle].finish = finish
     return updates.items()
 
 

@@ -1,4 +1,4 @@
-"""Tokenizer and incremental decoding. Only gateways, LLM and clients see text; the rest of quire uses token ids."""
+"""Tokenizer. Only gateways, LLM and clients see text; the rest of quire uses token ids."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...proto.errors import InvalidRequest, ModelLoadError, first_line
-
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Far more than one character has. Bounds the tokens held back if the model samples ids that never form a character.
-_MAX_HELD_TOKENS = 32
+from .token_bytes import TokenBytes
 
 
 class Tokenizer:
@@ -18,6 +15,9 @@ class Tokenizer:
 
     Attributes:
         special_tokens: texts of the special tokens.
+        is_byte_level: each token stands for bytes, whatever its neighbors are.
+        token_bytes: their bytes, if the tokenizer `is_byte_level`.
+        shown_bytes: the same, without those of special tokens.
         named_special_tokens: name |-> text of those with a role, for example ``bos_token``.
 
     Raises:
@@ -31,6 +31,10 @@ class Tokenizer:
         self.special_tokens = frozenset(
             token.content for token in self._backend.get_added_tokens_decoder().values() if token.special
         )
+        self.is_byte_level = type(self._backend.decoder).__name__ == "ByteLevel"
+        # Bounded by the vocabulary: ids without a token are not sampled, and are refused in prompts.
+        self.token_bytes = TokenBytes(self._backend.id_to_token)
+        self.shown_bytes = TokenBytes(self._backend.id_to_token, self.special_tokens)
         # These settings are for training. A prompt that is too long must be refused, not truncated.
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -53,7 +57,7 @@ class Tokenizer:
         """Longest token of a byte-level vocabulary, whose tokens have at least one byte per character."""
         added = self._backend.get_added_tokens_decoder().values()
         if (
-            type(self._backend.decoder).__name__ != "ByteLevel"
+            not self.is_byte_level
             or self._backend.normalizer is not None
             or any(token.lstrip or token.rstrip for token in added)  # such tokens absorb white space
         ):
@@ -107,49 +111,6 @@ class Tokenizer:
         """Return the text of a single token, special tokens included."""
         text: str = self._backend.decode([token_id], skip_special_tokens=False)
         return text
-
-
-class IncrementalDecoder:
-    """Decodes one sequence incrementally: the pieces joined equal `Tokenizer.decode` of all ids.
-
-    Args:
-        skip_special_tokens: leave out the text of special tokens.
-
-    A token's text depends on its neighbors. So each call decodes a short window with and without the new tokens, and
-    returns the difference, as Hugging Face's text-generation-inference does. Text that ends inside a character is
-    held back. tokenizers' DecodeStream cannot report the text that it holds back, and raises on byte sequences that
-    become invalid late.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []  # ids of the last piece, then those without emitted text
-        self._num_emitted = 0  # ids of the window whose text was emitted
-        self._emitted = ""  # their text
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these ids complete; may be empty."""
-        self._window.extend(token_ids)
-        text = self._decode(self._window)
-        is_incomplete = text.endswith(_REPLACEMENT) or len(text) <= len(self._emitted)
-        if is_incomplete and len(self._window) - self._num_emitted <= _MAX_HELD_TOKENS:
-            return ""
-        return self._emit(text)
-
-    def flush(self) -> str:
-        """Return the text held back so far, with U+FFFD for an incomplete character."""
-        return self._emit(self._decode(self._window))
-
-    def _emit(self, text: str) -> str:
-        new = text[len(self._emitted) :]
-        self._window = self._window[self._num_emitted :]
-        self._num_emitted = len(self._window)
-        self._emitted = self._decode(self._window)
-        return new
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
 def _load(path: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import signal
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from ..gateway.controller_sync import ControllerSync
 from ..gateway.security import Security
 from ..gateway.served_models import ServedModels
 from ..gateway.services import GatewayServices
+from ..host.event_loop import run_event_loop
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
 from ..ray_runtime.launch_target import DEFAULT_NAMESPACE
 from ..ray_runtime.local_cluster import attach
@@ -59,7 +59,7 @@ def serve_fleet(
             raise_on_signals()  # Ray has replaced our signal handlers
             controller = find_or_start_controller(DEFAULT_NAMESPACE, cluster_options)
             stack.callback(ignore_signals)
-            return asyncio.run(_serve(deployments, controller, server_options, security, observers))
+            return run_event_loop(_serve(deployments, controller, server_options, security, observers))
     except SystemExit:  # Ray handles SIGTERM itself while it connects
         return 128 + signal.SIGTERM
     except Interrupted as interrupted:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from ..config.server_options import ServerOptions
-from ..gateway.server import END_TIMEOUT_S, Gateway
+from ..gateway.server import Gateway
 from ..gateway.services import GatewayServices
 from ..http.server import HttpServer
 
@@ -63,10 +63,10 @@ class GatewayServers:
         print(f"quire is ready on {self._grpc_address}", flush=True)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, wait `grace_s` for running calls, then cancel them. Safe to call twice."""
+        """Refuse new calls, wait `grace_s` for running calls, then end them with ShuttingDown. Safe to call twice."""
         both = [
             self._grpc.stop(grace_s),
-            *([] if self._http is None else [self._http.stop(grace_s + END_TIMEOUT_S)]),
+            *([] if self._http is None else [self._http.stop(grace_s)]),
         ]
         await asyncio.gather(*both)
         await self._monitor.close()

@@ -18,6 +18,7 @@ from ..config.server_options import ServerOptions
 from ..gateway.security import Security
 from ..gateway.served_models import serve_single_replica
 from ..gateway.services import GatewayServices
+from ..host.event_loop import run_event_loop
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
 from ..host.stopwatch import Stopwatch
 from ..ray_runtime.local_cluster import LocalCluster
@@ -70,7 +71,7 @@ def serve(engine_options: EngineOptions, server_options: ServerOptions) -> int:
             replica = stack.enter_context(launch_replica(config, new_replica_id(), cluster))
             stopwatch.lap("replica")
             stack.callback(ignore_signals)
-            return asyncio.run(
+            return run_event_loop(
                 _serve_replica(server_options, security, observers, replica, tokenizer, stopwatch)
             )
     except SystemExit:  # Ray handles SIGTERM itself while it starts

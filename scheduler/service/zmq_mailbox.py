@@ -65,10 +65,13 @@ class ZmqMailbox:
             if not self._router.poll(0):
                 break
             gateway, *frames = self._router.recv_multipart()
+            frame = frames[-1] if frames else b""
             try:
-                message = stream.decode(frames[-1] if frames else b"")
+                message = stream.decode(frame)
             except ProtocolError as error:
                 _log.warning("ignored a message of gateway %s: %s", gateway.hex(), error)
+                if (refusal := stream.refusal_of(frame)) is not None:
+                    self.send(gateway, refusal)
                 continue
             if isinstance(message, GatewayMessage):
                 messages.append((bytes(gateway), message))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
@@ -35,7 +39,11 @@ from quire.proto.stream import (
     TokenBatch,
     decode,
     encode,
+    refusal_of,
 )
+
+# Fields of SamplingParams when VERSION became 4.
+NUM_SAMPLING_FIELDS = 27
 
 STATUS = ReplicaStatus(
     query_id=4,
@@ -199,3 +207,73 @@ def test_invalid_sampling_params_in_a_message_are_a_protocol_error() -> None:
     frame = encode(Submit(1, "id", np.array([1], np.int32), SamplingParams(max_tokens=5)))
     with pytest.raises(ProtocolError, match="max_tokens"):
         decode(frame.replace(b"\x05\x00\xc0", b"\x00\x00\xc0"))
+
+
+def with_values(message: GatewayMessage | ReplicaMessage, change: Callable[[list[Any]], list[Any]]) -> bytes:
+    """Return the frame of a message after a change of its values, as another release might send it."""
+    frame = encode(message)
+    return frame[:1] + msgpack.packb(change(msgpack.unpackb(frame[1:])))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [Abort(7), StatusQuery(4), STATUS, CacheQuery(5), REPORT, BlockMapQuery(9), Drain(2.5), FlushCache()],
+    ids=type,
+)
+def test_fields_of_a_later_release_are_ignored(message: GatewayMessage | ReplicaMessage) -> None:
+    assert decode(with_values(message, lambda values: [*values, "later", 1])) == message
+
+
+def test_fields_of_a_later_release_in_parts_of_a_message_are_ignored() -> None:
+    finish = Finish(
+        3, FinishReason.STOP, 17, 5, 6, 4, Timings(0.1, 0.2, 0.3, 0.4, 5), 0.5, "UNAVAILABLE", "rank 1"
+    )
+
+    def extend(values: list[Any]) -> list[Any]:
+        (ended,) = values[5]
+        ended[6].append("later")
+        return [*values[:5], [[*ended, "later"]], *values[6:], "later"]
+
+    received = decode(with_values(TokenBatch(8, finished=(finish,)), extend))
+    assert isinstance(received, TokenBatch)
+    assert received.finished == (finish,)
+    status = decode(
+        with_values(STATUS, lambda values: [*values[:5], [[*rank, 1] for rank in values[5]], *values[6:]])
+    )
+    assert status == STATUS
+
+
+def test_status_of_an_earlier_release_has_defaults() -> None:
+    received = decode(with_values(STATUS, lambda values: values[:-2]))
+    assert received == replace(STATUS, num_plan_waits=0, plan_wait_s=0.0)
+
+
+def test_every_sampling_parameter_of_this_version_is_sent() -> None:
+    sent = msgpack.unpackb(encode(Submit(1, "id", np.array([1], np.int32), SamplingParams()))[1:])
+    # Later fields need defaults, and stay away while they are unset. See the module's docstring.
+    assert len(sent[5]) == NUM_SAMPLING_FIELDS
+
+
+@pytest.mark.parametrize(
+    "extend",
+    [
+        lambda values: [*values, "later"],
+        lambda values: [*values[:5], [*values[5], *["later"] * 99], *values[6:]],
+    ],
+    ids=["submit", "sampling"],
+)
+def test_request_with_a_setting_of_a_later_release_is_refused(
+    extend: Callable[[list[Any]], list[Any]],
+) -> None:
+    frame = with_values(Submit(9, "id", np.array([1], np.int32), SamplingParams(n=2)), extend)
+    with pytest.raises(ProtocolError):
+        decode(frame)
+    answer = refusal_of(frame)
+    assert answer is not None
+    assert [(end.handle, end.reason, end.grpc_status) for end in answer.finished] == [
+        (9, FinishReason.ERROR, "UNAVAILABLE"),
+        (10, FinishReason.ERROR, "UNAVAILABLE"),
+    ]
+    assert "earlier release" in answer.finished[0].error
+    assert refusal_of(encode(Abort(3))) is None
+    assert refusal_of(b"\x00garbage") is None

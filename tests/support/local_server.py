@@ -83,37 +83,72 @@ async def local_server(
         http: run the HTTP server as well.
         options: of EngineOptions.
     """
-    settings = {"num_kv_blocks": 64, "max_num_seqs": 16, "max_num_batched_tokens": 64} | options
-    engine_options = EngineOptions(
-        str(model_dir), served_model_name="tiny", device="cpu", audit=True, **settings
-    )
-    config = resolve(engine_options, Machine.this())
+    config = local_config(model_dir, **options)
     with local_replica(config) as local:
         replica = ReplicaClient(
             local.address, "replica-0", silence_timeout_s=silence_timeout_s, heartbeat_s=0.1
         )
-        replica.start()
-        tokenizer = Tokenizer(str(model_dir))
-        models = serve_single_replica(local.config, tokenizer, replica)
-        services = GatewayServices.compose(models, security=security, retention=retention)
-        gateway = Gateway(services)
-        http_server = HttpServer(services, limits=http_limits) if http else None
-        target = await gateway.start()
+        async with local_gateway(
+            local.config, replica, security=security, retention=retention, http=http, http_limits=http_limits
+        ) as servers:
+            try:
+                if ready:
+                    await asyncio.wait_for(servers.gateway.wait_ready(), DEADLINE_S)
+                yield Server(
+                    servers.target, servers.gateway, servers.http, replica, local.brake, local.script,
+                    local.scheduler, local.config, servers.tokenizer, servers.services, local.stop,
+                )  # fmt: skip
+            finally:
+                local.brake.release()
+
+
+def local_config(model_dir: Path, **options: Any) -> EngineConfig:
+    """Return the configuration of a small replica of the model; `options` are those of EngineOptions."""
+    settings = {"num_kv_blocks": 64, "max_num_seqs": 16, "max_num_batched_tokens": 64} | options
+    engine_options = EngineOptions(
+        str(model_dir), served_model_name="tiny", device="cpu", audit=True, **settings
+    )
+    return resolve(engine_options, Machine.this())
+
+
+@dataclass
+class LocalGateway:
+    """The servers of a gateway, without its replica; the attributes are those of Server."""
+
+    target: str
+    gateway: Gateway
+    http: HttpServer | None
+    tokenizer: Tokenizer
+    services: GatewayServices
+
+
+@asynccontextmanager
+async def local_gateway(
+    config: EngineConfig,
+    replica: ReplicaClient,
+    *,
+    security: Security | None = None,
+    retention: RetentionLimits | None = None,
+    http: bool = False,
+    http_limits: ConnectionLimits | None = None,
+) -> AsyncIterator[LocalGateway]:
+    """Run the servers of a gateway of the replica, which is started and closed with them."""
+    replica.start()
+    tokenizer = Tokenizer(config.model.path)
+    models = serve_single_replica(config, tokenizer, replica)
+    services = GatewayServices.compose(models, security=security, retention=retention)
+    gateway = Gateway(services)
+    http_server = HttpServer(services, limits=http_limits) if http else None
+    target = await gateway.start()
+    if http_server is not None:
+        await http_server.start()
+    try:
+        yield LocalGateway(target, gateway, http_server, tokenizer, services)
+    finally:
+        await gateway.stop(0)
         if http_server is not None:
-            await http_server.start()
-        try:
-            if ready:
-                await asyncio.wait_for(gateway.wait_ready(), DEADLINE_S)
-            yield Server(
-                target, gateway, http_server, replica, local.brake, local.script, local.scheduler, local.config,
-                tokenizer, services, local.stop,
-            )  # fmt: skip
-        finally:
-            local.brake.release()
-            await gateway.stop(0)
-            if http_server is not None:
-                await http_server.stop(0)
-            await models.close()
+            await http_server.stop(0)
+        await models.close()
 
 
 @dataclass

@@ -10,12 +10,13 @@ from fastapi import APIRouter, Request, Response
 from ...gateway.generation import GenerationCall
 from ...gateway.services import GatewayServices
 from ..anthropic_stream import AnthropicStream, error_event, message_json
-from ..call_context import renamed_fields, with_context
+from ..call_context import preparing, renamed_fields, with_context
 from ..disconnect import unless_client_leaves
 from ..event_stream import EventStream
 from ..generations import collect_all
 from ..response_head import ResponseHead
 from ..schema.anthropic_message import CountTokensRequest, MessagesRequest
+from ..schema.error_body import ANTHROPIC_ERRORS, WHOLE_OR_STREAM
 
 # field of quire.v1 |-> field of this endpoint
 _FIELDS = {
@@ -27,12 +28,12 @@ _FIELDS = {
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["Anthropic"])
+    router = APIRouter(tags=["Anthropic"], responses=ANTHROPIC_ERRORS)
 
-    @router.post("/v1/messages", summary="Continue a conversation")
+    @router.post("/v1/messages", summary="Continue a conversation", responses=WHOLE_OR_STREAM)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         head = ResponseHead.new("msg_")
-        with renamed_fields(_FIELDS):
+        with preparing(services, _FIELDS):
             call = GenerationCall(body.chat(), body.sampling(), model=body.model or "")
             call = with_context(call, request, services)
         if body.stream:
@@ -45,8 +46,8 @@ def router(services: GatewayServices) -> APIRouter:
 
     @router.post("/v1/messages/count_tokens", summary="Count the tokens of a conversation")
     async def count_tokens(body: CountTokensRequest) -> dict[str, int]:
-        model = services.models.find(body.model or "")
-        with renamed_fields(_FIELDS):
+        with preparing(services, _FIELDS):
+            model = services.models.find(body.model or "")
             token_ids = await asyncio.to_thread(model.checker.token_ids, body.chat())
         return {"input_tokens": len(token_ids)}
 

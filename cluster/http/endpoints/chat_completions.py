@@ -11,7 +11,7 @@ from ...chat_format.deltas import AssistantMessage
 from ...gateway.generation import Generation, GenerationCall
 from ...gateway.services import GatewayServices
 from ...requests.outputs import CompletionOutput, RequestOutput
-from ..call_context import renamed_fields, with_context
+from ..call_context import preparing, renamed_fields, with_context
 from ..chat_stream import ChatStream
 from ..choice_logprobs import chat_logprobs, prompt_logprobs_json
 from ..disconnect import unless_client_leaves
@@ -20,16 +20,17 @@ from ..event_stream import EventStream
 from ..generations import collect_all
 from ..response_head import ResponseHead
 from ..schema.chat_completion import ChatCompletionRequest
+from ..schema.error_body import OPENAI_ERRORS, WHOLE_OR_STREAM
 from ..usage_json import timings_json, usage_json
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], responses=OPENAI_ERRORS)
 
-    @router.post("/v1/chat/completions", summary="Continue a conversation")
+    @router.post("/v1/chat/completions", summary="Continue a conversation", responses=WHOLE_OR_STREAM)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         head = ResponseHead.new("chatcmpl-", body.request_id)
-        with renamed_fields(body.field_names):
+        with preparing(services, body.field_names):
             call = with_context(body.call(body.chat(), body.sampling()), request, services)
         if body.stream:
             return EventStream(_stream(services, call, body, head), openai_error_event, head.headers)

@@ -11,7 +11,7 @@ from ....proto.errors import InvalidRequest
 from ...gateway.generation import Generation, GenerationCall
 from ...gateway.services import GatewayServices
 from ...requests.outputs import CompletionOutput, RequestOutput
-from ..call_context import renamed_fields, with_context
+from ..call_context import preparing, renamed_fields, with_context
 from ..choice_logprobs import CompletionLogprobs, join_logprobs, prompt_logprobs_json
 from ..completion_stream import CompletionStream, echoed_text
 from ..disconnect import unless_client_leaves
@@ -20,6 +20,7 @@ from ..event_stream import EventStream
 from ..generations import collect_all, numbered_events, run_all
 from ..response_head import ResponseHead
 from ..schema.completion import CompletionRequest
+from ..schema.error_body import OPENAI_ERRORS, WHOLE_OR_STREAM
 from ..usage_json import timings_json, total_usage, usage_json
 
 # field of quire.v1 |-> field of this endpoint
@@ -27,12 +28,12 @@ _FIELDS = {"sampling.beam_width": "n", "sampling.prompt_logprobs": "logprobs"}
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], responses=OPENAI_ERRORS)
 
-    @router.post("/v1/completions", summary="Continue a prompt")
+    @router.post("/v1/completions", summary="Continue a prompt", responses=WHOLE_OR_STREAM)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         head = ResponseHead.new("cmpl-", body.request_id)
-        with renamed_fields(_FIELDS):
+        with preparing(services, _FIELDS):
             calls = [with_context(call, request, services) for call in _calls(body)]
         if body.stream:
             return EventStream(_stream(services, calls, body, head), openai_error_event, head.headers)

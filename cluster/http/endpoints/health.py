@@ -9,10 +9,11 @@ from fastapi import APIRouter
 from ...gateway.services import GatewayServices
 from ...gateway.version import server_version
 from ..probes import Probes, load_of
+from ..schema.error_body import OPENAI_ERRORS
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["health"])
+    router = APIRouter(tags=["health"], responses=OPENAI_ERRORS)
     probes = Probes(services.models)
 
     @router.get("/health", summary="200 while the server makes progress; otherwise a restart may help")

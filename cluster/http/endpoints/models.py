@@ -9,10 +9,11 @@ from fastapi import APIRouter
 
 from ...gateway.served_models import ServedModel
 from ...gateway.services import GatewayServices
+from ..schema.error_body import OPENAI_ERRORS
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["models"])
+    router = APIRouter(tags=["models"], responses=OPENAI_ERRORS)
     created = int(time.time())
 
     @router.get("/v1/models", summary="List the served models")

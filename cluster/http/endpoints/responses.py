@@ -12,13 +12,14 @@ from ....proto.errors import InvalidRequest, RequestNotFound
 from ...gateway.generation import GenerationCall
 from ...gateway.retention import RetainedRequests, RetentionLimits
 from ...gateway.services import GatewayServices
-from ..call_context import renamed_fields, with_context
+from ..call_context import preparing, renamed_fields, with_context
 from ..disconnect import unless_client_leaves
 from ..errors import openai_error_event
 from ..event_stream import EventStream
 from ..json_text import json_text
 from ..response_head import ResponseHead
 from ..response_stream import ResponseBuilder, assistant_message
+from ..schema.error_body import OPENAI_ERRORS, WHOLE_OR_STREAM
 from ..schema.response_request import Message, ResponseRequest
 
 # Kept in memory, by the gateway that made them.
@@ -63,7 +64,7 @@ class Responses:
 
     def prepare(self, body: ResponseRequest, request: Request) -> _Call:
         """Raises InvalidRequest, also for a previous response that is not kept."""
-        with renamed_fields(_FIELDS):
+        with preparing(self._services, _FIELDS):
             tenant = self.tenant(request)
             messages = [*self._previous(tenant, body.previous_response_id), *body.messages()]
             call = GenerationCall(
@@ -126,10 +127,10 @@ class Responses:
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], responses=OPENAI_ERRORS)
     responses = Responses(services)
 
-    @router.post("/v1/responses", summary="Answer items, or continue a response")
+    @router.post("/v1/responses", summary="Answer items, or continue a response", responses=WHOLE_OR_STREAM)
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         call = responses.prepare(body, request)
         if body.stream:

@@ -11,7 +11,8 @@ from ....proto.errors import InvalidRequest
 from ...gateway.services import GatewayServices
 from ...requests.chat import Chat
 from ...requests.request import Prompt
-from ..call_context import renamed_fields
+from ..call_context import preparing
+from ..schema.error_body import OPENAI_ERRORS
 from ..schema.tokenize import DetokenizeRequest, TokenizeRequest
 
 _FIELDS = {
@@ -21,12 +22,12 @@ _FIELDS = {
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["tokens"])
+    router = APIRouter(tags=["tokens"], responses=OPENAI_ERRORS)
 
     @router.post("/tokenize", summary="Tokenize a text or a conversation")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        model = services.models.find(body.model or "")
-        with renamed_fields(_FIELDS):
+        with preparing(services, _FIELDS):
+            model = services.models.find(body.model or "")
             token_ids = await asyncio.to_thread(
                 model.checker.token_ids, _prompt(body), add_special_tokens=body.add_special_tokens
             )
@@ -41,8 +42,8 @@ def router(services: GatewayServices) -> APIRouter:
 
     @router.post("/detokenize", summary="Return the text of token ids")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
-        model = services.models.find(body.model or "")
-        with renamed_fields({"prompt": "tokens"}):
+        with preparing(services, {"prompt": "tokens"}):
+            model = services.models.find(body.model or "")
             model.checker.check_token_ids("prompt", body.tokens)
         text = await asyncio.to_thread(
             model.tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -117,7 +118,9 @@ def run(scenario: Callable[[FakeLauncher], Coroutine[Any, Any, None]]) -> None:
         launcher.close()
 
 
-def test_two_models_are_served_by_name(serve: Callable[..., Any]) -> None:
+def test_two_models_are_served_by_name(serve: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire")
+
     async def scenario(launcher: FakeLauncher) -> None:
         async with serve(launcher) as served:
             with pytest.raises(ModelNotFound, match="no model is served here yet"):
@@ -128,6 +131,10 @@ def test_two_models_are_served_by_name(serve: Callable[..., Any]) -> None:
                 served.deployment(served_model_name="other", min_replicas=2, max_replicas=2)
             )
             status = await served.until_ready(3)
+            for model in ("tiny", "other"):
+                summaries = [line for line in caplog.messages if f": {model}: LlamaForCausalLM in " in line]
+                assert len(summaries) == 1
+                assert "at most" in summaries[0]
             assert sorted((entry.model, entry.target_replicas) for entry in status.deployments) == [
                 ("other", 2),
                 ("tiny", 1),

@@ -78,10 +78,13 @@ def test_calls_without_a_permitted_token_are_refused(make_model: Callable[..., P
 
 
 def test_large_bodies_are_refused_before_they_are_read(server: ThreadedServer) -> None:
+    refusals = server.server.services.monitor.requests.refusals
+    before = refusals["invalid_request"]
     with connection(server) as sock:
         head = f"POST /v1/models HTTP/1.1\r\nhost: x\r\ncontent-length: {MAX_BODY_BYTES + 1}\r\n\r\n"
         sock.sendall(head.encode())
         assert status_line(sock).startswith(b"HTTP/1.1 413 ")
+    assert refusals["invalid_request"] - before == 1
 
 
 @pytest.mark.parametrize(

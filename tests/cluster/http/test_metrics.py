@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import httpx
-from local_server import ThreadedServer
+import pytest
+from local_server import ThreadedServer, threaded_server
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from quire.cluster.api.tokens import Role, Token, TokenSet
 from quire.cluster.client.client import Client
+from quire.cluster.gateway.security import Security
+from quire.cluster.host.watched_file import constant
+from quire.proto.errors import InvalidRequest, ModelNotFound, PermissionDenied, Unauthenticated
 from quire.proto.sampling import SamplingParams
 
 
@@ -32,6 +42,56 @@ def test_metrics_count_real_requests(http: httpx.Client, server: ThreadedServer)
         assert value(response.text, name) - value(before, name) == growth, name
     assert value(response.text, "quire_steps_total") > 0
     assert value(response.text, "quire_replica_ready") == 1
+
+
+def refusals(server: ThreadedServer) -> Counter[str]:
+    return server.server.services.monitor.requests.refusals.copy()
+
+
+def test_calls_that_no_endpoint_runs_are_counted_as_refusals(
+    http: httpx.Client, server: ThreadedServer
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    calls: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/completions", {"prompt": "x", "max_tokens": "many"}, "invalid_request"),
+        ("/v1/completions", {"prompt": "x", "temperature": -1}, "invalid_request"),
+        ("/v1/completions", {"prompt": "x", "model": "other"}, "model_not_found"),
+        ("/v1/chat/completions", {**chat, "top_p": 2}, "invalid_request"),
+        ("/v1/messages", {**chat, "max_tokens": 0}, "invalid_request"),
+        ("/v1/responses", {"input": "x", "previous_response_id": "resp_x"}, "invalid_request"),
+        ("/tokenize", {}, "invalid_request"),
+    ]
+    for path, body, reason in calls:
+        before = refusals(server)
+        assert http.post(path, json=body).status_code in (400, 404)
+        assert refusals(server) - before == Counter({reason: 1}), path
+    for content in (b"{", b"[" + 200_000 * b'"",'):
+        before = refusals(server)
+        headers = {"content-type": "application/json"}
+        assert http.post("/v1/completions", content=content, headers=headers).status_code == 400
+        assert refusals(server) - before == Counter({"invalid_request": 1})
+    with Client(server.server.target) as client:
+        before = refusals(server)
+        for prompt, model in (("x", "other"), ([10**6], "")):
+            with pytest.raises((ModelNotFound, InvalidRequest)):
+                client.generate(prompt, SamplingParams(), model=model)
+        assert refusals(server) - before == Counter({"model_not_found": 1, "invalid_request": 1})
+
+
+def test_calls_without_a_token_are_counted_as_refusals(make_model: Callable[..., Path]) -> None:
+    tokens = TokenSet([Token.of("sesame"), Token.of("gauge", roles=frozenset({Role.METRICS}))])
+    with (
+        threaded_server(make_model("llama"), security=Security(tokens=constant(tokens))) as server,
+        httpx.Client(base_url=server.url) as http,
+    ):
+        assert http.post("/v1/completions", headers={"x-api-key": "guess"}).status_code == 401
+        assert http.post("/v1/completions", headers={"x-api-key": "gauge"}).status_code == 403
+        for token, error in (("guess", Unauthenticated), ("gauge", PermissionDenied)):
+            with Client(server.server.target, token=token) as client, pytest.raises(error):
+                client.models()
+        metrics = http.get("/metrics", headers={"x-api-key": "gauge"}).text
+        for reason in ("unauthenticated", "permission_denied"):
+            assert f'quire_request_refusals_total{{reason="{reason}"}} 2' in metrics
 
 
 def test_metrics_in_openmetrics_end_with_eof(http: httpx.Client) -> None:

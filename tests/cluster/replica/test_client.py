@@ -8,13 +8,17 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
 
 from quire.cluster.replica.client import ReplicaClient
-from quire.proto.errors import ReplicaUnavailable
-from quire.proto.stream import CacheReport, encode
+from quire.cluster.requests.request import Request
+from quire.cluster.requests.sequence_update import SequenceUpdate
+from quire.proto.errors import QuireError, ReplicaUnavailable
+from quire.proto.sampling import SamplingParams
+from quire.proto.stream import CacheReport, TokenBatch, encode
 
 LONG_S = 600.0
 
@@ -27,10 +31,11 @@ class Scheduler:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.bind(endpoint)
 
-    async def send(self, frame: bytes) -> None:
-        """Send a frame to the client, after its first query."""
+    async def send(self, *frames: bytes) -> None:
+        """Send frames to the client, after its first message."""
         gateway, _ = await self._socket.recv_multipart()
-        await self._socket.send_multipart([gateway, frame])
+        for frame in frames:
+            await self._socket.send_multipart([gateway, frame])
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -77,6 +82,47 @@ def test_waiting_calls_fail_once_the_replica_failed_or_the_client_is_closed(end:
             for begin in waiting_calls(client):
                 with pytest.raises(ReplicaUnavailable, match=reason):
                     await begin()
+
+    run(scenario)
+
+
+class Receiver:
+    """UpdateReceiver that keeps the updates of one sequence."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self.updates: list[list[int]] = []
+        self.has_all = asyncio.Event()
+
+    def put(self, handle: int, update: SequenceUpdate) -> None:
+        self.updates.append(update.token_ids)
+        if sum(map(len, self.updates)) == self._num_tokens:
+            self.has_all.set()
+
+    def fail(self, error: QuireError) -> None:
+        """See `UpdateReceiver`; the client is closed while the sequence runs."""
+
+
+def test_updates_of_messages_that_have_arrived_are_merged() -> None:
+    num_steps = 500
+    steps = [np.array([step], np.int32) for step in range(num_steps)]
+
+    async def scenario() -> None:
+        async with connection() as (client, scheduler):
+            handles: list[range] = []
+
+            def make_receiver(given: range) -> Receiver:
+                handles.append(given)
+                return Receiver(num_steps)
+
+            request = Request("r", np.array([1], np.int32), SamplingParams())
+            receiver = client.submit_with(request, make_receiver)
+            handle = np.array([handles[0].start], np.int32)
+            # All are sent before the client's event loop runs again.
+            await scheduler.send(*[encode(TokenBatch(1, handle, token_id)) for token_id in steps])
+            await receiver.has_all.wait()
+            assert [token_id for update in receiver.updates for token_id in update] == list(range(num_steps))
+            assert len(receiver.updates) < num_steps // 2
 
     run(scenario)
 

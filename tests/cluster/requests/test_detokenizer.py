@@ -11,10 +11,15 @@ from hypothesis import strategies as st
 
 import quire.cluster.demo
 from quire.cluster.requests.detokenizer import Detokenizer, StopFinder
-from quire.cluster.requests.tokenizer import IncrementalDecoder, Tokenizer
+from quire.cluster.requests.incremental_decoder import ByteDecoder, WindowDecoder, incremental_decoder
+from quire.cluster.requests.tokenizer import Tokenizer
 
 VOCAB_SIZE = 3072
 TEXT = "It was the café's naïve 😀 and it said: stop!"
+
+
+Decoder = type[ByteDecoder] | type[WindowDecoder]
+DECODERS: tuple[Decoder, ...] = (ByteDecoder, WindowDecoder)
 
 
 @cache
@@ -45,19 +50,25 @@ def first_stop(text: str, stop: tuple[str, ...], num_exempt: int = 0) -> tuple[s
     return text, None
 
 
+@pytest.mark.parametrize("kind", DECODERS)
 @steady
 @given(token_lists, st.booleans())
-def test_joined_pieces_equal_the_decoded_sequence(token_ids: list[int], skip_special_tokens: bool) -> None:
-    decoder = IncrementalDecoder(demo_tokenizer(), skip_special_tokens=skip_special_tokens)
+def test_joined_pieces_equal_the_decoded_sequence(
+    kind: Decoder, token_ids: list[int], skip_special_tokens: bool
+) -> None:
+    decoder = kind(demo_tokenizer(), skip_special_tokens=skip_special_tokens)
     pieces = [decoder.push([token_id]) for token_id in token_ids]
     whole = demo_tokenizer().decode(token_ids, skip_special_tokens=skip_special_tokens)
     assert "".join(pieces) + decoder.flush() == whole
 
 
+@pytest.mark.parametrize("kind", DECODERS)
 @steady
 @given(token_lists, st.data())
-def test_text_does_not_depend_on_how_tokens_are_batched(token_ids: list[int], data: st.DataObject) -> None:
-    decoder, text, start = IncrementalDecoder(demo_tokenizer()), "", 0
+def test_text_does_not_depend_on_how_tokens_are_batched(
+    kind: Decoder, token_ids: list[int], data: st.DataObject
+) -> None:
+    decoder, text, start = kind(demo_tokenizer()), "", 0
     while start < len(token_ids):
         count = data.draw(st.integers(1, len(token_ids) - start))
         text += decoder.push(token_ids[start : start + count])
@@ -65,8 +76,9 @@ def test_text_does_not_depend_on_how_tokens_are_batched(token_ids: list[int], da
     assert text + decoder.flush() == demo_tokenizer().decode(token_ids)
 
 
-def test_character_is_emitted_when_complete() -> None:
-    decoder = IncrementalDecoder(demo_tokenizer())
+@pytest.mark.parametrize("kind", DECODERS)
+def test_character_is_emitted_when_complete(kind: Decoder) -> None:
+    decoder = kind(demo_tokenizer())
     token_ids = demo_tokenizer().encode("😀")
     assert len(token_ids) > 1
     assert [decoder.push([token_id]) for token_id in token_ids] == [""] * (len(token_ids) - 1) + ["😀"]
@@ -77,7 +89,7 @@ def test_ids_that_never_form_text_are_bounded() -> None:
     tokenizer = demo_tokenizer()
     half = tokenizer.encode("😀")[0]
     for token_id in (half, 0):  # a part of a character; the end-of-text token
-        decoder = IncrementalDecoder(tokenizer)
+        decoder = WindowDecoder(tokenizer)
         text = "".join(decoder.push([token_id]) for _ in range(500))
         assert len(decoder._window) < 100
         assert text + decoder.flush() == tokenizer.decode([token_id] * 500)
@@ -116,7 +128,7 @@ def test_no_stop_string_ends_within_the_minimum_of_tokens(
 ) -> None:
     tokenizer, strings = demo_tokenizer(), tuple(stop)
     token_ids = tokenizer.encode("".join(words))
-    decoder, whole = IncrementalDecoder(tokenizer), tokenizer.decode(token_ids)
+    decoder, whole = incremental_decoder(tokenizer), tokenizer.decode(token_ids)
     exempt = "".join(decoder.push([token_id]) for token_id in token_ids[:min_tokens])
     num_exempt = len(whole) if min_tokens > len(token_ids) else len(exempt)
     expected, expected_stop = first_stop(whole, strings, num_exempt)

@@ -1,0 +1,78 @@
+"""Licenses of all that `pip install quire` installs, and the lock of their versions."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# Licenses that software under Apache-2.0 may depend on. MPL-2.0 covers changes of its own files only.
+ALLOWED = re.compile(
+    r"\b(Apache|MIT|BSD|ISC|PSF|Python-2|Python Software Foundation|CNRI-Python|MPL-2\.0|Mozilla Public License 2\.0|"
+    r"Unlicense|0BSD|Zlib|BSL-1\.0|HPND|CC0)",
+    re.IGNORECASE,
+)
+FORBIDDEN = re.compile(r"\b(A?GPL|GNU (Affero )?General|SSPL|BUSL|Commons Clause|proprietary)", re.IGNORECASE)
+# NVIDIA's libraries, which GPU builds of torch bring under NVIDIA's own terms.
+CUDA = re.compile(r"nvidia-|cuda-")
+
+
+def required(text: str) -> Requirement | None:
+    """Return a requirement if this environment needs it."""
+    requirement = Requirement(text)
+    return requirement if requirement.marker is None or requirement.marker.evaluate({"extra": ""}) else None
+
+
+def installed(names: list[str]) -> Iterator[Distribution]:
+    """Yield the distributions that the requirements need, with what these need."""
+    waiting, seen = [Requirement(name).name for name in names], set[str]()
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            continue
+        yield found
+        needed = map(required, found.requires or [])
+        waiting += [requirement.name for requirement in needed if requirement is not None]
+
+
+def license_of(found: Distribution) -> str:
+    """Return the license as the metadata has it: an expression, classifiers, or the first line of a text."""
+    metadata = found.metadata
+    classifiers = [
+        each.rpartition(" :: ")[2] for each in metadata.get_all("Classifier", []) if "License ::" in each
+    ]
+    given = metadata["License-Expression"] or ", ".join(classifiers) or metadata["License"] or ""
+    return given.strip().splitlines()[0] if given.strip() else ""
+
+
+RUNTIME = {each.metadata["Name"]: each for each in installed(PROJECT["dependencies"])}
+
+
+@pytest.mark.parametrize("name", sorted(RUNTIME))
+def test_license_of_dependency_is_compatible(name: str) -> None:
+    if CUDA.match(name):
+        return
+    text = license_of(RUNTIME[name])
+    assert ALLOWED.search(text), f"{name} has the license {text!r}, which is not one of the allowed ones"
+    alternatives = re.split(r"\bOR\b|, ", text)
+    assert any(ALLOWED.search(each) and not FORBIDDEN.search(each) for each in alternatives), text
+
+
+def test_wheel_has_license_and_notice() -> None:
+    assert PROJECT["license"] == "Apache-2.0"
+    assert PROJECT["license-files"] == ["LICENSE", "NOTICE"]
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert (ROOT / "NOTICE").read_text().startswith("quire\nCopyright")
