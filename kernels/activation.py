@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,3 +31,9 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 
 def _has_cpu_op(gate_up: Tensor) -> bool:
     return gate_up.is_contiguous() and cpu.supports(gate_up, gate_up.shape[1] // 2)
+
+
+GATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu_and_mul,
+    "gelu_tanh": gelu_tanh_and_mul,
+}

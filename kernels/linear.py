@@ -18,9 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .activation import GATED_ACTIVATIONS
 from .native.library import is_available
 from .native.memory import use_huge_pages
-from .native.panels import Panels, gather_rows, inputs_per_row, panel_len, panel_linear
+from .native.panels import (
+    Panels,
+    can_gate,
+    gated_panel_linear,
+    gather_rows,
+    inputs_per_row,
+    panel_len,
+    panel_linear,
+)
 
 # oneDNN packs a weight for a given number of tokens. A weight packed for 32 was as fast at 1 to 1,024 tokens as one
 # packed for that number, so one layout serves decode and prefill. For 1 token oneDNN does not pack at all.
@@ -81,6 +90,18 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
         return F.linear(x, weight.weight, bias)
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.weight, bias, "none", [], "")
     return y
+
+
+def gated_linear(x: Tensor, weight: PackedWeight, gate: str, bias: Tensor | None = None) -> Tensor:
+    """Return the gated activation of a linear layer's outputs: [T, K] -> [T, N / 2].
+
+    Args:
+        weight: [N, K], the gate projection's rows and then the up projection's.
+        gate: a key of GATED_ACTIVATIONS.
+    """
+    if weight.panels is not None and can_gate(weight.panels):
+        return gated_panel_linear(x.contiguous(), weight.panels, gate, bias)
+    return GATED_ACTIVATIONS[gate](linear(x, weight, bias))
 
 
 def embed(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:

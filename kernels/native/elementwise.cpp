@@ -1,4 +1,5 @@
 // Elementwise ops between matmuls. With one token per step an op costs less than its call, so each op is one call.
+#include "activation.h"
 #include "constants.h"
 #include "ops.h"
 #include "simd.h"
@@ -57,14 +58,6 @@ void scale(T* x, float factor, int64_t rows, int64_t length, int threads) {
   for_rows(rows, length, threads, [&](int64_t row) {
     for (int64_t i = row * length; i < (row + 1) * length; i += LANES) store(x + i, load(x + i) * factor);
   });
-}
-
-// The activation of a gate value.
-template <Gate GATE>
-inline Vec activate(Vec g) {
-  // (1 + tanh(u)) / 2 is sigmoid(2 u); the constant is 2 sqrt(2 / pi).
-  const Vec exponent = GATE == SILU ? g : 1.5957691216f * (g + 0.044715f * g * g * g);
-  return g / (1.f + exp_of(-exponent));
 }
 
 template <Gate GATE, typename T>

@@ -40,6 +40,7 @@ _SHM_DATA: list[_CType] = [_POINTER, _POINTER, _LONG, _INT, _LONG]
 _SIGNATURES: dict[str, list[_CType]] = {
     "quire_constants": [],
     "quire_linear": [_INT] * 2 + [_POINTER] * 5 + [_LONG] * 4 + [_INT],
+    "quire_gated_linear": [_INT] * 3 + [_POINTER] * 5 + [_LONG] * 4 + [_INT],
     "quire_gather_rows": [_INT] * 2 + [_POINTER] * 4 + [_LONG] * 3 + [_INT],
     "quire_rms_norm": [_INT] + [_POINTER] * 3 + [_LONG] * 6 + [_FLOAT, _INT],
     "quire_add_rms_norm": [_INT] + [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT, _INT],

@@ -4,10 +4,14 @@
 // the cache for all of them, and a tile of tokens times outputs stays in registers, as in Goto and van de Geijn, Anatomy
 // of High-Performance Matrix Multiplication, 2008. Either way the products of an output are added in the order of the
 // inputs, so a token's result does not depend on the number of tokens.
+//
+// The layer before a gated activation (activation.h) writes only the activated outputs for many tokens: its own are
+// twice as many, and for a long prompt more than the allocator keeps, so that each of their pages is cleared anew.
 #include <memory>
 #include <type_traits>
 #include <utility>
 
+#include "activation.h"
 #include "ops.h"
 #include "panels.h"
 #include "thread_pool.h"
@@ -93,25 +97,70 @@ void with_count(int64_t count, const Body& body) {
   with_count(count, body, std::make_integer_sequence<int, MAX_TILE_TOKENS>());
 }
 
-// Multiplies the sums of one panel by the scales, adds the bias and writes the result to `count` rows of y [T, N].
+// The outputs of one panel from their sums: multiplied by the scales, plus the bias.
 template <typename Format, typename T>
-void write_panel(const Panels<Format>& weight, int64_t panel, const float* sums, int64_t sums_stride, const T* bias,
-                 T* y, int64_t count) {
-  const int64_t begin = panel * PANEL_LEN, width = std::min<int64_t>(PANEL_LEN, weight.out_features - begin);
+struct PanelOutputs {
+  int64_t begin, width;
   float scales[PANEL_LEN], offsets[PANEL_LEN];
-  for (int64_t n = 0; n < width; n++) {
-    scales[n] = weight.scales ? weight.scales[begin + n] : 1.f;
-    offsets[n] = bias ? to_float(bias[begin + n]) : 0.f;
+
+  PanelOutputs(const Panels<Format>& weight, int64_t panel, const T* bias)
+      : begin(panel * PANEL_LEN), width(std::min<int64_t>(PANEL_LEN, weight.out_features - begin)) {
+    for (int64_t n = 0; n < width; n++) {
+      scales[n] = weight.scales ? weight.scales[begin + n] : 1.f;
+      offsets[n] = bias ? to_float(bias[begin + n]) : 0.f;
+    }
   }
-  for (int64_t m = 0; m < count; m++) {
-    const float* from = sums + m * sums_stride;
-    T* to = y + m * weight.out_features + begin;
-    int64_t n = 0;
-    for (; n + LANES <= width; n += LANES)
-      store(to + n, load(from + n) * load(scales + n) + load(offsets + n));
-    for (; n < width; n++) store_one(to + n, from[n] * scales[n] + offsets[n]);
+
+  Vec vector(const float* sums, int64_t n) const { return load(sums + n) * load(scales + n) + load(offsets + n); }
+  float one(const float* sums, int64_t n) const { return sums[n] * scales[n] + offsets[n]; }
+};
+
+// The result y [T, N] of a linear layer. Sums have rows that are `stride` numbers apart.
+template <typename Format, typename T>
+struct Outputs {
+  static constexpr int PARTS = 1;
+
+  const Panels<Format>& weight;
+  const T* bias;
+  T* y;
+
+  int64_t num_panels() const { return weight.count(); }
+  Outputs from(int64_t token) const { return {weight, bias, y + token * weight.out_features}; }
+
+  void write(int64_t panel, const float* sums, int64_t stride, int64_t count) const {
+    const PanelOutputs<Format, T> outputs(weight, panel, bias);
+    for (int64_t m = 0; m < count; m++, sums += stride) {
+      T* to = y + m * weight.out_features + outputs.begin;
+      int64_t n = 0;
+      for (; n + LANES <= outputs.width; n += LANES) store(to + n, outputs.vector(sums, n));
+      for (; n < outputs.width; n++) store_one(to + n, outputs.one(sums, n));
+    }
   }
-}
+};
+
+// The result y [T, N / 2] of a linear layer and a gated activation. Both halves of the outputs are whole panels; the
+// sums of the gate's are followed by those of the others.
+template <Gate GATE, typename Format, typename T>
+struct GatedOutputs {
+  static constexpr int PARTS = 2;
+
+  const Panels<Format>& weight;
+  const T* bias;
+  T* y;
+
+  int64_t num_panels() const { return weight.count() / 2; }
+  GatedOutputs from(int64_t token) const { return {weight, bias, y + token * weight.out_features / 2}; }
+
+  void write(int64_t panel, const float* sums, int64_t stride, int64_t count) const {
+    const PanelOutputs<Format, T> gates(weight, panel, bias), ups(weight, num_panels() + panel, bias);
+    const float* up_sums = sums + count * stride;
+    for (int64_t m = 0; m < count; m++, sums += stride, up_sums += stride) {
+      T* to = y + m * weight.out_features / 2 + gates.begin;
+      for (int64_t n = 0; n < PANEL_LEN; n += LANES)
+        store(to + n, activate<GATE>(rounded<T>(gates.vector(sums, n))) * rounded<T>(ups.vector(up_sums, n)));
+    }
+  }
+};
 
 // sums [M, TASK_PANELS PANEL_LEN] += x [M, K] times `count` panels.
 template <typename Format, int M>
@@ -131,8 +180,9 @@ void add_panels(const typename Format::Input* x, const Panels<Format>& weight, i
 
 // The product for at most MAX_TILE_TOKENS tokens.
 template <typename Format, typename T>
-void multiply_few(const Panels<Format>& weight, const typename Format::Input* x, const T* bias, T* y,
-                  int64_t num_tokens, int threads) {
+void multiply_few(const Outputs<Format, T>& outputs, const typename Format::Input* x, int64_t num_tokens,
+                  int threads) {
+  const Panels<Format>& weight = outputs.weight;
   const int64_t num_panels = weight.count(), num_tasks = (num_panels + TASK_PANELS - 1) / TASK_PANELS;
   parallel_for(num_tasks, threads, [&](auto& next) {
     for (int64_t task; (task = next()) < num_tasks;) {
@@ -140,7 +190,7 @@ void multiply_few(const Panels<Format>& weight, const typename Format::Input* x,
       float sums[MAX_TILE_TOKENS * TASK_PANELS * PANEL_LEN] = {};
       with_count(num_tokens, [&](auto m) { add_panels<Format, m()>(x, weight, first, count, sums); });
       for (int64_t i = 0; i < count; i++)
-        write_panel(weight, first + i, sums + i * PANEL_LEN, TASK_PANELS * PANEL_LEN, bias, y, num_tokens);
+        outputs.write(first + i, sums + i * PANEL_LEN, TASK_PANELS * PANEL_LEN, num_tokens);
     }
   });
 }
@@ -206,73 +256,109 @@ Number* scratch(int64_t count) {
   return memory.get();
 }
 
+// Adds the product of some inputs of a panel and all tokens to sums [T, PANEL_LEN].
+template <typename Tile, bool IS_PACKED>
+void add_block(const typename Tile::Number* rows, const typename Tile::Input* tokens, int64_t in_features,
+               int64_t first, int64_t num_inputs, const Groups& groups, float* sums) {
+  for (int64_t group = 0; group < groups.count; group++) {
+    const int64_t begin = groups.begin(group), size = groups.size(group);
+    const auto* inputs = tokens + begin * in_features + first * (IS_PACKED ? size : 1);
+    with_count(size, [&](auto m) {
+      add_tile<Tile, m(), 1, IS_PACKED>(inputs, in_features, rows, 0, num_inputs / ROW_INPUTS<Tile>,
+                                        sums + begin * PANEL_LEN, PANEL_LEN);
+    });
+  }
+}
+
+// Returns x [T, K] with the tokens of each group packed, in memory of this thread.
+template <typename Tile, typename T>
+const typename Tile::Input* pack_groups(const T* x, int64_t in_features, const Groups& groups, int threads) {
+  using Input = typename Tile::Input;
+  Input* packed = scratch<Input>(groups.num_tokens * in_features);
+  parallel_for(groups.count, threads, [&](auto& next) {
+    for (int64_t group; (group = next()) < groups.count;) {
+      const int64_t begin = groups.begin(group) * in_features;
+      with_count(groups.size(group),
+                 [&](auto m) { pack_tokens<ROW_INPUTS<Tile>, m()>(x + begin, in_features, packed + begin); });
+    }
+  });
+  return packed;
+}
+
 // The product for at most CHUNK_TOKENS tokens.
-template <typename Format, bool IS_WIDENED, typename T>
-void multiply_chunk(const Panels<Format>& weight, const T* x, const T* bias, T* y, int64_t num_tokens, int threads) {
+template <typename Format, bool IS_WIDENED, typename Result, typename T>
+void multiply_chunk(const Result& outputs, const T* x, int64_t num_tokens, int threads) {
   using Rows = Block<Format, IS_WIDENED>;
   using Tile = typename Rows::Tile;
   using Input = typename Tile::Input;
-  constexpr int INPUTS = ROW_INPUTS<Tile>;
   constexpr bool IS_PACKED = PACKS_TOKENS || !std::is_same_v<T, Input>;
   constexpr int64_t MAX_INPUTS = Rows::MAX_INPUTS;
-  const int64_t in_features = weight.in_features, num_panels = weight.count();
-  constexpr bool TILES_WIDEN = Tile::STEPS > 1;
-  const Groups groups(num_tokens, TILES_WIDEN ? MAX_WIDENING_TILE_TOKENS : MAX_TILE_TOKENS);
+  const Panels<Format>& weight = outputs.weight;
+  const int64_t in_features = weight.in_features, num_panels = outputs.num_panels();
+  const Groups groups(num_tokens, Tile::STEPS > 1 ? MAX_WIDENING_TILE_TOKENS : MAX_TILE_TOKENS);
   const Input* tokens;
-  if constexpr (IS_PACKED) {
-    Input* packed = scratch<Input>(num_tokens * in_features);
-    parallel_for(groups.count, threads, [&](auto& next) {
-      for (int64_t group; (group = next()) < groups.count;) {
-        const int64_t begin = groups.begin(group) * in_features;
-        with_count(groups.size(group),
-                   [&](auto m) { pack_tokens<INPUTS, m()>(x + begin, in_features, packed + begin); });
-      }
-    });
-    tokens = packed;
-  } else {
+  if constexpr (IS_PACKED)
+    tokens = pack_groups<Tile>(x, in_features, groups, threads);
+  else
     tokens = x;
-  }
   parallel_for(num_panels, threads, [&](auto& next) {
     Rows block;
-    float sums[CHUNK_TOKENS * PANEL_LEN];
+    float sums[Result::PARTS * CHUNK_TOKENS * PANEL_LEN];
+    const int64_t num_sums = num_tokens * PANEL_LEN;
     for (int64_t panel; (panel = next()) < num_panels;) {
-      memset(sums, 0, num_tokens * PANEL_LEN * sizeof(float));
-      for (int64_t first = 0; first < in_features; first += MAX_INPUTS) {
-        const int64_t num_inputs = std::min(MAX_INPUTS, in_features - first);
-        const auto* rows = block.read(weight.data + panel * weight.stride + first * PANEL_LEN, num_inputs);
-        for (int64_t group = 0; group < groups.count; group++) {
-          const int64_t begin = groups.begin(group), size = groups.size(group);
-          const Input* inputs = tokens + begin * in_features + first * (IS_PACKED ? size : 1);
-          with_count(size, [&](auto m) {
-            add_tile<Tile, m(), 1, IS_PACKED>(inputs, in_features, rows, 0, num_inputs / INPUTS,
-                                              sums + begin * PANEL_LEN, PANEL_LEN);
-          });
+      memset(sums, 0, Result::PARTS * num_sums * sizeof(float));
+      for (int part = 0; part < Result::PARTS; part++) {
+        const auto* numbers = weight.data + (part * num_panels + panel) * weight.stride;
+        for (int64_t first = 0; first < in_features; first += MAX_INPUTS) {
+          const int64_t num_inputs = std::min(MAX_INPUTS, in_features - first);
+          const auto* rows = block.read(numbers + first * PANEL_LEN, num_inputs);
+          add_block<Tile, IS_PACKED>(rows, tokens, in_features, first, num_inputs, groups, sums + part * num_sums);
         }
       }
-      write_panel(weight, panel, sums, PANEL_LEN, bias, y, num_tokens);
+      outputs.write(panel, sums, PANEL_LEN, num_tokens);
     }
   });
+}
+
+// The product for more than MAX_TILE_TOKENS tokens.
+template <typename Format, typename Result, typename T>
+void multiply_many(const Result& outputs, const T* x, int64_t num_tokens, int threads) {
+  const int64_t num_chunks = (num_tokens + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
+  int64_t chunk_len = (num_tokens + num_chunks - 1) / num_chunks;
+  chunk_len = (chunk_len + MAX_TILE_TOKENS - 1) / MAX_TILE_TOKENS * MAX_TILE_TOKENS;
+  const auto multiply = num_tokens > MAX_UNWIDENED_TOKENS ? multiply_chunk<Format, (Format::STEPS > 1), Result, T>
+                                                          : multiply_chunk<Format, false, Result, T>;
+  for (int64_t begin = 0; begin < num_tokens; begin += chunk_len)
+    multiply(outputs.from(begin), x + begin * outputs.weight.in_features, std::min(chunk_len, num_tokens - begin),
+             threads);
 }
 
 // y [T, N] = x [T, K] times the transpose of the weight, plus bias [N] unless that is null.
 template <typename Format, typename T>
 void linear(const Panels<Format>& weight, const T* x, const T* bias, T* y, int64_t num_tokens, int threads) {
+  const Outputs<Format, T> outputs{weight, bias, y};
   if (num_tokens > MAX_TILE_TOKENS) {
-    const int64_t num_chunks = (num_tokens + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
-    int64_t chunk_len = (num_tokens + num_chunks - 1) / num_chunks;
-    chunk_len = (chunk_len + MAX_TILE_TOKENS - 1) / MAX_TILE_TOKENS * MAX_TILE_TOKENS;
-    const auto multiply = num_tokens > MAX_UNWIDENED_TOKENS ? multiply_chunk<Format, (Format::STEPS > 1), T>
-                                                            : multiply_chunk<Format, false, T>;
-    for (int64_t begin = 0; begin < num_tokens; begin += chunk_len)
-      multiply(weight, x + begin * weight.in_features, bias, y + begin * weight.out_features,
-               std::min(chunk_len, num_tokens - begin), threads);
+    multiply_many<Format>(outputs, x, num_tokens, threads);
   } else if constexpr (std::is_same_v<T, typename Format::Input>) {
-    multiply_few(weight, x, bias, y, num_tokens, threads);
+    multiply_few(outputs, x, num_tokens, threads);
   } else {
     const int64_t count = num_tokens * weight.in_features;
     float* widened = scratch<float>(count);
     for (int64_t i = 0; i < count; i++) widened[i] = to_float(x[i]);
-    multiply_few(weight, widened, bias, y, num_tokens, threads);
+    multiply_few(outputs, widened, num_tokens, threads);
+  }
+}
+
+// y [T, N / 2] = gated activation of the linear layer's outputs. N / 2 is a multiple of PANEL_LEN.
+template <Gate GATE, typename Format, typename T>
+void gated_linear(const Panels<Format>& weight, const T* x, const T* bias, T* y, int64_t num_tokens, int threads) {
+  if (num_tokens > MAX_TILE_TOKENS) {
+    multiply_many<Format>(GatedOutputs<GATE, Format, T>{weight, bias, y}, x, num_tokens, threads);
+  } else {
+    const auto gate_up = std::make_unique<T[]>(num_tokens * weight.out_features);
+    linear(weight, x, bias, gate_up.get(), num_tokens, threads);
+    quire_gate_and_mul(sizeof(T) == sizeof(float) ? FLOAT32 : BFLOAT16, GATE, gate_up.get(), y, num_tokens,
+                       weight.out_features / 2, threads);
   }
 }
 
@@ -303,6 +389,20 @@ void for_format(int weight_dtype, const Body& body) {
     body(I8{});
 }
 
+// Calls body(weight, T{}) with the weight's format and the tokens' type.
+template <typename Body>
+void for_types(int weight_dtype, int dtype, const void* panels, const float* scales, int64_t in_features,
+               int64_t out_features, int64_t stride, const Body& body) {
+  for_format(weight_dtype, [&](auto format) {
+    using Format = decltype(format);
+    using Number = typename Format::Number;
+    const Panels<Format> weight{(const Number*)panels, stride, in_features, out_features, scales};
+    if constexpr (!std::is_same_v<Number, bf16>)
+      if (dtype == FLOAT32) return body(weight, float{});
+    if constexpr (!std::is_same_v<Number, float>) body(weight, bf16{});
+  });
+}
+
 }  // namespace
 
 extern "C" {
@@ -312,14 +412,22 @@ extern "C" {
 void quire_linear(int weight_dtype, int dtype, const void* x, const void* panels, const float* scales, const void* bias,
                   void* y, int64_t num_tokens, int64_t in_features, int64_t out_features, int64_t panel_stride,
                   int threads) {
-  for_format(weight_dtype, [&](auto format) {
-    using Format = decltype(format);
-    using Number = typename Format::Number;
-    const Panels<Format> weight{(const Number*)panels, panel_stride, in_features, out_features, scales};
-    if constexpr (!std::is_same_v<Number, bf16>)
-      if (dtype == FLOAT32) return linear(weight, (const float*)x, (const float*)bias, (float*)y, num_tokens, threads);
-    if constexpr (!std::is_same_v<Number, float>)
-      linear(weight, (const bf16*)x, (const bf16*)bias, (bf16*)y, num_tokens, threads);
+  for_types(weight_dtype, dtype, panels, scales, in_features, out_features, panel_stride, [&](auto& weight, auto t) {
+    using T = decltype(t);
+    linear(weight, (const T*)x, (const T*)bias, (T*)y, num_tokens, threads);
+  });
+}
+
+// As quire_linear, followed by quire_gate_and_mul. Half of out_features is a multiple of PANEL_LEN.
+void quire_gated_linear(int weight_dtype, int dtype, int gate, const void* x, const void* panels, const float* scales,
+                        const void* bias, void* y, int64_t num_tokens, int64_t in_features, int64_t out_features,
+                        int64_t panel_stride, int threads) {
+  for_types(weight_dtype, dtype, panels, scales, in_features, out_features, panel_stride, [&](auto& weight, auto t) {
+    using T = decltype(t);
+    if (gate == GELU_TANH)
+      gated_linear<GELU_TANH>(weight, (const T*)x, (const T*)bias, (T*)y, num_tokens, threads);
+    else
+      gated_linear<SILU>(weight, (const T*)x, (const T*)bias, (T*)y, num_tokens, threads);
   });
 }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .library import constants, dtype_codes, library
+from .library import constants, dtype_codes, gate_codes, library
 from .ops import address_of
 
 
@@ -65,6 +65,41 @@ def panel_linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
         codes[panels.dtype], codes[x.dtype], x.data_ptr(), panels.address, address_of(panels.scales),
         address_of(bias), out.data_ptr(), num_tokens, in_features, panels.out_features, panels.stride,
         torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def can_gate(panels: Panels) -> bool:
+    """Return whether `gated_panel_linear` supports this weight: both halves of its outputs are whole panels."""
+    return panels.out_features % (2 * panel_len()) == 0
+
+
+def gated_panel_linear(x: Tensor, panels: Panels, gate: str, bias: Tensor | None) -> Tensor:
+    """Compute a linear layer and the gated activation of its outputs, without storing these for many tokens.
+
+    The result is bit for bit that of both ops.
+
+    Args:
+        x: as for `panel_linear`.
+        panels: a weight that `can_gate`.
+        gate: name of the activation (native/constants.h).
+        bias: as for `panel_linear`.
+
+    Returns:
+        [T, N / 2], in the dtype of x.
+    """
+    num_tokens, in_features = x.shape
+    assert x.is_contiguous()
+    assert in_features == panels.in_features
+    assert panels.dtype in (x.dtype, torch.int8)
+    assert bias is None or bias.dtype == x.dtype
+    assert can_gate(panels)
+    out = torch.empty((num_tokens, panels.out_features // 2), dtype=x.dtype)
+    codes = dtype_codes()
+    library().quire_gated_linear(
+        codes[panels.dtype], codes[x.dtype], gate_codes()[gate], x.data_ptr(), panels.address,
+        address_of(panels.scales), address_of(bias), out.data_ptr(), num_tokens, in_features, panels.out_features,
+        panels.stride, torch.get_num_threads(),
     )  # fmt: skip
     return out
 

@@ -126,6 +126,15 @@ inline Vec broadcast(float x) { return Vec{} + x; }
 // Stores one number with the rounding of a vector store.
 inline void store_one(float* to, float value) { *to = value; }
 
+// The numbers as they are after a store to memory of type T.
+template <typename T>
+inline Vec rounded(Vec v) {
+  if constexpr (sizeof(T) == sizeof(float)) return v;
+  T numbers[LANES];
+  store(numbers, v);
+  return load(numbers);
+}
+
 inline void store_one(bf16* to, float value) {
   bf16 rounded[LANES];
   store(rounded, broadcast(value));

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from quire.kernels import linear as module
-from quire.kernels.linear import Layout, PackedWeight, embed, linear, pack, pack_int8
+from quire.kernels.activation import GATED_ACTIVATIONS
+from quire.kernels.linear import Layout, PackedWeight, embed, gated_linear, linear, pack, pack_int8
 from quire.kernels.native.library import is_available
 from quire.kernels.native.panels import panel_linear
 
@@ -59,6 +60,32 @@ def test_linear(layout: Layout, out_features: int, in_features: int, dtype: torc
         y = linear(x, packed, offset)
         assert y.dtype == dtype
         torch.testing.assert_close(y.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("gate", GATED_ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("out_features", "weight_dtype"), [(256, None), (256, torch.int8), (200, None)], ids=str
+)
+def test_gated_linear_has_the_bits_of_both_ops(
+    out_features: int, weight_dtype: torch.dtype | None, dtype: torch.dtype, gate: str
+) -> None:
+    torch.manual_seed(0)
+    if weight_dtype is None:
+        packed = pack((torch.randn(out_features, 516) / 22).to(dtype))
+    else:
+        quantized = pack_int8(
+            torch.randint(-127, 128, (out_features, 516), dtype=weight_dtype), torch.rand(out_features) / 1000
+        )
+        if quantized is None:
+            pytest.skip("there is no C++ compiler")
+        packed = quantized
+    bias = torch.randn(out_features).to(dtype)
+    for num_tokens in NUM_TOKENS:
+        x = torch.randn(num_tokens, 516).to(dtype)
+        for offset in (None, bias):
+            expected = GATED_ACTIVATIONS[gate](linear(x, packed, offset))
+            assert torch.equal(gated_linear(x, packed, gate, offset), expected)
 
 
 def test_linear_supports_strided_input(layout: Layout) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ...kernels.activation import gelu_tanh_and_mul, silu_and_mul
+from ...kernels.activation import GATED_ACTIVATIONS
 from ...kernels.all_reduce_norm import Peers, all_reduce_add_rms_norm
 from ...kernels.attention_variant import AttentionVariant
 from ...kernels.decode_layers import DenseLayer
@@ -30,8 +30,6 @@ from .load_context import LoadContext
 from .moe import MixtureOfExperts
 from .spec import DecoderSpec, LayerSpec
 from .vocab_parallel import VocabParallelEmbedding, VocabParallelHead
-
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 
 # Rope key |-> cosines and sines of a step's tokens; the key None is for layers without positions.
 Rotations = Mapping[str | None, tuple[Tensor | None, Tensor | None]]
@@ -107,7 +105,7 @@ class Mlp:
 
     def forward(self, x: Tensor | Float8Tokens) -> Tensor | PartialSum:
         """[T, E] -> [T, E]."""
-        return self.down.forward_partial(ACTIVATIONS[self.activation](self.gate_up.forward(x)))
+        return self.down.forward_partial(self.gate_up.forward_gated(x, self.activation))
 
 
 class DecoderLayer:
@@ -138,7 +136,7 @@ class DecoderLayer:
         if layer.has_experts:
             assert spec.experts is not None
             self.mlp = MixtureOfExperts(
-                load, spec.experts, spec.hidden_size, ACTIVATIONS[spec.activation], name
+                load, spec.experts, spec.hidden_size, GATED_ACTIVATIONS[spec.activation], name
             )
         else:
             self.mlp = Mlp(load, spec, f"{name}.mlp", peers)

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.activation import GATED_ACTIVATIONS
 from ...kernels.all_reduce_norm import Peers
 from ...kernels.quantized_linear import Float8Tokens
 from ..comm.shard import Shard
-from ..weights.linear_weight import Float8Weight
+from ..weights.linear_weight import Float8Weight, PlainWeight
 from ..weights.weight_slice import WeightSlice
 from .load_context import LoadContext
 from .rope import Rope
@@ -77,6 +78,12 @@ class ColumnParallelLinear:
             assert isinstance(self.weight, Float8Weight)
             return self.weight.multiply(x, self.bias)
         return self.weight.multiply(x, self.bias)
+
+    def forward_gated(self, x: Tensor | Float8Tokens, gate: str) -> Tensor:
+        """[T, E] -> [T, I]: the gated activation (kernels.activation) of a gate and an up projection."""
+        if isinstance(self.weight, PlainWeight) and isinstance(x, Tensor):
+            return self.weight.multiply_gated(x, gate, self.bias)
+        return GATED_ACTIVATIONS[gate](self.forward(x))
 
 
 class PartialSum(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.linear import PackedWeight, linear, pack, pack_int8
+from ...kernels.linear import PackedWeight, gated_linear, linear, pack, pack_int8
 from ...kernels.quantized_linear import (
     FLOAT8,
     Float8Tokens,
@@ -48,6 +48,10 @@ class PlainWeight:
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear(x, self.packed, bias)
+
+    def multiply_gated(self, x: Tensor, gate: str, bias: Tensor | None = None) -> Tensor:
+        """Return the gated activation of ``x @ matrix.T + bias``: [T, K] -> [T, N / 2]."""
+        return gated_linear(x, self.packed, gate, bias)
 
 
 @dataclass(frozen=True, slots=True)
