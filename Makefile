@@ -166,7 +166,7 @@ lock: $(LOCK_TOOLS)/.ready
 		--output-file requirements.lock pyproject.toml
 
 audit: $(LOCK_TOOLS)/.ready
-	$(LOCK_TOOLS)/bin/pip-audit --requirement requirements.lock --disable-pip --require-hashes
+	$(LOCK_TOOLS)/bin/pip-audit --requirement requirements.lock --disable-pip --require-hashes --strict
 
 $(LOCK_TOOLS)/.ready:
 	$(PYTHON) -m venv $(LOCK_TOOLS)

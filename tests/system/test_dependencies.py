@@ -76,3 +76,37 @@ def test_wheel_has_license_and_notice() -> None:
     assert PROJECT["license-files"] == ["LICENSE", "NOTICE"]
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert (ROOT / "NOTICE").read_text().startswith("quire\nCopyright")
+
+
+# name |-> version and number of hashes of each distribution in the lock
+LOCKED = {
+    name: (version, hashes.count("--hash=sha256:"))
+    for name, version, hashes in re.findall(
+        r"^([\w.-]+)==(\S+)(.*?)(?=^\S|\Z)",
+        (ROOT / "requirements.lock").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+}
+
+
+def declared() -> list[Requirement]:
+    """Return all requirements of pyproject.toml, those of the extras included."""
+    extras = [each for extra in PROJECT["optional-dependencies"].values() for each in extra]
+    return [
+        Requirement(each) for each in [*PROJECT["dependencies"], *extras] if not each.startswith("quire[")
+    ]
+
+
+@pytest.mark.parametrize("requirement", declared(), ids=str)
+def test_lock_satisfies_requirement(requirement: Requirement) -> None:
+    assert canonicalize_name(requirement.name) in LOCKED, f"{requirement} is not locked: run `make lock`"
+    version, _ = LOCKED[canonicalize_name(requirement.name)]
+    assert requirement.specifier.contains(version), (
+        f"{requirement} excludes the locked {version}: run `make lock`"
+    )
+
+
+def test_lock_has_hashes_and_the_versions_of_the_constraints() -> None:
+    assert [name for name, (_, num_hashes) in LOCKED.items() if num_hashes == 0] == []
+    pinned = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert {name: LOCKED[canonicalize_name(name)][0] for name, _ in pinned} == dict(pinned)
