@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +61,32 @@ def test_benchmark_reports_throughput_and_latency(server: ServerProcess) -> None
     printed = run_example("benchmark.py", server.address, "4")
     assert "tokens/s, 4 requests" in printed
     assert "time between tokens" in printed
+
+
+def test_autoscaling_follows_the_load_and_draws_it(tmp_path: Path) -> None:
+    printed = run_example("autoscaling.py", str(tmp_path / "scaling.png"))
+    assert "12 at most" in printed
+    share = re.search(r"waits within 5 s: ([\d.]+)%", printed)
+    assert share is not None
+    assert float(share[1]) > 99
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_cells_of_the_notebook_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in notebook["cells"])  # outputs would hide changes
+    names: dict[str, Any] = {}
+    printed = []
+    for number, cell in enumerate(cells):
+        exec(compile(cell, f"notebook.ipynb, cell {number}", "exec"), names)
+        printed.append(capsys.readouterr().out)
+    completions, likely, cached, chat = (text.strip().splitlines() for text in (*printed[1:4], printed[4]))
+    assert [line.count("->") for line in completions] == [1, 1, 1]
+    assert len(likely) == 4
+    first, second = (int(line.split(" - ")[1].split()[0]) for line in cached)
+    assert first == 0 < second
+    assert chat
 
 
 def test_fleet_file_holds_two_models_with_limits_of_their_own() -> None:
