@@ -1,8 +1,8 @@
 """The autoscaler at work on three hours of made-up traffic: `python examples/autoscaling.py [FILE.png]`
 
-Calls the function that decides for a real fleet, `decide`, once per simulated second. The load is a wave with a sudden
-peak. A replica computes TOKENS_PER_S prompt tokens per second and needs COLD_START_S to start. With a file name, draws
-requests, replicas and waiting time; that needs `pip install 'quire[bench]'`.
+Calls the function that decides for a real fleet, `decide`, once per simulated second. The load is a wave with a
+sudden peak. A replica computes TOKENS_PER_S prompt tokens per second and needs COLD_START_S to start. With a file
+name, draws requests, replicas and waiting time; that needs `pip install 'quire[bench]'`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def main() -> None:
     mean = sum(history.started) / DURATION_S
     in_time = sum(wait <= LIMITS.target_wait_s for wait in history.wait_s) / DURATION_S
     print(f"{sum(history.requests)} requests, {mean:.1f} replicas on average, {max(history.started)} at most")
-    print(f"waits within {LIMITS.target_wait_s:g} s: {in_time:.1%} of the time, longest {max(history.wait_s):.1f} s")
+    print(
+        f"waits within {LIMITS.target_wait_s:g} s: {in_time:.1%} of the time, longest {max(history.wait_s):.1f} s"
+    )
     if len(sys.argv) > 1:
         draw(history, sys.argv[1])
 

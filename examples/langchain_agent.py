@@ -1,7 +1,7 @@
-"""A LangChain agent with tools: `pip install langchain-openai`, `quire serve MODEL`, then `python langchain_agent.py URL`
+"""A LangChain agent with tools: `pip install langchain-openai`, then `python langchain_agent.py URL MODEL`
 
-The model must know tool calls, as Qwen3 does; quire finds their format from its chat template. The agent asks the model,
-runs the tools that it calls, returns their results, and ends with its answer.
+The model must know tool calls, as Qwen3 does; quire finds their format from its chat template. The agent asks the
+model, runs the tools that it calls, returns their results, and ends with its answer.
 """
 
 from __future__ import annotations

@@ -56,7 +56,9 @@ def build_wheel(tmp_path_factory: pytest.TempPathFactory, **variables: str) -> P
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, source / name)
     build = "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(source)
-    run(*PIP, *build, cwd=str(wheels), env=os.environ | variables)
+    run(
+        *PIP, *build, timeout=900, cwd=str(wheels), env=os.environ | variables
+    )  # compiles for each instruction set
     (wheel,) = wheels.glob("quire-*.whl")
     return wheel
 
@@ -102,6 +104,7 @@ def platform_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_wheel_of_a_platform_needs_no_compiler(
     platform_wheel: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
@@ -119,7 +122,7 @@ def test_wheel_of_a_platform_needs_no_compiler(
 
 @pytest.mark.slow
 @pytest.mark.cluster
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3000)
 def test_clean_environment_without_compiler_serves_the_demo_model(
     platform_wheel: Path, tmp_path: Path
 ) -> None:
