@@ -112,7 +112,11 @@ def measure(site: Site, name: str, door: str, num_streams: int, seconds: float) 
     saturated = json.loads(run("client", site.client_job(door, num_streams, rate, seconds)))
     cpu_s = sum(site.gateway.cpu_times()[:2]) - cpu_s
     steady = json.loads(run("client", site.client_job(door, num_streams, STEADY_RATE, seconds)))
-    note = f"{rate:.0f} steps/s of one token per stream; {cpu_s:.1f} s of CPU in the gateway"
+    chunks_per_s = saturated["chunks_per_s"] / num_streams
+    note = (
+        f"{rate:.0f} steps/s of one token per stream; {chunks_per_s:.0f} chunks/s per stream; "
+        f"{cpu_s:.1f} s of CPU in the gateway"
+    )
     return {
         f"{name}.tokens_per_s": Figure(saturated["tokens_per_s"], "tokens/s", note),
         f"{name}.added_ms_p50": Figure(steady["added_ms_p50"], "ms", f"{STEADY_RATE:.0f} steps/s"),
@@ -273,7 +277,7 @@ async def run_clients(
 
 
 class Meter:
-    """Counts tokens and the time since their steps."""
+    """Counts tokens and chunks, and the time since the step of each chunk's first token."""
 
     def __init__(self, step_times: np.ndarray[Any, Any]) -> None:
         self._step_times = step_times
@@ -297,6 +301,7 @@ class Meter:
         added = sorted(self._added_s) or [0.0]
         return {
             "tokens_per_s": self._num_tokens / elapsed_s,
+            "chunks_per_s": len(self._added_s) / elapsed_s,
             "added_ms_p50": 1e3 * statistics.median(added),
             "added_ms_p99": 1e3 * added[int(0.99 * len(added))],
         }

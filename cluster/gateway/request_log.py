@@ -28,7 +28,7 @@ class RequestLog:
     Attributes:
         has_ended: the last event is in the log, or `error` ended the request.
         error: see `has_ended`.
-        num_bytes: estimated memory of the events.
+        num_bytes: estimated memory of the events, if any are kept.
     """
 
     def __init__(
@@ -112,19 +112,23 @@ class RequestLog:
             self.has_ended = self._processor.is_finished
 
     def _append(self, events: list[OutputEvent]) -> None:
-        if events:
+        if events and self._max_bytes:
             self._trim()
+            self.num_bytes += sum(map(_num_bytes, events))
+        elif events:
+            self._drop(len(self._events))
+        self._events += events
         for event in events:
-            self._events.append(event)
-            self.num_bytes += _num_bytes(event)
             self._on_event(event)
 
     def _trim(self) -> None:
-        """Drop the older half of the events if they are too large; all of them if none are to be kept."""
-        if self.num_bytes <= self._max_bytes:
-            return
-        num_dropped = (len(self._events) + 1) // 2 if self._max_bytes else len(self._events)
-        self.num_bytes -= sum(map(_num_bytes, self._events[:num_dropped]))
+        """Drop the older half of the events if they are too large."""
+        if self.num_bytes > self._max_bytes:
+            num_dropped = (len(self._events) + 1) // 2
+            self.num_bytes -= sum(map(_num_bytes, self._events[:num_dropped]))
+            self._drop(num_dropped)
+
+    def _drop(self, num_dropped: int) -> None:
         del self._events[:num_dropped]
         self._first += num_dropped
 

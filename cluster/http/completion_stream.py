@@ -86,16 +86,22 @@ class CompletionStream:
     def _delta(self, prompt_index: int, choice: _Choice, event: CompletionDelta) -> bytes:
         if self._body.scores_prompt_only:
             return b""
-        echo = choice.echo(self._body.prompts[prompt_index], self._prompt_logprobs[prompt_index])
-        usage = self._usages[prompt_index]
-        self._usages[prompt_index] = replace(
-            usage, completion_tokens=usage.completion_tokens + len(event.token_ids)
-        )
+        echo = self._echo(prompt_index, choice)
+        if self._body.has_continuous_usage:
+            usage = self._usages[prompt_index]
+            num_tokens = usage.completion_tokens + len(event.token_ids)
+            self._usages[prompt_index] = replace(usage, completion_tokens=num_tokens)
         return echo + choice.delta(event, self._usage_member())
+
+    def _echo(self, prompt_index: int, choice: _Choice) -> bytes:
+        """Return the chunk with the prompt, once per choice, if it is asked for."""
+        if not choice.must_echo:
+            return b""
+        return choice.echo(self._body.prompts[prompt_index], self._prompt_logprobs[prompt_index])
 
     def _finished(self, prompt_index: int, event: CompletionFinished) -> bytes:
         choice = self._choices[prompt_index * self._num_choices + event.index]
-        echo = choice.echo(self._body.prompts[prompt_index], self._prompt_logprobs[prompt_index])
+        echo = self._echo(prompt_index, choice)
         num_tokens = 0 if self._body.scores_prompt_only else event.usage.completion_tokens
         choice.num_tokens = num_tokens
         first = prompt_index * self._num_choices
@@ -115,6 +121,7 @@ class _Choice:
     Attributes:
         start: text of each chunk up to the new text.
         num_tokens: tokens so far.
+        must_echo: the prompt is still to be sent.
     """
 
     def __init__(self, start: str, index: int, body: CompletionRequest, generation: Generation) -> None:
@@ -122,7 +129,7 @@ class _Choice:
         self.num_tokens = 0
         self._body = body
         self._generation = generation
-        self._must_echo = body.echo
+        self.must_echo = body.echo
         self._logprobs = (
             None
             if body.logprobs is None
@@ -130,10 +137,8 @@ class _Choice:
         )
 
     def echo(self, prompt: str | list[int], logprobs: list[PositionLogprobs | None]) -> bytes:
-        """Return the chunk with the prompt, once, if it is asked for."""
-        if not self._must_echo:
-            return b""
-        self._must_echo = False
+        """Return the chunk with the prompt."""
+        self.must_echo = False
         token_ids = self._generation.request.prompt_token_ids.tolist()
         return self._chunk(
             echoed_text(prompt, self._generation),
@@ -166,8 +171,12 @@ class _Choice:
         usage: str,
         others: dict[str, Any] | None = None,
     ) -> bytes:
-        logprobs = None if self._logprobs is None else self._logprobs.of_tokens(token_ids, entries)
-        members = {"logprobs": logprobs, "finish_reason": None, **(others or {})}
+        logprobs = (
+            "null" if self._logprobs is None else json_text(self._logprobs.of_tokens(token_ids, entries))
+        )
+        members = f'"logprobs":{logprobs},"finish_reason":null'
+        if others:
+            members += f",{json_text(others)[1:-1]}"
         if self._body.return_token_ids:
-            members["token_ids"] = token_ids
-        return f"{self.start}{quoted(text)},{json_text(members)[1:-1]}}}]{usage}}}\n\n".encode()
+            members += f',"token_ids":[{",".join(map(str, token_ids))}]'
+        return f"{self.start}{quoted(text)},{members}}}]{usage}}}\n\n".encode()

@@ -160,7 +160,8 @@ class _SequenceOutput:
             return None
         self._num_tokens += num_tokens
         token_ids, entries = update.token_ids[:num_tokens], update.logprobs[:num_tokens]
-        self.logprob_sum += sum(entry.chosen for entry in entries)
+        for entry in entries:
+            self.logprob_sum += entry.chosen
         logprobs = self._logprobs(token_ids, entries)
         return CompletionDelta(self._index, text, token_ids, logprobs, number, chat)
 
