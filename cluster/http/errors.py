@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import compile_path
 
 from ...proto.errors import InvalidRequest, QuireError
 from .disconnect import ClientLeft
@@ -132,7 +133,20 @@ async def _on_quire_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return http_error_response(request.method, request.url.path, error)
+    response = http_error_response(request.method, request.url.path, error)
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and (methods := _methods_of(request)):
+        response.headers["allow"] = ", ".join(methods)
+    return response
+
+
+def _methods_of(request: Request) -> list[str]:
+    """Return the methods of all endpoints of the path: starlette's own error has those of the first one only."""
+    found = [
+        operations
+        for path, operations in request.app.openapi()["paths"].items()
+        if compile_path(path)[0].match(request.url.path)
+    ]
+    return [method.upper() for operations in found for method in operations]
 
 
 async def _on_client_left(request: Request, error: Exception) -> Response:

@@ -14,7 +14,7 @@ from local_server import ThreadedServer, threaded_server
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 ENVIRONMENTS = ROOT / "build" / "clients"
-CLIENT_TIMEOUT_S = 120
+CLIENT_TIMEOUT_S = 240
 
 # Runs a program of an environment, `run(environment, *command)`, and returns its output.
 RunProgram = Callable[..., str]

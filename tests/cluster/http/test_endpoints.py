@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -43,12 +44,27 @@ def test_routing_errors_have_openai_form(http: httpx.Client, method: str, path: 
     assert path in response.json()["error"]["message"]
 
 
+def test_wrong_method_is_answered_with_the_right_ones(http: httpx.Client) -> None:
+    response = http.put("/v1/responses/resp_x")
+    assert (response.status_code, response.headers["allow"]) == (405, "GET, DELETE")
+
+
 @pytest.mark.parametrize("path", ["/health", "/ping", "/ready", "/version", "/load", "/docs"])
 def test_probes_answer(http: httpx.Client, path: str) -> None:
     response = http.get(path)
     assert response.status_code == 200, response.text
     assert "date" in response.headers
     assert "server" not in response.headers
+
+
+def test_docs_load_nothing_from_elsewhere(http: httpx.Client) -> None:
+    page = http.get("/docs")
+    loaded = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert len(loaded) == 4
+    for path in loaded:
+        response = http.get(f"/{path}")
+        assert response.status_code == 200, path
+    assert "default-src 'none'" in page.headers["content-security-policy"]
 
 
 def test_openapi_document_has_the_endpoints(http: httpx.Client) -> None:

@@ -70,3 +70,12 @@ def test_page_names_the_time_since_which_the_server_is_silent(
         browser.open(server.url)
         browser.wait_for(f"{CONNECTION}.startsWith('live')")
     browser.wait_for(f"/no answer since .*, \\d+ s/.test({CONNECTION})")
+
+
+def test_docs_show_the_endpoints_without_other_servers(browser: Browser, server: ThreadedServer) -> None:
+    browser.open(f"{server.url}/docs")
+    browser.wait_for("document.querySelectorAll('.opblock').length >= 16")
+    loaded = browser.evaluate("performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert loaded
+    assert all(address.startswith((server.url, "data:")) for address in loaded), loaded
+    assert not [line for line in browser.console if '"level": "error"' in line or "exception" in line]
