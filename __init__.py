@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from .proto import errors
     from .proto.sampling import SamplingParams
     from .proto.stream import RankStatus, Timings
+    from .proto.structured_outputs import RepetitionDetectionParams, StructuredOutputsParams
 
 _BEAMS = ".cluster.offline.beams"
 _DELTAS = ".cluster.chat_format.deltas"
@@ -108,6 +109,7 @@ _MODULES = {
     "QueueInfo": _STATUS,
     "RankStatus": ".proto.stream",
     "ReasoningDelta": _DELTAS,
+    "RepetitionDetectionParams": ".proto.structured_outputs",
     "ReplicaInfo": _STATUS,
     "RequestMetrics": _OUTPUTS,
     "RequestOutput": _OUTPUTS,
@@ -116,6 +118,7 @@ _MODULES = {
     "SamplingParams": ".proto.sampling",
     "ScalingLimits": ".cluster.config.scaling_limits",
     "StreamEvent": _OUTPUTS,
+    "StructuredOutputsParams": ".proto.structured_outputs",
     "TextPrompt": _PROMPTS,
     "Timings": ".proto.stream",
     "TokensPrompt": _PROMPTS,
@@ -157,6 +160,7 @@ __all__ = [
     "QueueInfo",
     "RankStatus",
     "ReasoningDelta",
+    "RepetitionDetectionParams",
     "ReplicaInfo",
     "RequestMetrics",
     "RequestOutput",
@@ -165,6 +169,7 @@ __all__ = [
     "ScalingLimits",
     "ServerInfo",
     "StreamEvent",
+    "StructuredOutputsParams",
     "TextPrompt",
     "Timings",
     "TokensPrompt",

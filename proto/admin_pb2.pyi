@@ -131,7 +131,7 @@ class Deployment(_message.Message):
     def __init__(self, engine: _Optional[_Union[EngineOptions, _Mapping]] = ..., limits: _Optional[_Union[ScalingLimits, _Mapping]] = ..., rank_resources: _Optional[_Iterable[_Union[NamedAmount, _Mapping]]] = ..., drain_grace_s: _Optional[float] = ..., weights_version: _Optional[str] = ...) -> None: ...
 
 class EngineOptions(_message.Message):
-    __slots__ = ("model", "served_model_name", "tensor_parallel_size", "device", "dtype", "quantization", "max_model_len", "block_size", "kv_cache_memory", "num_kv_blocks", "num_host_kv_blocks", "kv_cache_dtype", "prefix_caching", "batch_invariant", "fused_all_reduce", "cuda_graphs", "max_num_seqs", "max_num_batched_tokens", "max_queue_len", "policy", "tenant_weights", "step_timeout_s", "audit", "seed", "gpu_memory_utilization", "max_steps_in_flight", "chat_template", "trust_request_chat_template", "tool_call_parser", "reasoning_parser", "max_logprobs", "revision")
+    __slots__ = ("model", "served_model_name", "tensor_parallel_size", "device", "dtype", "quantization", "max_model_len", "block_size", "kv_cache_memory", "num_kv_blocks", "num_host_kv_blocks", "kv_cache_dtype", "prefix_caching", "batch_invariant", "fused_all_reduce", "cuda_graphs", "max_num_seqs", "max_num_batched_tokens", "max_queue_len", "policy", "tenant_weights", "step_timeout_s", "audit", "seed", "gpu_memory_utilization", "max_steps_in_flight", "chat_template", "trust_request_chat_template", "tool_call_parser", "reasoning_parser", "max_logprobs", "revision", "structured_outputs_backend", "disable_any_whitespace", "disable_additional_properties")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,9 @@ class EngineOptions(_message.Message):
     REASONING_PARSER_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    STRUCTURED_OUTPUTS_BACKEND_FIELD_NUMBER: _ClassVar[int]
+    DISABLE_ANY_WHITESPACE_FIELD_NUMBER: _ClassVar[int]
+    DISABLE_ADDITIONAL_PROPERTIES_FIELD_NUMBER: _ClassVar[int]
     model: str
     served_model_name: str
     tensor_parallel_size: int
@@ -196,7 +199,10 @@ class EngineOptions(_message.Message):
     reasoning_parser: str
     max_logprobs: int
     revision: str
-    def __init__(self, model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., kv_cache_memory: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., num_host_kv_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., prefix_caching: _Optional[bool] = ..., batch_invariant: _Optional[bool] = ..., fused_all_reduce: _Optional[bool] = ..., cuda_graphs: _Optional[bool] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., policy: _Optional[str] = ..., tenant_weights: _Optional[_Iterable[_Union[NamedAmount, _Mapping]]] = ..., step_timeout_s: _Optional[float] = ..., audit: _Optional[bool] = ..., seed: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., max_steps_in_flight: _Optional[int] = ..., chat_template: _Optional[str] = ..., trust_request_chat_template: _Optional[bool] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., max_logprobs: _Optional[int] = ..., revision: _Optional[str] = ...) -> None: ...
+    structured_outputs_backend: str
+    disable_any_whitespace: bool
+    disable_additional_properties: bool
+    def __init__(self, model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., kv_cache_memory: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., num_host_kv_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., prefix_caching: _Optional[bool] = ..., batch_invariant: _Optional[bool] = ..., fused_all_reduce: _Optional[bool] = ..., cuda_graphs: _Optional[bool] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., policy: _Optional[str] = ..., tenant_weights: _Optional[_Iterable[_Union[NamedAmount, _Mapping]]] = ..., step_timeout_s: _Optional[float] = ..., audit: _Optional[bool] = ..., seed: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., max_steps_in_flight: _Optional[int] = ..., chat_template: _Optional[str] = ..., trust_request_chat_template: _Optional[bool] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., max_logprobs: _Optional[int] = ..., revision: _Optional[str] = ..., structured_outputs_backend: _Optional[str] = ..., disable_any_whitespace: _Optional[bool] = ..., disable_additional_properties: _Optional[bool] = ...) -> None: ...
 
 class NamedAmount(_message.Message):
     __slots__ = ("name", "amount")

@@ -150,6 +150,20 @@ class ChatConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutputsConfig:
+    """Structured outputs.
+
+    Attributes:
+        structured_outputs_backend: ``xgrammar``, ``guidance``, or ``auto`` for the first that supports a constraint.
+        disable_any_whitespace, disable_additional_properties: for all requests, see StructuredOutputsParams.
+    """
+
+    structured_outputs_backend: str = "auto"
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The whole configuration of a replica."""
 
@@ -158,6 +172,7 @@ class EngineConfig:
     parallel: ParallelConfig
     scheduler: SchedulerConfig
     chat: ChatConfig = field(default_factory=ChatConfig)
+    structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
 
     def with_num_blocks(self, num_blocks: int) -> EngineConfig:
         """Return the configuration with the pool's number of blocks.

@@ -10,6 +10,7 @@ from typing import Any, cast
 from . import coerce as plain
 from .coerce import BadWord
 from .errors import InvalidRequest
+from .structured_outputs import RepetitionDetectionParams, StructuredOutputsParams
 
 # As `top_k`, `logprobs` and `prompt_logprobs`: all tokens, as in vLLM.
 _UNBOUNDED = -1
@@ -105,6 +106,13 @@ class SamplingParams:
         truncate_prompt_tokens: use only this many tokens at the end of the prompt; None for all.
         detokenize: False leaves the text empty, and log-probabilities without the tokens' text. Stop strings need
             the text.
+        structured_outputs: the form that the output must have, once the reasoning of a chat has ended. Excludes
+            bad_words and allowed_token_ids. The tokens that end the output ignore min_tokens once nothing else is
+            allowed.
+        thinking_token_budget: most tokens of the reasoning of a chat, which is ended after them; None or -1 for no
+            limit.
+        repetition_detection: ends an output that repeats itself, with the finish reason ``repetition``; None for
+            outputs that may repeat themselves.
 
     Raises:
         InvalidRequest: a value is out of range; the message names the value and the range.
@@ -137,6 +145,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
 
     def __post_init__(self) -> None:
         for field, convert in _CONVERTERS.items():
@@ -145,6 +156,7 @@ class SamplingParams:
                 setattr(self, field, convert(f"sampling.{field}", value))
         self.top_k = 0 if self.top_k == _UNBOUNDED else self.top_k
         self._check_numbers()
+        self._check_constraints()
         self._check_stops()
         self._check_logits_processors()
         self._check_outputs()
@@ -162,6 +174,25 @@ class SamplingParams:
             _require(count is None or count >= _UNBOUNDED, field, count, "at least 0, or -1 for all tokens")
         kept = self.truncate_prompt_tokens
         _require(kept is None or kept >= 1, "truncate_prompt_tokens", kept, "at least 1")
+
+    def _check_constraints(self) -> None:
+        if self.thinking_token_budget == _UNBOUNDED:
+            self.thinking_token_budget = None
+        budget = self.thinking_token_budget
+        _require(
+            budget is None or budget >= 0, "thinking_token_budget", budget, "at least 0, or -1 for no limit"
+        )
+        if self.structured_outputs is None:
+            return
+        # Together, these may leave no token that can be sampled.
+        _require(
+            not self.bad_words, "bad_words", f"{len(self.bad_words)} words", "unset with structured_outputs"
+        )
+        allowed = self.allowed_token_ids
+        _require(
+            allowed is None,
+            "allowed_token_ids", f"{len(allowed or ())} tokens", "unset with structured_outputs",
+        )  # fmt: skip
 
     def _check_stops(self) -> None:
         _require(
@@ -239,6 +270,7 @@ class SamplingParams:
             "logit_bias": ((),),
             "bad_words": ((),),
             "allowed_token_ids": (None,),
+            "repetition_detection": (None,),
         }
         for field, values in unset.items():
             given = getattr(self, field)
@@ -298,7 +330,7 @@ def _require(holds: bool, field: str, given: Any, allowed: str, owner: str = "sa
 _CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(
         ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "n", "best_of", "beam_width",
-         "prompt_logprobs", "truncate_prompt_tokens"),
+         "prompt_logprobs", "truncate_prompt_tokens", "thinking_token_budget"),
         plain.whole_number,
     ),
     **dict.fromkeys(
@@ -315,6 +347,8 @@ _CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
     "logit_bias": plain.biases,
     "bad_words": plain.bad_words,
     "allowed_token_ids": plain.distinct_token_ids,
+    "structured_outputs": StructuredOutputsParams.of,
+    "repetition_detection": RepetitionDetectionParams.of,
 }  # fmt: skip
 # Fields that are converted even if they are None: None is an empty sequence or invalid.
 _NEVER_NONE = {

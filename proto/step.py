@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from .block_tables import IntArray, RowArray
 from .codec import FloatArray, FrameCodec, field_values, pack_floats, pack_ints, unpack_floats, unpack_ints
+from .structured_outputs import OutputConstraint
 
 VERSION = 3
 NO_INTS = unpack_ints(b"")
@@ -97,6 +98,7 @@ class RowSampling:
         logprobs: as in SamplingParams.
         logits_processors: None for most rows, which sample from the logits unchanged.
         scoring: None if the prompt's log-probabilities are not requested or are already reported.
+        constraint: None if the output may have any form.
     """
 
     temperature: float = 1.0
@@ -107,20 +109,22 @@ class RowSampling:
     logprobs: int | None = None
     logits_processors: RowLogitsProcessors | None = None
     scoring: PromptScoring | None = None
+    constraint: OutputConstraint | None = None
 
     def pack(self) -> tuple[Any, ...]:
         """Return the fields as msgpack values."""
-        *settings, processors, scoring = field_values(self)
-        parts = (None if part is None else field_values(part) for part in (processors, scoring))
+        *settings, processors, scoring, constraint = field_values(self)
+        parts = (None if part is None else field_values(part) for part in (processors, scoring, constraint))
         return *settings, *parts
 
     @staticmethod
     def unpack(value: Any) -> RowSampling:
-        *settings, processors, scoring = value
+        *settings, processors, scoring, constraint = value
         return replace(
             RowSampling(*settings),
             logits_processors=None if processors is None else RowLogitsProcessors.unpack(processors),
             scoring=None if scoring is None else PromptScoring(*scoring),
+            constraint=OutputConstraint.unpack(constraint),
         )
 
 

@@ -25,8 +25,9 @@ from .codec import FrameCodec, field_values, pack_ints, unpack_ints
 from .errors import ProtocolError, QuireError, from_reason
 from .sampling import SamplingParams
 from .step import NO_INTS, Logprobs, PromptLogprobs
+from .structured_outputs import OutputConstraint
 
-VERSION = 4
+VERSION = 5
 # Bytes of a block's digest in a CacheReport: enough to route by, too few to share a block by.
 CACHE_HASH_BYTES = 8
 # Bounds of a BlockMap.
@@ -57,6 +58,7 @@ class Submit:
             them exactly as it would have there: limits, seeds and usage count from the sequence's start, and only
             new tokens are sent. Then the message holds one output: output i of n is submitted alone, with
             ``seed`` + i.
+        constraint: the compiled form of the sampling's constraints; None if the output may have any form.
     """
 
     handle: int
@@ -69,6 +71,7 @@ class Submit:
     salt: bytes = b""
     prefix_pool: str = ""
     generated_token_ids: IntArray = field(default_factory=lambda: NO_INTS)
+    constraint: OutputConstraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    REPETITION = "repetition"
     ERROR = "error"
     MOVED = "moved"
 
@@ -378,9 +382,10 @@ def _refuse_submit(values: list[Any]) -> TokenBatch:
     problem = (
         f"request {request_id}: the replica runs an earlier release, which lacks what the request asks for"
     )
+    num_sequences = SamplingParams(*sampling[:_NUM_SAMPLING_FIELDS]).num_sequences
     ends = (
         Finish(each, FinishReason.ERROR, grpc_status="UNAVAILABLE", error=problem)
-        for each in range(handle, handle + _known(SamplingParams, sampling).num_sequences)
+        for each in range(handle, handle + num_sequences)
     )
     return TokenBatch(0, finished=tuple(ends))
 
@@ -388,6 +393,7 @@ def _refuse_submit(values: list[Any]) -> TokenBatch:
 def _encode_submit(message: Submit) -> tuple[Any, ...]:
     prompt, generated = pack_ints(message.prompt_token_ids), pack_ints(message.generated_token_ids)
     admission = message.tenant, message.priority, message.timeout_s, message.salt, message.prefix_pool
+    constraint = [] if message.constraint is None else [field_values(message.constraint)]
     return (
         "submit",
         message.handle,
@@ -396,28 +402,29 @@ def _encode_submit(message: Submit) -> tuple[Any, ...]:
         generated,
         _encode_sampling(message.sampling),
         *admission,
+        *constraint,
     )
 
 
 def _decode_submit(values: list[Any]) -> Submit:
-    (
+    handle, request_id, prompt, generated, sampling, *others = values
+    tenant, priority, timeout_s, salt, prefix_pool, *others = others
+    constraint, *later = others or [None]  # sent only if it is set
+    if later:
+        raise ValueError(f"a submit has {len(later)} fields of a later release")
+    return Submit(
         handle,
         request_id,
-        prompt,
-        generated,
-        sampling,
+        unpack_ints(prompt),
+        SamplingParams(*sampling),
         tenant,
         priority,
         timeout_s,
         salt,
         prefix_pool,
-        *later,
-    ) = values
-    if later:
-        raise ValueError(f"a submit has {len(later)} fields of a later release")
-    admission = tenant, priority, timeout_s, salt, prefix_pool
-    params = SamplingParams(*sampling)
-    return Submit(handle, request_id, unpack_ints(prompt), params, *admission, unpack_ints(generated))
+        unpack_ints(generated),
+        OutputConstraint.unpack(constraint),
+    )
 
 
 def _encode_batch(message: TokenBatch) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from .comm.shard import Shard
 from .memory.host_to_device import to_device, to_device_together
 from .sampling.logits_processors import LogitsProcessorState
 from .sampling.sampling_table import SamplingTable
+from .structured.constraint_state import ConstraintState
 
 
 class DeviceRows:
@@ -47,7 +48,9 @@ class DeviceRows:
         self.num_computed: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.decoding = np.zeros(num_rows, dtype=np.bool_)
         self.sampling = SamplingTable(num_rows, config.model.vocab_size)
-        self.logits_processors = LogitsProcessorState(shard, self.token_ids)
+        self.logits_processors = LogitsProcessorState(
+            shard, self.token_ids, ConstraintState(config.model, shard, num_rows)
+        )
 
     def apply(self, plan: StepPlan) -> None:
         """Apply steps 1 to 3 and 5 of the plan: released, new, appended and chosen. The caller compares digests."""
@@ -80,6 +83,7 @@ class DeviceRows:
 
     def _replace_newest(self, rows: IntArray, token_ids: IntArray) -> None:
         self._write(rows, self.lens[rows] - 1, to_device(token_ids, self.token_ids.device, torch.int32))
+        self.logits_processors.replace_newest(rows, token_ids)
 
     def _write(self, rows: IntArray, positions: IntArray, token_ids: Tensor) -> None:
         index = [rows.astype(np.int64), positions.astype(np.int64)]

@@ -43,7 +43,7 @@ def chat_to_message(chat: Chat) -> inference_pb2.Chat:
         continue_final_message=chat.continue_final_message,
         tools=map(_dump, chat.tools),
         documents=map(_dump, chat.documents),
-        tool_choice=inference_pb2.ToolChoice(mode=_MODES[str(chat.tool_choice)]),
+        tool_choice=_tool_choice_to_message(chat),
         **{name: getattr(chat, name) for name in _CHAT_FLAGS},
     )
     message.template_options.update(chat.template_options)
@@ -138,6 +138,12 @@ def _message_from_proto(message: inference_pb2.ChatMessage) -> dict[str, Any]:
 def _call_from_proto(call: inference_pb2.ToolCall) -> dict[str, Any]:
     plain: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
     return {"id": call.id, **plain} if call.id else plain
+
+
+def _tool_choice_to_message(chat: Chat) -> inference_pb2.ToolChoice:
+    if chat.named_function is not None:
+        return inference_pb2.ToolChoice(function=chat.named_function)
+    return inference_pb2.ToolChoice(mode=_MODES[str(chat.tool_choice)])
 
 
 def _tool_choice(message: inference_pb2.ToolChoice) -> str | dict[str, Any]:

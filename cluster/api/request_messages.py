@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ...proto import inference_pb2
 from ...proto.errors import InvalidRequest
 from ...proto.sampling import SamplingParams
+from ...proto.structured_outputs import RepetitionDetectionParams, StructuredOutputsParams
 from ..requests.chat import Chat
 from ..requests.request import Prompt
 from .chat_messages import chat_from_message, chat_to_message
@@ -16,7 +18,7 @@ _SAMPLING_SCALARS = (
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "logprobs",
     "n", "best_of", "beam_width", "length_penalty", "early_stopping", "repetition_penalty", "frequency_penalty",
     "presence_penalty", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output",
-    "truncate_prompt_tokens", "detokenize",
+    "truncate_prompt_tokens", "detokenize", "thinking_token_budget",
 )  # fmt: skip
 # Sent for max_tokens=None: the server lowers it to what the context leaves for a completion.
 _MAX_TOKENS_UNLIMITED = (1 << 31) - 1
@@ -50,6 +52,12 @@ def sampling_to_message(params: SamplingParams) -> inference_pb2.SamplingParams:
         )
         if params.allowed_token_ids is not None:
             message.allowed_token_ids.CopyFrom(inference_pb2.TokenIds(ids=params.allowed_token_ids))
+        if params.structured_outputs is not None:
+            message.structured_outputs.CopyFrom(_structured_outputs_to_message(params.structured_outputs))
+        if params.repetition_detection is not None:
+            message.repetition_detection.CopyFrom(
+                inference_pb2.RepetitionDetection(**params.repetition_detection._asdict())
+            )
     return message
 
 
@@ -57,6 +65,7 @@ def sampling_from_message(message: inference_pb2.SamplingParams) -> SamplingPara
     """Raises InvalidRequest for a value out of its range."""
     given = {name: getattr(message, name) for name in _SAMPLING_SCALARS if message.HasField(name)}
     has_allowed = message.HasField("allowed_token_ids")
+    repetition = message.repetition_detection if message.HasField("repetition_detection") else None
     return SamplingParams(
         **given,
         stop=tuple(message.stop),
@@ -64,6 +73,43 @@ def sampling_from_message(message: inference_pb2.SamplingParams) -> SamplingPara
         logit_bias=dict(message.logit_bias),
         bad_words=(*message.bad_words, *(tuple(word.ids) for word in message.bad_token_ids)),
         allowed_token_ids=tuple(message.allowed_token_ids.ids) if has_allowed else None,
+        structured_outputs=(
+            _structured_outputs_from_message(message.structured_outputs)
+            if message.HasField("structured_outputs")
+            else None
+        ),
+        repetition_detection=(
+            None
+            if repetition is None
+            else RepetitionDetectionParams(
+                repetition.max_pattern_size, repetition.min_pattern_size, repetition.min_count
+            )
+        ),
+    )
+
+
+def _structured_outputs_to_message(params: StructuredOutputsParams) -> inference_pb2.StructuredOutputs:
+    value = getattr(params, params.kind)
+    constraint: dict[str, Any] = {
+        params.kind: inference_pb2.Choices(texts=value) if params.kind == "choice" else value
+    }
+    return inference_pb2.StructuredOutputs(
+        disable_any_whitespace=params.disable_any_whitespace,
+        disable_additional_properties=params.disable_additional_properties,
+        **constraint,
+    )
+
+
+def _structured_outputs_from_message(message: inference_pb2.StructuredOutputs) -> StructuredOutputsParams:
+    kind = message.WhichOneof("constraint")
+    given: dict[str, Any] = {}
+    if kind is not None:
+        value = getattr(message, kind)
+        given[kind] = list(value.texts) if kind == "choice" else value
+    return StructuredOutputsParams(
+        **given,
+        disable_any_whitespace=message.disable_any_whitespace,
+        disable_additional_properties=message.disable_additional_properties,
     )
 
 

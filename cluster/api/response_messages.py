@@ -32,6 +32,7 @@ _FINISH_REASONS = {
     "stop": inference_pb2.FINISH_REASON_STOP,
     "length": inference_pb2.FINISH_REASON_LENGTH,
     "tool_calls": inference_pb2.FINISH_REASON_TOOL_CALLS,
+    "repetition": inference_pb2.FINISH_REASON_REPETITION,
 }
 _FINISH_REASON_NAMES = {number: name for name, number in _FINISH_REASONS.items()}
 

@@ -10,9 +10,23 @@ from .deltas import ContentDelta
 from .detection import detect_reasoning_format, detect_tool_call_format
 from .model_output import ModelOutput, Parse
 from .output_parser import ChatOutputParser, new_call_id
+from .reasoning import ReasoningStart
 from .registry import AUTO, NONE, REASONING_FORMATS, TOOL_CALL_FORMATS, ReasoningFormat, ToolCallFormat
 
 Tools = Mapping[str, Mapping[str, Any]]  # name |-> JSON schema of the parameters
+
+
+@dataclass(frozen=True, slots=True)
+class OpenReasoning:
+    """Reasoning at the beginning of a completion.
+
+    Attributes:
+        openings: texts with which it begins; empty if it has begun.
+        closings: texts that end it.
+    """
+
+    openings: tuple[str, ...]
+    closings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +55,16 @@ class ChatFormat:
         return *(self.tool_calls.markers if self.tool_calls else ()), *(
             self.reasoning.markers if self.reasoning else ()
         )
+
+    def open_reasoning(self, prompt: str) -> OpenReasoning | None:
+        """Return the texts around the reasoning that may follow a rendered prompt; None if none does."""
+        if self.reasoning is None:
+            return None
+        start = self.reasoning.start(prompt)
+        if start is ReasoningStart.CLOSED:
+            return None
+        openings = self.reasoning.openings if start is ReasoningStart.UNKNOWN else ()
+        return OpenReasoning(openings, self.reasoning.closings)
 
     def parser(
         self,

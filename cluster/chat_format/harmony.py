@@ -19,6 +19,9 @@ _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = "<|end|>", "<|call|>", "<|return|>"
 MARKERS = _START, _CHANNEL, _MESSAGE, "<|constrain|>", *_ENDS
 
+# Begins the reply.
+FINAL_MESSAGE = f"{_CHANNEL}final{_MESSAGE}"
+
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTIONS = "functions."

@@ -14,9 +14,11 @@ DEMO_MODEL_PATH = Path(__file__).parents[1] / "demo" / "model"
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
+GRAMMAR_BACKENDS = ("xgrammar", "guidance")
 MAX_BLOCK_SIZE = 1024
 
 _MODEL, _EXECUTION, _KV_CACHE, _SCHEDULING, _CHAT = "Model", "Execution", "KV cache", "Scheduling", "Chat"
+_STRUCTURED_OUTPUTS = "Structured outputs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +237,23 @@ class EngineOptions:
         help="Format of the model's reasoning; auto is the one that its chat template shows.",
         check=one_of(AUTO, NONE, *sorted(REASONING_FORMATS)),
         group=_CHAT,
+    )
+
+    structured_outputs_backend: str = option(
+        AUTO,
+        help="Library that constrains outputs to grammars; auto is the first of them that supports the constraint.",
+        check=one_of(AUTO, *GRAMMAR_BACKENDS),
+        group=_STRUCTURED_OUTPUTS,
+    )
+    disable_any_whitespace: bool = option(
+        False,
+        help="Structured JSON has no white space between its parts.",
+        group=_STRUCTURED_OUTPUTS,
+    )
+    disable_additional_properties: bool = option(
+        False,
+        help="Structured JSON objects have no properties beside those that their schema lists.",
+        group=_STRUCTURED_OUTPUTS,
     )
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from ...proto.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    StructuredOutputsConfig,
 )
 from ...proto.errors import ConfigError
 from ...worker.device import cuda_device_count
@@ -103,7 +104,8 @@ def engine_config(
         chat_template=_read_template(options.chat_template),
         **_same_named(ChatConfig, options, leave_out="chat_template"),
     )
-    return EngineConfig(model, cache, parallel, scheduler, chat)
+    structured_outputs = StructuredOutputsConfig(**_same_named(StructuredOutputsConfig, options))
+    return EngineConfig(model, cache, parallel, scheduler, chat, structured_outputs=structured_outputs)
 
 
 def _same_named(config: type, options: EngineOptions, leave_out: str = "") -> dict[str, Any]:

@@ -4,6 +4,7 @@ Arguments that mean the same under the same name, such as `max_model_len`, are o
 all.
 """
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, make_dataclass
@@ -59,13 +60,41 @@ class Refused:
         return f"Refused{but}: {self.reason}."
 
 
-Treatment = Renamed | Ignored | Refused
+@dataclass(frozen=True, slots=True)
+class Members:
+    """A JSON object whose members are options of quire.
+
+    Attributes:
+        options: vLLM's name of a member |-> quire's option.
+        ignored: members without a meaning here.
+    """
+
+    options: Mapping[str, str]
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in self.options.values())
+        return f"JSON, whose members are the options {names}."
+
+
+Treatment = Renamed | Ignored | Refused | Members
 
 
 def _opposite(value: bool) -> bool:
     return not value
 
 
+# vLLM's names of backends that quire has not stand for the choice of the first that fits.
+_STRUCTURED_OUTPUTS = Members(
+    {
+        "backend": "structured_outputs_backend",
+        "disable_any_whitespace": "disable_any_whitespace",
+        "disable_additional_properties": "disable_additional_properties",
+        "reasoning_parser": "reasoning_parser",
+    },
+    ("reasoning_parser_plugin", "enable_in_reasoning", "disable_fallback"),
+)
 _NO_LORA = "LoRA adapters are not supported"
 _NO_DRAFTS = "speculative decoding is not supported"
 _ONE_LOG = "logs and metrics do not depend on it"
@@ -78,6 +107,7 @@ ENGINE_ARGUMENTS: Mapping[str, tuple[type, Treatment]] = {
     "kv_cache_memory_bytes": (str, Renamed("kv_cache_memory")),
     "num_gpu_blocks_override": (int, Renamed("num_kv_blocks")),
     "scheduling_policy": (str, Renamed("policy")),
+    "structured_outputs_config": (str, _STRUCTURED_OUTPUTS),
     "code_revision": (str, Ignored("code of a model is never loaded")),
     "compilation_config": (str, Ignored("models are not compiled with torch.compile")),
     "disable_cascade_attn": (bool, Ignored("attention has no cascade")),
@@ -85,7 +115,7 @@ ENGINE_ARGUMENTS: Mapping[str, tuple[type, Treatment]] = {
     "disable_log_stats": (bool, Ignored(_ONE_LOG)),
     "distributed_executor_backend": (str, Ignored("one rank needs no executor, and Ray places several")),
     "download_dir": (str, Ignored("the variable HF_HOME sets where downloads are kept")),
-    "guided_decoding_backend": (str, Ignored("there is one implementation of grammars at most")),
+    "guided_decoding_backend": (str, Renamed("structured_outputs_backend")),
     "max_parallel_loading_workers": (int, Ignored("each rank reads its own part of the weights")),
     "max_seq_len_to_capture": (int, Ignored("CUDA graphs cover decode steps of any length")),
     "model_impl": (str, Ignored("the registry chooses between quire's decoder and transformers' modules")),
@@ -166,14 +196,39 @@ def translate_arguments(given: Mapping[str, Any], model: str) -> dict[str, Any]:
             ignored.append(f"{name} ({treatment.reason})")
         elif isinstance(treatment, Refused):
             _check_refused(name, value, treatment, model)
+        elif isinstance(treatment, Members):
+            for option_name, member in _read_members(name, value, treatment).items():
+                _add_option(options, name, option_name, member)
         elif isinstance(treatment, Renamed) and treatment.option != "http":
-            if treatment.option in options:
-                raise ConfigError(f"{name} and {treatment.option} are the same option, must be given once")
-            options[treatment.option] = treatment.convert(value)
+            _add_option(options, name, treatment.option, treatment.convert(value))
     options |= _http_address(given, options)
     if ignored:
         _log.warning("ignored arguments of vLLM: %s", "; ".join(ignored))
     return {name: _translate_value(name, value) for name, value in options.items()}
+
+
+def _add_option(options: dict[str, Any], name: str, option_name: str, value: Any) -> None:
+    if option_name in options:
+        raise ConfigError(f"{name} and {option_name} are the same option, must be given once")
+    options[option_name] = value
+
+
+def _read_members(name: str, value: Any, treatment: Members) -> dict[str, Any]:
+    """Return quire's options of a JSON object, or of a mapping, as LLM takes it."""
+    try:
+        members = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ConfigError(f"{name} is {value!r}, must be a JSON object: {error}") from error
+    if members is None:
+        return {}
+    if not isinstance(members, Mapping):
+        raise ConfigError(f"{name} is {value!r}, must be a JSON object")
+    known = {*treatment.options, *treatment.ignored}
+    unknown = [str(member) for member in members if member not in known]
+    if unknown:
+        raise ConfigError(f"{name} has {unknown[0]!r}, must have {', '.join(sorted(known))}")
+    given = {option: members.get(member) for member, option in treatment.options.items()}
+    return {option: member for option, member in given.items() if member not in (None, "")}
 
 
 def _check_refused(name: str, value: Any, treatment: Refused, model: str) -> None:

@@ -301,6 +301,7 @@ class GenerationService:
             add_special_tokens=call.add_special_tokens,
         )
         is_short = not isinstance(call.prompt, Chat) and len(call.prompt) <= LONG_PROMPT_CHARS
+        is_short = is_short and call.sampling.structured_outputs is None  # compiling takes a while
         return check() if is_short else await asyncio.to_thread(check)
 
 

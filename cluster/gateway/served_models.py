@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ...proto.config import EngineConfig
 from ...proto.errors import InvalidRequest, ModelNotFound
+from ..grammar_workers.pool import GrammarWorkers
 from ..host.change_notifier import ChangeNotifier
 from ..replica.client import ReplicaClient
 from ..requests.request import RequestChecker
@@ -28,18 +29,20 @@ class ServedModel:
     checker: RequestChecker
     pool: ReplicaPool
     workers: TextWorkers
+    grammar_workers: GrammarWorkers
     scales_from_zero: bool = False
 
     @staticmethod
     def of(config: EngineConfig, tokenizer: Tokenizer, pool: ReplicaPool) -> ServedModel:
         """Return a model whose prompts are rendered and tokenized in processes of their own."""
-        workers = TextWorkers(tokenizer)
-        return ServedModel(config, tokenizer, RequestChecker(config, tokenizer, workers), pool, workers)
+        workers, grammar_workers = TextWorkers(tokenizer), GrammarWorkers(config)
+        checker = RequestChecker(config, tokenizer, workers, grammar_workers)
+        return ServedModel(config, tokenizer, checker, pool, workers, grammar_workers)
 
     def resize(self, config: EngineConfig) -> None:
         """Check further requests against another configuration."""
         self.config = config
-        self.checker = RequestChecker(config, self.tokenizer, self.workers)
+        self.checker = RequestChecker(config, self.tokenizer, self.workers, self.grammar_workers)
 
     @property
     def name(self) -> str:
@@ -109,6 +112,7 @@ class ServedModels:
         for model in self:
             await self.remove(model.name).pool.close()
             model.workers.close()
+            model.grammar_workers.close()
 
 
 def serve_single_replica(config: EngineConfig, tokenizer: Tokenizer, replica: ReplicaClient) -> ServedModels:

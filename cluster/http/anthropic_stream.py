@@ -27,7 +27,12 @@ from .errors import anthropic_error
 from .json_text import json_text, quoted
 from .response_head import ResponseHead
 
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "repetition": "end_turn",
+}
 
 
 def message_json(head: ResponseHead, output: RequestOutput) -> dict[str, Any]:

@@ -34,7 +34,8 @@ from .values import HistogramValue
 ABORT, ERROR = "abort", "error"  # finished_reason of completions that did not end by themselves
 INTERNAL = "internal"
 # A series must begin at 0: from one that begins at 1, Prometheus computes no increase.
-_NONE_FINISHED = dict.fromkeys((FinishReason.STOP.value, FinishReason.LENGTH.value, ABORT, ERROR), 0)
+_ENDS = FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION
+_NONE_FINISHED = dict.fromkeys((*(reason.value for reason in _ENDS), ABORT, ERROR), 0)
 _NO_MOVES = dict.fromkeys((cause.value for cause in MoveCause), 0)
 _NO_REFUSALS = dict.fromkeys(
     (

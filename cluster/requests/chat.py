@@ -32,7 +32,7 @@ _RESERVED_OPTIONS = frozenset(
     }
 )  # fmt: skip
 
-_TOOL_CHOICES = ("none", "auto")
+_TOOL_CHOICES = ("none", "auto", "required")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,9 @@ class Chat:
         continue_final_message: continue the last message, which must be the assistant's, instead of a new one.
         template_options: further variables of the template by name, for example ``enable_thinking``.
         tools: functions that the model may call, ``{"type": "function", "function": {"name": ...}}`` each.
-        tool_choice: ``auto``, or ``none`` for a reply without tool calls, whose prompt has no tools.
+        tool_choice: ``auto``; ``none`` for a reply without tool calls, whose prompt has no tools; ``required`` for a
+            reply of at least one tool call; or ``{"type": "function", "function": {"name": ...}}`` for calls of one
+            function.
         parallel_tool_calls: allow several tool calls in one reply.
         documents: for templates of models that answer from documents.
         chat_template: a template for this conversation instead of the model's, if the server permits it.
@@ -66,6 +68,17 @@ class Chat:
     def offers_tools(self) -> bool:
         """The model may call functions."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def forces_tool_call(self) -> bool:
+        """The reply must be a tool call."""
+        return self.tool_choice == "required" or self.named_function is not None
+
+    @property
+    def named_function(self) -> str | None:
+        """The function that the reply must call; None if tool_choice names none."""
+        choice = self.tool_choice
+        return None if isinstance(choice, str) else choice["function"]["name"]
 
     @property
     def has_tool_calls(self) -> bool:
@@ -115,14 +128,19 @@ class Chat:
         check_json("chat.tools", self.tools)
         for index, tool in enumerate(self.tools):
             _check_tool(f"chat.tools[{index}]", tool)
-        choice = self.tool_choice
-        if choice == "required" or isinstance(choice, Mapping):
-            raise InvalidRequest(
-                "chat.tool_choice",
-                f"is {show_value(choice)}, which needs structured output, not supported yet; must be auto or none",
-            )
-        if choice not in _TOOL_CHOICES:
-            raise InvalidRequest("chat.tool_choice", f"is {show_value(choice)}, must be auto or none")
+        self._check_tool_choice()
+
+    def _check_tool_choice(self) -> None:
+        field, choice = "chat.tool_choice", self.tool_choice
+        if isinstance(choice, Mapping):
+            name = check_function(field, choice)["name"]
+            if name not in self.parameters_by_tool:
+                raise InvalidRequest(field, f"names {show_value(name)}, which is not among the tools")
+        elif choice not in _TOOL_CHOICES:
+            allowed = "auto, none, required or the name of a function"
+            raise InvalidRequest(field, f"is {show_value(choice)}, must be {allowed}")
+        elif choice == "required" and not self.tools:
+            raise InvalidRequest(field, "is 'required', but there are no tools")
 
     def _check_template(self) -> None:
         check_mapping("chat.template_options", self.template_options)

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from ...proto.block_tables import IntArray
 from ...proto.config import ChatConfig
 from ...proto.errors import InvalidRequest
-from ..chat_format.chat_format import ChatFormat
+from ...proto.structured_outputs import StructuredOutputsParams
+from ..chat_format.chat_format import ChatFormat, OpenReasoning
 from ..chat_format.output_parser import ChatOutputParser
 from .chat import Chat
 from .chat_template import TemplateError, prepare_rendering
 from .prompt_encoder import PromptEncoder
 from .tokenizer import Tokenizer
+from .tool_constraint import tool_constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +25,15 @@ class EncodedChat:
     Attributes:
         new_parser: returns a parser for one completion.
         needs_special_tokens: the parser finds special tokens in the text, which must not be left out.
+        reasoning: reasoning that may begin the completion; None if there is none.
+        constraint: form of the reply, after the reasoning; None for any.
     """
 
     token_ids: IntArray
     new_parser: Callable[[], ChatOutputParser]
     needs_special_tokens: bool
+    reasoning: OpenReasoning | None = None
+    constraint: StructuredOutputsParams | None = None
 
 
 class ChatEncoder:
@@ -38,8 +44,11 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._prompt_encoder = prompt_encoder
 
-    def encode(self, chat: Chat) -> EncodedChat:
+    def encode(self, chat: Chat, form: StructuredOutputsParams | None = None) -> EncodedChat:
         """Return the prompt of a conversation, rendered by the chat template with its special tokens.
+
+        Args:
+            form: the form that the request asks of the reply.
 
         Raises:
             InvalidRequest: the conversation is invalid, there is no template, or the template rejects it.
@@ -52,10 +61,13 @@ class ChatEncoder:
         except TemplateError as error:
             raise InvalidRequest("chat", f"the model's template rejects it: {error}") from error
         tools = chat.parameters_by_tool
+        structure = None if chat_format.tool_calls is None else chat_format.tool_calls.structure
         return EncodedChat(
             token_ids,
             lambda: chat_format.parser(end, tools, allows_parallel_calls=chat.parallel_tool_calls),
             any(marker in self._tokenizer.special_tokens for marker in chat_format.markers),
+            chat_format.open_reasoning(end),
+            tool_constraint(chat, structure, form) or form,
         )
 
     def _render(self, chat: Chat, source: str) -> tuple[IntArray, str]:

@@ -16,9 +16,12 @@ from ...proto.errors import InvalidRequest
 from ...proto.sampling import RANDOM_SEED, SamplingParams
 from ...proto.step import NO_INTS
 from ...proto.stream import Submit
+from ...proto.structured_outputs import OutputConstraint, StructuredOutputsParams
+from ..chat_format.chat_format import OpenReasoning
 from ..chat_format.output_parser import ChatOutputParser
 from .chat import Chat
 from .chat_encoder import ChatEncoder
+from .grammar_compiler import GrammarCompiler, LocalGrammarCompiler, with_server_defaults
 from .json_values import check_text
 from .prompt_encoder import LocalPromptEncoder, PromptEncoder
 from .tokenizer import Tokenizer
@@ -38,6 +41,7 @@ class Request:
 
     Attributes:
         new_parser: for a chat, returns a parser for one completion.
+        constraint: the constraints of the sampling, compiled; None if the outputs may have any form.
     """
 
     request_id: str
@@ -50,6 +54,7 @@ class Request:
     prefix_pool: str = ""
     generated_token_ids: IntArray = field(default_factory=lambda: NO_INTS)
     new_parser: Callable[[], ChatOutputParser] | None = field(default=None, compare=False)
+    constraint: OutputConstraint | None = None
 
     @property
     def reports_logprobs(self) -> bool:
@@ -72,6 +77,7 @@ class Request:
             salt=self.salt,
             prefix_pool=self.prefix_pool,
             generated_token_ids=self.generated_token_ids,
+            constraint=self.constraint,
         )
 
     def resumed(self, index: int, token_ids: Sequence[int]) -> Request:
@@ -91,11 +97,16 @@ class RequestChecker:
     """Validates and tokenizes requests for one replica configuration. Threads may share one."""
 
     def __init__(
-        self, config: EngineConfig, tokenizer: Tokenizer, prompt_encoder: PromptEncoder | None = None
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        prompt_encoder: PromptEncoder | None = None,
+        grammar_compiler: GrammarCompiler | None = None,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._prompt_encoder = prompt_encoder or LocalPromptEncoder(tokenizer)
+        self._grammar_compiler = grammar_compiler or LocalGrammarCompiler(config)
         self._chat_encoder = ChatEncoder(config.chat, tokenizer, self._prompt_encoder)
         # For requests without a seed. Makes runs of LLM with the same configuration reproducible.
         self._seeds = random.Random(config.model.seed)
@@ -129,9 +140,11 @@ class RequestChecker:
                 raise InvalidRequest(option, f"is {len(name)} characters, at most {MAX_NAME_CHARS}")
             check_text(option, name)
         sampling = sampling.clone()  # its fields may have been set since it was checked
-        new_parser = None
+        new_parser = reasoning = None
+        form = sampling.structured_outputs
         if isinstance(prompt, Chat):
-            encoded = self._chat_encoder.encode(prompt)
+            encoded = self._chat_encoder.encode(prompt, form)
+            reasoning, form = encoded.reasoning, encoded.constraint
             token_ids, new_parser = encoded.token_ids, encoded.new_parser
             if encoded.needs_special_tokens:
                 sampling = replace(sampling, skip_special_tokens=False)
@@ -144,6 +157,7 @@ class RequestChecker:
         if sampling.truncate_prompt_tokens is not None:
             token_ids = token_ids[-sampling.truncate_prompt_tokens :]
         sampling = self._resolve_sampling(sampling, self._max_new_tokens(len(token_ids)))
+        constraint = self._compile(form, reasoning, sampling, len(token_ids))
         request_id = request_id or uuid.uuid4().hex
         return Request(
             request_id,
@@ -155,6 +169,7 @@ class RequestChecker:
             cache_salt.encode(),
             prefix_pool,
             new_parser=new_parser,
+            constraint=constraint,
         )
 
     def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
@@ -182,8 +197,37 @@ class RequestChecker:
             max_tokens=min(sampling.max_tokens or max_new_tokens, max_new_tokens),
             seed=self._seeds.getrandbits(63) if sampling.seed in (None, RANDOM_SEED) else sampling.seed,
             bad_words=self._bad_word_token_ids(sampling.bad_words),
+            structured_outputs=None,  # `Request.constraint` is its compiled form
             logprobs=self._num_logprobs("logprobs", sampling.logprobs),
             prompt_logprobs=self._num_logprobs("prompt_logprobs", sampling.prompt_logprobs),
+        )
+
+    def _compile(
+        self,
+        form: StructuredOutputsParams | None,
+        reasoning: OpenReasoning | None,
+        sampling: SamplingParams,
+        num_prompt_tokens: int,
+    ) -> OutputConstraint | None:
+        """Return the compiled constraint of the outputs. Raises InvalidRequest if it is not supported."""
+        budget = None if reasoning is None else sampling.thinking_token_budget
+        if form is None and budget is None:
+            return None
+        if form is not None and not self._config.model.eos_token_ids:
+            raise InvalidRequest("sampling.structured_outputs", "need a model with an end-of-sequence token")
+        constraint = OutputConstraint(
+            num_prompt_tokens,
+            b"" if form is None else self._grammar_compiler.compile(with_server_defaults(form, self._config)),
+        )
+        if reasoning is None:
+            return constraint
+        closing = reasoning.closings[0]
+        return replace(
+            constraint,
+            reasoning_starts=reasoning.openings,
+            reasoning_ends=reasoning.closings,
+            thinking_token_budget=budget,
+            forced_end_ids=tuple(self._tokenizer.encode(closing, add_special_tokens=False)),
         )
 
     def _num_logprobs(self, field: str, requested: int | None) -> int | None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import socket
-import subprocess
-import sys
 import weakref
 from typing import Any
 
@@ -17,7 +14,7 @@ from ...proto.errors import InvalidRequest, Overloaded
 from ..requests.chat_template import Rendering, TemplateError
 from ..requests.prompt_encoder import END_CHARS, MAX_PROMPT_CHARS, LocalPromptEncoder
 from ..requests.tokenizer import Tokenizer
-from .frames import receive_frame, send_frame
+from .worker_process import WorkerProcess
 
 NUM_WORKERS = 2
 # A shorter text is tokenized in the caller's thread, in a few milliseconds.
@@ -28,7 +25,7 @@ TASK_TIMEOUT_S = 30.0
 RENDER_TIME_S = 2.0
 # Until a worker is free.
 QUEUE_TIMEOUT_S = 30.0
-_END_TIMEOUT_S = 5.0
+_PACKAGE = str(__package__)
 
 
 class TextWorkers:
@@ -41,9 +38,11 @@ class TextWorkers:
         self._local = LocalPromptEncoder(tokenizer)
         self._descriptor = os.memfd_create("quire-tokenizer")
         _write_all(self._descriptor, tokenizer.to_json().encode())
-        self._slots = [_Slot(self._descriptor) for _ in range(num_workers)]
+        self._slots = [
+            WorkerProcess(_PACKAGE, [str(self._descriptor)], [self._descriptor]) for _ in range(num_workers)
+        ]
         # Last in, first out: the second process starts when two prompts come at once.
-        self._idle: queue.LifoQueue[_Slot] = queue.LifoQueue()
+        self._idle: queue.LifoQueue[WorkerProcess] = queue.LifoQueue()
         for slot in self._slots:
             self._idle.put(slot)
         self._close = weakref.finalize(self, _close, self._slots, self._descriptor)
@@ -80,9 +79,15 @@ class TextWorkers:
         except queue.Empty:
             raise Overloaded(f"no process was free to tokenize the prompt in {QUEUE_TIMEOUT_S:g} s") from None
         try:
-            answer = slot.run({**task, "end_chars": END_CHARS})
+            answer = slot.run({**task, "end_chars": END_CHARS}, TASK_TIMEOUT_S)
+        except TimeoutError:
+            raise InvalidRequest(
+                "prompt", f"was not tokenized within {TASK_TIMEOUT_S:g} s; send a shorter one, or token ids"
+            ) from None
         finally:
             self._idle.put(slot)
+        if answer is None:
+            raise InvalidRequest("prompt", "needs too much memory to be tokenized; send a shorter one")
         if "template_error" in answer:
             raise TemplateError(answer["template_error"])
         if "error" in answer:
@@ -90,63 +95,7 @@ class TextWorkers:
         return np.frombuffer(answer["ids"], dtype=np.int32), answer["end"]
 
 
-class _Slot:
-    """One worker, or the place of one that is not running. Used by one thread at a time."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
-
-    def start(self) -> socket.socket:
-        """Start the process unless it runs."""
-        if self._connection is not None:
-            return self._connection
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __package__, str(theirs.fileno()), str(self._descriptor)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), self._descriptor),
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                    "RAYON_NUM_THREADS": "1",
-                },
-            )
-        self._connection = ours
-        return ours
-
-    def run(self, task: dict[str, Any]) -> dict[str, Any]:
-        """Return the worker's answer. Raises InvalidRequest if the worker ends or does not answer in time."""
-        connection = self.start()
-        answer = None
-        try:
-            send_frame(connection, task, TASK_TIMEOUT_S)
-            answer = receive_frame(connection, TASK_TIMEOUT_S)
-        except TimeoutError:
-            raise InvalidRequest(
-                "prompt", f"was not tokenized within {TASK_TIMEOUT_S:g} s; send a shorter one, or token ids"
-            ) from None
-        except OSError:
-            pass
-        finally:
-            if answer is None:
-                self.kill()
-        if answer is None:
-            raise InvalidRequest("prompt", "needs too much memory to be tokenized; send a shorter one")
-        return answer
-
-    def kill(self) -> None:
-        """End the process at once."""
-        if self._connection is not None and self._process is not None:
-            self._connection.close()
-            self._process.kill()
-            self._process.wait(_END_TIMEOUT_S)
-        self._connection = self._process = None
-
-
-def _close(slots: list[_Slot], descriptor: int) -> None:
+def _close(slots: list[WorkerProcess], descriptor: int) -> None:
     for slot in slots:
         slot.kill()
     os.close(descriptor)

@@ -141,9 +141,12 @@ class ResultProcessor:
         state = self._state.rows
         at_eos = self._at_eos(rows, token_ids)
         own_stops = self._own_stops(rows, token_ids, at_eos)
+        repetitions = self._repetitions(rows, token_ids)
         ends = (state.num_tokens[rows] >= state.max_len[rows]) | at_eos
         if own_stops:
             ends[[*own_stops]] = True
+        if repetitions:
+            ends[[*repetitions]] = True
         if not np.count_nonzero(ends):  # as in most steps
             return []
         finished = []
@@ -155,7 +158,7 @@ class ResultProcessor:
             has_stopped = bool(at_eos[position]) or stop is not None
             self._state.lengths.add(int(state.num_tokens[row]) - sequence.num_prompt_tokens, has_stopped)
             finish = sequence.finish(
-                FinishReason.STOP if has_stopped else FinishReason.LENGTH,
+                _reason(has_stopped, position in repetitions),
                 int(state.num_tokens[row]),
                 now,
                 stop_token_id=stop,
@@ -188,6 +191,17 @@ class ResultProcessor:
             for position, token_id in sampled
             if token_id in running[int(rows[position])].sampling.stop_token_ids
         }
+
+    def _repetitions(self, rows: RowArray, token_ids: IntArray) -> set[int]:
+        """Return the positions in `rows` of the sequences that repeat themselves with these tokens."""
+        detectors = self._state.detectors
+        if not detectors:
+            return set()
+        found = set()
+        for position, (row, token_id) in enumerate(zip(rows.tolist(), token_ids.tolist(), strict=True)):
+            if row in detectors and detectors[row].push((token_id,)):
+                found.add(position)
+        return found
 
     def _keep_partial(self, sequence: Sequence) -> None:
         """Publish the last, partly filled block of a sequence that ends: its next turn may use it."""
@@ -301,6 +315,12 @@ class ResultProcessor:
                 own_handles, own_ids, own_logprobs = _select(mask, handles, token_ids, logprobs)
                 outgoing.append((gateway, TokenBatch(step_id, own_handles, own_ids, own_logprobs, ends)))
         return outgoing
+
+
+def _reason(is_stop: bool, is_repetition: bool) -> FinishReason:
+    if is_stop:
+        return FinishReason.STOP
+    return FinishReason.REPETITION if is_repetition else FinishReason.LENGTH
 
 
 def _select(

@@ -19,6 +19,7 @@ from ..kv.block_manager import BlockManager
 from ..kv.prefix_cache import make_root
 from ..sequences.beam_group import BeamGroup
 from ..sequences.beam_search import BeamSearch
+from ..sequences.repetition import RepetitionDetector
 from ..sequences.sequence import Sequence
 from .admission_checks import check_admission, max_len_of
 from .block_map import make_block_map
@@ -218,6 +219,8 @@ class Scheduler:
                 has_run=num_generated > 0,
                 num_lost_tokens=known.size - 1 if num_generated else 0,
                 scores_prompt=params.prompt_logprobs is not None and index == 0 and not num_generated,
+                constraint=submit.constraint,
+                repetition=_make_detector(submit),
             )
             for index, seq_id in enumerate(seq_ids)
         ]
@@ -233,3 +236,13 @@ class Scheduler:
             early_stopping=params.early_stopping,
         )
         return BeamGroup(search, params.n, first.seq_id)
+
+
+def _make_detector(submit: Submit) -> RepetitionDetector | None:
+    """Return the detector of an output's repetitions, after the tokens that it has already."""
+    params = submit.sampling.repetition_detection
+    if params is None:
+        return None
+    detector = RepetitionDetector(params)
+    detector.push(submit.generated_token_ids.tolist())
+    return detector

@@ -23,6 +23,7 @@ from ...proto.errors import QuireError
 from ..kv.block_manager import BlockManager
 from ..kv.own_prefixes import OwnPrefixes
 from ..sequences.beam_group import BeamGroup
+from ..sequences.repetition import RepetitionDetector
 from ..sequences.sequence import Sequence
 from .deadlines import DeadlineQueue
 from .in_flight import InFlightSteps
@@ -61,6 +62,7 @@ class SchedulerState:
     Attributes:
         running: row |-> sequence.
         alive: seq_id |-> sequence, for all that have not ended.
+        detectors: row |-> detector of repetitions, for running sequences that have one.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -68,6 +70,7 @@ class SchedulerState:
         self._running: dict[int, Sequence] = {}
         self._alive: dict[int, Sequence] = {}
         self._parents: list[Sequence] = []
+        self.detectors: Final[dict[int, RepetitionDetector]] = {}
         self._num_sequences_made = 0
         self.config: Final = config
         self.running: Final[Mapping[int, Sequence]] = MappingProxyType(self._running)
@@ -190,6 +193,8 @@ class SchedulerState:
         row = self.rows.allocate(sequence, self.requests.gateways[sequence.gateway], step_id)
         sequence.row = row
         self._running[row] = sequence
+        if sequence.repetition is not None:
+            self.detectors[row] = sequence.repetition
         if sequence.children:
             self._parents.append(sequence)
         return row
@@ -299,6 +304,7 @@ class SchedulerState:
         self.rows.free(row)
         self.deltas.release_row(row)
         del self._running[row]
+        self.detectors.pop(row, None)
         sequence.row = None
         self.prefilling.discard(sequence)
         self._detach_children(sequence)

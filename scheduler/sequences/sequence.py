@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from ...proto.sampling import SamplingDefaults, SamplingParams
 from ...proto.step import PromptScoring, RowLogitsProcessors, RowSampling
 from ...proto.stream import Finish, FinishReason, Timings
+from ...proto.structured_outputs import OutputConstraint
 from .beam_group import BeamGroup
+from .repetition import RepetitionDetector
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +42,8 @@ class Sequence:
         times_overtaken: number of later arrivals admitted before it, under the longest-prefix policy.
         scores_prompt: it reports the log-probabilities of its prompt, for itself and its children.
         num_scored_tokens: prompt tokens with known log-probabilities; the first prompt token has none.
+        constraint: of its output; None if it may have any form.
+        repetition: detector of repetitions in its output; None if it may repeat itself.
     """
 
     seq_id: int
@@ -74,6 +78,8 @@ class Sequence:
     times_overtaken: int = 0
     scores_prompt: bool = False
     num_scored_tokens: int = 0
+    constraint: OutputConstraint | None = None
+    repetition: RepetitionDetector | None = None
     first_run_at: float | None = None
     first_token_at: float | None = None
     preempted_at: float | None = None
@@ -110,6 +116,7 @@ class Sequence:
             logprobs=params.logprobs if self.beams is None else self.beams.num_candidates,
             logits_processors=self._logits_processors(settings.repetition_penalty),
             scoring=scoring,
+            constraint=self.constraint,
         )
 
     def _logits_processors(self, repetition_penalty: float) -> RowLogitsProcessors | None:

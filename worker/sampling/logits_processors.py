@@ -2,8 +2,8 @@
 
 The result equals that of transformers' logits processors in their order, from the same logits: logit_bias,
 repetition_penalty, frequency_penalty and presence_penalty (not in transformers), bad_words, min_tokens,
-allowed_token_ids. A forbidden token has a bias of -inf, which no penalty changes. All arrays cover one rank's part of
-the vocabulary.
+allowed_token_ids, structured_outputs. A forbidden token has a bias of -inf, which no penalty changes. All arrays
+cover one rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from ...proto.codec import FloatArray
 from ...proto.step import NewSequence, RowLogitsProcessors
 from ..comm.shard import Shard
 from ..memory.host_to_device import to_device, to_device_together
+from ..structured.constraint_state import ConstraintMasks, ConstraintState, stack_masks
 from .token_counts import TokenCounts, num_mask_words, pack_mask
 
 _ANY_TOKEN = -1
 _NO_PENALTIES = (1.0, 0.0, 0.0)
+_NO_COLUMNS: IntArray = np.zeros(0, dtype=np.int32)
+_NO_BIASES: FloatArray = np.zeros(0, dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +62,14 @@ class LogitsProcessorState:
     Args:
         shard: this rank's part of the vocabulary; logits are [N, shard.padded_len].
         token_ids: [R, L] int32 on the device, the tokens of all rows, kept up to date by DeviceRows.
+        constraints: of the rows' outputs; None for none.
     """
 
-    def __init__(self, shard: Shard, token_ids: Tensor) -> None:
+    def __init__(self, shard: Shard, token_ids: Tensor, constraints: ConstraintState | None = None) -> None:
         num_rows, max_len = token_ids.shape
         self._shard = shard
         self._token_ids = token_ids
+        self._constraints = constraints
         self._device = token_ids.device
         self._rows: list[_RowProcessors | None] = [None] * num_rows
         self._is_permanent = np.zeros(num_rows, dtype=np.bool_)  # rows with a processor besides min_len
@@ -76,6 +81,8 @@ class LogitsProcessorState:
         """Set the processors of a row to those of a new or resumed sequence."""
         row, processors = sequence.row, sequence.sampling.logits_processors
         self.release(np.array([row], dtype=np.int32))
+        if self._constraints is not None:
+            self._constraints.put(sequence)
         if processors is None:
             return
         self._num_active += 1
@@ -92,6 +99,8 @@ class LogitsProcessorState:
 
     def release(self, rows: IntArray) -> None:
         """Remove the processors of rows."""
+        if self._constraints is not None:
+            self._constraints.release(rows)
         if not self._num_active:
             return
         for row in rows.tolist():
@@ -106,6 +115,13 @@ class LogitsProcessorState:
         """Count the sampled tokens of rows, [N] int32 on the device."""
         if self._num_active:
             self._counts.append(rows, token_ids)
+        if self._constraints is not None:
+            self._constraints.append(rows, token_ids)
+
+    def replace_newest(self, rows: IntArray, token_ids: IntArray) -> None:
+        """Replace the newest tokens of rows. Beams, whose tokens are replaced, have no penalties."""
+        if self._constraints is not None:
+            self._constraints.replace_newest(rows, token_ids)
 
     def gather(self, rows: IntArray, lens: IntArray) -> LogitsProcessors | None:
         """Return the processors of rows for one step. Returns None if no row has any in effect.
@@ -114,7 +130,9 @@ class LogitsProcessorState:
             rows: [N] int32.
             lens: [N] int32, each sequence's length.
         """
-        if not self._has_effect(rows, lens):
+        # Advances the constraints of every rank, also of one without tokens.
+        masks = ConstraintMasks() if self._constraints is None else self._constraints.masks(rows)
+        if not masks.words and not self._has_effect(rows, lens):
             return None
         members = [
             (index, processors)
@@ -123,9 +141,9 @@ class LogitsProcessorState:
         ]
         return LogitsProcessors(
             len(self._shard),
-            self._gather_biases(rows, lens, members),
+            self._gather_biases(rows, lens, members, masks.at_end),
             self._gather_penalties(rows, members),
-            self._gather_masks(len(rows), members),
+            self._gather_masks(len(rows), members, masks.words),
         )
 
     def _has_effect(self, rows: IntArray, lens: IntArray) -> bool:
@@ -169,14 +187,23 @@ class LogitsProcessorState:
         return to_device(pack_mask(columns, self._shard), self._device, torch.int32)
 
     def _gather_biases(
-        self, rows: IntArray, lens: IntArray, members: list[tuple[int, _RowProcessors]]
+        self,
+        rows: IntArray,
+        lens: IntArray,
+        members: list[tuple[int, _RowProcessors]],
+        at_end: set[int],
     ) -> Biases:
-        """Return logit biases, bad words, and stop tokens of sequences below their minimum length."""
-        entries = [(index, row.bias_columns, row.biases) for index, row in members]
+        """Return logit biases, bad words, and stop tokens of sequences below their minimum length.
+
+        Args:
+            at_end: indices of the rows that can only end, whatever their length.
+        """
+        entries = [(0, _NO_COLUMNS, _NO_BIASES)]  # there may be no others
+        entries += [(index, row.bias_columns, row.biases) for index, row in members]
         entries += [
             (index, row.stop_columns, np.full(len(row.stop_columns), -np.inf, np.float32))
             for index, row in members
-            if lens[index] < self._min_len[rows[index]]
+            if lens[index] < self._min_len[rows[index]] and index not in at_end
         ]
         # Longer bad words come last: the device determines their values.
         with_prefixes = [(index, row) for index, row in members if row.last_columns.size]
@@ -226,13 +253,20 @@ class LogitsProcessorState:
         slots, device_factors = to_device_together([self._counts.slots[rows], factors], self._device)
         return Penalties(slots, self._counts.counts, self._counts.prompt_mask, device_factors)
 
-    def _gather_masks(self, num_rows: int, members: list[tuple[int, _RowProcessors]]) -> Masks:
-        masks = [(index, row.allowed) for index, row in members if row.allowed is not None]
+    def _gather_masks(
+        self, num_rows: int, members: list[tuple[int, _RowProcessors]], masks: dict[int, IntArray]
+    ) -> Masks:
+        """Return the masks of rows: allowed_token_ids of `members`, and the masks of constraints."""
+        words = [row.allowed for _, row in members if row.allowed is not None]
         slots = np.full(num_rows, -1, dtype=np.int64)
-        slots[[index for index, _ in masks]] = np.arange(len(masks))
-        words = [mask for _, mask in masks]
+        slots[[index for index, row in members if row.allowed is not None]] = np.arange(len(words))
+        # A request has at most one of the two.
+        slots[[*masks]] = len(words) + np.arange(len(masks))
+        parts = [torch.stack(words)] if words else []
+        if masks:
+            parts.append(stack_masks(list(masks.values()), self._device))
         no_words = torch.empty(0, num_mask_words(self._shard), dtype=torch.int32, device=self._device)
-        return Masks(to_device(slots, self._device, torch.int64), torch.stack(words) if words else no_words)
+        return Masks(to_device(slots, self._device, torch.int64), torch.cat(parts) if parts else no_words)
 
 
 def _stack_right_aligned(parts: list[IntArray]) -> IntArray:

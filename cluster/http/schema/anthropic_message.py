@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ....proto.errors import InvalidRequest
 from ....proto.sampling import SamplingParams
+from ....proto.structured_outputs import StructuredOutputsParams
 from ...requests.chat import Chat
-from ..structured_output import NOT_YET
+from ..structured_output import schema_form
 from .chat_completion import JsonObject
 from .request_model import RequestModel
 
@@ -34,7 +35,7 @@ class CountTokensRequest(RequestModel):
     messages: list[AnthropicMessage]
     system: str | list[JsonObject] | None = None
     tools: list[JsonObject] | None = None
-    tool_choice: JsonObject | None = Field(None, description="Of the type auto or none.")
+    tool_choice: JsonObject | None = Field(None, description="Of the type auto, any, tool or none.")
     thinking: JsonObject | None = Field(None, description="The template's variable enable_thinking.")
     chat_template_kwargs: JsonObject | None = Field(None, description="Variables of the chat template.")
 
@@ -46,14 +47,11 @@ class CountTokensRequest(RequestModel):
         for index, message in enumerate(self.messages):
             messages += _messages(f"messages[{index}].content", message)
         choice = self.tool_choice or {"type": "auto"}
-        if choice.get("type") not in ("auto", "none"):
-            problem = f"is {choice.get('type')!r}, must be auto or none: {NOT_YET}"
-            raise InvalidRequest("tool_choice.type", problem)
         return Chat(
             messages,
             template_options=self._thinking() | (self.chat_template_kwargs or {}),
             tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())],
-            tool_choice=choice["type"],
+            tool_choice=_tool_choice(choice),
             parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
         )
 
@@ -71,19 +69,40 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    output_config: JsonObject | None = Field(None, description="A format is refused.")
+    output_config: JsonObject | None = Field(None, description="Its format is a json_schema.")
 
     def sampling(self) -> SamplingParams:
         """Return the settings. Raises InvalidRequest for a value that is not allowed."""
-        if (self.output_config or {}).get("format"):
-            raise InvalidRequest("output_config.format", f"is not supported: {NOT_YET}")
         return SamplingParams(
             max_tokens=self.max_tokens,
             stop=tuple(self.stop_sequences or ()),
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
+            structured_outputs=self._form(),
         )
+
+    def _form(self) -> StructuredOutputsParams | None:
+        """Return the form of the text; None for any."""
+        wanted = (self.output_config or {}).get("format")
+        if not wanted:
+            return None
+        if not isinstance(wanted, Mapping) or wanted.get("type") != "json_schema":
+            raise InvalidRequest("output_config.format", "must be an object of the type json_schema")
+        return schema_form("output_config.format.schema", wanted.get("schema"))
+
+
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def _tool_choice(choice: Mapping[str, Any]) -> str | JsonObject:
+    """Return the choice in OpenAI's form."""
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": _member("tool_choice", choice, "name")}}
+    if kind not in _TOOL_CHOICES:
+        raise InvalidRequest("tool_choice.type", f"is {str(kind)[:64]!r}, must be auto, any, tool or none")
+    return _TOOL_CHOICES[kind]
 
 
 def _messages(field: str, message: AnthropicMessage) -> Iterator[Message]:

@@ -9,7 +9,7 @@ from pydantic import Field
 from ....proto.errors import InvalidRequest
 from ....proto.sampling import SamplingParams
 from ...requests.chat import Chat
-from ..structured_output import GUIDED_FIELDS, NOT_YET, ResponseFormat, check_response_format
+from ..structured_output import GUIDED_FIELDS
 from .sampling_fields import SamplingFields
 
 JsonObject = dict[str, Any]
@@ -22,7 +22,7 @@ class ChatFields(SamplingFields):
         description="Oldest first; roles and parts that the model's template knows."
     )
     tools: list[JsonObject] | None = None
-    tool_choice: str | JsonObject | None = Field(None, description="none or auto.")
+    tool_choice: str | JsonObject | None = Field(None, description="none, auto, required or a function.")
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="A variable of the chat template.")
     chat_template: str | None = None
@@ -56,9 +56,8 @@ class ChatCompletionRequest(ChatFields):
     max_tokens: int | None = Field(None, description="The older name of max_completion_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
 
-    refused: ClassVar[dict[str, str]] = dict.fromkeys(GUIDED_FIELDS, NOT_YET) | {
+    refused: ClassVar[dict[str, str]] = GUIDED_FIELDS | {
         "functions": "use tools",
         "function_call": "use tool_choice",
         "audio": "the model writes text only",
@@ -67,7 +66,6 @@ class ChatCompletionRequest(ChatFields):
 
     def sampling(self) -> SamplingParams:
         """Return the settings. Raises InvalidRequest, also for a form that is not supported."""
-        check_response_format(self.response_format)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs", "needs logprobs to be true")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ....proto.errors import InvalidRequest
 from ....proto.sampling import SamplingParams
-from ..structured_output import ResponseFormat, check_response_format
+from ..structured_output import GUIDED_FIELDS
 from .sampling_fields import SamplingFields
 
 MAX_PROMPTS = 256
@@ -26,9 +26,8 @@ class CompletionRequest(SamplingFields):
     echo: bool = False
     add_special_tokens: bool = True
     suffix: str | None = Field(None, description="Is refused unless it is empty.")
-    response_format: ResponseFormat | None = None
 
-    refused: ClassVar[dict[str, str]] = {}
+    refused: ClassVar[dict[str, str]] = GUIDED_FIELDS
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -50,7 +49,6 @@ class CompletionRequest(SamplingFields):
 
     def sampling(self) -> SamplingParams:
         """Return the settings. Raises InvalidRequest, also for a field that is not supported."""
-        check_response_format(self.response_format)
         if self.suffix:
             raise InvalidRequest("suffix", "is not supported: the prompt is continued at its end only")
         max_tokens = 1 if self.scores_prompt_only else self.max_tokens

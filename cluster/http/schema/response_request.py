@@ -9,8 +9,9 @@ from pydantic import Field
 
 from ....proto.errors import InvalidRequest
 from ....proto.sampling import SamplingParams
+from ....proto.structured_outputs import StructuredOutputsParams
 from ...requests.chat import Chat
-from ..structured_output import NOT_YET, ResponseFormat, check_response_format
+from ..structured_output import ResponseFormat, requested_form, schema_form
 from .chat_completion import JsonObject
 from .request_model import RequestModel
 
@@ -35,7 +36,7 @@ class ResponseRequest(RequestModel):
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     reasoning: JsonObject | None = Field(None, description="Its effort is a variable of the chat template.")
-    text: JsonObject | None = Field(None, description="Its format must be text.")
+    text: JsonObject | None = Field(None, description="Its format is text, json_object or json_schema.")
     metadata: dict[str, str] | None = None
     chat_template_kwargs: JsonObject | None = Field(None, description="Variables of the chat template.")
     priority: int = Field(0, ge=-(2**31) + 1, lt=2**31, description="As in vLLM, lower runs first.")
@@ -72,20 +73,40 @@ class ResponseRequest(RequestModel):
             messages,
             template_options=options,
             tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())],
-            tool_choice="auto" if self.tool_choice is None else self.tool_choice,
+            tool_choice=_tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls is not False,
         )
 
     def sampling(self) -> SamplingParams:
         """Return the settings. Raises InvalidRequest, also for a form that is not supported."""
-        wanted = (self.text or {}).get("format")
-        if wanted is not None:
-            if not isinstance(wanted, Mapping) or not isinstance(wanted.get("type"), str):
-                raise InvalidRequest("text.format", "must be an object with a type")
-            check_response_format(ResponseFormat(type=wanted["type"]), "text.format")
         return SamplingParams(
-            max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p
+            max_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            structured_outputs=_form((self.text or {}).get("format")),
         )
+
+
+def _form(wanted: Any) -> StructuredOutputsParams | None:
+    """Return the form of the text; None for any."""
+    if wanted is None:
+        return None
+    if not isinstance(wanted, Mapping) or not isinstance(wanted.get("type"), str):
+        raise InvalidRequest("text.format", "must be an object with a type")
+    if wanted["type"] == "json_schema":
+        return schema_form("text.format.schema", wanted.get("schema"))
+    if wanted["type"] not in ("text", "json_object"):
+        problem = f"is {wanted['type'][:64]!r}, must be text, json_object or json_schema"
+        raise InvalidRequest("text.format.type", problem)
+    return requested_form(ResponseFormat(type=wanted["type"]))
+
+
+def _tool_choice(choice: str | JsonObject | None) -> str | JsonObject:
+    if choice is None:
+        return "auto"
+    if isinstance(choice, str) or "name" not in choice:
+        return choice
+    return {"type": choice.get("type", "function"), "function": {"name": choice["name"]}}
 
 
 def _add(messages: list[Message], field: str, item: Mapping[str, Any]) -> None:
@@ -149,9 +170,6 @@ def _tool(field: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         problem = f"is {str(tool.get('type'))[:100]!r}, must be function: the server has no tools of its own"
         raise InvalidRequest(f"{field}.type", problem)
-    if tool.get("strict"):
-        raise InvalidRequest(f"{field}.strict", f"is not supported: {NOT_YET}")
-    function = {
-        name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None
-    }
+    names = "name", "description", "parameters", "strict"
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
     return {"type": "function", "function": function}

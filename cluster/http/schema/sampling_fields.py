@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 from ....proto.sampling import SamplingParams
 from ...gateway.generation import GenerationCall
 from ...requests.request import Prompt
+from ..structured_output import ResponseFormat, requested_form
 from .request_model import RequestModel
 
 
@@ -47,6 +48,15 @@ class SamplingFields(RequestModel):
     logit_bias: dict[int, float] | None = None
     bad_words: list[str | list[int]] | None = None
     allowed_token_ids: list[int] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json, regex, choice, grammar, json_object and structural_tag."
+    )
+    thinking_token_budget: int | None = Field(None, description="Most tokens of the reasoning.")
+    repetition_detection: dict[str, int] | None = Field(
+        None,
+        description="max_pattern_size, min_pattern_size and min_count of a repetition that ends the output.",
+    )
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool | None = None
@@ -80,6 +90,9 @@ class SamplingFields(RequestModel):
         """
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         given |= {name: value for name, value in others.items() if value is not None}
+        form = requested_form(self.response_format, self.structured_outputs)
+        if form is not None:
+            given["structured_outputs"] = form
         if self.use_beam_search:
             given["beam_width"] = self.n or 1
         return SamplingParams(**given)
@@ -93,4 +106,6 @@ class SamplingFields(RequestModel):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
-_SAMPLING = tuple(SamplingParams.__dataclass_fields__.keys() & SamplingFields.model_fields.keys())
+_SAMPLING = tuple(
+    (SamplingParams.__dataclass_fields__.keys() & SamplingFields.model_fields.keys()) - {"structured_outputs"}
+)

@@ -98,12 +98,12 @@ def _chat(**fields: Any) -> inference_pb2.Chat:
         (
             _chat(tool_choice=inference_pb2.ToolChoice(mode=inference_pb2.TOOL_CHOICE_MODE_REQUIRED)),
             "chat.tool_choice",
-            "is 'required', which needs structured output",
+            "is 'required', but there are no tools",
         ),
         (
             _chat(tool_choice=inference_pb2.ToolChoice(function="f")),
             "chat.tool_choice",
-            "needs structured output",
+            "names 'f', which is not among the tools",
         ),
     ],
 )

@@ -1,0 +1,1 @@
+"""Processes that compile grammars within limits of time and memory."""

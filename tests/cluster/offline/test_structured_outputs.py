@@ -1,0 +1,166 @@
+"""Structured outputs of LLM: forms, forks, preemption, prefix cache, the end of reasoning, repetitions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+
+from quire import LLM, RepetitionDetectionParams, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire.proto.errors import InvalidRequest
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "ages": {"type": "array", "items": {"type": "integer", "multipleOf": 3}, "maxItems": 3},
+        "kind": {"enum": ["whale", "ship", None]},
+    },
+    "required": ["name", "ages", "kind"],
+    "additionalProperties": False,
+}
+PROMPTS = ["It was", "Call me", "The sea"]
+OPTIONS: dict[str, Any] = {"device": "cpu", "block_size": 4, "max_num_seqs": 12, "max_num_batched_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", **OPTIONS) as opened:
+        yield opened
+
+
+def sampled(form: StructuredOutputsParams, **settings: Any) -> SamplingParams:
+    settings = {"max_tokens": 120, "temperature": 1.0, "seed": 3, **settings}
+    return SamplingParams(structured_outputs=form, **settings)
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    return [completion.text for output in outputs for completion in output.outputs]
+
+
+def finished(outputs: list[RequestOutput]) -> list[str]:
+    return [each.text for output in outputs for each in output.outputs if each.finish_reason == "stop"]
+
+
+def test_finished_json_is_valid(llm: LLM) -> None:
+    form = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+    outputs = llm.generate(PROMPTS, sampled(form, n=3))
+    ends = finished(outputs)
+    assert len(ends) >= 5
+    for text in ends:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert len(set(ends)) > 1
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        (StructuredOutputsParams(choice=["red", "green", "blue"]), "red|green|blue"),
+        (StructuredOutputsParams(regex=r"[a-c]{2}-\d+\."), r"[a-c]{2}-\d+\."),
+        (StructuredOutputsParams(grammar='root ::= "(" root ")" | "x"'), r"\(*x\)*"),
+        (StructuredOutputsParams(json=json.dumps({"const": "a b"})), '"a b"'),
+    ],
+)
+def test_finished_output_has_its_form(llm: LLM, form: StructuredOutputsParams, pattern: str) -> None:
+    ends = finished(llm.generate(PROMPTS, sampled(form)))
+    assert len(ends) >= 2
+    for text in ends:
+        assert re.fullmatch(pattern, text), text
+
+
+def test_rows_without_a_constraint_are_unchanged_beside_others(llm: LLM) -> None:
+    plain = SamplingParams(temperature=0.7, seed=9, max_tokens=16)
+    alone = texts(llm.generate([PROMPTS[0]], plain))
+    mixed = llm.generate(
+        PROMPTS,
+        [
+            plain,
+            sampled(StructuredOutputsParams(choice=["red"])),
+            sampled(StructuredOutputsParams(regex="a+")),
+        ],
+    )
+    assert texts(mixed)[0] == alone[0]
+    assert texts(mixed)[1] == "red"
+
+
+def test_preempted_output_is_the_same(llm: LLM) -> None:
+    form = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+    settings = sampled(form, n=3, max_tokens=60)
+    whole = texts(llm.generate(PROMPTS, settings))
+    with LLM("demo", num_kv_blocks=40, **OPTIONS) as small:
+        assert texts(small.generate(PROMPTS, settings)) == whole
+        assert small._engine.scheduler.stats.num_preemptions > 0  # type: ignore[attr-defined]
+
+
+def test_output_is_the_same_with_a_cached_prompt(llm: LLM) -> None:
+    form = StructuredOutputsParams(json=SCHEMA)
+    prompt = "There is no folly of the beast of the earth which is not infinitely outdone"
+    first, second = (llm.generate([prompt], sampled(form)) for _ in range(2))
+    assert texts(first) == texts(second)
+    assert second[0].num_cached_tokens
+
+
+def test_min_tokens_do_not_lengthen_a_form(llm: LLM) -> None:
+    form = StructuredOutputsParams(choice=["red"])
+    (output,) = llm.generate(["It was"], sampled(form, min_tokens=20)).pop().outputs
+    assert (output.text, output.finish_reason) == ("red", "stop")
+    form = StructuredOutputsParams(regex="a*")
+    (output,) = llm.generate(["It was"], sampled(form, min_tokens=7, logit_bias={0: 50})).pop().outputs
+    assert len(output.token_ids) == 8
+
+
+def test_constraint_that_no_backend_supports_is_refused_by_keyword(llm: LLM) -> None:
+    form = StructuredOutputsParams(json={"type": "array", "uniqueItems": True})
+    with pytest.raises(InvalidRequest, match=r"structured_outputs\.json: is not supported.*uniqueItems"):
+        llm.generate(["It was"], sampled(form))
+
+
+def test_named_backend_is_the_only_one() -> None:
+    with LLM("demo", structured_outputs_backend="xgrammar", **OPTIONS) as llm:
+        form = StructuredOutputsParams(json={"type": "integer", "multipleOf": 3})
+        with pytest.raises(InvalidRequest, match="multipleOf"):
+            llm.generate(["It was"], sampled(form))
+
+
+def test_repetition_ends_the_output_with_its_reason(llm: LLM) -> None:
+    loop = StructuredOutputsParams(regex="(ab ){50}")
+    settings = replace(sampled(loop), repetition_detection=RepetitionDetectionParams(8, 0, 4))
+    (output,) = llm.generate(["It was"], settings).pop().outputs
+    assert output.finish_reason == "repetition"
+    assert output.text.startswith("ab ab ab ab")
+    assert len(output.text) < 50
+
+
+class TestReasoning:
+    """A chat whose prompt leaves the model in its reasoning."""
+
+    @pytest.fixture(scope="class")
+    def llm(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+        template = tmp_path_factory.mktemp("chat") / "template.jinja"
+        template.write_text("{{ messages[0].content }}<think>")
+        with LLM("demo", chat_template=str(template), reasoning_parser="qwen3", **OPTIONS) as opened:
+            yield opened
+
+    def test_form_begins_after_the_reasoning(self, llm: LLM) -> None:
+        form = StructuredOutputsParams(choice=["red", "green"])
+        settings = sampled(form, thinking_token_budget=5)
+        (output,) = llm.chat([{"role": "user", "content": "It was"}], settings).pop().outputs
+        assert output.message is not None
+        assert output.message.content in ("red", "green")
+        assert output.message.reasoning_content
+        assert output.finish_reason == "stop"
+
+    def test_budget_ends_the_reasoning_without_a_form(self, llm: LLM) -> None:
+        settings = SamplingParams(
+            max_tokens=40, temperature=1.0, seed=1, thinking_token_budget=6, ignore_eos=True
+        )
+        (output,) = llm.chat([{"role": "user", "content": "It was"}], settings).pop().outputs
+        assert output.message is not None
+        num_reasoning = len(llm.get_tokenizer().encode(output.message.reasoning_content))
+        assert 1 <= num_reasoning <= 7
+        assert output.message.content

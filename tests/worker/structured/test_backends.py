@@ -1,0 +1,170 @@
+"""Both backends: which texts the kinds of constraints allow, going back, and texts that are forced."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from grammars import EOS, VOCAB_SIZE, allowed_ids, demo_library, random_walk
+
+from quire.worker.structured.compilation import GUIDANCE, XGRAMMAR, GrammarLibrary
+from quire.worker.structured.grammar import GrammarSpec, Matcher, UnsupportedConstraint, num_words
+
+BACKENDS = (XGRAMMAR, GUIDANCE)
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def library() -> GrammarLibrary:
+    return demo_library()
+
+
+def new_matcher(library: GrammarLibrary, backend: str, kind: str, text: str) -> Matcher:
+    return library.load(library.compile(GrammarSpec(kind, text), backend)).new_matcher()
+
+
+def mask(matcher: Matcher) -> list[int]:
+    words = np.zeros(num_words(VOCAB_SIZE), dtype=np.int32)
+    matcher.fill_mask(words)
+    return allowed_ids(words)
+
+
+def accepts(library: GrammarLibrary, matcher: Matcher, text: str) -> bool:
+    ids = library.vocabulary.encode(text)
+    num_accepted = 0
+    for token_id in [*ids, EOS]:
+        if not matcher.accept(token_id):
+            break
+        num_accepted += 1
+    matcher.rollback(num_accepted)
+    return num_accepted == len(ids) + 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("kind", "text", "allowed", "forbidden"),
+    [
+        (
+            "choice",
+            json.dumps(["red", 'say "hi"', "größe"]),
+            ["red", 'say "hi"', "größe"],
+            ["re", "reds", ""],
+        ),
+        ("regex", r"\d{3}-[a-c]+", ["123-abc"], ["12-a", "123-d", "123-"]),
+        ("json_object", "", ["{}", '{"a": [1, null]}'], ["[]", "1", '{"a": }']),
+        ("json", json.dumps(PERSON), ['{"name": "Ann", "age": 3}'], ['{"name": "Ann"}', '{"age": 1.5}']),
+        ("grammar", 'root ::= "a" root "b" | "c"', ["c", "aacbb"], ["aacb", ""]),
+        ("grammar", 'start: "a"* tail\ntail: "b" | "c"', ["ab", "aaac"], ["a", "bb"]),
+    ],
+)
+def test_constraint_allows_its_texts_only(
+    library: GrammarLibrary, backend: str, kind: str, text: str, allowed: list[str], forbidden: list[str]
+) -> None:
+    matcher = new_matcher(library, backend, kind, text)
+    assert [each for each in allowed if not accepts(library, matcher, each)] == []
+    assert [each for each in forbidden if accepts(library, matcher, each)] == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rollback_restores_the_mask(library: GrammarLibrary, backend: str) -> None:
+    matcher = new_matcher(library, backend, "json", json.dumps(PERSON))
+    masks = []
+    ids = [*library.vocabulary.encode('{"name": "Ann", "age": 3}'), EOS]
+    for token_id in ids:
+        masks.append(mask(matcher))
+        assert matcher.accept(token_id)
+    for before in reversed(masks):
+        matcher.rollback(1)
+        assert mask(matcher) == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_refused_token_leaves_the_state_unchanged(library: GrammarLibrary, backend: str) -> None:
+    matcher = new_matcher(library, backend, "choice", '["red"]')
+    before = mask(matcher)
+    assert not matcher.accept(EOS)
+    assert not matcher.accept(library.vocabulary.encode("blue")[0])
+    assert mask(matcher) == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_matchers_of_one_grammar_are_independent(library: GrammarLibrary, backend: str) -> None:
+    grammar = library.load(library.compile(GrammarSpec("choice", '["red", "green"]'), backend))
+    one, other = grammar.new_matcher(), grammar.new_matcher()
+    before = mask(other)
+    assert one.accept(library.vocabulary.encode("red")[0])
+    assert mask(other) == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forced_bytes_are_what_every_output_continues_with(library: GrammarLibrary, backend: str) -> None:
+    matcher = new_matcher(library, backend, "grammar", 'root ::= "abcdef" ("x" | "y")')
+    assert matcher.forced_bytes() == b"abcdef"
+    for token_id in library.vocabulary.encode("abcdef"):
+        assert matcher.accept(token_id)
+    assert matcher.forced_bytes() == b""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("kind", "text"), [("regex", "(a"), ("grammar", "root ::= other"), ("grammar", "start: ((")]
+)
+def test_invalid_constraint_is_refused(library: GrammarLibrary, backend: str, kind: str, text: str) -> None:
+    with pytest.raises(UnsupportedConstraint):
+        library.compile(GrammarSpec(kind, text), backend)
+
+
+def test_special_tokens_are_never_text(library: GrammarLibrary) -> None:
+    for backend in BACKENDS:
+        assert EOS not in mask(new_matcher(library, backend, "regex", r"<\|endoftext\|>x"))
+
+
+def test_structural_tag_is_free_until_its_trigger(library: GrammarLibrary) -> None:
+    tag = {
+        "type": "structural_tag",
+        "format": {
+            "type": "triggered_tags",
+            "triggers": ["<f"],
+            "tags": [
+                {
+                    "type": "tag",
+                    "begin": "<f>",
+                    "content": {"type": "json_schema", "json_schema": PERSON},
+                    "end": "</f>",
+                }
+            ],
+        },
+    }
+    matcher = new_matcher(library, "auto", "structural_tag", json.dumps(tag))
+    assert accepts(library, matcher, 'I say <f>{"name": "Ann", "age": 3}</f> and more.')
+    assert accepts(library, matcher, "I say nothing.")
+    assert not accepts(library, matcher, "I say <f>nothing</f>")
+
+
+def test_structural_tag_with_a_schema_that_is_not_exact_is_refused(library: GrammarLibrary) -> None:
+    schema = {"type": "json_schema", "json_schema": {"type": "array", "uniqueItems": True}}
+    with pytest.raises(UnsupportedConstraint, match="uniqueItems"):
+        library.compile(GrammarSpec("structural_tag", json.dumps({"format": schema})))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_whitespace_json_is_compact(library: GrammarLibrary, backend: str) -> None:
+    spec = GrammarSpec("json", json.dumps(PERSON), disable_any_whitespace=True)
+    grammar = library.load(library.compile(spec, backend))
+    walks = [random_walk(grammar, library.vocabulary, seed) for seed in range(8)]
+    finished = [walk.text.decode() for walk in walks if walk.is_finished]
+    assert finished
+    for text in finished:
+        assert re.fullmatch(r'\{"name":".*", ?"age":-?\d+\}', text, re.DOTALL)
+
+
+def test_grammar_of_another_version_is_a_value_error(library: GrammarLibrary) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        library.load(b'x{"not": "a grammar"}')

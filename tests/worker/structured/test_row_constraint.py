@@ -1,0 +1,178 @@
+"""RowConstraint: reasoning before a grammar, its budget, going back, masks behind drafts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from grammars import allowed_ids
+
+from quire.proto.block_tables import IntArray
+from quire.proto.structured_outputs import OutputConstraint
+from quire.worker.structured.grammar import set_only
+from quire.worker.structured.row_constraint import RowConstraint, first_forced_token
+from quire.worker.structured.vocabulary import Vocabulary
+
+PIECES = [b"<end>", b"a", b"b", b"c", b"<think>", b"</think>", b"</th", b"ink>", b"ab"]
+END, A, B, C, THINK, CLOSE, CLOSE_1, CLOSE_2, AB = range(len(PIECES))
+
+
+def encode(text: str) -> list[int]:
+    """Split a text at the longest pieces."""
+    found: list[int] = []
+    rest = text.encode()
+    while rest:
+        index = max(
+            (number for number, piece in enumerate(PIECES) if rest.startswith(piece)),
+            key=lambda n: len(PIECES[n]),
+        )
+        found.append(index)
+        rest = rest[len(PIECES[index]) :]
+    return found
+
+
+VOCABULARY = Vocabulary(PIECES, frozenset({END}), (END,), encode)
+
+
+class Text:
+    """Matcher of one text, token by token."""
+
+    def __init__(self, *token_ids: int) -> None:
+        self._rest = [*token_ids, END]
+        self._done: list[int] = []
+
+    def accept(self, token_id: int) -> bool:
+        if self._rest[:1] != [token_id]:
+            return False
+        self._done.append(self._rest.pop(0))
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        for _ in range(num_tokens):
+            self._rest.insert(0, self._done.pop())
+
+    def fill_mask(self, words: IntArray) -> None:
+        set_only(words, self._rest[:1])
+
+    def forced_bytes(self) -> bytes:
+        return b"".join(PIECES[token_id] for token_id in self._rest if token_id != END)
+
+
+def make(constraint: OutputConstraint, *token_ids: int) -> RowConstraint:
+    return RowConstraint(constraint, Text(*token_ids) if token_ids else None, VOCABULARY)
+
+
+def allowed(row: RowConstraint) -> list[int] | None:
+    words = np.zeros(1, dtype=np.int32)
+    if not row.fill_mask(words):
+        return None
+    return [index for index in allowed_ids(words) if index < len(PIECES)]
+
+
+REASONS = OutputConstraint(3, reasoning_ends=("</think>",))
+MAY_REASON = OutputConstraint(3, reasoning_starts=("<think>",), reasoning_ends=("</think>",))
+NOT_END = [index for index in range(len(PIECES)) if index != END]
+
+
+def test_grammar_constrains_from_the_first_token_without_reasoning() -> None:
+    row = make(OutputConstraint(3), A, B)
+    assert allowed(row) == [A]
+    row.accept(A)
+    assert allowed(row) == [B]
+    row.accept(B)
+    assert allowed(row) == [END]
+
+
+@pytest.mark.parametrize("closing", [[CLOSE], [CLOSE_1, CLOSE_2]])
+def test_grammar_begins_after_the_reasoning(closing: list[int]) -> None:
+    row = make(REASONS, A)
+    for token_id in [C, B, *closing]:
+        assert allowed(row) == NOT_END
+        row.accept(token_id)
+    assert allowed(row) == [A]
+
+
+def test_first_token_may_begin_the_reasoning_or_the_grammar() -> None:
+    row = make(MAY_REASON, A)
+    assert allowed(row) == [A, THINK]
+    row.accept(A)
+    assert allowed(row) == [END]
+    row.rollback(1)
+    row.accept(THINK)
+    assert allowed(row) == NOT_END
+    row.accept(CLOSE)
+    assert allowed(row) == [A]
+
+
+def test_budget_forces_the_end_of_the_reasoning() -> None:
+    constraint = OutputConstraint(
+        3, reasoning_ends=("</think>",), thinking_token_budget=2, forced_end_ids=(CLOSE_1, CLOSE_2)
+    )
+    row = make(constraint)
+    for token_id in (C, C):
+        assert allowed(row) is None
+        row.accept(token_id)
+    assert allowed(row) == [CLOSE_1]
+    row.accept(CLOSE_1)
+    assert allowed(row) == [CLOSE_2]
+    row.accept(CLOSE_2)
+    assert allowed(row) is None
+    assert not row.is_active
+
+
+def test_budget_of_zero_forces_the_end_at_once() -> None:
+    constraint = OutputConstraint(
+        3, reasoning_ends=("</think>",), thinking_token_budget=0, forced_end_ids=(CLOSE,)
+    )
+    row = make(constraint, A)
+    assert allowed(row) == [CLOSE]
+    row.accept(CLOSE)
+    assert allowed(row) == [A]
+
+
+def test_after_the_end_only_stop_tokens_are_allowed() -> None:
+    row = make(OutputConstraint(3), A)
+    for token_id in (A, END):
+        row.accept(token_id)
+    assert allowed(row) == [END]
+    row = make(OutputConstraint(3), A)
+    row.accept(C)  # not in the grammar
+    assert allowed(row) == [END]
+
+
+def test_state_is_a_function_of_the_tokens() -> None:
+    tokens = [THINK, C, CLOSE_1, CLOSE_2, A, B]
+    row = make(MAY_REASON, A, B)
+    masks = []
+    for token_id in tokens:
+        masks.append(allowed(row))
+        row.accept(token_id)
+    for count in range(1, len(tokens) + 1):
+        row.rollback(1)
+        assert allowed(row) == masks[-count]
+    row.accept(tokens[0])
+    row.accept(tokens[1])
+    assert allowed(row) == masks[2]
+
+
+def test_masks_behind_drafts_are_those_of_accepted_tokens() -> None:
+    row = make(OutputConstraint(3), A, B, C)
+    words = np.zeros((3, 1), dtype=np.int32)
+    row.fill_masks([A, B], words)
+    assert [allowed_ids(each) for each in words] == [[A], [B], [C]]
+    row.fill_masks([A, A], words)
+    assert [allowed_ids(each) for each in words] == [[A], [B], [B]]
+    assert allowed(row) == [A]
+
+
+def test_forced_tokens_are_those_of_the_tokenizer() -> None:
+    row = make(OutputConstraint(3), AB, C, A)
+    assert row.forced_ids(8) == [AB, C]
+    assert row.forced_ids(1) == [AB]
+    assert allowed(row) == [AB]
+
+
+@pytest.mark.parametrize(
+    ("forced", "token_id"), [(b"", None), (b"ab", None), (b"abc", AB), (b"ca", C), (b"\xff", None)]
+)
+def test_last_token_of_forced_bytes_is_open(forced: bytes, token_id: int | None) -> None:
+    assert first_forced_token(forced, VOCABULARY) == token_id

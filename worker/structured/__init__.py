@@ -1,0 +1,1 @@
+"""Grammars that constrain outputs: compiled once per request, matched on every rank."""

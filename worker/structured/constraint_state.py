@@ -1,0 +1,200 @@
+"""ConstraintState: the constraints of all rows of a rank, and their masks in each step."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...proto.block_tables import IntArray
+from ...proto.config import ModelConfig
+from ...proto.errors import first_line
+from ...proto.step import NewSequence
+from ...proto.structured_outputs import OutputConstraint
+from ..comm.shard import Shard
+from ..memory.device_to_host import HostCopy
+from .compilation import GrammarLibrary
+from .grammar import CompiledGrammar, Matcher, add_to_mask, num_words, set_only
+from .row_constraint import RowConstraint
+
+# Bytes of compiled grammars that are kept for later sequences.
+MAX_KEPT_BYTES = 64 << 20
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ConstraintMasks:
+    """Masks of one step.
+
+    Attributes:
+        words: index of a row |-> mask of the allowed tokens of this rank, [ceil(V / 32)] int32.
+        at_end: indices of the rows that can only end.
+    """
+
+    words: dict[int, IntArray] = field(default_factory=dict)
+    at_end: set[int] = field(default_factory=set)
+
+
+class ConstraintState:
+    """The constraints of R rows.
+
+    Every rank has them and advances them by the same sampled tokens, so that no mask is sent. On a GPU the host
+    waits for the tokens of the previous step before it makes masks, while the device computes this step's logits.
+
+    Args:
+        shard: this rank's part of the vocabulary, which the masks cover.
+    """
+
+    def __init__(self, model: ModelConfig, shard: Shard, num_rows: int) -> None:
+        self._library = GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids)
+        self._shard = shard
+        self._rows: list[RowConstraint | None] = [None] * num_rows
+        self._num_rows = 0
+        self._is_constrained = np.zeros(num_rows, dtype=np.bool_)
+        self._grammars = GrammarCache(self._library)
+        self._stops: IntArray | None = None  # mask of the tokens that end an output
+        # Sampled tokens that the device may still compute, and the constraints that they advance.
+        self._pending: list[tuple[list[RowConstraint | None], HostCopy]] = []
+
+    def put(self, sequence: NewSequence) -> None:
+        """Set the constraint of a row, whose earlier one was released, to that of a new or resumed sequence."""
+        constraint = sequence.sampling.constraint
+        if constraint is None:
+            return
+        row = self._make(constraint)
+        for token_id in sequence.token_ids[constraint.num_prompt_tokens :].tolist():
+            row.accept(token_id)
+        self._rows[sequence.row] = row
+        self._is_constrained[sequence.row] = True
+        self._num_rows += 1
+
+    def release(self, rows: IntArray) -> None:
+        """Remove the constraints of rows."""
+        if not self._num_rows:
+            return
+        for row in rows[self._is_constrained[rows]].tolist():
+            self._rows[row] = None
+            self._num_rows -= 1
+        self._is_constrained[rows] = False
+
+    def append(self, rows: IntArray, token_ids: Tensor) -> None:
+        """Advance by the sampled tokens of rows, [N] int32 on the device, in the order of `rows`."""
+        if self._num_rows and self._is_constrained[rows].any():
+            self._pending.append(([self._rows[row] for row in rows.tolist()], HostCopy([token_ids])))
+
+    def replace_newest(self, rows: IntArray, token_ids: IntArray) -> None:
+        """Replace the newest tokens of rows."""
+        if not self._num_rows:
+            return
+        self._settle()
+        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            constraint = self._rows[row]
+            if constraint is not None:
+                constraint.rollback(1)
+                constraint.accept(token_id)
+
+    def has_effect(self, rows: IntArray) -> bool:
+        """Return whether any of the rows may have a mask."""
+        return bool(self._num_rows) and bool(self._is_constrained[rows].any())
+
+    def masks(self, rows: IntArray) -> ConstraintMasks:
+        """Return the masks of the rows' next tokens."""
+        found = ConstraintMasks()
+        if not self.has_effect(rows):
+            return found
+        self._settle()
+        for index, row in enumerate(rows.tolist()):
+            constraint = self._rows[row]
+            words = np.empty(num_words(self._shard.full_len), dtype=np.int32)
+            if constraint is not None and constraint.fill_mask(words):
+                found.words[index] = self._local(words)
+                if self._allows_only_stops(words):
+                    found.at_end.add(index)
+        return found
+
+    def _settle(self) -> None:
+        """Advance by the tokens that were sampled since."""
+        for constraints, copied in self._pending:
+            (token_ids,) = copied.wait()
+            for constraint, token_id in zip(constraints, token_ids.tolist(), strict=True):
+                if constraint is not None:
+                    constraint.accept(token_id)
+        self._pending.clear()
+
+    def _make(self, constraint: OutputConstraint) -> RowConstraint:
+        matcher: Matcher | None = None
+        if constraint.grammar:
+            try:
+                matcher = self._grammars.load(constraint.grammar).new_matcher()
+            except (ValueError, ImportError) as error:
+                # The scheduler compares versions before, so this is a broken installation of one rank.
+                _log.error("a grammar cannot be read, its output is left empty: %s", first_line(error))
+                matcher = Nothing(self._library.vocabulary.stop_ids)
+        return RowConstraint(constraint, matcher, self._library.vocabulary)
+
+    def _allows_only_stops(self, words: IntArray) -> bool:
+        if self._stops is None:
+            self._stops = np.zeros_like(words)
+            add_to_mask(self._stops, self._library.vocabulary.stop_ids)
+        return not (words & ~self._stops).any()
+
+    def _local(self, words: IntArray) -> IntArray:
+        """Return the bits of this rank's tokens."""
+        start, end = self._shard.start, self._shard.end
+        if start % 32 == 0:
+            return words[start // 32 : -(-end // 32)]
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[start:end]
+        padded = np.zeros(num_words(end - start) * 32, dtype=np.uint8)
+        padded[: end - start] = bits
+        return np.packbits(padded, bitorder="little").view("<i4")
+
+
+class GrammarCache:
+    """Grammars that were loaded last, up to MAX_KEPT_BYTES of their compiled form."""
+
+    def __init__(self, library: GrammarLibrary) -> None:
+        self._library = library
+        self._loaded: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._num_bytes = 0
+
+    def load(self, compiled: bytes) -> CompiledGrammar:
+        """Return a grammar. Raises ValueError and ImportError as GrammarLibrary does."""
+        grammar = self._loaded.get(compiled)
+        if grammar is not None:
+            self._loaded.move_to_end(compiled)
+            return grammar
+        grammar = self._loaded[compiled] = self._library.load(compiled)
+        self._num_bytes += len(compiled)
+        while self._num_bytes > MAX_KEPT_BYTES and len(self._loaded) > 1:
+            oldest, _ = self._loaded.popitem(last=False)
+            self._num_bytes -= len(oldest)
+        return grammar
+
+
+class Nothing:
+    """Matcher of the empty output."""
+
+    def __init__(self, stop_ids: tuple[int, ...]) -> None:
+        self._stop_ids = stop_ids
+
+    def accept(self, token_id: int) -> bool:
+        return token_id in self._stop_ids
+
+    def rollback(self, num_tokens: int) -> None: ...
+
+    def fill_mask(self, words: IntArray) -> None:
+        set_only(words, self._stop_ids)
+
+    def forced_bytes(self) -> bytes:
+        return b""
+
+
+def stack_masks(masks: list[IntArray], device: torch.device) -> Tensor:
+    """Return masks as one tensor, [n, ceil(V / 32)] int32."""
+    tensor = torch.from_numpy(np.stack(masks))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,129 @@
+"""Grammars of the library llguidance: nothing is computed before an output needs it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from ...proto.block_tables import IntArray
+from .grammar import MAX_WHITESPACE_CHARS, GrammarSpec, UnsupportedConstraint, num_words
+from .json_schema import close_objects
+from .vocabulary import Vocabulary
+
+# Limits of one step: about 15 ms each. A mask that needs more ends the output.
+_LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+
+_WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE_CHARS}}}"
+
+
+class GuidanceMatcher:
+    """A matcher, and the stop tokens, of which the library knows one only as the end of its input."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, stop_ids: tuple[int, ...], vocab_size: int) -> None:
+        self._matcher = matcher
+        self._stop_ids = frozenset(stop_ids)
+        self._words = np.zeros(num_words(vocab_size), dtype=np.int32)
+        self._num_stops = 0  # stop tokens at the end of what was accepted
+
+    def accept(self, token_id: int) -> bool:
+        if self._num_stops:
+            return False
+        if token_id in self._stop_ids:
+            if not self._matcher.is_accepting():
+                return False
+            self._num_stops = 1
+            return True
+        return self._matcher.try_consume_tokens([token_id]) == 1
+
+    def rollback(self, num_tokens: int) -> None:
+        num_stops = min(self._num_stops, num_tokens)
+        self._num_stops -= num_stops
+        if num_tokens > num_stops:
+            self._matcher.rollback(num_tokens - num_stops)
+
+    def fill_mask(self, words: IntArray) -> None:
+        if self._num_stops:
+            words[:] = 0
+            return
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+
+    def forced_bytes(self) -> bytes:
+        return b"" if self._num_stops else bytes(self._matcher.compute_ff_bytes())
+
+
+class GuidanceGrammar:
+    def __init__(self, tokenizer: llguidance.LLTokenizer, grammar: str, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._first = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+        if self._first.is_error():
+            raise UnsupportedConstraint(_shown(self._first.get_error()))
+
+    def new_matcher(self) -> GuidanceMatcher:
+        return GuidanceMatcher(self._first.deep_copy(), self._vocabulary.stop_ids, len(self._vocabulary))
+
+
+class GuidanceBackend:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Tokenizer(vocabulary)),
+            n_vocab=len(vocabulary),
+            eos_token=list(vocabulary.stop_ids),
+        )
+
+    def compile(self, spec: GrammarSpec) -> bytes:
+        try:
+            grammar = _grammar(spec)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UnsupportedConstraint(str(error)) from error
+        self.load(grammar.encode()).new_matcher().fill_mask(
+            np.zeros(num_words(len(self._vocabulary)), dtype=np.int32)
+        )
+        return grammar.encode()
+
+    def load(self, compiled: bytes) -> GuidanceGrammar:
+        return GuidanceGrammar(self._tokenizer, compiled.decode(), self._vocabulary)
+
+
+class _Tokenizer:
+    """The vocabulary as llguidance reads it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.stop_ids[0]
+        self.bos_token_id = None
+        self.tokens = vocabulary.pieces
+        self.special_token_ids = sorted(vocabulary.special_ids)
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+
+def _grammar(spec: GrammarSpec) -> str:
+    matcher = llguidance.LLMatcher
+    match spec.kind:
+        case "json" | "json_object":
+            schema: Any = json.loads(spec.text) if spec.kind == "json" else {"type": "object"}
+            if spec.disable_additional_properties:
+                schema = close_objects(schema)
+            if spec.disable_any_whitespace:
+                return str(matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}))
+            return str(
+                matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
+            )
+        case "regex":
+            return str(matcher.grammar_from_regex(spec.text))
+        case "choice" | "grammar":
+            return str(llguidance.grammar_from(spec.kind, spec.text))
+        case _:
+            raise ValueError(f"{spec.kind} is not supported")
+
+
+def _shown(message: str) -> str:
+    """Return a message of the library in one line, without its limits and its trace."""
+    line = next((line for line in message.splitlines() if line.strip()), "is not supported")
+    return re.sub(r"^ParserTooComplex: ", "is too complex: ", line)

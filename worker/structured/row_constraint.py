@@ -1,0 +1,186 @@
+"""RowConstraint: the constraint of one running sequence, from its reasoning to the end of its grammar."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from typing import NamedTuple
+
+from ...proto.block_tables import IntArray
+from ...proto.structured_outputs import OutputConstraint
+from .grammar import Matcher, add_to_mask, allows, remove_from_mask, set_only
+from .vocabulary import Vocabulary
+
+# Tokens that can be taken back: a beam replaces its newest token, and drafts are a few tokens long.
+MAX_ROLLBACK = 64
+
+
+class _Phase(enum.Enum):
+    START = "start"  # before the first token, which may begin the reasoning
+    REASONING = "reasoning"
+    GRAMMAR = "grammar"
+    ENDED = "ended"  # after the grammar's end, or after a token that it does not allow
+    FREE = "free"  # without a grammar, once the reasoning has ended
+
+
+class _State(NamedTuple):
+    """Everything but the matcher's state.
+
+    Attributes:
+        num_reasoning_tokens: of the reasoning so far.
+        tail: last bytes of the reasoning, in which its end is looked for.
+        num_matched: tokens that the matcher has accepted.
+    """
+
+    phase: _Phase
+    num_reasoning_tokens: int = 0
+    tail: bytes = b""
+    num_matched: int = 0
+
+
+class RowConstraint:
+    """State of a constraint as a function of the tokens accepted so far.
+
+    Args:
+        matcher: of the grammar; None without one.
+    """
+
+    def __init__(self, constraint: OutputConstraint, matcher: Matcher | None, vocabulary: Vocabulary) -> None:
+        self._constraint = constraint
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._ends = [text.encode() for text in constraint.reasoning_ends]
+        self._tail_len = max(map(len, self._ends), default=0)
+        starts = (vocabulary.id_by_piece.get(text.encode()) for text in constraint.reasoning_starts)
+        self._start_ids = [token_id for token_id in starts if token_id is not None]
+        self._after_reasoning = _Phase.FREE if matcher is None else _Phase.GRAMMAR
+        self._state = _State(self._first_phase())
+        self._past: deque[_State] = deque(maxlen=MAX_ROLLBACK)
+
+    @property
+    def is_active(self) -> bool:
+        """The next token may be constrained."""
+        return self._state.phase is not _Phase.FREE
+
+    def accept(self, token_id: int) -> None:
+        """Advance by a token of the output."""
+        self._past.append(self._state)
+        self._state = self._next(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Go back by up to MAX_ROLLBACK tokens."""
+        matched = self._state.num_matched
+        for _ in range(num_tokens):
+            self._state = self._past.pop()
+        if self._matcher is not None and matched > self._state.num_matched:
+            self._matcher.rollback(matched - self._state.num_matched)
+
+    def fill_mask(self, words: IntArray) -> bool:
+        """Set the bits of the allowed next tokens, [ceil(V / 32)] int32. Returns False if all are allowed."""
+        phase = self._state.phase
+        if phase is _Phase.FREE:
+            return False
+        if phase is _Phase.REASONING:
+            return self._fill_reasoning(words)
+        if phase is _Phase.ENDED or self._matcher is None:
+            set_only(words, self._vocabulary.stop_ids)
+            return True
+        self._matcher.fill_mask(words)
+        if phase is _Phase.START:
+            add_to_mask(words, self._start_ids)
+        if not words.any():
+            set_only(words, self._vocabulary.stop_ids)
+        return True
+
+    def fill_masks(self, draft_ids: list[int], words: IntArray) -> None:
+        """Set the masks of the next token and of those after each draft, [1 + drafts, ceil(V / 32)] int32.
+
+        A position behind a draft that is not allowed gets the mask of the position before it.
+        """
+        num_accepted = 0
+        for index, token_id in enumerate([*draft_ids, None]):
+            if not self.fill_mask(words[index]):
+                words[index] = -1
+            if token_id is None or not allows(words[index], token_id):
+                words[index + 1 :] = words[index]
+                break
+            self.accept(token_id)
+            num_accepted += 1
+        self.rollback(num_accepted)
+
+    def forced_ids(self, max_tokens: int) -> list[int]:
+        """Return the next tokens as far as the constraint leaves no choice of bytes, at most `max_tokens`."""
+        forced: list[int] = []
+        while len(forced) < max_tokens and (token_id := self._forced_id()) is not None:
+            forced.append(token_id)
+            self.accept(token_id)
+        self.rollback(len(forced))
+        return forced
+
+    def _forced_id(self) -> int | None:
+        state, forced_end = self._state, self._constraint.forced_end_ids
+        if state.phase is _Phase.REASONING and self._is_over_budget:
+            return forced_end[self._num_over_budget] if self._num_over_budget < len(forced_end) else None
+        if state.phase is not _Phase.GRAMMAR or self._matcher is None:
+            return None
+        return first_forced_token(self._matcher.forced_bytes(), self._vocabulary)
+
+    def _first_phase(self) -> _Phase:
+        if not self._ends:
+            return self._after_reasoning
+        if not self._constraint.reasoning_starts:
+            return _Phase.REASONING
+        return _Phase.START if self._start_ids and self._matcher is not None else self._after_reasoning
+
+    def _next(self, token_id: int) -> _State:
+        state = self._state
+        if state.phase is _Phase.START and token_id in self._start_ids:
+            return _State(_Phase.REASONING)
+        if state.phase is _Phase.REASONING:
+            return self._next_of_reasoning(token_id)
+        if state.phase in (_Phase.FREE, _Phase.ENDED) or self._matcher is None:
+            return state
+        if not self._matcher.accept(token_id):
+            return state._replace(phase=_Phase.ENDED)
+        is_end = token_id in self._vocabulary.stop_ids
+        return _State(_Phase.ENDED if is_end else _Phase.GRAMMAR, num_matched=state.num_matched + 1)
+
+    def _next_of_reasoning(self, token_id: int) -> _State:
+        state = self._state
+        text = state.tail + self._vocabulary.pieces[token_id]
+        if any(end in text for end in self._ends):
+            return _State(self._after_reasoning)
+        return _State(_Phase.REASONING, state.num_reasoning_tokens + 1, text[-self._tail_len :])
+
+    @property
+    def _num_over_budget(self) -> int:
+        budget = self._constraint.thinking_token_budget
+        return -1 if budget is None else self._state.num_reasoning_tokens - budget
+
+    @property
+    def _is_over_budget(self) -> bool:
+        return self._num_over_budget >= 0
+
+    def _fill_reasoning(self, words: IntArray) -> bool:
+        forced_end = self._constraint.forced_end_ids
+        if 0 <= self._num_over_budget < len(forced_end):
+            set_only(words, forced_end[self._num_over_budget : self._num_over_budget + 1])
+            return True
+        if self._matcher is None:
+            return False
+        # The output must not end before its grammar has begun.
+        words[:] = -1
+        remove_from_mask(words, self._vocabulary.stop_ids)
+        return True
+
+
+def first_forced_token(forced: bytes, vocabulary: Vocabulary) -> int | None:
+    """Return the token that the tokenizer puts first if the output continues with these bytes; None if that is open.
+
+    The last token of the bytes is never returned: more bytes might change it.
+    """
+    text = forced.decode(errors="ignore")
+    token_ids = vocabulary.encode(text) if text else []
+    if len(token_ids) < 2 or not forced.startswith(vocabulary.pieces[token_ids[0]]):
+        return None
+    return token_ids[0]
