@@ -1,8 +1,8 @@
 """Plans that launch every kernel variant of a model once, so that Triton compiles none while requests run.
 
 A variant depends on which arguments a kernel gets, not on their values: on the kinds of sampling that are in a step
-together, on logits processors, and on log-probabilities; attention and quantized layers have tiles for few and for
-many tokens.
+together, on logits processors, and on log-probabilities; attention, quantized layers and experts have tiles for few
+and for many tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ..proto.block_tables import BlockTables, IntArray
 from ..proto.config import EngineConfig
 from ..proto.step import NewSequence, PromptScoring, RowLogitsProcessors, RowSampling, StepPlan
 
-# Prompt tokens of a step, which select each of the tiles.
+# Prompt tokens of a step, which select each of the tiles; further ones are four times the one before, up to the
+# largest step. Tiles of experts depend on the number of experts, and those for some tokens serve a factor of four.
 PROMPT_LENS = (3, 40, 128)
 
 _GREEDY = RowSampling(temperature=0.0)
@@ -44,8 +45,8 @@ _KINDS = (
 def warm_up_plans(config: EngineConfig, num_blocks: int) -> Iterator[StepPlan]:
     """Yield plans for ranks without sequences; after the last one they have none again."""
     plans = _Plans(config, num_blocks)
-    for prompt_len in PROMPT_LENS:
-        yield from plans.run([_GREEDY], prompt_len)
+    for num_tokens in _token_counts(config.scheduler.max_num_batched_tokens):
+        yield from plans.run_tokens(num_tokens)
     for samplings in _KINDS:
         yield from plans.run(samplings, PROMPT_LENS[0])
         processed = [replace(each, logits_processors=_PROCESSORS, scoring=None) for each in samplings]
@@ -59,14 +60,20 @@ class _Plans:
         self._tables = BlockTables(config.scheduler.max_num_seqs, config.max_blocks_per_seq)
         self._block_size = config.cache.block_size
         self._num_blocks = num_blocks
-        self._max_rows = min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
-        self._max_len = min(config.model.max_model_len - 1, config.scheduler.max_num_batched_tokens)
+        self._max_tokens = config.scheduler.max_num_batched_tokens
+        self._max_rows = min(config.scheduler.max_num_seqs, self._max_tokens)
+        self._max_len = config.model.max_model_len - 1
         self._step_id = 0
+
+    def run_tokens(self, num_tokens: int) -> Iterator[StepPlan]:
+        """Yield steps that compute prompts of together about `num_tokens` tokens."""
+        num_rows = -(-num_tokens // self._max_len)
+        yield from self.run([_GREEDY] * num_rows, num_tokens // num_rows)
 
     def run(self, samplings: Sequence[RowSampling], prompt_len: int) -> Iterator[StepPlan]:
         """Yield a step that computes a prompt per sampling, and one that releases the rows."""
         samplings = samplings[: self._max_rows]
-        prompt_len = max(1, min(prompt_len, self._max_len // len(samplings)))
+        prompt_len = max(1, min(prompt_len, self._max_len, self._max_tokens // len(samplings)))
         num_blocks = -(-prompt_len // self._block_size)
         if 1 + num_blocks * len(samplings) > self._num_blocks:
             return  # a pool for tests
@@ -88,6 +95,16 @@ class _Plans:
     def _plan(self) -> StepPlan:
         self._step_id += 1
         return StepPlan(self._step_id, 0, self._tables.digest)
+
+
+def _token_counts(max_tokens: int) -> Iterator[int]:
+    """Yield the numbers of prompt tokens of steps."""
+    yield from PROMPT_LENS
+    num_tokens = 4 * PROMPT_LENS[-1]
+    while num_tokens < max_tokens:
+        yield num_tokens
+        num_tokens *= 4
+    yield max_tokens
 
 
 def _ints(values: list[list[int]]) -> IntArray:

@@ -38,21 +38,21 @@ MIN_INPUTS = 32
 
 
 @triton.jit
-def _to_weights(
+def to_weights(
     codes, scales_ptr, zeros_ptr, group_index_ptr, offs_k, offs_n, mask_k, mask_n, first_group, out_features,
-    HAS_ZEROS: tl.constexpr, HAS_INDEX: tl.constexpr, IS_PER_OUTPUT: tl.constexpr,
+    IS_PER_OUTPUT: tl.constexpr,
 ):  # fmt: skip
     """Convert codes [K, N] to float32 weights; they stay unscaled if there is one scale per output."""
     weights = codes.to(tl.float32)
     if not IS_PER_OUTPUT:
-        if HAS_INDEX:
+        if group_index_ptr is not None:
             groups = tl.load(group_index_ptr + offs_k, mask=mask_k, other=0)
             offs_group = groups[:, None] * out_features + offs_n[None, :]
             mask = mask_k[:, None] & mask_n[None, :]
         else:
             offs_group = first_group * out_features + offs_n[None, :]
             mask = mask_n[None, :]
-        if HAS_ZEROS:
+        if zeros_ptr is not None:
             weights -= tl.load(zeros_ptr + offs_group, mask=mask, other=0).to(tl.float32)
         weights *= tl.load(scales_ptr + offs_group, mask=mask, other=0.0).to(tl.float32)
     return weights
@@ -73,9 +73,6 @@ def _quantized_linear(
     group_len,
     stride_x,
     NUMBERS_PER_BYTE: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     IS_PER_OUTPUT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -100,9 +97,9 @@ def _quantized_linear(
             codes = packed
             if NUMBERS_PER_BYTE == 2:
                 codes = (packed >> (4 * part)) & 15
-            weights = _to_weights(
+            weights = to_weights(
                 codes, scales_ptr, zeros_ptr, group_index_ptr, offs_k, offs_n, live, mask_n, start // group_len,
-                out_features, HAS_ZEROS, HAS_INDEX, IS_PER_OUTPUT,
+                out_features, IS_PER_OUTPUT,
             )  # fmt: skip
             x = tl.load(token_ptrs + offs_k[None, :], mask=mask_t[:, None] & live[None, :], other=0.0)
             if UPCAST:
@@ -110,7 +107,7 @@ def _quantized_linear(
             sums = tl.dot(x, weights.to(x.dtype), sums, input_precision="tf32x3")
     if IS_PER_OUTPUT:
         sums *= tl.load(scales_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-    if HAS_BIAS:
+    if bias_ptr is not None:
         sums += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
     out_ptrs = out_ptr + offs_t[:, None].to(tl.int64) * out_features + offs_n[None, :]
     tl.store(out_ptrs, sums, mask=mask_t[:, None] & mask_n[None, :])
@@ -139,8 +136,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     _quantized_linear[grid](
         x, weight.codes, weight.scales, weight.zeros, group_index, bias, out, num_tokens, out_features,
         in_features, group_len, x.stride(0),
-        NUMBERS_PER_BYTE=2 if weight.is_packed else 1, HAS_ZEROS=weight.zeros is not None,
-        HAS_INDEX=group_index is not None, HAS_BIAS=bias is not None, IS_PER_OUTPUT=weight.is_per_output,
+        NUMBERS_PER_BYTE=2 if weight.is_packed else 1, IS_PER_OUTPUT=weight.is_per_output,
         BLOCK_T=tile.num_tokens, BLOCK_N=tile.num_outputs, BLOCK_K=tile.num_inputs, UPCAST=INTERPRETED,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

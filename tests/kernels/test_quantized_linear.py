@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from random_weights import random_weight
 from torch import Tensor
 
 from quire.kernels import quantized_linear as twins
@@ -18,25 +19,6 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
-
-
-def random_weight(kind: str, out_features: int, in_features: int) -> QuantizedWeight:
-    """Return a random weight: int8 and fp8 with one scale per output, others with groups of 24 or 32 inputs."""
-    if kind in ("int8", "fp8"):
-        dtype = torch.int8 if kind == "int8" else FLOAT8
-        return twins.quantize(torch.randn(out_features, in_features) / in_features**0.5, dtype)
-    group_len = 24 if kind == "int4-groups-of-24" else 32
-    num_groups = in_features // group_len
-    scales = (torch.rand(num_groups, out_features) + 0.5) / (8 * in_features**0.5)
-    if kind == "int8-groups":
-        codes = torch.randint(-128, 128, (out_features, in_features)).to(torch.int8)
-        return QuantizedWeight(codes, scales / 16)
-    codes = twins.pack_nibbles(torch.randint(0, 16, (out_features, in_features)))
-    zeros = torch.randint(0, 17, (num_groups, out_features)).to(torch.int16)
-    index = None
-    if kind == "int4-any-order":
-        index = torch.randint(0, num_groups, (in_features,), dtype=torch.int32)
-    return QuantizedWeight(codes, scales.half(), zeros, index)
 
 
 KINDS = ["int8", "fp8", "int8-groups", "int4", "int4-any-order", "int4-groups-of-24"]

@@ -19,6 +19,7 @@ import pytest
 import torch
 import triton
 from compile_kernels import StandInDriver
+from kernel_twins import find_twin
 from stand_in_gpu import installed
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -29,15 +30,6 @@ from quire.proto.step import RowLogitsProcessors, RowSampling
 CAPABILITY = 90
 NUM_SEQUENCES = 60
 MAX_LEN = 120
-# Module of a wrapper |-> that of its twin, where their names differ.
-TWINS = {
-    "paged_decode": "paged_attention",
-    "paged_prefill": "paged_attention",
-    "quantize_tokens": "quantized_linear",
-    "sample_full": "sampling",
-    "sample_top_k_top_p": "sampling",
-    "topk_tokens": "sampling",
-}
 
 
 class Variants:
@@ -68,7 +60,7 @@ class Variants:
 def stand_in(module: str, name: str) -> Callable[..., Any]:
     """Return a function that binds the launches of a wrapper, and computes with its twin."""
     wrapper = getattr(importlib.import_module(f"quire.kernels.gpu.{module}"), name)
-    twin = getattr(importlib.import_module(f"quire.kernels.{TWINS.get(module, module)}"), name)
+    twin = find_twin(module, name)
 
     def bind_and_compute(*args: Any, **kwargs: Any) -> Any:
         wrapper(*args, **kwargs)

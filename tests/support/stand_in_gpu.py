@@ -156,9 +156,14 @@ class Call:
 
 @dataclass(eq=False)
 class Graph:
-    """A recording: calls in order."""
+    """A recording: calls in order.
+
+    Attributes:
+        allocated: tensors that the recording allocated, while it is made.
+    """
 
     calls: list[Call] = field(default_factory=list)
+    allocated: list[Tensor] = field(default_factory=list)
 
     def replay(self) -> None:
         gpu = _gpu()
@@ -224,6 +229,9 @@ class StandInGpu:
                 yield
             finally:
                 self.recording = None
+                for each in graph.allocated:
+                    each.fill_(GARBAGE if each.dtype != torch.bool else True)
+                graph.allocated.clear()
 
     def host_waits(self, cause: str, until: dict[Stream, int] | None) -> None:
         """Let the host wait until streams have reached a time; None: all of them, now."""
@@ -307,9 +315,10 @@ class StandInGpu:
         for each, held in zip(overwritten, saved, strict=True):
             each.copy_(held)  # a recording executes nothing
         results = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
-        for each in results:
-            if each.untyped_storage().data_ptr() not in addresses and each.numel():
-                each.fill_(GARBAGE if each.dtype != torch.bool else True)
+        # Kernels that follow get plausible numbers, without which the interpreter fails; garbage replaces them later.
+        self.recording.allocated += [
+            each for each in results if each.untyped_storage().data_ptr() not in addresses and each.numel()
+        ]
         self.recording.calls.append(Call(lambda: call(*own), read, overwritten, results))
         return tree_map(lambda each: self._wrap(each, addresses), found)
 

@@ -25,7 +25,7 @@ from quire.proto.block_tables import BlockTables
 from quire.proto.config import EngineConfig
 from quire.proto.step import NewSequence, RowSampling, StepPlan, StepResult
 from quire.worker.comm.communicator import Communicator, SingleRank
-from quire.worker.graphs import GraphBackend
+from quire.worker.graph_backend import GraphBackend
 from quire.worker.runner import ModelRunner
 
 
@@ -72,7 +72,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
     """Return an EngineConfig like that of `resolve`, for float32 on a CPU.
 
     Settings: block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype, device, quantization,
-    cuda_graphs.
+    cuda_graphs, max_num_batched_tokens.
     """
     model = replace(
         describe_model(folder, folder.name),
@@ -88,6 +88,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
         kv_cache_memory=settings.get("memory_bytes"),
         kv_cache_dtype=settings.get("kv_dtype", "auto"),
         max_num_seqs=settings.get("max_num_seqs", 8),
+        max_num_batched_tokens=settings.get("max_num_batched_tokens", 2048),
         cuda_graphs=settings.get("cuda_graphs", True),
     )
     return combine(options, model, device=settings.get("device", "cpu"))

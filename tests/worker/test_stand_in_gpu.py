@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton_device
 from fakes import small_config
+from kernel_twins import find_twin
 from stand_in_gpu import GARBAGE, DeviceTensor, HostWaitError, StandInGpu, Stream, StreamError, installed
 
 from quire.kernels import decode_splits
@@ -91,8 +92,10 @@ def test_recording_runs_nothing_and_must_not_wait(gpu: StandInGpu) -> None:
     "settings",
     [
         {},
+        {"kind": "qwen3_moe", "stand_in": find_twin},
         pytest.param({"cuda_graphs": False}, marks=pytest.mark.slow),
         pytest.param({"kv_dtype": "int8"}, marks=pytest.mark.slow),
+        {"kind": "mixtral", "quantization": "int8", "stand_in": find_twin},
     ],
     ids=str,
 )
@@ -100,7 +103,9 @@ def test_worker_gives_tokens_of_cpu(
     make_model: Any, make_engine: Any, planned: Any, monkeypatch: pytest.MonkeyPatch, settings: Any
 ) -> None:
     """Load, profile, allocate, prefill, decode with graphs, sample, and close."""
-    folder = make_model("llama", num_hidden_layers=1, num_key_value_heads=2)
+    settings = {"kind": "llama", "stand_in": None, "max_num_batched_tokens": 16, **settings}
+    kind, stand_in = settings.pop("kind"), settings.pop("stand_in")
+    folder = make_model(kind, num_hidden_layers=1, num_key_value_heads=2)
     monkeypatch.setattr(decode_splits, "NUM_EXTRA_ITEMS", 4)
 
     def generate(**more: Any) -> list[list[int]]:
@@ -114,7 +119,7 @@ def test_worker_gives_tokens_of_cpu(
         return [sequence.generated for sequence in sequences]
 
     expected = generate()
-    with installed(monkeypatch) as gpu:
+    with installed(monkeypatch, stand_in=stand_in) as gpu:
         assert generate(device="cuda") == expected
         # Steps wait for nothing but their tokens.
         assert set(gpu.num_syncs) == {"event.synchronize"}

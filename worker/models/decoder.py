@@ -142,6 +142,11 @@ class DecoderLayer:
             self.mlp = Mlp(load, spec, f"{name}.mlp", peers)
         self.after_mlp = norm(spec.norms.after_mlp)
 
+    @property
+    def reads_back(self) -> bool:
+        """True if `forward` reads values back from the device."""
+        return isinstance(self.mlp, MixtureOfExperts) and self.mlp.reads_back
+
     def forward(
         self,
         x: Tensor | PartialSum | None,
@@ -249,7 +254,6 @@ class Decoder:
     """
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, num_positions: int) -> None:
-        self.supports_graphs = spec.experts is None
         # The ranks meet here, so before any weights are read: they read at different speeds.
         peers = None
         if load.fused_all_reduce:
@@ -262,6 +266,7 @@ class Decoder:
             DecoderLayer(load, spec, layer, f"model.layers.{index}", peers)
             for index, layer in enumerate(spec.layers)
         ]
+        self.supports_graphs = not any(layer.reads_back for layer in self.layers)
         self.norm = load.norm("model.norm", spec.hidden_size, spec.norm_offset)
         dense = [layer.to_dense_layer(list(self.rotary)) for layer in self.layers]
         self.fused_decode = plan_fused_decode(dense, self.norm, load.comm)

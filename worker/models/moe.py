@@ -2,16 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.dispatch import has_kernels
+from ...kernels.moe import ExpertWeights, gather_linear, scatter_linear, sort_choices
+from ..weights.expert_weights import stack_experts
 from ..weights.linear_weight import LinearWeight
 from ..weights.weight_slice import WeightSlice
 from .load_context import LoadContext
 from .spec import Experts
+
+Activation = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayers:
+    """The experts' layers one by one: on a CPU, and for experts that are stored in different formats.
+
+    Attributes:
+        gate_up, down: of each expert.
+        activation: [T, 2 I] -> [T, I].
+    """
+
+    gate_up: Sequence[LinearWeight]
+    down: Sequence[LinearWeight]
+    activation: Activation
+
+    def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:
+        """Return the sum of the experts' results, [T, E]; reads the number of each expert's tokens on the host.
+
+        Args:
+            x: [T, E].
+            factors, expert_ids: [T, per_token], of each token's experts.
+        """
+        per_token = expert_ids.shape[1]
+        factors, expert_ids = factors.to(x.dtype).view(-1, 1), expert_ids.flatten()
+        counts = expert_ids.bincount(minlength=len(self.down)).tolist()
+        y = torch.zeros_like(x)
+        # Choices sorted by expert; choice i was made by token i // per_token.
+        for index, own in enumerate(expert_ids.argsort(stable=True).split_with_sizes(counts)):
+            if len(own):
+                tokens = own // per_token
+                out = self.down[index].multiply(self.activation(self.gate_up[index].multiply(x[tokens])))
+                y.index_add_(0, tokens, out.mul_(factors[own]))
+        return y
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedExperts:
+    """All experts at once on a GPU; the attributes and `forward` are those of ExpertLayers."""
+
+    gate_up: ExpertWeights
+    down: ExpertWeights
+    activation: Activation
+
+    def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:
+        """As ExpertLayers, but the host reads nothing from the device."""
+        choices = sort_choices(expert_ids, len(self.down.codes))
+        inner = self.activation(scatter_linear(x, self.gate_up, choices))
+        return gather_linear(inner, self.down, choices, factors)
+
+
+def group_experts(layers: ExpertLayers) -> GroupedExperts | None:
+    """Return the layers for a GPU. Returns None if the experts are stored in different formats."""
+    gate_up, down = stack_experts(layers.gate_up), stack_experts(layers.down)
+    return None if gate_up is None or down is None else GroupedExperts(gate_up, down, layers.activation)
 
 
 class MixtureOfExperts:
@@ -20,6 +80,9 @@ class MixtureOfExperts:
     Args:
         activation: of the experts, [T, 2 I] -> [T, I].
         name: of the decoder layer.
+
+    Attributes:
+        reads_back: `forward` reads values back from the device, which a recording cannot do.
     """
 
     def __init__(
@@ -27,12 +90,11 @@ class MixtureOfExperts:
         load: LoadContext,
         experts: Experts,
         hidden_size: int,
-        activation: Callable[[Tensor], Tensor],
+        activation: Activation,
         name: str,
     ) -> None:
         self.comm = load.comm
-        self.experts = experts
-        self.activation = activation
+        self.spec = experts
         # Mixtral's published checkpoints have other names for the block and its matrices.
         is_mixtral = load.checkpoint.has(f"{name}.block_sparse_moe.gate.weight")
         block = f"{name}.block_sparse_moe" if is_mixtral else f"{name}.mlp"
@@ -40,38 +102,33 @@ class MixtureOfExperts:
         self.router = load.replicated(f"{block}.gate.weight", experts.count, hidden_size)
         if load.checkpoint.has(f"{block}.experts.gate_up_proj"):
             _alias_fused_experts(load, experts, hidden_size, f"{block}.experts", matrices)
-        self.gate_up: list[LinearWeight] = []
-        self.down: list[LinearWeight] = []
+        gate_up: list[LinearWeight] = []
+        down: list[LinearWeight] = []
         inner, shard = experts.intermediate_size, load.shard(experts.intermediate_size)
         for index in range(experts.count):
-            gate, up, down = (f"{block}.experts.{index}.{matrix}" for matrix in matrices)
+            gate, up, last = (f"{block}.experts.{index}.{matrix}" for matrix in matrices)
             rows = [WeightSlice(own, (inner, hidden_size), 0, shard.start, len(shard)) for own in (gate, up)]
-            self.gate_up.append(load.linear(rows))
-            self.down.append(
-                load.linear([WeightSlice(down, (hidden_size, inner), 1, shard.start, len(shard))])
-            )
+            gate_up.append(load.linear(rows))
+            down.append(load.linear([WeightSlice(last, (hidden_size, inner), 1, shard.start, len(shard))]))
+        layers = ExpertLayers(gate_up, down, activation)
+        grouped = group_experts(layers) if has_kernels(self.router) else None
+        self.experts: ExpertLayers | GroupedExperts = layers if grouped is None else grouped
+
+    @property
+    def reads_back(self) -> bool:
+        return isinstance(self.experts, ExpertLayers)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, E] -> [T, E]."""
-        weights, expert_ids = self._route(x)
-        weights, expert_ids = weights.view(-1, 1), expert_ids.flatten()
-        counts = expert_ids.bincount(minlength=self.experts.count).tolist()
-        y = torch.zeros_like(x)
-        # Choices sorted by expert; choice i was made by token i // per_token.
-        for index, own in enumerate(expert_ids.argsort(stable=True).split_with_sizes(counts)):
-            if len(own):
-                tokens = own // self.experts.per_token
-                out = self.down[index].multiply(self.activation(self.gate_up[index].multiply(x[tokens])))
-                y.index_add_(0, tokens, out.mul_(weights[own]))
-        return self.comm.all_reduce(y)
+        return self.comm.all_reduce(self.experts.forward(x, *self._route(x)))
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, E] -> weights in x's dtype and expert ids, both [T, per_token]."""
+        """[T, E] -> factors, float32, and expert ids, both [T, per_token]."""
         probabilities = F.linear(x, self.router).softmax(dim=-1, dtype=torch.float32)
-        weights, expert_ids = probabilities.topk(self.experts.per_token, dim=-1)
-        if self.experts.normalized:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights.to(x.dtype), expert_ids
+        factors, expert_ids = probabilities.topk(self.spec.per_token, dim=-1)
+        if self.spec.normalized:
+            factors = factors / factors.sum(dim=-1, keepdim=True)
+        return factors, expert_ids
 
 
 def _alias_fused_experts(

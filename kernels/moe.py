@@ -1,0 +1,95 @@
+"""Linear layers of a mixture of experts: the tokens of all experts in one op (grouped matrix product).
+
+Each token chooses a few experts. The choices are sorted by expert on the device, so the host need not know how many
+tokens an expert has, and a step can be recorded as a graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dispatch import on_gpu
+from .quantized_linear import QuantizedWeight, dequantize
+
+
+class ExpertChoices(NamedTuple):
+    """The P = T * per_token choices of T tokens, sorted by expert.
+
+    Attributes:
+        order: [P] int32, choices by expert, and by token within an expert; choice i is of token ``i // per_token``.
+        starts: [X + 1] int32, where the choices of each of the X experts start in `order`; the last is P.
+        per_token: choices of each token.
+    """
+
+    order: Tensor
+    starts: Tensor
+    per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The weights [N, K] of one linear layer of all X experts.
+
+    Attributes:
+        codes: [X, N, K] of the tokens' dtype, or quantized, as in QuantizedWeight.
+        scales, zeros, group_index: of quantized weights, as in QuantizedWeight, stacked; None otherwise.
+    """
+
+    codes: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    group_index: Tensor | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether a byte holds two numbers."""
+        return self.codes.dtype == torch.uint8
+
+    def matrix(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """Return an expert's weight, [N, K]."""
+        if self.scales is None:
+            return self.codes[expert]
+        zeros = None if self.zeros is None else self.zeros[expert]
+        index = None if self.group_index is None else self.group_index[expert]
+        return dequantize(QuantizedWeight(self.codes[expert], self.scales[expert], zeros, index)).to(dtype)
+
+
+@on_gpu("moe")
+def sort_choices(expert_ids: Tensor, num_experts: int) -> ExpertChoices:
+    """Sort the choices [T, per_token] int64 of T tokens by expert; ties keep their order."""
+    chosen, order = expert_ids.flatten().sort(stable=True)
+    bounds = torch.arange(num_experts + 1, dtype=chosen.dtype, device=chosen.device)
+    starts = torch.searchsorted(chosen, bounds).int()
+    return ExpertChoices(order.int(), starts, expert_ids.shape[1])
+
+
+@on_gpu("moe")
+def scatter_linear(x: Tensor, weights: ExpertWeights, choices: ExpertChoices) -> Tensor:
+    """Multiply each token by the weights of its experts: [T, K] -> [P, N], sorted by expert."""
+    return _multiply(x[choices.order.long() // choices.per_token], weights, choices)
+
+
+@on_gpu("moe")
+def gather_linear(x: Tensor, weights: ExpertWeights, choices: ExpertChoices, factors: Tensor) -> Tensor:
+    """Multiply rows sorted by expert, and add up those of each token: [P, K] -> [T, N].
+
+    Args:
+        factors: [T, per_token] float32, multiply the experts' results.
+    """
+    products = _multiply(x, weights, choices)
+    by_choice = torch.empty_like(products)
+    by_choice[choices.order.long()] = products
+    terms = by_choice.view(*factors.shape, -1).float() * factors.unsqueeze(-1)
+    return terms.sum(dim=1).to(x.dtype)
+
+
+def _multiply(rows: Tensor, weights: ExpertWeights, choices: ExpertChoices) -> Tensor:
+    """Multiply rows sorted by expert: [P, K] -> [P, N]."""
+    counts = choices.starts.diff().tolist()
+    parts = rows.split_with_sizes(counts)
+    return torch.cat([F.linear(part, weights.matrix(index, rows.dtype)) for index, part in enumerate(parts)])
