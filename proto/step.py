@@ -292,6 +292,7 @@ class StepResult:
         prompt_logprobs: of the prompt tokens scored in the step.
         stage_times: seconds by stage (``apply``, ``forward``, ``sample``); and ``wait``, from the previous reply
             until the arrival of this step's plan.
+        num_compilations: kernel variants that the rank compiled, or loaded from disk, since it was ready.
     """
 
     step_id: int
@@ -301,12 +302,13 @@ class StepResult:
     logprobs: Logprobs | None = None
     stage_times: dict[str, float] = field(default_factory=dict)
     prompt_logprobs: PromptLogprobs | None = None
+    num_compilations: int = 0
 
     def encode(self) -> bytes:
         logprobs = None if self.logprobs is None else self.logprobs.pack()
         of_prompts = None if self.prompt_logprobs is None else self.prompt_logprobs.pack()
-        step = self.step_id, self.epoch, self.rank
-        return _codec.encode(("ok", *step, pack_ints(self.token_ids), logprobs, self.stage_times, of_prompts))
+        step = self.step_id, self.epoch, self.rank, pack_ints(self.token_ids)
+        return _codec.encode(("ok", *step, logprobs, self.stage_times, of_prompts, self.num_compilations))
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +390,9 @@ def _decode_reply(fields: Any) -> StepResult | StepFailure:
         return StepFailure(*rest)
     if kind != "ok":
         raise ValueError(f"unknown kind {kind!r}")
-    step_id, epoch, rank, token_ids, logprobs, stage_times, of_prompts = rest
+    step_id, epoch, rank, token_ids, logprobs, stage_times, of_prompts, num_compilations = rest
     unpacked = None if logprobs is None else Logprobs.unpack(logprobs)
     scored = None if of_prompts is None else PromptLogprobs.unpack(of_prompts)
-    return StepResult(step_id, epoch, rank, unpack_ints(token_ids), unpacked, stage_times, scored)
+    return StepResult(
+        step_id, epoch, rank, unpack_ints(token_ids), unpacked, stage_times, scored, num_compilations
+    )

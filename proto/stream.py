@@ -295,6 +295,8 @@ class ReplicaStatus:
         busy_s: time since the start in which at least one step was computed.
         num_plan_waits, plan_wait_s: steps that followed another one without idle time between, and how long rank 0
             waited for their plans.
+        max_num_seqs: sequences that may run at once.
+        num_compilations: kernel variants that rank 0 has compiled since it was ready; each delays a step.
     """
 
     query_id: int
@@ -333,6 +335,8 @@ class ReplicaStatus:
     busy_s: float = 0.0
     num_plan_waits: int = 0
     plan_wait_s: float = 0.0
+    max_num_seqs: int = 1
+    num_compilations: int = 0
 
 
 GatewayMessage = Submit | Abort | Stop | StatusQuery | CacheQuery | BlockMapQuery | Drain | FlushCache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,13 +49,14 @@ def gather_batch(
     plan: StepPlan,
     block_size: int,
     fixed_item_len: int | None = None,
-    replays_decodes: bool = False,
+    find_graph: Callable[[int, int, int], object] | None = None,
 ) -> Batch | None:
     """Gather the inputs of a step. Returns None if no row computes.
 
     Args:
-        replays_decodes: steps in which all rows decode and sample are replayed by a graph, which splits them itself.
         fixed_item_len: as for split_decodes.
+        find_graph: numbers of decodes, chunks and chunk tokens |-> the graph that replays the step and splits its
+            decodes itself; None if there is none.
 
     Raises:
         ValueError: the plan computes tokens or uses blocks that a row does not have; names the row.
@@ -88,7 +90,17 @@ def gather_batch(
     )
     width = -(-int(seq_lens.max()) // block_size)
     splits = None
-    if num_decodes and tables.is_cuda and not (replays_decodes and are_all_sampled):
+    scored = _scored_tokens(
+        rows, plan, (seq_lens - query_lens)[num_decodes:], (ends - query_lens)[num_decodes:]
+    )
+    num_chunks = plan.chunk_rows.size
+    is_replayed = (
+        find_graph is not None
+        and scored is None
+        and (num_chunks > 0 or are_all_sampled)
+        and find_graph(num_decodes, num_chunks, int(ends[-1]) - num_decodes) is not None
+    )
+    if num_decodes and tables.is_cuda and not is_replayed:
         splits = split_decodes(device_lens[:num_decodes], width * block_size, fixed_item_len)
     return Batch(
         rows=row_ids,
@@ -105,9 +117,7 @@ def gather_batch(
         ),
         sampled_rows=row_ids[sampled],
         sampled_index=sampled_index[0] if sampled_index else None,
-        scored=_scored_tokens(
-            rows, plan, (seq_lens - query_lens)[num_decodes:], (ends - query_lens)[num_decodes:]
-        ),
+        scored=scored,
     )
 
 

@@ -1,28 +1,29 @@
-"""Decode steps recorded as graphs, which replace hundreds of kernel launches by one.
+"""Steps recorded as graphs, which replace hundreds of kernel launches by one.
 
-A graph replays the same kernels on the same addresses. There is one graph for each of a few batch sizes. Its inputs
-are copied to fixed buffers, and padding rows, which write nothing, fill a batch up to the graph's size. All graphs
-are recorded before the first step, so no step waits for a recording. All ranks record the same sizes in the same
-order, as collectives may require. They also agree on whether each succeeded: if one rank replayed a graph while
-another computed the step, their collectives might differ.
+A graph replays the same kernels on the same addresses. There are graphs of a few numbers of decoding rows, and of a
+few numbers of rows and prompt tokens for small steps with chunks (see graph_shapes). A graph's inputs are copied to
+fixed buffers, and padding, which writes nothing, fills a step up to the graph's shape. All graphs are recorded before
+the first step, so no step waits for a recording. All ranks record the same shapes in the same order, as collectives
+may require. They also agree on whether each succeeded: if one rank replayed a graph while another computed the step,
+their collectives might differ.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..kernels.decode_splits import split_decodes
-from ..kernels.workspace import workspaces
 from ..proto.errors import first_line
 from .attention import AttentionInputs
 from .batch import Batch
+from .graph_backend import GraphBackend, Recording
+from .graph_shapes import NUM_CHUNKS, GraphShape, decode_shapes, find_shape, mixed_shapes
 
 # Slot of tokens whose KV is not stored.
 NO_SLOT = -1
@@ -31,82 +32,41 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeInputs:
-    """Inputs of a decode step of S rows, besides the weights and the KV cache.
+class GraphLimits:
+    """Limits of steps and of sequences.
 
     Attributes:
-        token_ids: [S] int32.
-        positions: [S] int64.
+        max_seq_len: tokens of the blocks in a block table.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_blocks_per_seq: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInputs:
+    """Inputs of a recorded step of T tokens, besides the weights and the KV cache.
+
+    Attributes:
+        token_ids: [T] int32.
+        positions: [T] int64.
         attention: inputs of the attention kernels.
+        sampled_index: [N] int64, tokens whose logits are computed; None for all.
     """
 
     token_ids: Tensor
     positions: Tensor
     attention: AttentionInputs
+    sampled_index: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """A recorded computation.
-
-    Attributes:
-        output: result, overwritten by each replay.
-        workspaces: memory whose addresses were recorded; kept as long as the recording.
-    """
-
-    replay: Callable[[], None]
-    output: Tensor
-    workspaces: tuple[Tensor, ...] = ()
-
-
-class GraphBackend(Protocol):
-    """Recorder of the device operations of a function."""
-
-    def warm_up(self, compute: Callable[[], Tensor]) -> None:
-        """Execute `compute`, as a step would, for what cannot be done while recording."""
-        ...
-
-    def record(self, compute: Callable[[], Tensor]) -> Recording:
-        """Record `compute`, without executing it, after `warm_up`.
-
-        Raises:
-            RuntimeError: the device cannot, for example because `compute` synchronizes.
-        """
-        ...
-
-
-class CudaGraphs:
-    """CUDA graphs that share a memory pool; no two of them may run at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def warm_up(self, compute: Callable[[], Tensor]) -> None:
-        """Compile the kernels and allocate their workspaces."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            compute()
-        current.wait_stream(self._stream)
-
-    def record(self, compute: Callable[[], Tensor]) -> Recording:
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads, such as NCCL's watchdog, may query the device during the capture.
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            output = compute()
-        return Recording(graph.replay, output, workspaces(self._device))
-
-
-class DecodeGraphs:
-    """Graphs of one rank's decode steps.
+class StepGraphs:
+    """Graphs of one rank's steps.
 
     Args:
-        compute: inputs of a decode step |-> logits [S, V].
-        max_num_seqs: rows of the largest batch.
-        max_blocks_per_seq: length of a block table.
-        block_size: tokens per block.
+        compute: inputs of a step |-> logits [N, V].
         backend: CudaGraphs; tests use another.
         all_ranks: collective that returns whether its argument is true on all ranks.
         fixed_item_len: as for split_decodes.
@@ -114,116 +74,168 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        compute: Callable[[DecodeInputs], Tensor],
-        max_num_seqs: int,
-        max_blocks_per_seq: int,
-        block_size: int,
+        compute: Callable[[GraphInputs], Tensor],
+        limits: GraphLimits,
         device: torch.device,
         backend: GraphBackend,
         all_ranks: Callable[[bool], bool],
         fixed_item_len: int | None = None,
     ) -> None:
         self._compute = compute
-        self._sizes = graph_sizes(max_num_seqs)
-        self._max_seq_len = max_blocks_per_seq * block_size
+        self._decode_shapes = decode_shapes(limits.max_num_seqs)
+        self._mixed_shapes = mixed_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._max_seq_len = limits.max_seq_len
         self._backend = backend
         self._all_ranks = all_ranks
         self._fixed_item_len = fixed_item_len
-        self._recordings: dict[int, Recording] = {}
+        self._recordings: dict[GraphShape, Recording] = {}
+        # Of all graphs: each would keep its own otherwise, 1.7 GB for up to 1,024 rows of 128,000 tokens.
+        self._logits: Tensor | None = None
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._token_ids = zeros(max_num_seqs)
-        self._positions = zeros(max_num_seqs, dtype=torch.int64)
-        self._slot_mapping = zeros(max_num_seqs, dtype=torch.int64).fill_(NO_SLOT)
-        self._block_tables = zeros(max_num_seqs, max_blocks_per_seq)
-        self._query_start = zeros(1)
-        self._seq_lens = zeros(max_num_seqs)
+        shapes = [*self._decode_shapes, *self._mixed_shapes]
+        num_rows = self._max_rows = max(shape.num_rows for shape in shapes)
+        num_tokens = max(shape.num_tokens for shape in shapes)
+        self._token_ids = zeros(num_tokens)
+        self._positions = zeros(num_tokens, dtype=torch.int64)
+        self._slot_mapping = zeros(num_tokens, dtype=torch.int64).fill_(NO_SLOT)
+        self._block_tables = zeros(num_rows, limits.max_blocks_per_seq)
+        self._query_start = zeros(NUM_CHUNKS + 1)
+        self._seq_lens = zeros(num_rows)
+        self._sampled_index = zeros(num_rows, dtype=torch.int64)
 
     @property
-    def sizes(self) -> list[int]:
-        """Batch sizes of the recorded graphs."""
-        return sorted(self._recordings)
+    def shapes(self) -> list[GraphShape]:
+        """Shapes of the recorded graphs, the smallest first; those of decodes come first."""
+        return [shape for shape in (*self._decode_shapes, *self._mixed_shapes) if shape in self._recordings]
+
+    def find(self, num_decodes: int, num_chunks: int, num_chunk_tokens: int) -> GraphShape | None:
+        """Return the shape of the graph for a step. Returns None if there is none."""
+        shapes = self._mixed_shapes if num_chunks else self._decode_shapes
+        shape = find_shape(shapes, num_decodes, num_chunks, num_chunk_tokens)
+        return shape if shape in self._recordings else None
 
     def replay(self, batch: Batch) -> Tensor | None:
-        """Return the logits [S, V], by row, of a step in which all rows decode and sample.
+        """Return the logits [N, V] of the step's sampled rows, by row; none if no row samples.
 
         The next replay overwrites them. Returns None if there is no graph for the step.
         """
-        num_rows = len(batch.rows)
-        if not self._recordings or not batch.attention.num_decodes == len(batch.sampled_rows) == num_rows:
+        attention = batch.attention
+        num_decodes, num_sampled = attention.num_decodes, len(batch.sampled_rows)
+        num_chunks = len(batch.rows) - num_decodes
+        shape = self.find(num_decodes, num_chunks, len(batch.token_ids) - num_decodes)
+        if shape is None or batch.scored is not None or (num_chunks == 0 and num_sampled < num_decodes):
             return None
-        size = next(size for size in self._sizes if size >= num_rows)
-        recording = self._recordings[size]
-        self._copy_inputs(batch, num_rows, size)
+        self._copy_inputs(batch, shape)
+        recording = self._recordings[shape]
         recording.replay()
-        return recording.output[:num_rows]
+        return recording.output[:num_sampled]
 
     def record_all(self) -> None:
-        """Record the graphs of all sizes, the largest first, whose memory the others share; called on all ranks.
+        """Record all graphs, those of most rows first, whose memory the others share; called on all ranks.
 
-        If a rank cannot record one, graphs are disabled on all ranks. A failure to execute the step is raised.
+        If a rank cannot record one, its kind of graph is disabled on all ranks. A failure to execute the step is
+        raised.
         """
         started = time.perf_counter()
-        for size in reversed(self._sizes):
-            self._pad(0, size)
-            recording = self._record(size)
-            if not self._all_ranks(recording is not None):
-                self._recordings.clear()
-                _log.warning(
-                    "graphs are disabled: a decode step of %d rows cannot be recorded on every rank", size
-                )
-                return
-            if recording is not None:
-                self._recordings[size] = recording
+        if self._record_each(self._decode_shapes):
+            self._record_each(self._mixed_shapes)
         _log.info("recorded %d graphs in %.2f s", len(self._recordings), time.perf_counter() - started)
 
-    def _record(self, size: int) -> Recording | None:
+    def _record_each(self, shapes: Sequence[GraphShape]) -> bool:
+        """Record the graphs of one kind, the largest first. Returns whether all ranks can."""
+        for shape in reversed(shapes):
+            self._make_padding(shape)
+            recording = self._record(shape)
+            if not self._all_ranks(recording is not None):
+                for recorded in shapes:
+                    self._recordings.pop(recorded, None)
+                _log.warning(
+                    "graphs are disabled: a step of %d decodes and %d prompt tokens cannot be recorded on every rank",
+                    shape.num_decodes,
+                    shape.num_chunk_tokens,
+                )
+                return False
+            if recording is not None:
+                self._recordings[shape] = recording
+        return True
+
+    def _record(self, shape: GraphShape) -> Recording | None:
         def compute() -> Tensor:
-            return self._run_step(size)
+            return self._run_step(shape)
 
         self._backend.warm_up(compute)
         try:
             return self._backend.record(compute)
         except RuntimeError as error:
-            _log.warning("disabling graphs, a decode step cannot be recorded: %s", first_line(error))
+            _log.warning("disabling graphs, a step cannot be recorded: %s", first_line(error))
             return None
 
-    def _run_step(self, size: int) -> Tensor:
-        """Compute a decode step of `size` rows from the buffers; this is the recorded function."""
-        seq_lens = self._seq_lens[:size]
+    def _run_step(self, shape: GraphShape) -> Tensor:
+        """Compute a step from the buffers; this is the recorded function."""
+        num_decodes, num_rows, num_tokens = shape.num_decodes, shape.num_rows, shape.num_tokens
+        seq_lens = self._seq_lens[:num_rows]
         splits = None
         if seq_lens.is_cuda:
-            splits = split_decodes(seq_lens, self._max_seq_len, self._fixed_item_len)
+            splits = split_decodes(seq_lens[:num_decodes], self._max_seq_len, self._fixed_item_len)
         attention = AttentionInputs(
-            num_decodes=size,
-            slot_mapping=self._slot_mapping[:size],
-            block_tables=self._block_tables[:size],
-            query_start=self._query_start,
+            num_decodes=num_decodes,
+            slot_mapping=self._slot_mapping[:num_tokens],
+            block_tables=self._block_tables[:num_rows],
+            query_start=self._query_start[: shape.num_chunks + 1],
             seq_lens=seq_lens,
             splits=splits,
         )
-        return self._compute(DecodeInputs(self._token_ids[:size], self._positions[:size], attention))
+        sampled_index = self._sampled_index[:num_rows] if shape.num_chunks else None
+        inputs = GraphInputs(
+            self._token_ids[:num_tokens], self._positions[:num_tokens], attention, sampled_index
+        )
+        return self._keep(self._compute(inputs))
 
-    def _copy_inputs(self, batch: Batch, num_rows: int, size: int) -> None:
-        attention = batch.attention
-        self._token_ids[:num_rows].copy_(batch.token_ids)
-        self._positions[:num_rows].copy_(batch.positions)
-        self._slot_mapping[:num_rows].copy_(attention.slot_mapping)
+    def _keep(self, logits: Tensor) -> Tensor:
+        """Copy logits to the memory that all graphs share."""
+        if self._logits is None:
+            self._logits = logits.new_empty(self._max_rows, logits.shape[1])
+        return self._logits[: len(logits)].copy_(logits)
+
+    def _copy_inputs(self, batch: Batch, shape: GraphShape) -> None:
+        """Copy a step's inputs to the buffers, with padding after its decodes and after its chunks."""
+        attention, first_chunk = batch.attention, shape.num_decodes
+        num_decodes, num_chunks = attention.num_decodes, len(batch.rows) - attention.num_decodes
+        num_chunk_tokens = len(batch.token_ids) - num_decodes
+
+        def copy(buffer: Tensor, values: Tensor) -> None:
+            buffer[:num_decodes].copy_(values[:num_decodes])
+            if num_chunks:
+                others = values[num_decodes:]
+                buffer[first_chunk : first_chunk + len(others)].copy_(others)
+
+        copy(self._token_ids, batch.token_ids)
+        copy(self._positions, batch.positions)
+        copy(self._slot_mapping, attention.slot_mapping)
         # Columns beyond these are stale, but also beyond the rows' lengths.
-        self._block_tables[:num_rows, : attention.block_tables.shape[1]].copy_(attention.block_tables)
-        self._seq_lens[:num_rows].copy_(attention.seq_lens)
-        self._pad(num_rows, size)
+        copy(self._block_tables[:, : attention.block_tables.shape[1]], attention.block_tables)
+        copy(self._seq_lens, attention.seq_lens)
+        self._slot_mapping[num_decodes:first_chunk].fill_(NO_SLOT)
+        self._seq_lens[num_decodes:first_chunk].zero_()
+        if num_chunks:
+            self._slot_mapping[first_chunk + num_chunk_tokens : shape.num_tokens].fill_(NO_SLOT)
+            self._seq_lens[first_chunk + num_chunks : shape.num_rows].zero_()
+            self._query_start[: num_chunks + 1].copy_(attention.query_start)
+            self._query_start[num_chunks + 1 :].fill_(num_chunk_tokens)
+            self._copy_sampled_index(batch, first_chunk - num_decodes)
 
-    def _pad(self, start: int, end: int) -> None:
-        """Make padding of rows: length 0 and no slot. Their tokens stay stale."""
-        self._slot_mapping[start:end].fill_(NO_SLOT)
-        self._seq_lens[start:end].zero_()
+    def _copy_sampled_index(self, batch: Batch, num_padding: int) -> None:
+        """Copy the indices of the sampled tokens; those of chunks move behind the decodes' padding."""
+        assert batch.sampled_index is not None
+        is_of_chunk = batch.sampled_index >= batch.attention.num_decodes
+        moved = batch.sampled_index + num_padding * is_of_chunk
+        self._sampled_index[: len(moved)].copy_(moved)
 
-
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes of graphs; padding is at most a third of a batch of more than 8 rows."""
-    powers = [1 << exponent for exponent in range(max_num_seqs.bit_length())]
-    midpoints = [power + power // 2 for power in powers if power >= 16]
-    return sorted({size for size in (*powers, *midpoints) if size < max_num_seqs} | {max_num_seqs})
+    def _make_padding(self, shape: GraphShape) -> None:
+        """Make the buffers of a shape padding: rows of length 0, and tokens without a slot. Their ids stay stale."""
+        self._slot_mapping[: shape.num_tokens].fill_(NO_SLOT)
+        self._seq_lens[: shape.num_rows].zero_()
+        self._query_start.zero_()

@@ -19,13 +19,14 @@ from ..kernels.native.memory import keep_freed_memory
 from ..proto.block_tables import IntArray
 from ..proto.config import EngineConfig
 from ..proto.errors import ConfigError, RankFailed, in_one_line
-from ..proto.step import PromptLogprobs, StepPlan, StepResult
+from ..proto.step import PromptLogprobs, RowSampling, StepPlan, StepResult
 from .attention import AttentionInputs
 from .batch import Batch, gather_batch
 from .comm.communicator import Communicator
 from .device import compute_device
 from .device_rows import DeviceRows
-from .graphs import CudaGraphs, DecodeGraphs, DecodeInputs, GraphBackend
+from .graph_backend import CudaGraphs, GraphBackend
+from .graphs import GraphInputs, GraphLimits, StepGraphs
 from .launched_step import LaunchedStep
 from .memory.allocation import check_host_memory, free_unused_memory, out_of_memory_as
 from .memory.cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine, bytes_per_block
@@ -36,6 +37,7 @@ from .models.load_context import LoadContext
 from .models.loader import Model, load_model
 from .sampling.prompt_logprobs import compute_prompt_logprobs
 from .sampling.sampler import Sampler
+from .sampling.sampling_table import SamplingTable
 from .warm_up import warm_up_plans
 from .weights.checkpoint import Checkpoint, ProgressCallback
 from .weights.node_cache import weights_folder
@@ -55,7 +57,7 @@ class ModelRunner:
         config: resolved; its tensor_parallel_size equals comm.size.
         comm: the tensor-parallel group.
         on_progress: called with the bytes read and the total while weights load.
-        graph_backend: records decode steps; None for CUDA graphs on a GPU and no graphs on a CPU.
+        graph_backend: records steps; None for CUDA graphs on a GPU and no graphs on a CPU.
         device: of the weights and the KV cache; None for the thread's current one. It must be the current device of
             every thread that calls a method (see `on_device`).
 
@@ -94,8 +96,9 @@ class ModelRunner:
             keep_freed_memory(KEPT_BYTES)
         self._cache: CacheEngine | None = None
         self._graph_backend = graph_backend
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._is_closed = False
+        self._num_compilations = 0  # when the rank was ready
 
     def _load_model(self, on_progress: ProgressCallback | None) -> Model:
         config, comm = self._config, self._comm
@@ -149,6 +152,7 @@ class ModelRunner:
             self._graphs = self._record_graphs(self._cache)
         if self._device.type != "cpu":
             self._warm_up(num_blocks)
+        self._num_compilations = num_compilations()
         return self._cache.measure_swap_rate()
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -171,7 +175,8 @@ class ModelRunner:
             with self._timed_stage("apply", times):
                 batch = self._apply(plan)
             result = StepResult(plan.step_id, plan.epoch, self._comm.rank, stage_times=times)
-            return LaunchedStep(result) if batch is None else self._compute(batch, result)
+            step = LaunchedStep(result) if batch is None else self._compute(batch, result)
+            return self._note_compilations(step)
         except RankFailed:
             raise
         except Exception as error:
@@ -186,6 +191,11 @@ class ModelRunner:
         self._cache = self._graphs = self._graph_backend = None
         del self._model, self._sampler, self._rows
         free_unused_memory(self._device)
+
+    def _note_compilations(self, step: LaunchedStep) -> LaunchedStep:
+        """Report the kernel variants that steps have compiled so far; none is expected."""
+        count = num_compilations() - self._num_compilations
+        return step if count == 0 else replace(step, launched=replace(step.launched, num_compilations=count))
 
     @contextmanager
     def _timed_stage(self, stage: str, times: dict[str, float]) -> Iterator[None]:
@@ -208,8 +218,8 @@ class ModelRunner:
             self._kv_cache.swap_in(torch.from_numpy(plan.swap_in.astype(np.int64)))
         if len(plan.copies):
             self._kv_cache.copy(to_device(plan.copies, self._device, torch.int64))
-        replays = self._graphs is not None and bool(self._graphs.sizes)
-        return gather_batch(self._rows, plan, self._config.cache.block_size, self._fixed_item_len, replays)
+        find_graph = None if self._graphs is None else self._graphs.find
+        return gather_batch(self._rows, plan, self._config.cache.block_size, self._fixed_item_len, find_graph)
 
     def _compute(self, batch: Batch, result: StepResult) -> LaunchedStep:
         with self._timed_stage("forward", result.stage_times):
@@ -219,7 +229,7 @@ class ModelRunner:
                 logits, scores = self._forward(batch)
                 result = replace(result, prompt_logprobs=scores)
             self._rows.mark_computed(batch.rows, batch.lens)
-            if logits is None:
+            if logits is None or batch.sampled_rows.size == 0:
                 return LaunchedStep(result)
         with self._timed_stage("sample", result.stage_times):
             return self._sample(batch.sampled_rows, logits, result)
@@ -249,20 +259,26 @@ class ModelRunner:
         columns = [] if logprobs is None else logprobs.columns()
         return LaunchedStep(result, HostCopy([token_ids, *columns]), logprobs)
 
-    def _record_graphs(self, cache: CacheEngine) -> DecodeGraphs | None:
-        """Record all decode steps on this cache. Returns None if graphs are off."""
+    def _record_graphs(self, cache: CacheEngine) -> StepGraphs | None:
+        """Record steps of every recorded shape on this cache. Returns None if graphs are off."""
         if not self._uses_graphs:
             return None
 
-        def decode(inputs: DecodeInputs) -> Tensor:
+        def compute(inputs: GraphInputs) -> Tensor:
             hidden = self._model.forward(inputs.token_ids, inputs.positions, cache.layers, inputs.attention)
+            if inputs.sampled_index is not None:
+                hidden = hidden.index_select(0, inputs.sampled_index)
             return self._model.logits(hidden)
 
-        graphs = DecodeGraphs(
-            decode,
-            self._config.scheduler.max_num_seqs,
-            self._config.max_blocks_per_seq,
-            self._config.cache.block_size,
+        config = self._config
+        graphs = StepGraphs(
+            compute,
+            GraphLimits(
+                config.scheduler.max_num_seqs,
+                config.scheduler.max_num_batched_tokens,
+                config.max_blocks_per_seq,
+                config.max_blocks_per_seq * config.cache.block_size,
+            ),
             self._device,
             self._graph_backend or CudaGraphs(self._device),
             self._all_ranks,
@@ -326,8 +342,13 @@ class ModelRunner:
         hidden = self._profile_prompts(cache)
         rows = np.arange(self._config.scheduler.max_num_seqs, dtype=np.int32)
         logits = self._model.logits(hidden[to_device(rows % len(hidden), self._device, torch.int64)])
-        # Sampling from the whole vocabulary has the largest intermediate tensors.
-        self._sampler.sample(logits, self._rows.sampling, rows, rows)
+        # Sampling from the whole vocabulary has the largest intermediate tensors, and truncated sampling of several
+        # ranks, which gather the logits.
+        truncated = SamplingTable(len(rows), self._config.model.vocab_size)
+        for row in rows:
+            truncated.put(int(row), RowSampling(top_k=2, top_p=0.9))
+        for table in (self._rows.sampling, truncated):
+            self._sampler.sample(logits, table, rows, rows)
         del hidden, logits
         self._profile_decodes(cache)
 

@@ -83,6 +83,8 @@ class ReplicaInfo:
         queued_tokens: prompt tokens that are not planned yet.
         oldest_wait_s: longest time that a sequence has waited for its first row.
         tokens_per_s: prompt and sampled tokens per busy second, recent seconds weighted most.
+        num_compilations: kernel variants that rank 0 has compiled since it was ready, each of which delayed a step;
+            0 is expected.
     """
 
     replica_id: str
@@ -104,6 +106,7 @@ class ReplicaInfo:
     queued_tokens: int = 0
     oldest_wait_s: float = 0.0
     tokens_per_s: float = 0.0
+    num_compilations: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,7 @@ def replica_to_message(status: ReplicaStatus, problem: str, silence_s: float = 0
         queued_tokens=status.queued_tokens,
         oldest_wait_s=status.oldest_wait_s,
         tokens_per_s=status.tokens_per_s,
+        num_compilations=status.num_compilations,
     )
 
 

@@ -184,6 +184,7 @@ def _scheduler() -> Row:
             _per_replica("Swapped blocks", of_replicas.SWAPPED_BLOCKS, unit="ops", width=6),
             _per_replica("Computed tokens", of_replicas.COMPUTED_TOKENS, unit="ops", width=6),
             _per_replica("KV fragmentation", of_replicas.KV_FRAGMENTATION, width=6),
+            _per_replica("Kernel compilations", of_replicas.COMPILATIONS, unit="ops", width=6),
         ],
     )
 

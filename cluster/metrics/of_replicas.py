@@ -108,6 +108,12 @@ PLAN_WAIT_SECONDS = Metric(
     unit="s",
     labels=OF_REPLICA,
 )
+COMPILATIONS = Metric(
+    name="quire_kernel_compilations",
+    kind=Kind.COUNTER,
+    help="Kernel variants compiled since the replica was ready, each of which delays a step; 0 is expected.",
+    labels=OF_REPLICA,
+)
 KV_BLOCKS = Metric(
     name="quire_kv_blocks",
     kind=Kind.GAUGE,

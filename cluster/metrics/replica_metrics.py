@@ -26,6 +26,7 @@ _OF_STATUS: dict[Metric, Callable[[ReplicaStatus], float]] = {
     of_replicas.STEPS: lambda status: status.num_steps,
     of_replicas.STEP_SECONDS: lambda status: status.busy_s,
     of_replicas.COMPUTED_TOKENS: lambda status: status.num_computed_tokens,
+    of_replicas.COMPILATIONS: lambda status: status.num_compilations,
     of_replicas.PLAN_WAITS: lambda status: status.num_plan_waits,
     of_replicas.PLAN_WAIT_SECONDS: lambda status: status.plan_wait_s,
     of_replicas.KV_TOKENS: lambda status: status.num_used_tokens,

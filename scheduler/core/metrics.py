@@ -19,6 +19,7 @@ class SchedulerStats:
         unused_share_sum: sum over all steps of the share of the allocated KV slots without a planned token.
         num_gaps: steps that followed another step without idle time between.
         gap_sum_s: seconds that rank 0 waited for the plans of these steps.
+        num_compilations: kernel variants that rank 0 has compiled since it was ready.
     """
 
     num_steps: int = 0
@@ -28,6 +29,7 @@ class SchedulerStats:
     unused_share_sum: float = 0.0
     num_gaps: int = 0
     gap_sum_s: float = 0.0
+    num_compilations: int = 0
 
     @property
     def mean_kv_fragmentation(self) -> float:

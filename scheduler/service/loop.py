@@ -108,6 +108,7 @@ class StepLoop:
         result = self._group.gather(limits.step_timeout_s)
         if result.step_id != self._step_after_idle:
             scheduler.stats.count_gap(result.stage_times.get("wait", 0.0))
+        scheduler.stats.num_compilations = result.num_compilations
         self._send_all(scheduler.apply(result, self._clock()))
         if limits.audit:
             scheduler.check_integrity()
@@ -231,4 +232,6 @@ class StepLoop:
             busy_s=scheduler.throughput.busy_s,
             num_plan_waits=stats.num_gaps,
             plan_wait_s=stats.gap_sum_s,
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            num_compilations=stats.num_compilations,
         )

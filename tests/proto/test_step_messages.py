@@ -117,7 +117,7 @@ def test_result_round_trip(width: int) -> None:
     logprobs = Logprobs(np.array([0, 2, 3], np.int32), chosen, ranks, top_ids, top)
     token_ids = np.array([5, 6, 7, 8], np.int32)
     scores = PromptLogprobs(np.array([1, 1, 6], np.int32), logprobs)
-    result = StepResult(9, 2, 0, token_ids, logprobs, {"forward": 0.5}, scores)
+    result = StepResult(9, 2, 0, token_ids, logprobs, {"forward": 0.5}, scores, num_compilations=2)
     assert_same(decode_reply(result.encode()), result)
 
 

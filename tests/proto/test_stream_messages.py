@@ -81,6 +81,8 @@ STATUS = ReplicaStatus(
     busy_s=5.5,
     num_plan_waits=4,
     plan_wait_s=0.25,
+    max_num_seqs=64,
+    num_compilations=3,
 )
 REPORT = CacheReport(12, 5, b"12345678abcdefgh", b"ABCDEFGH")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire.kernels import workspace
-from quire.worker.graphs import Recording
+from quire.worker.graph_backend import Recording
 from quire.worker.memory.allocation import free_unused_memory
 
 # Prints the bytes of live tensors and the resident bytes before each model, with it, and after it was closed.

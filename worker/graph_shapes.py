@@ -1,0 +1,76 @@
+"""Shapes of the steps that are recorded as graphs, and the choice of one for a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Decoding rows and chunk tokens of graphs for steps with chunks, which have up to NUM_CHUNKS chunks.
+MIXED_DECODES = (16, 64, 256)
+MIXED_CHUNK_TOKENS = (64, 128, 256)
+NUM_CHUNKS = 8
+# Up to about as many tokens an H100 multiplies 16-bit numbers while it reads the weights: padding costs nothing.
+FREE_TOKENS = 256
+# Of a larger step, tokens with padding per token. Beyond, launching the kernels one by one is faster.
+MAX_PADDING_RATIO = 4 / 3
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShape:
+    """Largest numbers of rows and tokens of a recorded step, whose smaller steps are padded.
+
+    Attributes:
+        num_decodes: rows with one token.
+        num_chunks, num_chunk_tokens: chunks of prompts, and their tokens together; 0 for steps of decodes only.
+    """
+
+    num_decodes: int
+    num_chunks: int = 0
+    num_chunk_tokens: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decodes + self.num_chunks
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_chunk_tokens
+
+    def holds(self, num_decodes: int, num_chunks: int, num_chunk_tokens: int) -> bool:
+        """Return whether a step fits in."""
+        return (
+            num_decodes <= self.num_decodes
+            and num_chunks <= self.num_chunks
+            and num_chunk_tokens <= self.num_chunk_tokens
+        )
+
+
+def decode_shapes(max_num_seqs: int) -> list[GraphShape]:
+    """Return the shapes of steps of decodes, the smallest first; padding is at most a third of more than 8 rows."""
+    powers = [1 << exponent for exponent in range(max_num_seqs.bit_length())]
+    midpoints = [power + power // 2 for power in powers if power >= 16]
+    sizes = {size for size in (*powers, *midpoints) if size < max_num_seqs} | {max_num_seqs}
+    return [GraphShape(size) for size in sorted(sizes)]
+
+
+def mixed_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[GraphShape]:
+    """Return the shapes of steps with chunks, those of the fewest tokens first."""
+    decodes = {min(size, max_num_seqs) for size in MIXED_DECODES}
+    chunk_tokens = {min(size, max_num_batched_tokens) for size in MIXED_CHUNK_TOKENS}
+    shapes = [GraphShape(rows, NUM_CHUNKS, tokens) for rows in decodes for tokens in chunk_tokens]
+    return sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_decodes))
+
+
+def find_shape(
+    shapes: list[GraphShape], num_decodes: int, num_chunks: int, num_chunk_tokens: int
+) -> GraphShape | None:
+    """Return the smallest shape for a step. Returns None if there is none, or if it has too much padding.
+
+    Args:
+        shapes: the smallest first.
+    """
+    step = num_decodes, num_chunks, num_chunk_tokens
+    shape = next((shape for shape in shapes if shape.holds(*step)), None)
+    if shape is None or num_chunks == 0:
+        return shape
+    most = max(FREE_TOKENS, MAX_PADDING_RATIO * (num_decodes + num_chunk_tokens))
+    return shape if shape.num_tokens <= most else None
