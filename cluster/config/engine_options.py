@@ -170,16 +170,16 @@ class EngineOptions:
         group=_KV_CACHE,
     )
 
-    max_num_seqs: int = option(
-        64,
-        help="Sequences that run at once.",
+    max_num_seqs: int | None = option(
+        None,
+        help="Sequences that run at once. Default: 64; on GPUs 256 from 40 GiB of memory on, 1,024 from 70 GiB on.",
         unit="sequences",
         check=positive,
         group=_SCHEDULING,
     )
-    max_num_batched_tokens: int = option(
-        2048,
-        help="Tokens per step, prompts and outputs together.",
+    max_num_batched_tokens: int | None = option(
+        None,
+        help="Tokens per step, prompts and outputs together. Default: 2,048; on GPUs 8,192 from 40 GiB of memory on.",
         unit="tokens",
         check=positive,
         group=_SCHEDULING,

@@ -16,5 +16,6 @@ def engine_summary(config: EngineConfig) -> str:
     return (
         f"{model.name}: {model.architecture} in {model.dtype} on {ranks} ({parallel.device}), "
         f"KV for {num_kv_tokens:,} tokens{kv_dtype}, which are {num_sequences:.1f} sequences of "
-        f"{model.max_model_len:,} tokens; at most {config.scheduler.max_num_seqs} sequences run at once"
+        f"{model.max_model_len:,} tokens; at most {config.scheduler.max_num_seqs:,} sequences run at once, with "
+        f"{config.scheduler.max_num_batched_tokens:,} tokens per step"
     )

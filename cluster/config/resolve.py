@@ -19,11 +19,13 @@ from ...proto.config import (
 from ...proto.errors import ConfigError
 from ...worker.device import cuda_device_count
 from ...worker.models.registry import check_supported
+from ...worker.nvml import smallest_gpu_bytes
 from .checks import in_words
 from .deployment import Deployment
 from .engine_options import DTYPES, EngineOptions
 from .model_config import describe_model
 from .model_source import ModelSource, locate_model
+from .step_limits import step_limits
 
 # Ranks that share a core only wait for each other; a few are useful to try a layout on a small machine.
 MAX_CPU_RANKS_PER_CORE = 4
@@ -32,15 +34,20 @@ DEFAULT_STEPS_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The cores and CUDA GPUs that the ranks of a replica share."""
+    """The cores and CUDA GPUs that the ranks of a replica share.
+
+    Attributes:
+        gpu_bytes: memory of the smallest GPU; 0 if it is not known.
+    """
 
     num_cores: int
     num_gpus: int
+    gpu_bytes: int = 0
 
     @staticmethod
     def this() -> Machine:
         """Return the machine of this process."""
-        return Machine(len(os.sched_getaffinity(0)), cuda_device_count())
+        return Machine(len(os.sched_getaffinity(0)), cuda_device_count(), smallest_gpu_bytes())
 
 
 def resolve(options: EngineOptions, machine: Machine, *, with_weights: bool = True) -> EngineConfig:
@@ -59,30 +66,39 @@ def resolve(options: EngineOptions, machine: Machine, *, with_weights: bool = Tr
     _check_combinations(options, device)
     model = _resolve_model(options, locate_model(options, with_weights=with_weights), device)
     check_supported(model, options.tensor_parallel_size)
-    return engine_config(options, model, device=device, threads_per_rank=threads_per_rank)
+    gpu_bytes = machine.gpu_bytes if device == "cuda" else 0
+    return engine_config(
+        options, model, device=device, threads_per_rank=threads_per_rank, gpu_bytes=gpu_bytes
+    )
 
 
-def resolve_deployment(deployment: Deployment, has_gpus: bool) -> EngineConfig:
+def resolve_deployment(deployment: Deployment, has_gpus: bool, gpu_bytes: int = 0) -> EngineConfig:
     """Return the configuration of a deployment's replicas, whichever nodes they will run on.
 
     Args:
         has_gpus: the cluster has nodes with GPUs, or can add some.
+        gpu_bytes: memory of the smallest of these GPUs; 0 if it is not known.
 
     Raises:
         ConfigError: the model does not allow an option.
     """
     num_ranks = deployment.engine.tensor_parallel_size
     num_cores = max(1, round(dict(deployment.rank_resources).get("CPU", 1.0)))
-    machine = Machine(num_cores * num_ranks, num_ranks if has_gpus else 0)
+    machine = Machine(num_cores * num_ranks, num_ranks if has_gpus else 0, gpu_bytes)
     return resolve(deployment.engine, machine, with_weights=False)
 
 
 def engine_config(
-    options: EngineOptions, model: ModelConfig, *, device: str = "cpu", threads_per_rank: int = 1
+    options: EngineOptions,
+    model: ModelConfig,
+    *,
+    device: str = "cpu",
+    threads_per_rank: int = 1,
+    gpu_bytes: int = 0,
 ) -> EngineConfig:
     """Return the configuration of a model that is described already.
 
-    An option reaches the field of the same name; those with another name are listed here.
+    An option reaches the field of the same name; those with another name or a default of the device are listed here.
     """
     cache = CacheConfig(
         memory_bytes=options.kv_cache_memory,
@@ -94,23 +110,28 @@ def engine_config(
     parallel = ParallelConfig(
         device=device,
         threads_per_rank=threads_per_rank,
-        **_same_named(ParallelConfig, options, leave_out="device"),
+        **_same_named(ParallelConfig, options, "device"),
     )
+    limits = step_limits(gpu_bytes)
     scheduler = SchedulerConfig(
+        max_num_seqs=options.max_num_seqs or limits.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens or limits.max_num_batched_tokens,
         max_steps_in_flight=options.max_steps_in_flight or DEFAULT_STEPS_IN_FLIGHT,
-        **_same_named(SchedulerConfig, options, leave_out="max_steps_in_flight"),
+        **_same_named(
+            SchedulerConfig, options, "max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight"
+        ),
     )
     chat = ChatConfig(
         chat_template=_read_template(options.chat_template),
-        **_same_named(ChatConfig, options, leave_out="chat_template"),
+        **_same_named(ChatConfig, options, "chat_template"),
     )
     structured_outputs = StructuredOutputsConfig(**_same_named(StructuredOutputsConfig, options))
     return EngineConfig(model, cache, parallel, scheduler, chat, structured_outputs=structured_outputs)
 
 
-def _same_named(config: type, options: EngineOptions, leave_out: str = "") -> dict[str, Any]:
+def _same_named(config: type, options: EngineOptions, *leave_out: str) -> dict[str, Any]:
     names = {field.name for field in fields(config)} & {field.name for field in fields(options)}
-    return {name: getattr(options, name) for name in names - {leave_out}}
+    return {name: getattr(options, name) for name in names.difference(leave_out)}
 
 
 def _read_template(given: str | None) -> str | None:

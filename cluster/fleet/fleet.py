@@ -313,7 +313,7 @@ class Fleet:
         """Set the model's target."""
         now = self._clock()
         replicas = [(each.state, each.status) for each in self._replicas_of(model.deployment.name)]
-        snapshot = take_snapshot(now, replicas, model.demand, model.deployment.engine.max_num_seqs)
+        snapshot = take_snapshot(now, replicas, model.demand)
         decision = decide(snapshot, model.deployment.limits, model.scaling)
         model.scaling = decision.state
         if (decision.target, decision.reason) != (model.decision.target, model.decision.reason):

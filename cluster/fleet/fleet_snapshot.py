@@ -52,21 +52,17 @@ def take_snapshot(
     now: float,
     replicas: Iterable[tuple[ReplicaState, ReplicaStatus | None]],
     demand: DemandCounter,
-    max_num_seqs: int,
 ) -> FleetSnapshot:
     """Return the model's snapshot; resets the arrivals of `demand`.
 
     Args:
         replicas: (state, latest status) of each replica.
-        max_num_seqs: sequences that a replica may run at once.
     """
     collected = demand.collect(now)
     ended = ReplicaState.STOPPED, ReplicaState.FAILED
     return FleetSnapshot(
         time_s=now,
-        replicas=tuple(
-            _sample(state, status, max_num_seqs) for state, status in replicas if state not in ended
-        ),
+        replicas=tuple(_sample(state, status) for state, status in replicas if state not in ended),
         buffered_requests=collected.num_waiting,
         buffered_tokens=collected.num_waiting_tokens,
         arrived_requests=collected.num_requests,
@@ -75,7 +71,7 @@ def take_snapshot(
     )
 
 
-def _sample(state: ReplicaState, status: ReplicaStatus | None, max_num_seqs: int) -> ReplicaSample:
+def _sample(state: ReplicaState, status: ReplicaStatus | None) -> ReplicaSample:
     if status is None:
         return ReplicaSample(state)
     return ReplicaSample(
@@ -83,7 +79,7 @@ def _sample(state: ReplicaState, status: ReplicaStatus | None, max_num_seqs: int
         queued_tokens=status.queued_tokens,
         num_requests=status.num_running + status.num_waiting,
         kv_use=status.kv_use,
-        row_use=min(1.0, status.num_running / max_num_seqs),
+        row_use=min(1.0, status.num_running / status.max_num_seqs),
         oldest_wait_s=status.oldest_wait_s,
         tokens_per_s=status.tokens_per_s,
     )

@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ...proto.errors import ReplicaUnavailable
 from ...proto.transport.network import CurveKeys
 from ..config.deployment import Deployment
+from ..config.gpu_types import smallest_gpu_of_nodes
 from ..config.resolve import resolve_deployment
 from ..controller_api.fleet_state import NodeEntry
 from ..ray_runtime import compat
@@ -46,11 +47,12 @@ class RayLauncher:
     def launch(self, deployment: Deployment, replica_id: str, on_progress: OnProgress) -> Replica:
         view = ClusterView.read(self._autoscaling_config)
         nodes = [node.total for node in view.nodes] + [node_type.resources for node_type in view.node_types]
-        has_gpus = any(resources.get("GPU", 0) for resources in nodes)
+        with_gpus = [resources for resources in nodes if resources.get("GPU", 0)]
         # If the deployment names "GPU" in rank_resources, that resource only places ranks, for example on fake nodes:
         # the ranks compute on CPUs.
         rank_resources = dict(deployment.rank_resources)
-        config = resolve_deployment(deployment, has_gpus and "GPU" not in rank_resources)
+        has_gpus = bool(with_gpus) and "GPU" not in rank_resources
+        config = resolve_deployment(deployment, has_gpus, smallest_gpu_of_nodes(with_gpus))
         launch_target = FleetLaunchTarget(
             self._keys,
             self._namespace,

@@ -18,6 +18,7 @@ from ..config.deployment import Deployment
 from ..config.engine_summary import engine_summary
 from ..config.model_source import pin_revision
 from ..config.resolve import resolve_deployment
+from ..config.step_limits import LARGE_GPU_BYTES
 from ..controller_api.controller_client import Controller
 from ..controller_api.demand import Demand
 from ..controller_api.fleet_state import FleetState, ReplicaEntry, ReplicaState
@@ -298,7 +299,8 @@ def _log_changes(before: FleetState, after: FleetState) -> None:
 
 def _read_model(deployment: Deployment) -> tuple[EngineConfig, Tokenizer]:
     """Read config and tokenizer from the model's directory on this machine; the ranks may run elsewhere."""
-    config = resolve_deployment(deployment, has_gpus=deployment.engine.device == "cuda")
+    has_gpus = deployment.engine.device != "cpu"
+    config = resolve_deployment(deployment, has_gpus, LARGE_GPU_BYTES)
     return config, Tokenizer(config.model.path)
 
 

@@ -11,5 +11,5 @@ def test_summary_names_model_memory_and_concurrency() -> None:
     config = small_config(num_blocks=33, block_size=4, max_model_len=64, max_num_seqs=8)
     assert engine_summary(config) == (
         "fake: Fake in float32 on 1 rank (cpu), KV for 128 tokens, which are 2.0 sequences of 64 tokens; "
-        "at most 8 sequences run at once"
+        "at most 8 sequences run at once, with 16 tokens per step"
     )

@@ -232,7 +232,7 @@ def test_bad_environment_variable_is_named(variable: str, text: str, message: st
     [
         ({"max_num_seq": 4}, "there is no option 'max_num_seq' of LLM; did you mean 'max_num_seqs'?"),
         ({"max_num_seqs": "many"}, "max_num_seqs is 'many', must be a whole number"),
-        ({"max_num_seqs": None}, "max_num_seqs is None, must be a whole number"),
+        ({"max_queue_len": None}, "max_queue_len is None, must be a whole number"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0, must be above 0"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.gpu_types import smallest_gpu_of_nodes
 from quire.cluster.config.resolve import Machine, resolve, resolve_deployment
 from quire.cluster.requests.tokenizer import Tokenizer
 from quire.proto.config import EngineConfig
@@ -205,3 +206,31 @@ def test_deployment_resolves_for_the_nodes_of_its_ranks(make_model: Callable[...
     assert resolve_deployment(deployment, has_gpus=True).parallel.device == "cuda"
     parallel = resolve_deployment(deployment, has_gpus=False).parallel
     assert (parallel.device, parallel.threads_per_rank) == ("cpu", 6)
+
+
+@pytest.mark.parametrize(
+    ("gib", "num_seqs", "num_tokens"), [(0, 64, 2048), (39, 64, 2048), (44, 256, 8192), (79, 1024, 8192)]
+)
+def test_limits_of_a_step_follow_the_memory_of_the_gpu(gib: int, num_seqs: int, num_tokens: int) -> None:
+    machine = Machine(2, 1, gib << 30)
+    limits = resolve(EngineOptions("demo"), machine).scheduler
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (num_seqs, num_tokens)
+    given = resolve(EngineOptions("demo", max_num_seqs=5, max_num_batched_tokens=9), machine).scheduler
+    assert (given.max_num_seqs, given.max_num_batched_tokens) == (5, 9)
+    on_cpu = resolve(EngineOptions("demo", device="cpu"), machine).scheduler
+    assert (on_cpu.max_num_seqs, on_cpu.max_num_batched_tokens) == (64, 2048)
+
+
+def test_deployment_resolves_for_the_smallest_gpu_of_the_nodes() -> None:
+    h100 = {"GPU": 8.0, "accelerator_type:H100": 1.0}
+    limits = {}
+    for name, nodes in {
+        "one kind": [h100],
+        "two kinds": [h100, {"GPU": 1.0, "accelerator_type:L40S": 1.0}],
+        "unknown": [h100, {"GPU": 1.0}],
+        "either A100": [{"GPU": 8.0, "accelerator_type:A100": 1.0}],
+        "none": [],
+    }.items():
+        config = resolve_deployment(Deployment(EngineOptions("demo")), True, smallest_gpu_of_nodes(nodes))
+        limits[name] = config.scheduler.max_num_seqs
+    assert limits == {"one kind": 1024, "two kinds": 256, "unknown": 64, "either A100": 64, "none": 64}
