@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .dispatch import on_gpu
+
 WORD_BITS = 32
 
 
@@ -75,6 +77,22 @@ class LogitsProcessors(NamedTuple):
     biases: Biases
     penalties: Penalties
     masks: Masks
+
+
+@on_gpu("process_logits")
+def process_logits(
+    logits: Tensor, rows: Tensor | None = None, logits_processors: LogitsProcessors | None = None
+) -> Tensor:
+    """Return a copy of rows of logits with their processors applied, [M, V].
+
+    Args:
+        logits: [N, V] float32.
+        rows: [M] int64, selected rows; None: all N.
+        logits_processors: of all N rows; None: none.
+    """
+    if logits_processors is not None:
+        logits = apply_logits_processors(logits, logits_processors)
+    return logits.clone() if rows is None else logits[rows]
 
 
 def apply_logits_processors(logits: Tensor, logits_processors: LogitsProcessors) -> Tensor:

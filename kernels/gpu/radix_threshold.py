@@ -1,17 +1,26 @@
-"""Exact thresholds of whole rows by radix search, two bits per pass.
+"""Exact thresholds of whole rows by radix search with histograms: three passes over a row, whatever its values.
 
 Used for rows that keep more tokens than there is room for candidates (kernels.gpu.topk_candidates). One program
 processes a row, whose logits stay in the L2 cache between passes.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .logits import load_values
 from .topk_candidates import NO_VALUE, ordered_of, weights_of
 
 # Logits per iteration.
-BLOCK_VOCAB = 1024
+BLOCK_VOCAB = 2048
+# A pass finds the next 11 bits of a value, the last one 10.
+HISTOGRAM_LEN = 1 << 11
+
+
+def make_histograms(num_rows: int, device: torch.device) -> Tensor:
+    """Return uninitialized memory for the histogram of each row, [M, HISTOGRAM_LEN] int64."""
+    return torch.empty((num_rows, HISTOGRAM_LEN), dtype=torch.int64, device=device)
 
 
 @triton.jit
@@ -26,31 +35,78 @@ def _load_measured(source, member, row, tile_start, top, IS_COUNT: tl.constexpr,
 
 
 @triton.jit
-def find_threshold(source, member, row, top, needed, IS_COUNT: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Return the largest ordered value such that the tokens from it up weigh, or count, at least `needed`.
-
-    Returns NO_VALUE if all tokens together are less.
-    """
-    digits = tl.arange(0, 4).to(tl.int64)
-    threshold = tl.full([], NO_VALUE, tl.int64)
-    for step in range(16):
-        thresholds = threshold + (digits << (30 - 2 * step))
-        reached = tl.zeros([4], tl.int64)
-        for tile_start in range(0, source.vocab_len, BLOCK_V):
-            ordered, measures = _load_measured(source, member, row, tile_start, top, IS_COUNT, BLOCK_V)
-            above = ordered[:, None] >= thresholds.to(tl.int32)[None, :]
-            reached += tl.sum(tl.where(above, measures[:, None], 0), 0)
-        # The higher the threshold, the less is above it. The first one is the threshold of the previous step.
-        threshold = tl.max(tl.where((reached >= needed) | (digits == 0), thresholds, threshold), 0)
-    return threshold.to(tl.int32)
+def _fill_histogram(
+    source, member, row, top, histogram_ptr, prefix, SHIFT: tl.constexpr, BITS: tl.constexpr,
+    IS_COUNT: tl.constexpr, BLOCK_V: tl.constexpr, LEN: tl.constexpr,
+):  # fmt: skip
+    """Add up the measures of the row's values that start with `prefix`, by their next digit; return the sums."""
+    offs_h = tl.arange(0, LEN)
+    tl.store(histogram_ptr + offs_h, tl.zeros([LEN], tl.int64))
+    tl.debug_barrier()
+    for tile_start in range(0, source.vocab_len, BLOCK_V):
+        ordered, measures = _load_measured(source, member, row, tile_start, top, IS_COUNT, BLOCK_V)
+        # Of the same order, and not negative.
+        numbers = ordered.to(tl.int64) - NO_VALUE
+        digits = (numbers >> SHIFT) & ((1 << BITS) - 1)
+        matches = (numbers >> (SHIFT + BITS)) == prefix
+        tl.atomic_add(histogram_ptr + digits, measures, mask=matches & (measures > 0), sem="relaxed")
+    tl.debug_barrier()
+    # The sums are in the L2 cache, where atomic operations are executed.
+    sums = tl.load(histogram_ptr + offs_h, cache_modifier=".cg")
+    tl.debug_barrier()  # the next pass overwrites them
+    return sums
 
 
 @triton.jit
-def sum_above(source, member, row, top, threshold, IS_COUNT: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Return the total weight, or the count, of the tokens above the threshold."""
+def _find_digit(
+    source, member, row, top, histogram_ptr, needed, prefix, above, SHIFT: tl.constexpr, BITS: tl.constexpr,
+    IS_COUNT: tl.constexpr, BLOCK_V: tl.constexpr, LEN: tl.constexpr,
+):  # fmt: skip
+    """Return the prefix with the next digit of the threshold, and the measure of the values above that prefix."""
+    sums = _fill_histogram(
+        source, member, row, top, histogram_ptr, prefix, SHIFT, BITS, IS_COUNT, BLOCK_V, LEN
+    )
+    offs_h = tl.arange(0, LEN)
+    from_digit = above + tl.sum(sums, 0) - tl.cumsum(sums, 0) + sums
+    # Without a digit that reaches `needed`, all tokens are less, and the search ends at the lowest value.
+    digit = tl.max(tl.where(from_digit >= needed, offs_h, 0), 0)
+    above = tl.sum(tl.where(offs_h == digit, from_digit - sums, 0), 0)
+    return (prefix << BITS) | digit, above
+
+
+@triton.jit
+def find_threshold(
+    source, member, row, top, needed, histograms_ptr, IS_COUNT: tl.constexpr, BLOCK_V: tl.constexpr,
+    LEN: tl.constexpr,
+):  # fmt: skip
+    """Find the largest ordered value such that the tokens from it up weigh, or count, at least `needed`.
+
+    Args:
+        histograms_ptr: [M, LEN] int64, from make_histograms.
+
+    Returns:
+        the value, NO_VALUE if all tokens together are less; and what the tokens above it weigh, or count.
+    """
+    histogram_ptr = histograms_ptr + member * LEN
+    prefix, above = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    prefix, above = _find_digit(
+        source, member, row, top, histogram_ptr, needed, prefix, above, 21, 11, IS_COUNT, BLOCK_V, LEN
+    )
+    prefix, above = _find_digit(
+        source, member, row, top, histogram_ptr, needed, prefix, above, 10, 11, IS_COUNT, BLOCK_V, LEN
+    )
+    prefix, above = _find_digit(
+        source, member, row, top, histogram_ptr, needed, prefix, above, 0, 10, IS_COUNT, BLOCK_V, LEN
+    )
+    return (prefix + NO_VALUE).to(tl.int32), above
+
+
+@triton.jit
+def weigh_above(source, member, row, top, threshold, BLOCK_V: tl.constexpr):
+    """Return the total weight of the tokens above the threshold."""
     total = tl.zeros([], tl.int64)
     for tile_start in range(0, source.vocab_len, BLOCK_V):
-        ordered, measures = _load_measured(source, member, row, tile_start, top, IS_COUNT, BLOCK_V)
+        ordered, measures = _load_measured(source, member, row, tile_start, top, False, BLOCK_V)
         total += tl.sum(tl.where(ordered > threshold, measures, 0), 0)
     return total
 

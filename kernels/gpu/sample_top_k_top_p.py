@@ -13,7 +13,14 @@ from ..logits import LogitsProcessors
 from . import topk_candidates
 from .gumbel import gumbel_noise
 from .logits import EXACT, find_row, load_values, make_source
-from .radix_threshold import BLOCK_VOCAB, find_threshold, keep_tile, sum_above
+from .radix_threshold import (
+    BLOCK_VOCAB,
+    HISTOGRAM_LEN,
+    find_threshold,
+    keep_tile,
+    make_histograms,
+    weigh_above,
+)
 from .topk_candidates import (
     BLOCK_OTHERS,
     NO_VALUE,
@@ -76,21 +83,27 @@ def _sample_from_candidates(
 
 
 @triton.jit
-def _find_kept(source, member, row, top, truncation, BLOCK_V: tl.constexpr):
+def _find_kept(
+    source, member, row, top, truncation, histograms_ptr, BLOCK_V: tl.constexpr, LEN: tl.constexpr
+):
     """Return the threshold above which all tokens are kept, and the number of kept tokens at the threshold."""
     top_k, top_p = tl.load(truncation.top_k + member).to(tl.int64), tl.load(truncation.top_p + member)
     threshold = tl.full([], NO_VALUE, tl.int32)
     num_ties = tl.full([], ALL_TIES, tl.int64)
     if top_k < source.vocab_len:
-        threshold = find_threshold(source, member, row, top, top_k, True, BLOCK_V)
-        num_ties = top_k - sum_above(source, member, row, top, threshold, True, BLOCK_V)
+        threshold, num_above = find_threshold(
+            source, member, row, top, top_k, histograms_ptr, True, BLOCK_V, LEN
+        )
+        num_ties = top_k - num_above
     if top_p < 1:
-        kept = sum_above(source, member, row, top, threshold, False, BLOCK_V)
+        kept = weigh_above(source, member, row, top, threshold, BLOCK_V)
         if top_k < source.vocab_len:
             kept += num_ties * weights_of(value_of(threshold), top)
         needed = tl.ceil(top_p * kept.to(tl.float64)).to(tl.int64)
-        nucleus = find_threshold(source, member, row, top, needed, False, BLOCK_V)
-        missing = needed - sum_above(source, member, row, top, nucleus, False, BLOCK_V)
+        nucleus, weight_above = find_threshold(
+            source, member, row, top, needed, histograms_ptr, False, BLOCK_V, LEN
+        )
+        missing = needed - weight_above
         weight = tl.maximum(weights_of(value_of(nucleus), top), 1)
         num_nucleus_ties = (missing + weight - 1) // weight
         if nucleus == threshold:
@@ -113,14 +126,17 @@ def _sample_from_rows(
     keys_ptr,  # [M, 2]
     token_ids_ptr,  # [M]
     suffices_ptr,  # [M]
+    histograms_ptr,  # [M, LEN]
     BLOCK_V: tl.constexpr,
+    LEN: tl.constexpr,
 ):
     # grid: (M,)
     member = tl.program_id(0).to(tl.int64)
     if tl.load(suffices_ptr + member) != 0:
         return
     row = find_row(source, member)
-    threshold, num_ties = _find_kept(source, member, row, tl.load(tops_ptr + member), truncation, BLOCK_V)
+    top = tl.load(tops_ptr + member)
+    threshold, num_ties = _find_kept(source, member, row, top, truncation, histograms_ptr, BLOCK_V, LEN)
     key_low, key_high = tl.load(keys_ptr + 2 * member), tl.load(keys_ptr + 2 * member + 1)
     best = tl.full([], float("-inf"), tl.float32)
     winner = tl.full([], 0, tl.int32)
@@ -161,14 +177,7 @@ def sample_top_k_top_p(
         MAX_CANDIDATES=topk_candidates.MAX_CANDIDATES, BLOCK_O=BLOCK_OTHERS, num_warps=8, **EXACT,
     )  # fmt: skip
     _sample_from_rows[(num_rows,)](
-        source,
-        candidates.tops,
-        truncation,
-        keys,
-        token_ids,
-        suffices,
-        BLOCK_V=BLOCK_VOCAB,
-        num_warps=8,
-        **EXACT,
-    )
+        source, candidates.tops, truncation, keys, token_ids, suffices,
+        make_histograms(num_rows, logits.device), BLOCK_V=BLOCK_VOCAB, LEN=HISTOGRAM_LEN, num_warps=8, **EXACT,
+    )  # fmt: skip
     return token_ids

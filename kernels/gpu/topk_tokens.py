@@ -10,7 +10,7 @@ from ..dispatch import twin_of
 from ..logits import LogitsProcessors
 from . import topk_candidates
 from .logits import EXACT, find_row, load_values, make_source
-from .radix_threshold import BLOCK_VOCAB, find_threshold, keep_tile, sum_above
+from .radix_threshold import BLOCK_VOCAB, HISTOGRAM_LEN, find_threshold, keep_tile, make_histograms
 from .topk_candidates import (
     BLOCK_OTHERS,
     find_candidates,
@@ -24,15 +24,25 @@ from .topk_candidates import (
 
 # Requests choose any num_top; specialization for divisible values gains nothing.
 @triton.jit(do_not_specialize=["num_top"])
-def _collect_from_rows(source, candidates, num_top, MAX_CANDIDATES: tl.constexpr, BLOCK_V: tl.constexpr):
+def _collect_from_rows(
+    source,
+    candidates,
+    histograms_ptr,  # [M, LEN]
+    num_top,
+    MAX_CANDIDATES: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    LEN: tl.constexpr,
+):
     """Collect exactly `num_top` tokens for rows with too many candidates, as many ties cause."""
     # grid: (M,)
     member = tl.program_id(0).to(tl.int64)
     if tl.load(candidates.counts + member) <= MAX_CANDIDATES:
         return
     row, top = find_row(source, member), tl.load(candidates.tops + member)
-    threshold = find_threshold(source, member, row, top, num_top, True, BLOCK_V)
-    num_ties = num_top - sum_above(source, member, row, top, threshold, True, BLOCK_V)
+    threshold, num_above = find_threshold(
+        source, member, row, top, num_top, histograms_ptr, True, BLOCK_V, LEN
+    )
+    num_ties = num_top - num_above
     ties_before = tl.zeros([], tl.int64)
     first = tl.zeros([], tl.int32)
     for tile_start in range(0, source.vocab_len, BLOCK_V):
@@ -93,8 +103,9 @@ def topk_tokens(
     candidates = find_candidates(source, num_rows, None, max(1, num_top))
     if num_top > 0:
         _collect_from_rows[(num_rows,)](
-            source, candidates, num_top, MAX_CANDIDATES=topk_candidates.MAX_CANDIDATES, BLOCK_V=BLOCK_VOCAB,
-            num_warps=8, **EXACT,
+            source, candidates, make_histograms(num_rows, logits.device), num_top,
+            MAX_CANDIDATES=topk_candidates.MAX_CANDIDATES, BLOCK_V=BLOCK_VOCAB, LEN=HISTOGRAM_LEN, num_warps=8,
+            **EXACT,
         )  # fmt: skip
         _store_in_order[(num_rows,)](
             candidates, values, columns, num_top, MAX_CANDIDATES=topk_candidates.MAX_CANDIDATES,

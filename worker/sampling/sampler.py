@@ -6,7 +6,8 @@ nucleus is larger than the candidates. Every rank computes the same tokens from 
 - Greedy rows and rows without truncation need one candidate per rank: the largest logit, or the largest sum of logit
   and Gumbel noise (kernels.gumbel).
 - Rows with top_k, top_p or min_p need the NUM_CANDIDATES most likely tokens of each rank and the sum over the
-  vocabulary. A GPU that has the whole vocabulary truncates it directly.
+  vocabulary. GPUs gather the whole logits and truncate these: to learn which rows need more than the candidates, the
+  host would have to wait.
 
 Kernels read each row's logits once for the first kind and twice for the second. They apply the logits processors
 while reading and write no logits.
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import dispatch
-from ...kernels.logits import LogitsProcessors, apply_logits_processors
+from ...kernels.logits import LogitsProcessors, apply_logits_processors, process_logits
 from ...kernels.sampling import sample_full, sample_greedy, sample_masked, sample_top_k_top_p, topk_tokens
 from ...proto.block_tables import IntArray
 from ..comm.communicator import Communicator
@@ -32,6 +33,8 @@ from .logits_processors import LogitsProcessorState
 from .sampling_table import SamplingBatch, SamplingTable
 
 NUM_CANDIDATES = 128
+# Rows whose logits ranks on GPUs gather at a time, which bounds the memory.
+MAX_GATHERED_ROWS = 128
 
 # Ranks exchange token ids as float32, together with logits; float32 is exact below this.
 MAX_VOCAB_SIZE = 1 << 24
@@ -190,24 +193,36 @@ class Sampler:
     def _sample_top_k_top_p(
         self, logits: Tensor, processors: LogitsProcessors | None, batch: SamplingBatch, index: Tensor | None
     ) -> Tensor:
-        if self._comm.size == 1 and dispatch.has_kernels(logits):
-            return sample_top_k_top_p(logits, *batch, index, processors)
+        if dispatch.has_kernels(logits):
+            if self._comm.size == 1:
+                return sample_top_k_top_p(logits, *batch, index, processors)
+            return self._sample_gathered(logits, processors, batch, index)
         candidates = self._gather_candidates(logits, processors, batch, index)
         keep, is_exact = truncate_candidates(candidates, batch, self._shard.full_len)
         token_ids = sample_masked(candidates.values, candidates.token_ids, keep, batch.keys)
         inexact = (~is_exact).nonzero().squeeze(1)
         if inexact.numel():
-            # Only the last ranks' parts are padded.
             whole = self._gather_logits(logits, processors, inexact if index is None else index[inexact])
-            whole = whole[:, : self._shard.full_len]
             token_ids[inexact] = sample_top_k_top_p(whole, *batch.select(inexact))
         return token_ids
 
+    def _sample_gathered(
+        self, logits: Tensor, processors: LogitsProcessors | None, batch: SamplingBatch, index: Tensor | None
+    ) -> Tensor:
+        """Sample rows from the logits of all ranks, without a wait of the host."""
+        rows = torch.arange(len(logits), device=logits.device) if index is None else index
+        batches = zip(*(parameter.split(MAX_GATHERED_ROWS) for parameter in batch), strict=True)
+        sampled = [
+            sample_top_k_top_p(self._gather_logits(logits, processors, own), *parameters)
+            for own, parameters in zip(rows.split(MAX_GATHERED_ROWS), batches, strict=True)
+        ]
+        return torch.cat(sampled)
+
     def _gather_logits(self, logits: Tensor, processors: LogitsProcessors | None, rows: Tensor) -> Tensor:
-        """Return processed logits of some rows, of all ranks: [len(rows), size * padded_len]."""
-        if processors is not None:
-            logits = apply_logits_processors(logits, processors)
-        return _concat_ranks(self._comm.all_gather(logits[rows]))
+        """Return processed logits of some rows, of all ranks: [len(rows), vocabulary]."""
+        gathered = self._comm.all_gather(process_logits(logits, rows, processors))
+        # Only the last ranks' parts are padded.
+        return _concat_ranks(gathered)[:, : self._shard.full_len]
 
     def _best_of_ranks(self, best: Tensor, token_ids: Tensor) -> Tensor:
         """Return the tokens of the largest scores of all ranks, [N] int32; the lowest rank wins a tie.
