@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...proto.errors import ModelLoadError
+from .device_writer import DeviceWriter
 from .safetensors_file import SafetensorsFile, StoredTensor
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -18,6 +19,8 @@ SINGLE_FILE = "model.safetensors"
 
 # Stored in some checkpoints, but ignored: quire computes these constants.
 _COMPUTED_SUFFIXES = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
+
+CPU = torch.device("cpu")
 
 ProgressCallback = Callable[[int, int], None]
 
@@ -62,6 +65,7 @@ class Checkpoint:
         self, folder: str | Path, on_progress: ProgressCallback | None = None, num_ranks: int = 1
     ) -> None:
         self._folder = Path(folder)
+        self._writer: DeviceWriter | None = None
         self._files: dict[str, SafetensorsFile] = {}
         try:
             self._file_of = self._locate_tensors()
@@ -77,7 +81,9 @@ class Checkpoint:
         self.num_bytes_read = 0
 
     def close(self) -> None:
-        """Close the files. Safe to call twice."""
+        """Close the files, and free the buffers for a GPU. Safe to call twice."""
+        if self._writer is not None:
+            self._writer.close()
         for file in self._files.values():
             file.close()
 
@@ -138,18 +144,21 @@ class Checkpoint:
         """
         self._read(out, name, shape, [start if axis == dim else 0 for axis in range(len(shape))])
 
-    def read(self, name: str, shape: tuple[int, ...], *ranges: tuple[int, int]) -> Tensor:
+    def read(
+        self, name: str, shape: tuple[int, ...], *ranges: tuple[int, int], device: torch.device = CPU
+    ) -> Tensor:
         """Return a slice of a tensor in its stored dtype.
 
         Args:
             shape: expected shape of the whole tensor.
             ranges: start and length of the slice in the first dimensions; it has all of the others.
+            device: of the result.
 
         Raises:
             ModelLoadError: the tensor is missing or has another shape.
         """
         box = [*ranges, *((0, length) for length in shape[len(ranges) :])]
-        out = torch.empty([length for _, length in box], dtype=self.dtype_of(name))
+        out = torch.empty([length for _, length in box], dtype=self.dtype_of(name), device=device)
         self._read(out, name, shape, [start for start, _ in box])
         return out
 
@@ -186,12 +195,17 @@ class Checkpoint:
         if found != shape:
             raise ModelLoadError(f"{name!r} in {file_name} has shape {list(found)}, expected {list(shape)}")
         try:
-            self.num_bytes_read += self._files[file_name].read_into(out, name, starts)
+            self.num_bytes_read += self._files[file_name].read_into(out, name, starts, self._writer_for(out))
         except (OSError, ValueError) as error:
             raise _read_error(self._folder / file_name, error) from error
         self._unread.discard(name)
         if self._on_progress is not None:
             self._on_progress(min(self.num_bytes_read, self._num_bytes_expected), self._num_bytes_expected)
+
+    def _writer_for(self, out: Tensor) -> DeviceWriter | None:
+        if out.is_cuda and self._writer is None:
+            self._writer = DeviceWriter()
+        return self._writer if out.is_cuda else None
 
     def _find(self, name: str) -> StoredTensor:
         stored = self._aliases[name].stored if name in self._aliases else name

@@ -174,7 +174,7 @@ def _quantize_slice(
     step = max(1, CHUNK_ELEMENTS // part.shape[1])
     for start in range(0, num_outputs, step):
         rows = first_output + start, min(step, num_outputs - start)
-        whole = checkpoint.read(f"{part.name}.weight", part.shape, rows).to(device)
+        whole = checkpoint.read(f"{part.name}.weight", part.shape, rows, device=device)
         chunk = quantize(whole[:, first_input : first_input + num_inputs], dtype, whole.abs().amax(dim=1))
         codes[start : start + step] = chunk.codes
         scales[:, start : start + step] = chunk.scales

@@ -7,6 +7,7 @@ header as JSON (name |-> dtype, shape, data_offsets), the data.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -18,6 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from . import device_writer
+from .device_writer import DevicePart, DeviceWriter
 
 MAX_HEADER_BYTES = 16 << 20
 BUFFER_BYTES = 4 << 20
@@ -79,12 +83,15 @@ class SafetensorsFile:
         """Close the file. Safe to call twice."""
         self._file.close()
 
-    def read_into(self, out: Tensor, name: str, starts: Sequence[int]) -> int:
+    def read_into(
+        self, out: Tensor, name: str, starts: Sequence[int], writer: DeviceWriter | None = None
+    ) -> int:
         """Copy a box (a slice in every dimension) of a tensor into `out`, converted to the dtype and device of `out`.
 
         Args:
             out: has the box's shape and any strides.
             starts: of the box in each dimension.
+            writer: for tensors on a GPU; without one they are read part by part through pageable memory.
 
         Returns:
             bytes read.
@@ -103,6 +110,11 @@ class SafetensorsFile:
             self._read_rows(_bytes_of(out), tensor, shape, starts, out.shape)
             return out.nbytes
         row_bytes = math.prod(out.shape[1:]) * tensor.dtype.itemsize
+        if writer is not None:
+            parts = list(self._parts(out, tensor, shape, starts))
+            if all(part.num_bytes <= device_writer.BUFFER_BYTES for part in parts):
+                writer.write(parts)
+                return len(out) * row_bytes
         rows_at_once = max(1, BUFFER_BYTES // row_bytes)
         buffer = torch.empty((min(rows_at_once, len(out)), *out.shape[1:]), dtype=tensor.dtype)
         for first in range(0, len(out), rows_at_once):
@@ -110,6 +122,21 @@ class SafetensorsFile:
             self._read_rows(_bytes_of(rows), tensor, shape, (starts[0] + first, *starts[1:]), rows.shape)
             out[first : first + len(rows)].copy_(rows)
         return len(out) * row_bytes
+
+    def _parts(
+        self, out: Tensor, tensor: StoredTensor, shape: tuple[int, ...], starts: tuple[int, ...]
+    ) -> Iterator[DevicePart]:
+        """Yield the parts of a box, along its first dimension of more than one row."""
+        axis = next((axis for axis, length in enumerate(out.shape) if length > 1), out.dim() - 1)
+        row_bytes = math.prod(out.shape[axis + 1 :]) * tensor.dtype.itemsize
+        rows_at_once = max(1, device_writer.BUFFER_BYTES // row_bytes)
+        for first in range(0, out.shape[axis], rows_at_once):
+            rows = out.narrow(axis, first, min(rows_at_once, out.shape[axis] - first))
+            own = *starts[:axis], starts[axis] + first, *starts[axis + 1 :]
+            read = functools.partial(
+                self._read_rows, tensor=tensor, shape=shape, starts=own, lengths=rows.shape
+            )
+            yield DevicePart(rows, tensor.dtype, read)
 
     def _read_rows(
         self,
