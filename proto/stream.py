@@ -335,7 +335,7 @@ class ReplicaStatus:
     busy_s: float = 0.0
     num_plan_waits: int = 0
     plan_wait_s: float = 0.0
-    max_num_seqs: int = 1
+    max_num_seqs: int = 64
     num_compilations: int = 0
 
 
