@@ -1,7 +1,9 @@
 """All-reduce over a tensor-parallel group, residual addition and RMSNorm as one op.
 
 With few tokens an all-reduce costs launches and waiting, not bytes. Each rank therefore reads the inputs of all
-others itself ("one shot") and uses the sum at once, which takes one launch and no further pass over memory.
+others itself ("one shot") and uses the sum at once, which takes one launch and no further pass over memory. With more
+tokens and ranks, each rank sums a part of the tokens, and reads the other sums ("two shots"): twice the bytes of the
+tokens instead of as many times as there are ranks, for one more wait.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from .norm import add_rms_norm
 
 # Programs of the kernel. All must run at the same time, since each waits for the same program on the other ranks.
 MAX_PROGRAMS = 32
-# Signals per pair of ranks: each program signals once before and once after it reads.
-NUM_SIGNALS = 2 * MAX_PROGRAMS
+# Signals per pair of ranks: each program signals once before and once after it reads, and between the two shots.
+NUM_SIGNALS = 3 * MAX_PROGRAMS
 
 
 class Peers:
@@ -25,12 +27,14 @@ class Peers:
 
     Args:
         rank: this rank.
-        buffers: [max_tokens, E] of each rank, its input; each op overwrites the own buffer.
+        buffers: [2, max_tokens, E] of each rank: its input, and its sums of the first shot; each op overwrites the
+            own buffer.
         signals: [NUM_SIGNALS * ranks] int32 of each rank, all 0.
         owner: kept as long as this object; the tensors may be views that do not keep their memory.
 
     Attributes:
-        max_tokens: tokens that fit in a buffer.
+        max_tokens: tokens of the largest sum; at most those that fit in a buffer.
+        two_shots_from: tokens from which a sum takes two shots.
         buffer_addresses, signal_addresses: [ranks] int64, on the device.
     """
 
@@ -41,7 +45,8 @@ class Peers:
         self.rank = rank
         self._owner = owner
         self.buffers, self.signals = tuple(buffers), tuple(signals)
-        self.max_tokens = len(buffers[0])
+        self.max_tokens = buffers[0].shape[1]
+        self.two_shots_from = self.max_tokens + 1
         device = buffers[rank].device
         self.buffer_addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], device=device)
         self.signal_addresses = torch.tensor([signal.data_ptr() for signal in signals], device=device)
@@ -62,6 +67,6 @@ def all_reduce_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: fl
         weight: [E].
     """
     num_tokens = len(x)
-    peers.buffers[peers.rank][:num_tokens] = x
-    total = torch.stack([buffer[:num_tokens] for buffer in peers.buffers]).sum(dim=0, dtype=torch.float32)
+    peers.buffers[peers.rank][0, :num_tokens] = x
+    total = torch.stack([buffer[0, :num_tokens] for buffer in peers.buffers]).sum(dim=0, dtype=torch.float32)
     return add_rms_norm(total.to(x.dtype), residual, weight, eps)

@@ -86,14 +86,22 @@ def _check_recorded(comm: TorchDistributed, device: torch.device) -> None:
 
 def _check_fused(record: Record, sizes: Sizes) -> None:
     """Two ranks as two streams of one GPU; on a CPU one rank, which waits for nobody."""
+    for two_shots_from in (1, 100):
+        _check_shots(sizes, two_shots_from)
+    record.notes["fused ranks"] = 2 if sizes.device == "cuda" else 1
+
+
+def _check_shots(sizes: Sizes, two_shots_from: int) -> None:
     device, hidden = sizes.device, sizes.model.hidden_size
     num_ranks = 2 if device == "cuda" else 1
     dtype = getattr(torch, sizes.dtype)
-    buffers = [torch.zeros(8, hidden, dtype=dtype, device=device) for _ in range(num_ranks)]
+    buffers = [torch.zeros(2, 8, hidden, dtype=dtype, device=device) for _ in range(num_ranks)]
     signals = [
         torch.zeros(NUM_SIGNALS * num_ranks, dtype=torch.int32, device=device) for _ in range(num_ranks)
     ]
     peers = [Peers(rank, buffers, signals) for rank in range(num_ranks)]
+    for each in peers:
+        each.two_shots_from = two_shots_from
     parts = [torch.randn(4, hidden, device=device).to(dtype) for _ in range(num_ranks)]
     weight = torch.ones(hidden, dtype=dtype, device=device)
     total = torch.stack(parts).float().sum(dim=0)
@@ -112,4 +120,3 @@ def _check_fused(record: Record, sizes: Sizes) -> None:
         torch.cuda.synchronize()
     for out in outs:
         torch.testing.assert_close(out.float(), expected, atol=5e-2, rtol=5e-2)
-    record.notes["fused ranks"] = num_ranks

@@ -122,8 +122,12 @@ def launch_everything() -> None:
     x, weight = torch.zeros(3, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
     norm.rms_norm(x, weight, 1e-5)
     norm.add_rms_norm(x, x, weight, 1e-5)
-    peers = Peers(1, [x, x], [torch.zeros(2 * NUM_SIGNALS, dtype=torch.int32)] * 2)
-    all_reduce_norm.all_reduce_add_rms_norm(x, x, weight, 1e-5, peers)
+    buffer = torch.zeros(2, 8, 4096, dtype=torch.bfloat16)
+    for size in (2, 4, 8):
+        peers = Peers(1, [buffer] * size, [torch.zeros(size * NUM_SIGNALS, dtype=torch.int32)] * size)
+        for two_shots_from in (1, 8):
+            peers.two_shots_from = two_shots_from
+            all_reduce_norm.all_reduce_add_rms_norm(x, x, weight, 1e-5, peers)
     activation.silu_and_mul(x)
     activation.gelu_tanh_and_mul(x)
     ids = torch.zeros(3, dtype=torch.int64)

@@ -16,8 +16,8 @@ from .communicator import Communicator
 from .shared_memory import host_id
 from .torch_distributed import TorchDistributed, dist
 
-# For larger tensors NCCL is as fast: it moves each byte once, not to every rank.
-MAX_BYTES = 1 << 20
+# Of the largest tensor. Larger ones are sums of prompts, for which NCCL is as fast.
+MAX_BYTES = 4 << 20
 
 _GROUP_NAME = "quire"
 
@@ -36,7 +36,7 @@ def open_symmetric_memory(
     own = torch.tensor([host_id(), device.index], device=device)
     _check_places([(host, index) for host, index in comm.all_gather(own).tolist()])
     max_tokens = max(1, MAX_BYTES // (hidden_size * dtype.itemsize))
-    part_bytes = max_tokens * hidden_size * dtype.itemsize
+    part_bytes = 2 * max_tokens * hidden_size * dtype.itemsize
     signals_start = math.ceil(part_bytes / 16) * 16  # in bytes, aligned for the int32 signals
     num_signals = NUM_SIGNALS * comm.size
     try:
@@ -47,7 +47,7 @@ def open_symmetric_memory(
             )
             memory.zero_()
             handle = symmetric.rendezvous(memory, _GROUP_NAME)
-        parts = [handle.get_buffer(rank, (max_tokens, hidden_size), dtype) for rank in range(comm.size)]
+        parts = [handle.get_buffer(rank, (2, max_tokens, hidden_size), dtype) for rank in range(comm.size)]
         signals = [
             handle.get_buffer(rank, (num_signals,), torch.int32, signals_start // 4)
             for rank in range(comm.size)

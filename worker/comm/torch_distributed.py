@@ -64,13 +64,15 @@ class TorchDistributed:
             raise ConnectionError(self._describe(f"joining at {host}:{port}", error)) from error
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        self._run("all-reduce", lambda group: group.allreduce([tensor]))
+        self._run(
+            "all-reduce", lambda group: group.allreduce([tensor], _on_current_stream(dist.AllreduceOptions()))
+        )
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        gathered = tensor.new_empty((self.size, *tensor.shape))
-        outputs, inputs = [list(gathered.unbind())], [tensor.contiguous()]
-        self._run("all-gather", lambda group: group.allgather(outputs, inputs))
+        gathered, own = tensor.new_empty((self.size, *tensor.shape)), tensor.contiguous()
+        options = _on_current_stream(dist.distributed_c10d.AllgatherOptions())
+        self._run("all-gather", lambda group: group._allgather_base(gathered.view(-1), own.view(-1), options))
         return gathered
 
     def barrier(self) -> None:
@@ -100,7 +102,9 @@ class TorchDistributed:
         """
         group = self._open_group
         try:
-            start(group).wait()
+            work = start(group)
+            if work is not None:
+                work.wait()
         except RuntimeError as error:
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise  # of the recording: nothing is sent meanwhile
@@ -108,6 +112,12 @@ class TorchDistributed:
 
     def _describe(self, operation: str, error: Exception) -> str:
         return f"{operation} of rank {self.rank} with the others of {self.size} failed: {first_line(error)}"
+
+
+def _on_current_stream(options: Any) -> Any:
+    """Let NCCL use the current stream: its own stream would wait for the current one and that for it, by events."""
+    options.asyncOp = False
+    return options
 
 
 def create_store(host: str) -> tuple[Any, int]:

@@ -15,6 +15,7 @@ from ...kernels.linear import PackedWeight
 from ...kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from ...kernels.quantized_linear import Float8Tokens
 from ..attention import AttentionInputs, LayerCache, paged_attention
+from ..comm.all_reduce_choice import choose_all_reduce
 from ..comm.symmetric_memory import open_symmetric_memory
 from ..weights.linear_weight import PlainWeight
 from .fused_decode import plan_fused_decode
@@ -258,6 +259,7 @@ class Decoder:
         peers = None
         if load.fused_all_reduce:
             peers = open_symmetric_memory(load.comm, spec.hidden_size, load.dtype, load.device)
+            choose_all_reduce(peers, load.comm)
         self.rotary = {key: RotaryTable(load, rope, num_positions) for key, rope in spec.ropes.items()}
         self.embedding = VocabParallelEmbedding(
             load, "model.embed_tokens", spec.vocab_size, spec.hidden_size, spec.embedding_scale

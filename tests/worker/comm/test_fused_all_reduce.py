@@ -51,7 +51,7 @@ def test_fused_all_reduce_gives_tokens_of_separate_ops(
 
     def peers_of(comm: Any, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Peers:
         signals = torch.zeros(NUM_SIGNALS, dtype=torch.int32)
-        return Peers(0, [torch.zeros(MAX_TOKENS, hidden_size, dtype=dtype)], [signals])
+        return Peers(0, [torch.zeros(2, MAX_TOKENS, hidden_size, dtype=dtype)], [signals])
 
     def generate() -> list[int]:
         sequence = planned(list(PROMPT), 6, RowSampling(temperature=0.0))
@@ -62,6 +62,7 @@ def test_fused_all_reduce_gives_tokens_of_separate_ops(
     expected = generate()
     monkeypatch.setattr(decoder, "all_reduce_add_rms_norm", count)
     monkeypatch.setattr(decoder, "open_symmetric_memory", peers_of)
+    monkeypatch.setattr(decoder, "choose_all_reduce", lambda peers, comm: None)
     make_context: Callable[..., None] = load_context.LoadContext.__init__
 
     def with_fused(self: Any, *arguments: Any) -> None:

@@ -122,10 +122,12 @@ def test_collective_fails_after_other_rank_left() -> None:
 class FailingGroup:
     """An NCCL group that raises when a collective is started."""
 
-    def allreduce(self, tensors: list[torch.Tensor]) -> None:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
+        assert not options.asyncOp, "NCCL would use a stream of its own"
         raise RuntimeError("NCCL error: remote process exited\nand a trace")
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> None:
+    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, options: Any) -> None:
+        assert not options.asyncOp, "NCCL would use a stream of its own"
         raise RuntimeError("NCCL error: remote process exited\nand a trace")
 
 

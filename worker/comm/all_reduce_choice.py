@@ -1,0 +1,95 @@
+"""Choice of the all-reduce for each number of tokens, by measurement on the ranks' own GPUs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.all_reduce_norm import Peers, all_reduce_add_rms_norm
+from ...kernels.norm import add_rms_norm
+from .communicator import Communicator
+
+# Calls per measurement, after as many that warm up.
+NUM_CALLS = 20
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SumTimes:
+    """Seconds of an all-reduce, residual addition and norm: as a kernel in one or two shots, and by NCCL."""
+
+    one_shot: float
+    two_shots: float
+    separate: float
+
+
+def choose_all_reduce(peers: Peers, comm: Communicator) -> None:
+    """Measure sums of 1, 2, 4, ... tokens and set the limits of `peers`, the same on all ranks, which call it."""
+    times = {num_tokens: _measure(peers, comm, num_tokens) for num_tokens in _token_counts(peers.max_tokens)}
+    peers.max_tokens, peers.two_shots_from = choose_limits(times)
+    _log.info(
+        "all-reduce: one shot below %d tokens, two shots from there, NCCL above %d",
+        min(peers.two_shots_from, peers.max_tokens + 1),
+        peers.max_tokens,
+    )
+
+
+def choose_limits(times: Mapping[int, SumTimes]) -> tuple[int, int]:
+    """Return the most tokens for which a kernel is faster than NCCL, and the tokens from which it takes two shots.
+
+    Args:
+        times: number of tokens, ascending |-> times. A limit holds for all smaller or all larger numbers.
+    """
+    max_tokens = 0
+    for num_tokens, each in times.items():
+        if min(each.one_shot, each.two_shots) >= each.separate:
+            break
+        max_tokens = num_tokens
+    two_shots_from = max_tokens + 1
+    for num_tokens, each in reversed(times.items()):
+        if num_tokens <= max_tokens:
+            if each.one_shot <= each.two_shots:
+                break
+            two_shots_from = num_tokens
+    return max_tokens, two_shots_from
+
+
+def _token_counts(max_tokens: int) -> list[int]:
+    return [1 << exponent for exponent in range(max_tokens.bit_length())]
+
+
+def _measure(peers: Peers, comm: Communicator, num_tokens: int) -> SumTimes:
+    buffer = peers.buffers[peers.rank]
+    x = torch.zeros(num_tokens, buffer.shape[2], dtype=buffer.dtype, device=buffer.device)
+    residual, weight = torch.zeros_like(x), torch.zeros_like(x[0])
+
+    def fused(two_shots_from: int) -> Tensor:
+        peers.two_shots_from = two_shots_from
+        return all_reduce_add_rms_norm(x, residual, weight, 1e-6, peers)
+
+    ops: list[Callable[[], object]] = [
+        lambda: fused(num_tokens + 1),
+        lambda: fused(num_tokens),
+        lambda: add_rms_norm(comm.all_reduce(x), residual, weight, 1e-6),
+    ]
+    own = torch.tensor([_seconds(op) for op in ops], device=buffer.device)
+    # The slowest rank counts; all get the same numbers.
+    return SumTimes(*comm.all_gather(own).amax(dim=0).tolist())
+
+
+def _seconds(op: Callable[[], object]) -> float:
+    """Return the seconds of a call, of NUM_CALLS in a row on the current stream."""
+    for _ in range(NUM_CALLS):
+        op()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(NUM_CALLS):
+        op()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / NUM_CALLS
