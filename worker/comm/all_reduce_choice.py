@@ -51,7 +51,7 @@ def choose_limits(times: Mapping[int, SumTimes]) -> tuple[int, int]:
             break
         max_tokens = num_tokens
     two_shots_from = max_tokens + 1
-    for num_tokens, each in reversed(times.items()):
+    for num_tokens, each in reversed(list(times.items())):
         if num_tokens <= max_tokens:
             if each.one_shot <= each.two_shots:
                 break
@@ -92,4 +92,4 @@ def _seconds(op: Callable[[], object]) -> float:
         op()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3 / NUM_CALLS
+    return float(start.elapsed_time(end)) / 1e3 / NUM_CALLS
