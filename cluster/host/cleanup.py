@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,7 @@ def _short_parent() -> str:
 
 
 def main(directory: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd sends it to the owner's processes as well
     trees = [ProcessTree([int(line)]) for line in sys.stdin]
     remaining = [tree for tree in trees if tree.wait(_GRACE_S)]
     for tree in remaining:

@@ -7,14 +7,17 @@ minor version of Ray, and checks that no other module uses a private name.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import services
 from ray._private import worker as ray_worker
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.state import state as cluster_state
@@ -45,9 +48,40 @@ class AutoscalerStatus:
     failures: Sequence[tuple[str, str]] = ()
 
 
+class _ShieldedPopen(services.ConsolePopen):  # type: ignore[misc]
+    """Starts a process of Ray that no signal to this process's group, nor SIGTERM at all, ends.
+
+    `timeout` and a terminal signal the whole process group, and systemd every process of the unit. If Ray's processes
+    ended first, this process would wait 60 s for them. The signal mask is inherited by all processes of the instance.
+    """
+
+    def __init__(self, *arguments: Any, preexec_fn: Callable[[], None], **options: Any) -> None:
+        def before_exec() -> None:
+            preexec_fn()
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+        super().__init__(*arguments, preexec_fn=before_exec, start_new_session=True, **options)
+
+    def terminate(self) -> None:
+        self.kill()
+
+
 def start_local(temp_dir: Path, **options: Any) -> None:
-    """Start a Ray instance on this machine whose files are in `temp_dir`; see `ray.init` for the options."""
-    ray.init(address="local", _temp_dir=str(temp_dir), **options)
+    """Start a Ray instance on this machine whose files are in `temp_dir`; see `ray.init` for the options.
+
+    Its processes are in sessions of their own and ignore SIGTERM: only this process ends them.
+    """
+    with _shielded_processes():
+        ray.init(address="local", _temp_dir=str(temp_dir), **options)
+
+
+@contextmanager
+def _shielded_processes() -> Iterator[None]:
+    popen, services.ConsolePopen = services.ConsolePopen, _ShieldedPopen
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def reload_environment() -> None:

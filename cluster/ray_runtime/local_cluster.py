@@ -99,6 +99,7 @@ class LocalCluster(Closing):
         """End every process and remove every file. Safe to call twice."""
         processes = ProcessTree(self._ray_pids)
         ray.shutdown()
+        processes.kill()  # they ignore SIGTERM, and nothing that they hold outlives them
         _end(processes)
         self._ray_pids = set()
         self._directory.remove()
@@ -213,10 +214,8 @@ def _start_failure(error: Exception, directory: Path) -> str:
 
 
 def _end(processes: ProcessTree) -> None:
-    """Wait for Ray's processes to end, and kill those that do not in time."""
+    """Wait for Ray's processes, which have been killed, to end."""
     with suppress(OSError):
         if remaining := processes.wait(_EXIT_TIMEOUT_S):
-            _log.warning("Ray's processes %s did not end in %g s, killing them", remaining, _EXIT_TIMEOUT_S)
-            processes.kill()
-            processes.wait(_EXIT_TIMEOUT_S)
+            _log.warning("Ray's processes %s did not end in %g s", remaining, _EXIT_TIMEOUT_S)
     processes.close()

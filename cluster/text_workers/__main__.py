@@ -34,7 +34,11 @@ class TimeIsOver(BaseException):
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     tokenizer = _load_tokenizer(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # for the gateway, which closes the connection when it stops
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, _on_time_over)
     os.nice(_NICENESS)
     idle_bytes = _used_bytes()
