@@ -14,7 +14,8 @@ import asyncio
 from benchmarks.common import Figure, make_parser, report
 from quire import SamplingParams
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.resolve import Machine, resolve
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
 from quire.cluster.ray_runtime.local_cluster import LocalCluster
 from quire.cluster.replica.client import ReplicaClient
 from quire.cluster.replica.launch import launch_replica

@@ -33,7 +33,8 @@ import psutil
 
 from benchmarks.common import Figure, make_parser, names_from, report
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.resolve import Machine, resolve
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
 from quire.cluster.gateway.served_models import serve_single_replica
 from quire.cluster.gateway.server import Gateway
 from quire.cluster.gateway.services import GatewayServices

@@ -39,7 +39,8 @@ from benchmarks.random_models import MODELS, make_model
 from benchmarks.workloads import WORKLOADS, warm_up
 from quire import LLM
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.resolve import Machine, resolve
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
 from quire.kernels.linear import linear, pack
 from quire.proto.config import EngineConfig
 from quire.proto.step import StepPlan

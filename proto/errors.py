@@ -27,7 +27,7 @@ reason in its error's code, and the header Retry-After of `retry_delay_s`, round
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 MAX_REASON_CHARS = 500
@@ -193,9 +193,23 @@ class DeadlineExpired(QuireError):
 
 
 class ConfigError(QuireError):
-    """The configuration cannot be started as it is."""
+    """The configuration cannot be started as it is.
+
+    Attributes:
+        problems: one text per problem if there are several; else empty.
+    """
 
     reason, grpc_status, http_status = "CONFIG_INVALID", "FAILED_PRECONDITION", 400
+
+    problems: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, problems: Sequence[str]) -> Self:
+        """Return the error of one or several problems."""
+        error = cls("; ".join(problems))
+        if len(problems) > 1:
+            error.problems = tuple(problems)
+        return error
 
 
 class ModelLoadError(ConfigError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -9,8 +10,14 @@ if TYPE_CHECKING:
     import torch
 
 
+# The library of NVIDIA's driver.
+_CUDA_DRIVER = "libcuda.so.1"
+
+
 def cuda_device_count() -> int:
-    """Return the number of CUDA GPUs that this process can see."""
+    """Return the number of CUDA GPUs that this process can see. Imports torch only if the machine has a driver."""
+    if not _has_cuda_driver():
+        return 0
     import torch
 
     return torch.cuda.device_count()
@@ -39,3 +46,11 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
     import torch
 
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+
+
+def _has_cuda_driver() -> bool:
+    try:
+        ctypes.CDLL(_CUDA_DRIVER)
+    except OSError:
+        return False
+    return True

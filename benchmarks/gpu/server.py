@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.resolve import Machine, resolve
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
 from quire.cluster.offline.in_process import load_in_process
 from quire.cluster.requests.sequence_update import updates_by_handle
 from quire.proto.sampling import SamplingParams

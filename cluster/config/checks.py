@@ -66,6 +66,10 @@ def at_least(low: int) -> Range:
     return Range(lambda value: bool(value >= low), f"at least {low}")
 
 
+def positive_up_to(high: int) -> Range:
+    return Range(lambda value: bool(0 < value <= high), f"above 0 and at most {high}")
+
+
 def between(low: float, high: float) -> Range:
     return Range(lambda value: bool(low <= value <= high), f"from {low:g} to {high:g}")
 

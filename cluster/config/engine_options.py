@@ -5,7 +5,16 @@ from pathlib import Path
 
 from ..chat_format.registry import AUTO, NONE, REASONING_FORMATS, TOOL_CALL_FORMATS
 from ..hub.snapshot import is_model_id
-from .checks import at_least, between, one_of, positive, positive_amounts, share
+from .checks import (
+    at_least,
+    between,
+    one_of,
+    positive,
+    positive_amounts,
+    positive_finite,
+    positive_up_to,
+    share,
+)
 from .option import option, validate_options
 from .value_kinds import NUM_BYTES, amounts
 
@@ -16,6 +25,10 @@ DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 GRAMMAR_BACKENDS = ("xgrammar", "guidance")
 MAX_BLOCK_SIZE = 1024
+# Far above what serves well; more would only fail later, when every rank allocates its rows and buffers.
+MAX_NUM_SEQS = 1 << 14
+MAX_NUM_BATCHED_TOKENS = 1 << 20
+MAX_STEPS_IN_FLIGHT = 8
 
 _MODEL, _EXECUTION, _KV_CACHE, _SCHEDULING, _CHAT = "Model", "Execution", "KV cache", "Scheduling", "Chat"
 _STRUCTURED_OUTPUTS = "Structured outputs"
@@ -111,7 +124,7 @@ class EngineOptions:
         60.0,
         help="A rank that has no result of a step after this time counts as hung.",
         unit="seconds",
-        check=positive,
+        check=positive_finite,
         group=_EXECUTION,
     )
     audit: bool = option(
@@ -174,14 +187,14 @@ class EngineOptions:
         None,
         help="Sequences that run at once. Default: 64; on GPUs 256 from 40 GiB of memory on, 1,024 from 70 GiB on.",
         unit="sequences",
-        check=positive,
+        check=positive_up_to(MAX_NUM_SEQS),
         group=_SCHEDULING,
     )
     max_num_batched_tokens: int | None = option(
         None,
         help="Tokens per step, prompts and outputs together. Default: 2,048; on GPUs 8,192 from 40 GiB of memory on.",
         unit="tokens",
-        check=positive,
+        check=positive_up_to(MAX_NUM_BATCHED_TOKENS),
         group=_SCHEDULING,
     )
     max_queue_len: int = option(
@@ -196,7 +209,7 @@ class EngineOptions:
         help="Steps that are planned before the result of the first has arrived; 2 hides the scheduler's time. "
         "Default: 2, and 1 for LLM on one CPU rank, which shares a thread with the scheduler.",
         unit="steps",
-        check=at_least(1),
+        check=between(1, MAX_STEPS_IN_FLIGHT),
         group=_SCHEDULING,
     )
     policy: str = option(

@@ -7,12 +7,14 @@ the ranks would see the rest only after Ray has started.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ...proto.errors import ModelLoadError, first_line
 from .checks import show
+from .engine_options import DEMO_MODEL
 
 MAX_CONFIG_BYTES = 8 << 20
 # Headers of safetensors files are JSON; one of 100 MB with a million tensors takes 4 s to read on each rank. The
@@ -35,29 +37,60 @@ _SIZES = (
 )
 
 
-def check_config_file(path: Path) -> None:
-    """Raises ModelLoadError if a config.json is not a JSON object, or has a size that no model has."""
-    for name, value in _entries(_read_object(path), path):
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Return a config.json. Raises ModelLoadError if it is not a JSON object, or has a size that no model has."""
+    content = _read_object(path)
+    for name, value in _entries(content, path):
         if name not in _SIZES or isinstance(value, bool) or not isinstance(value, int | float):
             continue
         low, high = _SIZES[name]
         if not low <= value <= high:
             raise ModelLoadError(f"{path}: {name} is {show(value)}, must be from {low} to {high}")
+    return content
 
 
-def check_weight_headers(folder: Path) -> None:
-    """Raises ModelLoadError if a safetensors file of the folder has a header that is too long to be read."""
+def check_model_files(folder: Path, with_weights: bool) -> None:
+    """Raises ModelLoadError if the folder lacks a file. No file is read."""
+    if not folder.is_dir():
+        raise ModelLoadError(
+            f"{folder}: not a directory; MODEL is a Hugging Face model directory, ORG/NAME on the Hugging Face Hub, "
+            f"or {DEMO_MODEL!r}"
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(f"{folder}: no config.json")
+    if with_weights and not any(folder.glob("*.safetensors")):
+        raise ModelLoadError(f"{folder}: no *.safetensors file")
+
+
+def check_weight_files(folder: Path) -> None:
+    """Raises ModelLoadError if a safetensors file has a header that cannot be read, or is shorter than it says."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with path.open("rb") as file:
-                num_bytes = int.from_bytes(file.read(8), "little")
+                _check_weight_file(path, file)
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
-        if num_bytes > MAX_HEADER_BYTES:
-            raise ModelLoadError(
-                f"{path}: its header length is {num_bytes} bytes, must be at most {MAX_HEADER_BYTES}; "
-                "split the weights into more files"
-            )
+
+
+def _check_weight_file(path: Path, file: BinaryIO) -> None:
+    file_len = os.fstat(file.fileno()).st_size
+    header_len = int.from_bytes(file.read(8), "little")
+    if header_len > MAX_HEADER_BYTES:
+        raise ModelLoadError(
+            f"{path}: its header length is {header_len} bytes, must be at most {MAX_HEADER_BYTES}; "
+            "split the weights into more files"
+        )
+    try:
+        header = json.loads(file.read(header_len))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        expected_len = 8 + header_len + max(ends, default=0)
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path}: its header cannot be read: {first_line(error)}") from error
+    if file_len < expected_len:
+        raise ModelLoadError(
+            f"{path}: has {file_len} bytes, but its header lists {expected_len}: it is truncated; copy or download "
+            "it again"
+        )
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from ...proto.config import ModelConfig
 from ...proto.errors import ModelLoadError, first_line
 from ...worker.models.registry import FAMILIES, check_architecture
 from .generation_config import end_token_ids, read_generation_config, sampling_defaults
-from .model_checks import check_config_file
+from .model_checks import read_config_file
 
 # Models with linear position biases (ALiBi) have no longest sequence. Those without a field for it were trained on
 # this length.
@@ -26,7 +26,7 @@ def describe_model(path: Path, name: str) -> ModelConfig:
         ModelLoadError: a file of the directory cannot be read, or has a bad value.
         ConfigError: the architecture is not supported.
     """
-    check_config_file(path / "config.json")
+    read_config_file(path / "config.json")
     hf, recommended = _load_hf_config(path), read_generation_config(path)
     architecture, fields = _architecture(hf, path), hf.to_dict()
     check_architecture(name, architecture, fields)

@@ -9,8 +9,8 @@ from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, ModelLoadError
 from ..hub.snapshot import download_model, find_commit
 from .deployment import Deployment
-from .engine_options import DEMO_MODEL, EngineOptions
-from .model_checks import check_weight_headers
+from .engine_options import EngineOptions
+from .model_checks import check_model_files, check_weight_files
 from .model_config import describe_model
 
 
@@ -49,7 +49,9 @@ def locate_model(options: EngineOptions, *, with_weights: bool) -> ModelSource:
         if options.revision is not None:
             raise ConfigError(f"revision is {options.revision!r}, but {options.model} is a directory")
         source = ModelSource(options.model_path)
-    _check_files(source.path, with_weights)
+    check_model_files(source.path, with_weights)
+    if with_weights:
+        check_weight_files(source.path)
     return source
 
 
@@ -79,18 +81,3 @@ def pin_revision(deployment: Deployment) -> Deployment:
         return deployment
     commit = find_commit(engine.hub_id, engine.revision)
     return replace(deployment, engine=replace(engine, revision=commit))
-
-
-def _check_files(path: Path, with_weights: bool) -> None:
-    """Check the files without reading them. This comes first, because reading imports transformers."""
-    if not path.is_dir():
-        raise ModelLoadError(
-            f"{path}: not a directory; MODEL is a Hugging Face model directory, ORG/NAME on the Hugging Face Hub, "
-            f"or {DEMO_MODEL!r}"
-        )
-    if not (path / "config.json").is_file():
-        raise ModelLoadError(f"{path}: no config.json")
-    if with_weights and not any(path.glob("*.safetensors")):
-        raise ModelLoadError(f"{path}: no *.safetensors file")
-    if with_weights:
-        check_weight_headers(path)

@@ -165,7 +165,7 @@ def validate_options(options: Any) -> None:
         if problem := option.problem(value):
             problems.append(problem)
     if problems:
-        raise ConfigError("; ".join(problems))
+        raise ConfigError.of(problems)
 
 
 def check_names(names: Iterable[str], subject: str, known: Iterable[str]) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +16,16 @@ from ...proto.config import (
     StructuredOutputsConfig,
 )
 from ...proto.errors import ConfigError
-from ...worker.device import cuda_device_count
 from ...worker.models.registry import check_supported
-from ...worker.nvml import smallest_gpu_bytes
-from .checks import in_words
 from .deployment import Deployment
-from .engine_options import DTYPES, EngineOptions
+from .early_checks import check_early, resolve_device, resolve_dtype, resolve_max_model_len, threads_per_rank
+from .engine_options import EngineOptions
+from .machine import Machine
 from .model_config import describe_model
 from .model_source import ModelSource, locate_model
 from .step_limits import step_limits
 
-# Ranks that share a core only wait for each other; a few are useful to try a layout on a small machine.
-MAX_CPU_RANKS_PER_CORE = 4
 DEFAULT_STEPS_IN_FLIGHT = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """The cores and CUDA GPUs that the ranks of a replica share.
-
-    Attributes:
-        gpu_bytes: memory of the smallest GPU; 0 if it is not known.
-    """
-
-    num_cores: int
-    num_gpus: int
-    gpu_bytes: int = 0
-
-    @staticmethod
-    def this() -> Machine:
-        """Return the machine of this process."""
-        return Machine(len(os.sched_getaffinity(0)), cuda_device_count(), smallest_gpu_bytes())
 
 
 def resolve(options: EngineOptions, machine: Machine, *, with_weights: bool = True) -> EngineConfig:
@@ -61,15 +39,13 @@ def resolve(options: EngineOptions, machine: Machine, *, with_weights: bool = Tr
         ModelLoadError: the directory is not a model that can be served, or a download failed.
         ConfigError: the machine or the model does not allow an option, or two options exclude each other.
     """
-    device = _resolve_device(options.device, machine)
-    threads_per_rank = _threads_per_rank(options.tensor_parallel_size, device, machine)
-    _check_combinations(options, device)
+    check_early(options, machine, with_weights=with_weights)
+    device = resolve_device(options.device, machine)
+    num_threads = threads_per_rank(options.tensor_parallel_size, device, machine)
     model = _resolve_model(options, locate_model(options, with_weights=with_weights), device)
     check_supported(model, options.tensor_parallel_size)
     gpu_bytes = machine.gpu_bytes if device == "cuda" else 0
-    return engine_config(
-        options, model, device=device, threads_per_rank=threads_per_rank, gpu_bytes=gpu_bytes
-    )
+    return engine_config(options, model, device=device, threads_per_rank=num_threads, gpu_bytes=gpu_bytes)
 
 
 def resolve_deployment(deployment: Deployment, has_gpus: bool, gpu_bytes: int = 0) -> EngineConfig:
@@ -145,64 +121,14 @@ def _read_template(given: str | None) -> str | None:
         raise ConfigError(f"chat template {given} cannot be read: {reason}") from error
 
 
-def _resolve_device(device: str, machine: Machine) -> str:
-    if device == "auto":
-        return "cuda" if machine.num_gpus else "cpu"
-    return device
-
-
-def _threads_per_rank(num_ranks: int, device: str, machine: Machine) -> int:
-    """Return a CPU rank's share of the cores. Raises ConfigError if the machine has too few cores or GPUs."""
-    if device == "cuda":
-        if num_ranks > machine.num_gpus:
-            raise ConfigError(
-                f"tensor_parallel_size is {num_ranks}, but this machine has {machine.num_gpus} CUDA GPUs"
-            )
-        return 1
-    max_ranks = MAX_CPU_RANKS_PER_CORE * machine.num_cores
-    if num_ranks > max_ranks:
-        raise ConfigError(
-            f"tensor_parallel_size is {num_ranks}, but this machine has {machine.num_cores} CPU cores, "
-            f"which carry {max_ranks} ranks at most"
-        )
-    return max(1, machine.num_cores // num_ranks)
-
-
-def _check_combinations(options: EngineOptions, device: str) -> None:
-    if options.fused_all_reduce and (device != "cuda" or options.tensor_parallel_size == 1):
-        raise ConfigError("fused_all_reduce is for several ranks on GPUs")
-    if options.tenant_weights and options.policy != "fair":
-        raise ConfigError(f"tenant weights are shares of the policy fair, but the policy is {options.policy}")
-
-
 def _resolve_model(options: EngineOptions, source: ModelSource, device: str) -> ModelConfig:
     described = describe_model(source.path, options.name)
     return replace(
         described,
         hub_id=source.hub_id,
         commit=source.commit,
-        dtype=_resolve_dtype(options.dtype, described.dtype, device),
-        max_model_len=_resolve_max_model_len(options.max_model_len, described.max_model_len),
+        dtype=resolve_dtype(options.dtype, described.dtype, device),
+        max_model_len=resolve_max_model_len(options.max_model_len, described.max_model_len),
         seed=options.seed,
         quantization=options.quantization,
     )
-
-
-def _resolve_dtype(dtype: str, checkpoint_dtype: str, device: str) -> str:
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else checkpoint_dtype
-    if dtype not in DTYPES:
-        raise ConfigError(
-            f"the checkpoint's dtype is {dtype!r}, must be {in_words(DTYPES)}; set the option dtype to one of them"
-        )
-    return dtype
-
-
-def _resolve_max_model_len(max_model_len: int | None, context_len: int) -> int:
-    if max_model_len is None:
-        return context_len
-    if max_model_len > context_len:
-        raise ConfigError(
-            f"max_model_len is {max_model_len}, must be from 2 to {context_len}, the model's context"
-        )
-    return max_model_len

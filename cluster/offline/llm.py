@@ -18,8 +18,9 @@ from ...proto.config import EngineConfig
 from ...proto.errors import InvalidRequest
 from ...proto.sampling import SamplingParams
 from ..config.engine_options import EngineOptions
+from ..config.machine import Machine
 from ..config.option import write_table
-from ..config.resolve import Machine, resolve
+from ..config.resolve import resolve
 from ..requests.chat import Chat, Tool
 from ..requests.chat_messages import Message
 from ..requests.outputs import RequestOutput

@@ -21,7 +21,7 @@ from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_si
 from ..ray_runtime.launch_target import DEFAULT_NAMESPACE
 from ..ray_runtime.local_cluster import attach
 from ..requests.observer import RequestObserver
-from .server_setup import request_observers, retention_limits, set_up_server
+from .server_setup import request_observers, retention_limits
 from .servers import GatewayServers
 
 # Time for running streams to finish after a signal; other gateways accept the new calls meanwhile.
@@ -35,6 +35,7 @@ def serve_fleet(
     address: str,
     server_options: ServerOptions,
     cluster_options: ClusterOptions,
+    security: Security,
 ) -> int:
     """Serve until SIGINT or SIGTERM; the fleet runs on without this gateway. Call it from the main thread.
 
@@ -42,6 +43,7 @@ def serve_fleet(
 
     Args:
         cluster_options: ignored if the fleet's controller runs already.
+        security: of `set_up_server`.
 
     Returns:
         The exit status: 0, or 128 plus the signal's number if the signal came before the gateway was ready.
@@ -50,7 +52,6 @@ def serve_fleet(
         ConfigError: the server cannot start with these options, or a model cannot be deployed with its own.
         ReplicaUnavailable: no cluster answers at the address, or its controller does not answer.
     """
-    security = set_up_server(server_options)
     try:
         with ExitStack() as stack:
             stack.enter_context(signals_raise())

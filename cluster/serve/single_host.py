@@ -7,13 +7,14 @@ import logging
 import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 from ...proto.config import EngineConfig
 from ...proto.errors import ReplicaUnavailable
 from ..config.engine_options import EngineOptions
 from ..config.engine_summary import engine_summary
-from ..config.resolve import Machine, resolve
+from ..config.machine import Machine
+from ..config.resolve import resolve
 from ..config.server_options import ServerOptions
 from ..gateway.security import Security
 from ..gateway.served_models import serve_single_replica
@@ -27,23 +28,24 @@ from ..replica.launch import launch_replica
 from ..replica.replica import Replica, new_replica_id
 from ..requests.observer import RequestObserver
 from ..requests.tokenizer import Tokenizer
-from .server_setup import request_observers, retention_limits, set_up_server
+from .server_setup import request_observers, retention_limits
 from .servers import GatewayServers
 
 CANARY_TIMEOUT_S = 60.0
 # Time for running streams to finish after a signal, and to receive the error after a failure.
 GRACE_S = 5.0
 FAILURE_GRACE_S = 1.0
-# Most errors in the options show within this time, before Ray is started; the rest of the preparation runs beside it.
-_EARLY_ERROR_S = 0.2
 
 _log = logging.getLogger(__name__)
 
 
-def serve(engine_options: EngineOptions, server_options: ServerOptions) -> int:
+def serve(engine_options: EngineOptions, server_options: ServerOptions, security: Security) -> int:
     """Serve until SIGINT or SIGTERM. Call it from the main thread, which receives signals.
 
     Prints its addresses on stdout when the canary token has come through all ranks.
+
+    Args:
+        security: of `set_up_server`.
 
     Returns:
         The exit status: 0, or 128 plus the signal's number if the signal came before the server was ready.
@@ -54,15 +56,12 @@ def serve(engine_options: EngineOptions, server_options: ServerOptions) -> int:
             Clients have received the error.
     """
     stopwatch = Stopwatch()
-    security = set_up_server(server_options)
     try:
         with ExitStack() as stack:
             stack.enter_context(signals_raise())
             observers = stack.enter_context(request_observers(server_options))
             pool = stack.enter_context(ThreadPoolExecutor(1, "prepare"))
             preparation = pool.submit(_prepare, engine_options)
-            with suppress(TimeoutError):
-                preparation.result(_EARLY_ERROR_S)
             cluster = stack.enter_context(LocalCluster(1 + engine_options.tensor_parallel_size))
             raise_on_signals()  # Ray has replaced our signal handlers
             stopwatch.lap("ray")

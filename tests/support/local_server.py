@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from local_replica import DEADLINE_S, Brake, Script, local_replica
 
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.resolve import Machine, resolve
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
 from quire.cluster.gateway.retention import RetentionLimits
 from quire.cluster.gateway.security import Security
 from quire.cluster.gateway.served_models import ServedModels, serve_single_replica

@@ -24,7 +24,8 @@ from fakes import submit
 from ray_nodes import LOOPBACK, RayNodes
 
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.resolve import Machine, resolve
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
 from quire.cluster.ray_runtime.launch_target import FleetLaunchTarget
 from quire.cluster.ray_runtime.local_cluster import attach
 from quire.cluster.replica.launch import launch_replica

@@ -82,19 +82,7 @@ def check_supported(model: ModelConfig, tensor_parallel_size: int) -> DecoderSpe
 
 def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int) -> None:
     """Check that the ranks get equal numbers of heads, and that no rank's part is empty."""
-    if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
-        raise ConfigError(
-            f"{model.name}: its {spec.num_heads} attention heads cannot share {spec.num_kv_heads} KV heads evenly"
-        )
-    if spec.num_heads % size:
-        raise ConfigError(
-            f"{model.name}: tensor_parallel_size {size} does not divide its attention heads, {spec.num_heads}"
-        )
-    if spec.num_kv_heads % size and size % spec.num_kv_heads:
-        raise ConfigError(
-            f"{model.name}: tensor_parallel_size {size} neither divides its KV heads, {spec.num_kv_heads}, nor is "
-            "a multiple of them"
-        )
+    check_heads(model.name, spec.num_heads, spec.num_kv_heads, size)
     lengths = {"intermediate_size": spec.intermediate_size, "vocab_size": spec.vocab_size}
     if spec.experts is not None:
         lengths["intermediate size of experts"] = spec.experts.intermediate_size
@@ -104,3 +92,20 @@ def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int) -> None:
             raise ConfigError(
                 f"{model.name}: its {what}, {length}, is too small for a tensor_parallel_size of {size}"
             )
+
+
+def check_heads(name: str, num_heads: int, num_kv_heads: int, size: int) -> None:
+    """Raise ConfigError unless `size` ranks get equal numbers of heads of a model of FAMILIES."""
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ConfigError(
+            f"{name}: its {num_heads} attention heads cannot share {num_kv_heads} KV heads evenly"
+        )
+    if num_heads % size:
+        raise ConfigError(
+            f"{name}: tensor_parallel_size {size} does not divide its attention heads, {num_heads}"
+        )
+    if num_kv_heads % size and size % num_kv_heads:
+        raise ConfigError(
+            f"{name}: tensor_parallel_size {size} neither divides its KV heads, {num_kv_heads}, nor is "
+            "a multiple of them"
+        )

@@ -12,8 +12,9 @@ import pytest
 
 from quire.cluster.config.checks import show
 from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.machine import Machine
 from quire.cluster.config.model_checks import MAX_HEADER_BYTES
-from quire.cluster.config.resolve import Machine, resolve
+from quire.cluster.config.resolve import resolve
 from quire.proto.errors import ConfigError
 
 LLAMA = {

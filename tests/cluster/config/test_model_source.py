@@ -11,8 +11,9 @@ from hub_server import COMMIT, HubServer, hub_of_this_process
 from quire import LLM, SamplingParams
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.machine import Machine
 from quire.cluster.config.model_source import pin_revision
-from quire.cluster.config.resolve import Machine, resolve, resolve_deployment
+from quire.cluster.config.resolve import resolve, resolve_deployment
 from quire.proto.errors import ConfigError, ModelLoadError
 
 CPU = Machine(num_cores=2, num_gpus=0)

@@ -13,7 +13,8 @@ import pytest
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.gpu_types import smallest_gpu_of_nodes
-from quire.cluster.config.resolve import Machine, resolve, resolve_deployment
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve, resolve_deployment
 from quire.cluster.requests.tokenizer import Tokenizer
 from quire.proto.config import EngineConfig
 from quire.proto.errors import ConfigError, ModelLoadError
@@ -158,7 +159,7 @@ def test_directory_without_tokenizer_raises_model_load_error(model_copy: Path) -
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_queue_len": -1}, "max_queue_len is -1"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5, must be above 0 and at most 1"),
-        ({"max_steps_in_flight": 0}, "max_steps_in_flight is 0, must be at least 1"),
+        ({"max_steps_in_flight": 0}, "max_steps_in_flight is 0, must be from 1 to 8"),
         ({"max_num_seqs": 0, "seed": 1, "block_size": 0}, "block_size is 0.*; max_num_seqs is 0"),
         ({"num_host_kv_blocks": -1}, "num_host_kv_blocks is -1, must be at least 0"),
         (

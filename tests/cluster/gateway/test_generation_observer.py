@@ -11,7 +11,8 @@ from local_replica import local_replica
 from serving import DEADLINE_S, PROMPT, run
 
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.resolve import Machine, resolve
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
 from quire.cluster.gateway.generation import GenerationCall, GenerationService
 from quire.cluster.gateway.served_models import serve_single_replica
 from quire.cluster.replica.client import ReplicaClient

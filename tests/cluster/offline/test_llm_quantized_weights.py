@@ -11,7 +11,8 @@ from quantized_models import Scheme, write_quantized
 
 from quire import LLM, SamplingParams
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.resolve import Machine, resolve
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
 from quire.proto.errors import ConfigError
 
 TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune"

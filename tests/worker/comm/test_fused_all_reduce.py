@@ -11,7 +11,8 @@ from cuda_graphs import capture
 from torch.multiprocessing.spawn import spawn
 
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.resolve import Machine, resolve
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
 from quire.kernels.all_reduce_norm import NUM_SIGNALS, Peers, all_reduce_add_rms_norm
 from quire.proto.errors import ConfigError
 from quire.proto.step import RowSampling

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.resolve import Machine, resolve
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
 from quire.proto.errors import ConfigError
 from quire.worker import runner as module
 from quire.worker.comm.communicator import SingleRank

@@ -19,7 +19,8 @@ import torch
 import transformers
 
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.resolve import Machine, resolve
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
 from quire.kernels.linear import linear, pack
 from quire.worker.models import transformers_model
 from quire.worker.runner import ModelRunner

@@ -1,0 +1,216 @@
+"""Checks of an engine's options, its machine and its model's files that import neither torch nor transformers.
+
+They take milliseconds and name all problems together. `resolve` runs them first; `quire serve` runs them before it
+imports Ray. They read config.json as it is, without transformers' defaults, so they refuse only what is stated there
+and leave the rest to `describe_model` and `check_supported`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...proto.errors import ConfigError, ModelLoadError
+from ...worker.memory.host_memory import available_bytes
+from ...worker.models.registry import FAMILIES, check_heads
+from ...worker.models.transformers_names import has_architecture, has_model_type
+from .checks import in_words
+from .engine_options import DTYPES, EngineOptions
+from .machine import Machine
+from .model_checks import check_model_files, check_weight_files, read_config_file
+from .problems import Problems
+
+# Ranks that share a core only wait for each other; a few are useful to try a layout on a small machine.
+MAX_CPU_RANKS_PER_CORE = 4
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def check_early(options: EngineOptions, machine: Machine, *, with_weights: bool = True) -> None:
+    """Check what can be checked without loading anything. The files of a model of the hub are left out.
+
+    Args:
+        machine: runs the ranks.
+        with_weights: the ranks run on this machine.
+
+    Raises:
+        ConfigError: names all problems that were found.
+        ModelLoadError: the only problem is in the model's files.
+    """
+    problems = Problems()
+    device = resolve_device(options.device, machine)
+    with problems:
+        threads_per_rank(options.tensor_parallel_size, device, machine)
+    with problems:
+        _check_combinations(options, device)
+    if not options.hub_id:
+        _check_directory(problems, options, device, with_weights)
+    problems.raise_any()
+
+
+def resolve_device(device: str, machine: Machine) -> str:
+    """Return the device of the ranks: ``cpu`` or ``cuda``."""
+    if device == "auto":
+        return "cuda" if machine.num_gpus else "cpu"
+    return device
+
+
+def threads_per_rank(num_ranks: int, device: str, machine: Machine) -> int:
+    """Return a CPU rank's share of the cores. Raises ConfigError if the machine has too few cores or GPUs."""
+    if device == "cuda":
+        if num_ranks > machine.num_gpus:
+            raise ConfigError(
+                f"tensor_parallel_size is {num_ranks}, but this machine has {machine.num_gpus} CUDA GPUs"
+            )
+        return 1
+    max_ranks = MAX_CPU_RANKS_PER_CORE * machine.num_cores
+    if num_ranks > max_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size is {num_ranks}, but this machine has {machine.num_cores} CPU cores, "
+            f"which carry {max_ranks} ranks at most"
+        )
+    return max(1, machine.num_cores // num_ranks)
+
+
+def resolve_dtype(dtype: str, checkpoint_dtype: str, device: str) -> str:
+    """Return the type of activations. Raises ConfigError if the checkpoint's is not supported."""
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else checkpoint_dtype
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"the checkpoint's dtype is {dtype!r}, must be {in_words(DTYPES)}; set the option dtype to one of them"
+        )
+    return dtype
+
+
+def resolve_max_model_len(max_model_len: int | None, context_len: int) -> int:
+    """Return the longest sequence. Raises ConfigError if it exceeds the model's context."""
+    if max_model_len is None:
+        return context_len
+    if max_model_len > context_len:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, must be from 2 to {context_len}, the model's context"
+        )
+    return max_model_len
+
+
+def _check_combinations(options: EngineOptions, device: str) -> None:
+    problems = Problems()
+    with problems:
+        if options.fused_all_reduce and (device != "cuda" or options.tensor_parallel_size == 1):
+            raise ConfigError("fused_all_reduce is for several ranks on GPUs")
+    with problems:
+        if options.tenant_weights and options.policy != "fair":
+            raise ConfigError(
+                f"tenant weights are shares of the policy fair, but the policy is {options.policy}"
+            )
+    problems.raise_any()
+
+
+def _check_directory(problems: Problems, options: EngineOptions, device: str, with_weights: bool) -> None:
+    """Collect the problems of the model's directory, and those of options with its config.json."""
+    folder = options.model_path
+    num_known = len(problems)
+    with problems:
+        if options.revision is not None:
+            raise ConfigError(f"revision is {options.revision!r}, but {options.model} is a directory")
+    with problems:
+        check_model_files(folder, with_weights)
+    if len(problems) > num_known:
+        return
+    if with_weights:
+        with problems:
+            check_weight_files(folder)
+    fields: dict[str, Any] = {}
+    with problems:
+        fields = read_config_file(folder / "config.json")
+    with problems:
+        _check_names(folder / "config.json", options.name, fields)
+    with problems:
+        _check_heads(options, fields)
+    dtype = "float32"
+    with problems:
+        dtype = resolve_dtype(options.dtype, _stored_dtype(fields), device)
+    with problems:
+        if (context_len := _plain_context_len(fields)) is not None:
+            resolve_max_model_len(options.max_model_len, context_len)
+    if with_weights and device == "cpu":
+        with problems:
+            _check_kv_memory(options, fields, _DTYPE_BYTES[dtype])
+
+
+def _check_names(path: Path, name: str, fields: dict[str, Any]) -> None:
+    """Check that transformers knows the model's type, and that somebody implements its architecture."""
+    model_type = fields.get("model_type")
+    if isinstance(model_type, str) and not has_model_type(model_type):
+        raise ModelLoadError(
+            f"{path}: model_type is {model_type!r}, which the installed transformers does not know"
+        )
+    architectures = fields.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        return
+    architecture = str(architectures[0])
+    if architecture not in FAMILIES and not has_architecture(architecture):
+        raise ConfigError(
+            f"{name}: architecture {architecture!r} is not supported: the installed transformers has no model of "
+            "that name; `quire models` lists those that are"
+        )
+
+
+def _check_heads(options: EngineOptions, fields: dict[str, Any]) -> None:
+    """Check that the ranks can share the heads, if config.json states their numbers."""
+    architecture = (fields.get("architectures") or [None])[0]
+    num_heads, num_kv_heads = _whole(fields, "num_attention_heads"), _whole(fields, "num_key_value_heads")
+    if architecture in FAMILIES and num_heads is not None and num_kv_heads is not None:
+        check_heads(options.name, num_heads, num_kv_heads, options.tensor_parallel_size)
+
+
+def _stored_dtype(fields: dict[str, Any]) -> str:
+    stored = fields.get("dtype") or fields.get("torch_dtype")
+    return stored.removeprefix("torch.") if isinstance(stored, str) else DTYPES[0]
+
+
+def _plain_context_len(fields: dict[str, Any]) -> int | None:
+    """Return the context length, unless config.json scales it or leaves it out."""
+    ropes = (fields.get("rope_scaling") or {}, fields.get("rope_parameters") or {})
+    if any(
+        rope not in ({}, None) and (not isinstance(rope, dict) or "factor" in str(rope)) for rope in ropes
+    ):
+        return None
+    return _whole(fields, "max_position_embeddings")
+
+
+def _check_kv_memory(options: EngineOptions, fields: dict[str, Any], dtype_bytes: int) -> None:
+    """Check the KV memory of all ranks together, which share the memory of this host."""
+    block_bytes = _block_bytes(options, fields, dtype_bytes)
+    per_rank = options.kv_cache_memory or 0
+    if options.num_kv_blocks is not None:
+        per_rank = block_bytes * options.num_kv_blocks
+    per_rank += block_bytes * options.num_host_kv_blocks
+    available = available_bytes()
+    if available is not None and per_rank * options.tensor_parallel_size > available:
+        ranks = (
+            f" for each of {options.tensor_parallel_size} ranks" if options.tensor_parallel_size > 1 else ""
+        )
+        raise ConfigError(
+            f"the KV cache would take {per_rank / 2**30:,.1f} GiB{ranks}, but this host has "
+            f"{available / 2**30:,.1f} GiB left; lower kv_cache_memory, num_kv_blocks or num_host_kv_blocks"
+        )
+
+
+def _block_bytes(options: EngineOptions, fields: dict[str, Any], dtype_bytes: int) -> int:
+    """Return a lower bound of the bytes of one KV block on one rank; 0 if config.json does not state its sizes."""
+    num_layers, num_heads = _whole(fields, "num_hidden_layers"), _whole(fields, "num_attention_heads")
+    hidden_size = _whole(fields, "hidden_size")
+    if num_layers is None or num_heads is None or hidden_size is None:
+        return 0
+    head_dim = _whole(fields, "head_dim") or hidden_size // num_heads
+    num_kv_heads = -(-(_whole(fields, "num_key_value_heads") or 1) // options.tensor_parallel_size)
+    value_bytes = dtype_bytes if options.kv_cache_dtype == "auto" else 1
+    return 2 * num_layers * options.block_size * num_kv_heads * head_dim * value_bytes
+
+
+def _whole(fields: dict[str, Any], name: str) -> int | None:
+    """Return a number that config.json states, if it is a positive whole one."""
+    value = fields.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

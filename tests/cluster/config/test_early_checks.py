@@ -1,0 +1,120 @@
+"""Checks before anything is imported or started: all problems at once, and none that `resolve` would not find."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cluster.config import early_checks
+from quire.cluster.config.early_checks import check_early
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.machine import Machine
+from quire.proto.errors import ConfigError, ModelLoadError
+
+CPU = Machine(num_cores=2, num_gpus=0)
+
+
+@pytest.fixture
+def model_copy(make_model: Callable[..., Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(make_model("llama"), tmp_path / "model"))
+
+
+def edit(model: Path, **changes: Any) -> None:
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def problems_of(model: Path, machine: Machine = CPU, **options: Any) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        check_early(EngineOptions(str(model), **options), machine)
+    return caught.value.problems or (str(caught.value),)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_good_model_passes(make_model: Callable[..., Path], architecture: str) -> None:
+    check_early(EngineOptions(str(make_model(architecture))), CPU)
+
+
+def test_problems_of_machine_options_and_files_are_named_together(model_copy: Path) -> None:
+    edit(model_copy, num_attention_heads=4, num_key_value_heads=2, torch_dtype="int4", dtype="int4")
+    weights = model_copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    options: dict[str, Any] = {
+        "tensor_parallel_size": 3,
+        "tenant_weights": (("gold", 2.0),),
+        "device": "cuda",
+    }
+    found = problems_of(model_copy, Machine(2, 1), **options)
+    words = ("1 CUDA GPUs", "tenant weights", "truncated", "does not divide its attention heads", "'int4'")
+    for problem, word in zip(found, words, strict=True):
+        assert word in problem
+
+
+def test_missing_directory_is_the_only_problem(tmp_path: Path) -> None:
+    (found,) = problems_of(tmp_path / "nothing")
+    assert "not a directory" in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"model_type": "imaginary"},
+            "model_type is 'imaginary', which the installed transformers does not know",
+        ),
+        ({"architectures": ["ImaginaryForCausalLM"]}, "'ImaginaryForCausalLM' is not supported"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, must be from"),
+    ],
+)
+def test_config_that_cannot_be_served_is_refused(
+    model_copy: Path, changes: dict[str, Any], problem: str
+) -> None:
+    edit(model_copy, **changes)
+    (found,) = problems_of(model_copy)
+    assert problem in found
+
+
+def test_context_is_not_judged_if_it_is_scaled(model_copy: Path) -> None:
+    edit(model_copy, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    check_early(EngineOptions(str(model_copy), max_model_len=1000), CPU)
+    edit(model_copy, rope_scaling=None, rope_parameters=None, max_position_embeddings=256)
+    (found,) = problems_of(model_copy, max_model_len=1000)
+    assert "from 2 to 256" in found
+
+
+@pytest.mark.parametrize(
+    "options", [{"kv_cache_memory": 1 << 20}, {"num_kv_blocks": 4}, {"num_host_kv_blocks": 4}]
+)
+def test_kv_cache_above_the_memory_is_refused(
+    model_copy: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(early_checks, "available_bytes", lambda: None)
+    check_early(EngineOptions(str(model_copy), **options), CPU)
+    monkeypatch.setattr(early_checks, "available_bytes", lambda: 100)
+    (found,) = problems_of(model_copy, **options)
+    assert "the KV cache would take" in found
+    # On a cluster the nodes' memory counts, which this machine cannot know.
+    check_early(EngineOptions(str(model_copy), **options), CPU, with_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "its header cannot be read"),
+        (b"\x05\0\0\0\0\0\0\0[1,2]", "its header cannot be read"),
+        (b"\x02\0\0\0\0\0\0\0{}", None),
+        (b"\x03\0\0\0\0\0\0\0{}", "it is truncated"),
+    ],
+)
+def test_header_of_weights_is_checked(model_copy: Path, content: bytes, problem: str | None) -> None:
+    (model_copy / "model.safetensors").write_bytes(content)
+    if problem is None:
+        check_early(EngineOptions(str(model_copy)), CPU)
+        return
+    with pytest.raises(ModelLoadError, match=problem):
+        check_early(EngineOptions(str(model_copy)), CPU)
