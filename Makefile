@@ -178,7 +178,7 @@ figures: venv
 
 $(SOURCE): Makefile
 	@rm -rf $@ && mkdir -p $@
-	@for name in $(FOLDERS) __init__.py py.typed; do ln -s ../../../$$name $@/$$name; done
+	@for name in $(FOLDERS) __init__.py __main__.py py.typed; do ln -s ../../../$$name $@/$$name; done
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -3,46 +3,44 @@
 Each command has a file. Heavy modules are imported by the functions that need them, so that `quire --help` is fast.
 """
 
-from __future__ import annotations
-
 import sys
+from typing import Annotated
 
 import typer
 
-from ...proto.errors import InvalidRequest, QuireError
+from ...proto.errors import ConfigError, InvalidRequest, ModelLoadError, QuireError
 from .chat import chat
 from .deploy import delete, deploy, drain
+from .doctor import doctor
 from .download import download
 from .exit_status import FAILED, INTERRUPTED, WRONG_USE
 from .fit import fit
 from .generate import generate
 from .health import health
+from .help import Command, Group
 from .models import models
 from .operate import events, flush_cache, scale, undrain
+from .run_batch import run_batch
 from .serve import serve
 from .status import status
 from .token import token
 from .top import top
 from .up import down, up
+from .wrong_options import other_name_hint
 
 # Some versions of typer bundle click. BadParameter is public in all of them; its base is click's UsageError.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
-app = typer.Typer(
-    name="quire",
-    help="Serve large language models with tensor parallelism, and send requests to the servers.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-)
+app = typer.Typer(name="quire", cls=Group, pretty_exceptions_enable=False)
 for _command in (
     serve,
     download,
     models,
     fit,
+    doctor,
     generate,
     chat,
+    run_batch,
     status,
     top,
     health,
@@ -57,24 +55,42 @@ for _command in (
     events,
     delete,
 ):
-    app.command()(_command)
+    app.command(cls=Command)(_command)
 
 
-@app.callback()
-def _quire() -> None:
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        from ... import __version__
+
+        print(f"quire {__version__}")
+        raise typer.Exit
+
+
+@app.callback(cls=Group, invoke_without_command=True)
+def _quire(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
     """Serve large language models with tensor parallelism, and send requests to the servers."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def main() -> None:
-    """Run the command line; print each expected error as one line and exit with its status."""
+    """Run the command line; print each expected error as one line per problem and exit with its status."""
     try:
-        exit_status = app(standalone_mode=False)
+        exit_status = app(prog_name="quire", standalone_mode=False)
     except _UsageError as error:
-        _end(f"{error.format_message()} (see quire --help)", WRONG_USE)
+        _end(_usage_problem(error), WRONG_USE)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(INTERRUPTED)
-    except InvalidRequest as error:
-        _end(str(error), WRONG_USE)
+    except ModelLoadError as error:
+        _end(str(error), FAILED)
+    except (InvalidRequest, ConfigError) as error:
+        _end("\n".join(getattr(error, "problems", ())) or str(error), WRONG_USE)
     except QuireError as error:
         _end(str(error), FAILED)
     except BrokenPipeError:  # the reader of the output, for example `head`, has closed it
@@ -83,6 +99,13 @@ def main() -> None:
     sys.exit(exit_status if isinstance(exit_status, int) else 0)
 
 
-def _end(message: str, exit_status: int) -> None:
-    print(f"quire: {message}", file=sys.stderr)
+def _usage_problem(error: typer.BadParameter) -> str:
+    command = getattr(getattr(error, "ctx", None), "command_path", "quire")
+    hint = other_name_hint(str(getattr(error, "option_name", "")))
+    return f"{error.format_message() if not hint else error.message}{hint} (see {command} --help)"
+
+
+def _end(problems: str, exit_status: int) -> None:
+    for problem in problems.splitlines():
+        print(f"quire: {problem}", file=sys.stderr)
     sys.exit(exit_status)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..config.checks import OneOf
 from ..config.option import Option, declared_options
 
 Command = Callable[..., None]
@@ -60,8 +61,20 @@ def _is_given(context: typer.Context, name: str) -> bool:
 def _parameter(option: Option) -> inspect.Parameter:
     flags = () if option.flag is None else (option.flag,)
     metavar = option.metavar or option.unit.upper() or None
-    info = typer.Option(*flags, help=option.help, metavar=metavar, rich_help_panel=option.group)
+    completion = _completion(option.check.choices) if isinstance(option.check, OneOf) else None
+    info = typer.Option(
+        *flags, help=option.help, metavar=metavar, rich_help_panel=option.group, autocompletion=completion
+    )
     plain = list[str] if option.kind.is_repeated else option.kind.cli_type
     default = None if option.kind.is_repeated else option.default
     annotation: Any = plain if default is not None else plain | None
     return inspect.Parameter(option.name, _KEYWORD, default=default, annotation=Annotated[annotation, info])
+
+
+def _completion(choices: tuple[str, ...]) -> Callable[[], list[str]]:
+    """Return the function that a shell's completion of the option's value calls."""
+
+    def complete() -> list[str]:
+        return list(choices)
+
+    return complete

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,29 +18,59 @@ if TYPE_CHECKING:
 
     from ..api.status import FleetInfo, ReplicaInfo
 
+_CLEAR_SCREEN = "\033[2J\033[H"
 
-def status(target: Target = DEFAULT_TARGET, token_file: TokenFile = None, tls_ca: TlsCa = None) -> None:
+
+def status(
+    target: Target = DEFAULT_TARGET,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the state as one JSON object; with --watch one per line.")
+    ] = False,
+    watch: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Show the state again after this time, until Ctrl-C.", min=0.1),
+    ] = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+) -> None:
     """Show replicas, ranks, KV use and queue; for a fleet also models and nodes.
 
     The exit status is 1 if a model has fewer ready replicas than it should have.
 
     Example: `quire status --target 127.0.0.1:50051`
     """
+    show = _print_json if as_json else _print
+    with connect(target, token_file, tls_ca) as client:
+        if watch is None:
+            state = client.fleet()
+            show(state)
+            raise typer.Exit(0 if not state.problem and _is_healthy(state) else FAILED)
+        while True:
+            state = client.fleet()
+            if sys.stdout.isatty() and not as_json:
+                print(_CLEAR_SCREEN, end="")
+            show(state)
+            time.sleep(watch)
+
+
+def _print_json(state: FleetInfo) -> None:
+    from dataclasses import asdict
+
+    print(json.dumps({"healthy": not state.problem and _is_healthy(state), **asdict(state)}), flush=True)
+
+
+def _print(state: FleetInfo) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    with connect(target, token_file, tls_ca) as client:
-        status = client.fleet()
     console = Console()
-    if status.problem:
-        console.print(f"[red]the fleet's state is out of date[/]: {escape(status.problem)}")
-    for part in _describe_fleet(status):
+    if state.problem:
+        console.print(f"[red]the fleet's state is out of date[/]: {escape(state.problem)}")
+    for part in _describe_fleet(state):
         console.print(part)
-    for replica in status.replicas:
+    for replica in state.replicas:
         for part in _describe(replica):
             console.print(part)
-    if status.problem or not _is_healthy(status):
-        raise typer.Exit(FAILED)
 
 
 def _is_healthy(status: FleetInfo) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -14,8 +14,10 @@ import jsonschema
 import yaml
 
 from ...proto.errors import ConfigError, first_line, joined_lines
+from ..config.problems import Problems
 from ..ray_runtime.compat import complete_cluster_file
 from .instance_types import InstanceType, instance_types
+from .mounted_files import mount_problems
 
 EXAMPLES = ("aws", "gcp", "azure", "onprem", "kuberay")
 
@@ -70,14 +72,20 @@ class ClusterFile:
         """
         try:
             text = path.read_text()
-            raw = yaml.safe_load(text)
+            documents = list(yaml.safe_load_all(text))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from error
         except yaml.YAMLError as error:
             raise ConfigError(f"{path} is not YAML: {joined_lines(error)}") from error
+        problems = Problems()
+        with problems:
+            _refuse_manifest(path, documents)
+        with problems:
+            _refuse_placeholders(path, text)
+        problems.raise_any()
+        (raw,) = documents or [None]
         if not isinstance(raw, dict):
             raise ConfigError(f"{path} is not a cluster file: it has no settings")
-        _refuse_placeholders(path, text)
         config = _with_ray_defaults(path, raw)
         provider = str(config["provider"]["type"])
         head = config["head_node_type"]
@@ -87,7 +95,7 @@ class ClusterFile:
 
     def problems(self) -> list[str]:
         """Return a line per setting that would fail, cost too much, or expose the cluster; empty for a good file."""
-        return [*self._security_problems(), *self._node_problems(), *self._missing_files()]
+        return [*self._security_problems(), *self._node_problems(), *mount_problems(self.path, self.config)]
 
     @property
     def location(self) -> str:
@@ -127,11 +135,6 @@ class ClusterFile:
                         f"must be {offered} for a {node.machine}"
                     )
 
-    def _missing_files(self) -> Iterator[str]:
-        for source in self.config.get("file_mounts", {}).values():
-            if not (self.path.parent / Path(source).expanduser()).exists():
-                yield f"file_mounts: {source} does not exist (relative paths begin at {self.path.parent})"
-
 
 def _command_problems(command: str) -> Iterator[str]:
     if "ray start" in command and "RAY_AUTH_MODE=token" not in command:
@@ -159,11 +162,27 @@ def example(name: str) -> str:
     return files(__package__).joinpath("files", f"{name}.yaml").read_text()
 
 
+def _refuse_manifest(path: Path, documents: Sequence[Any]) -> None:
+    if any(isinstance(document, dict) and "apiVersion" in document for document in documents):
+        raise ConfigError(
+            f"{path} is a manifest for Kubernetes, not a file for `ray up`: start it with kubectl apply -f {path}"
+        )
+    if len(documents) > 1:
+        raise ConfigError(f"{path} has {len(documents)} YAML documents, must have one")
+
+
 def _refuse_placeholders(path: Path, text: str) -> None:
+    """Raise a ConfigError that names each placeholder with its first line."""
+    first_lines: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
-        found = None if line.lstrip().startswith("#") else _PLACEHOLDER.search(line)
-        if found:
-            raise ConfigError(f"{path} line {number}: {found.group()} is a placeholder, must be filled in")
+        for name in () if line.lstrip().startswith("#") else _PLACEHOLDER.findall(line):
+            first_lines.setdefault(name, number)
+    problems = [
+        f"{path} line {number}: {name} is a placeholder, must be filled in"
+        for name, number in first_lines.items()
+    ]
+    if problems:
+        raise ConfigError.of(problems)
 
 
 def _with_ray_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from .instruction_sets import Choice, instruction_set
@@ -52,6 +53,35 @@ def load_library() -> ctypes.CDLL | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class LibraryState:
+    """State of the library for this machine, without loading it.
+
+    Attributes:
+        instruction_set: that the library is, or would be, built for.
+        path: of the library; None if it is not built yet.
+        is_prebuilt: the wheel brought it.
+        problem: why it cannot be built; empty if it can or is.
+    """
+
+    instruction_set: str
+    path: Path | None = None
+    is_prebuilt: bool = False
+    problem: str = ""
+
+
+def library_state() -> LibraryState:
+    """Return the state of the library. Raises ValueError as `load_library` does."""
+    chosen = instruction_set()
+    if (path := find_prebuilt(chosen)) is not None:
+        return LibraryState(str(chosen), path, is_prebuilt=True)
+    try:
+        path = _library_path(_find_compiler(), chosen)
+    except (OSError, subprocess.SubprocessError) as error:
+        return LibraryState(str(chosen), problem=str(error))
+    return LibraryState(str(chosen), path if path.exists() else None)
+
+
 def cache_directory() -> Path:
     """Return the directory of the library: QUIRE_CACHE_DIR, or ``quire`` under XDG_CACHE_HOME or ~/.cache."""
     own = os.environ.get("QUIRE_CACHE_DIR")
@@ -71,9 +101,8 @@ def _find_compiler() -> str:
 def _ensure_built(compiler: str, chosen: Choice) -> Path:
     """Return the path of the library. Only one process builds it; the others wait."""
     flags = (*FLAGS, *chosen.flags)
-    folder = cache_directory()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = folder / f"ops-{chosen}-{_fingerprint(compiler, flags)}.so"
+    path = _library_path(compiler, chosen)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists():
         with _locked(path.with_suffix(".lock")):
             if not path.exists():
@@ -81,6 +110,10 @@ def _ensure_built(compiler: str, chosen: Choice) -> Path:
                 _log.warning("compiling the C++ ops for %s, once on this machine: 10 to 60 s", chosen)
                 _build(compiler, flags, path)
     return path
+
+
+def _library_path(compiler: str, chosen: Choice) -> Path:
+    return cache_directory() / f"ops-{chosen}-{_fingerprint(compiler, (*FLAGS, *chosen.flags))}.so"
 
 
 def _build(compiler: str, flags: tuple[str, ...], path: Path) -> None:

@@ -77,7 +77,7 @@ def test_options_that_do_not_fit_the_model_or_the_machine(demo_model_dir: Path, 
     listen = "--listen", "127.0.0.1:0"
     cases = [
         (["serve", str(model), *listen], ["safetensors", str(model)]),
-        (["serve", "demo", "--tensor-parallel-size", "4096", *listen], ["4096", "cores"]),
+        (["serve", "demo", "--tensor-parallel-size", "4096", *listen], ["4096", "heads"]),
         (["serve", "demo", "--tensor-parallel-size", "3", *listen], ["3", "heads"]),
         (["serve", str(tmp_path / "nothing"), *listen], ["nothing"]),
     ]

@@ -16,7 +16,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = "proto", "kernels", "worker", "scheduler", "cluster"
-FILES = "__init__.py", "py.typed", "setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE"
+FILES = (
+    "__init__.py",
+    "__main__.py",
+    "py.typed",
+    "setup.py",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "NOTICE",
+)
 
 USE = """
 import sys, quire, quire.cluster.demo

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 from serving import ServerFactory
 
+import quire as package
 from quire.cluster import cli
 from quire.cluster.api.tokens import Role, load_tokens
 from quire.cluster.cli.exit_status import FAILED, INTERRUPTED, WRONG_USE
+from quire.cluster.cli.generate import read_prompt
 from quire.cluster.config.units import parse_num_bytes
-from quire.proto.errors import ConfigError
+from quire.proto.errors import ConfigError, InvalidRequest
 
 
 def quire(
@@ -32,7 +37,7 @@ def quire(
     return int(ended.value.code or 0), output, errors
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "chat", "status", "top"])
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "run-batch", "status", "top", "doctor"])
 def test_help_shows_an_example(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -70,20 +75,22 @@ def test_token_prints_a_token_and_its_line(
         (["generate", "x", "--n", "4", "--beam-width", "2"], WRONG_USE, "sampling.beam_width: is 2"),
         (["chat", "--top-p", "0"], WRONG_USE, "sampling.top_p: is 0.0"),
         (["serve", "/nowhere"], FAILED, "/nowhere: not a directory"),
-        (["serve", "demo", "--listen", "here"], FAILED, "listening address is 'here'"),
-        (["serve", "demo", "--listen", "0.0.0.0:0"], FAILED, "can be reached from other machines"),
-        (["serve", "demo", "--kv-cache-memory", "lots"], FAILED, "amount of memory is 'lots'"),
-        (["serve", "demo", "--device", "cpu", "--tensor-parallel-size", "3"], FAILED, "does not divide"),
-        (["serve", "demo", "--policy", "lottery"], FAILED, "policy is 'lottery', must be fcfs,"),
+        (["serve", "demo", "--listen", "here"], WRONG_USE, "listening address is 'here'"),
+        (["serve", "demo", "--listen", "0.0.0.0:0"], WRONG_USE, "can be reached from other machines"),
+        (["serve", "demo", "--kv-cache-memory", "lots"], WRONG_USE, "amount of memory is 'lots'"),
+        (["serve", "demo", "--device", "cpu", "--tensor-parallel-size", "3"], WRONG_USE, "does not divide"),
+        (["serve", "demo", "--policy", "lottery"], WRONG_USE, "policy is 'lottery', must be fcfs,"),
+        (["serve", "demo", "--tp", "2"], WRONG_USE, "did you mean --tensor-parallel-size? (see quire serve"),
+        (["run-batch", "/nowhere", "/tmp/out"], WRONG_USE, "/nowhere cannot be read"),
         (
             ["serve", "demo", "--tenant-weight", "gold"],
-            FAILED,
+            WRONG_USE,
             "tenant weight is 'gold', must be like gold=3",
         ),
-        (["serve", "demo", "--tenant-weight", "gold=3"], FAILED, "shares of the policy fair"),
-        (["serve", "demo", "--num-host-kv-blocks", "-1"], FAILED, "num_host_kv_blocks is -1"),
-        (["serve", "demo", "--kv-cache-dtype", "int4"], FAILED, "kv_cache_dtype is 'int4'"),
-        (["status", "--token-file", "/nowhere"], FAILED, "token file /nowhere cannot be read"),
+        (["serve", "demo", "--tenant-weight", "gold=3"], WRONG_USE, "shares of the policy fair"),
+        (["serve", "demo", "--num-host-kv-blocks", "-1"], WRONG_USE, "num_host_kv_blocks is -1"),
+        (["serve", "demo", "--kv-cache-dtype", "int4"], WRONG_USE, "kv_cache_dtype is 'int4'"),
+        (["status", "--token-file", "/nowhere"], WRONG_USE, "token file /nowhere cannot be read"),
     ],
 )
 def test_error_is_one_line_on_stderr(
@@ -98,6 +105,92 @@ def test_error_is_one_line_on_stderr(
     assert errors.startswith("quire: ")
     assert message in errors
     assert len(errors.splitlines()) == 1
+
+
+def test_all_problems_of_options_are_named_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--device", "cpu", "--tensor-parallel-size", "3", "--max-model-len", "100000"]
+    memory = ["--kv-cache-memory", "1000TiB", "--listen", "here"]
+    status, output, errors = quire(monkeypatch, capfd, "serve", "demo", *arguments, *memory)
+    assert (status, output) == (WRONG_USE, "")
+    problems = errors.splitlines()
+    for problem, word in zip(
+        problems, ("does not divide", "max_model_len", "1,024,000.0 GiB", "'here'"), strict=True
+    ):
+        assert problem.startswith("quire: ")
+        assert word in problem
+
+
+def test_checks_of_options_import_neither_torch_nor_ray() -> None:
+    program = (
+        "import sys\n"
+        "from quire.cluster.cli import main\n"
+        "sys.argv = ['quire', 'serve', 'demo', '--device', 'cpu', '--tensor-parallel-size', '3', '--no-http']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 2\n"
+        "heavy = {'torch', 'ray', 'transformers', 'fastapi'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_taken_port_names_the_next_free_one(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = "--listen", f"127.0.0.1:{port}", "--no-http"
+        status, _, errors = quire(monkeypatch, capfd, "serve", "demo", *arguments)
+    assert status == WRONG_USE
+    (free,) = re.findall(r"choose another with --listen 127\.0\.0\.1:(\d+)", errors)
+    assert port < int(free) <= port + 20
+
+
+def test_command_alone_shows_help_and_version_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, output, errors = quire(monkeypatch, capfd)
+    assert (status, errors) == (0, "")
+    assert "Commands:" in output
+    status, output, _ = quire(monkeypatch, capfd, "--version")
+    assert (status, output) == (0, f"quire {package.__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["serve", "deploy", "generate", "fit"])
+def test_help_of_a_narrow_terminal_shows_every_option_whole(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, output, _ = quire(monkeypatch, capfd, command, "--help")
+    parameters = typer.main.get_command(cli.app).commands[command].params  # type: ignore[attr-defined]
+    for name in (name for parameter in parameters for name in parameter.opts if name.startswith("--")):
+        assert re.search(rf"{name}\b", output), name
+    assert max(map(len, output.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shell_completes_commands_and_values(shell: str) -> None:
+    def complete(words: str) -> str:
+        variables = {
+            "_QUIRE_COMPLETE": f"complete_{shell}",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split()) - 1),
+            "_TYPER_COMPLETE_ARGS": words,
+            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        }
+        command = [sys.executable, "-m", "quire"]
+        done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60)
+        return done.stdout
+
+    assert "run-batch" in complete("quire run")
+    assert "longest-prefix" in complete("quire serve demo --policy long")
+
+
+def test_generate_reads_stdin() -> None:
+    assert read_prompt(io.BytesIO("Es war ein düsterer Abend\n".encode())) == "Es war ein düsterer Abend"
+    for content in (b"", b" \n", b"\xff\xfe"):
+        with pytest.raises(InvalidRequest, match="stdin"):
+            read_prompt(io.BytesIO(content))
 
 
 def test_status_fails_without_a_server_at_the_target(
@@ -142,8 +235,17 @@ def test_generate_and_status_against_a_server(serve: ServerFactory) -> None:
                 "generate", "The quick", "--target", server.target, "--max-tokens", "8", "--seed", "1"
             )
             output, errors = await asyncio.wait_for(process.communicate(), 60)
-            assert (process.returncode, errors) == (0, b"")
+            assert process.returncode == 0
+            assert re.fullmatch(
+                rb"\d+ prompt tokens, 8 generated; first token after [\d.]+ s, all in [\d.]+ s, [\d.]+ tokens/s\n",
+                errors,
+            )
             assert len(output.decode()) > 1
+            process = await run_quire("status", "--target", server.target, "--json")
+            output, errors = await asyncio.wait_for(process.communicate(), 60)
+            assert (process.returncode, errors) == (0, b"")
+            state = json.loads(output)
+            assert (state["healthy"], state["replicas"][0]["replica_id"]) == (True, "replica-0")
             process = await run_quire("status", "--target", server.target, COLUMNS="200")
             output, errors = await asyncio.wait_for(process.communicate(), 60)
             assert (process.returncode, errors) == (0, b"")
@@ -163,7 +265,7 @@ def test_generate_prints_completions_logprobs_and_json(serve: ServerFactory) -> 
     async def scenario() -> None:
         async with serve() as server:
             arguments = ["generate", "The quick", "--target", server.target, "--max-tokens", "4"]
-            arguments += ["--seed", "1", "--ignore-eos", "--logprobs", "2"]
+            arguments += ["--seed", "1", "--ignore-eos", "--logprobs", "2", "--quiet"]
 
             async def ask(*more: str) -> str:
                 process = await run_quire(*arguments, *more, COLUMNS="200")

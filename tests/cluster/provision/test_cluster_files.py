@@ -20,6 +20,14 @@ from quire.proto.errors import ConfigError, ReplicaUnavailable
 
 CLOUDS = ("aws", "gcp", "azure")
 RAY_FILES = (*CLOUDS, "onprem")
+PEM = "-----BEGIN CERTIFICATE-----\n"
+FILES = {
+    ".ray/auth_token": "token",
+    "config/fleet.toml": '[[model]]\nmodel = "demo"\n',
+    "config/tokens": "gold:secret-of-gold",
+    "config/tls.crt": PEM,
+    "config/tls.key": PEM,
+}
 PLACEHOLDER = re.compile(r"<[a-z][a-z-]*>")
 
 
@@ -27,10 +35,10 @@ PLACEHOLDER = re.compile(r"<[a-z][a-z-]*>")
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a home directory with the Ray token and the files that the examples mount."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in (".ray/auth_token", "fleet.toml", "tokens", "tls.crt", "tls.key"):
+    for name, content in FILES.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
-        path.touch()
+        path.write_text(content)
     return tmp_path
 
 
@@ -64,6 +72,37 @@ def test_placeholder_is_refused_with_its_line(name: str, home: Path) -> None:
     )
     with pytest.raises(ConfigError, match=rf"line {first}: <[a-z-]+> is a placeholder, must be filled in"):
         ClusterFile.read(write(home, text))
+
+
+def test_all_placeholders_are_named_at_once(home: Path) -> None:
+    done = run_cli("up", str(write(home, example("aws"))), "--dry-run", home=home)
+    assert done.returncode == 2
+    names = set(PLACEHOLDER.findall(re.sub(r"^ *#.*$", "", example("aws"), flags=re.MULTILINE)))
+    assert len(names) > 2
+    assert {re.findall(r"<[a-z-]+>", line)[0] for line in done.stderr.splitlines()} == names
+
+
+def test_manifest_for_kubernetes_names_kubectl(home: Path) -> None:
+    with pytest.raises(ConfigError, match=r"manifest for Kubernetes, .*kubectl apply -f .*cluster\.yaml"):
+        ClusterFile.read(write(home, filled_in("kuberay")))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        *((name, " \n", "is empty") for name in FILES),
+        ("config/fleet.toml", "[[model]]\nmodle = 1\n", "with `model`"),
+        ("config/tokens", "# none\n", "token"),
+        ("config/tls.crt", "certificate", "is not a PEM file"),
+    ],
+)
+def test_empty_or_malformed_file_of_the_gateway_is_a_problem(
+    name: str, content: str, problem: str, home: Path
+) -> None:
+    (home / name).write_text(content)
+    (found,) = ClusterFile.read(write(home, filled_in("onprem"))).problems()
+    assert problem in found
+    assert name.rpartition("/")[2] in found
 
 
 @pytest.mark.parametrize("name", CLOUDS)
@@ -142,7 +181,8 @@ def test_aws_nodes_with_h100_have_efa_interfaces(home: Path) -> None:
         ("CPU: 192, GPU: 8", "CPU: 96, GPU: 8", "resources say CPU: 96, must be 192 for a p5.48xlarge"),
         ("g6.12xlarge", "g6.13xlarge", "'g6.13xlarge' is not in quire's list"),
         ("ImageId: *image", "KeyName: key", "no image"),
-        ("./tokens", "./nowhere", "./nowhere does not exist"),
+        ("./config", "./nowhere", "./nowhere does not exist"),
+        ("config/tokens", "config/other", "config/other does not exist"),
         ("--include-dashboard=false", "--dashboard-host=0.0.0.0", "exposes the dashboard"),
     ],
 )
@@ -219,7 +259,7 @@ def test_up_dry_run_prints_the_plan_only(home: Path) -> None:
 def test_up_refuses_a_file_with_problems(home: Path) -> None:
     text = changed("aws", "use_internal_ips: true", "use_internal_ips: false")
     done = run_cli("up", str(write(home, text)), "--yes", home=home)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "public address" in done.stdout
     assert "--ignore-problems" in done.stderr
 

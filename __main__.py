@@ -1,0 +1,5 @@
+"""`python -m quire`: the command `quire`."""
+
+from quire.cluster.cli import main
+
+main()

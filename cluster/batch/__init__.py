@@ -1,0 +1,1 @@
+"""Batch files in OpenAI's format, run against an HTTP server."""

@@ -1,0 +1,1 @@
+"""`quire doctor`: facts about this machine, and what they mean for serving."""
