@@ -192,6 +192,13 @@ SECTIONS = (
         everything,
     ),
     Section(
+        "Weights on shared storage",
+        "weights_cache",
+        "Seconds to load the 60M-parameter shape from simulated storage of 25 MB/s, with and without a copy on the "
+        "node's disk.",
+        everything,
+    ),
+    Section(
         "KV memory",
         "memory",
         "Fragmentation, prefix cache hits and blocks saved by sharing, on recorded traces.",
