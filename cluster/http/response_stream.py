@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from ...proto.errors import QuireError
 from ..chat_format.deltas import ChatDelta, ContentDelta, ReasoningDelta, ToolCallStart
 from ..requests.outputs import CompletionDelta, CompletionFinished, StreamEvent, Usage
+from .errors import openai_error
 from .json_text import json_text
 from .response_head import ResponseHead
 from .schema.response_request import ResponseRequest
@@ -32,6 +35,21 @@ class ResponseBuilder:
         if isinstance(event, CompletionFinished):
             return self._begin() + self._finish(event)
         return ""
+
+    def failed(self, error: QuireError) -> str:
+        """Return the last event of a stream that has begun.
+
+        It is OpenAI's event `error` for readers of events; the member `error` is what OpenAI's packages raise.
+        """
+        details = json.loads(openai_error(error))["error"]
+        return self._event(
+            "error", **{name: details[name] for name in ("code", "message", "param")}, error=details
+        )
+
+    @property
+    def has_begun(self) -> bool:
+        """The stream has an event."""
+        return bool(self._num_events)
 
     def _begin(self) -> str:
         """Return the first events of a stream, once, with the first token: before it the request may be refused."""

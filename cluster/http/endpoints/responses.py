@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from ....proto.errors import InvalidRequest, RequestNotFound
+from ....proto.errors import InvalidRequest, QuireError, RequestNotFound
 from ...gateway.generation import GenerationCall
 from ...gateway.retention import RetainedRequests, RetentionLimits
 from ...gateway.services import GatewayServices
@@ -90,9 +90,15 @@ class Responses:
         with renamed_fields(_FIELDS):
             async with self._services.generation.run(call.generation) as generation:
                 builder = ResponseBuilder(call.head, call.body, generation.model.name)
-                async for event in generation.events:
-                    if chunk := builder.event(event):
-                        yield chunk.encode()
+                try:
+                    async for event in generation.events:
+                        if chunk := builder.event(event):
+                            yield chunk.encode()
+                except QuireError as error:
+                    if not builder.has_begun:
+                        raise
+                    yield builder.failed(error).encode()
+                    return
         self._store(call, builder.response)
 
     def find(self, tenant: str, response_id: str) -> StoredResponse:

@@ -66,6 +66,10 @@ def test_shutdown_ends_running_requests_with_its_error(model: Path) -> None:
                 events.append(event)
                 has_begun.set()
         check_error(path, events[-1])
+        if path == "/v1/responses":
+            last = events[-1]
+            assert (last["type"], last["code"], last["message"]) == ("error", "shutting_down", REASON)
+            assert last["sequence_number"] == len(events) - 1
 
     async def call(http: httpx.AsyncClient, path: str) -> None:
         response = await http.post(path, json=CALLS[path])
