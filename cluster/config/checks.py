@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,16 @@ def bearer_token(name: str, value: str) -> str | None:
     if value and value.isascii() and value.isprintable() and " " not in value:
         return None
     return f"{name} is not usable as a token, must be printable ASCII text without spaces"
+
+
+def web_origins(name: str, value: str) -> str | None:
+    """Check the origins of web pages, separated by commas."""
+    for origin in value.split(","):
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s*,]+", origin):
+            return (
+                f"{name} has {origin!r}, must be * or origins like https://example.com, separated by commas"
+            )
+    return None
 
 
 positive = Range(lambda value: value > 0, "above 0")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checks import bearer_token, not_negative_finite, one_of, positive_finite
+from .checks import bearer_token, not_negative_finite, one_of, positive_finite, web_origins
 from .option import option, validate_options
 
 _SERVER = "Server"
@@ -65,6 +65,15 @@ class ServerOptions:
         None,
         help="TOML file of the tenants' limits and prefix pools. It is read again when it changes.",
         metavar="FILE",
+        group=_SERVER,
+    )
+
+    allowed_origins: str | None = option(
+        None,
+        help="Origins of web pages that may call the HTTP server (CORS), separated by commas; * for all. None by "
+        "default.",
+        metavar="ORIGINS",
+        check=web_origins,
         group=_SERVER,
     )
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from ..gateway.services import GatewayServices
 from ..gateway.version import server_version
@@ -35,8 +38,12 @@ FAMILIES = (
 )
 
 
-def create_app(services: GatewayServices) -> FastAPI:
-    """Return the application over these services, with its OpenAPI document at /docs."""
+def create_app(services: GatewayServices, allowed_origins: Sequence[str] = ()) -> FastAPI:
+    """Return the application over these services, with its OpenAPI document at /docs.
+
+    Args:
+        allowed_origins: origins of web pages that may call it; ``*`` for all.
+    """
     app = FastAPI(
         title="quire",
         version=server_version(),
@@ -49,4 +56,12 @@ def create_app(services: GatewayServices) -> FastAPI:
         app.include_router(family.router(services))
     app.add_middleware(LimitBody, services=services)
     app.add_middleware(AuthenticateCalls, services=services)
+    if allowed_origins:  # outside the authentication: a browser asks for permission without a token
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     return app

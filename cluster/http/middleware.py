@@ -43,7 +43,7 @@ class AuthenticateCalls:
                 self._on_refused(error)
                 await error_response(error, path)(scope, receive, send)
                 return
-            scope["state"]["caller"] = caller
+            scope.setdefault("state", {})["caller"] = caller
         await self._app(scope, receive, send)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 from fastapi import FastAPI
@@ -32,6 +32,7 @@ class HttpServer:
         services: shared with the gRPC server of the same gateway.
         listen: ``HOST:PORT``.
         insecure: allow an address that other machines can reach without TLS and tokens.
+        allowed_origins: origins of web pages that may call the server; ``*`` for all.
 
     Attributes:
         app: the application.
@@ -48,6 +49,7 @@ class HttpServer:
         *,
         insecure: bool = False,
         limits: ConnectionLimits | None = None,
+        allowed_origins: Sequence[str] = (),
     ) -> None:
         self._address = ListenAddress.parse(listen)
         self._security = services.security
@@ -56,7 +58,7 @@ class HttpServer:
         self._closing = services.closing
         self._security.check_listen(self._address, insecure=insecure)
         self._limits = limits or ConnectionLimits()
-        self.app: FastAPI = create_app(services)
+        self.app: FastAPI = create_app(services, allowed_origins)
         self.url = ""
         self._state = ServerState()
         self._listener: asyncio.Server | None = None

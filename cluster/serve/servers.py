@@ -26,9 +26,7 @@ class GatewayServers:
             max_connection_age_s=options.max_connection_age_s,
             max_connection_age_grace_s=options.max_connection_age_grace_s,
         )
-        self._http = (
-            None if options.no_http else HttpServer(services, options.http, insecure=options.insecure)
-        )
+        self._http = None if options.no_http else _http_server(services, options)
         self._monitor = services.monitor
         self._grpc_address = ""
 
@@ -70,3 +68,8 @@ class GatewayServers:
         ]
         await asyncio.gather(*both)
         await self._monitor.close()
+
+
+def _http_server(services: GatewayServices, options: ServerOptions) -> HttpServer:
+    origins = () if options.allowed_origins is None else options.allowed_origins.split(",")
+    return HttpServer(services, options.http, insecure=options.insecure, allowed_origins=origins)

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from local_server import ThreadedServer, threaded_server
 
 from quire.cluster.api.tokens import Role, Token, TokenSet
 from quire.cluster.gateway.security import Security
 from quire.cluster.host.watched_file import constant
+from quire.cluster.http.app import create_app
 from quire.cluster.http.connection import ConnectionLimits
 from quire.cluster.http.middleware import MAX_BODY_BYTES, OPEN_PATHS
 
@@ -69,6 +71,22 @@ def test_docs_load_nothing_from_elsewhere(http: httpx.Client) -> None:
 
 def test_openapi_document_has_the_endpoints(http: httpx.Client) -> None:
     assert "/v1/models" in http.get("/openapi.json").json()["paths"]
+
+
+async def preflight(app: FastAPI) -> httpx.Response:
+    """Ask as a browser does before a page of another origin calls the server."""
+    headers = {"origin": "https://example.com", "access-control-request-method": "POST"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        return await client.options("/v1/completions", headers=headers)
+
+
+def test_pages_of_other_origins_may_call_only_if_they_are_allowed(server: ThreadedServer) -> None:
+    services = server.server.services
+    for allowed, status in (((), 405), (("https://other.org",), 400), (("https://example.com",), 200)):
+        response = server.run(preflight(create_app(services, allowed)))
+        assert response.status_code == status
+        origin = response.headers.get("access-control-allow-origin")
+        assert origin == ("https://example.com" if status == 200 else None)
 
 
 def test_calls_without_a_permitted_token_are_refused(make_model: Callable[..., Path]) -> None:

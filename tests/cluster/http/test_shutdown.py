@@ -74,6 +74,7 @@ def test_shutdown_ends_running_requests_with_its_error(model: Path) -> None:
     async def call(http: httpx.AsyncClient, path: str) -> None:
         response = await http.post(path, json=CALLS[path])
         assert response.status_code == 503
+        assert int(response.headers["retry-after"]) >= 1
         check_error(path, response.json())
 
     async def scenario() -> None:
