@@ -116,7 +116,7 @@ _HERMES = ToolStructure(
 )
 _QWEN_CODER = ToolStructure(
     "<tool_call>\n<function={name}>\n",
-    "\n</function>\n</tool_call>",
+    "</function>\n</tool_call>",
     "\n",
     trigger="<tool_call>",
     style="qwen_xml",
@@ -141,7 +141,7 @@ TOOL_STRUCTURES: Mapping[str, ToolStructure] = {
         f"{_DEEPSEEK_CALL}{{name}}{_DEEPSEEK_SEP}", "<｜tool▁call▁end｜>", **_DEEPSEEK_SECTION
     ),
     "glm45": ToolStructure(
-        "<tool_call>{name}\n", "\n</tool_call>", "\n", trigger="<tool_call>", style="glm_xml"
+        "<tool_call>{name}\n", "</tool_call>", "\n", trigger="<tool_call>", style="glm_xml"
     ),
     "granite": ToolStructure(
         '{"name": "{name}", "arguments": ', "}", ", ", "<|tool_call|>[", "]", trigger="<|tool_call|>"

@@ -12,10 +12,13 @@ from .vocabulary import Vocabulary, read_vocabulary
 
 XGRAMMAR, GUIDANCE, AUTO = "xgrammar", "guidance", "auto"
 
-# Backend |-> its tag in a compiled grammar, its module and class.
+# Of a compiled grammar, which travels with its request to every rank and is read between two steps.
+MAX_COMPILED_BYTES = 2 << 20
+
+# Backend |-> its tag in a compiled grammar, its module and class; in the order in which they are asked (decision 16).
 _BACKENDS: Mapping[str, tuple[bytes, str, str]] = {
-    XGRAMMAR: (b"x", ".xgrammar_backend", "XGrammarBackend"),
     GUIDANCE: (b"g", ".guidance_backend", "GuidanceBackend"),
+    XGRAMMAR: (b"x", ".xgrammar_backend", "XGrammarBackend"),
 }
 _BY_TAG = {tag: name for name, (tag, _, _) in _BACKENDS.items()}
 
@@ -46,7 +49,7 @@ class GrammarLibrary:
         problems = []
         for name in _names(backend):
             try:
-                return _BACKENDS[name][0] + self._backend(name).compile(spec)
+                return _BACKENDS[name][0] + _check_size(self._backend(name).compile(spec))
             except UnsupportedConstraint as error:
                 problems.append(f"{name}: {error}")
             except ImportError:
@@ -73,3 +76,10 @@ class GrammarLibrary:
 
 def _names(backend: str) -> Iterable[str]:
     return _BACKENDS if backend == AUTO else (backend,)
+
+
+def _check_size(compiled: bytes) -> bytes:
+    if len(compiled) > MAX_COMPILED_BYTES:
+        size = f"{len(compiled) / 2**20:.1f} MiB"
+        raise UnsupportedConstraint(f"it is compiled to {size}, at most {MAX_COMPILED_BYTES >> 20} MiB")
+    return compiled

@@ -10,14 +10,13 @@ import llguidance
 import numpy as np
 
 from ...proto.block_tables import IntArray
-from .grammar import MAX_WHITESPACE_CHARS, GrammarSpec, UnsupportedConstraint, num_words
+from .grammar import GrammarSpec, UnsupportedConstraint, num_words
 from .json_schema import close_objects
+from .lark_tags import WHITESPACE, lark_of_tag
 from .vocabulary import Vocabulary
 
 # Limits of one step: about 15 ms each. A mask that needs more ends the output.
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
-
-_WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE_CHARS}}}"
 
 
 class GuidanceMatcher:
@@ -77,7 +76,7 @@ class GuidanceBackend:
 
     def compile(self, spec: GrammarSpec) -> bytes:
         try:
-            grammar = _grammar(spec)
+            grammar = _grammar(spec, self._vocabulary)
         except (ValueError, KeyError, TypeError) as error:
             raise UnsupportedConstraint(str(error)) from error
         self.load(grammar.encode()).new_matcher().fill_mask(
@@ -103,7 +102,7 @@ class _Tokenizer:
         return self._encode(text)
 
 
-def _grammar(spec: GrammarSpec) -> str:
+def _grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> str:
     matcher = llguidance.LLMatcher
     match spec.kind:
         case "json" | "json_object":
@@ -112,15 +111,13 @@ def _grammar(spec: GrammarSpec) -> str:
                 schema = close_objects(schema)
             if spec.disable_any_whitespace:
                 return str(matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}))
-            return str(
-                matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
-            )
+            return str(matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE}))
         case "regex":
             return str(matcher.grammar_from_regex(spec.text))
         case "choice" | "grammar":
             return str(llguidance.grammar_from(spec.kind, spec.text))
         case _:
-            raise ValueError(f"{spec.kind} is not supported")
+            return str(matcher.grammar_from_lark(lark_of_tag(json.loads(spec.text), vocabulary)))
 
 
 def _shown(message: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,44 +25,40 @@ def prepare_tag(tag: Any, vocabulary: Vocabulary) -> Mapping[str, Any]:
     if not isinstance(tag, Mapping):
         raise UnsupportedConstraint("a structural tag must be an object")
     if "structures" in tag:
-        tag = _from_structures(tag)
+        tag = from_structures(tag)
     if tag.get("type", "structural_tag") != "structural_tag" or "format" not in tag:
         raise UnsupportedConstraint("a structural tag must have the type structural_tag and a format")
-    return {"type": "structural_tag", "format": _prepare(tag["format"], _Splitter(vocabulary))}
+    return {"type": "structural_tag", "format": _prepare(tag["format"], vocabulary)}
 
 
-class _Splitter:
-    """Splits texts at special tokens."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._ids = vocabulary.special_by_text
-        names = sorted(filter(None, self._ids), key=len, reverse=True)
-        self._pattern = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
-
-    def formats(self, text: str) -> list[Mapping[str, Any]]:
-        parts = self._pattern.split(text) if self._pattern else [text]
-        return [
-            {"type": "token", "token": self._ids[part]}
-            if part in self._ids
-            else {"type": "const_string", "value": part}
-            for part in parts
-            if part
-        ]
+def split_special_tokens(text: str, vocabulary: Vocabulary) -> list[str | int]:
+    """Return the parts of a text, with the ids of special tokens instead of their names."""
+    pattern = vocabulary.special_pattern
+    ids = vocabulary.special_by_text
+    parts = pattern.split(text) if pattern else [text]
+    return [ids.get(part, part) for part in parts if part]
 
 
-def _prepare(form: Any, splitter: _Splitter) -> Any:
+def _prepare(form: Any, vocabulary: Vocabulary) -> Any:
     if isinstance(form, list):
-        return [_prepare(each, splitter) for each in form]
+        return [_prepare(each, vocabulary) for each in form]
     if not isinstance(form, Mapping):
         return form
     if form.get("type") == "const_string" and isinstance(form.get("value"), str):
-        parts = splitter.formats(form["value"])
+        parts = _formats(form["value"], vocabulary)
         return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": parts}
     if form.get("type") == "json_schema":
         return _prepare_schema(form)
     if form.get("type") == "dispatch":
-        return _prepare_dispatch(form, splitter)
-    return {name: _prepare(value, splitter) for name, value in form.items()}
+        return _prepare_dispatch(form, vocabulary)
+    return {name: _prepare(value, vocabulary) for name, value in form.items()}
+
+
+def _formats(text: str, vocabulary: Vocabulary) -> list[Mapping[str, Any]]:
+    return [
+        {"type": "token", "token": part} if isinstance(part, int) else {"type": "const_string", "value": part}
+        for part in split_special_tokens(text, vocabulary)
+    ]
 
 
 def _prepare_schema(form: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -73,17 +68,17 @@ def _prepare_schema(form: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"max_whitespace_cnt": MAX_WHITESPACE_CHARS, **prepared}
 
 
-def _prepare_dispatch(form: Mapping[str, Any], splitter: _Splitter) -> Mapping[str, Any]:
+def _prepare_dispatch(form: Mapping[str, Any], vocabulary: Vocabulary) -> Mapping[str, Any]:
     """Return free text with patterns; patterns that are special tokens become tokens."""
-    rules = [(pattern, _prepare(content, splitter)) for pattern, content in form.get("rules", ())]
-    tokens = [splitter.formats(pattern) for pattern, _ in rules]
+    rules = [(pattern, _prepare(content, vocabulary)) for pattern, content in form.get("rules", ())]
+    tokens = [_formats(pattern, vocabulary) for pattern, _ in rules]
     if all(len(parts) == 1 and parts[0]["type"] == "token" for parts in tokens):
         by_token = [(parts[0]["token"], content) for parts, (_, content) in zip(tokens, rules, strict=True)]
         return {"type": "token_dispatch", "rules": by_token, "loop": form.get("loop", True)}
     return {**form, "rules": rules}
 
 
-def _from_structures(tag: Mapping[str, Any]) -> Mapping[str, Any]:
+def from_structures(tag: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the present form of the older one, a list of structures with ``begin``, ``schema`` and ``end``."""
     try:
         tags = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,12 @@ class Vocabulary:
     def special_by_text(self) -> Mapping[str, int]:
         """Text of a special token |-> its id."""
         return {self.pieces[index].decode(): index for index in sorted(self.special_ids)}
+
+    @functools.cached_property
+    def special_pattern(self) -> re.Pattern[str] | None:
+        """Matches the text of a special token, as a group; None without any."""
+        names = sorted(filter(None, self.special_by_text), key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
 
     @functools.cached_property
     def id_by_piece(self) -> Mapping[bytes, int]:

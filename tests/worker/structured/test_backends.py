@@ -126,7 +126,8 @@ def test_special_tokens_are_never_text(library: GrammarLibrary) -> None:
         assert EOS not in mask(new_matcher(library, backend, "regex", r"<\|endoftext\|>x"))
 
 
-def test_structural_tag_is_free_until_its_trigger(library: GrammarLibrary) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_structural_tag_is_free_until_its_trigger(library: GrammarLibrary, backend: str) -> None:
     tag = {
         "type": "structural_tag",
         "format": {
@@ -142,7 +143,7 @@ def test_structural_tag_is_free_until_its_trigger(library: GrammarLibrary) -> No
             ],
         },
     }
-    matcher = new_matcher(library, "auto", "structural_tag", json.dumps(tag))
+    matcher = new_matcher(library, backend, "structural_tag", json.dumps(tag))
     assert accepts(library, matcher, 'I say <f>{"name": "Ann", "age": 3}</f> and more.')
     assert accepts(library, matcher, "I say nothing.")
     assert not accepts(library, matcher, "I say <f>nothing</f>")

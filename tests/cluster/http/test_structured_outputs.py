@@ -1,0 +1,100 @@
+"""Structured outputs over HTTP, by the official clients: response_format, vLLM's field, tool_choice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import jsonschema
+import openai
+import pytest
+from local_server import ThreadedServer
+from narrowing import not_none
+
+MESSAGES: list[Any] = [{"role": "user", "content": "When?"}]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "color": {"enum": ["red", "green"]},
+        "sizes": {"type": "array", "items": {"const": 1}, "maxItems": 2},
+    },
+    "required": ["color", "sizes"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "function": {"name": "paint", "parameters": SCHEMA}}
+RANDOM: Any = {"temperature": 1, "seed": 4, "max_tokens": 300}
+
+
+@pytest.fixture(scope="module")
+def client(server: ThreadedServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_chat_completion_has_the_form(client: openai.OpenAI) -> None:
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "paint", "schema": SCHEMA, "strict": True}}
+    made = client.chat.completions.create(model="tiny", messages=MESSAGES, response_format=wanted, **RANDOM)
+    assert made.choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(not_none(made.choices[0].message.content)), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"structured_outputs": {"choice": ["red", "green"]}},
+        {"structured_outputs": {"regex": "red|green"}},
+        {"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "red|green"}}},
+    ],
+)
+def test_completion_has_the_form(client: openai.OpenAI, wanted: Any) -> None:
+    made = client.completions.create(model="tiny", prompt="The", n=2, extra_body=wanted, **RANDOM)
+    assert {choice.text for choice in made.choices} <= {"red", "green"}
+
+
+def test_response_has_the_form(client: openai.OpenAI) -> None:
+    text: Any = {"format": {"type": "json_schema", "name": "paint", "schema": SCHEMA}}
+    made = client.responses.create(model="tiny", input="Hi", text=text, max_output_tokens=300)
+    jsonschema.validate(json.loads(made.output_text), SCHEMA)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "paint"}}])
+def test_tool_choice_forces_a_call(client: openai.OpenAI, choice: Any) -> None:
+    made = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, **RANDOM
+    )
+    (call,) = not_none(made.choices[0].message.tool_calls)
+    assert call.type == "function"
+    assert call.function.name == "paint"
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+    assert made.choices[0].finish_reason == "tool_calls"
+
+
+def test_response_may_be_forced_to_call_a_function(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "name": "paint", "parameters": SCHEMA, "strict": True}
+    made = client.responses.create(
+        model="tiny",
+        input="Hi",
+        tools=[tool],
+        tool_choice={"type": "function", "name": "paint"},
+        parallel_tool_calls=False,
+        max_output_tokens=300,
+    )
+    (call,) = (item for item in made.output if item.type == "function_call")
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+
+
+def test_anthropic_message_uses_the_tool(server: ThreadedServer) -> None:
+    tool: Any = {"name": "paint", "input_schema": SCHEMA}
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        made = client.messages.create(
+            model="tiny",
+            max_tokens=300,
+            messages=MESSAGES,
+            tools=[tool],
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        )
+    (block,) = (block for block in made.content if block.type == "tool_use")
+    jsonschema.validate(block.input, SCHEMA)
+    assert made.stop_reason == "tool_use"
