@@ -9,7 +9,8 @@ from contextlib import suppress
 import pytest
 
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.resolve import Machine, resolve
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
 from quire.cluster.grammar_workers import pool
 from quire.cluster.grammar_workers.pool import GrammarWorkers
 from quire.cluster.requests.grammar_compiler import LocalGrammarCompiler
