@@ -231,7 +231,14 @@ def on_message(mailbox: ZmqMailbox, gateway: bytes, message: object, running: di
 
 def status(query_id: int) -> ReplicaStatus:
     counts = dict.fromkeys(ReplicaStatus.__dataclass_fields__, 0)
-    texts = {"replica_id": "replica-0", "model": "demo", "problem": "", "ranks": (), "draining": False}
+    texts = {
+        "replica_id": "replica-0",
+        "model": "demo",
+        "problem": "",
+        "ranks": (),
+        "draining": False,
+        "num_accepted_tokens": (),
+    }
     return ReplicaStatus(**{**counts, **texts, "query_id": query_id, "block_size": 16, "num_blocks": 64})  # type: ignore[arg-type]
 
 

@@ -63,6 +63,18 @@ class BlockTables:
         self.ids[rows, index] = block_ids
         self._add(rows, change)
 
+    def trim(self, rows: IntArray | RowArray, lens: IntArray) -> None:
+        """Shorten the tables of distinct rows to their first `lens` blocks."""
+        if rows.size == 0:
+            return
+        counts = self.lens[rows] - lens
+        repeated = np.repeat(rows.astype(np.intp, copy=False), counts)
+        ends = np.cumsum(counts)
+        index = (np.arange(repeated.size) + np.repeat(self.lens[rows] - ends, counts)).astype(np.int32)
+        self.num_blocks -= repeated.size
+        self._add(repeated, -_mix(repeated, index, self.ids[repeated, index]))
+        self.lens[rows] = lens
+
     def release(self, rows: IntArray | RowArray) -> None:
         """Empty the rows, which must be distinct."""
         if rows.size == 0:

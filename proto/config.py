@@ -164,8 +164,29 @@ class StructuredOutputsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Speculative decoding.
+
+    Attributes:
+        method: source of the drafted tokens: ``ngram``, the sequence itself.
+        num_speculative_tokens: most drafted tokens per row and step.
+        prompt_lookup_min: shortest suffix of the sequence whose earlier occurrence is continued.
+        prompt_lookup_max: longest suffix that is searched for; None for no limit.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    prompt_lookup_min: int = 1
+    prompt_lookup_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The whole configuration of a replica."""
+    """The whole configuration of a replica.
+
+    Attributes:
+        speculative: None without speculative decoding.
+    """
 
     model: ModelConfig
     cache: CacheConfig
@@ -173,6 +194,7 @@ class EngineConfig:
     scheduler: SchedulerConfig
     chat: ChatConfig = field(default_factory=ChatConfig)
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    speculative: SpeculativeConfig | None = None
 
     def with_num_blocks(self, num_blocks: int) -> EngineConfig:
         """Return the configuration with the pool's number of blocks.

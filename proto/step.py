@@ -4,12 +4,15 @@ A sequence is sent in full once, then as diffs. A *row* is a batch slot. A rank 
 
 1. empty `released_rows`;
 2. put the `new` sequences into their rows, with tokens and block tables in full;
-3. append `appended_ids` to the block tables of `appended_rows`; the tables must then have `digest`;
+3. shorten the block tables of `trimmed_rows` to `trimmed_lens`, then append `appended_ids` to those of
+   `appended_rows`; the tables must then have `digest`;
 4. move blocks, before anything is computed: all of `swap_out`, then all of `swap_in`, then all of `copies`;
 5. replace the newest tokens of `chosen_rows`, which the ranks sampled, by `chosen_ids` (beam search);
 6. compute. A row is *decoding* from the step on in which a chunk reached its last known token. Each decoding row
-   computes its newest token, except `held_rows`; each of `chunk_rows` computes its next `chunk_lens` tokens;
-7. sample one token for each row whose last known token was computed in this step; it becomes the row's newest.
+   computes its newest token, except `held_rows`; each of `chunk_rows` computes its next `chunk_lens` tokens. After
+   its newest token, each of `draft_rows` computes up to `draft_lens` drafted ones, which the ranks propose alike;
+7. sample one token for each row whose last known token was computed in this step; it becomes the row's newest. A row
+   with drafted tokens samples after each of them, and keeps its samples up to the first that differs from the draft.
 
 Each rank appends the sampled tokens to its own rows, so the plan of a steady decode step carries no per-row data.
 """
@@ -26,7 +29,7 @@ from .block_tables import IntArray, RowArray
 from .codec import FloatArray, FrameCodec, field_values, pack_floats, pack_ints, unpack_floats, unpack_ints
 from .structured_outputs import OutputConstraint
 
-VERSION = 3
+VERSION = 4
 NO_INTS = unpack_ints(b"")
 NO_PAIRS: IntArray = NO_INTS.reshape(0, 2)
 
@@ -154,6 +157,8 @@ class StepPlan:
         step_id: counts the steps of an epoch from 1.
         epoch: counts the restarts of the worker group; results of an earlier epoch are dropped.
         digest: of the block tables after points 1 to 3.
+        trimmed_lens: number of blocks that the tables of `trimmed_rows` keep.
+        draft_lens: most drafted tokens of each of `draft_rows`, which decode in this step; at least 1.
         copies: [n, 2] source and destination block ids; no block is both (copy-on-write).
         swap_out: [n, 2] device block id, host block id that receives its copy.
         swap_in: [n, 2] host block id, device block id that receives its copy.
@@ -164,6 +169,8 @@ class StepPlan:
     digest: int
     released_rows: IntArray = field(default_factory=lambda: NO_INTS)
     new: tuple[NewSequence, ...] = ()
+    trimmed_rows: IntArray = field(default_factory=lambda: NO_INTS)
+    trimmed_lens: IntArray = field(default_factory=lambda: NO_INTS)
     appended_rows: IntArray = field(default_factory=lambda: NO_INTS)
     appended_ids: IntArray = field(default_factory=lambda: NO_INTS)
     copies: IntArray = field(default_factory=lambda: NO_PAIRS)
@@ -174,6 +181,8 @@ class StepPlan:
     held_rows: IntArray = field(default_factory=lambda: NO_INTS)
     chunk_rows: IntArray = field(default_factory=lambda: NO_INTS)
     chunk_lens: IntArray = field(default_factory=lambda: NO_INTS)
+    draft_rows: IntArray = field(default_factory=lambda: NO_INTS)
+    draft_lens: IntArray = field(default_factory=lambda: NO_INTS)
 
     def encode(self) -> bytes:
         return _codec.encode(
@@ -183,6 +192,8 @@ class StepPlan:
                 self.digest,
                 pack_ints(self.released_rows),
                 [_encode_new(sequence) for sequence in self.new],
+                pack_ints(self.trimmed_rows),
+                pack_ints(self.trimmed_lens),
                 pack_ints(self.appended_rows),
                 pack_ints(self.appended_ids),
                 pack_ints(self.copies),
@@ -193,6 +204,8 @@ class StepPlan:
                 pack_ints(self.held_rows),
                 pack_ints(self.chunk_rows),
                 pack_ints(self.chunk_lens),
+                pack_ints(self.draft_rows),
+                pack_ints(self.draft_lens),
             )
         )
 
@@ -288,7 +301,10 @@ class StepResult:
     """A rank's reply to a step. Rank 0's carries the tokens; other ranks sample the same tokens and only confirm.
 
     Attributes:
-        token_ids: [rows that sampled] int32, by ascending row; empty from ranks other than 0.
+        token_ids: [tokens] int32, by ascending row; empty from ranks other than 0.
+        token_counts: [rows that sampled] int32, tokens of each row; empty if each has one.
+        num_drafted: [rows that sampled] int32, drafted tokens of each row that were computed, of which all but one of
+            its tokens were accepted; empty if there are none.
         prompt_logprobs: of the prompt tokens scored in the step.
         stage_times: seconds by stage (``apply``, ``forward``, ``sample``); and ``wait``, from the previous reply
             until the arrival of this step's plan.
@@ -303,12 +319,16 @@ class StepResult:
     stage_times: dict[str, float] = field(default_factory=dict)
     prompt_logprobs: PromptLogprobs | None = None
     num_compilations: int = 0
+    token_counts: IntArray = field(default_factory=lambda: NO_INTS)
+    num_drafted: IntArray = field(default_factory=lambda: NO_INTS)
 
     def encode(self) -> bytes:
         logprobs = None if self.logprobs is None else self.logprobs.pack()
         of_prompts = None if self.prompt_logprobs is None else self.prompt_logprobs.pack()
-        step = self.step_id, self.epoch, self.rank, pack_ints(self.token_ids)
-        return _codec.encode(("ok", *step, logprobs, self.stage_times, of_prompts, self.num_compilations))
+        step = self.step_id, self.epoch, self.rank
+        tokens = pack_ints(self.token_ids), pack_ints(self.token_counts), pack_ints(self.num_drafted)
+        others = logprobs, self.stage_times, of_prompts, self.num_compilations
+        return _codec.encode(("ok", *step, *tokens, *others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,15 +377,17 @@ def _decode_new(value: Any) -> NewSequence:
 
 def _decode_plan(fields: Any) -> StepPlan:
     step_id, epoch, digest, released, new, *arrays = fields
-    rows, ids, copies, swap_out, swap_in, chosen_rows, chosen_ids, held, chunk_rows, chunk_lens = map(
-        unpack_ints, arrays
-    )
+    trimmed_rows, trimmed_lens, rows, ids, *others = map(unpack_ints, arrays)
+    copies, swap_out, swap_in, chosen_rows, chosen_ids, held, *computed = others
+    chunk_rows, chunk_lens, draft_rows, draft_lens = computed
     return StepPlan(
         step_id=step_id,
         epoch=epoch,
         digest=digest,
         released_rows=unpack_ints(released),
         new=tuple(_decode_new(value) for value in new),
+        trimmed_rows=trimmed_rows,
+        trimmed_lens=trimmed_lens,
         appended_rows=rows,
         appended_ids=ids,
         copies=_pairs(copies),
@@ -376,6 +398,8 @@ def _decode_plan(fields: Any) -> StepPlan:
         held_rows=held,
         chunk_rows=chunk_rows,
         chunk_lens=chunk_lens,
+        draft_rows=draft_rows,
+        draft_lens=draft_lens,
     )
 
 
@@ -390,9 +414,17 @@ def _decode_reply(fields: Any) -> StepResult | StepFailure:
         return StepFailure(*rest)
     if kind != "ok":
         raise ValueError(f"unknown kind {kind!r}")
-    step_id, epoch, rank, token_ids, logprobs, stage_times, of_prompts, num_compilations = rest
-    unpacked = None if logprobs is None else Logprobs.unpack(logprobs)
-    scored = None if of_prompts is None else PromptLogprobs.unpack(of_prompts)
+    step_id, epoch, rank, token_ids, token_counts, num_drafted, *others = rest
+    logprobs, stage_times, of_prompts, num_compilations = others
     return StepResult(
-        step_id, epoch, rank, unpack_ints(token_ids), unpacked, stage_times, scored, num_compilations
+        step_id,
+        epoch,
+        rank,
+        unpack_ints(token_ids),
+        None if logprobs is None else Logprobs.unpack(logprobs),
+        stage_times,
+        None if of_prompts is None else PromptLogprobs.unpack(of_prompts),
+        num_compilations,
+        unpack_ints(token_counts),
+        unpack_ints(num_drafted),
     )

@@ -15,7 +15,7 @@ the request. Every other change needs a new VERSION.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields, replace
 from enum import IntEnum, StrEnum
 from functools import partial
 from typing import Any, TypeVar
@@ -297,6 +297,8 @@ class ReplicaStatus:
             waited for their plans.
         max_num_seqs: sequences that may run at once.
         num_compilations: kernel variants that rank 0 has compiled since it was ready; each delays a step.
+        num_drafts, num_draft_tokens: verified drafts of speculative decoding, and their tokens.
+        num_accepted_tokens: drafts of which the first, the second, ... token was accepted.
     """
 
     query_id: int
@@ -337,6 +339,9 @@ class ReplicaStatus:
     plan_wait_s: float = 0.0
     max_num_seqs: int = 64
     num_compilations: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: tuple[int, ...] = ()
 
 
 GatewayMessage = Submit | Abort | Stop | StatusQuery | CacheQuery | BlockMapQuery | Drain | FlushCache
@@ -458,7 +463,8 @@ def _decode_finish(values: list[Any]) -> Finish:
 def _decode_status(values: list[Any]) -> ReplicaStatus:
     query_id, replica_id, model, problem, ranks, *numbers = values
     rank_statuses = tuple(_known(RankStatus, rank) for rank in ranks)
-    return _known(ReplicaStatus, [query_id, replica_id, model, problem, rank_statuses, *numbers])
+    status = _known(ReplicaStatus, [query_id, replica_id, model, problem, rank_statuses, *numbers])
+    return replace(status, num_accepted_tokens=tuple(status.num_accepted_tokens))
 
 
 def _encode_block_map(message: BlockMap) -> tuple[Any, ...]:

@@ -24,12 +24,17 @@ LongArray = npt.NDArray[np.int64]
 class Batch:
     """One step's tokens: those of decoding rows first, then the chunks; the tokens of a row are adjacent.
 
+    Each drafted token is a sequence of its own for attention: it has its row's block table, and sees the tokens
+    before it. The ops of a decode step compute it with the same bits as a step without drafts would.
+
     Attributes:
-        rows: [S] int32, the rows in this order.
+        rows: [S] int32, the row of each sequence in this order; a row with drafted tokens repeats.
         lens: [S] int32, computed tokens of each row after the step.
         token_ids: [T] int32.
         positions: [T] int64.
-        sampled_rows: [N] int32 ascending, rows whose last known token is in the step.
+        sampled_rows: [N] int32 ascending, rows whose last known token is in the step; repeated for drafted tokens.
+        sampled_positions: [N] int32, of the tokens to sample.
+        has_drafts: some rows have drafted tokens.
         sampled_index: [N] int64, indices of their last tokens among the T; None if these are all T tokens in order.
         scored: prompt tokens whose log-probabilities the step computes.
     """
@@ -40,6 +45,8 @@ class Batch:
     positions: Tensor
     attention: AttentionInputs
     sampled_rows: IntArray
+    sampled_positions: IntArray
+    has_drafts: bool
     sampled_index: Tensor | None
     scored: ScoredTokens | None
 
@@ -50,10 +57,12 @@ def gather_batch(
     block_size: int,
     fixed_item_len: int | None = None,
     find_graph: Callable[[int, int, int], object] | None = None,
+    num_drafted: IntArray | None = None,
 ) -> Batch | None:
     """Gather the inputs of a step. Returns None if no row computes.
 
     Args:
+        num_drafted: [R], drafted tokens that each row computes after its newest one; None for none.
         fixed_item_len: as for split_decodes.
         find_graph: numbers of decodes, chunks and chunk tokens |-> the graph that replays the step and splits its
             decodes itself; None if there is none.
@@ -62,18 +71,22 @@ def gather_batch(
         ValueError: the plan computes tokens or uses blocks that a row does not have; names the row.
     """
     decode_rows = _decoding_rows(rows, plan)
+    offsets = np.zeros_like(decode_rows)
+    if num_drafted is not None:
+        decode_rows, offsets = _repeat_for_drafts(decode_rows, num_drafted)
     row_ids = np.concatenate((decode_rows, plan.chunk_rows))
     if row_ids.size == 0:
         return None
     query_lens = np.concatenate((np.ones_like(decode_rows), plan.chunk_lens))
     seq_lens = rows.num_computed[row_ids] + query_lens
-    _check(rows, row_ids, query_lens, seq_lens, block_size)
+    seq_lens[: decode_rows.size] += offsets
+    _check(rows, row_ids, query_lens, seq_lens, block_size, num_drafted)
 
     ends = np.cumsum(query_lens)
     positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, query_lens)
     token_rows = np.repeat(row_ids, query_lens)
-    sampled = np.flatnonzero(seq_lens == rows.lens[row_ids])
-    sampled = sampled[np.argsort(row_ids[sampled])]
+    sampled = np.flatnonzero(seq_lens >= rows.lens[row_ids])
+    sampled = sampled[np.argsort(row_ids[sampled], kind="stable")]
     are_all_sampled = plan.chunk_rows.size == 0 and sampled.size == decode_rows.size
     arrays = [
         token_rows.astype(np.int64),
@@ -116,9 +129,19 @@ def gather_batch(
             splits=splits,
         ),
         sampled_rows=row_ids[sampled],
+        sampled_positions=seq_lens[sampled],
+        has_drafts=num_drafted is not None,
         sampled_index=sampled_index[0] if sampled_index else None,
         scored=scored,
     )
+
+
+def _repeat_for_drafts(rows: IntArray, num_drafted: IntArray) -> tuple[IntArray, IntArray]:
+    """Repeat each row for its drafted tokens; return the rows, and the offset of each from its newest token."""
+    counts = 1 + num_drafted[rows]
+    ends = np.cumsum(counts)
+    offsets = np.arange(ends[-1] if rows.size else 0) - np.repeat(ends - counts, counts)
+    return np.repeat(rows, counts), offsets.astype(np.int32)
 
 
 def _compute_slots(
@@ -152,11 +175,17 @@ def _decoding_rows(rows: DeviceRows, plan: StepPlan) -> IntArray:
 
 
 def _check(
-    rows: DeviceRows, row_ids: IntArray, query_lens: IntArray, seq_lens: IntArray, block_size: int
+    rows: DeviceRows,
+    row_ids: IntArray,
+    query_lens: IntArray,
+    seq_lens: IntArray,
+    block_size: int,
+    num_drafted: IntArray | None,
 ) -> None:
     """Check ranges; otherwise a step could silently read and write blocks of other sequences."""
     _raise_if_any(row_ids, query_lens < 1, "an empty chunk")
-    _raise_if_any(row_ids, seq_lens > np.minimum(rows.lens[row_ids], rows.max_len), "more tokens than it has")
+    lens = rows.lens[row_ids] if num_drafted is None else rows.lens[row_ids] + num_drafted[row_ids]
+    _raise_if_any(row_ids, seq_lens > np.minimum(lens, rows.max_len), "more tokens than it has")
     _raise_if_any(
         row_ids, seq_lens > rows.tables.lens[row_ids] * block_size, "more tokens than its blocks hold"
     )

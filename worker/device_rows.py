@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -53,13 +54,15 @@ class DeviceRows:
         )
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply steps 1 to 3 and 5 of the plan: released, new, appended and chosen. The caller compares digests."""
+        """Apply steps 1 to 3 and 5 of the plan, all changes of rows. The caller compares digests."""
         self.tables.release(plan.released_rows)
         self.device_tables.release(plan.released_rows)
         self.decoding[plan.released_rows] = False
         self.logits_processors.release(plan.released_rows)
         for sequence in plan.new:
             self._put(sequence)
+        self.tables.trim(plan.trimmed_rows, plan.trimmed_lens)
+        self.device_tables.trim(plan.trimmed_rows, plan.trimmed_lens)
         self.tables.append(plan.appended_rows, plan.appended_ids)
         self.device_tables.update()
         if plan.chosen_rows.size:
@@ -69,17 +72,53 @@ class DeviceRows:
         """Set the number of tokens of rows whose KV is in the cache."""
         self.num_computed[rows] = lens
 
-    def append(self, rows: IntArray, token_ids: Tensor) -> None:
-        """Append the sampled tokens of rows, which decode from now on.
+    def append(self, rows: IntArray, positions: IntArray, token_ids: Tensor) -> None:
+        """Append the sampled tokens of rows, which decode from now on; all tokens before them are computed.
 
         Args:
-            rows: [N] int32.
+            rows: [N] int32; a row with several tokens repeats.
+            positions: [N] int32, of the tokens; ascending for each row.
             token_ids: [N] int32 on the device, in the order of `rows`.
         """
-        self._write(rows, self.lens[rows], token_ids)
+        self._write(rows, positions, token_ids)
         self.logits_processors.append(rows, token_ids)
-        self.lens[rows] += 1
+        self.lens[rows] = positions + 1
+        self.num_computed[rows] = positions
         self.decoding[rows] = True
+
+    def write_drafts(self, rows: IntArray, lens: IntArray, token_ids: IntArray) -> None:
+        """Write drafted tokens behind the known ones; they count as unknown.
+
+        Args:
+            lens: [n], tokens of each of the distinct rows.
+            token_ids: [sum of lens] int32.
+        """
+        ends = np.cumsum(lens)
+        positions = (np.arange(token_ids.size) + np.repeat(self.lens[rows] + lens - ends, lens)).astype(
+            np.int32
+        )
+        device_ids = to_device(token_ids, self.token_ids.device, torch.int32)
+        self._write(np.repeat(rows, lens), positions, device_ids)
+
+    def read_tokens(self, rows: IntArray, starts: IntArray, ends: IntArray) -> list[IntArray]:
+        """Return tokens `starts` to `ends` of each row; on a GPU the host waits for them."""
+        if self.token_ids.is_cpu:
+            known = self.token_ids.numpy()
+            ranges = zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True)
+            return [known[row, start:end] for row, start, end in ranges]
+        counts = ends - starts
+        bounds = np.cumsum(counts)
+        positions = np.arange(bounds[-1]) + np.repeat(ends - bounds, counts)
+        index = [np.repeat(rows, counts).astype(np.int64), positions.astype(np.int64)]
+        tokens = self.token_ids[tuple(to_device_together(index, self.token_ids.device))].cpu().numpy()
+        return np.split(tokens, bounds[:-1])
+
+    def equals_known(self, rows: IntArray, positions: IntArray, token_ids: Tensor) -> npt.NDArray[np.bool_]:
+        """Return whether tokens equal those at their positions, drafted ones included; on a GPU the host waits."""
+        index = [rows.astype(np.int64), positions.astype(np.int64)]
+        written = self.token_ids[tuple(to_device_together(index, self.token_ids.device))]
+        is_equal: npt.NDArray[np.bool_] = (written == token_ids).cpu().numpy()
+        return is_equal
 
     def _replace_newest(self, rows: IntArray, token_ids: IntArray) -> None:
         self._write(rows, self.lens[rows] - 1, to_device(token_ids, self.token_ids.device, torch.int32))
@@ -119,6 +158,10 @@ class DeviceTables:
     def release(self, rows: IntArray) -> None:
         """Forget the entries of rows that have been sent."""
         self._num_sent[rows] = 0
+
+    def trim(self, rows: IntArray, lens: IntArray) -> None:
+        """Forget the entries of rows beyond `lens`."""
+        self._num_sent[rows] = np.minimum(self._num_sent[rows], lens)
 
     def update(self) -> None:
         """Send the entries appended since the last update; the host does not wait for the transfer."""

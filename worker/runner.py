@@ -38,6 +38,8 @@ from .models.loader import Model, load_model
 from .sampling.prompt_logprobs import compute_prompt_logprobs
 from .sampling.sampler import Sampler
 from .sampling.sampling_table import SamplingTable
+from .speculation.speculator import Speculator
+from .speculation.verification import verify
 from .warm_up import warm_up_plans
 from .weights.checkpoint import Checkpoint, ProgressCallback
 from .weights.node_cache import weights_folder
@@ -63,8 +65,8 @@ class ModelRunner:
 
     Attributes:
         device: of the weights and the KV cache.
-        stage: ``idle``, ``apply``, ``forward``, ``sample`` or ``record``. Other threads may read it. After a failure
-            it keeps the stage that failed.
+        stage: ``idle``, ``apply``, ``draft``, ``forward``, ``sample`` or ``record``. Other threads may read it. After
+            a failure it keeps the stage that failed.
 
     Raises:
         ConfigError: the model or its tensor_parallel_size is not supported, the weights do not fit into memory, or
@@ -92,6 +94,9 @@ class ModelRunner:
             self._model = self._load_model(on_progress)
             self._sampler = Sampler(self._model.head.shard, comm, self._device)
             self._rows = DeviceRows(config, self._model.head.shard, self._device)
+            self._speculator = (
+                None if config.speculative is None else Speculator(config.speculative, self._rows)
+            )
         if self._device.type == "cpu":
             keep_freed_memory(KEPT_BYTES)
         self._cache: CacheEngine | None = None
@@ -173,7 +178,13 @@ class ModelRunner:
         times: dict[str, float] = {}
         try:
             with self._timed_stage("apply", times):
-                batch = self._apply(plan)
+                self._apply(plan)
+            num_drafted = None
+            if self._speculator is not None:
+                with self._timed_stage("draft", times):
+                    num_drafted = self._speculator.draft(plan)
+            with self._timed_stage("apply", times):
+                batch = self._gather(plan, num_drafted)
             result = StepResult(plan.step_id, plan.epoch, self._comm.rank, stage_times=times)
             step = LaunchedStep(result) if batch is None else self._compute(batch, result)
             return self._note_compilations(step)
@@ -203,10 +214,10 @@ class ModelRunner:
         self.stage = stage
         started = time.perf_counter()
         yield
-        times[stage] = time.perf_counter() - started
+        times[stage] = times.get(stage, 0.0) + time.perf_counter() - started
         self.stage = "idle"
 
-    def _apply(self, plan: StepPlan) -> Batch | None:
+    def _apply(self, plan: StepPlan) -> None:
         self._rows.apply(plan)
         digest = self._rows.tables.digest
         if digest != plan.digest:
@@ -218,8 +229,11 @@ class ModelRunner:
             self._kv_cache.swap_in(torch.from_numpy(plan.swap_in.astype(np.int64)))
         if len(plan.copies):
             self._kv_cache.copy(to_device(plan.copies, self._device, torch.int64))
+
+    def _gather(self, plan: StepPlan, num_drafted: IntArray | None) -> Batch | None:
         find_graph = None if self._graphs is None else self._graphs.find
-        return gather_batch(self._rows, plan, self._config.cache.block_size, self._fixed_item_len, find_graph)
+        block_size = self._config.cache.block_size
+        return gather_batch(self._rows, plan, block_size, self._fixed_item_len, find_graph, num_drafted)
 
     def _compute(self, batch: Batch, result: StepResult) -> LaunchedStep:
         with self._timed_stage("forward", result.stage_times):
@@ -232,7 +246,7 @@ class ModelRunner:
             if logits is None or batch.sampled_rows.size == 0:
                 return LaunchedStep(result)
         with self._timed_stage("sample", result.stage_times):
-            return self._sample(batch.sampled_rows, logits, result)
+            return self._sample(batch, logits, result)
 
     def _forward(self, batch: Batch) -> tuple[Tensor | None, PromptLogprobs | None]:
         """Return the logits of the sampled rows, None if no row samples, and rank 0's prompt log-probabilities."""
@@ -249,11 +263,18 @@ class ModelRunner:
             hidden = hidden.index_select(0, batch.sampled_index)
         return self._model.logits(hidden), scores
 
-    def _sample(self, rows: IntArray, logits: Tensor, result: StepResult) -> LaunchedStep:
+    def _sample(self, batch: Batch, logits: Tensor, result: StepResult) -> LaunchedStep:
+        rows, positions = batch.sampled_rows, batch.sampled_positions
         token_ids, logprobs = self._sampler.sample(
-            logits, self._rows.sampling, rows, self._rows.lens[rows], self._rows.logits_processors
+            logits, self._rows.sampling, rows, positions, self._rows.logits_processors
         )
-        self._rows.append(rows, token_ids)
+        if batch.has_drafts:
+            verdict = verify(rows, self._rows.equals_known(rows, positions, token_ids))
+            rows, positions = rows[verdict.kept], positions[verdict.kept]
+            token_ids = token_ids[to_device(verdict.kept, self._device, torch.int64)]
+            logprobs = None if logprobs is None else logprobs.select(verdict.kept)
+            result = replace(result, token_counts=verdict.token_counts, num_drafted=verdict.num_drafted)
+        self._rows.append(rows, positions, token_ids)
         if self._comm.rank != 0:
             return LaunchedStep(result)
         columns = [] if logprobs is None else logprobs.columns()

@@ -16,6 +16,7 @@ from .checks import (
     share,
 )
 from .option import option, validate_options
+from .speculative_options import JSON_OBJECT, check_speculative_config
 from .value_kinds import NUM_BYTES, amounts
 
 DEMO_MODEL = "demo"
@@ -125,6 +126,14 @@ class EngineOptions:
         help="A rank that has no result of a step after this time counts as hung.",
         unit="seconds",
         check=positive_finite,
+        group=_EXECUTION,
+    )
+    speculative_config: str | None = option(
+        None,
+        help="Speculative decoding: a JSON object with method, num_speculative_tokens and settings of the method.",
+        check=check_speculative_config,
+        kind=JSON_OBJECT,
+        metavar="JSON",
         group=_EXECUTION,
     )
     audit: bool = option(

@@ -23,6 +23,7 @@ from .engine_options import EngineOptions
 from .machine import Machine
 from .model_config import describe_model
 from .model_source import ModelSource, locate_model
+from .speculative_options import read_speculative_options
 from .step_limits import step_limits
 
 DEFAULT_STEPS_IN_FLIGHT = 2
@@ -102,7 +103,9 @@ def engine_config(
         **_same_named(ChatConfig, options, "chat_template"),
     )
     structured_outputs = StructuredOutputsConfig(**_same_named(StructuredOutputsConfig, options))
-    return EngineConfig(model, cache, parallel, scheduler, chat, structured_outputs=structured_outputs)
+    text = options.speculative_config
+    speculative = None if text is None else read_speculative_options(text).config()
+    return EngineConfig(model, cache, parallel, scheduler, chat, structured_outputs, speculative)
 
 
 def _same_named(config: type, options: EngineOptions, *leave_out: str) -> dict[str, Any]:

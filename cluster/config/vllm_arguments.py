@@ -96,7 +96,6 @@ _STRUCTURED_OUTPUTS = Members(
     ("reasoning_parser_plugin", "enable_in_reasoning", "disable_fallback"),
 )
 _NO_LORA = "LoRA adapters are not supported"
-_NO_DRAFTS = "speculative decoding is not supported"
 _ONE_LOG = "logs and metrics do not depend on it"
 
 # argument |-> the type of its value, and what becomes of it
@@ -135,7 +134,6 @@ ENGINE_ARGUMENTS: Mapping[str, tuple[type, Treatment]] = {
     "rope_scaling": (str, Refused("the model is that of its config.json; change the file")),
     "runner": (str, Refused("models generate text only", ("auto", "generate"))),
     "skip_tokenizer_init": (bool, Refused("prompts may be token ids, and detokenize=False leaves the text out")),
-    "speculative_config": (str, Refused(_NO_DRAFTS)),
     "task": (str, Refused("models generate text only", ("auto", "generate"))),
     "tokenizer": (str, Refused("the tokenizer is that of the model", ("the model itself",))),
     "trust_remote_code": (bool, Refused("code of a model's directory is never run")),

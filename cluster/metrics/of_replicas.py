@@ -43,6 +43,30 @@ PREEMPTIONS = Metric(
     help="Running sequences that lost their blocks to others and resumed later.",
     labels=OF_REPLICA,
 )
+SPEC_DRAFTS = Metric(
+    name="vllm:spec_decode_num_drafts",
+    kind=Kind.COUNTER,
+    help="Drafts that were verified, each of one sequence in one step.",
+    labels=OF_REPLICA,
+)
+SPEC_DRAFT_TOKENS = Metric(
+    name="vllm:spec_decode_num_draft_tokens",
+    kind=Kind.COUNTER,
+    help="Tokens of these drafts.",
+    labels=OF_REPLICA,
+)
+SPEC_ACCEPTED_TOKENS = Metric(
+    name="vllm:spec_decode_num_accepted_tokens",
+    kind=Kind.COUNTER,
+    help="Tokens of these drafts that were accepted.",
+    labels=OF_REPLICA,
+)
+SPEC_ACCEPTED_PER_POSITION = Metric(
+    name="vllm:spec_decode_num_accepted_tokens_per_pos",
+    kind=Kind.COUNTER,
+    help="Tokens of these drafts that were accepted, by their position in the draft, from 0.",
+    labels=(*OF_REPLICA, "position"),
+)
 CACHE_CONFIG = Metric(
     name="vllm:cache_config_info",
     kind=Kind.GAUGE,

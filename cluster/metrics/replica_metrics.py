@@ -36,6 +36,12 @@ _OF_STATUS: dict[Metric, Callable[[ReplicaStatus], float]] = {
     of_replicas.OLDEST_WAIT: lambda status: status.oldest_wait_s,
 }
 
+_OF_DRAFTS: dict[Metric, Callable[[ReplicaStatus], float]] = {
+    of_replicas.SPEC_DRAFTS: lambda status: status.num_drafts,
+    of_replicas.SPEC_DRAFT_TOKENS: lambda status: status.num_draft_tokens,
+    of_replicas.SPEC_ACCEPTED_TOKENS: lambda status: sum(status.num_accepted_tokens),
+}
+
 
 def collect_replicas(samples: Samples, models: ModelsView) -> None:
     """Add the samples of every replica of this gateway; a replica without a status has only those of its state."""
@@ -48,6 +54,8 @@ def collect_replicas(samples: Samples, models: ModelsView) -> None:
             _collect_status(samples, labels, client)
             if client.latest_status is not None:
                 _collect_cache_config(samples, labels, model.config, client.latest_status)
+                if model.config.speculative is not None:
+                    _collect_drafts(samples, labels, client.latest_status)
 
 
 def _collect_status(samples: Samples, labels: tuple[str, str], client: ReplicaClient) -> None:
@@ -61,6 +69,13 @@ def _collect_status(samples: Samples, labels: tuple[str, str], client: ReplicaCl
         samples.add_counts(of_replicas.HOST_BLOCKS, labels, _host_block_counts(status))
     for rank in status.ranks:
         _collect_rank(samples, labels, rank)
+
+
+def _collect_drafts(samples: Samples, labels: tuple[str, str], status: ReplicaStatus) -> None:
+    for metric, value_of in _OF_DRAFTS.items():
+        samples.add(metric, labels, value_of(status))
+    accepted = {str(place): count for place, count in enumerate(status.num_accepted_tokens)}
+    samples.add_counts(of_replicas.SPEC_ACCEPTED_PER_POSITION, labels, accepted)
 
 
 def block_counts(status: ReplicaStatus) -> dict[str, int]:

@@ -61,11 +61,17 @@ _SIGNATURES: dict[str, list[_CType]] = {
     "quire_shm_close": [_POINTER, _INT],
     "quire_use_huge_pages": [_POINTER, _LONG],
     "quire_keep_freed_memory": [_LONG],
+    "quire_suffix_create": [],
+    "quire_suffix_destroy": [_POINTER],
+    "quire_suffix_extend": [_POINTER] * 2 + [_LONG],
+    "quire_suffix_propose": [_POINTER] + [_LONG] * 3 + [_POINTER],
 }
 # Result types other than int.
 _RESULTS = {
     "quire_decode_layer_bytes": _LONG,
     "quire_shm_segment_bytes": _LONG,
+    "quire_suffix_create": _POINTER,
+    "quire_suffix_propose": _LONG,
     "quire_constants": ctypes.POINTER(_Constant),
 }
 

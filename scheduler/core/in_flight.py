@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from ...proto.block_tables import RowArray
+from ...proto.block_tables import IntArray, RowArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +15,10 @@ class InFlightStep:
     Attributes:
         rows: rows that sample, ascending.
         first_rows: of these, the rows that sample their first token after a prefill.
-        num_tokens: tokens computed in the step, over all rows.
+        num_tokens: tokens computed in the step, over all rows, without drafted ones.
         planned_at: on the scheduler's clock.
         num_freed: RowState.num_freed when the step was planned.
+        draft_lens: most drafted tokens of each of `rows`; None if there are none.
     """
 
     step_id: int
@@ -26,6 +27,11 @@ class InFlightStep:
     num_tokens: int
     planned_at: float
     num_freed: int = 0
+    draft_lens: IntArray | None = None
+
+    @property
+    def max_draft_len(self) -> int:
+        return 0 if self.draft_lens is None else int(self.draft_lens.max())
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -42,6 +48,11 @@ class InFlightSteps:
 
     def __len__(self) -> int:
         return len(self._steps)
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Return the most tokens that a row may gain by the steps in flight."""
+        return sum(1 + step.max_draft_len for step in self._steps)
 
     @property
     def next_id(self) -> int:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...proto.block_tables import IntArray
 
 # The weight of a step halves after this much computing time.
 _HALF_LIFE_S = 5.0
@@ -20,6 +24,9 @@ class SchedulerStats:
         num_gaps: steps that followed another step without idle time between.
         gap_sum_s: seconds that rank 0 waited for the plans of these steps.
         num_compilations: kernel variants that rank 0 has compiled since it was ready.
+        num_drafts: drafts that were verified, each of one row in one step.
+        num_draft_tokens: their tokens.
+        num_accepted: drafts of which the first, the second, ... token was accepted.
     """
 
     num_steps: int = 0
@@ -30,6 +37,9 @@ class SchedulerStats:
     num_gaps: int = 0
     gap_sum_s: float = 0.0
     num_compilations: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted: list[int] = field(default_factory=list)
 
     @property
     def mean_kv_fragmentation(self) -> float:
@@ -49,6 +59,15 @@ class SchedulerStats:
     def count_gap(self, waited_s: float) -> None:
         self.num_gaps += 1
         self.gap_sum_s += waited_s
+
+    def count_drafts(self, num_drafted: IntArray, num_accepted: IntArray) -> None:
+        """Count the drafts of a step: tokens of each row, and how many of them were accepted."""
+        self.num_drafts += int(np.count_nonzero(num_drafted))
+        self.num_draft_tokens += int(num_drafted.sum())
+        most = int(num_accepted.max())
+        self.num_accepted += [0] * (most - len(self.num_accepted))
+        for place in range(most):
+            self.num_accepted[place] += int(np.count_nonzero(num_accepted > place))
 
     def count_step(self, num_held_blocks: int, num_slots: int, num_tokens: int) -> None:
         """Count one plan.

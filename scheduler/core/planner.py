@@ -33,6 +33,8 @@ class _Draft:
         grown_rows, grown_ids: rows at a block boundary, and the next block of each. They go before `appended_rows`.
             Arrays, which a plan with nothing else appended takes as they are (64 rows: 0.4 us, through lists 7 us).
         first_rows: rows that will sample their first token after a prefill.
+        num_drafted: drafted tokens that the step may compute after the newest token of each row that decodes; None
+            if there are none.
     """
 
     step_id: int
@@ -46,6 +48,7 @@ class _Draft:
     chunk_rows: list[int] = field(default_factory=list)
     chunk_lens: list[int] = field(default_factory=list)
     first_rows: list[int] = field(default_factory=list)
+    num_drafted: IntArray | None = None
 
 
 class Planner:
@@ -73,12 +76,15 @@ class Planner:
         draft = _Draft(state.in_flight.next_id, now, state.config.scheduler.max_num_batched_tokens)
         draft.num_tokens_left -= advancing.size
         chunks = self._continue_prefills(draft)
+        self._add_drafts(draft, advancing, chunks)
         advancing, preempted = self._allocate_blocks(draft, advancing, chunks)
         self._plan_chunks(draft, chunks)
         self._start_forks(draft)
         for_admission = self._admit(draft, is_idle=advancing.size == 0)
         if for_admission:
-            advancing = advancing[~np.isin(advancing, list(for_admission))]
+            staying = ~np.isin(advancing, list(for_admission))
+            advancing = advancing[staying]
+            draft.num_drafted = None if draft.num_drafted is None else draft.num_drafted[staying]
         plan = self._commit(draft, advancing) if advancing.size or draft.chunk_rows else None
         return plan, preempted | for_admission
 
@@ -106,6 +112,26 @@ class Planner:
             draft.num_tokens_left -= chunks[row]
         return chunks
 
+    def _add_drafts(self, draft: _Draft, advancing: RowArray, chunks: dict[int, int]) -> None:
+        """Choose how many drafted tokens the ranks may propose, within half of the tokens left: prompts wait too.
+
+        A step with prompts is bound by compute, so it has no drafts.
+        """
+        rows, lengths = self._state.rows, self._state.draft_lengths
+        if lengths is None or chunks or not advancing.size:
+            return
+        limits = rows.room_for_drafts(advancing)
+        first_steps, most = rows.entered_at_step[advancing], draft.num_tokens_left // 2
+        draft.num_drafted = lengths.choose(advancing, first_steps, limits, most)
+        if draft.num_drafted is not None:
+            draft.num_tokens_left -= int(draft.num_drafted.sum())
+
+    def _drop_drafts(self, draft: _Draft) -> None:
+        """Plan no drafted tokens after all: blocks are scarce, and drafts are not worth a preemption."""
+        if draft.num_drafted is not None:
+            draft.num_tokens_left += int(draft.num_drafted.sum())
+            draft.num_drafted = None
+
     def _allocate_blocks(
         self, draft: _Draft, advancing: RowArray, chunks: dict[int, int]
     ) -> tuple[RowArray, set[int]]:
@@ -116,14 +142,19 @@ class Planner:
             place.
         """
         blocks, num_scheduled = self._state.blocks, self._state.rows.num_scheduled
-        full = blocks.tables.lens[advancing] * blocks.block_size == num_scheduled[advancing]
-        at_boundary = advancing[full]
         needs = {
             row: blocks.num_lacking_blocks(row, int(num_scheduled[row]) + n) for row, n in chunks.items()
         }
-        if at_boundary.size + sum(needs.values()) <= blocks.num_free_blocks:
-            if at_boundary.size:
-                draft.grown_rows, draft.grown_ids = at_boundary, blocks.grow_by_one(at_boundary)
+        num_left = blocks.num_free_blocks - sum(needs.values())
+        full = blocks.tables.lens[advancing] * blocks.block_size == num_scheduled[advancing]
+        at_boundary = advancing[full]
+        growing = at_boundary if draft.num_drafted is None else self._growing(advancing, draft.num_drafted)
+        if growing.size > num_left:
+            self._drop_drafts(draft)
+            growing = at_boundary
+        if growing.size <= num_left:
+            if growing.size:
+                draft.grown_rows, draft.grown_ids = growing, blocks.grow_by_one(growing)
             return advancing, set()
         needs |= dict.fromkeys(at_boundary.tolist(), 1)
         preempted, stalled = self._ration_blocks(draft, needs, chunks)
@@ -134,6 +165,13 @@ class Planner:
         if staying.size or chunks or self._state.in_flight:
             draft.num_tokens_left = 0  # the pool is full: admit no sequence
         return staying, preempted
+
+    def _growing(self, advancing: RowArray, num_drafted: IntArray) -> RowArray:
+        """Return the rows that lack blocks for their next and drafted tokens, each as often as it lacks one."""
+        blocks = self._state.blocks
+        num_tokens = self._state.rows.num_scheduled[advancing] + 1 + num_drafted
+        lacking = -(-num_tokens // blocks.block_size) - blocks.tables.lens[advancing]
+        return np.repeat(advancing, lacking)
 
     def _ration_blocks(
         self, draft: _Draft, needs: dict[int, int], chunks: dict[int, int]
@@ -362,18 +400,32 @@ class Planner:
         """Advance the state past the step, and return the plan."""
         state, rows = self._state, self._state.rows
         held = self._held_rows(advancing)
-        rows.advance(advancing)
-        sampling = advancing
+        rows.advance(advancing, draft.num_drafted)
+        sampling, num_drafted = advancing, draft.num_drafted
+        draft_rows, draft_lens = _drafting(advancing, num_drafted)
         if draft.first_rows:
             first = np.asarray(draft.first_rows, np.intp)
             rows.start_decoding(first)
-            sampling = np.sort(np.concatenate([advancing, first]))
+            sampling = np.concatenate([advancing, first])
+            order = np.argsort(sampling)
+            sampling = sampling[order]
+            if num_drafted is not None:
+                num_drafted = np.append(num_drafted, np.zeros_like(first, np.int32))[order]
         if rows.num_beam_rows:
             rows.freeze(sampling[rows.is_beam[sampling]])
         num_tokens = int(advancing.size) + sum(draft.chunk_lens)
         state.in_flight.add(
-            InFlightStep(draft.step_id, sampling, draft.first_rows, num_tokens, draft.now, rows.num_freed)
+            InFlightStep(
+                draft.step_id,
+                sampling,
+                draft.first_rows,
+                num_tokens,
+                draft.now,
+                rows.num_freed,
+                num_drafted if draft_rows.size else None,
+            )
         )
+        trimmed_rows, trimmed_lens = state.deltas.take_trimmed()
         copies, swap_out, swap_in = state.blocks.take_transfers(draft.step_id)
         released, chosen_rows, chosen_ids = state.deltas.take()
         tables = state.blocks.tables
@@ -385,6 +437,8 @@ class Planner:
             digest=tables.digest,
             released_rows=released,
             new=tuple(draft.new),
+            trimmed_rows=trimmed_rows,
+            trimmed_lens=trimmed_lens,
             appended_rows=_join(draft.grown_rows, draft.appended_rows),
             appended_ids=_join(draft.grown_ids, draft.appended_ids),
             copies=copies,
@@ -395,6 +449,8 @@ class Planner:
             held_rows=held,
             chunk_rows=_ints(draft.chunk_rows),
             chunk_lens=_ints(draft.chunk_lens),
+            draft_rows=draft_rows,
+            draft_lens=draft_lens,
         )
 
     def _held_rows(self, advancing: RowArray) -> IntArray:
@@ -404,6 +460,14 @@ class Planner:
             return NO_INTS
         held = np.flatnonzero(decoding)
         return held[~np.isin(held, advancing)].astype(np.int32)
+
+
+def _drafting(rows: RowArray, num_drafted: IntArray | None) -> tuple[IntArray, IntArray]:
+    """Return the rows with drafted tokens and the number of these, both int32."""
+    if num_drafted is None:
+        return NO_INTS, NO_INTS
+    has_some = num_drafted > 0
+    return rows[has_some].astype(np.int32), num_drafted[has_some]
 
 
 def _ints(values: list[int]) -> IntArray:

@@ -14,6 +14,7 @@ from ...proto.stream import Finish, FinishReason, TokenBatch
 from ..sequences.beam_group import BeamGroup
 from ..sequences.beam_search import BeamHypothesis
 from ..sequences.sequence import Sequence
+from ..speculation.draft_lengths import DraftLengths
 from .in_flight import InFlightStep
 from .outbox import Outgoing
 from .state import SchedulerState, row_of
@@ -39,11 +40,14 @@ class ResultProcessor:
         state, rows_state = self._state, self._state.rows
         step = self._pop_step(result)
         state.blocks.free_fenced(step.step_id)
-        seconds = state.throughput.count_step(step.num_tokens, step.planned_at, now)
+        num_accepted = result.token_ids.size - step.rows.size
+        seconds = state.throughput.count_step(step.num_tokens + num_accepted, step.planned_at, now)
         num_decoding = step.rows.size - len(step.first_rows)
         state.step_costs.observe(num_decoding, step.num_prompt_tokens, seconds, is_done=step.rows.size > 0)
         self._observe_cost(step, result)
-        rows, token_ids, logprobs = step.rows, result.token_ids, result.logprobs
+        if state.draft_lengths is not None:
+            self._apply_drafts(state.draft_lengths, step, result, seconds)
+        rows, token_ids, logprobs = _rows_of_tokens(step, result), result.token_ids, result.logprobs
         if rows_state.num_freed != step.num_freed:
             alive = rows_state.entered_at_step[rows] <= step.step_id
             if not alive.all():  # stopped, aborted or preempted since: their tokens are dropped
@@ -55,8 +59,12 @@ class ResultProcessor:
             if is_beam.any():
                 self._add_candidates(rows, is_beam, logprobs, now)
                 rows, token_ids, logprobs = _select(~is_beam, rows, token_ids, logprobs)
-        self._append(rows, token_ids)
-        finished = self._finish_sequences(rows, token_ids, now)
+        if result.token_counts.size:
+            rows, token_ids, logprobs, last = self._append_runs(rows, token_ids, logprobs)
+            finished = self._finish_sequences(rows[last], token_ids[last], now)
+        else:
+            self._append(rows, token_ids)
+            finished = self._finish_sequences(rows, token_ids, now)
         return outgoing + self._token_batches(step.step_id, rows, token_ids, logprobs, finished)
 
     def _pop_step(self, result: StepResult) -> InFlightStep:
@@ -66,8 +74,7 @@ class ResultProcessor:
         got, due = (result.epoch, result.step_id), (self._epoch, step.step_id)
         if got != due:
             raise ProtocolError(f"the result of (epoch, step) {got} came, {due} is due")
-        if result.token_ids.size != step.rows.size:
-            raise ProtocolError(f"step {due} samples {step.rows.size} tokens, {result.token_ids.size} came")
+        _check_counts(step, result)
         return self._state.in_flight.pop()
 
     def _observe_cost(self, step: InFlightStep, result: StepResult) -> None:
@@ -79,6 +86,28 @@ class ResultProcessor:
         if 2 * step.num_prompt_tokens >= max_num_tokens or costs.has_launched:
             seconds = sum(result.stage_times.get(stage, 0.0) for stage in ("forward", "sample"))
             costs.observe(step.num_tokens, seconds, is_done=step.rows.size > 0)
+
+    def _apply_drafts(
+        self, lengths: DraftLengths, step: InFlightStep, result: StepResult, seconds: float
+    ) -> None:
+        """Take back drafted tokens that were planned and rejected, and learn from the outcome."""
+        num_drafted = int(result.num_drafted.sum())
+        max_drafted = int(result.num_drafted.max()) if num_drafted else 0
+        draft_s = result.stage_times.get("draft", 0.0)
+        if not step.num_prompt_tokens:
+            lengths.observe_step(step.num_tokens + num_drafted, seconds, draft_s, max_drafted)
+        if step.draft_lens is None:
+            return
+        accepted = result.token_counts - 1 if result.token_counts.size else np.zeros_like(step.draft_lens)
+        alive = self._state.rows.entered_at_step[step.rows] <= step.step_id
+        rejected = step.draft_lens - accepted
+        retracted = alive & (rejected > 0)
+        if retracted.any():
+            self._state.retract_drafts(step.rows[retracted], rejected[retracted])
+        if num_drafted:
+            drafted = alive & (result.num_drafted > 0)
+            lengths.observe(step.rows[drafted], result.num_drafted[drafted], accepted[drafted])
+            self._state.stats.count_drafts(result.num_drafted, accepted)
 
     def _set_first_token_times(self, step: InFlightStep, now: float) -> None:
         for row in step.first_rows:
@@ -104,6 +133,32 @@ class ResultProcessor:
         return outgoing
 
     # Tokens
+
+    def _append_runs(
+        self, rows: RowArray, token_ids: IntArray, logprobs: Logprobs | None
+    ) -> tuple[RowArray, IntArray, Logprobs | None, RowArray]:
+        """Append one or more known tokens to each row, up to the first that ends its sequence.
+
+        Args:
+            rows: [n], the row of each token; the tokens of a row are adjacent.
+
+        Returns:
+            The arguments without tokens after an end, and the positions of each row's last token in them.
+        """
+        at_eos = self._at_eos(rows, token_ids)
+        ends = [*np.flatnonzero(at_eos).tolist(), *self._own_stops(rows, token_ids, at_eos)]
+        if ends:
+            keep = np.ones(rows.size, np.bool_)
+            for end in sorted(ends):
+                keep[end + 1 :][rows[end + 1 :] == rows[end]] = False
+            rows, token_ids, logprobs = _select(keep, rows, token_ids, logprobs)
+        is_first = np.append(True, rows[1:] != rows[:-1])[: rows.size]
+        starts = np.flatnonzero(is_first)
+        lens = np.diff(starts, append=rows.size)
+        for place in range(int(lens.max(initial=0))):
+            tokens = starts[lens > place] + place
+            self._append(rows[tokens], token_ids[tokens])
+        return rows, token_ids, logprobs, starts + lens - 1
 
     def _append(self, rows: RowArray, token_ids: IntArray) -> None:
         """Append one known token to each row."""
@@ -321,6 +376,26 @@ def _reason(is_stop: bool, is_repetition: bool) -> FinishReason:
     if is_stop:
         return FinishReason.STOP
     return FinishReason.REPETITION if is_repetition else FinishReason.LENGTH
+
+
+def _rows_of_tokens(step: InFlightStep, result: StepResult) -> RowArray:
+    """Return the row of each token of a result."""
+    return np.repeat(step.rows, result.token_counts) if result.token_counts.size else step.rows
+
+
+def _check_counts(step: InFlightStep, result: StepResult) -> None:
+    """Check that each row has the tokens that the step may sample for it. Raises ProtocolError."""
+    counts, num_rows, num_tokens = result.token_counts, step.rows.size, result.token_ids.size
+    if not counts.size:
+        if num_tokens != num_rows:
+            raise ProtocolError(f"step {step.step_id} samples {num_rows} tokens, {num_tokens} came")
+        return
+    most = 1 if step.draft_lens is None else 1 + step.draft_lens
+    if counts.size != num_rows or counts.sum() != num_tokens or np.any((counts < 1) | (counts > most)):
+        raise ProtocolError(
+            f"step {step.step_id} samples for {num_rows} rows; {num_tokens} tokens came, with counts "
+            f"{counts.tolist()}"
+        )
 
 
 def _select(

@@ -21,12 +21,13 @@ class RowState:
     Attributes:
         num_tokens: known tokens, prompt included.
         num_scheduled: tokens whose KV is cached, computed or planned. While a sampled token is in flight this is
-            one more than num_tokens.
+            one more than num_tokens. Drafted tokens in flight count as accepted.
         num_flushed: tokens in the Sequence; the rest, less than two blocks, is in `tail`.
         max_len: number of tokens at which the sequence ends by length.
         decoding: every known token has been planned (see proto.step).
         entered_at_step: first step of the row's present sequence; NEVER if the row is free.
         is_beam: the row's samples are candidates for its beam search.
+        may_draft: the sequence can have drafted tokens.
         frozen: the beam waits for the other beams of its search.
         stops_at_eos, has_own_stops: stop tests that a sampled token needs.
         handle: the sequence's handle at its gateway.
@@ -49,6 +50,7 @@ class RowState:
         self._entered_at_step, self.entered_at_step = _array(num_rows, np.int64)
         self._entered_at_step[:] = NEVER
         self._is_beam, self.is_beam = _array(num_rows, np.bool_)
+        self._may_draft, self.may_draft = _array(num_rows, np.bool_)
         self._frozen, self.frozen = _array(num_rows, np.bool_)
         self._stops_at_eos, self.stops_at_eos = _array(num_rows, np.bool_)
         self._has_own_stops, self.has_own_stops = _array(num_rows, np.bool_)
@@ -78,6 +80,7 @@ class RowState:
         self._max_len[row] = sequence.max_len
         self._entered_at_step[row] = step_id
         self._is_beam[row] = sequence.beams is not None
+        self._may_draft[row] = sequence.may_draft
         self._stops_at_eos[row] = bool(sequence.eos_token_ids)
         self._has_own_stops[row] = bool(sequence.sampling.stop_token_ids)
         self._handle[row] = sequence.handle
@@ -120,14 +123,31 @@ class RowState:
         self._decoding[rows] = True
         self._advancing = None
 
-    def advance(self, rows: RowArray) -> None:
-        """Count one more token of each of `rows` as planned; they are rows of `advancing`."""
+    def room_for_drafts(self, rows: RowArray) -> IntArray:
+        """Return the tokens that each of `rows`, of `advancing`, may compute after its next one."""
+        room: IntArray = np.where(
+            self._may_draft[rows], self._max_len[rows] - 2 - self._num_scheduled[rows], 0
+        )
+        return room
+
+    def advance(self, rows: RowArray, draft_lens: IntArray | None = None) -> None:
+        """Count one more token of each of `rows` as planned, and its drafted tokens; they are rows of `advancing`."""
+        if draft_lens is not None:
+            self._num_scheduled[rows] += draft_lens
+            self.num_scheduled_tokens += int(draft_lens.sum())
+            self._num_safe_advances = 0
         self._num_scheduled[rows] += 1
         self.num_scheduled_tokens += rows.size
         # Counting down, instead of comparing each row with its max_len: 64 rows 0.1 us, not 3 us.
         self._num_safe_advances -= 1
         if self._num_safe_advances < 0:
             self._advancing = None
+
+    def retract(self, rows: RowArray, counts: IntArray) -> None:
+        """Count planned tokens of distinct rows as not planned: drafted tokens that were rejected."""
+        self._num_scheduled[rows] -= counts
+        self.num_scheduled_tokens -= int(counts.sum())
+        self._advancing = None
 
     def freeze(self, rows: RowArray) -> None:
         """Hold rows of beams until their search has chosen their next token (`unfreeze`)."""

@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from ...proto.block_tables import IntArray, RowArray
 from ...proto.config import EngineConfig
 from ...proto.errors import QuireError
 from ..kv.block_manager import BlockManager
@@ -25,6 +26,7 @@ from ..kv.own_prefixes import OwnPrefixes
 from ..sequences.beam_group import BeamGroup
 from ..sequences.repetition import RepetitionDetector
 from ..sequences.sequence import Sequence
+from ..speculation.draft_lengths import DraftLengths
 from .deadlines import DeadlineQueue
 from .in_flight import InFlightSteps
 from .metrics import SchedulerStats, Throughput
@@ -63,6 +65,7 @@ class SchedulerState:
         running: row |-> sequence.
         alive: seq_id |-> sequence, for all that have not ended.
         detectors: row |-> detector of repetitions, for running sequences that have one.
+        draft_lengths: None without speculative decoding.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -91,6 +94,12 @@ class SchedulerState:
         self.stats: Final = SchedulerStats()
         self.throughput: Final = Throughput()
         self.own_prefixes: Final = OwnPrefixes(config.cache.block_size)
+        speculative = config.speculative
+        self.draft_lengths: Final = (
+            None
+            if speculative is None
+            else DraftLengths(limits.max_num_seqs, speculative.num_speculative_tokens)
+        )
         self._deadlines = DeadlineQueue(self._alive)
 
     @property
@@ -249,6 +258,17 @@ class SchedulerState:
             sequence.is_suspended = True
         self.stats.count_preemption()
 
+    def retract_drafts(self, rows: RowArray, counts: IntArray) -> None:
+        """Take back rejected drafted tokens of distinct rows, and release the blocks that were for these only."""
+        self.rows.retract(rows, counts)
+        tables, num_tokens = self.blocks.tables, self.rows.num_scheduled[rows]
+        needed = -(-num_tokens // self.blocks.block_size)
+        surplus = tables.lens[rows] > needed
+        if surplus.any():
+            trimmed, lens = rows[surplus], needed[surplus]
+            self.blocks.trim(trimmed, lens, self.in_flight.newest_id)
+            self.deltas.trim_rows(trimmed, lens)
+
     def resume(self, sequence: Sequence, token_id: int) -> None:
         """Let a suspended beam wait for a row; its search has chosen its next token."""
         sequence.token_ids.append(token_id)
@@ -289,7 +309,9 @@ class SchedulerState:
             assert held == self.blocks.num_blocks_for(planned), (
                 f"row {row} has {held} blocks for {planned} tokens"
             )
-            assert planned <= int(rows.num_tokens[row]) + len(self.in_flight), f"row {row} runs ahead"
+            assert planned < int(rows.num_tokens[row]) + max(1, self.in_flight.max_row_tokens), (
+                f"row {row} runs ahead"
+            )
 
     # Details
 

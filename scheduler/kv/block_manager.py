@@ -195,7 +195,10 @@ class BlockManager:
         return blocks
 
     def grow_by_one(self, rows: RowArray) -> IntArray:
-        """Allocate one more block for each row; return the blocks. The pool must have them."""
+        """Allocate one more block for each entry; return the blocks. The pool must have them.
+
+        The entries of a row that repeats must be adjacent.
+        """
         blocks = np.asarray(self._pool.allocate(rows.size), np.int32)
         self.tables.append(rows, blocks)
         return blocks
@@ -235,6 +238,12 @@ class BlockManager:
         """Release all of a row's blocks, the last first, so that prefixes are evicted from their ends."""
         self._pool.release(self.tables.row(row)[::-1].tolist(), fence_step)
         self.tables.release(np.array([row], np.int32))
+
+    def trim(self, rows: RowArray, lens: IntArray, fence_step: int | None) -> None:
+        """Shorten the tables of distinct rows to `lens` blocks, and release the others."""
+        for row, length in zip(rows.tolist(), lens.tolist(), strict=True):
+            self._pool.release(self.tables.row(row)[length:][::-1].tolist(), fence_step)
+        self.tables.trim(rows, lens)
 
     def keep_partial(self, row: int, sequence: Sequence, index: int, last_tokens: IntArray) -> None:
         """Add a row's partly filled last block, number `index`, to the prefix cache before the row is closed.

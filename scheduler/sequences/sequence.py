@@ -100,6 +100,14 @@ class Sequence:
         """Return whether nothing but its limit ends it."""
         return not (self.eos_token_ids or self.sampling.stop_token_ids or self.sampling.stop)
 
+    @property
+    def may_draft(self) -> bool:
+        """Return whether it can have drafted tokens.
+
+        A beam's tokens are chosen later. Constraints and detectors of repetitions advance by one token at a time.
+        """
+        return self.beams is None and self.constraint is None and self.repetition is None
+
     def row_sampling(self) -> RowSampling:
         """Return the parameters with which a rank samples for this sequence."""
         params, settings = self.sampling, SamplingDefaults().under(self.sampling)

@@ -234,4 +234,7 @@ class StepLoop:
             plan_wait_s=stats.gap_sum_s,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             num_compilations=stats.num_compilations,
+            num_drafts=stats.num_drafts,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_tokens=tuple(stats.num_accepted),
         )

@@ -24,7 +24,18 @@ def batch(num_sampled: int, *contexts: tuple[int, int]) -> Batch:
     positions = torch.cat([torch.arange(computed, computed + new) for computed, new in contexts])
     lens = np.array([computed + new for computed, new in contexts], dtype=np.int32)
     rows = np.arange(len(lens), dtype=np.int32)
-    return Batch(rows, lens, positions.int(), positions, cast("Any", None), rows[:num_sampled], None, None)
+    return Batch(
+        rows,
+        lens,
+        positions.int(),
+        positions,
+        cast("Any", None),
+        rows[:num_sampled],
+        lens[:num_sampled],
+        False,
+        None,
+        None,
+    )
 
 
 def test_limits_are_arithmetic_for_many_tokens_and_memory_for_few() -> None:

@@ -83,6 +83,9 @@ STATUS = ReplicaStatus(
     plan_wait_s=0.25,
     max_num_seqs=32,
     num_compilations=3,
+    num_drafts=9,
+    num_draft_tokens=20,
+    num_accepted_tokens=(7, 3),
 )
 REPORT = CacheReport(12, 5, b"12345678abcdefgh", b"ABCDEFGH")
 
@@ -246,8 +249,8 @@ def test_fields_of_a_later_release_in_parts_of_a_message_are_ignored() -> None:
 
 
 def test_status_of_an_earlier_release_has_defaults() -> None:
-    received = decode(with_values(STATUS, lambda values: values[:-4]))
-    assert received == replace(STATUS, num_plan_waits=0, plan_wait_s=0.0, max_num_seqs=64, num_compilations=0)
+    received = decode(with_values(STATUS, lambda values: values[:-2]))
+    assert received == replace(STATUS, num_draft_tokens=0, num_accepted_tokens=())
 
 
 def test_every_sampling_parameter_of_this_version_is_sent() -> None:

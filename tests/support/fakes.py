@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.resolve import engine_config
 from quire.proto.block_tables import BlockTables
-from quire.proto.config import EngineConfig, ModelConfig
+from quire.proto.config import EngineConfig, ModelConfig, SpeculativeConfig
 from quire.proto.errors import RankFailed
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import Logprobs, PromptLogprobs, PromptScoring, StepPlan, StepResult
@@ -31,9 +32,14 @@ def small_config(
     num_host_blocks: int = 0,
     swap_blocks_per_s: float = 0.0,
     eos: tuple[int, ...] = (EOS,),
+    num_speculative_tokens: int = 0,
     **scheduler: Any,
 ) -> EngineConfig:
-    """Return a configuration for tests of the control plane; its model does not exist."""
+    """Return a configuration for tests of the control plane; its model does not exist.
+
+    Args:
+        num_speculative_tokens: 0 for no speculative decoding.
+    """
     model = ModelConfig(
         path="", name="fake", architecture="Fake", hf={}, dtype="float32", max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, eos_token_ids=eos,
@@ -43,7 +49,10 @@ def small_config(
         "fake", block_size=block_size, num_kv_blocks=num_blocks, prefix_caching=prefix_caching,
         num_host_kv_blocks=num_host_blocks, **(defaults | scheduler),
     )  # fmt: skip
-    return engine_config(options, model).with_swap_rate(swap_blocks_per_s)
+    config = engine_config(options, model).with_swap_rate(swap_blocks_per_s)
+    if num_speculative_tokens:
+        config = replace(config, speculative=SpeculativeConfig("ngram", num_speculative_tokens))
+    return config
 
 
 def random_prompt(length: int, seed: int = 0) -> list[int]:
@@ -128,6 +137,7 @@ def _apply_to_tables(tables: BlockTables, plan: StepPlan) -> None:
     tables.release(plan.released_rows)
     for new in plan.new:
         tables.append(np.full(new.block_ids.size, new.row, np.int32), new.block_ids)
+    tables.trim(plan.trimmed_rows, plan.trimmed_lens)
     tables.append(plan.appended_rows, plan.appended_ids)
 
 
@@ -135,8 +145,11 @@ class FakeWorkerGroup:
     """A worker group whose KV cache holds digests. It executes plans as a rank does and checks every read.
 
     `broadcast` only queues a plan, which is executed when its result is gathered, as late as possible. `broadcast`
-    checks the fences: no plan may allocate a block that a plan in flight reads or writes.
+    checks the fences: no plan may allocate a block that a plan in flight reads or writes. Of the drafted tokens, the
+    share `draft_accuracy` is what the model samples; a row often has fewer than allowed.
     """
+
+    draft_accuracy = 0.7
 
     def __init__(self, config: EngineConfig) -> None:
         assert config.cache.num_blocks is not None
@@ -156,6 +169,7 @@ class FakeWorkerGroup:
         self.failure: RankFailed | None = None
         self.closed = False
         self.num_executed_tokens = 0
+        self.rng = np.random.default_rng(0)
 
     def broadcast(self, plan: StepPlan) -> None:
         self._check_fences(plan)
@@ -196,18 +210,50 @@ class FakeWorkerGroup:
         scores = self._scores(plan)
         for row, count in scheduled.items():
             self._write(row, count)
-        sampled, states = [], []
+        most_drafted = dict(zip(plan.draft_rows.tolist(), plan.draft_lens.tolist(), strict=True))
+        assert all(scheduled[row] == 1 and self.decoding[row] for row in most_drafted)
+        sampled, states, counts, num_drafted = [], [], [], []
         for row in sorted(scheduled):
             state = self._read(row)
-            if self.num_computed[row] == len(self.tokens[row]):
-                self.tokens[row].append(next_token(state))
-                self.decoding[row] = True
-                sampled.append(row)
-                states.append(state)
+            if self.num_computed[row] < len(self.tokens[row]):
+                continue
+            self.decoding[row] = True
+            drafts = self._draft(state, most_drafted.get(row, 0))
+            own = self._verify(row, state, drafts)
+            sampled += [row] * len(own)
+            states += own
+            counts.append(len(own))
+            num_drafted.append(len(drafts))
         self.num_executed_tokens += sum(scheduled.values())
-        token_ids = np.array([self.tokens[row][-1] for row in sampled], np.int32)
+        token_ids = np.array([next_token(state) for state in states], np.int32)
         logprobs = self._logprobs(sampled, states)
-        return StepResult(plan.step_id, plan.epoch, 0, token_ids, logprobs, prompt_logprobs=scores)
+        result = StepResult(plan.step_id, plan.epoch, 0, token_ids, logprobs, prompt_logprobs=scores)
+        if not any(num_drafted):
+            return result
+        return replace(
+            result, token_counts=np.array(counts, np.int32), num_drafted=np.array(num_drafted, np.int32)
+        )
+
+    def _draft(self, state: bytes, most: int) -> list[int]:
+        drafts: list[int] = []
+        for _ in range(self.rng.integers(most + 1) if most else 0):
+            is_right = self.rng.random() < self.draft_accuracy
+            drafts.append(next_token(state) if is_right else int(self.rng.integers(VOCAB_SIZE)))
+            state = chain(state, drafts[-1])
+        return drafts
+
+    def _verify(self, row: int, state: bytes, drafts: list[int]) -> list[bytes]:
+        """Write the KV of all drafted tokens; append the samples that count, and return the states they are of."""
+        start, states = self.num_computed[row], [state]
+        for place, token_id in enumerate(drafts, start):
+            state = chain(state, token_id)
+            assert place < self.tables.lens[row] * self.block_size, f"row {row} has no block for its drafts"
+            self.kv[self.tables.ids[row, place // self.block_size]][place % self.block_size] = state
+            if next_token(states[-1]) == token_id and len(states) == place - start + 1:
+                states.append(state)
+        self.tokens[row] += [next_token(each) for each in states]
+        self.num_computed[row] += len(states) - 1
+        return states
 
     def _scores(self, plan: StepPlan) -> PromptLogprobs | None:
         """Return the log-probabilities of prompt tokens, from the positions that the chunks compute."""
@@ -238,7 +284,7 @@ class FakeWorkerGroup:
         width = max(self.num_logprobs[row] or 0 for _, row in asked)
         whole = np.stack([logprobs_of(states[index]) for index, _ in asked])
         top_ids = np.argsort(-whole, axis=1, kind="stable")[:, :width].astype(np.int32)
-        chosen = np.array([whole[i, self.tokens[row][-1]] for i, (_, row) in enumerate(asked)], np.float32)
+        chosen = np.array([whole[i, next_token(states[j])] for i, (j, _) in enumerate(asked)], np.float32)
         ranks = (whole > chosen[:, None]).sum(axis=1, dtype=np.int32) + 1
         index = np.array([index for index, _ in asked], np.int32)
         return Logprobs(index, chosen, ranks, top_ids, np.take_along_axis(whole, top_ids, axis=1))

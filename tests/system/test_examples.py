@@ -33,6 +33,10 @@ def test_offline_prints_a_completion_for_every_prompt() -> None:
     assert printed.count("log-probability -") == 3
 
 
+def test_speculative_decoding_gives_the_same_text() -> None:
+    assert "same text with drafts" in run_example("speculative_decoding.py")
+
+
 def test_chat_answers_every_question(demo_model_dir: Path, tmp_path: Path) -> None:
     for path in demo_model_dir.iterdir():
         (tmp_path / path.name).symlink_to(path)

@@ -72,7 +72,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
     """Return an EngineConfig like that of `resolve`, for float32 on a CPU.
 
     Settings: block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype, device, quantization,
-    cuda_graphs, max_num_batched_tokens.
+    cuda_graphs, max_num_batched_tokens, speculative.
     """
     model = replace(
         describe_model(folder, folder.name),
@@ -91,7 +91,8 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
         max_num_batched_tokens=settings.get("max_num_batched_tokens", 2048),
         cuda_graphs=settings.get("cuda_graphs", True),
     )
-    return combine(options, model, device=settings.get("device", "cpu"))
+    config = combine(options, model, device=settings.get("device", "cpu"))
+    return replace(config, speculative=settings.get("speculative"))
 
 
 @dataclass

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.logits import Biases, LogitsProcessors, Masks, Penalties
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import IntArray, RowArray
 from ...proto.codec import FloatArray
 from ...proto.step import NewSequence, RowLogitsProcessors
 from ..comm.shard import Shard
@@ -127,7 +127,7 @@ class LogitsProcessorState:
         """Return the processors of rows for one step. Returns None if no row has any in effect.
 
         Args:
-            rows: [N] int32.
+            rows: [N] int32; a row with drafted tokens repeats, by ascending length.
             lens: [N] int32, each sequence's length.
         """
         # Advances the constraints of every rank, also of one without tokens.
@@ -142,7 +142,7 @@ class LogitsProcessorState:
         return LogitsProcessors(
             len(self._shard),
             self._gather_biases(rows, lens, members, masks.at_end),
-            self._gather_penalties(rows, members),
+            self._gather_penalties(rows, lens, members),
             self._gather_masks(len(rows), members, masks.words),
         )
 
@@ -246,11 +246,19 @@ class LogitsProcessorState:
         newest = self._token_ids[prefix_rows.unsqueeze(1), positions]
         return ((newest == expected) | (expected == _ANY_TOKEN)).all(dim=1) & is_long_enough
 
-    def _gather_penalties(self, rows: IntArray, members: list[tuple[int, _RowProcessors]]) -> Penalties:
+    def _gather_penalties(
+        self, rows: IntArray, lens: IntArray, members: list[tuple[int, _RowProcessors]]
+    ) -> Penalties:
+        def newest(index: RowArray) -> Tensor:
+            places = to_device_together([rows[index], lens[index] - 1], self._device)
+            return self._token_ids[places[0].long(), places[1].long()]
+
         factors = np.full((len(rows), 3), _NO_PENALTIES, dtype=np.float32)
         for index, row in members:
             factors[index] = row.penalties or _NO_PENALTIES
-        slots, device_factors = to_device_together([self._counts.slots[rows], factors], self._device)
+        slots, device_factors = to_device_together(
+            [self._counts.gather_slots(rows, newest), factors], self._device
+        )
         return Penalties(slots, self._counts.counts, self._counts.prompt_mask, device_factors)
 
     def _gather_masks(

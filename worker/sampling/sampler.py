@@ -24,7 +24,7 @@ from torch import Tensor
 from ...kernels import dispatch
 from ...kernels.logits import LogitsProcessors, apply_logits_processors, process_logits
 from ...kernels.sampling import sample_full, sample_greedy, sample_masked, sample_top_k_top_p, topk_tokens
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import IntArray, RowArray
 from ..comm.communicator import Communicator
 from ..comm.shard import Shard
 from ..memory.host_to_device import to_device
@@ -57,6 +57,14 @@ class SampledLogprobs:
     ranks: Tensor
     top_ids: Tensor
     top: Tensor
+
+    def select(self, kept: RowArray) -> SampledLogprobs:
+        """Return the entries of `kept` sampled rows (ascending), with `index` into `kept`."""
+        entries = np.flatnonzero(np.isin(self.index, kept))
+        index = np.searchsorted(kept, self.index[entries]).astype(np.int32)
+        on_device = to_device(entries, self.chosen.device, torch.int64)
+        tensors = (self.chosen, self.ranks, self.top_ids, self.top)
+        return SampledLogprobs(index, *(tensor[on_device] for tensor in tensors))
 
     def columns(self) -> list[Tensor]:
         """Return the tensors in the order and the dtypes of proto.step.Logprobs."""
@@ -94,7 +102,7 @@ class Sampler:
         Args:
             logits: [N, padded_len] float32.
             table: sampling parameters of all rows.
-            rows: [N] int32, the rows in `table`.
+            rows: [N] int32, the rows in `table`; a row with drafted tokens repeats, by ascending length.
             lens: [N] int32, each sequence's length, which is the position of its new token.
             processor_state: logits processors of all rows; None applies none.
 

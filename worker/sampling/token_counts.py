@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ...kernels.logits import WORD_BITS
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import IntArray, RowArray
 from ..comm.shard import Shard
 from ..memory.host_to_device import to_device
 
 _MIN_SLOTS = 4
+
+LongArray = npt.NDArray[np.int64]
 
 
 class TokenCounts:
@@ -34,6 +39,7 @@ class TokenCounts:
         self._shard = shard
         self._device = device
         self._free_slots: list[int] = []
+        self._draft_slots: list[int] = []  # of the last `gather_slots`
         self.slots = np.full(num_rows, -1, dtype=np.int64)
         self.counts = torch.zeros(0, len(shard), dtype=dtype, device=device)
         self.prompt_mask = torch.zeros(0, num_mask_words(shard), dtype=torch.int32, device=device)
@@ -60,15 +66,47 @@ class TokenCounts:
         """Count one more output token of each row that has a slot.
 
         Args:
-            rows: [N] int32.
+            rows: [N] int32; a row with several tokens repeats.
             token_ids: [N] int32 on the device, in the order of `rows`.
         """
         counted = np.flatnonzero(self.slots[rows] >= 0)
-        if counted.size == 0 or len(self._shard) == 0:
-            return
-        local_ids = token_ids[to_device(counted, self._device, torch.int64)].long() - self._shard.start
+        if counted.size and len(self._shard):
+            self._count(self.slots[rows[counted]], token_ids[to_device(counted, self._device, torch.int64)])
+
+    def gather_slots(self, rows: IntArray, newest: Callable[[RowArray], Tensor]) -> LongArray:
+        """Return the slots of samples, [N]; -1 without penalties.
+
+        A row repeats for its drafted tokens. Each repetition has a slot that counts one drafted token more than the
+        slot before it, until the next call.
+
+        Args:
+            rows: [N] int32; the entries of a row are adjacent.
+            newest: indices of samples |-> the token before each, int32 on the device.
+        """
+        self._free_slots += self._draft_slots
+        self._draft_slots = []
+        slots: LongArray = self.slots[rows]
+        repeats = np.append(False, rows[1:] == rows[:-1]) & (slots >= 0)
+        while repeats.any():
+            # The first entries of the runs that are left: their slot is a copy of the one before.
+            first = np.flatnonzero(repeats & ~np.append(False, repeats[:-1]))
+            copies = np.array([self._allocate_slot() for _ in first])
+            self._draft_slots += copies.tolist()
+            source, target = (
+                to_device(each, self._device, torch.int64) for each in (slots[first - 1], copies)
+            )
+            self.counts[target] = self.counts[source]
+            self.prompt_mask[target] = self.prompt_mask[source]
+            self._count(copies, newest(first))
+            slots[first] = copies
+            repeats[first] = False
+        return slots
+
+    def _count(self, slots: LongArray, token_ids: Tensor) -> None:
+        """Count one more output token in each slot."""
+        local_ids = token_ids.long() - self._shard.start
         is_local = (local_ids >= 0) & (local_ids < len(self._shard))
-        places = to_device(self.slots[rows[counted]], self._device, torch.int64), local_ids.where(is_local, 0)
+        places = to_device(slots, self._device, torch.int64), local_ids.where(is_local, 0)
         self.counts.index_put_(places, is_local.to(self.counts.dtype), accumulate=True)
 
     def _allocate_slot(self) -> int:

@@ -26,6 +26,8 @@ def other_value(kind: type, field: Field[Any]) -> Any:
     """A valid value that is not the field's default."""
     if field.name in ("min_replicas", "max_replicas"):
         return {"min_replicas": 2, "max_replicas": 5}[field.name]
+    if field.name == "speculative_config":
+        return '{"method": "ngram"}'
     declared = declared_options(kind).get(field.name)
     if declared is not None and isinstance(declared.check, OneOf):
         return declared.check.choices[-1]

@@ -31,6 +31,7 @@ from quire.cluster.config.option import (
 )
 from quire.cluster.config.scaling_limits import ScalingLimits
 from quire.cluster.config.server_options import ServerOptions
+from quire.cluster.config.speculative_options import JSON_OBJECT
 from quire.cluster.config.value_kinds import FLAG, INTEGER, NUM_BYTES, NUMBER, PATH, TEXT
 from quire.cluster.config.vllm_arguments import GROUP, VllmOptions
 from quire.cluster.fleet.spot import NOTICES
@@ -56,6 +57,8 @@ def sample(option: Option) -> tuple[Any, str]:
     if isinstance(option.check, OneOf):
         choice = option.check.choices[-1]
         return choice, choice
+    if option.kind is JSON_OBJECT:
+        return '{"method": "ngram"}', '{"method": "ngram"}'
     if option.kind.is_repeated:
         return (("gold", 2.5), ("CPU", 3.0)), "gold=2.5,CPU=3"
     if option.kind is FLAG:
@@ -89,7 +92,7 @@ def in_toml(option: Option) -> str:
     value, text = sample(option)
     if option.kind.is_repeated:
         return "{" + ", ".join(f"{name} = {amount}" for name, amount in value) + "}"
-    return text if option.kind in (INTEGER, NUMBER, FLAG) else f'"{text}"'
+    return text if option.kind in (INTEGER, NUMBER, FLAG) else f"'{text}'"
 
 
 @pytest.fixture

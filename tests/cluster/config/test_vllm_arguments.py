@@ -26,8 +26,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "vllm.md"
 SAME_NAMES = (
     "api_key", "block_size", "chat_template", "dtype", "enable_auto_tool_choice", "gpu_memory_utilization",
     "kv_cache_dtype", "max_logprobs", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "quantization",
-    "reasoning_parser", "revision", "seed", "served_model_name", "tensor_parallel_size", "tool_call_parser",
-    "trust_request_chat_template",
+    "reasoning_parser", "revision", "seed", "served_model_name", "speculative_config", "tensor_parallel_size",
+    "tool_call_parser", "trust_request_chat_template",
 )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 Arrivals (single, forked, beam searches; of several tenants, salts, priorities and deadlines), aborts, planning,
 results, the passing of time, failures of the whole group and drains, after which another replica continues the moved
-sequences, interleave freely, with up to three steps in flight, in pools too small for all. The fake ranks check each
+sequences, interleave freely, with up to three steps in flight, with and without drafted tokens, in pools too small
+for all. The fake ranks check each
 read of the KV cache, `check_integrity` recounts every block after each event, and every output must equal that of
 its prompt alone.
 """
@@ -28,6 +29,7 @@ from hypothesis.stateful import (
 )
 
 from quire.proto.errors import ReplicaUnavailable
+from quire.scheduler.core.row_state import RowState
 from quire.scheduler.kv.block_manager import BlockManager
 from quire.scheduler.kv.block_pool import BlockPool
 
@@ -44,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 3, 30]),
         swap_blocks_per_s=st.sampled_from([0.0, 1e12]),
         policy=st.sampled_from(POLICIES),
+        num_speculative_tokens=st.sampled_from([0, 1, 5]),
     )
     def start(self, budget: int, **config: Any) -> None:
         self.driver = Driver(small_config(max_model_len=40, max_num_batched_tokens=budget, **config))
@@ -230,6 +233,11 @@ def write_a_shared_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockManager, "_copy", share)
 
 
+def keep_rejected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant: rejected drafted tokens still count as planned."""
+    monkeypatch.setattr(RowState, "retract", lambda rows, which, counts: None)
+
+
 def free_without_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant: blocks are allocated again while a step in flight may use them."""
     release = BlockPool.release
@@ -238,7 +246,9 @@ def free_without_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("plant", [leak_a_reference, write_a_shared_block, free_without_a_fence])
+@pytest.mark.parametrize(
+    "plant", [leak_a_reference, write_a_shared_block, free_without_a_fence, keep_rejected_tokens]
+)
 def test_state_machine_finds_planted_faults(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

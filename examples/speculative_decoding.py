@@ -1,0 +1,25 @@
+"""Speculative decoding: same output, fewer steps. `python examples/speculative_decoding.py [MODEL]`."""
+
+from __future__ import annotations
+
+import sys
+
+from quire import LLM, SamplingParams
+
+PROMPT = "One ring of the bell, two rings of the bell, three rings of the bell, four"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+
+
+def main() -> None:
+    model = sys.argv[1] if len(sys.argv) > 1 else "demo"
+    texts = []
+    for speculative_config in (None, {"method": "ngram", "num_speculative_tokens": 4}):
+        with LLM(model, num_kv_blocks=256, speculative_config=speculative_config) as llm:
+            (output,) = llm.generate([PROMPT], GREEDY)
+        texts.append(output.outputs[0].text)
+    print(f"{PROMPT!r} -> {texts[0]!r}")
+    print("same text with drafts" if texts[0] == texts[1] else "the texts differ")
+
+
+if __name__ == "__main__":
+    main()

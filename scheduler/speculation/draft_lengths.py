@@ -1,0 +1,128 @@
+"""DraftLengths: chooses how many drafted tokens each row verifies, from measured acceptance and step times."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ...proto.block_tables import IntArray, RowArray
+from .step_times import StepTimes
+
+FloatArray = npt.NDArray[np.float64]
+
+# Assumed share of drafted tokens that are accepted, and the number of trials of all rows for which this counts.
+INITIAL_ACCEPTANCE = 0.7
+_INITIAL_TRIALS = 8.0
+# Trials of a row for which the share over all rows counts.
+_PRIOR_TRIALS = 2.0
+# Factors of the trials per step, of a row and of all: new ones count more, and what was given up is tried again.
+_DECAY, _DECAY_OF_ALL = 0.95, 0.998
+# Drafts must promise this much more than a step without.
+_MIN_GAIN = 1.05
+# A step without drafts is planned at least every so many steps, to measure what drafts cost.
+PLAIN_INTERVAL_STEPS = 100
+
+
+class DraftLengths:
+    """The number of drafted tokens per row and step that maximizes the expected tokens per second.
+
+    A drafted token is accepted if all before it were, each with the probability `acceptance` of its row: the i-th
+    with acceptance^i (Leviathan et al., 2023). The tokens of all rows are taken in descending order of this
+    probability, and as many of them as give the most expected tokens per second of the step that they make. With few
+    rows a step takes as long for some more tokens. With many rows every token costs time, and only drafts that are
+    almost certain are worth it.
+
+    Args:
+        num_rows: rows (batch slots).
+        max_len: most drafted tokens per row and step.
+    """
+
+    def __init__(self, num_rows: int, max_len: int) -> None:
+        self._max_len = max_len
+        self._times = StepTimes()
+        self._num_drafted_steps = 0  # since the last step without drafts
+        self._draft_s = 0.0  # time that the ranks take to draft one token for all rows
+        self._sequences = np.zeros(num_rows, np.int64)  # first step of the sequence that the counts are of
+        self._accepted, self._trials = np.zeros(num_rows), np.zeros(num_rows)
+        self._all_accepted, self._all_trials = 0.0, 0.0
+
+    def acceptance(self, rows: RowArray) -> FloatArray:
+        """Return the estimated probability that a drafted token of each row is accepted, after accepted ones."""
+        prior = (self._all_accepted + INITIAL_ACCEPTANCE * _INITIAL_TRIALS) / (
+            self._all_trials + _INITIAL_TRIALS
+        )
+        estimate: FloatArray = (self._accepted[rows] + prior * _PRIOR_TRIALS) / (
+            self._trials[rows] + _PRIOR_TRIALS
+        )
+        return estimate
+
+    def choose(
+        self, rows: RowArray, first_steps: npt.NDArray[np.int64], limits: IntArray, most: int
+    ) -> IntArray | None:
+        """Return the most drafted tokens of each row of a step without prompts. Returns None if none has any.
+
+        Args:
+            rows: [n], rows that decode in the step.
+            first_steps: [n], first step of each row's sequence.
+            limits: [n], most drafted tokens that each row has room for.
+            most: drafted tokens of all rows together.
+        """
+        self._reset_changed(rows, first_steps)
+        self._accepted[rows] *= _DECAY
+        self._trials[rows] *= _DECAY
+        self._all_accepted *= _DECAY_OF_ALL
+        self._all_trials *= _DECAY_OF_ALL
+        chosen = None
+        if most > 0 and self._times.is_known and self._num_drafted_steps < PLAIN_INTERVAL_STEPS:
+            chosen = self._best(rows, limits, most)
+        self._num_drafted_steps = 0 if chosen is None else self._num_drafted_steps + 1
+        return chosen
+
+    def _best(self, rows: RowArray, limits: IntArray, most: int) -> IntArray | None:
+        """Return the most drafted tokens of each row by the estimates. Returns None if none pays."""
+        places = np.arange(1, self._max_len + 1)
+        odds = np.power.outer(self.acceptance(rows), places)  # [n, max_len]
+        odds[places > limits[:, None]] = 0.0
+        order = np.argsort(-odds, axis=None, kind="stable")[: min(most, np.count_nonzero(odds))]
+        rates = self._rates(rows.size, odds.ravel()[order], order % self._max_len + 1)
+        best = int(rates.argmax())
+        if rates[best] < _MIN_GAIN * rates[0]:
+            return None
+        chosen: IntArray = np.bincount(order[:best] // self._max_len, minlength=rows.size).astype(np.int32)
+        return chosen
+
+    def _rates(self, num_rows: int, odds: FloatArray, places: npt.NDArray[np.int64]) -> FloatArray:
+        """Return the expected tokens per second with the first 0, 1, ... of the drafted tokens, up to a factor."""
+        tokens = num_rows + np.concatenate([[0.0], odds.cumsum()])
+        seconds = self._times.seconds(num_rows + np.arange(tokens.size))
+        rounds = np.concatenate([[0], np.maximum.accumulate(places)])
+        rates: FloatArray = tokens / (seconds + self._draft_s * rounds)
+        return rates
+
+    def observe(self, rows: RowArray, num_drafted: IntArray, num_accepted: IntArray) -> None:
+        """Record the outcome of the drafts of distinct rows."""
+        # The first rejected token is one trial; those after it are none.
+        trials = np.minimum(num_accepted + 1, num_drafted)
+        self._accepted[rows] += num_accepted
+        self._trials[rows] += trials
+        self._all_accepted += float(num_accepted.sum())
+        self._all_trials += float(trials.sum())
+
+    def observe_step(self, num_tokens: int, seconds: float, draft_s: float, num_rounds: int) -> None:
+        """Record the time of a step without prompts.
+
+        Args:
+            seconds: of the step as a whole.
+            draft_s: part of it that the ranks took to draft `num_rounds` tokens per row, one after the other.
+        """
+        self._times.observe(num_tokens, max(0.0, seconds - draft_s))
+        if num_rounds:
+            measured = draft_s / num_rounds
+            self._draft_s += (measured - self._draft_s) * (0.1 if self._draft_s else 1.0)
+
+    def _reset_changed(self, rows: RowArray, first_steps: npt.NDArray[np.int64]) -> None:
+        """Forget the outcomes of rows that have another sequence now."""
+        changed = rows[self._sequences[rows] != first_steps]
+        if changed.size:
+            self._accepted[changed] = self._trials[changed] = 0.0
+            self._sequences[rows] = first_steps

@@ -1,0 +1,57 @@
+"""StepTimes: the time of a step by its number of tokens, from measurements."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+# Factor of the weight of all earlier measurements per step: half after 140 steps.
+_DECAY = 0.995
+# A measurement counts at most as this many times the expected time, per token: other processes delay single steps.
+_MAX_RATIO = 2.0
+# Weight, in tokens^2, of the assumption that further tokens take no time: steps with more of them are tried.
+_PRIOR = 4.0
+# Shorter steps count as this long: the clock may be coarse.
+_MIN_S = 1e-6
+
+
+class StepTimes:
+    """A line through the measured times, by weighted least squares: time = start + slope * tokens.
+
+    Single measurements vary more than the slope is worth, so means by number of tokens would not show it.
+    """
+
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._seconds = 0.0  # weighted means, except the weight
+        self._variance = self._covariance = 0.0  # weighted sums around the means
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether a step was measured."""
+        return self._weight > 0
+
+    @property
+    def slope(self) -> float:
+        """Return the seconds per further token: at least 0, and at most in proportion to the tokens."""
+        slope = self._covariance / (self._variance + _PRIOR)
+        return max(0.0, min(slope, self._seconds / self._tokens)) if self._weight else 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Record the time of a step."""
+        seconds = max(seconds, _MIN_S)
+        if self._weight:
+            ratio = max(1.0, num_tokens / self._tokens)
+            seconds = min(seconds, _MAX_RATIO * ratio * float(self.seconds(num_tokens)))
+        self._weight = _DECAY * self._weight + 1.0
+        share, to_tokens, to_seconds = 1.0 / self._weight, num_tokens - self._tokens, seconds - self._seconds
+        self._tokens += share * to_tokens
+        self._seconds += share * to_seconds
+        self._variance = _DECAY * self._variance + to_tokens * (num_tokens - self._tokens)
+        self._covariance = _DECAY * self._covariance + to_tokens * (seconds - self._seconds)
+
+    def seconds(self, num_tokens: npt.ArrayLike) -> FloatArray:
+        """Return the expected times of steps; call it only if is_known."""
+        times: FloatArray = self._seconds + self.slope * (np.asarray(num_tokens, np.float64) - self._tokens)
+        return times

@@ -1,0 +1,113 @@
+"""DraftLengths: drafts where they pay, and none where they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from quire.proto.block_tables import IntArray
+from quire.scheduler.speculation.draft_lengths import DraftLengths
+from quire.scheduler.speculation.step_times import StepTimes
+
+NUM_DRAFTED = 4
+StepTime = Callable[[int], float]
+
+
+def memory_bound(num_tokens: int) -> float:
+    return 5e-3 + 1e-5 * num_tokens
+
+
+def compute_bound(num_tokens: int) -> float:
+    return 1e-3 * num_tokens
+
+
+def simulate(
+    num_rows: int, acceptance: float, step_s: StepTime, num_steps: int = 400, draft_s: float = 0.0
+) -> float:
+    """Return the tokens per second relative to those without drafts."""
+    lengths, rows = DraftLengths(num_rows, NUM_DRAFTED), np.arange(num_rows)
+    limits, first_steps = np.full(num_rows, 100, np.int32), np.ones(num_rows, np.int64)
+    rng, num_tokens, seconds = np.random.default_rng(0), 0, 0.0
+    for _ in range(num_steps):
+        chosen = lengths.choose(rows, first_steps, limits, 1000)
+        drafted: IntArray = np.zeros(num_rows, np.int32) if chosen is None else chosen
+        hits = rng.random((num_rows, NUM_DRAFTED)) < acceptance
+        accepted = np.minimum(np.cumprod(hits, axis=1).sum(axis=1), drafted).astype(np.int32)
+        rounds = int(drafted.max())
+        spent = step_s(num_rows + int(drafted.sum())) + draft_s * rounds
+        noisy = spent * rng.uniform(0.9, 1.3)
+        lengths.observe_step(num_rows + int(drafted.sum()), noisy, draft_s * rounds, rounds)
+        has_some = drafted > 0
+        lengths.observe(rows[has_some], drafted[has_some], accepted[has_some])
+        num_tokens += num_rows + int(accepted.sum())
+        seconds += spent
+    return num_tokens / seconds / (num_rows / step_s(num_rows))
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_drafts_pay_in_steps_bound_by_memory(num_rows: int) -> None:
+    assert simulate(num_rows, 0.8, memory_bound) > 2.5
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16, 64])
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9])
+def test_drafts_never_cost_two_percent_in_steps_bound_by_compute(num_rows: int, acceptance: float) -> None:
+    assert simulate(num_rows, acceptance, compute_bound) > 0.98
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_rejected_drafts_never_cost_two_percent(num_rows: int) -> None:
+    assert simulate(num_rows, 0.0, memory_bound) > 0.98
+
+
+def test_expensive_drafts_are_left_out() -> None:
+    assert simulate(1, 0.5, memory_bound, draft_s=4e-3) > 0.98
+
+
+def test_no_row_drafts_beyond_its_limit_or_the_budget() -> None:
+    lengths, rows = DraftLengths(8, NUM_DRAFTED), np.arange(3)
+    first_steps, limits = np.ones(3, np.int64), np.array([0, 2, 9], np.int32)
+    assert lengths.choose(rows, first_steps, limits, 100) is None  # no step was measured
+    lengths.observe_step(3, 1.0, 0.0, 0)
+    chosen = lengths.choose(rows, first_steps, limits, 100)
+    assert chosen is not None
+    assert chosen.tolist() == [0, 2, 4]
+    few = lengths.choose(rows, first_steps, limits, 3)
+    assert few is not None
+    assert few.sum() == 3
+    assert lengths.choose(rows, first_steps, limits, 0) is None
+
+
+def test_row_with_another_sequence_starts_anew() -> None:
+    lengths, row = DraftLengths(2, NUM_DRAFTED), np.array([1])
+    lengths.observe_step(1, 1.0, 0.0, 0)
+    first = lengths.acceptance(row).item()
+    lengths.choose(row, np.array([1]), np.array([9], np.int32), 100)
+    for _ in range(20):
+        lengths.observe(row, np.array([4], np.int32), np.array([0], np.int32))
+    assert lengths.acceptance(row).item() < 0.1
+    lengths.choose(row, np.array([2]), np.array([9], np.int32), 100)
+    assert 0.1 < lengths.acceptance(row).item() < first  # that of all sequences so far
+
+
+@pytest.mark.parametrize("step_s", [memory_bound, compute_bound])
+def test_step_times_find_the_slope_in_noise(step_s: StepTime) -> None:
+    times, rng = StepTimes(), np.random.default_rng(0)
+    assert not times.is_known
+    for _ in range(300):
+        num_tokens = int(rng.integers(16, 48))
+        times.observe(num_tokens, step_s(num_tokens) * rng.uniform(0.8, 1.2))
+    assert times.slope == pytest.approx(step_s(2) - step_s(1), rel=0.2, abs=2e-5)
+    assert float(times.seconds(20)) == pytest.approx(step_s(20), rel=0.1)
+
+
+def test_step_times_forget_what_more_tokens_cost() -> None:
+    times = StepTimes()
+    times.observe(1, 1.0)
+    times.observe(9, 9.0)
+    assert times.slope == pytest.approx(1.0, rel=0.2)
+    for _ in range(1500):
+        times.observe(1, 1.0)
+    assert times.slope < 0.1

@@ -1,0 +1,59 @@
+"""RankedDriver: the scheduler with the real ranks of tests/worker, step by step in this process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from driver import Driver
+
+from quire.proto.config import EngineConfig
+from quire.proto.step import Logprobs, StepPlan, StepResult
+from quire.proto.stream import TokenBatch
+
+
+class _Ranks:
+    """A worker group that executes a plan when its result is gathered, in no time."""
+
+    def __init__(self, step: Callable[[StepPlan], StepResult]) -> None:
+        self._step = step
+        self._plans: deque[StepPlan] = deque()
+
+    def broadcast(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def gather(self, timeout_s: float) -> StepResult:
+        return replace(self._step(self._plans.popleft()), stage_times={})
+
+
+class RankedDriver(Driver):
+    """A Driver whose steps an Engine of tests/worker executes.
+
+    Attributes:
+        logprobs: handle |-> log-probabilities of its tokens, as lists of (chosen, rank, top ids, top).
+    """
+
+    def __init__(self, config: EngineConfig, step: Callable[[StepPlan], StepResult]) -> None:
+        super().__init__(config)
+        self.group = _Ranks(step)  # type: ignore[assignment]
+        self.logprobs: dict[int, list[Any]] = {}
+
+    def empty_ranks(self) -> None:
+        """Release the rows of ended sequences on the ranks, for another driver."""
+        released, _, _ = self.scheduler._state.deltas.take()
+        self.group.broadcast(StepPlan(0, 1, 0, released_rows=released))
+        self.group.gather(1.0)
+
+    def record(self, outgoing: list[tuple[bytes, TokenBatch]]) -> None:
+        super().record(outgoing)
+        for _, batch in outgoing:
+            if batch.logprobs is not None:
+                self._record_logprobs(batch.handles, batch.logprobs)
+
+    def _record_logprobs(self, handles: np.ndarray, logprobs: Logprobs) -> None:
+        columns = (logprobs.index, logprobs.chosen, logprobs.ranks, logprobs.top_ids, logprobs.top)
+        for index, *entry in zip(*(column.tolist() for column in columns), strict=True):
+            self.logprobs.setdefault(int(handles[index]), []).append(entry)

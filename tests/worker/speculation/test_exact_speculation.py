@@ -1,0 +1,180 @@
+"""Outputs with drafted tokens equal those without, token for token, on 1, 2 and 4 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranked_driver import RankedDriver
+
+from quire.proto.block_tables import IntArray
+from quire.proto.config import SpeculativeConfig
+from quire.proto.errors import RankFailed
+from quire.proto.step import NewSequence, RowSampling, StepPlan
+from quire.worker.device_rows import DeviceRows
+from quire.worker.speculation import speculator
+from quire.worker.speculation.proposer import Drafts
+
+NUM_SPECULATIVE_TOKENS = 4
+NUM_BLOCKS = 160  # enough for all sequences
+SPECULATIVE = SpeculativeConfig("ngram", NUM_SPECULATIVE_TOKENS)
+PROMPTS = [np.random.default_rng(seed).integers(2, 380, 3 + 7 * seed).tolist() for seed in range(6)]
+# One of each kind; the requests run together.
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 7, "logprobs": 0, "n": 2},
+    {
+        "temperature": 1.0,
+        "seed": 8,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.4,
+        "presence_penalty": 0.2,
+    },
+    {"temperature": 0.0, "min_tokens": 12, "stop_token_ids": tuple(range(0, 380, 7))},
+    {"temperature": 0.9, "seed": 9, "bad_words": ((17, 18), (40,)), "logit_bias": {5: 3.0}, "top_k": 30},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "allowed_token_ids": tuple(range(3, 300))},
+]
+
+
+class OracleProposer:
+    """Proposes the tokens of a known output; one in four is wrong.
+
+    Attributes:
+        known: prompt and output of all sequences.
+    """
+
+    known: list[list[int]]
+
+    def __init__(self, config: SpeculativeConfig, rows: DeviceRows) -> None:
+        self._rows = rows
+        self._rng = np.random.default_rng(0)  # the same on all ranks
+
+    def forget(self, rows: IntArray) -> None:
+        """Nothing is kept."""
+
+    def propose(self, rows: IntArray, max_lens: IntArray) -> Drafts:
+        texts = self._rows.read_tokens(rows, np.zeros_like(rows), self._rows.lens[rows])
+        drafts = [self._continue(text.tolist(), most) for text, most in zip(texts, max_lens, strict=True)]
+        return Drafts(np.array([len(each) for each in drafts], np.int32), np.concatenate(drafts))
+
+    def _continue(self, text: list[int], most: int) -> IntArray:
+        whole = next((each for each in self.known if each[: len(text)] == text), [])
+        draft = np.array(whole[len(text) : len(text) + most], np.int32)
+        return np.where(self._rng.random(draft.size) < 0.25, 11, draft).astype(np.int32)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def engine(request: pytest.FixtureRequest, make_model: Callable[..., Path], make_engine: Any) -> Any:
+    """An engine whose proposer is an OracleProposer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculator, "_PROPOSERS", {"ngram": OracleProposer})
+        return make_engine(
+            make_model("llama"),
+            request.param,
+            NUM_BLOCKS,
+            max_model_len=128,
+            block_size=4,
+            speculative=SPECULATIVE,
+        )
+
+
+def run(engine: Any, num_blocks: int, speculative: SpeculativeConfig | None, depth: int) -> RankedDriver:
+    config = replace(engine.config.with_num_blocks(num_blocks), speculative=speculative)
+    driver = RankedDriver(config, engine.step)
+    for index, (prompt, settings) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
+        driver.add(10 * index, prompt, max_tokens=30, **settings)
+    driver.run(depth)
+    driver.empty_ranks()
+    return driver
+
+
+def outputs_of(driver: RankedDriver) -> list[list[int]]:
+    """Return prompt and output of all sequences."""
+    return [PROMPTS[handle // 10] + output for handle, output in driver.outputs.items()]
+
+
+def logprobs_of(driver: RankedDriver) -> dict[int, list[Any]]:
+    """Return the log-probabilities that each sequence asked for: its step may report more for others."""
+    widths = {handle: SETTINGS[handle // 10]["logprobs"] for handle in driver.logprobs}
+    return {
+        handle: [
+            (chosen, rank, ids[: widths[handle]], top[: widths[handle]]) for chosen, rank, ids, top in entries
+        ]
+        for handle, entries in driver.logprobs.items()
+    }
+
+
+@pytest.fixture
+def plain(engine: Any) -> RankedDriver:
+    driver = run(engine, NUM_BLOCKS, None, 2)
+    OracleProposer.known = outputs_of(driver)
+    return driver
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_outputs_and_logprobs_equal_those_without_drafts(
+    engine: Any, plain: RankedDriver, depth: int
+) -> None:
+    drafted = run(engine, NUM_BLOCKS, SPECULATIVE, depth)
+    assert drafted.outputs == plain.outputs
+    assert drafted.finishes.keys() == plain.finishes.keys()
+    for handle, finish in plain.finishes.items():
+        assert drafted.finishes[handle].reason == finish.reason
+        assert drafted.finishes[handle].num_completion_tokens == finish.num_completion_tokens
+    assert logprobs_of(drafted) == logprobs_of(plain)
+    stats = drafted.scheduler.stats
+    assert len(stats.num_accepted) == NUM_SPECULATIVE_TOKENS
+    assert 0.3 * stats.num_draft_tokens < sum(stats.num_accepted) < stats.num_draft_tokens
+    assert len(drafted.plans) < 0.7 * len(plain.plans)
+
+
+def test_preempted_sequences_continue_with_same_tokens(engine: Any, plain: RankedDriver) -> None:
+    drafted = run(engine, 30, SPECULATIVE, 2)
+    assert drafted.scheduler.stats.num_preemptions > 0
+    assert drafted.scheduler.stats.num_drafts > 0
+    assert drafted.outputs == plain.outputs
+
+
+def test_moved_sequences_continue_with_same_tokens(engine: Any, plain: RankedDriver) -> None:
+    config = replace(engine.config.with_num_blocks(NUM_BLOCKS), speculative=SPECULATIVE)
+    driver = RankedDriver(config, engine.step)
+    settings = {"max_tokens": 30, **SETTINGS[0]}
+    driver.add(0, PROMPTS[0], **settings)
+    while len(driver.outputs[0]) < 10:
+        driver.step(2)
+    driver.scheduler.drain(0.0, 0.0)
+    driver.run(2)
+    assert driver.moved.keys() == {0}
+    driver.empty_ranks()
+    successor = RankedDriver(config, engine.step)
+    successor.add(0, PROMPTS[0], generated=driver.outputs[0], **settings)
+    successor.run(2)
+    successor.empty_ranks()
+    assert driver.outputs[0] + successor.outputs[0] == plain.outputs[0]
+
+
+def test_plan_that_drafts_for_an_idle_row_is_refused(
+    make_model: Callable[..., Path], make_engine: Any
+) -> None:
+    engine = make_engine(make_model("llama"), max_model_len=64, speculative=SPECULATIVE)
+    tokens, blocks = np.array([5, 6, 7], np.int32), np.array([1], np.int32)
+    new = NewSequence(0, 0, tokens, 0, blocks, RowSampling(temperature=0.0))
+    tables = engine.runners[0]._rows.tables.__class__(8, engine.config.max_blocks_per_seq)
+    tables.append(np.zeros(1, np.int32), blocks)
+    one = np.ones(1, np.int32)
+    plan = StepPlan(
+        1,
+        1,
+        tables.digest,
+        new=(new,),
+        chunk_rows=0 * one,
+        chunk_lens=3 * one,
+        draft_rows=0 * one,
+        draft_lens=one,
+    )
+    with pytest.raises(RankFailed, match="the plan drafts for row 0, which does not decode"):
+        engine.step(plan)

@@ -1,0 +1,1 @@
+"""Speculative decoding on the ranks: proposal of drafted tokens, and their verification."""

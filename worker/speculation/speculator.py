@@ -1,0 +1,52 @@
+"""Speculator: drafts the tokens that a step verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from ...proto.block_tables import IntArray
+from ...proto.config import SpeculativeConfig
+from ...proto.step import StepPlan
+from ..device_rows import DeviceRows
+from .ngram import NgramProposer
+from .proposer import DraftProposer
+
+# method |-> proposer of one rank
+_PROPOSERS: Mapping[str, Callable[[SpeculativeConfig, DeviceRows], DraftProposer]] = {"ngram": NgramProposer}
+
+
+class Speculator:
+    """Writes drafted tokens behind the known ones of their rows."""
+
+    def __init__(self, config: SpeculativeConfig, rows: DeviceRows) -> None:
+        self._rows = rows
+        self._proposer = _PROPOSERS[config.method](config, rows)
+
+    def draft(self, plan: StepPlan) -> IntArray | None:
+        """Draft tokens for a plan that the rows have applied. Returns None if no row has any.
+
+        Returns:
+            [R] int32, the number of drafted tokens of each row.
+
+        Raises:
+            ValueError: the plan drafts for a row that does not decode in the step; names the row.
+        """
+        if plan.released_rows.size:
+            self._proposer.forget(plan.released_rows)
+        if not plan.draft_rows.size:
+            return None
+        self._check(plan)
+        drafts = self._proposer.propose(plan.draft_rows, plan.draft_lens)
+        if not drafts.token_ids.size:
+            return None
+        self._rows.write_drafts(plan.draft_rows, drafts.lens, drafts.token_ids)
+        num_drafted = np.zeros_like(self._rows.lens)
+        num_drafted[plan.draft_rows] = drafts.lens
+        return num_drafted
+
+    def _check(self, plan: StepPlan) -> None:
+        is_wrong = ~self._rows.decoding[plan.draft_rows] | np.isin(plan.draft_rows, plan.held_rows)
+        if is_wrong.any():
+            raise ValueError(f"the plan drafts for row {plan.draft_rows[is_wrong][0]}, which does not decode")

@@ -1,0 +1,49 @@
+"""Verification of drafted tokens: which samples of a row count.
+
+A row samples after its newest token and after each of its drafted ones. Sampling is a pure function of the logits,
+the seed and the position, so the sample after the newest token is the one that a step without drafts would give. If
+it equals the first drafted token, then the sample after that token is the next one that steps without drafts would
+give, and so on. The output is therefore the same, token for token, at any temperature.
+
+A drafted token x is accepted with its probability p(x), and no method that keeps the distribution accepts more of
+fixed drafts: rejection sampling (Leviathan et al., 2023) accepts min(1, p(x) / q(x)), where q(x) is 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...proto.block_tables import IntArray, RowArray
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The samples of a step that count.
+
+    Attributes:
+        kept: [n] int64 ascending, their indices among all samples.
+        token_counts: [rows] int32, the number of them for each row; at least 1.
+        num_drafted: [rows] int32, drafted tokens of each row.
+    """
+
+    kept: RowArray
+    token_counts: IntArray
+    num_drafted: IntArray
+
+
+def verify(rows: IntArray, is_match: npt.NDArray[np.bool_]) -> Verdict:
+    """Return the samples of each row up to the first that differs from the drafted token at its position.
+
+    Args:
+        rows: [N], the row of each sample; those of a row are adjacent, by ascending position.
+        is_match: [N], the sample equals the drafted token; any value for the last of a row.
+    """
+    starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
+    lens = np.diff(starts, append=rows.size)
+    num_misses: IntArray = np.cumsum(~is_match) - ~is_match  # before each sample
+    is_kept: npt.NDArray[np.bool_] = num_misses == np.repeat(num_misses[starts], lens)
+    token_counts = np.add.reduceat(is_kept, starts, dtype=np.int32)
+    return Verdict(np.flatnonzero(is_kept), token_counts, (lens - 1).astype(np.int32))
