@@ -27,7 +27,7 @@ from .sampling import SamplingParams
 from .step import NO_INTS, Logprobs, PromptLogprobs
 from .structured_outputs import OutputConstraint
 
-VERSION = 5
+VERSION = 4
 # Bytes of a block's digest in a CacheReport: enough to route by, too few to share a block by.
 CACHE_HASH_BYTES = 8
 # Bounds of a BlockMap.

@@ -67,6 +67,21 @@ def test_benchmark_reports_throughput_and_latency(server: ServerProcess) -> None
     assert "time between tokens" in printed
 
 
+@pytest.mark.cluster
+def test_batch_file_is_answered_and_not_asked_again(server: ServerProcess, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "quire", "run-batch", str(EXAMPLES / "batch.jsonl"), str(out)]
+    for _ in range(2):
+        done = subprocess.run(
+            [*command, "--url", server.http_url], capture_output=True, text=True, timeout=180, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        answers = {line["custom_id"]: line for line in map(json.loads, out.read_text().splitlines())}
+        assert answers.keys() == {"story", "letter", "chat"}
+        assert {answer["response"]["status_code"] for answer in answers.values()} == {200}
+        assert len(out.read_text().splitlines()) == 3
+
+
 def test_autoscaling_follows_the_load_and_draws_it(tmp_path: Path) -> None:
     printed = run_example("autoscaling.py", str(tmp_path / "scaling.png"))
     assert "12 at most" in printed
