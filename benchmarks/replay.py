@@ -150,6 +150,11 @@ class SimulatedGroup:
 
     def check(self) -> None: ...
 
+    def examine(self, waited_s: float, *, is_overdue: bool) -> None: ...
+
+    def rebuild(self, epoch: int) -> None:
+        raise AssertionError("ranks that cannot fail are rebuilt")
+
     def statuses(self) -> tuple[RankStatus, ...]:
         return ()
 

@@ -113,7 +113,8 @@ class SchedulerConfig:
         max_queue_len: length of the waiting queue from which new requests are refused (RESOURCE_EXHAUSTED).
         max_steps_in_flight: steps planned before the first one's result arrives: 2 overlaps the scheduler with the
             workers; 1 if both share a thread.
-        step_timeout_s: a step without a result after this time has a hung rank.
+        step_timeout_s: a step without a result this long after its expected end has a hung rank; a rank whose process
+            does not answer is found earlier.
         audit: recount every block after each step (`check_integrity`).
         policy: order of admission: ``fcfs``, ``priority``, ``fair`` (between tenants), ``shortest-prefill`` or
             ``longest-prefix``.

@@ -12,6 +12,7 @@ QuireError
 ├── QuotaExceeded             QUOTA_EXCEEDED        a limit of the tenant is reached; retry later
 ├── RequestAborted            REQUEST_ABORTED       ended by its caller or by an operator
 ├── DeadlineExpired           DEADLINE_EXPIRED      the caller's deadline passed
+├── RequestQuarantined        REQUEST_QUARANTINED   the request failed the ranks repeatedly and is not run again
 ├── ConfigError               CONFIG_INVALID        the configuration cannot be started
 │   └── ModelLoadError        MODEL_LOAD_FAILED     the model directory cannot be read
 ├── ReplicaUnavailable        REPLICA_UNAVAILABLE   no replica answers
@@ -192,6 +193,12 @@ class DeadlineExpired(QuireError):
     reason, grpc_status, http_status = "DEADLINE_EXPIRED", "DEADLINE_EXCEEDED", 504
 
 
+class RequestQuarantined(QuireError):
+    """The request's steps failed the worker group repeatedly, the last time without another request in the step."""
+
+    reason, grpc_status, http_status = "REQUEST_QUARANTINED", "INTERNAL", 500
+
+
 class ConfigError(QuireError):
     """The configuration cannot be started as it is.
 
@@ -240,12 +247,23 @@ class RankFailed(ReplicaUnavailable):
         problem: the observed failure.
         step_id: the step that waited for the rank; None outside a step.
         stage: the last stage that the rank reported (``forward``, ``sample``, ...), if known.
+        is_step_error: the rank reported an exception in the step; its process lives.
     """
 
     reason = "RANK_FAILED"
     wire_fields: ClassVar = {"rank": int, "problem": str, "step_id": int, "stage": str}
 
-    def __init__(self, rank: int, problem: str, step_id: int | None = None, stage: str | None = None) -> None:
+    is_step_error: bool = False
+
+    def __init__(
+        self,
+        rank: int,
+        problem: str,
+        step_id: int | None = None,
+        stage: str | None = None,
+        *,
+        is_step_error: bool = False,
+    ) -> None:
         where = "" if step_id is None else f" at step {step_id}"
         doing = "" if stage is None else f" in stage {stage}"
         super().__init__(f"rank {rank} failed{where}{doing}: {problem}")
@@ -253,6 +271,8 @@ class RankFailed(ReplicaUnavailable):
         self.problem = problem
         self.step_id = step_id
         self.stage = stage
+        if is_step_error:
+            self.is_step_error = True
 
 
 class ShuttingDown(ReplicaUnavailable):
@@ -295,6 +315,7 @@ ERRORS: dict[str, type[QuireError]] = {
         ShuttingDown,
         ServerUnreachable,
         ProtocolError,
+        RequestQuarantined,
     )
 }
 # gRPC status |-> the class that stands for it

@@ -150,6 +150,8 @@ class Timings:
     preempted_s: float = 0.0
     recomputed_tokens: int = 0
     num_moves: int = 0
+    num_recoveries: int = 0
+    recovered_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +268,21 @@ class BlockMap:
     sequences: tuple[MappedSequence, ...] = ()
 
 
+class Activity(StrEnum):
+    """What a replica does.
+
+    IDLE: no step is computed. BUSY: steps are computed in the expected time. PREFILL: as BUSY, with a step that is
+    expected to take long. LATE: the present step takes several times longer than expected, and its ranks are
+    examined. RECOVERING: a rank failed, and the worker group is rebuilt.
+    """
+
+    IDLE = "idle"
+    BUSY = "busy"
+    PREFILL = "prefill"
+    LATE = "late"
+    RECOVERING = "recovering"
+
+
 @dataclass(frozen=True, slots=True)
 class RankStatus:
     """A rank's process and the stage it is in."""
@@ -293,6 +310,8 @@ class ReplicaStatus:
         num_fenced_blocks: freed blocks that a step in flight may still use.
         num_computed_tokens: tokens that steps computed since the start.
         busy_s: time since the start in which at least one step was computed.
+        activity: what the replica does, and `activity_s`: for how long.
+        num_recoveries: times that the worker group was rebuilt after a failure.
         num_plan_waits, plan_wait_s: steps that followed another one without idle time between, and how long rank 0
             waited for their plans.
         max_num_seqs: sequences that may run at once.
@@ -342,6 +361,9 @@ class ReplicaStatus:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: tuple[int, ...] = ()
+    activity: Activity = Activity.IDLE
+    activity_s: float = 0.0
+    num_recoveries: int = 0
 
 
 GatewayMessage = Submit | Abort | Stop | StatusQuery | CacheQuery | BlockMapQuery | Drain | FlushCache
@@ -464,7 +486,11 @@ def _decode_status(values: list[Any]) -> ReplicaStatus:
     query_id, replica_id, model, problem, ranks, *numbers = values
     rank_statuses = tuple(_known(RankStatus, rank) for rank in ranks)
     status = _known(ReplicaStatus, [query_id, replica_id, model, problem, rank_statuses, *numbers])
-    return replace(status, num_accepted_tokens=tuple(status.num_accepted_tokens))
+    return replace(
+        status,
+        num_accepted_tokens=tuple(status.num_accepted_tokens),
+        activity=Activity(status.activity),
+    )
 
 
 def _encode_block_map(message: BlockMap) -> tuple[Any, ...]:

@@ -32,14 +32,31 @@ if TYPE_CHECKING:
     import torch
 
     from .comm.communicator import Communicator
+    from .comm.replaceable import ReplaceableGroup
     from .launched_step import LaunchedStep
     from .runner import ModelRunner
 
 _LOOPBACK = "127.0.0.1"
-# For a rank to leave its group and free its memory after the last step.
-CLOSE_TIMEOUT_S = 10.0
+# For a rank to leave its group, whose collectives may wait for a rank that has ended.
+LEAVE_TIMEOUT_S = 10.0
+# Least deadline of joining a group and of each collective. The scheduler finds a hung rank much earlier.
+MIN_COLLECTIVE_TIMEOUT_S = 60.0
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """A rank's process.
+
+    Attributes:
+        host: host name.
+        stderr: path of the file that its standard error goes to, on that host; empty if it is no file.
+    """
+
+    pid: int
+    host: str
+    stderr: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +80,8 @@ class WorkerActor:
         self._stage = "start"
         self._seconds: dict[str, float] = {}
         self._runner: ModelRunner | None = None
+        self._group: ReplaceableGroup | None = None  # None for a single rank
+        self._receiver: StepReceiver | None = None
         self._bytes_read = 0, 0
         self._waits_for_device = False  # for the tokens of a launched step
         # Imported here so that the driver, which only names this class, does not load torch.
@@ -70,8 +89,9 @@ class WorkerActor:
             import torch
 
             from . import runner
-            from .comm import communicator, shared_memory, torch_distributed
+            from .comm import communicator, replaceable, shared_memory, torch_distributed
         self._single_rank, self._create_store = communicator.SingleRank, torch_distributed.create_store
+        self._replaceable = replaceable.ReplaceableGroup
         self._runner_class, self._join_group = runner.ModelRunner, shared_memory.join_group
         kind = config.parallel.device
         self._device = compute_device(kind, None if kind == "cpu" else _assigned_gpu())
@@ -103,10 +123,41 @@ class WorkerActor:
         """
         with on_device(self._device):
             with self._timed("join"):
-                comm = self._single_rank() if store is None else self._join(*store)
+                comm = self._single_rank() if store is None else self._join_replaceable(*store)
             with self._timed("weights"):
                 self._runner = self._runner_class(self._config, comm, self._on_progress, device=self._device)
         return LoadReport(self.status(), dict(self._seconds))
+
+    def rejoin(self, store: tuple[str, int] | None) -> RankStatus:
+        """Join a new group, in which another rank was replaced, with the weights in place and empty rows.
+
+        It joins collectives, as `allocate` does on the replaced rank. Call it after `run` has returned.
+
+        Args:
+            store: see `load`.
+        """
+        assert self._runner is not None
+        with on_device(self._device):
+            self._stage = "join"
+            if self._group is not None and store is not None:
+                self._group.replace(self._join(*store))
+            self._runner.reset()
+        self._stage = "ready"
+        return self.status()
+
+    def leave(self) -> None:
+        """End `run`, also while it waits for a plan or in a collective. Ray calls this on another thread."""
+        receiver = self._receiver
+        if receiver is not None:
+            receiver.interrupt()
+        # Collectives on a CPU end by themselves when another rank has left or ended; NCCL's do not.
+        if self._device.type != "cpu":
+            self._leave_group()
+
+    def process(self) -> RankProcess:
+        """Return the process of the rank."""
+        target = os.readlink("/proc/self/fd/2")
+        return RankProcess(os.getpid(), socket.gethostname(), target if target.startswith("/") else "")
 
     def profile(self) -> int:
         """Return the number of KV blocks that fit into this rank's memory.
@@ -131,8 +182,8 @@ class WorkerActor:
     def run(self, address: ChannelAddress) -> None:
         """Execute the channel's plans until the sender closes it.
 
-        The rank replies to a failed step with a StepFailure and ends. Leaving the group fails the collective that
-        the other ranks may wait in.
+        The rank replies to a failed step with a StepFailure, leaves the group, which fails the collective that the
+        other ranks may wait in, and returns. Its weights stay, for `rejoin`.
         """
         with on_device(self._device):
             self._run(address)
@@ -146,13 +197,14 @@ class WorkerActor:
 
     def _run(self, address: ChannelAddress) -> None:
         assert self._runner is not None
-        receiver = StepReceiver(address, self._rank)
+        receiver = self._receiver = StepReceiver(address, self._rank)
         serve = self._serve if self._device.type == "cpu" else self._serve_ahead
         try:
             serve(receiver, self._runner)
         finally:
+            self._receiver = None
             receiver.close()
-            self._close(self._runner)
+            self._leave_group()
             self._stage = "ended"
 
     def _serve(self, receiver: StepReceiver, runner: ModelRunner) -> None:
@@ -188,17 +240,20 @@ class WorkerActor:
             if isinstance(step, StepFailure):
                 break
         steps.put(None)
-        replies.join(self._config.scheduler.step_timeout_s)
+        replies.join(max(self._config.scheduler.step_timeout_s, MIN_COLLECTIVE_TIMEOUT_S))
 
-    def _close(self, runner: ModelRunner) -> None:
-        """Close the runner within CLOSE_TIMEOUT_S: freeing memory waits for kernels, which may never end."""
+    def _leave_group(self) -> None:
+        """Leave the group within LEAVE_TIMEOUT_S: kernels of a collective may wait forever for a rank that ended."""
+        group = self._group
+        if group is None:
+            return
 
-        def close() -> None:
+        def leave() -> None:
             with on_device(self._device):
-                runner.close()
+                group.close()
 
-        if not ends_within(CLOSE_TIMEOUT_S, close):
-            _log.warning("rank %d: the device did not finish in %g s", self._rank, CLOSE_TIMEOUT_S)
+        if not ends_within(LEAVE_TIMEOUT_S, leave):
+            _log.warning("rank %d: the group was not left in %g s", self._rank, LEAVE_TIMEOUT_S)
 
     def _launch(self, frame: bytes, runner: ModelRunner) -> LaunchedStep | StepFailure:
         step_id = epoch = 0
@@ -229,6 +284,13 @@ class WorkerActor:
     def _on_progress(self, num_read: int, num_expected: int) -> None:
         self._bytes_read = num_read, num_expected
 
+    def _join_replaceable(self, host: str, port: int) -> Communicator:
+        group = self._join(host, port)
+        if self._config.parallel.fused_all_reduce:
+            return group  # its peers' memory is part of the model
+        self._group = self._replaceable(group)
+        return self._group
+
     def _join(self, host: str, port: int) -> Communicator:
         parallel = self._config.parallel
         return self._join_group(
@@ -237,7 +299,7 @@ class WorkerActor:
             host,
             port,
             self._device,
-            self._config.scheduler.step_timeout_s,
+            max(self._config.scheduler.step_timeout_s, MIN_COLLECTIVE_TIMEOUT_S),
         )
 
     @contextmanager

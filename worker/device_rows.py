@@ -68,6 +68,14 @@ class DeviceRows:
         if plan.chosen_rows.size:
             self._replace_newest(plan.chosen_rows, plan.chosen_ids)
 
+    def clear(self) -> None:
+        """Empty all rows."""
+        rows = np.arange(len(self.lens), dtype=np.int32)
+        self.tables.release(rows)
+        self.device_tables.release(rows)
+        self.decoding[:] = False
+        self.logits_processors.release(rows)
+
     def mark_computed(self, rows: IntArray, lens: IntArray) -> None:
         """Set the number of tokens of rows whose KV is in the cache."""
         self.num_computed[rows] = lens

@@ -37,7 +37,7 @@ class LaunchedStep:
             token_ids, *columns = self.copied.wait()
         except RuntimeError as error:
             raise RankFailed(
-                self.launched.rank, in_one_line(error), self.launched.step_id, "device"
+                self.launched.rank, in_one_line(error), self.launched.step_id, "device", is_step_error=True
             ) from error
         logprobs = None if self.logprobs is None else Logprobs(self.logprobs.index, *columns)
         return replace(self.launched, token_ids=token_ids, logprobs=logprobs)

@@ -152,13 +152,29 @@ class ModelRunner:
             self._cache = CacheEngine(
                 self._config, num_blocks, self._config.cache.num_host_blocks, self._dtype, self._device
             )
+        self._prepare(num_blocks)
+        return self._cache.measure_swap_rate()
+
+    def reset(self) -> None:
+        """Empty all rows after the group was joined anew, and prepare for steps as `allocate_cache` does.
+
+        The weights and the memory of the KV cache stay; the content of the KV cache is void.
+        """
+        assert self._cache is not None, "allocate_cache must be called before"
+        self.stage = "idle"
+        self._rows.clear()
+        self._graphs = None  # graphs hold the collectives of the group that was left
+        free_unused_memory(self._device)
+        self._prepare(self._cache.num_blocks)
+
+    def _prepare(self, num_blocks: int) -> None:
+        """Check the model, record the graphs and launch every kernel once. The ranks' collectives meet here."""
         with torch.inference_mode():
             self._model.selfcheck()
-            self._graphs = self._record_graphs(self._cache)
+            self._graphs = self._record_graphs(self._kv_cache)
         if self._device.type != "cpu":
             self._warm_up(num_blocks)
         self._num_compilations = num_compilations()
-        return self._cache.measure_swap_rate()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Launch one step and wait for its tokens; see `launch`."""
@@ -338,7 +354,7 @@ class ModelRunner:
         return self._cache
 
     def _failure(self, plan: StepPlan, reason: str) -> RankFailed:
-        return RankFailed(self._comm.rank, reason, plan.step_id, self.stage)
+        return RankFailed(self._comm.rank, reason, plan.step_id, self.stage, is_step_error=True)
 
     def _gpu_kv_bytes(self) -> int:
         """Return the GPU memory that the largest step and the graphs leave for the KV cache."""

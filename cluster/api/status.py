@@ -85,6 +85,10 @@ class ReplicaInfo:
         tokens_per_s: prompt and sampled tokens per busy second, recent seconds weighted most.
         num_compilations: kernel variants that rank 0 has compiled since it was ready, each of which delayed a step;
             0 is expected.
+        activity: ``idle``, ``busy``, ``prefill`` (a step that takes long, as expected), ``late`` (a step takes much
+            longer than expected) or ``recovering`` (its ranks are being rebuilt).
+        activity_s: how long it has done that.
+        num_recoveries: times that its ranks were rebuilt after a failure.
     """
 
     replica_id: str
@@ -107,6 +111,9 @@ class ReplicaInfo:
     oldest_wait_s: float = 0.0
     tokens_per_s: float = 0.0
     num_compilations: int = 0
+    activity: str = ""
+    activity_s: float = 0.0
+    num_recoveries: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,9 @@ def replica_to_message(status: ReplicaStatus, problem: str, silence_s: float = 0
         oldest_wait_s=status.oldest_wait_s,
         tokens_per_s=status.tokens_per_s,
         num_compilations=status.num_compilations,
+        activity=status.activity,
+        activity_s=status.activity_s + silence_s,
+        num_recoveries=status.num_recoveries,
     )
 
 

@@ -168,6 +168,10 @@ def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
             f"{queue.num_preemptions} preemptions",
         ),
         (
+            "activity",
+            f"{replica.activity} for {replica.activity_s:.1f} s, {replica.num_recoveries} recoveries of the ranks",
+        ),
+        (
             "steps",
             f"{replica.num_steps} in {replica.uptime_s:.0f} s, {1e3 * replica.mean_plan_wait_s:.2f} ms between steps",
         ),

@@ -122,8 +122,9 @@ class EngineOptions:
         group=_EXECUTION,
     )
     step_timeout_s: float = option(
-        60.0,
-        help="A rank that has no result of a step after this time counts as hung.",
+        10.0,
+        help="A rank without a result this long after the expected end of a step counts as hung; sooner in short "
+        "steps, or if its process does not answer.",
         unit="seconds",
         check=positive_finite,
         group=_EXECUTION,

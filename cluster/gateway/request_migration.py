@@ -22,7 +22,7 @@ from ..requests.request import Request
 from ..requests.request_stream import UpdateQueue
 from ..requests.sequence_update import SequenceUpdate
 
-# After this many replica failures under one request, the request is assumed to be their cause.
+# After this many replica failures under one request, without a token between, it is assumed to be their cause.
 MAX_FAILED_REPLICAS = 3
 
 MoveListener = Callable[[str, MoveCause], None]
@@ -188,6 +188,8 @@ class MigratingRequest(UpdateQueue):
     def _on_update(self, attempt: _Attempt, index: int, update: SequenceUpdate) -> None:
         output, finish = self._outputs[index], update.finish
         output.token_ids += update.token_ids
+        if update.token_ids:
+            self._num_failures = 0
         is_moved = finish is not None and finish.reason is FinishReason.MOVED
         is_lost = finish is not None and finish.grpc_status == ReplicaUnavailable.grpc_status
         if finish is None:

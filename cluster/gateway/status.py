@@ -15,7 +15,8 @@ from .replica_pool import ReplicaPool
 from .served_models import ServedModel
 from .services import GatewayServices
 
-STATUS_TIMEOUT_S = 10.0
+# A replica answers within 0.1 s whatever its ranks do; one that does not is shown by its latest status.
+STATUS_TIMEOUT_S = 0.4
 
 
 async def current_status(services: GatewayServices) -> admin_pb2.GetStatusResponse:
@@ -75,16 +76,20 @@ async def _ask(pool: ReplicaPool, replica_id: str) -> admin_pb2.Replica:
     try:
         await client.status(STATUS_TIMEOUT_S)
     except ReplicaUnavailable as error:
-        return admin_pb2.Replica(
-            replica_id=replica_id, model=pool.model, problem=str(error), silence_s=client.silence_s
-        )
+        return _describe(pool, replica_id, client, str(error))
     return _describe(pool, replica_id, client)
 
 
-def _describe(pool: ReplicaPool, replica_id: str, client: ReplicaClient) -> admin_pb2.Replica:
-    """Return the latest status of a replica."""
+def _describe(
+    pool: ReplicaPool, replica_id: str, client: ReplicaClient, no_answer: str = ""
+) -> admin_pb2.Replica:
+    """Return the latest status of a replica.
+
+    Args:
+        no_answer: why there is no newer one.
+    """
     status = client.latest_status
-    problem = client.problem or pool.why_unavailable(replica_id)
+    problem = client.problem or no_answer or pool.why_unavailable(replica_id)
     if status is None:
         return admin_pb2.Replica(
             replica_id=replica_id, model=pool.model, problem=problem, silence_s=client.silence_s

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...proto.errors import QuireError, ReplicaUnavailable
-from ...proto.stream import ReplicaStatus
+from ...proto.stream import Activity, ReplicaStatus
 from ..gateway.served_models import ServedModel, ServedModels
 from ..replica.canary import run_canary
 from ..replica.client import SILENCE_MARGIN_S, ReplicaClient
@@ -46,7 +46,7 @@ class Probes:
         is many steps, and a step has the deadline `step_timeout_s`, after which its replica fails by itself.
         """
         for model in self._models:
-            if model.pool.is_fixed:
+            if model.pool.is_own:
                 limit_s = model.config.scheduler.step_timeout_s + SILENCE_MARGIN_S
                 for client in model.pool.clients.values():
                     self._check_progress(client, limit_s)
@@ -70,7 +70,8 @@ class Probes:
             return
         known = self._progress.get(client.replica_id)
         has_work = status.num_running + status.num_waiting > 0
-        if known is None or not has_work or known.num_steps != status.num_steps:
+        is_recovering = status.activity is Activity.RECOVERING  # with bounded attempts
+        if known is None or not has_work or is_recovering or known.num_steps != status.num_steps:
             self._progress[client.replica_id] = _Progress(status.num_steps, now)
         elif now - known.since > limit_s:
             raise ReplicaUnavailable(

@@ -43,9 +43,13 @@ class InProcessGroup:
         self.load_seconds = load_seconds
         self._device = runner.device
         self._launched: deque[LaunchedStep] = deque()
+        self._must_reset = False
 
     def broadcast(self, plan: StepPlan) -> None:
         with on_device(self._device):
+            if self._must_reset:
+                self._runner.reset()
+                self._must_reset = False
             self._launched.append(self._runner.launch(plan))
 
     def gather(self, timeout_s: float) -> StepResult:
@@ -54,6 +58,14 @@ class InProcessGroup:
 
     def check(self) -> None:
         """Never raises: the rank is this process."""
+
+    def examine(self, waited_s: float, *, is_overdue: bool) -> None:
+        """Never raises, as `check`."""
+
+    def rebuild(self, epoch: int) -> None:
+        """Empty the rows of the rank after a step that failed."""
+        self._launched.clear()
+        self._must_reset = True  # on the thread of the steps, to which the CPU ops' thread pool belongs
 
     def statuses(self) -> tuple[RankStatus, ...]:
         return (RankStatus(0, os.getpid(), socket.gethostname(), str(self._device), self._runner.stage),)
@@ -165,8 +177,7 @@ class _Batch:
         self._loop.stop()
 
     def _on_message(self, message: ReplicaMessage) -> None:
-        assert isinstance(message, TokenBatch), f"a {type(message).__name__} was never asked for"
-        if self._has_ended:
+        if self._has_ended or not isinstance(message, TokenBatch):
             return
         try:
             for handle, update in updates_by_handle(message):

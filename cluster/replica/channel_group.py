@@ -1,4 +1,8 @@
-"""ChannelWorkerGroup: ranks behind a StepChannel. Ray carries no step and only reports processes that died."""
+"""ChannelWorkerGroup: ranks behind a StepChannel. Ray carries no step; it starts processes and reports their deaths.
+
+A group has *lives*: from one connection of all its ranks to the failure of one of them. Each life has a channel of
+its own, so that no frame of an earlier life can arrive.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,23 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import RayError
 
-from ...proto.errors import RankFailed
+from ...proto.errors import RankFailed, ReplicaUnavailable
 from ...proto.step import StepFailure, StepPlan, StepResult, decode_reply
 from ...proto.stream import RankStatus
 from ...proto.transport.channel import ChannelAddress, StepSender
-from ..ray_runtime.errors import describe
-
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle
+from .rank_processes import RankHandles, RankProcesses
 
 # Seconds to wait for the root cause of a failure. One rank's death fails the collectives of the others, whose reports
 # come first: Ray reports a killed process 12 to 29 ms later.
 _ROOT_CAUSE_WAIT_S = 0.3
-# For a rank's process to report its stage.
+# For a late rank's process to report its stage. On a busy machine with two cores an answer takes up to 0.8 s.
 _STAGE_TIMEOUT_S = 3.0
+# Begin of the reason in a rank's report that a collective failed: another rank is the cause.
+_COLLECTIVE_FAILED = "ConnectionError"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +36,17 @@ class ChannelGroupFactory:
 
     Attributes:
         address: where to bind the step channel.
-        workers: handles of the WorkerActors, by rank.
-        statuses: the ranks' statuses after loading, by rank.
+        handles: the ranks.
         join_timeout_s: for every rank to join the channel.
+        keeps_survivors: see RankProcesses.
+        is_takeover: the ranks served another scheduler, which has ended: they are connected anew first.
     """
 
     address: ChannelAddress
-    workers: tuple[ActorHandle, ...]
-    statuses: tuple[RankStatus, ...]
+    handles: RankHandles
     join_timeout_s: float
+    keeps_survivors: bool = True
+    is_takeover: bool = False
 
     def __call__(self) -> ChannelWorkerGroup:
         return ChannelWorkerGroup(self)
@@ -52,51 +56,142 @@ class ChannelWorkerGroup:
     """A WorkerGroup; see scheduler.service.worker_group for its methods."""
 
     def __init__(self, factory: ChannelGroupFactory) -> None:
-        self._workers = factory.workers
-        self._statuses = factory.statuses
-        self._sender = StepSender(factory.address, len(factory.workers))
-        self._epoch = 0
+        self._address = factory.address
+        self._join_timeout_s = factory.join_timeout_s
+        self._closed = self._is_rebuilding = False
+        self._ranks = RankProcesses(
+            factory.handles, keeps_survivors=factory.keeps_survivors, check_open=self._check_open
+        )
+        if factory.is_takeover:
+            self._ranks.replace(())
+        self._life = _Life(self._ranks, self._address, self._join_timeout_s, epoch=1)
+
+    def broadcast(self, plan: StepPlan) -> None:
+        self._life.broadcast(plan)
+
+    def gather(self, timeout_s: float) -> StepResult | None:
+        return self._life.gather(timeout_s)
+
+    def examine(self, waited_s: float, *, is_overdue: bool) -> None:
+        self._life.examine(waited_s, is_overdue=is_overdue)
+
+    def check(self) -> None:
+        self._life.check()
+
+    def statuses(self) -> tuple[RankStatus, ...]:
+        if self._is_rebuilding:
+            return tuple(replace(each.status, stage="recovering") for each in self._ranks.ranks)
+        return self._life.statuses()
+
+    def rebuild(self, epoch: int) -> None:
+        self._is_rebuilding = True
+        failed = self._life.failed_ranks
+        self._life.close()
+        self._ranks.replace(failed)
+        self._check_open()
+        self._life = _Life(self._ranks, self._address, self._join_timeout_s, epoch)
+        self._is_rebuilding = False
+
+    def close(self) -> None:
+        self._closed = True
+        self._life.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ReplicaUnavailable("the replica is shutting down")
+
+
+class _Life:
+    """One life of the group.
+
+    Attributes:
+        failed_ranks: ranks that are known to be dead or hung.
+    """
+
+    def __init__(
+        self, processes: RankProcesses, address: ChannelAddress, join_timeout_s: float, epoch: int
+    ) -> None:
+        self.failed_ranks: set[int] = set()
+        self._ranks = processes.ranks
+        self._epoch = epoch
+        self._sender = StepSender(address.of_epoch(epoch), len(self._ranks))
         self._broadcast_step = 0
-        self._replied_steps = [0] * len(
-            factory.workers
-        )  # rank |-> step of its latest reply; replies are in order
+        # rank |-> step of its latest reply; replies are in order
+        self._replied_steps = [0] * len(self._ranks)
         self._results: deque[StepResult] = deque()  # of rank 0, not gathered yet
         self._gathered_step = 0
         self._failures: list[StepFailure] = []  # reported by the ranks, in order of arrival
         self._deaths: dict[int, str] = {}  # rank |-> how its process ended; written by Ray's thread
+        self._examination: _Examination | None = None
         self._closed = False
-        # The future of run() is done when the rank's process ends, for any reason.
-        self._ends: list[Future[None]] = []
         try:
-            self._start(factory)
+            self._start(join_timeout_s)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, factory: ChannelGroupFactory) -> None:
-        for rank, worker in enumerate(self._workers):
-            end: Future[None] = worker.run.remote(self._sender.address).future()
-            end.add_done_callback(partial(self._on_rank_end, rank))
-            self._ends.append(end)
-        self._sender.wait_for_ranks(factory.join_timeout_s)
+    def _start(self, join_timeout_s: float) -> None:
+        for rank, each in enumerate(self._ranks):
+            # The future of run() is done when the rank's process ends, for any reason.
+            run: Future[None] = each.worker.run.remote(self._sender.address).future()
+            each.run = run
+            run.add_done_callback(partial(self._on_rank_end, rank))
+        self._sender.wait_for_ranks(join_timeout_s)
         self.check()
 
     def broadcast(self, plan: StepPlan) -> None:
-        self._epoch = plan.epoch
+        if not self._broadcast_step:  # step ids go on from the life before
+            self._gathered_step = plan.step_id - 1
+            self._replied_steps = [self._gathered_step] * len(self._ranks)
         self._broadcast_step = plan.step_id
         self._sender.send(plan.encode())
 
-    def gather(self, timeout_s: float) -> StepResult:
+    def gather(self, timeout_s: float) -> StepResult | None:
         deadline = time.monotonic() + timeout_s
         while not self._results:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
-                raise self._timeout_error(timeout_s)
+                return None
             self._on_frame(self._sender.receive(remaining_s))
             self._raise_failure()
         result = self._results.popleft()
         self._gathered_step = result.step_id
+        self._examination = None
         return result
+
+    def examine(self, waited_s: float, *, is_overdue: bool) -> None:
+        step_id = self._gathered_step + 1
+        late = [rank for rank, replied in enumerate(self._replied_steps) if replied < step_id]
+        # A rank whose process is stopped blocks the others in a collective, so it is named first.
+        for rank in late:
+            if self._ranks[rank].has_stopped_process:
+                raise self._hung(
+                    rank, f"its process{self._on_node(rank)} is stopped and does not answer", waited_s
+                )
+        if self._examination is None:
+            self._examination = _Examination({rank: self._ranks[rank].worker for rank in late})
+        stages = self._examination.stages()
+        if is_overdue or self._examination.is_over:
+            self._raise_late(late, stages, waited_s, is_overdue=is_overdue)
+
+    def _raise_late(
+        self, late: list[int], stages: dict[int, str | None], waited_s: float, *, is_overdue: bool
+    ) -> None:
+        silent = [rank for rank in late if stages.get(rank) is None]
+        if not silent and not is_overdue:
+            return
+        rank = silent[0] if silent else late[0]
+        others = ", ".join(f"rank {other} in stage {stages.get(other)}" for other in late if other != rank)
+        silence = f"; its process{self._on_node(rank)} does not answer either" if silent else ""
+        waiting = f" (also without an answer: {others})" if others else ""
+        # Of ranks that all answer, any may be the one that keeps the others in a collective.
+        self.failed_ranks |= set(silent or late)
+        problem = f"no answer in {waited_s:.1f} s{silence}{waiting}"
+        raise RankFailed(rank, problem, self._gathered_step + 1, stages.get(rank))
+
+    def _hung(self, rank: int, problem: str, waited_s: float) -> RankFailed:
+        self.failed_ranks.add(rank)
+        return RankFailed(rank, f"no answer in {waited_s:.1f} s; {problem}", self._gathered_step + 1)
 
     def check(self) -> None:
         while (frame := self._sender.receive(0)) is not None:
@@ -105,8 +200,8 @@ class ChannelWorkerGroup:
 
     def statuses(self) -> tuple[RankStatus, ...]:
         return tuple(
-            replace(status, stage="idle" if step_id >= self._broadcast_step else "step")
-            for status, step_id in zip(self._statuses, self._replied_steps, strict=True)
+            replace(each.status, stage="idle" if step_id >= self._broadcast_step else "step")
+            for each, step_id in zip(self._ranks, self._replied_steps, strict=True)
         )
 
     def close(self) -> None:
@@ -129,64 +224,81 @@ class ChannelWorkerGroup:
         error = end.exception()
         if error is None or self._closed:
             return
-        self._deaths[rank] = describe(error)
+        self._deaths[rank] = self._ranks[rank].describe_end(error)
+        self.failed_ranks.add(rank)
         self._sender.interrupt()
 
     def _raise_failure(self) -> None:
         """Raise RankFailed for the rank that failed first, if any rank has failed."""
         if not self._failures and not self._deaths:
             return
-        deadline = time.monotonic() + _ROOT_CAUSE_WAIT_S
-        while not self._deaths and len(self._failures) < len(self._workers):
-            if (remaining_s := deadline - time.monotonic()) <= 0:
-                break
-            self._on_frame(self._sender.receive(remaining_s))
+        self._await_root_cause()
         if self._deaths:
             rank, reason = next(iter(self._deaths.items()))
-            raise RankFailed(rank, reason + self._on_node(rank), self._step_in_flight)
+            raise RankFailed(rank, reason + self._on_node(rank), self._step_in_flight, self._stage_of_step)
         failed = {failure.rank for failure in self._failures}
-        self._raise_if_hung([rank for rank in range(len(self._workers)) if rank not in failed])
-        first = self._failures[0]
-        raise RankFailed(first.rank, first.reason, first.step_id or None, first.stage)
+        for rank in set(range(len(self._ranks))) - failed:
+            if self._ranks[rank].has_stopped_process:
+                self.failed_ranks.add(rank)
+                raise RankFailed(
+                    rank, f"its process{self._on_node(rank)} does not answer", self._step_in_flight
+                )
+        own = [each for each in self._failures if not each.reason.startswith(_COLLECTIVE_FAILED)]
+        first = (own or self._failures)[0]
+        raise RankFailed(
+            first.rank, first.reason, first.step_id or None, first.stage, is_step_error=bool(own)
+        )
 
-    def _raise_if_hung(self, ranks: list[int]) -> None:
-        for rank, stage in self._stages(ranks).items():
-            if stage is None:
-                reason = f"its process{self._on_node(rank)} does not answer"
-                raise RankFailed(rank, reason, self._step_in_flight)
-
-    def _timeout_error(self, timeout_s: float) -> RankFailed:
-        """Return the error for a step without a result in time."""
-        step_id = self._gathered_step + 1
-        late = [rank for rank, replied in enumerate(self._replied_steps) if replied < step_id]
-        stages = self._stages(late)
-        # A rank whose process is stopped blocks the others in a collective, so it is named first.
-        rank = next((rank for rank in late if stages[rank] is None), late[0])
-        others = ", ".join(f"rank {other} in stage {stages[other]}" for other in late if other != rank)
-        silence = f"; its process{self._on_node(rank)} does not answer either" if stages[rank] is None else ""
-        waiting = f" (also without an answer: {others})" if others else ""
-        return RankFailed(rank, f"no answer in {timeout_s:g} s{silence}{waiting}", step_id, stages[rank])
-
-    def _stages(self, ranks: list[int]) -> dict[int, str | None]:
-        """Return rank |-> the stage that it reports; None for a process that does not answer in time."""
-        calls = {rank: self._workers[rank].status.remote() for rank in ranks}
-        if not calls:
-            return {}
-        ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_STAGE_TIMEOUT_S)
-        stages: dict[int, str | None] = dict.fromkeys(ranks)
-        for rank, call in calls.items():
-            if call in ready:
-                try:
-                    stages[rank] = ray.get(call).stage
-                except RayError:
-                    continue  # the process died during the call
-        return stages
+    def _await_root_cause(self) -> None:
+        """Wait a moment for the report of the rank that failed first, or of its process."""
+        deadline = time.monotonic() + _ROOT_CAUSE_WAIT_S
+        while not self._deaths and len(self._failures) < len(self._ranks):
+            if (remaining_s := deadline - time.monotonic()) <= 0:
+                return
+            self._on_frame(self._sender.receive(remaining_s))
 
     def _on_node(self, rank: int) -> str:
         """Return the rank's node for an error, if the ranks are on several nodes."""
-        nodes = [status.node for status in self._statuses]
+        nodes = [each.status.node for each in self._ranks]
         return f" on {nodes[rank]}" if len(set(nodes)) > 1 else ""
 
     @property
     def _step_in_flight(self) -> int | None:
         return self._gathered_step + 1 if self._broadcast_step > self._gathered_step else None
+
+    @property
+    def _stage_of_step(self) -> str | None:
+        """Return the stage that the ranks that live report of the failed step, if one does."""
+        return next((failure.stage for failure in self._failures), None)
+
+
+class _Examination:
+    """Asks late ranks for the stage that they are in, without waiting.
+
+    Args:
+        workers: rank |-> its actor.
+    """
+
+    def __init__(self, workers: dict[int, ray.actor.ActorHandle]) -> None:
+        self._calls = {rank: worker.status.remote() for rank, worker in workers.items()}
+        self._deadline = time.monotonic() + _STAGE_TIMEOUT_S
+        self._stages: dict[int, str | None] = dict.fromkeys(workers)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the ranks had enough time to answer."""
+        return time.monotonic() >= self._deadline
+
+    def stages(self) -> dict[int, str | None]:
+        """Return rank |-> the stage that it reports; None for a process that has not answered."""
+        if not self._calls:
+            return self._stages
+        ready, _ = ray.wait(list(self._calls.values()), num_returns=len(self._calls), timeout=0)
+        for rank, call in list(self._calls.items()):
+            if call in ready:
+                del self._calls[rank]
+                try:
+                    self._stages[rank] = ray.get(call).stage
+                except RayError:
+                    continue  # the process died during the call
+        return self._stages

@@ -47,6 +47,9 @@ MAX_TURN_S = 0.005
 # A silent replica has failed after the deadline of a step and this margin, in which its scheduler asks the ranks for
 # the stages they are in.
 SILENCE_MARGIN_S = 10.0
+# A replica answers status queries at any time. One that has not for this long is not healthy, though its requests may
+# still continue.
+UNANSWERED_S = 3.0
 # For aborts to be sent when a client is closed.
 _LINGER_MS = 200
 _MAX_HANDLE = (1 << 31) - 1  # handles travel as int32
@@ -160,6 +163,11 @@ class ReplicaClient:
     def silence_s(self) -> float:
         """Time since the latest message of the replica, or since `start`."""
         return time.monotonic() - self._received_at
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the replica has sent no message for so long that it counts as failed."""
+        return self.silence_s > self._silence_timeout_s
 
     @property
     def num_running(self) -> int:
@@ -277,6 +285,12 @@ class ReplicaClient:
         self._is_gone = True
         self._fail_replica(reason)
         self._fail_queries()
+
+    def release(self, reason: str) -> None:
+        """Abort what runs at the replica and end it with ReplicaUnavailable, so that other replicas continue it."""
+        for handle in self._running:
+            self.send(Abort(handle))
+        self._fail_all(reason)
 
     def fail_after(self, failure: Future[QuireError | None]) -> None:
         """Call `fail` when the future is done, in any thread: with its error, or None for a replica that was closed.
@@ -459,5 +473,7 @@ class ReplicaClient:
         while True:
             self.send(StatusQuery(next(self._query_ids)))
             await asyncio.sleep(self._heartbeat_s)
-            if self.silence_s > self._silence_timeout_s:
+            if self.is_silent:
                 self._fail_replica(f"it has been silent for {self.silence_s:.0f} s")
+            elif self.silence_s > UNANSWERED_S and not self.has_failed:
+                self._set_problem(f"replica {self.replica_id} has not answered for {self.silence_s:.0f} s")

@@ -12,29 +12,28 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...proto.config import EngineConfig
 from ...proto.errors import ReplicaUnavailable
-from ...scheduler.service.actor import WATCH_GROUP, SchedulerActor
-from ...worker.actor import LoadReport, WorkerActor
+from ...worker.actor import LoadReport, RankProcess
 from ..host.stopwatch import Stopwatch, format_seconds
 from ..ray_runtime.errors import await_all
 from ..ray_runtime.launch_target import LaunchTarget
-from .channel_group import ChannelGroupFactory
 from .launch_progress import LaunchProgress, LaunchStage, OnProgress
 from .loading_bar import LoadingBar
 from .model_files import fetch_model
 from .placement import ClusterView, bundles_for, choose_strategy, explain_shortage
+from .process_starter import ProcessStarter
+from .rank_processes import LOAD_TIMEOUT_S, PROCESS_TIMEOUT_S, RankHandles
 from .record import ReplicaRecord
-from .replica import Replica, actor_name, placement_name, remove_replica
+from .replica import Replica, remove_replica
+from .replica_names import placement_name
+from .scheduler_start import start_serving
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-_PROCESS_TIMEOUT_S = 120.0
-_LOAD_TIMEOUT_S = 1800.0
 _PROFILE_TIMEOUT_S = 600.0
 _ANSWER_TIMEOUT_S = 5.0
 # Seconds between reports of why a placement waits.
@@ -81,7 +80,7 @@ def launch_replica(
         stopwatch.lap("connect")
         launch.report(LaunchStage.STARTED, f"{stopwatch}; slowest rank: {_slowest_seconds(reports)}")
         record = launch.record(config, endpoint, version)
-        return Replica(record, config, launch.scheduler)
+        return Replica(record, config, launch.scheduler, launch.starter, target)
     except BaseException:
         try:
             remove_replica(replica_id, target.namespace)
@@ -106,7 +105,8 @@ class _Launch:
         self._scheduler_host = ""
         # The scheduler's first, then each rank's.
         self._node_ids: tuple[str, ...] = ()
-        self._pids: tuple[int, ...] = ()
+        self._scheduler_pid = 0
+        self._processes: tuple[RankProcess, ...] = ()  # by rank
         # node id |-> the configuration with the model's path on that node, where it differs.
         self._config_on: dict[str, EngineConfig] = {}
 
@@ -158,25 +158,24 @@ class _Launch:
         """Start the scheduler's process and the ranks'."""
         size = self._config.parallel.tensor_parallel_size
         self.report(LaunchStage.STARTING, 1 + size)
-        self._actors.append(self._start_actor(SchedulerActor, "scheduler", 0, self._replica_id))
-        for rank in range(size):
-            config = self._config_on.get(self._node_ids[1 + rank], self._config)
-            self._actors.append(self._start_actor(WorkerActor, f"rank-{rank}", 1 + rank, config, rank))
-        calls = {"the scheduler": self.scheduler.where.remote()} | self._call_workers("status")
-        (self._scheduler_host, pid), *ranks = await_all(calls, _PROCESS_TIMEOUT_S, "starting its process")
-        self._pids = (pid, *(rank.pid for rank in ranks))
+        self._actors.append(self.starter.start_scheduler())
+        self._actors += (self.starter.start_rank(rank) for rank in range(size))
+        calls = {"the scheduler": self.scheduler.where.remote()} | self._call_workers("process")
+        (self._scheduler_host, self._scheduler_pid), *ranks = await_all(
+            calls, PROCESS_TIMEOUT_S, "starting its process"
+        )
+        self._processes = tuple(ranks)
 
     def load(self) -> list[LoadReport]:
         """Connect the ranks to each other and load the weights; return the ranks' reports, by rank."""
         self.report(LaunchStage.LOADING, self._config.model.name)
         store = None
         if len(self._workers) > 1:
-            one_host = len(set(self._node_ids[1:])) == 1
-            creating = {"rank 0": self._workers[0].create_store.remote(one_host=one_host)}
-            (store,) = await_all(creating, _PROCESS_TIMEOUT_S, "creating its store")
+            creating = {"rank 0": self._workers[0].create_store.remote(one_host=self._is_one_host)}
+            (store,) = await_all(creating, PROCESS_TIMEOUT_S, "creating its store")
         with LoadingBar(len(self._workers)) as bar:
             watch = partial(self._show_bytes_read, bar) if bar.is_shown else None
-            return await_all(self._call_workers("load", store), _LOAD_TIMEOUT_S, "loading", watch)
+            return await_all(self._call_workers("load", store), LOAD_TIMEOUT_S, "loading", watch)
 
     def profile(self) -> list[int]:
         """Return the number of KV blocks that fit into each rank's memory; every rank must have loaded."""
@@ -192,18 +191,21 @@ class _Launch:
     def allocate(self, config: EngineConfig) -> EngineConfig:
         """Allocate every rank's KV cache; return the configuration with the slowest rank's swap rate."""
         calls = self._call_workers("allocate", config.cache.num_blocks)
-        return config.with_swap_rate(min(await_all(calls, _LOAD_TIMEOUT_S, "allocating its KV cache")))
+        return config.with_swap_rate(min(await_all(calls, LOAD_TIMEOUT_S, "allocating its KV cache")))
 
     def connect(self, config: EngineConfig, reports: Sequence[LoadReport]) -> str:
         """Connect the scheduler to the ranks and start it; return its endpoint for gateways."""
         host = self._scheduler_host
-        statuses = tuple(report.status for report in reports)
-        channel = self._target.channel_address(host)
-        make_group = ChannelGroupFactory(channel, tuple(self._workers), statuses, _PROCESS_TIMEOUT_S)
-        endpoint = self._target.mailbox_endpoint(self._replica_id, host)
-        call = self.scheduler.start.remote(config, make_group, endpoint, self._target.keys)
-        (bound,) = await_all({"the scheduler": call}, 2 * _PROCESS_TIMEOUT_S, "joining the ranks")
-        return str(bound)
+        assert config.cache.num_blocks is not None
+        handles = RankHandles(
+            tuple(self._workers),
+            tuple(report.status for report in reports),
+            self._processes,
+            self.starter,
+            config.cache.num_blocks,
+            self._is_one_host,
+        )
+        return start_serving(self.scheduler, host, config, handles, self._replica_id, self._target)
 
     def record(self, config: EngineConfig, endpoint: str, version: str) -> ReplicaRecord:
         """Return the record from which other processes find the replica."""
@@ -216,26 +218,23 @@ class _Launch:
             num_kv_blocks=config.cache.num_blocks,
             namespace=self._target.namespace,
             node_ids=self._node_ids,
-            pids=self._pids,
+            pids=(self._scheduler_pid, *(process.pid for process in self._processes)),
         )
 
-    def _start_actor(self, kind: type, role: str, bundle: int, *arguments: Any) -> ActorHandle:
-        resources = dict(self._bundles[bundle])
-        options: dict[str, Any] = {
-            "name": actor_name(self._replica_id, role),
-            "namespace": self._target.namespace,
-            "lifetime": "detached" if self._target.is_detached else None,
-            "num_cpus": resources.pop("CPU"),
-            "num_gpus": resources.pop("GPU", 0),
-            "resources": resources,
-            # One call may be long, a rank's run or a scheduler's start; short queries need the second thread.
-            "max_concurrency": 2,
-            "max_restarts": 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._placement, bundle),
-        }
-        if kind is SchedulerActor:
-            return ray.remote(concurrency_groups={WATCH_GROUP: 1})(kind).options(**options).remote(*arguments)
-        return ray.remote(kind).options(**options).remote(*arguments)
+    @property
+    def _is_one_host(self) -> bool:
+        return len(set(self._node_ids[1:])) == 1
+
+    @property
+    def starter(self) -> ProcessStarter:
+        return ProcessStarter(
+            self._replica_id,
+            self._target.namespace,
+            self._placement,
+            tuple(self._bundles),
+            tuple(self._config_on.get(node_id, self._config) for node_id in self._node_ids[1:]),
+            self._target.is_detached,
+        )
 
     def _placement_state(self) -> str:
         return str(placement_group_table(self._placement).get("state", "REMOVED"))

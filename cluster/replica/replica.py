@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 import ray
@@ -19,8 +19,12 @@ from ...proto.config import EngineConfig
 from ...proto.errors import QuireError, ReplicaUnavailable
 from ...scheduler.service.actor import WATCH_GROUP
 from ..host.closing import Closing
+from ..host.process_exit import ProcessExit
 from ..ray_runtime.errors import await_all, unwrap
+from ..ray_runtime.launch_target import LaunchTarget
+from .process_starter import ProcessStarter
 from .record import ReplicaRecord
+from .replica_names import actor_name, placement_name
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -34,13 +38,23 @@ class Replica(Closing):
 
     Attributes:
         config: with the number of KV blocks that every rank has.
+        starter, target: start its processes again, on the process that launched it; None if it was adopted.
         failure: done when the scheduler ends: the QuireError that it failed with, or None if it was closed. A
             caller that no longer waits may cancel the future.
     """
 
-    def __init__(self, record: ReplicaRecord, config: EngineConfig, scheduler: ActorHandle) -> None:
+    def __init__(
+        self,
+        record: ReplicaRecord,
+        config: EngineConfig,
+        scheduler: ActorHandle,
+        starter: ProcessStarter | None = None,
+        target: LaunchTarget | None = None,
+    ) -> None:
         self.record = record
         self.config = config
+        self.starter = starter
+        self.target = target
         self.failure: Future[QuireError | None] = Future()
         self._scheduler = scheduler
         self._scheduler_end: Future[None] = (
@@ -56,6 +70,17 @@ class Replica(Closing):
     def address(self) -> str:
         """ZeroMQ endpoint at which the scheduler receives gateways' messages."""
         return self.record.endpoint
+
+    def kill_scheduler(self) -> None:
+        """End the scheduler's process, also if it does not answer. Does nothing if it has ended."""
+        is_local = self.target is not None and not self.target.is_detached
+        if (
+            is_local and not self._scheduler_end.done()
+        ):  # otherwise its number may be another process's by now
+            with suppress(OSError), closing(ProcessExit(self.record.pids[0])) as process:
+                process.kill()
+        with suppress(RayError, ValueError):
+            ray.kill(self._scheduler)
 
     def close(self) -> None:
         """End every process of the replica; running requests fail as UNAVAILABLE. Safe to call twice."""
@@ -124,19 +149,6 @@ def known_replicas(namespace: str) -> set[str]:
     return {
         name.split("/")[1] for name in [*names, *groups] if name.startswith("quire/") and name.count("/") == 2
     }
-
-
-def actor_name(replica_id: str, role: str) -> str:
-    """Return the name of a replica's actor; the role is ``scheduler`` or ``rank-N``."""
-    return f"quire/{replica_id}/{role}"
-
-
-def placement_name(replica_id: str, namespace: str) -> str:
-    """Return the name of a replica's placement group.
-
-    The name contains the namespace because Ray lists the groups of all namespaces together, without theirs.
-    """
-    return f"{namespace}:{actor_name(replica_id, 'place')}"
 
 
 def _placement_group(group_id: str) -> PlacementGroup:

@@ -26,10 +26,12 @@ from ..ray_runtime.local_cluster import LocalCluster
 from ..replica.client import SILENCE_MARGIN_S, ReplicaClient
 from ..replica.launch import launch_replica
 from ..replica.replica import Replica, new_replica_id
+from ..replica.scheduler_start import replace_scheduler
 from ..requests.observer import RequestObserver
 from ..requests.tokenizer import Tokenizer
 from .server_setup import request_observers, retention_limits
 from .servers import GatewayServers
+from .supervisor import ReplicaSupervisor
 
 CANARY_TIMEOUT_S = 60.0
 # Time for running streams to finish after a signal, and to receive the error after a failure.
@@ -93,15 +95,15 @@ async def _serve_replica(
     tokenizer: Tokenizer,
     stopwatch: Stopwatch,
 ) -> int:
-    """Serve until a signal, then return the exit status. Raises the replica's failure if that comes first."""
-    failure = asyncio.wrap_future(replica.failure)
+    """Serve until a signal, then return the exit status. Raises the error for which the replica was given up."""
     signaled = next_signal()
     config = replica.config
     _log.info("%s", engine_summary(config))
-    silence_timeout_s = config.scheduler.step_timeout_s + SILENCE_MARGIN_S
-    client = ReplicaClient(replica.address, replica.replica_id, silence_timeout_s=silence_timeout_s)
-    client.start()
-    models = serve_single_replica(config, tokenizer, client)
+    client = _connect(replica)
+    models = serve_single_replica(config, tokenizer, client, is_supervised=True)
+    pool = models.find(config.model.name).pool
+    supervisor = ReplicaSupervisor(replica, client, pool, _connect, replace_scheduler)
+    failure = asyncio.create_task(supervisor.run())
     services = GatewayServices.compose(
         models, security=security, retention=retention_limits(server_options), observers=observers
     )
@@ -117,11 +119,9 @@ async def _serve_replica(
             _log.info("ready after %.2f s: %s", stopwatch.total_s, stopwatch)
             servers.announce()
             await asyncio.wait((failure, signaled), return_when=asyncio.FIRST_COMPLETED)
-        if failure.done():  # the replica has ended: clients receive the error first, then the caller
-            error = failure.result() or ReplicaUnavailable(f"{replica.replica_id} ended")
-            client.fail(str(error))
+        if failure.done():  # the replica is given up: clients have received the error, now the caller does
             await servers.stop(FAILURE_GRACE_S)
-            raise error
+            raise failure.result()
         if not signaled.done():
             raise ReplicaUnavailable(f"no canary token came through all ranks in {CANARY_TIMEOUT_S:g} s")
         _log.info("stopping; running requests have %g s", GRACE_S)
@@ -131,3 +131,11 @@ async def _serve_replica(
         failure.cancel()
         await servers.stop(0)
         await models.close()
+
+
+def _connect(replica: Replica) -> ReplicaClient:
+    """Return a started client of the replica."""
+    silence_timeout_s = replica.config.scheduler.step_timeout_s + SILENCE_MARGIN_S
+    client = ReplicaClient(replica.address, replica.replica_id, silence_timeout_s=silence_timeout_s)
+    client.start()
+    return client

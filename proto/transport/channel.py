@@ -51,6 +51,12 @@ class ChannelAddress:
         """Return a tcp address, at ports that the system chooses when the sender binds."""
         return ChannelAddress(tcp_endpoint(host), tcp_endpoint(host), keys)
 
+    def of_epoch(self, epoch: int) -> ChannelAddress:
+        """Return an unbound address for another life of the channel; over tcp the system chooses new ports."""
+        if self.keys is not None:
+            return self
+        return ChannelAddress(f"{self.plans}.{epoch}", f"{self.replies}.{epoch}")
+
 
 class StepSender:
     """The scheduler's end: binds, waits for the ranks, broadcasts frames and receives replies.
@@ -146,9 +152,13 @@ class StepReceiver:
         self._lost_s = lost_s
         self._endpoint = address.plans
         self._context = zmq.Context()
+        self._interrupt = Wakeup(self._context)
         self._plans = self._context.socket(zmq.SUB)
         self._plans.setsockopt(zmq.RCVHWM, 0)
         self._plans.setsockopt(zmq.SUBSCRIBE, b"")
+        self._poller = zmq.Poller()
+        self._poller.register(self._plans, zmq.POLLIN)
+        self._poller.register(self._interrupt.socket, zmq.POLLIN)
         self._connection_events = self._watch_connection() if address.keys is not None else None
         self._lost_at: float | None = time.monotonic()  # when the connection was lost; None while connected
         connect(self._plans, address.plans, address.keys)
@@ -158,7 +168,7 @@ class StepReceiver:
         self._greeted = False
 
     def receive(self) -> bytes | None:
-        """Return the next frame, or None if the sender has closed. Replies to greetings by itself.
+        """Return the next frame, or None if the sender has closed or after `interrupt`. Replies to greetings.
 
         Blocks without a deadline while there is no work: an idle rank uses no CPU, and its launcher ends it.
 
@@ -166,8 +176,8 @@ class StepReceiver:
             ReplicaUnavailable: over tcp, there was no connection to the scheduler for `lost_s`.
         """
         while True:
-            if self._connection_events is not None:
-                self._wait_while_connected(self._connection_events)
+            if not self._wait_for_frame():
+                return None
             frame = bytes(self._plans.recv())
             if frame == _END:
                 return None
@@ -177,26 +187,36 @@ class StepReceiver:
                 self._replies.send(_HELLO + self._rank.to_bytes(2, "little"))
                 self._greeted = True
 
-    def _watch_connection(self) -> zmq.Socket[bytes]:
-        return self._plans.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+    def interrupt(self) -> None:
+        """Make the waiting `receive`, or the next one, return None. For any thread; does nothing once closed."""
+        self._interrupt.wake()
 
-    def _wait_while_connected(self, connection_events: zmq.Socket[bytes]) -> None:
-        """Wait for a frame; raise ReplicaUnavailable if the connection stays lost for too long."""
-        poller = zmq.Poller()
-        poller.register(self._plans, zmq.POLLIN)
-        poller.register(connection_events, zmq.POLLIN)
+    def _watch_connection(self) -> zmq.Socket[bytes]:
+        events = self._plans.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._poller.register(events, zmq.POLLIN)
+        return events
+
+    def _wait_for_frame(self) -> bool:
+        """Wait for a frame; return False after `interrupt`. Raises ReplicaUnavailable; see `receive`."""
         while not self._plans.poll(0):
-            remaining_s = None if self._lost_at is None else self._lost_at + self._lost_s - time.monotonic()
-            if remaining_s is not None and remaining_s <= 0:
-                raise ReplicaUnavailable(
-                    f"rank {self._rank} has not reached the scheduler at {self._endpoint} for {self._lost_s:g} s"
-                )
-            events = dict(poller.poll(None if remaining_s is None else round(1000 * remaining_s) + 1))
-            if connection_events in events:
-                is_connected = (
-                    recv_monitor_message(connection_events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                )
-                self._lost_at = None if is_connected else time.monotonic()
+            events = dict(self._poller.poll(self._patience_ms()))
+            if self._interrupt.socket in events:
+                return False
+            if self._connection_events is not None and self._connection_events in events:
+                event = recv_monitor_message(self._connection_events)["event"]
+                self._lost_at = None if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else time.monotonic()
+        return True
+
+    def _patience_ms(self) -> int | None:
+        """Return how long a connection may still be lost; None while there is one. Raises ReplicaUnavailable."""
+        if self._connection_events is None or self._lost_at is None:
+            return None
+        remaining_s = self._lost_at + self._lost_s - time.monotonic()
+        if remaining_s <= 0:
+            raise ReplicaUnavailable(
+                f"rank {self._rank} has not reached the scheduler at {self._endpoint} for {self._lost_s:g} s"
+            )
+        return round(1000 * remaining_s) + 1
 
     def reply(self, frame: bytes) -> None:
         self._replies.send(frame)
@@ -205,4 +225,5 @@ class StepReceiver:
         """Close; wait at most `linger_s` for replies to be sent."""
         if self._connection_events is not None:
             self._plans.disable_monitor()
+        self._interrupt.close()
         self._context.destroy(linger=round(linger_s * 1000))

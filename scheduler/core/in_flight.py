@@ -19,6 +19,7 @@ class InFlightStep:
         planned_at: on the scheduler's clock.
         num_freed: RowState.num_freed when the step was planned.
         draft_lens: most drafted tokens of each of `rows`; None if there are none.
+        chunk_rows: rows whose prompt tokens it computes.
     """
 
     step_id: int
@@ -28,10 +29,15 @@ class InFlightStep:
     planned_at: float
     num_freed: int = 0
     draft_lens: IntArray | None = None
+    chunk_rows: tuple[int, ...] = ()
 
     @property
     def max_draft_len(self) -> int:
         return 0 if self.draft_lens is None else int(self.draft_lens.max())
+
+    @property
+    def all_rows(self) -> set[int]:
+        return {*self.rows.tolist(), *self.chunk_rows}
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -63,6 +69,10 @@ class InFlightSteps:
     def newest_id(self) -> int | None:
         """Return the newest step in flight, or None. It may still use blocks that are released now."""
         return self._steps[-1].step_id if self._steps else None
+
+    def find(self, step_id: int | None) -> InFlightStep | None:
+        """Return the step with that id, the oldest if there is none, or None if no step is in flight."""
+        return next((step for step in self._steps if step.step_id == step_id), self.oldest)
 
     @property
     def oldest(self) -> InFlightStep | None:

@@ -58,6 +58,10 @@ class PlanDeltas:
         trimmed, self._trimmed = self._trimmed, {}
         return np.array([*trimmed], np.int32), np.array([*trimmed.values()], np.int32)
 
+    def forget_rows(self) -> None:
+        """Forget the changes of rows: the ranks start with empty ones. Forks stay pending."""
+        self._released, self._chosen, self._trimmed = [], {}, {}
+
     def take(self) -> tuple[IntArray, IntArray, IntArray]:
         """Return released rows, rows of chosen tokens and the chosen tokens, and forget them."""
         if not self._released and not self._chosen:  # as in most steps

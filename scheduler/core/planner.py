@@ -57,22 +57,29 @@ class Planner:
     def __init__(self, state: SchedulerState, forecast: Forecast, epoch: int) -> None:
         self._state = state
         self._forecast = forecast
-        self._epoch = epoch
+        self.epoch = epoch
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed now."""
-        self._fail_expired(now)
+        self.fail_expired(now)
+        quarantine = self._state.quarantine
+        if quarantine.is_active:
+            quarantine.forget_ended({sequence.arrival for sequence in self._state.alive.values()})
         while True:
             plan, preempted = self._try(now)
-            if plan is not None or self._state.in_flight or not preempted:
+            if plan is not None or self._state.in_flight:
                 return plan
+            if quarantine.on_trial is not None:
+                quarantine.end_trials()  # what the others hold leaves the request on trial no room
+            elif not preempted:
+                return None
             # The try only preempted, and no result will follow: the freed blocks are available to the next try.
 
     def _try(self, now: float) -> tuple[StepPlan | None, set[int]]:
         """Plan once; return the plan, if anything is to be computed, and the rows that were preempted."""
         state = self._state
         state.blocks.begin_plan()
-        advancing = state.rows.advancing()
+        advancing = self._without_others(state.rows.advancing())
         draft = _Draft(state.in_flight.next_id, now, state.config.scheduler.max_num_batched_tokens)
         draft.num_tokens_left -= advancing.size
         chunks = self._continue_prefills(draft)
@@ -88,7 +95,8 @@ class Planner:
         plan = self._commit(draft, advancing) if advancing.size or draft.chunk_rows else None
         return plan, preempted | for_admission
 
-    def _fail_expired(self, now: float) -> None:
+    def fail_expired(self, now: float) -> None:
+        """End the sequences whose deadline has passed."""
         for sequence in self._state.expired(now):
             if (
                 sequence.seq_id in self._state.alive
@@ -98,6 +106,21 @@ class Planner:
                 )
                 self._state.fail_request((sequence.gateway, sequence.handle), error)
 
+    # Trials: while a request is on trial, no other is in a step
+
+    def _may_run(self, sequence: Sequence) -> bool:
+        on_trial = self._state.quarantine.on_trial
+        return on_trial is None or sequence.arrival == on_trial
+
+    def _without_others(self, rows: RowArray) -> RowArray:
+        if self._state.quarantine.on_trial is None:
+            return rows
+        return rows[[self._may_run(self._state.running[row]) for row in rows.tolist()]]
+
+    def _next_waiting(self) -> Sequence | None:
+        on_trial = self._state.quarantine.on_trial
+        return self._state.waiting.peek() if on_trial is None else self._state.waiting.first_of(on_trial)
+
     # Running sequences
 
     def _continue_prefills(self, draft: _Draft) -> dict[int, int]:
@@ -106,6 +129,8 @@ class Planner:
         for sequence in self._state.prefilling:
             if draft.num_tokens_left <= 0:
                 break
+            if not self._may_run(sequence):
+                continue
             row = row_of(sequence)
             num_unplanned = len(sequence.token_ids) - int(self._state.rows.num_scheduled[row])
             chunks[row] = min(draft.num_tokens_left, num_unplanned)
@@ -262,7 +287,7 @@ class Planner:
                 child.has_run = True  # it takes its parent's place in the queue: before all that never ran
                 state.waiting.push(child)
         for parent in state.parents:
-            if not state.rows.decoding[row_of(parent)]:
+            if not state.rows.decoding[row_of(parent)] or not self._may_run(parent):
                 continue
             for child in tuple(parent.children):
                 if not self._start_fork(draft, child, parent, parent.num_prompt_tokens - 1):
@@ -299,7 +324,7 @@ class Planner:
         """
         state, blocks = self._state, self._state.blocks
         preempted: set[int] = set()
-        while draft.num_tokens_left > 0 and (sequence := state.waiting.peek()) is not None:
+        while draft.num_tokens_left > 0 and (sequence := self._next_waiting()) is not None:
             if self._fail_unless_in_time(sequence, draft.now):
                 continue
             prefix, num_needed = self._find_prefix(sequence)
@@ -423,6 +448,7 @@ class Planner:
                 draft.now,
                 rows.num_freed,
                 num_drafted if draft_rows.size else None,
+                tuple(draft.chunk_rows),
             )
         )
         trimmed_rows, trimmed_lens = state.deltas.take_trimmed()
@@ -433,7 +459,7 @@ class Planner:
         state.stats.count_step(state.blocks.num_held_blocks, num_slots, rows.num_scheduled_tokens)
         return StepPlan(
             step_id=draft.step_id,
-            epoch=self._epoch,
+            epoch=self.epoch,
             digest=tables.digest,
             released_rows=released,
             new=tuple(draft.new),

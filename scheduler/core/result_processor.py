@@ -27,7 +27,7 @@ class ResultProcessor:
 
     def __init__(self, state: SchedulerState, epoch: int) -> None:
         self._state = state
-        self._epoch = epoch
+        self.epoch = epoch
         self._is_fair = state.config.scheduler.policy == "fair"
         self._eos = [np.int32(token_id) for token_id in state.config.model.eos_token_ids]
 
@@ -44,6 +44,9 @@ class ResultProcessor:
         seconds = state.throughput.count_step(step.num_tokens + num_accepted, step.planned_at, now)
         num_decoding = step.rows.size - len(step.first_rows)
         state.step_costs.observe(num_decoding, step.num_prompt_tokens, seconds, is_done=step.rows.size > 0)
+        state.step_times.observe(step.num_tokens, step.planned_at, now)
+        if state.quarantine.is_active:
+            self._clear_suspects(step)
         self._observe_cost(step, result)
         if state.draft_lengths is not None:
             self._apply_drafts(state.draft_lengths, step, result, seconds)
@@ -71,7 +74,7 @@ class ResultProcessor:
         step = self._state.in_flight.oldest
         if step is None:
             raise ProtocolError(f"a result of step {result.step_id} came, and no step is in flight")
-        got, due = (result.epoch, result.step_id), (self._epoch, step.step_id)
+        got, due = (result.epoch, result.step_id), (self.epoch, step.step_id)
         if got != due:
             raise ProtocolError(f"the result of (epoch, step) {got} came, {due} is due")
         _check_counts(step, result)
@@ -108,6 +111,10 @@ class ResultProcessor:
             drafted = alive & (result.num_drafted > 0)
             lengths.observe(step.rows[drafted], result.num_drafted[drafted], accepted[drafted])
             self._state.stats.count_drafts(result.num_drafted, accepted)
+
+    def _clear_suspects(self, step: InFlightStep) -> None:
+        rows = (row for row in step.rows.tolist() if self._state.rows.entered_at_step[row] <= step.step_id)
+        self._state.quarantine.on_sampled({self._state.running[row].arrival for row in rows})
 
     def _set_first_token_times(self, step: InFlightStep, now: float) -> None:
         for row in step.first_rows:

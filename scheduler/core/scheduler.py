@@ -8,11 +8,12 @@ know. A stop that is found one step late wastes that step's token, which is drop
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 
 import numpy as np
 
 from ...proto.config import EngineConfig
-from ...proto.errors import QuireError
+from ...proto.errors import QuireError, RankFailed, RequestQuarantined
 from ...proto.step import StepPlan, StepResult
 from ...proto.stream import BlockMap, Finish, FinishReason, Submit
 from ..kv.block_manager import BlockManager
@@ -30,6 +31,20 @@ from .outbox import Outgoing, error_finish
 from .planner import Planner
 from .result_processor import ResultProcessor
 from .state import SchedulerState, row_of
+from .step_times import StepDeadlines
+
+
+@dataclass(frozen=True, slots=True)
+class PresentStep:
+    """The step that the ranks compute.
+
+    Attributes:
+        began_at: on the scheduler's clock.
+    """
+
+    step_id: int
+    began_at: float
+    deadlines: StepDeadlines
 
 
 class Scheduler:
@@ -37,11 +52,12 @@ class Scheduler:
 
     Args:
         config: configuration with the number of blocks resolved.
-        epoch: number of the worker group's life that the plans are for.
+        epoch: number of the worker group's life that the plans are for; read-only from outside.
     """
 
     def __init__(self, config: EngineConfig, epoch: int = 1) -> None:
         self.config = config
+        self.epoch = epoch
         self._state = SchedulerState(config)
         self._forecast = Forecast(self._state)
         self._planner = Planner(self._state, self._forecast, epoch)
@@ -55,6 +71,11 @@ class Scheduler:
     @property
     def stats(self) -> SchedulerStats:
         return self._state.stats
+
+    @property
+    def gateways(self) -> tuple[bytes, ...]:
+        """Return the gateways that have or had requests."""
+        return tuple(self._state.requests.gateways)
 
     @property
     def num_in_flight(self) -> int:
@@ -162,6 +183,37 @@ class Scheduler:
         """Reject new requests, and hand off the others: waiting ones now, running ones after `grace_s`."""
         self._drainer.begin(now + grace_s)
 
+    @property
+    def present_step(self) -> PresentStep | None:
+        """Return the oldest step in flight, which the ranks compute; None if none is in flight."""
+        step, times = self._state.in_flight.oldest, self._state.step_times
+        if step is None:
+            return None
+        deadlines = times.deadlines(step.num_tokens, self.config.scheduler.step_timeout_s)
+        return PresentStep(step.step_id, times.began_at(step.planned_at), deadlines)
+
+    def interrupt(self, failure: RankFailed, now: float) -> None:
+        """Take back all steps in flight: the worker group failed. All sequences wait until `resume`.
+
+        A request that has failed the group repeatedly ends with RequestQuarantined.
+        """
+        state = self._state
+        step = state.in_flight.find(failure.step_id)
+        suspects = state.requests_in(step) if step is not None else set()
+        state.interrupt_all(now)
+        cause = state.quarantine.on_failure(suspects, is_step_error=failure.is_step_error)
+        if cause is not None:
+            state.fail_arrival(cause, lambda sequence: _quarantined(sequence, failure))
+
+    def wait(self, now: float) -> None:
+        """End sequences whose deadline has passed, and hand off those of a draining replica, without a plan."""
+        self._drainer.hand_off(now)
+        self._planner.fail_expired(now)
+
+    def resume(self, epoch: int) -> None:
+        """Plan for the rebuilt group, whose rows are empty."""
+        self.epoch = self._planner.epoch = self._processor.epoch = epoch
+
     def fail_all(self, error: QuireError) -> Outgoing:
         """End every request with an error.
 
@@ -246,3 +298,9 @@ def _make_detector(submit: Submit) -> RepetitionDetector | None:
     detector = RepetitionDetector(params)
     detector.push(submit.generated_token_ids.tolist())
     return detector
+
+
+def _quarantined(sequence: Sequence, failure: RankFailed) -> RequestQuarantined:
+    return RequestQuarantined(
+        f"request {sequence.request_id} failed the ranks repeatedly, at last alone, and is not run again: {failure}"
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
@@ -28,15 +28,17 @@ from ..sequences.repetition import RepetitionDetector
 from ..sequences.sequence import Sequence
 from ..speculation.draft_lengths import DraftLengths
 from .deadlines import DeadlineQueue
-from .in_flight import InFlightSteps
+from .in_flight import InFlightStep, InFlightSteps
 from .metrics import SchedulerStats, Throughput
 from .outbox import Outbox
 from .output_lengths import FloatArray, OutputLengths
 from .plan_deltas import PlanDeltas
 from .policy import CostModel, by_precedence
+from .quarantine import Quarantine
 from .requests import RequestKey, RequestTable
 from .row_state import RowState
 from .step_costs import StepCosts
+from .step_times import StepTimes
 from .waiting import WaitingQueue
 
 
@@ -100,6 +102,8 @@ class SchedulerState:
             if speculative is None
             else DraftLengths(limits.max_num_seqs, speculative.num_speculative_tokens)
         )
+        self.step_times: Final = StepTimes()
+        self.quarantine: Final = Quarantine()
         self._deadlines = DeadlineQueue(self._alive)
 
     @property
@@ -241,21 +245,14 @@ class SchedulerState:
         Its KV goes to host memory or is recomputed, whichever costs less. A token in flight is dropped and will be
         sampled again, the same.
         """
-        row = row_of(sequence)
-        sequence.token_ids = self.known_tokens(sequence)
-        num_tokens = min(int(self.rows.num_scheduled[row]), len(sequence.token_ids) - 1)
-        sequence.num_lost_tokens = num_tokens
+        row, num_tokens = row_of(sequence), self._collect_tokens(sequence)
         # A prompt that is being scored is recomputed: scores in flight are dropped with the row.
         may_swap = num_tokens > 0 and not sequence.is_scoring
         if may_swap and self.costs.swap_is_cheaper(self.blocks.num_blocks_for(num_tokens), num_tokens):
             sequence.host_blocks = self.blocks.swap_out(row, num_tokens) or []
             sequence.num_host_tokens = num_tokens if sequence.host_blocks else 0
         sequence.preempted_at = now
-        self._release_row(sequence)
-        if sequence.beams is None or sequence.beams.is_waiting_for(sequence.seq_id):
-            self.waiting.push(sequence)
-        else:
-            sequence.is_suspended = True
+        self._requeue(sequence)
         self.stats.count_preemption()
 
     def retract_drafts(self, rows: RowArray, counts: IntArray) -> None:
@@ -268,6 +265,34 @@ class SchedulerState:
             trimmed, lens = rows[surplus], needed[surplus]
             self.blocks.trim(trimmed, lens, self.in_flight.newest_id)
             self.deltas.trim_rows(trimmed, lens)
+
+    def interrupt_all(self, now: float) -> None:
+        """Take the rows and blocks of all running sequences: the worker group failed, and the KV is lost.
+
+        The sequences keep their places in the order of arrival and resume later. Tokens in flight are dropped and
+        will be sampled again, the same.
+        """
+        for sequence in list(self._running.values()):
+            self._collect_tokens(sequence)
+            sequence.interrupted_at = now
+            self._requeue(sequence)
+        for sequence in self._alive.values():
+            self.blocks.drop_host_blocks(sequence.host_blocks)
+            sequence.host_blocks, sequence.num_host_tokens = [], 0
+        self.abandon_steps()
+        self.deltas.forget_rows()
+        self.blocks.forget_content()
+
+    def requests_in(self, step: InFlightStep) -> set[int]:
+        """Return the arrivals of the requests in a step in flight, without those that have lost their rows since."""
+        rows = (row for row in step.all_rows if self.rows.entered_at_step[row] <= step.step_id)
+        return {self._running[row].arrival for row in rows}
+
+    def fail_arrival(self, arrival: int, error: Callable[[Sequence], QuireError]) -> None:
+        """End all outputs of a request, by its arrival."""
+        for sequence in [each for each in self._alive.values() if each.arrival == arrival]:
+            if sequence.seq_id in self._alive:  # it did not end with another beam of its search just now
+                self.fail_request((sequence.gateway, sequence.handle), error(sequence))
 
     def resume(self, sequence: Sequence, token_id: int) -> None:
         """Let a suspended beam wait for a row; its search has chosen its next token."""
@@ -319,6 +344,21 @@ class SchedulerState:
         self._alive[sequence.seq_id] = sequence
         if sequence.deadline is not None:
             self._deadlines.add(sequence.deadline, sequence.seq_id)
+
+    def _collect_tokens(self, sequence: Sequence) -> int:
+        """Move all known tokens of a running sequence into it; return the number of computed ones."""
+        sequence.token_ids = self.known_tokens(sequence)
+        num_scheduled = int(self.rows.num_scheduled[row_of(sequence)])
+        sequence.num_lost_tokens = min(num_scheduled, len(sequence.token_ids) - 1)
+        return sequence.num_lost_tokens
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Take a running sequence's row, and let it wait for another one."""
+        self._release_row(sequence)
+        if sequence.beams is None or sequence.beams.is_waiting_for(sequence.seq_id):
+            self.waiting.push(sequence)
+        else:
+            sequence.is_suspended = True
 
     def _release_row(self, sequence: Sequence) -> None:
         row = row_of(sequence)

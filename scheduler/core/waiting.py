@@ -50,6 +50,11 @@ class _Heap:
         """Return the sequence that was pushed last."""
         return next(reversed(self._present.values()))
 
+    def first_of(self, arrival: int) -> Sequence | None:
+        """Return a sequence of one request, or None. Takes O(n)."""
+        own = (sequence for sequence in self._present.values() if sequence.arrival == arrival)
+        return min(own, key=self._key, default=None)
+
     def near_front(self, count: int) -> list[Sequence]:
         """Return up to `count` sequences: the first, and others near the front in no particular order."""
         self.peek()
@@ -226,6 +231,10 @@ class WaitingQueue:
         if self._fair is None or self.backlog.has_fair_share(tenant):
             return None
         return self._fair.newest_of(self.backlog.largest_tenant())
+
+    def first_of(self, arrival: int) -> Sequence | None:
+        """Return a waiting sequence of one request, which ran before, or None."""
+        return self._resumed.first_of(arrival)
 
     def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Charge computed tokens to a tenant, under the fair policy."""

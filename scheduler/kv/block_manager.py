@@ -265,6 +265,17 @@ class BlockManager:
         if self.host is not None:
             self.host.flush_cache()
 
+    def forget_content(self) -> None:
+        """Forget the content of all blocks and the planned moves: the ranks lost them. No row may have blocks."""
+        self._transfers = Transfers()
+        self._pool.release(self._held, fence_step=None)
+        self._held = []
+        if self.host is not None:
+            self.host.release(self._held_on_host)
+            self._held_on_host = []
+        self._filling.clear()
+        self.flush_cache()
+
     def swap_out(self, row: int, num_tokens: int) -> list[int] | None:
         """Copy a row's first `num_tokens` to host memory; return the host blocks, or None if too few are free."""
         if self.host is None:

@@ -38,7 +38,9 @@ class Sequence:
         beams: beam search that it is part of.
         is_suspended: it is a preempted beam without a token to compute until its search continues.
         host_blocks: host blocks that hold the KV of its first `num_host_tokens` tokens after a preemption by swap.
-        num_lost_tokens: computed tokens that the last preemption discarded.
+        num_lost_tokens: computed tokens that the last preemption or recovery discarded.
+        interrupted_at: when the worker group failed under it; None once it runs again.
+        num_recoveries, recovered_s: failures of the worker group that it survived, and the time that they took.
         times_overtaken: number of later arrivals admitted before it, under the longest-prefix policy.
         scores_prompt: it reports the log-probabilities of its prompt, for itself and its children.
         num_scored_tokens: prompt tokens with known log-probabilities; the first prompt token has none.
@@ -84,6 +86,9 @@ class Sequence:
     first_token_at: float | None = None
     preempted_at: float | None = None
     preempted_s: float = 0.0
+    interrupted_at: float | None = None
+    num_recoveries: int = 0
+    recovered_s: float = 0.0
 
     @property
     def is_scoring(self) -> bool:
@@ -150,6 +155,10 @@ class Sequence:
         if self.preempted_at is not None:
             self.preempted_s += now - self.preempted_at
             self.preempted_at = None
+        if self.interrupted_at is not None:
+            self.recovered_s += now - self.interrupted_at
+            self.num_recoveries += 1
+            self.interrupted_at = None
         self.num_recomputed_tokens += max(0, self.num_lost_tokens - num_cached_tokens)
         self.num_lost_tokens = 0
         self.has_run = True
@@ -183,11 +192,13 @@ class Sequence:
     def _timings(self, now: float) -> Timings:
         first_run_at = now if self.first_run_at is None else self.first_run_at
         first_token_at = now if self.first_token_at is None else self.first_token_at
-        # Time spent preempted is reported separately and is part of the phase that it interrupted as well.
+        # Time spent preempted or in recovery is reported separately and is part of the phase that it interrupted too.
         return Timings(
             queued_s=first_run_at - self.arrived_at,
             prefill_s=first_token_at - first_run_at,
             decode_s=now - first_token_at,
             preempted_s=self.preempted_s,
             recomputed_tokens=self.num_recomputed_tokens,
+            num_recoveries=self.num_recoveries,
+            recovered_s=self.recovered_s,
         )

@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ...proto.errors import QuireError, ReplicaUnavailable
+from ...proto.errors import QuireError, RankFailed, ReplicaUnavailable
+from ...proto.step import StepResult
 from ...proto.stream import (
     Abort,
+    Activity,
     BlockMapQuery,
     CacheQuery,
     Drain,
@@ -26,14 +28,23 @@ from ...proto.stream import (
 from ..core.outbox import Outgoing, error_finish
 from ..core.scheduler import Scheduler
 from .mailbox import Mailbox
+from .recovery import GroupRecovery
 from .worker_group import WorkerGroup
 
 # Interval at which an idle loop checks that every rank is alive.
 IDLE_CHECK_S = 1.0
+# Interval at which messages are handled while a step or a recovery takes long: bounds the delay of a status.
+BUSY_CHECK_S = 0.1
+# Expected duration from which a step is a long prefill, for operators.
+LONG_STEP_S = 1.0
 # Bounds the list: most such gateways never return.
 MAX_DROPPED_GATEWAYS = 64
 
 _log = logging.getLogger(__name__)
+
+
+class _Stopped(Exception):
+    """`stop` was called while a step or a recovery took long."""
 
 
 class StepLoop:
@@ -64,17 +75,22 @@ class StepLoop:
         # Whether no step is in flight for want of requests, and the first step after the latest such time.
         self._is_idle = True
         self._step_after_idle = 0
+        self._recovery = GroupRecovery(group, clock, self._wait, mailbox.wake)
+        self._epoch = scheduler.epoch
+        self._failure: RankFailed | None = None  # of the ranks that are being rebuilt
+        self._activity, self._active_since = Activity.IDLE, self._started_at
 
     def run(self) -> None:
         """Serve until `stop`, then end all requests with ReplicaUnavailable.
 
         Raises:
-            RankFailed: a rank died, hung or diverged. All requests were ended with this error.
+            RankFailed: a rank failed, and the ranks could not be rebuilt. All requests were ended with this error.
         """
         try:
             while not self._stopping.is_set():
-                busy = self.step()
-                self.handle_messages(0.0 if busy else IDLE_CHECK_S)
+                self.turn()
+        except _Stopped:
+            pass
         except QuireError as error:
             self._fail_all(error)
             raise
@@ -90,6 +106,15 @@ class StepLoop:
         self._stopping.set()
         self._mailbox.wake()
 
+    def turn(self) -> None:
+        """Run one step, or rebuild the ranks after a failure, and handle the messages that have arrived."""
+        try:
+            busy = self.step()
+        except RankFailed as failure:
+            self._recover(failure)
+            busy = True
+        self.handle_messages(0.0 if busy else IDLE_CHECK_S)
+
     def step(self) -> bool:
         """Plan and broadcast up to max_steps_in_flight, then apply one result. Returns False if nothing ran."""
         scheduler, limits = self._scheduler, self._config.scheduler
@@ -103,9 +128,10 @@ class StepLoop:
         self._send_all(scheduler.take_outgoing())
         if not scheduler.num_in_flight:
             self._is_idle = True
+            self._set_activity(Activity.IDLE)
             self._group.check()
             return False
-        result = self._group.gather(limits.step_timeout_s)
+        result = self._await_result()
         if result.step_id != self._step_after_idle:
             scheduler.stats.count_gap(result.stage_times.get("wait", 0.0))
         scheduler.stats.num_compilations = result.num_compilations
@@ -113,6 +139,79 @@ class StepLoop:
         if limits.audit:
             scheduler.check_integrity()
         return True
+
+    def _await_result(self) -> StepResult:
+        """Return the result of the oldest step in flight, and handle messages if it takes long.
+
+        Raises:
+            RankFailed: a rank died, does not answer, or is overdue.
+        """
+        result = self._group.gather(BUSY_CHECK_S)
+        while result is None:
+            self._examine_late_ranks()
+            self.handle_messages(0.0)
+            if self._stopping.is_set():
+                raise _Stopped
+            result = self._group.gather(BUSY_CHECK_S)
+        self._set_activity(Activity.BUSY)
+        return result
+
+    def _examine_late_ranks(self) -> None:
+        step = self._scheduler.present_step
+        assert step is not None, "a result is awaited, and no step is in flight"
+        waited_s, deadlines = self._clock() - step.began_at, step.deadlines
+        if waited_s >= deadlines.late_s:
+            self._set_activity(Activity.LATE)
+            self._group.examine(waited_s, is_overdue=waited_s >= deadlines.failed_s)
+        elif (deadlines.expected_s or 0.0) >= LONG_STEP_S:
+            self._set_activity(Activity.PREFILL)
+
+    def _recover(self, failure: RankFailed) -> None:
+        """Rebuild the ranks. All sequences wait meanwhile, and continue from their tokens afterwards.
+
+        Raises:
+            RankFailed: the ranks cannot be rebuilt.
+        """
+        _log.warning("%s rebuilds its ranks: %s", self._replica_id, failure)
+        self._failure = failure
+        self._set_activity(Activity.RECOVERING)
+        started_at = self._clock()
+        try:
+            self._scheduler.interrupt(failure, started_at)
+        except Exception as error:
+            raise failure from error  # the state may be inconsistent
+        self._epoch += 1
+        self._broadcast_status()
+        self._recovery.recover(failure, self._epoch)
+        self._scheduler.resume(self._epoch)
+        self._failure, self._is_idle = None, True
+        self._set_activity(Activity.BUSY)
+        self._broadcast_status()
+        _log.info("%s has rebuilt its ranks in %.2f s", self._replica_id, self._clock() - started_at)
+
+    def _wait(self, event: threading.Event, timeout_s: float) -> None:
+        """Handle messages during a recovery until the event is set, or at most for a moment. Raises _Stopped."""
+        self._scheduler.wait(self._clock())
+        self._send_all(self._scheduler.take_outgoing())
+        if self._stopping.is_set():
+            raise _Stopped
+        if not event.is_set():
+            self.handle_messages(min(timeout_s, BUSY_CHECK_S))
+
+    def _set_activity(self, activity: Activity) -> None:
+        if activity is not self._activity:
+            self._activity, self._active_since = activity, self._clock()
+
+    def _broadcast_status(self) -> None:
+        """Send the status to every gateway with requests, before it asks."""
+        for gateway in self._scheduler.gateways:
+            self._mailbox.send(gateway, self.status())
+
+    @property
+    def _problem(self) -> str:
+        if self._failure is not None:
+            return f"the ranks are being rebuilt: {self._failure}"
+        return ""
 
     def handle_messages(self, timeout_s: float) -> None:
         """Handle the messages that have arrived; wait up to `timeout_s` for the first."""
@@ -191,7 +290,7 @@ class StepLoop:
         except Exception:
             _log.exception("%s could not end in order", self._replica_id)
 
-    def status(self, query_id: int = 0, problem: str = "") -> ReplicaStatus:
+    def status(self, query_id: int = 0) -> ReplicaStatus:
         """Return the replica's state in numbers."""
         scheduler, stats, blocks = self._scheduler, self._scheduler.stats, self._scheduler.blocks
         host, now = blocks.host, self._clock()
@@ -199,7 +298,7 @@ class StepLoop:
             query_id=query_id,
             replica_id=self._replica_id,
             model=self._config.model.name,
-            problem=problem,
+            problem=self._problem,
             ranks=self._group.statuses(),
             block_size=blocks.block_size,
             num_blocks=blocks.num_blocks,
@@ -237,4 +336,7 @@ class StepLoop:
             num_drafts=stats.num_drafts,
             num_draft_tokens=stats.num_draft_tokens,
             num_accepted_tokens=tuple(stats.num_accepted),
+            activity=self._activity,
+            activity_s=now - self._active_since,
+            num_recoveries=self._recovery.num_recoveries,
         )

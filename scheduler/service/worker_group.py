@@ -15,11 +15,23 @@ class WorkerGroup(Protocol):
         """Send one plan to every rank. May return before a rank has begun."""
         ...
 
-    def gather(self, timeout_s: float) -> StepResult:
-        """Return rank 0's result of the oldest plan in flight.
+    def gather(self, timeout_s: float) -> StepResult | None:
+        """Return rank 0's result of the oldest plan in flight; None if it has not come in time.
 
         Raises:
-            RankFailed: a rank died, rejected the plan, or did not reply in time; names the rank.
+            RankFailed: a rank died or rejected the plan; names the rank.
+        """
+        ...
+
+    def examine(self, waited_s: float, *, is_overdue: bool) -> None:
+        """Examine the ranks that have not replied to the oldest plan in flight, which is late. Never waits.
+
+        Args:
+            waited_s: time since the ranks began the step.
+            is_overdue: a rank that has not replied has failed, even if its process lives.
+
+        Raises:
+            RankFailed: a rank's process is stopped or does not answer, or the step is overdue; names the rank.
         """
         ...
 
@@ -31,6 +43,16 @@ class WorkerGroup(Protocol):
         """Return the state of each rank. Waits for at most a moment."""
         ...
 
+    def rebuild(self, epoch: int) -> None:
+        """Replace the ranks that failed and connect all of them anew, for plans of `epoch`. Their rows are empty.
+
+        Another thread may call `statuses` and `close` meanwhile.
+
+        Raises:
+            QuireError: a rank cannot be replaced, or the ranks cannot be connected.
+        """
+        ...
+
     def close(self) -> None:
-        """End the ranks. Safe to call twice."""
+        """End the ranks, and a `rebuild` in another thread. Safe to call twice."""
         ...

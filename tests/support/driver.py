@@ -8,7 +8,7 @@ from typing import Any
 from fakes import FakeWorkerGroup, submit
 
 from quire.proto.config import EngineConfig
-from quire.proto.errors import QuireError
+from quire.proto.errors import QuireError, RankFailed
 from quire.proto.step import StepPlan
 from quire.proto.stream import Finish, FinishReason, TokenBatch
 from quire.scheduler.core.scheduler import Scheduler
@@ -58,6 +58,15 @@ class Driver:
         self.record(self.scheduler.fail_all(error))
         self.scheduler.check_integrity()
         self.replace()
+
+    def lose_ranks(self, *, is_step_error: bool = False, step_id: int | None = None) -> None:
+        """Lose the ranks with their KV, and continue with new ones."""
+        failure = RankFailed(0, "killed", step_id, is_step_error=is_step_error)
+        self.scheduler.interrupt(failure, self.now)
+        self.record(self.scheduler.take_outgoing())
+        self.scheduler.check_integrity()
+        self.group.rebuild(self.scheduler.epoch + 1)
+        self.scheduler.resume(self.scheduler.epoch + 1)
 
     def replace(self) -> None:
         """Continue with a new replica in place of this one, which must have no work left."""

@@ -13,7 +13,7 @@ from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.resolve import engine_config
 from quire.proto.block_tables import BlockTables
 from quire.proto.config import EngineConfig, ModelConfig, SpeculativeConfig
-from quire.proto.errors import RankFailed
+from quire.proto.errors import QuireError, RankFailed
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import Logprobs, PromptLogprobs, PromptScoring, StepPlan, StepResult
 from quire.proto.stream import RankStatus, Submit
@@ -147,11 +147,30 @@ class FakeWorkerGroup:
     `broadcast` only queues a plan, which is executed when its result is gathered, as late as possible. `broadcast`
     checks the fences: no plan may allocate a block that a plan in flight reads or writes. Of the drafted tokens, the
     share `draft_accuracy` is what the model samples; a row often has fewer than allowed.
+
+    Attributes:
+        failure: raised by every step until it is None again.
+        rebuilt: the epochs of all calls of `rebuild`.
+        rebuild_error: raised by `rebuild`.
+        poison: every step with a sequence that has this token fails.
     """
 
     draft_accuracy = 0.7
 
     def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self.failure: RankFailed | None = None
+        self.closed = False
+        self.num_executed_tokens = 0
+        self.rebuilt: list[int] = []
+        self.rebuild_error: QuireError | None = None
+        self.poison: int | None = None
+        self.poison_is_step_error = True
+        self.rng = np.random.default_rng(0)
+        self._reset()
+
+    def _reset(self) -> None:
+        config = self._config
         assert config.cache.num_blocks is not None
         rows, block_size = config.scheduler.max_num_seqs, config.cache.block_size
         self.block_size = block_size
@@ -166,10 +185,6 @@ class FakeWorkerGroup:
         self.plans: deque[bytes] = deque()
         self.touched: deque[set[int]] = deque()  # by each plan in flight
         self.planned_tables = BlockTables(rows, config.max_blocks_per_seq)  # after the plans in flight
-        self.failure: RankFailed | None = None
-        self.closed = False
-        self.num_executed_tokens = 0
-        self.rng = np.random.default_rng(0)
 
     def broadcast(self, plan: StepPlan) -> None:
         self._check_fences(plan)
@@ -190,12 +205,35 @@ class FakeWorkerGroup:
 
     def gather(self, timeout_s: float) -> StepResult:
         self.check()
+        if self.poison is not None:
+            self._fail_if_poisoned(StepPlan.decode(self.plans[0]))
         self.touched.popleft()
         return self.execute(StepPlan.decode(self.plans.popleft()))
 
     def check(self) -> None:
         if self.failure is not None:
             raise self.failure
+
+    def examine(self, waited_s: float, *, is_overdue: bool) -> None: ...
+
+    def rebuild(self, epoch: int) -> None:
+        """Start anew with empty rows and other KV, unless `rebuild_error` says that it cannot."""
+        self.rebuilt.append(epoch)
+        if self.rebuild_error is not None:
+            raise self.rebuild_error
+        self._reset()
+
+    def _fail_if_poisoned(self, plan: StepPlan) -> None:
+        """Fail the step if the poisoned token is among the tokens of a row in it."""
+        tokens = {new.row: new.token_ids.tolist() for new in plan.new}
+        held = set(plan.held_rows.tolist()) | set(plan.released_rows.tolist())
+        for row, known in enumerate(self.tokens):
+            if row not in tokens and row not in held:
+                tokens[row] = known
+        poisoned = [row for row, known in tokens.items() if self.poison in known]
+        if poisoned:
+            reason = f"ValueError: token {self.poison} in row {poisoned[0]}"
+            raise RankFailed(0, reason, plan.step_id, "sample", is_step_error=self.poison_is_step_error)
 
     def statuses(self) -> tuple[RankStatus, ...]:
         return (RankStatus(0, 0, "here", "fake", "idle"),)

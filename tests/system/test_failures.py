@@ -1,9 +1,7 @@
-"""A killed or hanging process is named within a deadline, and the server leaves nothing behind."""
+"""A server that is stopped or killed under load leaves nothing behind; see test_recovery.py for its parts."""
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -68,72 +66,6 @@ def follow() -> Iterator[Callable[[ServerProcess], list[Follower]]]:
     yield start
     for client in clients:
         client.close()
-
-
-def rank_pid(server: ServerProcess, rank: int) -> int:
-    with Client(server.address) as client:
-        (replica,) = client.status()
-    return replica.ranks[rank].pid
-
-
-def assert_streams_ended(followers: list[Follower], since: float, word: str) -> None:
-    for follower in followers:
-        follower.join()
-        assert isinstance(follower.error, ReplicaUnavailable), follower.error
-        assert word in str(follower.error)
-        assert follower.ended_at is not None
-        assert follower.ended_at - since < PROMPT_S
-
-
-def assert_server_failed(server: ServerProcess, *words: str) -> None:
-    assert server.process.wait(END_TIMEOUT_S) == 1
-    last_line = server.log.strip().rpartition("\n")[2]
-    assert last_line.startswith("quire: ")
-    assert all(word in last_line for word in words), last_line
-    assert "Traceback" not in server.log
-    assert server.leftovers() == []
-
-
-def test_killed_rank_is_named(serve: Serve, follow: Callable[..., list[Follower]]) -> None:
-    server = serve("demo", "--tensor-parallel-size", "2")
-    followers = follow(server)
-    pid = rank_pid(server, 1)
-    killed_at = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    assert_streams_ended(followers, killed_at, "rank 1 failed at step")
-    assert_server_failed(server, "rank 1 failed", "its process died")
-
-
-@pytest.mark.slow  # test_channel_group.py has the same with one Ray cluster for all tests
-def test_rank_killed_while_idle_is_named(serve: Serve) -> None:
-    server = serve("demo", "--tensor-parallel-size", "2")
-    os.kill(rank_pid(server, 0), signal.SIGKILL)
-    assert_server_failed(server, "rank 0 failed: its process died")
-
-
-def test_killed_scheduler_ends_every_stream(
-    serve: Serve, follow: Callable[..., list[Follower]], scheduler_pid: Callable[[ServerProcess], int]
-) -> None:
-    server = serve("demo", "--tensor-parallel-size", "2")
-    followers = follow(server)
-    pid = scheduler_pid(server)
-    killed_at = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    assert_streams_ended(followers, killed_at, "scheduler")
-    assert_server_failed(server, "the scheduler of replica", "its process died")
-
-
-@pytest.mark.slow  # as above
-def test_stopped_rank_is_named_at_the_step_deadline(
-    serve: Serve, follow: Callable[..., list[Follower]]
-) -> None:
-    server = serve("demo", "--tensor-parallel-size", "2", "--step-timeout-s", "3")
-    followers = follow(server)
-    pid = rank_pid(server, 1)
-    stopped_at = time.monotonic()
-    os.kill(pid, signal.SIGSTOP)
-    assert_streams_ended(followers, stopped_at, "rank 1 failed")
-    assert_server_failed(server, "rank 1 failed at step", "does not answer")
 
 
 def test_sigterm_under_load_shuts_down_cleanly(serve: Serve, follow: Callable[..., list[Follower]]) -> None:

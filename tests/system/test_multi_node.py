@@ -236,12 +236,11 @@ def test_launch_canceled_by_its_callback_leaves_nothing(
         assert "replica-canceled" not in known_replicas(NAMESPACE)
 
 
-def test_draining_replica_moves_requests_and_its_killed_far_rank_is_named(
+def test_draining_replica_moves_requests_and_its_killed_far_rank_is_replaced(
     two_nodes: TwoNodes, replica: Replica, target: FleetLaunchTarget
 ) -> None:
     """Closing it then leaves nothing."""
     assert known_replicas(NAMESPACE) == {replica.replica_id}
-    far_rank = far_rank_of(replica.record, two_nodes)
     with Caller(replica.address, target.keys) as caller:
         caller.send(submit(1, [5, 6, 7], max_tokens=8000, ignore_eos=True))
         assert isinstance(caller.receive(60.0), TokenBatch)
@@ -253,12 +252,11 @@ def test_draining_replica_moves_requests_and_its_killed_far_rank_is_named(
         assert moved.reason is FinishReason.MOVED
         kill_worker(two_nodes.far)
         output = caller.follow(1)[1]
-    assert output.finish is not None
-    assert output.finish.reason is FinishReason.ERROR
-    assert f"rank {far_rank} failed" in output.finish.error
-    failure = replica.failure.result(60)
-    assert isinstance(failure, RankFailed)
-    assert failure.rank == far_rank
+        assert output.finish is not None
+        assert output.finish.reason is FinishReason.MOVED  # it does not wait for the new rank
+        deadline = time.monotonic() + 120.0
+        while status_of(caller).num_recoveries == 0:
+            assert time.monotonic() < deadline, "the rank was not replaced"
     replica.close()
     assert known_replicas(NAMESPACE) == set()
     with pytest.raises(ReplicaUnavailable, match=r"the scheduler of .* is not running"):
@@ -299,7 +297,7 @@ def test_rank_on_a_vanished_host_is_named(
             assert isinstance(caller.receive(60.0), TokenBatch)
             assert two_nodes.link is not None
             run("ip", "link", "set", two_nodes.link, "down")
-            output = caller.follow(1, timeout_s=60.0)[1]
+            output = caller.follow(1, timeout_s=180.0)[1]
         assert output.finish is not None
         assert f"rank {far_rank_of(replica.record, two_nodes)} failed" in output.finish.error
         assert isinstance(replica.failure.result(60), RankFailed)

@@ -53,8 +53,21 @@ class Runner:
     def close(self) -> None:
         self._record("close")
 
+    def reset(self) -> None:
+        self._record("reset")
+
     def _record(self, name: str) -> None:
         self.calls.append((name, threading.get_ident(), fake_accelerator.current_device_index()))
+
+
+class Group:
+    """A group of two ranks, of which this is the first."""
+
+    rank, size = 0, 2
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class Receiver:
@@ -101,7 +114,7 @@ def test_worker_actor_makes_its_gpu_current_on_every_thread(
     assert report.status.device == f"cuda:{ORDINAL}"
     assert Runner.devices == [torch.device("cuda", ORDINAL)]
     names = [name for name, _, _ in Runner.calls]
-    assert names == ["init", "profile", "allocate", "launch", "close"]
+    assert names == ["init", "profile", "allocate", "launch"]  # the weights stay
     assert {index for _, _, index in Runner.calls} == {ORDINAL}
     assert fake_accelerator.current_device_index() == 0
 
@@ -109,20 +122,41 @@ def test_worker_actor_makes_its_gpu_current_on_every_thread(
 def test_run_ends_though_the_device_does_not(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Kernels that wait for a dead rank never end, and freeing memory waits for them."""
+    """Kernels of a collective that wait for a dead rank never end, and leaving the group waits for them."""
     monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
     monkeypatch.setattr(actor, "StepReceiver", Receiver)
-    monkeypatch.setattr(actor, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(actor, "LEAVE_TIMEOUT_S", 0.05)
     released = threading.Event()
-    monkeypatch.setattr(Runner, "close", lambda self: released.wait(60))
+    group = Group()
+    monkeypatch.setattr(group, "close", lambda: released.wait(60))
     rank = actor.WorkerActor(config, 0)
-    rank._runner_class = Runner  # type: ignore[assignment]
-    rank.load(None)
+    rank._runner_class, rank._join_group = Runner, lambda *_: group  # type: ignore[assignment]
+    rank.load(("127.0.0.1", 1))
     with caplog.at_level(logging.WARNING):
         rank.run(ChannelAddress("", ""))
     released.set()
     assert rank.status().stage == "ended"
-    assert "rank 0: the device did not finish in 0.05 s" in caplog.text
+    assert "rank 0: the group was not left in 0.05 s" in caplog.text
+
+
+def test_rank_rejoins_a_new_group_with_its_weights_in_place(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
+    monkeypatch.setattr(actor, "StepReceiver", Receiver)
+    groups = [Group(), Group()]
+    joined = iter(groups)
+    rank = actor.WorkerActor(config, 0)
+    rank._runner_class, rank._join_group = Runner, lambda *_: next(joined)  # type: ignore[assignment]
+    on_new_thread(lambda: rank.load(("127.0.0.1", 1)))
+    on_new_thread(lambda: rank.run(ChannelAddress("", "")))
+    assert groups[0].is_closed
+    assert rank.status().stage == "ended"
+    on_new_thread(lambda: rank.rejoin(("127.0.0.1", 2)))
+    assert rank.status().stage == "idle"
+    assert (groups[0].is_closed, groups[1].is_closed) == (True, False)
+    assert [name for name, _, _ in Runner.calls] == ["init", "launch", "reset"]
+    assert {index for _, _, index in Runner.calls} == {ORDINAL}
 
 
 def test_in_process_group_uses_gpu_of_the_thread_that_made_it(
@@ -144,8 +178,9 @@ def test_collectives_join_on_the_actors_gpu(config: EngineConfig, monkeypatch: p
     rank = actor.WorkerActor(config, 0)
     joined: list[tuple[torch.device, int]] = []
 
-    def join(rank: int, size: int, host: str, port: int, device: torch.device, timeout_s: float) -> None:
+    def join(rank: int, size: int, host: str, port: int, device: torch.device, timeout_s: float) -> Group:
         joined.append((device, fake_accelerator.current_device_index()))
+        return Group()
 
     rank._runner_class, rank._join_group = Runner, join  # type: ignore[assignment]
     on_new_thread(lambda: rank.load(("127.0.0.1", 1)))

@@ -36,6 +36,7 @@ class CacheEngine:
 
     Attributes:
         layers: the cache of each layer; block 0 is scratch for padding rows.
+        num_blocks: on the device.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class CacheEngine:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.num_blocks = num_blocks
         num_layers = config.model.num_layers
         # The parts of a block: keys and values, and their scales if they are quantized. Each tensor is
         # [L, num_blocks, 2, Hkv, B, ...]; in host memory [L, num_host_blocks + 1, ...], block 0 unused.

@@ -16,6 +16,7 @@ from serving import run
 from quire.cluster.http.probes import PROOF_S, Probes, load_of
 from quire.cluster.replica.client import SILENCE_MARGIN_S
 from quire.proto.errors import ReplicaUnavailable
+from quire.proto.stream import Activity
 
 
 class Clock:
@@ -28,9 +29,11 @@ class Clock:
 
 def test_replica_with_work_and_without_steps_is_not_alive() -> None:
     clock = Clock(0.0)
-    status = SimpleNamespace(num_running=1, num_waiting=2, num_steps=5, kv_use=0.5, queued_tokens=7)
+    status = SimpleNamespace(
+        num_running=1, num_waiting=2, num_steps=5, kv_use=0.5, queued_tokens=7, activity=Activity.BUSY
+    )
     client = SimpleNamespace(replica_id="replica-0", has_failed=False, problem="", latest_status=status)
-    pool = SimpleNamespace(is_fixed=True, clients={"replica-0": client})
+    pool = SimpleNamespace(is_own=True, clients={"replica-0": client})
     model: Any = SimpleNamespace(name="tiny", config=small_config(), pool=pool)
     models: Any = [model]
     probes = Probes(models, clock)
@@ -46,6 +49,9 @@ def test_replica_with_work_and_without_steps_is_not_alive() -> None:
     with pytest.raises(ReplicaUnavailable, match="1 running and 2 waiting sequences, but no step for"):
         probes.check_alive()
     assert load_of(model)["num_requests_waiting"] == 2
+    status.activity = Activity.RECOVERING  # it recovers by itself, or gives up
+    probes.check_alive()
+    status.activity = Activity.BUSY
     status.num_running = status.num_waiting = 0
     for _ in range(3):  # nothing to do
         probes.check_alive()

@@ -17,7 +17,7 @@ from quire.worker.actor import LoadReport
 class Launch:
     """A launch whose ranks report the given numbers of blocks."""
 
-    scheduler = None
+    scheduler = starter = None
 
     def __init__(self, *num_blocks: int) -> None:
         self.allocated: list[int | None] = []

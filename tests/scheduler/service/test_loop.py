@@ -72,6 +72,11 @@ def output(mailbox: FakeMailbox, handle: int) -> list[int]:
     return [token for batch in batches for token in batch.token_ids[batch.handles == handle].tolist()]
 
 
+def ends(mailbox: FakeMailbox) -> list[Finish]:
+    batches = [message for _, message in mailbox.sent if isinstance(message, TokenBatch)]
+    return [finish for batch in batches for finish in batch.finished]
+
+
 def test_loop_serves_two_gateways() -> None:
     mailbox = FakeMailbox([[(b"a", submit(1, [5, 6], max_tokens=6))], [(b"b", submit(2, [7], max_tokens=4))]])
     loop, _, _ = make_loop(mailbox)
@@ -152,13 +157,12 @@ def test_failed_rank_ends_the_loop_and_all_requests() -> None:
     mailbox = FakeMailbox([[(b"a", submit(1, [5], max_tokens=30))]])
     loop, _, group = make_loop(mailbox)
     group.failure = RankFailed(1, "killed by signal 9", step_id=1)
-    with pytest.raises(RankFailed, match="rank 1 failed at step 1: killed by signal 9"):
+    with pytest.raises(
+        RankFailed, match=r"rank 1 failed at step 1: killed by signal 9; given up: .* 11 times in 0 s"
+    ):
         loop.run()
-    ((gateway, batch),) = mailbox.sent
-    assert gateway == b"a"
-    (finish,) = instance_of(TokenBatch, batch).finished
-    assert finish.grpc_status == "UNAVAILABLE"
-    assert "rank 1" in finish.error
+    (finish,) = ends(mailbox)
+    assert "rank 1 failed" in finish.error
 
 
 def test_all_gateways_receive_the_error_if_cleanup_raises(
@@ -177,9 +181,8 @@ def test_all_gateways_receive_the_error_if_cleanup_raises(
     monkeypatch.setattr(scheduler.blocks, "close", fault)
     with pytest.raises(RankFailed, match="killed by signal 9"):
         loop.run()
-    assert {gateway for gateway, batch in mailbox.sent if instance_of(TokenBatch, batch).finished} == {
-        b"a", b"b",
-    }  # fmt: skip
+    ended = {gateway for gateway, batch in mailbox.sent if isinstance(batch, TokenBatch) and batch.finished}
+    assert ended == {b"a", b"b"}
     assert "replica-0 could not end in order" in caplog.text
 
 
@@ -192,11 +195,8 @@ def test_draining_replica_reports_it_and_hands_off_its_requests() -> None:
     )
     loop, scheduler, _ = make_loop(mailbox)
     run_until_idle(loop, mailbox)
-    ends = {
-        finish.handle: finish.reason
-        for _, message in mailbox.sent if isinstance(message, TokenBatch) for finish in message.finished
-    }  # fmt: skip
-    assert ends == {1: FinishReason.MOVED, 2: FinishReason.MOVED}
+    reasons = {finish.handle: finish.reason for finish in ends(mailbox)}
+    assert reasons == {1: FinishReason.MOVED, 2: FinishReason.MOVED}
     (status,) = [message for _, message in mailbox.sent if isinstance(message, ReplicaStatus)]
     assert status.draining
     assert not scheduler.has_work
@@ -215,7 +215,7 @@ def test_status_reports_load() -> None:
     loop._group.broadcast(not_none(scheduler.schedule(now[0])))
     assert loop.status().queued_tokens == 16  # 4 of the one that runs, 12 of the one that waits
     now[0] += 0.5
-    scheduler.apply(loop._group.gather(1.0), now[0])
+    scheduler.apply(not_none(loop._group.gather(1.0)), now[0])
     status = loop.status()
     assert status.tokens_per_s == pytest.approx(16.0)
     assert status.oldest_wait_s == pytest.approx(0.5)

@@ -1,0 +1,94 @@
+"""ProcessExit: how a process of this machine ended, though it is no child of this one. Linux only.
+
+A pidfd that was opened while the process lived keeps its exit status (PIDFD_GET_INFO, Linux 6.15). An older system
+tells only that it has ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+# struct pidfd_info of linux/pidfd.h, in its first version: mask, cgroup, eleven ids, exit status.
+_INFO = struct.Struct("=QQ11Ii")
+_GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
+_INFO_EXIT = 1 << 3
+
+MAX_STDERR_BYTES = 4096
+MAX_STDERR_LINES = 4
+MAX_STDERR_CHARS = 400
+
+
+class ProcessExit:
+    """A live process of this machine, by its pidfd.
+
+    Raises:
+        OSError: there is no such process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+
+    @property
+    def has_ended(self) -> bool:
+        poller = select.poll()  # select.select would refuse file descriptors from 1024 on
+        poller.register(self._pidfd, select.POLLIN)
+        return bool(poller.poll(0))
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether the process was stopped, by SIGSTOP or a debugger, and executes nothing."""
+        with suppress(OSError, IndexError):
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+            return stat.rpartition(")")[2].split()[0] in "Tt"
+        return False
+
+    def describe(self) -> str:
+        """Return how the process ended; that it has ended, if the system tells no more."""
+        with suppress(OSError):
+            info = fcntl.ioctl(self._pidfd, _GET_INFO, _INFO.pack(_INFO_EXIT, *[0] * 13))
+            mask, *_, status = _INFO.unpack(info)
+            if mask & _INFO_EXIT:
+                return describe_status(status)
+        return "its process ended"
+
+    def kill(self) -> None:
+        """Kill the process, also if it is stopped. Does nothing if it has ended."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Close the pidfd. Safe to call twice."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def describe_status(status: int) -> str:
+    """Return a wait status in words."""
+    if not os.WIFSIGNALED(status):
+        return f"its process exited with code {os.waitstatus_to_exitcode(status)}"
+    number = os.WTERMSIG(status)
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return f"its process was killed by {name}"
+
+
+def last_lines(path: str) -> str:
+    """Return the last lines of a file in one line; empty if it is empty or cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_STDERR_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    return " | ".join(lines[-MAX_STDERR_LINES:])[-MAX_STDERR_CHARS:]

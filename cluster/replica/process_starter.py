@@ -1,0 +1,81 @@
+"""ProcessStarter: starts the processes of a replica in its placement group, at first and again after a failure."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ...proto.config import EngineConfig
+from ...scheduler.service.actor import WATCH_GROUP, SchedulerActor
+from ...worker.actor import WorkerActor
+from .placement import Resources
+from .replica_names import actor_name
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+# For Ray to free the name of a process that was killed.
+_FREED_TIMEOUT_S = 5.0
+_FREED_INTERVAL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStarter:
+    """Starts a replica's processes. Picklable.
+
+    Attributes:
+        bundles: resources of the scheduler and then of each rank, as in the placement group.
+        configs: of each rank, with the path of the model on its node.
+        is_detached: the processes outlive the process that starts them.
+    """
+
+    replica_id: str
+    namespace: str
+    placement: PlacementGroup
+    bundles: tuple[Resources, ...]
+    configs: tuple[EngineConfig, ...]
+    is_detached: bool
+
+    def start_scheduler(self) -> ActorHandle:
+        """Start the scheduler's process; its actor is ready later."""
+        kind = ray.remote(concurrency_groups={WATCH_GROUP: 1})(SchedulerActor)
+        return self._start(kind, "scheduler", 0, self.replica_id)
+
+    def start_rank(self, rank: int) -> ActorHandle:
+        """Start a rank's process; its actor is ready later."""
+        return self._start(ray.remote(WorkerActor), f"rank-{rank}", 1 + rank, self.configs[rank], rank)
+
+    def _start(self, kind: Any, role: str, bundle: int, *arguments: Any) -> ActorHandle:
+        resources = dict(self.bundles[bundle])
+        options: dict[str, Any] = {
+            "name": actor_name(self.replica_id, role),
+            "namespace": self.namespace,
+            "lifetime": "detached" if self.is_detached else None,
+            "num_cpus": resources.pop("CPU"),
+            "num_gpus": resources.pop("GPU", 0),
+            "resources": resources,
+            # One call may be long, a rank's run or a scheduler's start; short queries need the second thread.
+            "max_concurrency": 2,
+            "max_restarts": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.placement, bundle),
+        }
+        return _once_free(lambda: kind.options(**options).remote(*arguments))
+
+
+def _once_free(start: Callable[[], ActorHandle]) -> ActorHandle:
+    """Start an actor whose name may still be that of a process that was killed just now."""
+    deadline = time.monotonic() + _FREED_TIMEOUT_S
+    while True:
+        try:
+            return start()
+        except ValueError:
+            if time.monotonic() > deadline:
+                raise
+            threading.Event().wait(_FREED_INTERVAL_S)

@@ -1,0 +1,149 @@
+"""A killed or stopped process of a server costs its streams a pause, and changes none of their tokens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from quire import Client, SamplingParams
+from quire.cluster.api.status import ReplicaInfo
+from quire.cluster.demo.server import ServerProcess
+from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished
+
+pytestmark = pytest.mark.cluster
+
+DEADLINE_S = 120.0
+# A status must come within 0.5 s whatever hangs; this allows for a busy machine.
+STATUS_S = 5.0
+NUM_TOKENS = 300
+PROMPT = "It was"
+KINDS = {
+    "greedy": SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0),
+    "seed, n and penalties": SamplingParams(
+        max_tokens=NUM_TOKENS, ignore_eos=True, seed=7, n=3, temperature=0.9, repetition_penalty=1.1,
+    ),
+    "stop string": SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=3, stop=("zq",)),
+    "beams": SamplingParams(max_tokens=60, beam_width=3, n=2),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    started = ServerProcess("demo", "--tensor-parallel-size", "2", "--audit")
+    try:
+        started.wait_ready(DEADLINE_S)
+        yield started
+        assert started.stop() == 0, started.log
+        assert "Traceback" not in started.log
+        assert started.leftovers() == []
+    finally:
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[Client]:
+    with Client(server.address) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def undisturbed(client: Client) -> dict[str, list[list[int]]]:
+    outputs = {name: client.generate(PROMPT, params).outputs for name, params in KINDS.items()}
+    return {name: [list(each.token_ids) for each in found] for name, found in outputs.items()}
+
+
+class Stream:
+    """A stream on a thread of its own."""
+
+    def __init__(self, client: Client, params: SamplingParams) -> None:
+        self.token_ids: list[list[int]] = [[] for _ in range(params.n)]
+        self.finished: list[CompletionFinished] = []
+        self.has_begun = threading.Event()
+        self._events = client.generate_stream(PROMPT, params)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            for event in self._events:
+                if isinstance(event, CompletionDelta):
+                    self.token_ids[event.index] += event.token_ids
+                    self.has_begun.set()
+                elif isinstance(event, CompletionFinished):
+                    self.finished.append(event)
+        except BaseException as error:
+            self._error = error
+
+    def join(self) -> None:
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "the stream did not end"
+        if self._error is not None:
+            raise self._error
+
+
+def disturb(
+    client: Client, undisturbed: dict[str, list[list[int]]], fault: Callable[[], None]
+) -> dict[str, Stream]:
+    """Run a stream of each kind, cause the fault while they run, and compare all tokens."""
+    streams = {name: Stream(client, params) for name, params in KINDS.items()}
+    assert streams["greedy"].has_begun.wait(DEADLINE_S)
+    fault()
+    for name, stream in streams.items():
+        stream.join()
+        assert stream.token_ids == undisturbed[name], name
+    return streams
+
+
+def status_of(client: Client) -> ReplicaInfo:
+    asked_at = time.monotonic()
+    (replica,) = client.status()
+    assert time.monotonic() - asked_at < STATUS_S
+    return replica
+
+
+def num_recoveries(streams: dict[str, Stream]) -> int:
+    return max(each.timings.num_recoveries for stream in streams.values() for each in stream.finished)
+
+
+@pytest.mark.parametrize(("rank", "signal_number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_streams_continue_after_a_rank_failed(
+    client: Client, undisturbed: Any, rank: int, signal_number: int
+) -> None:
+    before = status_of(client)
+
+    def fault() -> None:
+        os.kill(before.ranks[rank].pid, signal_number)
+        deadline = time.monotonic() + DEADLINE_S
+        while (status := status_of(client)).activity != "recovering":
+            assert time.monotonic() < deadline, "the fault was not noticed"
+            assert status.num_recoveries == before.num_recoveries
+        assert f"rank {rank} failed at step" in status.problem
+        assert not status.ready
+
+    streams = disturb(client, undisturbed, fault)
+    assert num_recoveries(streams) == 1
+    after = status_of(client)
+    assert after.num_recoveries == before.num_recoveries + 1
+    assert after.ranks[rank].pid != before.ranks[rank].pid
+    assert after.ranks[1 - rank].pid == before.ranks[1 - rank].pid  # with its weights
+
+
+def test_streams_continue_after_the_scheduler_was_killed(
+    client: Client,
+    server: ServerProcess,
+    undisturbed: Any,
+    scheduler_pid: Callable[[ServerProcess], int],
+) -> None:
+    before = status_of(client)
+    streams = disturb(client, undisturbed, lambda: os.kill(scheduler_pid(server), signal.SIGKILL))
+    moved = [each.timings.num_moves for stream in streams.values() for each in stream.finished]
+    assert max(moved) == 1
+    after = status_of(client)
+    assert after.uptime_s < before.uptime_s + 1
