@@ -12,9 +12,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar, cast
 
-import zmq
-import zmq.asyncio
-
 from ...proto.errors import ProtocolError, QuireError, ReplicaUnavailable
 from ...proto.stream import (
     Abort,
@@ -32,11 +29,12 @@ from ...proto.stream import (
     decode,
     encode,
 )
-from ...proto.transport.network import CurveKeys, connect
+from ...proto.transport.network import CurveKeys
 from ..host.background import run_in_background
 from ..requests.request import Request
 from ..requests.request_stream import UpdateQueue
 from ..requests.sequence_update import SequenceUpdate, updates_by_handle
+from .connection import Connection, ZmqConnection
 
 _log = logging.getLogger(__name__)
 
@@ -112,6 +110,7 @@ class ReplicaClient:
             step_timeout_s, as the scheduler may be silent during a step.
         heartbeat_s: seconds between status queries.
         keys: CURVE keys of a tcp address; None for an ipc address.
+        connection: by default one over ZeroMQ.
 
     Attributes:
         latest_status: None before the first status.
@@ -126,18 +125,19 @@ class ReplicaClient:
         silence_timeout_s: float = 65.0,
         heartbeat_s: float = HEARTBEAT_S,
         keys: CurveKeys | None = None,
+        connection: Connection | None = None,
     ) -> None:
-        self._address = address
         self.replica_id = replica_id
         self._silence_timeout_s = silence_timeout_s
         self._heartbeat_s = heartbeat_s
-        self._keys = keys
+        self._connection: Connection = connection or ZmqConnection(address, keys)
+        self._is_open = False
         self._running: dict[int, UpdateReceiver] = {}  # handle |-> receiver, while the sequence runs
         self._next_handle = 1
         self._query_ids = itertools.count(1)
         self._queries: dict[int, asyncio.Future[Any]] = {}  # query |-> its answer
         # Futures of `next_status`, done by the next status whichever query it answers.
-        self._next_statuses: set[asyncio.Future[ReplicaStatus]] = set()
+        self._next_statuses: dict[asyncio.Future[ReplicaStatus], None] = {}
         self._problem = f"replica {replica_id} has not answered yet"
         self._failed, self._failure = asyncio.Event(), ""
         self._is_gone = False  # failed for good
@@ -146,7 +146,6 @@ class ReplicaClient:
         self.latest_status: ReplicaStatus | None = None
         self.proved_at = -math.inf
         self._listeners: list[Listener] = []
-        self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -176,18 +175,13 @@ class ReplicaClient:
 
     def start(self) -> None:
         """Connect. Call it in the event loop that uses the client."""
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        # Sending never blocks: the heartbeat fails a silent replica, which bounds the unsent messages.
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._arrived_frames: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
-        connect(self._socket, self._address, self._keys)
+        self._connection.open()
+        self._is_open = True
         self._received_at = time.monotonic()
         self._tasks = [
             run_in_background(self._receive(), f"receiving from {self.replica_id}", self._on_task_failed),
             run_in_background(self._send_heartbeats(), f"querying {self.replica_id}", self._on_task_failed),
+            run_in_background(self._watch_connection(), f"watching {self.replica_id}", self._on_task_failed),
         ]
 
     async def close(self, reason: str = "its client was closed") -> None:
@@ -196,16 +190,14 @@ class ReplicaClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
-        if self._socket is not None:
+        if self._is_open:
             for handle in self._running:
                 self.send(Abort(handle))
             linger_ms = _LINGER_MS if self._running else 0
             self._fail_all(reason)
-            socket, self._socket = self._socket, None
+            self._is_open = False
             self._fail_queries()
-            socket.close(linger=linger_ms)
-            # Blocks until the aborts are sent.
-            await asyncio.to_thread(self._context.term)
+            await self._connection.close(linger_ms)
 
     def submit(self, request: Request) -> SubmittedRequest:
         """Send the request to the replica; raise ReplicaUnavailable if the replica has failed."""
@@ -319,14 +311,14 @@ class ReplicaClient:
         """
         self._check_open()
         arrival: asyncio.Future[ReplicaStatus] = asyncio.get_running_loop().create_future()
-        self._next_statuses.add(arrival)
+        self._next_statuses[arrival] = None
         try:
             async with asyncio.timeout(timeout_s):
                 return await arrival
         except TimeoutError:
             raise ReplicaUnavailable(f"replica {self.replica_id} sent no status in {timeout_s:g} s") from None
         finally:
-            self._next_statuses.discard(arrival)
+            self._next_statuses.pop(arrival, None)
 
     async def wait_until_failed(self) -> str:
         """Wait until the replica fails and return the reason, even if the replica is healthy again by then."""
@@ -344,7 +336,7 @@ class ReplicaClient:
     @property
     def _closed_reason(self) -> str:
         """Reason why no message can arrive any more; empty if one can."""
-        if self._socket is None:
+        if not self._is_open:
             return f"the client of replica {self.replica_id} is closed"
         return self._problem if self._is_gone else ""
 
@@ -371,7 +363,7 @@ class ReplicaClient:
         self._set_problem(problem)
 
     def _fail_all(self, reason: str) -> None:
-        receivers, self._running = set(self._running.values()), {}
+        receivers, self._running = dict.fromkeys(self._running.values()), {}  # each once, in order
         for receiver in receivers:
             receiver.fail(ReplicaUnavailable(f"replica {self.replica_id} failed: {reason}"))
 
@@ -385,15 +377,14 @@ class ReplicaClient:
 
     def send(self, message: GatewayMessage) -> None:
         """Send without blocking; does nothing once the client is closed."""
-        if self._socket is not None:
-            self._socket.send(encode(message))
+        if self._is_open:
+            self._connection.send(encode(message))
 
     async def _receive(self) -> None:
         """Pass on messages until canceled; the updates of those that have arrived are merged."""
-        assert self._socket is not None
         while True:
             batches: list[TokenBatch] = []
-            for frame in self._arrived(await self._socket.recv()):
+            for frame in self._arrived(await self._connection.receive()):
                 message = self._decoded(frame)
                 if isinstance(message, TokenBatch):
                     batches.append(message)
@@ -410,11 +401,10 @@ class ReplicaClient:
         turn_began_at = self._received_at = time.monotonic()
         yield frame
         while time.monotonic() - turn_began_at < MAX_TURN_S:
-            try:
-                frame = self._arrived_frames.recv(zmq.NOBLOCK)
-            except zmq.Again:
+            arrived = self._connection.receive_arrived()
+            if arrived is None:
                 return
-            yield frame
+            yield arrived
 
     def _decoded(self, frame: bytes) -> GatewayMessage | ReplicaMessage | None:
         """Return the frame's message; None if it is malformed."""
@@ -467,6 +457,12 @@ class ReplicaClient:
         query = self._queries.get(message.query_id)
         if query is not None and not query.done():
             query.set_result(message)
+
+    async def _watch_connection(self) -> None:
+        """Fail what runs when the connection is lost: the replica does not know this client by its new connection."""
+        while True:
+            await self._connection.wait_until_lost()
+            self._fail_replica("the connection to it was lost")
 
     async def _send_heartbeats(self) -> None:
         """Query the status at intervals, and fail a replica that stays silent."""

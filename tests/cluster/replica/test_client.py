@@ -19,6 +19,7 @@ from quire.cluster.requests.sequence_update import SequenceUpdate
 from quire.proto.errors import QuireError, ReplicaUnavailable
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import CacheReport, TokenBatch, encode
+from quire.scheduler.core.outbox import error_finish
 
 LONG_S = 600.0
 
@@ -37,8 +38,12 @@ class Scheduler:
         for frame in frames:
             await self._socket.send_multipart([gateway, frame])
 
-    def close(self) -> None:
-        self._context.destroy(linger=0)
+    async def receive(self) -> None:
+        """Wait for a message of the client."""
+        await self._socket.recv_multipart()
+
+    def close(self, linger_ms: int = 0) -> None:
+        self._context.destroy(linger=linger_ms)
 
 
 @asynccontextmanager
@@ -157,3 +162,36 @@ def test_bug_in_a_listener_is_logged_and_fails_waiting_calls(
 
     run(scenario)
     assert "receiving from replica-0 has failed" in caplog.text
+
+
+def test_lost_connection_fails_running_requests_at_once() -> None:
+    """The scheduler does not know the client by its next connection, so it would never end them."""
+
+    async def scenario() -> None:
+        async with connection() as (client, scheduler):
+            await scheduler.receive()
+            request = Request("lost", np.ones(4, np.int32), SamplingParams(max_tokens=9, seed=0))
+            submitted = client.submit(request)
+            scheduler.close()
+            with pytest.raises(ReplicaUnavailable, match="the connection to it was lost"):
+                await anext(submitted)
+            assert client.has_failed
+            assert client.num_running == 0
+
+    run(scenario)
+
+
+def test_last_messages_before_a_lost_connection_are_read() -> None:
+    async def scenario() -> None:
+        async with connection() as (client, scheduler):
+            request = Request("ended", np.ones(4, np.int32), SamplingParams(max_tokens=9, seed=0))
+            submitted = client.submit(request)
+            end = error_finish(submitted.handles[0], ReplicaUnavailable("rank 1 was killed by SIGKILL"))
+            await scheduler.send(encode(TokenBatch(0, finished=(end,))))
+            scheduler.close(linger_ms=1000)
+            with pytest.raises(ReplicaUnavailable, match="rank 1 was killed by SIGKILL"):
+                async for _, update in submitted:
+                    assert update.finish is not None
+                    raise update.finish.to_error()
+
+    run(scenario)
