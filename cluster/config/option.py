@@ -17,6 +17,7 @@ import difflib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args
 
@@ -127,6 +128,12 @@ def declared_options(owner: type) -> Mapping[str, Option]:
     Raises:
         TypeError: an annotation is a string or has no kind of its own.
     """
+    return _options_of(owner)  # type: ignore[arg-type]  # mypy takes the hash of the instances for the type's
+
+
+@cache
+def _options_of(owner: type) -> Mapping[str, Option]:
+    """Return the options. Kept, because the controller asks for a deployment's version many times per second."""
     return {each.name: _declared(owner, each) for each in fields(owner) if _METADATA in each.metadata}
 
 

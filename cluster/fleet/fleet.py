@@ -72,6 +72,7 @@ class Fleet:
         wall_clock: Unix time; nodes' deadlines use it.
         tick_s: longest time between two reconciliation steps.
         canary_timeout_s: how long the first token of a replica may take.
+        blocking: threads for the launcher's and the store's calls.
     """
 
     def __init__(
@@ -83,12 +84,13 @@ class Fleet:
         wall_clock: Callable[[], float] = time.time,
         tick_s: float = TICK_S,
         canary_timeout_s: float = CANARY_TIMEOUT_S,
+        blocking: BlockingCalls | None = None,
     ) -> None:
         self._launcher = launcher
         self._store = FleetStore(store)
         self._clock = clock
         self._tick_s = tick_s
-        self._blocking = BlockingCalls()
+        self._blocking = blocking or BlockingCalls()
         self._models: dict[str, _Model] = {}
         self._replicas: dict[str, ReplicaLifecycle] = {}
         self._context = LifecycleContext(
@@ -116,7 +118,7 @@ class Fleet:
         for deployment, record in replicas:
             self._add_replica(record.replica_id, deployment).adopt(record)
         known = await self._blocking.call("listing replicas", self._launcher.known)
-        for replica_id in known - set(self._replicas):
+        for replica_id in sorted(known - set(self._replicas)):
             _log.warning("%s was half started by an earlier controller and is removed", replica_id)
             await self._blocking.call(f"removing {replica_id}", self._launcher.remove, replica_id)
         self._notify_change()

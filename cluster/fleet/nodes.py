@@ -74,7 +74,7 @@ class NodeWatch:
             node_id: departure for node_id, departure in self._departures.items() if node_id in live
         }
         self._notices = {node_id: notice for node_id, notice in self._notices.items() if node_id in live}
-        for node_id in (set(used_node_ids) & live) - set(self._notices):
+        for node_id in sorted((set(used_node_ids) & live) - set(self._notices)):
             self._watch_for_notice(node_id)
 
     def depart(self, node_id: str, within_s: float, reason: str) -> None:

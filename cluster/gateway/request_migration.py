@@ -176,8 +176,9 @@ class MigratingRequest(UpdateQueue):
         """See `RequestStream`."""
         if self._placing is not None:
             self._placing.cancel()
-        for attempt in {output.attempt for output in self._outputs if output.attempt is not None}:
-            attempt.abort()
+        for attempt in dict.fromkeys(output.attempt for output in self._outputs):  # each once, in order
+            if attempt is not None:
+                attempt.abort()
         self.open.clear()
 
     def end(self, error: QuireError) -> None:
