@@ -128,7 +128,7 @@ def declared_options(owner: type) -> Mapping[str, Option]:
     Raises:
         TypeError: an annotation is a string or has no kind of its own.
     """
-    return _options_of(owner)  # type: ignore[arg-type]  # mypy takes the hash of the instances for the type's
+    return _options_of(owner)
 
 
 @cache

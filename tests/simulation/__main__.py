@@ -1,0 +1,46 @@
+"""Run seeds of the simulation.
+
+PYTHONPATH=tests/support python -m tests.simulation --seeds 0-9999
+PYTHONPATH=tests/support python -m tests.simulation --seeds 4711 --log
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+import traceback
+from collections import Counter
+
+from .scenario import run_seed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", default="0-199", metavar="N[-M]")
+    parser.add_argument("--log", action="store_true", help="write the log of the fleet to stderr")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO if arguments.log else logging.CRITICAL)
+    first, _, last = arguments.seeds.partition("-")
+    faults, outcomes, failed, started = Counter[str](), Counter[str](), list[int](), time.process_time()
+    seeds = range(int(first), int(last or first) + 1)
+    for seed in seeds:
+        try:
+            outcome = run_seed(seed)
+        except Exception:
+            failed.append(seed)
+            print(f"seed {seed} failed:\n{traceback.format_exc(limit=-3)}")
+            continue
+        faults += outcome.faults
+        outcomes += outcome.outcomes
+    seconds = time.process_time() - started
+    print(f"{len(seeds)} seeds in {seconds:.1f} s of processor time: {dict(faults)}, {dict(outcomes)}")
+    print(f"{len(failed)} failed: {failed}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
