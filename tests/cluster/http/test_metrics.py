@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from quire.cluster.api.tokens import Role, Token, TokenSet
 from quire.cluster.client.client import Client
+from quire.cluster.config.tenants import TenantOptions, Tenants
 from quire.cluster.gateway.security import Security
 from quire.cluster.host.watched_file import constant
 from quire.proto.errors import InvalidRequest, ModelNotFound, PermissionDenied, Unauthenticated
@@ -78,10 +79,14 @@ def test_calls_that_no_endpoint_runs_are_counted_as_refusals(
         assert refusals(server) - before == Counter({"model_not_found": 1, "invalid_request": 1})
 
 
-def test_calls_without_a_token_are_counted_as_refusals(make_model: Callable[..., Path]) -> None:
-    tokens = TokenSet([Token.of("sesame"), Token.of("gauge", roles=frozenset({Role.METRICS}))])
+def test_calls_without_a_token_or_above_a_limit_are_counted_as_refusals(
+    make_model: Callable[..., Path],
+) -> None:
+    tokens = TokenSet([Token.of("sesame", "gold"), Token.of("gauge", roles=frozenset({Role.METRICS}))])
+    tenants = Tenants(TenantOptions(), {"gold": TenantOptions(requests_per_minute=1)})
+    security = Security(tokens=constant(tokens), tenants=constant(tenants))
     with (
-        threaded_server(make_model("llama"), security=Security(tokens=constant(tokens))) as server,
+        threaded_server(make_model("llama"), security=security) as server,
         httpx.Client(base_url=server.url) as http,
     ):
         assert http.post("/v1/completions", headers={"x-api-key": "guess"}).status_code == 401
@@ -89,7 +94,14 @@ def test_calls_without_a_token_are_counted_as_refusals(make_model: Callable[...,
         for token, error in (("guess", Unauthenticated), ("gauge", PermissionDenied)):
             with Client(server.server.target, token=token) as client, pytest.raises(error):
                 client.models()
+        call = {"prompt": "x", "max_tokens": 1}
+        first, second = (
+            http.post("/v1/completions", json=call, headers={"x-api-key": "sesame"}) for _ in "12"
+        )
+        assert (first.status_code, second.status_code) == (200, 429)
+        assert 0 < int(second.headers["retry-after"]) <= 60
         metrics = http.get("/metrics", headers={"x-api-key": "gauge"}).text
+        assert 'quire_request_refusals_total{reason="quota_exceeded"} 1' in metrics
         for reason in ("unauthenticated", "permission_denied"):
             assert f'quire_request_refusals_total{{reason="{reason}"}} 2' in metrics
 
