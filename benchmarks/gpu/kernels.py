@@ -1,4 +1,4 @@
-"""Stage `kernels`: every op beside PyTorch's and the roofs, and attention with other tiles."""
+"""Stage `kernels`: every op beside PyTorch's and the roofs, and attention and experts with other tiles."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ DECODE_SWEEP = ((16, 64, 4, 3), (16, 64, 4, 5), (16, 64, 4, 7), (16, 128, 4, 3),
                 (16, 32, 4, 7), (16, 64, 2, 5))  # fmt: skip
 PREFILL_SWEEP = ((128, 64, 8, 3), (128, 64, 8, 5), (128, 128, 8, 3), (128, 128, 8, 5), (64, 64, 4, 3),
                  (64, 128, 4, 5))  # fmt: skip
+# Tiles of experts: (tokens, outputs, inputs, warps, stages), for decodes and for prompts.
+EXPERT_SWEEP = {
+    16: ((16, 32, 128, 4, 4), (16, 64, 128, 4, 4), (16, 128, 64, 4, 4), (16, 64, 256, 4, 3)),
+    4096: ((128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (64, 256, 64, 8, 3)),
+}  # fmt: skip
 # A case with fresh inputs needs about this long.
 CASE_S = 3.0
 
@@ -73,6 +78,24 @@ def sweep(record: Record, sizes: Sizes) -> None:
         _try_tiles(record, case, "DECODE_TILES", DECODE_SWEEP, sizes)
     for case in prefills:
         _try_tiles(record, case, "LARGE_PREFILL_TILES", PREFILL_SWEEP, sizes)
+    for tokens, tiles in EXPERT_SWEEP.items():
+        _try_expert_tiles(record, ops.expert_case(sizes, tokens), tiles, sizes)
+
+
+def _try_expert_tiles(
+    record: Record, case: ops.OpCase, tiles: tuple[tuple[int, int, int, int, int], ...], sizes: Sizes
+) -> None:
+    from quire.kernels.gpu import moe
+    from quire.kernels.gpu.quantized_linear import TileConfig
+
+    given = moe.TILES
+    for tile in tiles:
+        name = f"sweep.{case.name}.{'x'.join(map(str, tile))}"
+        if record.has_time(name, CASE_S):
+            with record.case(name):
+                moe.TILES = {1 << 31: TileConfig(*tile)}
+                record.add(f"kernels.{name}.us", 1e6 * time_op(case.make, case.num_bytes, sizes), "us")
+        moe.TILES = given
 
 
 def _try_tiles(

@@ -21,6 +21,7 @@ from quire.kernels.block_tables import update_block_tables
 from quire.kernels.decode_splits import split_decodes
 from quire.kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
+from quire.kernels.moe import ExpertWeights, gather_linear, scatter_linear, sort_choices
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
 from quire.kernels.paged_cache import copy_blocks
@@ -62,6 +63,8 @@ def cases(sizes: Sizes) -> Iterator[OpCase]:
     yield from small_ops(sizes)
     yield from samplers(sizes)
     yield from quantized_layers(sizes)
+    for tokens in (16, 4096) if sizes.device == "cuda" else (4,):
+        yield expert_case(sizes, tokens)
 
 
 def decodes(sizes: Sizes) -> Iterator[OpCase]:
@@ -256,6 +259,30 @@ def quantized_layers(sizes: Sizes) -> Iterator[OpCase]:
         num_bytes = hidden * inner + moved
         yield OpCase(f"linear.int8.{tokens}", sizes.device, num_bytes, flops, make_int8, peers)
         yield OpCase(f"linear.float8.{tokens}", sizes.device, num_bytes, flops, make_float8)
+
+
+def expert_case(sizes: Sizes, tokens: int) -> OpCase:
+    """Return the feed-forward network of a mixture of experts, of which each token takes 8 of 64."""
+    count, per_token = (64, 8) if sizes.device == "cuda" else (4, 2)
+    hidden, inner = sizes.model.hidden_size // 2, sizes.model.intermediate_size // 8
+    dtype = getattr(torch, sizes.dtype)
+
+    def make(index: int) -> Op:
+        gate_up = ExpertWeights(random(sizes, count, 2 * inner, hidden) * hidden**-0.5)
+        down = ExpertWeights(random(sizes, count, hidden, inner) * inner**-0.5)
+        x, factors = random(sizes, tokens, hidden), torch.rand(tokens, per_token, device=sizes.device)
+        expert_ids = torch.rand(tokens, count, device=sizes.device).topk(per_token).indices
+
+        def forward() -> Tensor:
+            choices = sort_choices(expert_ids, count)
+            return gather_linear(silu_and_mul(scatter_linear(x, gate_up, choices)), down, choices, factors)
+
+        return forward
+
+    num_read = min(count, tokens * per_token)
+    flops = 2 * tokens * per_token * 3 * hidden * inner
+    num_bytes = num_read * 3 * hidden * inner * dtype.itemsize
+    return OpCase(f"experts.{tokens}", sizes.device, num_bytes, flops, make)
 
 
 def _make_copy(sizes: Sizes, index: int) -> Op:

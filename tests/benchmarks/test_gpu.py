@@ -44,6 +44,22 @@ MISSING = (
     "jsonschema",
     "hypothesis",
 )
+# Connects to this machine only, as a machine without a network.
+NO_NETWORK = """
+import socket
+
+connect = socket.socket.connect
+
+
+def connect_here(self, address):
+    is_here = self.family == socket.AF_UNIX or str(address[0]) in ("127.0.0.1", "::1", "localhost")
+    if not is_here:
+        raise OSError(f"no network: {address}")
+    return connect(self, address)
+
+
+socket.socket.connect = connect_here
+"""
 # The stage `checks` runs pytest.
 IN_PROCESS = [stage.name for stage in STAGES if stage.name != "checks"]
 LONG = ("smoke", "reference", "variants")
@@ -73,6 +89,7 @@ def test_command_runs_all_stages_without_other_packages(tmp_path: Path) -> None:
     for name in MISSING:
         (missing / name).mkdir(parents=True)
         (missing / name / "__init__.py").write_text(f"raise ImportError('no {name}')")
+    (missing / "sitecustomize.py").write_text(NO_NETWORK)
     out = tmp_path / "out"
     path = os.pathsep.join((str(missing), os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(

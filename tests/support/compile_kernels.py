@@ -29,10 +29,12 @@ from quire.kernels.gpu import (
     block_tables,
     fused_qk_norm_rope_kv_write,
     gumbel,
+    moe,
     norm,
     paged_cache,
     paged_decode,
     paged_prefill,
+    process_logits,
     quantize_tokens,
     quantized_linear,
     sample_full,
@@ -40,6 +42,7 @@ from quire.kernels.gpu import (
     topk_tokens,
 )
 from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
+from quire.kernels.moe import ExpertWeights
 from quire.kernels.quantized_linear import QuantizedWeight
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -155,6 +158,7 @@ def launch_sampler() -> None:
         )
         topk_tokens.topk_tokens(logits, 128, ones, rows, logits_processors)
         topk_tokens.topk_tokens(logits, 20, None, rows, logits_processors)
+        process_logits.process_logits(logits, ids, logits_processors)
 
 
 def launch_quantized_linear(capability: int) -> None:
@@ -180,6 +184,32 @@ def launch_quantized_linear(capability: int) -> None:
         tokens = torch.zeros(3, 4096, dtype=torch.bfloat16)
         quantize_tokens.quantize_tokens(tokens)
         norm.add_rms_norm_float8(tokens, tokens, tokens[0], 1e-5)
+
+
+def launch_experts(capability: int) -> None:
+    """Launch few, some and many tokens per expert with weights in full precision and quantized."""
+    for num_tokens in (2, 100, 300):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            launch_expert_linears(num_tokens, ExpertWeights(torch.zeros(8, 256, 512, dtype=dtype)), dtype)
+        int8, groups = torch.zeros(8, 256, 512, dtype=torch.int8), torch.zeros(8, 4, 256).half()
+        int4, zeros = torch.zeros(8, 256, 256, dtype=torch.uint8), torch.zeros(8, 4, 256, dtype=torch.int16)
+        weights = [
+            ExpertWeights(int8, torch.zeros(8, 1, 256)),
+            ExpertWeights(int4, groups, zeros),
+            ExpertWeights(int4, groups, zeros, torch.zeros(8, 512, dtype=torch.int32)),
+        ]
+        if capability >= 89:
+            weights.append(ExpertWeights(int8.to(torch.float8_e4m3fn), torch.zeros(8, 1, 256)))
+        for each in weights:
+            launch_expert_linears(num_tokens, each, torch.bfloat16)
+
+
+def launch_expert_linears(num_tokens: int, weights: ExpertWeights, dtype: torch.dtype) -> None:
+    per_token, x = 2, torch.zeros(num_tokens, 512, dtype=dtype)
+    choices = moe.sort_choices(torch.zeros(num_tokens, per_token, dtype=torch.int64), len(weights.codes))
+    moe.scatter_linear(x, weights, choices)
+    rows = x.repeat_interleave(per_token, dim=0)
+    moe.gather_linear(rows, weights, choices, torch.zeros(num_tokens, per_token))
 
 
 def launch_attention(
@@ -249,6 +279,7 @@ def main(capability: int) -> None:
     launch_everything()
     launch_sampler()
     launch_quantized_linear(capability)
+    launch_experts(capability)
     assert compilations.problems == [], compilations.problems
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,9 +13,14 @@ from kernel_twins import find_twin
 from stand_in_gpu import GARBAGE, DeviceTensor, HostWaitError, StandInGpu, Stream, StreamError, installed
 
 from quire.kernels import decode_splits
+from quire.proto.errors import RankFailed
 from quire.proto.step import RowLogitsProcessors, RowSampling
+from quire.worker import attention, batch
+from quire.worker.memory import host_to_device
 from quire.worker.memory.cache_engine import CacheEngine
+from quire.worker.memory.device_to_host import HostCopy
 from quire.worker.memory.host_to_device import to_device
+from quire.worker.models.decoder import Decoder
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
 assert triton_device
@@ -125,6 +130,101 @@ def test_worker_gives_tokens_of_cpu(
         assert set(gpu.num_syncs) == {"event.synchronize"}
         assert (gpu.num_replays > 0) == settings.get("cuda_graphs", True)
         assert gpu.allocated == 0
+
+
+def break_device(patch: pytest.MonkeyPatch) -> None:
+    """Leave the inputs of a step on the host."""
+    patch.setattr(
+        batch, "to_device_together", lambda arrays, device: [torch.from_numpy(each) for each in arrays]
+    )
+
+
+def break_copy(patch: pytest.MonkeyPatch) -> None:
+    """Read the tokens before the device has copied them."""
+    patch.setattr(HostCopy, "wait", lambda copy: [each.numpy() for each in copy._copies])
+
+
+def break_recording(patch: pytest.MonkeyPatch) -> None:
+    """Read a value in the step that is recorded, such as the longest length."""
+    compute = attention.paged_decode_attention
+
+    def read_lens(q: Any, cache: Any, tables: Any, lens: Any, *rest: Any) -> Any:
+        assert lens.max().item() >= 0
+        return compute(q, cache, tables, lens, *rest)
+
+    patch.setattr(attention, "paged_decode_attention", read_lens)
+
+
+def break_stream(patch: pytest.MonkeyPatch) -> None:
+    """Launch the model on a stream that waits for none."""
+    forward, stream = Decoder.forward, Stream()
+
+    def launch(*args: Any) -> Any:
+        gpu = StandInGpu.current
+        assert gpu is not None
+        with gpu.on_stream(stream):
+            return forward(*args)
+
+    patch.setattr(Decoder, "forward", launch)
+
+
+def break_sync(patch: pytest.MonkeyPatch) -> None:
+    """Copy from memory that is not pinned, which makes the host wait in every step."""
+    patch.setattr(host_to_device, "_send", lambda tensor, device: tensor.to(device))
+
+
+@pytest.mark.parametrize(
+    ("break_worker", "shown"),
+    [
+        (break_device, "mixes a tensor on the host"),
+        (break_copy, "other tokens"),
+        (break_recording, "no graph"),
+        (break_stream, "is read before the stream that wrote it ends"),
+        (break_sync, "the host waits: event.synchronize, to_device"),
+    ],
+)
+def test_fault_of_the_worker_fails(
+    make_model: Any,
+    make_engine: Any,
+    planned: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    break_worker: Callable[[pytest.MonkeyPatch], None],
+    shown: str,
+) -> None:
+    """Each class of mistakes, put into the worker, is noticed by what test_worker_gives_tokens_of_cpu checks."""
+    folder = make_model("llama", num_hidden_layers=1, num_key_value_heads=2)
+    settings = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
+
+    def generate(**more: Any) -> list[int]:
+        sequence = planned([5, 17, 99, 3], 4, GREEDY)
+        engine = make_engine(folder, **settings, **more)
+        if StandInGpu.current is not None:
+            StandInGpu.current.num_syncs.clear()
+        engine.generate([sequence], chunk_len=8)
+        tokens: list[int] = sequence.generated
+        return tokens
+
+    expected = generate()
+
+    def find_problem() -> str:
+        try:
+            tokens = generate(device="cuda")
+        except (AssertionError, RankFailed, RuntimeError) as error:
+            return str(error)
+        gpu = StandInGpu.current
+        assert gpu is not None
+        if tokens != expected:
+            return "other tokens"
+        if not gpu.num_replays:
+            return "no graph"
+        return f"the host waits: {', '.join(sorted(gpu.num_syncs))}"
+
+    with installed(monkeypatch, stand_in=find_twin):
+        assert find_problem() == "the host waits: event.synchronize"
+    with monkeypatch.context() as patch:
+        break_worker(patch)
+        with installed(monkeypatch, stand_in=find_twin):
+            assert shown in find_problem()
 
 
 def make_cache(num_host_blocks: int = 4) -> CacheEngine:
