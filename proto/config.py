@@ -93,6 +93,8 @@ class ParallelConfig:
             sequences; slower for few long sequences.
         fused_all_reduce: on GPUs of one host, steps of few tokens all-reduce in the op that adds the residual and
             normalizes.
+        attention_backend: on a GPU, ``flash_attn`` computes the attention of prompts by FlashAttention 3; ``triton``
+            computes all attention by the kernels of quire.
     """
 
     tensor_parallel_size: int
@@ -101,6 +103,7 @@ class ParallelConfig:
     cuda_graphs: bool
     batch_invariant: bool
     fused_all_reduce: bool
+    attention_backend: str = "triton"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.attention_variant import PLAIN, AttentionVariant
 from ..kernels.decode_splits import DecodeSplits
+from ..kernels.flash_attention import ChunkAttention
 from ..kernels.paged_attention import paged_decode_attention, paged_prefill_attention
 
 
@@ -19,10 +20,12 @@ class LayerCache:
     Attributes:
         blocks: [N, 2, Hkv, B, D].
         scales: [N, 2, Hkv, B] float32 if the blocks are quantized, otherwise None.
+        attend_chunks: attention of chunks by another library; None for the kernels of quire.
     """
 
     blocks: Tensor
     scales: Tensor | None = None
+    attend_chunks: ChunkAttention | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,5 +74,6 @@ def paged_attention(
         parts.append(paged_decode_attention(q[:split], *decodes))
     if split < q.shape[0]:
         chunks = blocks, tables[split:], inputs.query_start, lens[split:], scale, variant, scales
-        parts.append(paged_prefill_attention(q[split:], *chunks))
+        attend_chunks = kv_cache.attend_chunks or paged_prefill_attention
+        parts.append(attend_chunks(q[split:], *chunks))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ..kernels.decode_splits import INVARIANT_ITEM_LEN, split_decodes
 from ..kernels.dispatch import num_compilations
+from ..kernels.flash_attention import FlashAttention, load_flash_attention
 from ..kernels.native.instruction_sets import instruction_set
 from ..kernels.native.memory import keep_freed_memory
 from ..proto.block_tables import IntArray
 from ..proto.config import EngineConfig
-from ..proto.errors import ConfigError, RankFailed, in_one_line
+from ..proto.errors import ConfigError, RankFailed, first_line, in_one_line
 from ..proto.step import PromptLogprobs, RowSampling, StepPlan, StepResult
 from .attention import AttentionInputs
 from .batch import Batch, gather_batch
@@ -90,6 +91,7 @@ class ModelRunner:
         if self._device.type == "cpu":
             torch.set_num_threads(config.parallel.threads_per_rank)
             _check_instruction_set()
+        self._attend_chunks = _load_attention(config.parallel.attention_backend)
         with torch.inference_mode():
             self._model = self._load_model(on_progress)
             self._sampler = Sampler(self._model.head.shard, comm, self._device)
@@ -150,7 +152,12 @@ class ModelRunner:
         check_host_memory(host_bytes + (device_bytes if self._device.type == "cpu" else 0), failure)
         with out_of_memory_as(failure):
             self._cache = CacheEngine(
-                self._config, num_blocks, self._config.cache.num_host_blocks, self._dtype, self._device
+                self._config,
+                num_blocks,
+                self._config.cache.num_host_blocks,
+                self._dtype,
+                self._device,
+                self._attend_chunks,
             )
         self._prepare(num_blocks)
         return self._cache.measure_swap_rate()
@@ -366,7 +373,7 @@ class ModelRunner:
 
     def _make_scratch_cache(self) -> CacheEngine:
         """Return a cache of the scratch block alone, for profiling."""
-        return CacheEngine(self._config, 1, 0, self._dtype, self._device)
+        return CacheEngine(self._config, 1, 0, self._dtype, self._device, self._attend_chunks)
 
     @torch.inference_mode()
     def _profile_graphs(self, cache: CacheEngine) -> object:
@@ -427,6 +434,21 @@ class ModelRunner:
 
     def _int_zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
+
+
+def _load_attention(backend: str) -> FlashAttention | None:
+    """Return another library's attention of chunks. Returns None for that of quire."""
+    if backend == "triton":
+        return None
+    try:
+        attention = load_flash_attention()
+    except ImportError as error:
+        raise ConfigError(
+            f"attention_backend is {backend!r}, but {first_line(error)}; install FlashAttention 3 or leave the "
+            "option out"
+        ) from error
+    _log.info("attention of prompts is computed by FlashAttention 3")
+    return attention
 
 
 def _check_instruction_set() -> None:

@@ -1,7 +1,7 @@
 """The ops of a step at serving shapes, each beside what PyTorch offers for it.
 
-The peers of attention are scaled_dot_product_attention on contiguous keys and values, and FlashInfer and
-FlashAttention where they are installed; those of other ops are PyTorch's.
+The peers of attention are scaled_dot_product_attention on contiguous keys and values, and FlashAttention 3 for
+prompts where it is installed; those of other ops are PyTorch's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks.kernel_peers import norm_by_torch, swiglu_by_torch
 from quire.kernels.activation import silu_and_mul
 from quire.kernels.block_tables import update_block_tables
 from quire.kernels.decode_splits import split_decodes
+from quire.kernels.flash_attention import load_flash_attention
 from quire.kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
 from quire.kernels.moe import ExpertWeights, gather_linear, scatter_linear, sort_choices
@@ -121,6 +122,13 @@ def prefill_case(sizes: Sizes, length: int, stored: torch.dtype | None) -> OpCas
             q, cache, tables, starts, lens, head_dim**-0.5, kv_scales=scales
         )
 
+    def make_flash_attention(index: int) -> Op:
+        attend = load_flash_attention()
+        cache, _, tables = random_cache(sizes, 1, length, None)
+        q = random(sizes, length, heads, head_dim)
+        starts = torch.tensor([0, length], dtype=torch.int32, device=sizes.device)
+        return partial(attend, q, cache, tables, starts, starts[1:].clone(), head_dim**-0.5)
+
     def make_sdpa(index: int) -> Op:
         q = random(sizes, 1, heads, length, head_dim)
         keys, values = (random(sizes, 1, kv_heads, length, head_dim) for _ in "kv")
@@ -129,6 +137,8 @@ def prefill_case(sizes: Sizes, length: int, stored: torch.dtype | None) -> OpCas
     suffix = "" if stored is None else ".float8"
     num_bytes = 2 * length * (heads + kv_heads) * head_dim * 2
     peers = {"sdpa": make_sdpa} if stored is None else {}
+    if stored is None and has_flash_attention():
+        peers["flash_attn"] = make_flash_attention
     flops = 2 * length * (length + 1) * heads * head_dim
     return OpCase(f"prefill{suffix}.{length}", sizes.device, num_bytes, flops, make, peers)
 
@@ -283,6 +293,14 @@ def expert_case(sizes: Sizes, tokens: int) -> OpCase:
     flops = 2 * tokens * per_token * 3 * hidden * inner
     num_bytes = num_read * 3 * hidden * inner * dtype.itemsize
     return OpCase(f"experts.{tokens}", sizes.device, num_bytes, flops, make)
+
+
+def has_flash_attention() -> bool:
+    try:
+        load_flash_attention()
+    except ImportError:
+        return False
+    return True
 
 
 def _make_copy(sizes: Sizes, index: int) -> Op:

@@ -100,6 +100,9 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
         if options.fused_all_reduce and (device != "cuda" or options.tensor_parallel_size == 1):
             raise ConfigError("fused_all_reduce is for several ranks on GPUs")
     with problems:
+        if options.attention_backend != "triton" and device != "cuda":
+            raise ConfigError(f"attention_backend {options.attention_backend} is for GPUs")
+    with problems:
         if options.tenant_weights and options.policy != "fair":
             raise ConfigError(
                 f"tenant weights are shares of the policy fair, but the policy is {options.policy}"

@@ -116,6 +116,13 @@ class EngineOptions:
         "sequences run.",
         group=_EXECUTION,
     )
+    attention_backend: str = option(
+        "triton",
+        help="Attention of prompts on a GPU: triton is quire's own kernel, flash_attn is FlashAttention 3, which "
+        "must be installed (not yet run).",
+        check=one_of("triton", "flash_attn"),
+        group=_EXECUTION,
+    )
     fused_all_reduce: bool = option(
         False,
         help="Ranks on GPUs of one host sum few tokens with a kernel of quire instead of NCCL (not yet measured).",

@@ -13,6 +13,7 @@ from kernel_twins import find_twin
 from stand_in_gpu import GARBAGE, DeviceTensor, HostWaitError, StandInGpu, Stream, StreamError, installed
 
 from quire.kernels import decode_splits
+from quire.kernels.paged_attention import paged_decode_attention
 from quire.proto.errors import RankFailed
 from quire.proto.step import RowLogitsProcessors, RowSampling
 from quire.worker import attention, batch
@@ -146,7 +147,7 @@ def break_copy(patch: pytest.MonkeyPatch) -> None:
 
 def break_recording(patch: pytest.MonkeyPatch) -> None:
     """Read a value in the step that is recorded, such as the longest length."""
-    compute = attention.paged_decode_attention
+    compute = paged_decode_attention
 
     def read_lens(q: Any, cache: Any, tables: Any, lens: Any, *rest: Any) -> Any:
         assert lens.max().item() >= 0

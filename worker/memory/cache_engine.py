@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.flash_attention import ChunkAttention
 from ...kernels.paged_cache import copy_blocks, swap_blocks
 from ...proto.config import EngineConfig
 from ..attention import LayerCache
@@ -33,6 +34,7 @@ class CacheEngine:
         num_blocks: on the device.
         num_host_blocks: in host memory; 0 for no host tier.
         dtype: the model's dtype.
+        attend_chunks: as in LayerCache.
 
     Attributes:
         layers: the cache of each layer; block 0 is scratch for padding rows.
@@ -46,6 +48,7 @@ class CacheEngine:
         num_host_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
+        attend_chunks: ChunkAttention | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         num_layers = config.model.num_layers
@@ -57,7 +60,10 @@ class CacheEngine:
             if num_host_blocks:
                 shape = num_layers, num_host_blocks + 1, *block
                 self._host_parts.append(_host_zeros(shape, part_dtype, device))
-        self.layers = [LayerCache(*tensors) for tensors in zip(*self._parts, strict=True)]
+        self.layers = [
+            LayerCache(blocks, scales[0] if scales else None, attend_chunks)
+            for blocks, *scales in zip(*self._parts, strict=True)
+        ]
         self._swap_stream: torch.cuda.Stream | None = None
         if self._host_parts and device.type == "cuda":
             self._swap_stream = torch.cuda.Stream(device)

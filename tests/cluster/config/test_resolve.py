@@ -235,3 +235,10 @@ def test_deployment_resolves_for_the_smallest_gpu_of_the_nodes() -> None:
         config = resolve_deployment(Deployment(EngineOptions("demo")), True, smallest_gpu_of_nodes(nodes))
         limits[name] = config.scheduler.max_num_seqs
     assert limits == {"one kind": 1024, "two kinds": 256, "unknown": 64, "either A100": 64, "none": 64}
+
+
+def test_resolve_refuses_flash_attention_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="attention_backend flash_attn is for GPUs"):
+        resolve_on_cpu("demo", attention_backend="flash_attn")
+    on_gpu = resolve(EngineOptions("demo", attention_backend="flash_attn"), Machine(2, 1))
+    assert on_gpu.parallel.attention_backend == "flash_attn"
