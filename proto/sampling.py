@@ -271,6 +271,7 @@ class SamplingParams:
             "bad_words": ((),),
             "allowed_token_ids": (None,),
             "repetition_detection": (None,),
+            "structured_outputs": (None,),
         }
         for field, values in unset.items():
             given = getattr(self, field)

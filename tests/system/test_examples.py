@@ -37,6 +37,13 @@ def test_speculative_decoding_gives_the_same_text() -> None:
     assert "same text with drafts" in run_example("speculative_decoding.py")
 
 
+def test_structured_outputs_have_their_forms() -> None:
+    printed = run_example("structured_outputs.py")
+    assert re.search(r"^choice: (calm|stormy) \(stop\)$", printed, re.MULTILINE)
+    assert re.search(r"^grammar: [a-h][1-8]-[a-h][1-8]", printed, re.MULTILINE)
+    assert printed.startswith('schema: {"ship":')
+
+
 def test_chat_answers_every_question(demo_model_dir: Path, tmp_path: Path) -> None:
     for path in demo_model_dir.iterdir():
         (tmp_path / path.name).symlink_to(path)

@@ -15,7 +15,7 @@ XGRAMMAR, GUIDANCE, AUTO = "xgrammar", "guidance", "auto"
 # Of a compiled grammar, which travels with its request to every rank and is read between two steps.
 MAX_COMPILED_BYTES = 2 << 20
 
-# Backend |-> its tag in a compiled grammar, its module and class; in the order in which they are asked (decision 16).
+# Backend |-> its tag in a compiled grammar, its module and class; in the order in which they are asked (decision 17).
 _BACKENDS: Mapping[str, tuple[bytes, str, str]] = {
     GUIDANCE: (b"g", ".guidance_backend", "GuidanceBackend"),
     XGRAMMAR: (b"x", ".xgrammar_backend", "XGrammarBackend"),

@@ -18,7 +18,7 @@ from ...proto.structured_outputs import OutputConstraint
 from ..comm.shard import Shard
 from ..memory.device_to_host import HostCopy
 from .compilation import GrammarLibrary
-from .grammar import CompiledGrammar, Matcher, add_to_mask, num_words, set_only
+from .grammar import CompiledGrammar, Matcher, UnsupportedConstraint, add_to_mask, num_words, set_only
 from .row_constraint import RowConstraint
 
 # Bytes of compiled grammars that are kept for later sequences.
@@ -131,8 +131,8 @@ class ConstraintState:
         if constraint.grammar:
             try:
                 matcher = self._grammars.load(constraint.grammar).new_matcher()
-            except (ValueError, ImportError) as error:
-                # The scheduler compares versions before, so this is a broken installation of one rank.
+            except (ValueError, ImportError, UnsupportedConstraint) as error:
+                # The gateway has loaded it, so the libraries of this rank are missing or of another version.
                 _log.error("a grammar cannot be read, its output is left empty: %s", first_line(error))
                 matcher = Nothing(self._library.vocabulary.stop_ids)
         return RowConstraint(constraint, matcher, self._library.vocabulary)

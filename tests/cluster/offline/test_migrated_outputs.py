@@ -13,11 +13,13 @@ from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
 from quire.cluster.offline.in_process import load_in_process
+from quire.cluster.requests.grammar_compiler import LocalGrammarCompiler
 from quire.cluster.requests.request import Request
 from quire.cluster.requests.sequence_update import updates_by_handle
 from quire.proto.config import EngineConfig
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Drain, FinishReason, GatewayMessage, ReplicaMessage, TokenBatch
+from quire.proto.structured_outputs import OutputConstraint, StructuredOutputsParams
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.service.loop import StepLoop
 from quire.scheduler.service.mailbox import InMemoryMailbox
@@ -32,7 +34,10 @@ SETTINGS = {
         repetition_penalty=1.4, frequency_penalty=0.6, presence_penalty=0.4,
     ),
     "forked": SamplingParams(temperature=1.0, seed=-3, max_tokens=18, ignore_eos=True, n=3),
+    "constrained": SamplingParams(temperature=1.0, seed=2, max_tokens=24),
 }  # fmt: skip
+# Name of the setting |-> the form of its outputs.
+FORMS = {"constrained": StructuredOutputsParams(regex="([a-z]{2}[0-9]){8,}")}
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +86,15 @@ class SteppedReplica:
 
 def test_migrated_requests_get_the_same_tokens(config: EngineConfig) -> None:
     stayed = run(config, moves=())
-    assert len(set(map(tuple, stayed.values()))) == len(stayed) == 6
+    assert len(set(map(tuple, stayed.values()))) == len(stayed) == 7
     for moves in [(3,), (1, 2, 9)]:
         assert run(config, moves) == stayed
+
+
+def constraint(config: EngineConfig, name: str) -> OutputConstraint | None:
+    if name not in FORMS:
+        return None
+    return OutputConstraint(len(PROMPT), LocalGrammarCompiler(config).compile(FORMS[name]))
 
 
 def run(config: EngineConfig, moves: tuple[int, ...]) -> dict[int, list[int]]:
@@ -91,8 +102,11 @@ def run(config: EngineConfig, moves: tuple[int, ...]) -> dict[int, list[int]]:
     requests: dict[int, tuple[Request, int]] = {}
     outputs: dict[int, list[int]] = defaultdict(list)
     replica = SteppedReplica(config, outputs)
-    for settings in SETTINGS.values():
-        first, request = len(requests), Request("moving", PROMPT, settings)
+    for name, settings in SETTINGS.items():
+        first, request = (
+            len(requests),
+            Request("moving", PROMPT, settings, constraint=constraint(config, name)),
+        )
         replica.post(request.submit_message(first))
         requests |= {first + index: (request, index) for index in range(settings.n)}
     for num_steps in moves:

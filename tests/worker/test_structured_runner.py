@@ -1,0 +1,67 @@
+"""Constrained rows of the ModelRunner: the same tokens on any number of ranks, each with its part of the masks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.proto.step import RowSampling
+from quire.proto.structured_outputs import OutputConstraint
+from quire.worker.comm.shard import Shard
+from quire.worker.structured.compilation import GrammarLibrary
+from quire.worker.structured.constraint_state import ConstraintState
+from quire.worker.structured.grammar import GrammarSpec
+
+PROMPT = [11, 52, 173, 94]
+PATTERN = "([a-z]{2}[0-9]){40,}"
+
+
+def settings_of(library: GrammarLibrary) -> list[RowSampling]:
+    compiled = library.compile(GrammarSpec("regex", PATTERN))
+    constrained = RowSampling(seed=5, constraint=OutputConstraint(len(PROMPT), compiled))
+    return [
+        constrained,
+        RowSampling(seed=5),
+        replace(constrained, temperature=0.0),
+        replace(constrained, top_k=40, top_p=0.9, seed=7),
+    ]
+
+
+def test_constrained_rows_get_the_same_tokens_on_any_number_of_ranks(
+    make_model: Callable[..., Path], make_engine: Any, planned: Any
+) -> None:
+    folder = make_model("llama")
+    outputs: dict[int, list[list[int]]] = {}
+    for tp in (1, 2, 4):
+        engine = make_engine(folder, tp)
+        model = engine.config.model
+        library = GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids)
+        sequences = [planned(PROMPT, 24, sampling) for sampling in settings_of(library)]
+        engine.generate(sequences)
+        outputs[tp] = [sequence.generated for sequence in sequences]
+    assert outputs[1] == outputs[2] == outputs[4]
+    for index in (0, 2, 3):
+        text = b"".join(library.vocabulary.pieces[token_id] for token_id in outputs[1][index]).decode()
+        assert re.fullmatch("([a-z]{2}[0-9])*[a-z]{0,2}", text), text
+    assert outputs[1][1] != outputs[1][0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_masks_of_ranks_are_the_parts_of_one(
+    make_model: Callable[..., Path], make_engine: Any, size: int
+) -> None:
+    model = make_engine(make_model("llama"), 1).config.model
+    words = np.random.default_rng(0).integers(-(2**31), 2**31, -(-model.vocab_size // 32), dtype=np.int32)
+    whole = np.unpackbits(words.view(np.uint8), bitorder="little")[: model.vocab_size]
+    parts = []
+    for rank in range(size):
+        shard = Shard(rank, size, model.vocab_size)
+        local = np.ascontiguousarray(ConstraintState(model, shard, 1)._local(words))
+        parts.append(np.unpackbits(local.view(np.uint8), bitorder="little")[: len(shard)])
+    assert np.array_equal(np.concatenate(parts), whole)
