@@ -66,6 +66,7 @@ class ResultProcessor:
             rows, token_ids, logprobs, last = self._append_runs(rows, token_ids, logprobs)
             finished = self._finish_sequences(rows[last], token_ids[last], now)
         else:
+            self._detect_repetitions(rows, token_ids)
             self._append(rows, token_ids)
             finished = self._finish_sequences(rows, token_ids, now)
         return outgoing + self._token_batches(step.step_id, rows, token_ids, logprobs, finished)
@@ -154,6 +155,7 @@ class ResultProcessor:
         """
         at_eos = self._at_eos(rows, token_ids)
         ends = [*np.flatnonzero(at_eos).tolist(), *self._own_stops(rows, token_ids, at_eos)]
+        ends += self._detect_repetitions(rows, token_ids)
         if ends:
             keep = np.ones(rows.size, np.bool_)
             for end in sorted(ends):
@@ -203,7 +205,7 @@ class ResultProcessor:
         state = self._state.rows
         at_eos = self._at_eos(rows, token_ids)
         own_stops = self._own_stops(rows, token_ids, at_eos)
-        repetitions = self._repetitions(rows, token_ids)
+        repetitions = self._repetitions(rows)
         ends = (state.num_tokens[rows] >= state.max_len[rows]) | at_eos
         if own_stops:
             ends[[*own_stops]] = True
@@ -254,16 +256,25 @@ class ResultProcessor:
             if token_id in running[int(rows[position])].sampling.stop_token_ids
         }
 
-    def _repetitions(self, rows: RowArray, token_ids: IntArray) -> set[int]:
-        """Return the positions in `rows` of the sequences that repeat themselves with these tokens."""
+    def _detect_repetitions(self, rows: RowArray, token_ids: IntArray) -> list[int]:
+        """Pass the tokens to the detectors of their rows; return the positions of those that end a repetition."""
+        detectors = self._state.detectors
+        if not detectors:
+            return []
+        tokens = enumerate(zip(rows.tolist(), token_ids.tolist(), strict=True))
+        return [
+            position
+            for position, (row, token_id) in tokens
+            if row in detectors and detectors[row].push((token_id,)) is not None
+        ]
+
+    def _repetitions(self, rows: RowArray) -> set[int]:
+        """Return the positions in `rows` of the sequences that repeat themselves."""
         detectors = self._state.detectors
         if not detectors:
             return set()
-        found = set()
-        for position, (row, token_id) in enumerate(zip(rows.tolist(), token_ids.tolist(), strict=True)):
-            if row in detectors and detectors[row].push((token_id,)):
-                found.add(position)
-        return found
+        places = enumerate(rows.tolist())
+        return {place for place, row in places if row in detectors and detectors[row].has_found}
 
     def _keep_partial(self, sequence: Sequence) -> None:
         """Publish the last, partly filled block of a sequence that ends: its next turn may use it."""

@@ -14,6 +14,9 @@ class RepetitionDetector:
 
     A pattern of p tokens has occurred c times if the last p * (c - 1) tokens equal the tokens p places before them.
     The state is the number of such tokens for each p, so a token costs one comparison per p.
+
+    Attributes:
+        has_found: a repetition has ended the output; later tokens are ignored.
     """
 
     def __init__(self, params: RepetitionDetectionParams) -> None:
@@ -23,11 +26,13 @@ class RepetitionDetector:
         # Twice the longest pattern; the newest tokens are at the end.
         self._tokens = np.full(2 * params.max_pattern_size, -1, np.int64)
         self._num_tokens = 0
+        self.has_found = False
 
     def push(self, token_ids: Iterable[int]) -> int | None:
         """Add tokens; return the number of them up to the end of the first repetition, or None if there is none."""
         for count, token_id in enumerate(token_ids, 1):
-            if self._push(token_id):
+            if not self.has_found and self._push(token_id):
+                self.has_found = True
                 return count
         return None
 

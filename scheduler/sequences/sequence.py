@@ -107,11 +107,8 @@ class Sequence:
 
     @property
     def may_draft(self) -> bool:
-        """Return whether it can have drafted tokens.
-
-        A beam's tokens are chosen later. Constraints and detectors of repetitions advance by one token at a time.
-        """
-        return self.beams is None and self.constraint is None and self.repetition is None
+        """Return whether it can have drafted tokens. A beam's tokens are chosen later."""
+        return self.beams is None
 
     def row_sampling(self) -> RowSampling:
         """Return the parameters with which a rank samples for this sequence."""

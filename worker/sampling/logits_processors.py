@@ -123,6 +123,10 @@ class LogitsProcessorState:
         if self._constraints is not None:
             self._constraints.replace_newest(rows, token_ids)
 
+    def forced_ids(self, row: int, max_tokens: int) -> list[int]:
+        """Return the next tokens that the constraint of a row leaves no choice of."""
+        return [] if self._constraints is None else self._constraints.forced_ids(row, max_tokens)
+
     def gather(self, rows: IntArray, lens: IntArray) -> LogitsProcessors | None:
         """Return the processors of rows for one step. Returns None if no row has any in effect.
 
@@ -131,7 +135,7 @@ class LogitsProcessorState:
             lens: [N] int32, each sequence's length.
         """
         # Advances the constraints of every rank, also of one without tokens.
-        masks = ConstraintMasks() if self._constraints is None else self._constraints.masks(rows)
+        masks = self._gather_constraints(rows, lens)
         if not masks.words and not self._has_effect(rows, lens):
             return None
         members = [
@@ -145,6 +149,19 @@ class LogitsProcessorState:
             self._gather_penalties(rows, lens, members),
             self._gather_masks(len(rows), members, masks.words),
         )
+
+    def _gather_constraints(self, rows: IntArray, lens: IntArray) -> ConstraintMasks:
+        """Return the masks of the rows' constraints."""
+        if self._constraints is None:
+            return ConstraintMasks()
+
+        def read_drafts(first: int, count: int) -> list[int]:
+            start = int(lens[first])
+            return [
+                int(token_id) for token_id in self._token_ids[rows[first], start : start + count].tolist()
+            ]
+
+        return self._constraints.masks(rows, read_drafts)
 
     def _has_effect(self, rows: IntArray, lens: IntArray) -> bool:
         if not self._num_active or len(self._shard) == 0:

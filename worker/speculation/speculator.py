@@ -10,6 +10,7 @@ from ...proto.block_tables import IntArray
 from ...proto.config import SpeculativeConfig
 from ...proto.step import StepPlan
 from ..device_rows import DeviceRows
+from .forced import ForcedProposer
 from .ngram import NgramProposer
 from .proposer import DraftProposer
 
@@ -22,7 +23,7 @@ class Speculator:
 
     def __init__(self, config: SpeculativeConfig, rows: DeviceRows) -> None:
         self._rows = rows
-        self._proposer = _PROPOSERS[config.method](config, rows)
+        self._proposer: DraftProposer = ForcedProposer(_PROPOSERS[config.method](config, rows), rows)
 
     def draft(self, plan: StepPlan) -> IntArray | None:
         """Draft tokens for a plan that the rows have applied. Returns None if no row has any.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +26,8 @@ from .row_constraint import RowConstraint
 MAX_KEPT_BYTES = 64 << 20
 
 _log = logging.getLogger(__name__)
+
+DraftReader = Callable[[int, int], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +105,42 @@ class ConstraintState:
         """Return whether any of the rows may have a mask."""
         return bool(self._num_rows) and bool(self._is_constrained[rows].any())
 
-    def masks(self, rows: IntArray) -> ConstraintMasks:
-        """Return the masks of the rows' next tokens."""
+    def masks(self, rows: IntArray, read_drafts: DraftReader) -> ConstraintMasks:
+        """Return the masks of the rows' next tokens.
+
+        Args:
+            rows: [N] int32; a row with drafted tokens repeats: for its newest token, then for each drafted one.
+            read_drafts: (first index, count of drafts) |-> the drafted tokens of the row at this index.
+        """
         found = ConstraintMasks()
         if not self.has_effect(rows):
             return found
         self._settle()
-        for index, row in enumerate(rows.tolist()):
+        starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
+        counts = np.diff(starts, append=rows.size)
+        for first, count, row in zip(starts.tolist(), counts.tolist(), rows[starts].tolist(), strict=True):
             constraint = self._rows[row]
-            words = np.empty(num_words(self._shard.full_len), dtype=np.int32)
-            if constraint is not None and constraint.fill_mask(words):
-                found.words[index] = self._local(words)
-                if self._allows_only_stops(words):
-                    found.at_end.add(index)
+            if constraint is None or not constraint.is_active:
+                continue
+            words = np.empty((count, num_words(self._shard.full_len)), dtype=np.int32)
+            if count == 1:
+                if not constraint.fill_mask(words[0]):
+                    continue
+            else:
+                constraint.fill_masks(read_drafts(first, count - 1), words)
+            for place, mask in enumerate(words):
+                found.words[first + place] = self._local(mask)
+                if self._allows_only_stops(mask):
+                    found.at_end.add(first + place)
         return found
+
+    def forced_ids(self, row: int, max_tokens: int) -> list[int]:
+        """Return the tokens that the constraint of a row leaves no choice of, as far as the tokenizer tells."""
+        constraint = self._rows[row]
+        if constraint is None:
+            return []
+        self._settle()
+        return constraint.forced_ids(max_tokens)
 
     def _settle(self) -> None:
         """Advance by the tokens that were sampled since."""

@@ -9,10 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 from quire import LLM, RepetitionDetectionParams, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.proto.errors import InvalidRequest
+from quire.scheduler.speculation.draft_lengths import DraftLengths
 
 SCHEMA = {
     "type": "object",
@@ -164,3 +166,25 @@ class TestReasoning:
         num_reasoning = len(llm.get_tokenizer().encode(output.message.reasoning_content))
         assert 1 <= num_reasoning <= 7
         assert output.message.content
+
+
+def _most_drafts(lengths: DraftLengths, rows: Any, first_steps: Any, limits: Any, most: int) -> Any:
+    return np.minimum(limits, 4).astype(np.int32) if limits.any() else None
+
+
+def test_drafted_tokens_leave_the_output_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = StructuredOutputsParams(json=SCHEMA)
+    settings = [sampled(form, seed=seed) for seed in range(3)]
+    loop, guard = StructuredOutputsParams(regex="(ab ){30}"), RepetitionDetectionParams(8, 0, 9)
+    settings.append(sampled(loop, repetition_detection=guard))
+    prompts = [*PROMPTS, "It was"]
+    whole = llm.generate(prompts, settings)
+    # As many drafts as there may be: by its measurements a busy machine would choose none.
+    monkeypatch.setattr(DraftLengths, "choose", _most_drafts)
+    drafts = {"method": "ngram", "num_speculative_tokens": 4}
+    with LLM("demo", speculative_config=drafts, **OPTIONS) as speculating:
+        outputs = speculating.generate(prompts, settings)
+        stats = speculating._engine.scheduler.stats  # type: ignore[attr-defined]
+    assert texts(outputs) == texts(whole)
+    assert outputs[3].outputs[0].finish_reason == whole[3].outputs[0].finish_reason == "repetition"
+    assert sum(stats.num_accepted) > 10
