@@ -16,6 +16,7 @@ import yaml
 from quire.cluster.config.deployment import read_fleet_file
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.option import declared_options
+from quire.cluster.provision.cluster_file import example
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "cluster" / "provision" / "chart"
@@ -251,3 +252,25 @@ def test_values_file_documents_every_value() -> None:
     assert set(defaults) == set(schema["properties"]) - {"global"}
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate({**defaults, "insecure": True}, schema)
+
+
+def test_schemas_accept_the_kuberay_manifest(tools: Path) -> None:
+    manifest = re.sub(r"<[a-z][a-z-]*>", "filled-in", example("kuberay"))
+    code = (
+        "import json, sys, yaml; from render_chart import problems; "
+        "print(json.dumps([line for each in yaml.safe_load_all(sys.stdin) for line in problems(each, '1.37')]))"
+    )
+    command = [str(tools / "python"), "-c", code]
+    done = subprocess.run(
+        command,
+        input=manifest,
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+    cluster = next(each for each in yaml.safe_load_all(manifest) if each["kind"] == "RayCluster")
+    jsonschema.validate(cluster["spec"], CUSTOM["RayCluster"]["spec"])
