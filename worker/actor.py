@@ -179,6 +179,15 @@ class WorkerActor:
         with on_device(self._device):
             return self._runner.allocate_cache(num_blocks)
 
+    def allocate_again(self, num_blocks: int) -> float:
+        """Allocate the KV cache in place of a rank that failed, whose memory was enough, as fast as possible.
+
+        Requests wait: on two busy cores writing 512 MB for the first time takes 0.4 to 5 s.
+        """
+        assert self._runner is not None
+        with on_device(self._device):
+            return self._runner.allocate_cache(num_blocks, touches_pages=False)
+
     def run(self, address: ChannelAddress) -> None:
         """Execute the channel's plans until the sender closes it.
 

@@ -55,10 +55,7 @@ class DeviceRows:
 
     def apply(self, plan: StepPlan) -> None:
         """Apply steps 1 to 3 and 5 of the plan, all changes of rows. The caller compares digests."""
-        self.tables.release(plan.released_rows)
-        self.device_tables.release(plan.released_rows)
-        self.decoding[plan.released_rows] = False
-        self.logits_processors.release(plan.released_rows)
+        self._release(plan.released_rows)
         for sequence in plan.new:
             self._put(sequence)
         self.tables.trim(plan.trimmed_rows, plan.trimmed_lens)
@@ -70,10 +67,12 @@ class DeviceRows:
 
     def clear(self) -> None:
         """Empty all rows."""
-        rows = np.arange(len(self.lens), dtype=np.int32)
+        self._release(np.arange(len(self.lens), dtype=np.int32))
+
+    def _release(self, rows: IntArray) -> None:
         self.tables.release(rows)
         self.device_tables.release(rows)
-        self.decoding[:] = False
+        self.decoding[rows] = False
         self.logits_processors.release(rows)
 
     def mark_computed(self, rows: IntArray, lens: IntArray) -> None:

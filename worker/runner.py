@@ -132,8 +132,11 @@ class ModelRunner:
             num_bytes = DEFAULT_CPU_KV_BYTES if self._device.type == "cpu" else self._gpu_kv_bytes()
         return num_bytes // bytes_per_block(self._config, self._dtype)
 
-    def allocate_cache(self, num_blocks: int) -> float:
+    def allocate_cache(self, num_blocks: int, *, touches_pages: bool = True) -> float:
         """Allocate the KV cache on the device and the host; called once, before the first step.
+
+        Args:
+            touches_pages: on a CPU, write the whole memory now, so that no step does so for the first time.
 
         Returns:
             blocks/s that swaps move between the two, each way; 0 without a host tier.
@@ -158,6 +161,7 @@ class ModelRunner:
                 self._dtype,
                 self._device,
                 self._attend_chunks,
+                touches_pages=touches_pages,
             )
         self._prepare(num_blocks)
         return self._cache.measure_swap_rate()
@@ -170,6 +174,8 @@ class ModelRunner:
         assert self._cache is not None, "allocate_cache must be called before"
         self.stage = "idle"
         self._rows.clear()
+        if self._speculator is not None:
+            self._speculator.clear()
         self._graphs = None  # graphs hold the collectives of the group that was left
         free_unused_memory(self._device)
         self._prepare(self._cache.num_blocks)

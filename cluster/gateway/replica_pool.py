@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +25,8 @@ from .router import ReplicaLoad, Router
 
 CANARY_TIMEOUT_S = 60.0
 CANARY_RETRY_S = 1.0
+# An idle replica that is ready has generated a token within this time.
+IDLE_CANARY_S = 10.0
 # Blocks of a prompt that are hashed for routing, at most.
 MAX_HASHED_BLOCKS = 4096
 
@@ -299,9 +303,28 @@ class ReplicaPool:
                 continue
             member.is_ready = True
             self._notify_change()
-            await client.wait_until_unhealthy()
+            try:
+                await self._until_unhealthy(client)
+            except QuireError as error:
+                _log.warning("the canary request of an idle replica failed: %s", error)
             member.is_ready = False
             self._notify_change()
+
+    async def _until_unhealthy(self, client: ReplicaClient) -> None:
+        """Return once the replica has a problem. While it is idle, run canaries: a hung rank shows only in a step.
+
+        Raises:
+            QuireError: a canary failed.
+        """
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_CANARY_S):
+                    await client.wait_until_unhealthy()
+                    return
+            status = client.latest_status
+            is_idle = status is not None and not status.num_running + status.num_waiting
+            if is_idle and time.monotonic() - client.proved_at >= IDLE_CANARY_S:
+                await run_canary(client, CANARY_TIMEOUT_S)
 
     async def _notify_on_failures(self, client: ReplicaClient) -> None:
         """Wake waiting requests when the replica fails, even if it was not ready before."""

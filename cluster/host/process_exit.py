@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import struct
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,9 @@ _INFO = struct.Struct("=QQ11Ii")
 _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
 _INFO_EXIT = 1 << 3
 
+# For its parent to reap a process that has ended: only then the system tells the status.
+_REAP_TIMEOUT_S = 0.25
+_REAP_INTERVAL_S = 0.005
 MAX_STDERR_BYTES = 4096
 MAX_STDERR_LINES = 4
 MAX_STDERR_CHARS = 400
@@ -51,16 +55,19 @@ class ProcessExit:
 
     def describe(self) -> str:
         """Return how the process ended; that it has ended, if the system tells no more."""
+        deadline = time.monotonic() + _REAP_TIMEOUT_S
         with suppress(OSError):
-            info = fcntl.ioctl(self._pidfd, _GET_INFO, _INFO.pack(_INFO_EXIT, *[0] * 13))
-            mask, *_, status = _INFO.unpack(info)
-            if mask & _INFO_EXIT:
-                return describe_status(status)
+            while time.monotonic() < deadline:
+                info = fcntl.ioctl(self._pidfd, _GET_INFO, _INFO.pack(_INFO_EXIT, *[0] * 13))
+                mask, *_, status = _INFO.unpack(info)
+                if mask & _INFO_EXIT:
+                    return describe_status(status)
+                time.sleep(_REAP_INTERVAL_S)  # no event tells when the parent has reaped it
         return "its process ended"
 
     def kill(self) -> None:
-        """Kill the process, also if it is stopped. Does nothing if it has ended."""
-        with suppress(ProcessLookupError):
+        """Kill the process, also if it is stopped. Does nothing if it has ended, or after `close`."""
+        with suppress(OSError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:

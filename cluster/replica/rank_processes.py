@@ -144,6 +144,7 @@ class RankProcesses:
             raise ReplicaUnavailable("these ranks cannot be replaced")
         for rank in failed:
             self.ranks[rank].is_usable = False
+            self.ranks[rank].kill()  # first: the others may wait for a stopped process in a collective
         stopwatch = Stopwatch()
         if self._keeps_survivors:
             self._leave()
@@ -188,7 +189,9 @@ class RankProcesses:
         self._await(loading, LOAD_TIMEOUT_S, "loading", rejoining)
         stopwatch.lap("load")
         count = self._handles.num_kv_blocks
-        allocating = {f"rank {rank}": self.ranks[rank].worker.allocate.remote(count) for rank in replaced}
+        allocating = {
+            f"rank {rank}": self.ranks[rank].worker.allocate_again.remote(count) for rank in replaced
+        }
         self._await(rejoining | allocating, LOAD_TIMEOUT_S, "joining the group")
         calls = {f"rank {rank}": each.worker.status.remote() for rank, each in enumerate(self.ranks)}
         statuses = self._await(calls, PROCESS_TIMEOUT_S, "answering")

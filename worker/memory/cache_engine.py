@@ -35,6 +35,7 @@ class CacheEngine:
         num_host_blocks: in host memory; 0 for no host tier.
         dtype: the model's dtype.
         attend_chunks: as in LayerCache.
+        touches_pages: on a CPU, write the device's part now.
 
     Attributes:
         layers: the cache of each layer; block 0 is scratch for padding rows.
@@ -49,6 +50,8 @@ class CacheEngine:
         dtype: torch.dtype,
         device: torch.device,
         attend_chunks: ChunkAttention | None = None,
+        *,
+        touches_pages: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
         num_layers = config.model.num_layers
@@ -56,7 +59,8 @@ class CacheEngine:
         # [L, num_blocks, 2, Hkv, B, ...]; in host memory [L, num_host_blocks + 1, ...], block 0 unused.
         self._parts, self._host_parts = [], []
         for block, part_dtype in _block_parts(config, dtype):
-            self._parts.append(_zeros((num_layers, num_blocks, *block), part_dtype, device))
+            shape = num_layers, num_blocks, *block
+            self._parts.append(_zeros(shape, part_dtype, device, touches_pages=touches_pages))
             if num_host_blocks:
                 shape = num_layers, num_host_blocks + 1, *block
                 self._host_parts.append(_host_zeros(shape, part_dtype, device))
@@ -154,10 +158,14 @@ def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     return _zeros(shape, dtype, device) if device.type == "cpu" else pinned_zeros(shape, dtype)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, touches_pages: bool = True
+) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy allocates on huge pages if the system has some. The pages are touched here, not by the first steps: the
     # first touch took a ninth of a prompt's time, and missing memory is better found now.
     num_bytes = math.prod(shape) * dtype.itemsize
+    if not touches_pages:
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
     return torch.from_numpy(np.empty(num_bytes, dtype=np.uint8)).zero_().view(dtype).view(shape)

@@ -25,6 +25,10 @@ class Speculator:
         self._rows = rows
         self._proposer: DraftProposer = ForcedProposer(_PROPOSERS[config.method](config, rows), rows)
 
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._proposer.forget(np.arange(len(self._rows.lens), dtype=np.int32))
+
     def draft(self, plan: StepPlan) -> IntArray | None:
         """Draft tokens for a plan that the rows have applied. Returns None if no row has any.
 

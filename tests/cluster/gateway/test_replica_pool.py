@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,11 +15,12 @@ from fakes import beam_oracle, oracle
 
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.controller_api.demand import Demand
+from quire.cluster.gateway import replica_pool
 from quire.cluster.gateway.replica_pool import ReplicaPool
 from quire.cluster.gateway.request_migration import MAX_FAILED_REPLICAS, MigratingRequest
 from quire.cluster.replica.client import ReplicaClient
 from quire.cluster.requests.request import Request
-from quire.proto.errors import DeadlineExpired, Overloaded, ReplicaUnavailable, RequestAborted
+from quire.proto.errors import DeadlineExpired, Overloaded, RankFailed, ReplicaUnavailable, RequestAborted
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Drain, Finish, FinishReason
 
@@ -333,5 +335,42 @@ def test_requests_with_a_common_prefix_use_the_same_replica(launcher: FakeLaunch
                 chosen.add(fleet.busy_replica())
                 await follow(running)
             assert len(chosen) == 1
+
+    run(launcher, scenario)
+
+
+def test_requests_of_a_recovering_replica_move_to_a_ready_one(
+    launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.ready("a", "b")
+        running = fleet.pool.submit(request())
+        busy = fleet.busy_replica()
+        group = fleet.replicas[busy].group
+        is_over = threading.Event()
+        monkeypatch.setattr(group, "rebuild", lambda epoch: is_over.wait(DEADLINE_S))
+
+        def lose_a_rank() -> None:
+            group.error = RankFailed(1, "its process was killed by SIGKILL")
+
+        (tokens,), (finish,) = await follow(running, after={5: lose_a_rank})
+        assert tokens == EXPECTED
+        assert finish.timings.num_moves == 1
+        assert "the ranks are being rebuilt" in fleet.pool.clients[busy].problem
+        is_over.set()
+
+    run(launcher, scenario)
+
+
+def test_idle_replica_runs_canaries(launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_pool, "IDLE_CANARY_S", 0.05)
+
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.ready("a")
+        proved_at = fleet.pool.clients["a"].proved_at
+        async with asyncio.timeout(DEADLINE_S):
+            while fleet.pool.clients["a"].proved_at == proved_at:
+                await asyncio.sleep(0.01)
+        assert fleet.pool.is_ready
 
     run(launcher, scenario)

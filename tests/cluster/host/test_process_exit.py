@@ -1,0 +1,65 @@
+"""The exit of a process that is no child of this one is described, with the end of its stderr."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from quire.cluster.host.process_exit import MAX_STDERR_LINES, ProcessExit, describe_status, last_lines
+
+SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+
+
+def has_exit_status() -> bool:
+    """Return whether this kernel tells the status of a process that was reaped (Linux 6.15)."""
+    release = os.uname().release.split(".")
+    return (int(release[0]), int(release[1])) >= (6, 15)
+
+
+def test_signal_of_a_killed_process_is_named() -> None:
+    child = subprocess.Popen(SLEEP)
+    with closing(ProcessExit(child.pid)) as process:
+        had_ended = process.has_ended
+        process.kill()
+        child.wait()
+        assert (had_ended, process.has_ended) == (False, True)
+        expected = "its process was killed by SIGKILL" if has_exit_status() else "its process ended"
+        assert process.describe() == expected
+
+
+def test_stopped_process_is_told_from_a_running_one() -> None:
+    child = subprocess.Popen(SLEEP)
+    with closing(ProcessExit(child.pid)) as process:
+        was_stopped = process.is_stopped
+        child.send_signal(signal.SIGSTOP)
+        while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
+            pass
+        assert (was_stopped, process.is_stopped) == (False, True)
+        process.kill()
+        child.wait()
+
+
+def test_process_that_has_ended_cannot_be_watched() -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    child.wait()
+    with pytest.raises(ProcessLookupError):
+        ProcessExit(child.pid)
+
+
+def test_statuses_in_words() -> None:
+    assert describe_status(3 << 8) == "its process exited with code 3"
+    assert describe_status(signal.SIGSEGV) == "its process was killed by SIGSEGV"
+
+
+def test_last_lines_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "stderr"
+    path.write_text("first\n\n" + "".join(f"line   {number}\n" for number in range(MAX_STDERR_LINES)))
+    assert last_lines(str(path)) == " | ".join(f"line {number}" for number in range(MAX_STDERR_LINES))
+    assert last_lines(str(tmp_path / "missing")) == ""
