@@ -39,6 +39,7 @@ from quire.cluster.offline import llm
 from quire.cluster.offline.engine_arguments import OFFLINE_DEFAULTS, read_engine_options
 from quire.proto.errors import ConfigError
 from quire.scheduler.core.policy import ADMISSION_KEYS
+from quire.worker.structured.compilation import AUTO, GUIDANCE, XGRAMMAR
 from quire.worker.weights.quantization import ONLINE_METHODS
 
 MODEL_OWNERS = EngineOptions, ScalingLimits, Deployment
@@ -293,6 +294,7 @@ def test_choices_are_those_of_the_code_behind_them() -> None:
     assert choices(EngineOptions, "policy") == {*ADMISSION_KEYS, "fair", "longest-prefix"}
     assert choices(EngineOptions, "quantization") == set(ONLINE_METHODS)
     assert choices(ClusterOptions, "spot_notices") == set(NOTICES)
+    assert choices(EngineOptions, "structured_outputs_backend") == {AUTO, GUIDANCE, XGRAMMAR}
 
 
 def test_declaration_with_a_text_annotation_is_refused() -> None:

@@ -68,6 +68,11 @@ def test_no_argument_hides_an_option() -> None:
         ({"ssl_keyfile": Path("/key")}, {"tls_key": Path("/key")}),
         ({"trust_remote_code": False, "pipeline_parallel_size": 1, "load_format": "safetensors"}, {}),
         ({"tokenizer": "demo", "enable_chunked_prefill": True, "cpu_offload_gb": 0}, {}),
+        (
+            {"structured_outputs_config": '{"backend": "guidance", "reasoning_parser": ""}'},
+            {"structured_outputs_backend": "guidance"},
+        ),
+        ({"structured_outputs_config": {"disable_any_whitespace": True}}, {"disable_any_whitespace": True}),
     ],
 )
 def test_argument_becomes_an_option(given: dict[str, Any], translated: dict[str, Any]) -> None:
@@ -84,6 +89,8 @@ def test_argument_becomes_an_option(given: dict[str, Any], translated: dict[str,
         ({"enable_lora": True}, "LoRA adapters are not supported"),
         ({"enforce_eager": True, "cuda_graphs": True}, "are the same option, must be given once"),
         ({"port": 1, "http": "127.0.0.1:2"}, "host and port are the address that http sets"),
+        ({"structured_outputs_config": "{"}, "must be a JSON object"),
+        ({"structured_outputs_config": {"engine": "x"}}, "structured_outputs_config has 'engine', must have"),
     ],
 )
 def test_argument_is_refused_with_the_reason(given: dict[str, Any], message: str) -> None:
