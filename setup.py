@@ -12,6 +12,7 @@ another.
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,12 +64,14 @@ class BuildWithLibraries(build_py):
 
     def run(self) -> None:
         super().run()
-        if PLATFORM is not None and not self.editable_mode:
+        folder = Path(self.build_lib) / "quire" / "kernels" / "native" / "prebuilt"
+        if PLATFORM is None:
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier build for a platform
+        elif not self.editable_mode:
             sys.path.insert(0, str(Path(__file__).parent))
             from kernels.native.prebuilt import prebuild
 
             (machine,) = (name for name in MACHINES if PLATFORM.endswith(name))
-            folder = Path(self.build_lib) / "quire" / "kernels" / "native" / "prebuilt"
             prebuild(folder, machine, shlex.split(os.environ.get("QUIRE_WHEEL_CXX", "c++")))
 
 

@@ -5,6 +5,7 @@ A wheel keeps the sources as well: for a processor without a library in it, `bui
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ def find_prebuilt(chosen: Choice, folder: Path = FOLDER) -> Path | None:
 
 
 def prebuild(folder: Path, machine: str, compiler: Sequence[str]) -> None:
-    """Build the libraries of a machine into a folder.
+    """Build the libraries of a machine into a folder, in place of what it has.
 
     Args:
         machine: as platform.machine() names it; may differ from this one.
@@ -36,7 +37,10 @@ def prebuild(folder: Path, machine: str, compiler: Sequence[str]) -> None:
     Raises:
         subprocess.CalledProcessError: the compiler failed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(
+        folder, ignore_errors=True
+    )  # libraries of another machine, if the folder of a build is used again
+    folder.mkdir(parents=True)
     for choice in all_choices(machine):
         output = folder / f"ops-{choice}.so"
         command = [*compiler, *FLAGS, *choice.flags, *_LINK_FLAGS, *map(str, sources()), "-o", str(output)]
