@@ -103,7 +103,9 @@ def test_recording_runs_nothing_and_must_not_wait(gpu: StandInGpu) -> None:
         pytest.param({"kv_dtype": "int8"}, marks=pytest.mark.slow),
         {"kind": "mixtral", "quantization": "int8", "stand_in": find_twin},
     ],
-    ids=str,
+    ids=lambda settings: "-".join(
+        key if value is find_twin else f"{key}={value}" for key, value in settings.items()
+    ),
 )
 def test_worker_gives_tokens_of_cpu(
     make_model: Any, make_engine: Any, planned: Any, monkeypatch: pytest.MonkeyPatch, settings: Any

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parent.parent / "support" / "count_variants.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
 def test_no_variant_is_compiled_after_ready(make_model: Any, kind: str) -> None:
     """A random load on a stand-in GPU, whose launches go through Triton's binder."""
     pytest.importorskip("triton")
