@@ -25,6 +25,8 @@ from ...proto.errors import (
 )
 
 DOMAIN = "quire"
+# In gRPC's words for a server that speaks HTTP/1.1.
+_HTTP_SIGNS = ("http1.x server", "Expected SETTINGS frame")
 # A status travels as trailers, twice: percent-encoded text and base64. gRPC rejects trailers of more than 8 KiB.
 MAX_TEXT_BYTES = 1000
 MAX_NAME_BYTES = 250
@@ -49,6 +51,10 @@ def from_grpc_error(error: grpc.RpcError, waited_for: str) -> QuireError:
     info = None if status is None else _detail(status, error_details_pb2.ErrorInfo)
     if status is None or info is None or info.domain != DOMAIN:
         message = f"{waited_for}: {error.details()}"
+        if any(sign in message for sign in _HTTP_SIGNS):
+            message += (
+                "; an HTTP server listens there; give the address of the gRPC server, by default port 50051"
+            )
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             return ServerUnreachable(message)
         return from_status(error.code().name, message)

@@ -80,6 +80,11 @@ class HttpCaller(Closing):
                 reason = f"HTTP status {status}"
             except (OSError, http.client.HTTPException) as error:
                 self.close()
+                if type(error) is http.client.BadStatusLine:
+                    raise ConfigError(
+                        f"{self._server.url} does not speak HTTP/1.1, must be the address of an HTTP server, by "
+                        "default on port 8000"
+                    ) from error
                 reason, wait_s = in_one_line(error), None
             if time.monotonic() >= deadline:
                 raise ServerUnreachable(
