@@ -95,9 +95,8 @@ class WorkerActor:
         self._runner_class, self._join_group = runner.ModelRunner, shared_memory.join_group
         kind = config.parallel.device
         self._device = compute_device(kind, None if kind == "cpu" else _assigned_gpu())
-        if kind == "cpu":
-            # Ray sets OMP_NUM_THREADS to 1.
-            torch.set_num_threads(config.parallel.threads_per_rank)
+        # Ray sets OMP_NUM_THREADS to 1, or, if the process had imported torch before, to nothing.
+        torch.set_num_threads(config.parallel.threads_per_rank)
 
     def create_store(self, one_host: bool) -> tuple[str, int]:
         """Create the store for the rendezvous of the ranks; on rank 0 only.

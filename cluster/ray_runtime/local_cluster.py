@@ -32,6 +32,15 @@ _START_ATTEMPTS = 2
 _LOGS = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "dashboard_agent.log")
 _MAX_LOG_LINES = 4
 
+# Imports of the ranks, and of the scheduler.
+PRELOADED_MODULES: tuple[str, ...] = (
+    "quire.scheduler.service.actor",
+    "quire.worker.actor",
+    "quire.worker.runner",
+    "quire.worker.comm.shared_memory",
+    "quire.worker.comm.torch_distributed",
+)
+
 # One per process: Ray's library keeps the first token that it reads, so a second cluster needs the same.
 _TOKEN = secrets.token_hex(32)
 
@@ -105,7 +114,7 @@ class LocalCluster(Closing):
         self._directory.remove()
 
     def _start(self, num_cpus: int, num_gpus: int | None) -> None:
-        _set_ray_environment()
+        _set_ray_environment(num_cpus)
         others = children(os.getpid())
         try:
             # Ray lets every user of the machine enter its folder, so the folder is inside a private one.
@@ -174,7 +183,7 @@ def _refuse_second_connection() -> None:
         )
 
 
-def _set_ray_environment() -> None:
+def _set_ray_environment(num_cpus: int) -> None:
     os.environ |= {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": _TOKEN,
@@ -182,6 +191,10 @@ def _set_ray_environment() -> None:
         # Each rank selects its GPU by ordinal and needs to see all of them.
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Ray starts a process per CPU slot with the cluster; an actor that gets one finds its modules imported.
+        "RAY_preload_python_modules": ",".join(PRELOADED_MODULES),
+        # Otherwise Ray ends these processes when a placement group reserves the slots, just before they are needed.
+        "RAY_num_workers_soft_limit": str(num_cpus),
         # Otherwise Ray's handler of SIGTERM waits for its node to drain.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }

@@ -18,6 +18,7 @@ from ..gateway.served_models import ServedModels
 from ..gateway.services import GatewayServices
 from ..host.event_loop import run_event_loop
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
+from ..host.without_torch import keep_torch_out
 from ..ray_runtime.launch_target import DEFAULT_NAMESPACE
 from ..ray_runtime.local_cluster import attach
 from ..requests.observer import RequestObserver
@@ -52,6 +53,7 @@ def serve_fleet(
         ConfigError: the server cannot start with these options, or a model cannot be deployed with its own.
         ReplicaUnavailable: no cluster answers at the address, or its controller does not answer.
     """
+    keep_torch_out()
     try:
         with ExitStack() as stack:
             stack.enter_context(signals_raise())

@@ -22,6 +22,7 @@ from ..gateway.services import GatewayServices
 from ..host.event_loop import run_event_loop
 from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
 from ..host.stopwatch import Stopwatch
+from ..host.without_torch import keep_torch_out
 from ..ray_runtime.local_cluster import LocalCluster
 from ..replica.client import SILENCE_MARGIN_S, ReplicaClient
 from ..replica.launch import launch_replica
@@ -82,8 +83,10 @@ def serve(engine_options: EngineOptions, server_options: ServerOptions, security
 
 
 def _prepare(engine_options: EngineOptions) -> tuple[EngineConfig, Tokenizer]:
-    """Read configuration and tokenizer, which takes seconds because it imports transformers."""
-    config = resolve(engine_options, Machine.this())
+    """Read configuration and tokenizer, which takes a second because it imports transformers."""
+    machine = Machine.this()  # imports torch if there is a GPU driver
+    keep_torch_out()
+    config = resolve(engine_options, machine)
     return config, Tokenizer(config.model.path)
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -20,6 +23,7 @@ from ray._private import worker as ray_worker
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray.autoscaler.v2.schema import ClusterStatus, LaunchRequest, NodeInfo, Stats
 
+from quire.cluster.host.processes import children
 from quire.cluster.ray_runtime import compat
 from quire.cluster.ray_runtime.compat import AutoscalerStatus
 from quire.cluster.ray_runtime.local_cluster import LocalCluster
@@ -65,6 +69,18 @@ def node_id(cluster: LocalCluster) -> str:
 @pytest.mark.cluster
 def test_start_local_keeps_ray_s_files_in_the_given_directory(cluster: LocalCluster) -> None:
     assert (cluster.directory / "r" / "session_latest" / "logs").is_dir()
+
+
+@pytest.mark.cluster
+def test_processes_of_start_local_are_shielded_from_signals(cluster: LocalCluster) -> None:
+    pids = children(os.getpid())
+    names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids}
+    ours = [pid for pid, name in names.items() if name in ("raylet", "gcs_server")]
+    assert len(ours) == 2
+    for pid in {*ours, *(grandchild for parent in ours for grandchild in children(parent))}:
+        assert os.getsid(pid) != os.getsid(0)
+        blocked = re.findall(r"^SigBlk:\s(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        assert int(blocked[0], 16) >> (signal.SIGTERM - 1) & 1
 
 
 @pytest.mark.cluster
