@@ -38,7 +38,11 @@ class TcpProxy:
         """Pass bytes on in both directions until one side closes."""
         self.num_connections += 1
         cut_after, self.cut_after = self.cut_after, None
-        server_reader, server_writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            server_reader, server_writer = await asyncio.open_connection(self._host, self._port)
+        except ConnectionError:  # the server has ended
+            writer.transport.abort()
+            return
         ends = {writer, server_writer}
         self._writers |= ends
         try:

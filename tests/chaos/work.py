@@ -1,0 +1,153 @@
+"""Mixed work through both servers of a gateway, each answer compared with the undisturbed one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from quire import AsyncClient, SamplingParams
+from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished
+from quire.proto.errors import QuireError
+
+PROMPTS = "It was", "The captain of the ship", "Call me", "There is a", "Of the whale he said that"
+NUM_TOKENS = 40
+REQUEST_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of request, as both servers take it.
+
+    Attributes:
+        over_http: settings of ``/v1/completions``; None for a kind that only gRPC has.
+    """
+
+    params: SamplingParams
+    over_http: dict[str, Any] | None
+
+
+def _kind(*, is_http: bool = True, **settings: Any) -> Kind:
+    params = SamplingParams(**({"max_tokens": NUM_TOKENS, "ignore_eos": True} | settings))
+    body = {"max_tokens": NUM_TOKENS, "ignore_eos": True, **settings}
+    return Kind(params, {**body, "stop": list(body.get("stop", ()))} if is_http else None)
+
+
+KINDS: dict[str, Kind] = {
+    "greedy": _kind(temperature=0.0),
+    "seed": _kind(temperature=0.9, seed=11),
+    "n": _kind(temperature=0.8, seed=5, n=3),
+    "penalties": _kind(temperature=0.7, seed=3, repetition_penalty=1.2, presence_penalty=0.3),
+    "stop": _kind(temperature=0.9, seed=2, stop=(" the",)),
+    "logprobs": _kind(is_http=False, temperature=0.0, logprobs=3),
+    "beams": _kind(is_http=False, beam_width=3, n=2, max_tokens=24),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request of the work.
+
+    Attributes:
+        door: ``grpc``, ``http`` or ``http-stream``.
+    """
+
+    kind: str
+    prompt: str
+    door: str
+
+
+# The texts of all outputs; over gRPC also their tokens and the log-probabilities of these, rounded.
+Answer = list[Any]
+
+
+def make_jobs(count: int, rng: random.Random) -> list[Job]:
+    """Return random requests of all kinds through all doors."""
+    jobs = []
+    for _ in range(count):
+        name = rng.choice(tuple(KINDS))
+        doors = ("grpc",) if KINDS[name].over_http is None else ("grpc", "http", "http-stream")
+        jobs.append(Job(name, rng.choice(PROMPTS), rng.choice(doors)))
+    return jobs
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the work."""
+
+    num_done: int = 0
+    lost: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+
+
+class Doors:
+    """Clients of a gateway's two servers."""
+
+    def __init__(self, grpc_client: AsyncClient, http_client: httpx.AsyncClient) -> None:
+        self._grpc = grpc_client
+        self._http = http_client
+
+    async def answer(self, job: Job, request_id: str = "") -> Answer:
+        """Return the answer to a job. Raises QuireError, httpx.HTTPError or TimeoutError if there is none."""
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            if job.door == "grpc":
+                return await self._over_grpc(job, request_id)
+            return await self._over_http(job, is_stream=job.door == "http-stream")
+
+    async def _over_grpc(self, job: Job, request_id: str) -> Answer:
+        params = KINDS[job.kind].params
+        texts, tokens = ["" for _ in range(params.n)], [list[int]() for _ in range(params.n)]
+        logprobs = [list[float]() for _ in range(params.n)]
+        reasons = ["" for _ in range(params.n)]
+        options: dict[str, Any] = {"request_id": request_id} if request_id else {}
+        async for event in self._grpc.generate_stream(job.prompt, params, **options):
+            if isinstance(event, CompletionDelta):
+                texts[event.index] += event.text
+                tokens[event.index] += event.token_ids
+                positions = zip(event.token_ids, event.logprobs, strict=False)
+                logprobs[event.index] += [round(entry[token].logprob, 3) for token, entry in positions]
+            elif isinstance(event, CompletionFinished):
+                reasons[event.index] = event.finish_reason
+        return [texts, tokens, logprobs, reasons]
+
+    async def _over_http(self, job: Job, *, is_stream: bool) -> Answer:
+        settings = KINDS[job.kind].over_http
+        assert settings is not None, f"{job.kind} is not a kind of HTTP"
+        body = {"model": "demo", "prompt": job.prompt, "stream": is_stream, **settings}
+        texts = ["" for _ in range(settings.get("n", 1))]
+        if not is_stream:
+            response = await self._http.post("/v1/completions", json=body)
+            response.raise_for_status()
+            for choice in response.json()["choices"]:
+                texts[choice["index"]] = choice["text"]
+            return [texts]
+        is_whole = False
+        async with self._http.stream("POST", "/v1/completions", json=body) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                is_whole = is_whole or line == "data: [DONE]"
+                if line.startswith("data: {"):
+                    content = json.loads(line.removeprefix("data: "))
+                    if "error" in content:
+                        raise httpx.HTTPError(str(content["error"]))
+                    for choice in content["choices"]:
+                        texts[choice["index"]] += choice["text"]
+        if not is_whole:
+            raise httpx.HTTPError("the stream ended without its last event")
+        return [texts]
+
+
+async def run_job(doors: Doors, job: Job, number: int, expected: dict[Job, Answer], tally: Tally) -> None:
+    """Run a job and count what becomes of it."""
+    try:
+        answer = await doors.answer(job, f"chaos-{number}")
+    except (QuireError, httpx.HTTPError, TimeoutError) as error:
+        tally.lost.append(f"{number} {job}: {error!r}")
+        return
+    tally.num_done += 1
+    if answer != expected[job]:
+        tally.changed.append(f"{number} {job}: {answer} instead of {expected[job]}")
