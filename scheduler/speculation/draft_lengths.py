@@ -17,10 +17,12 @@ _INITIAL_TRIALS = 8.0
 _PRIOR_TRIALS = 2.0
 # Factors of the trials per step, of a row and of all: new ones count more, and what was given up is tried again.
 _DECAY, _DECAY_OF_ALL = 0.95, 0.998
-# Drafts must promise this much more than a step without.
-_MIN_GAIN = 1.05
+# Drafts must promise this much more than a step without: the price of a token near the present number is uncertain.
+_MIN_GAIN = 1.15
 # A step without drafts is planned at least every so many steps, to measure what drafts cost.
 PLAIN_INTERVAL_STEPS = 100
+# Steps until drafts are considered again where none paid: for 16 rows that takes 24 us of a step of 1 ms.
+_PAUSE_STEPS = 8
 
 
 class DraftLengths:
@@ -41,6 +43,7 @@ class DraftLengths:
         self._max_len = max_len
         self._times = StepTimes()
         self._num_drafted_steps = 0  # since the last step without drafts
+        self._num_pause_steps = 0  # that are left
         self._draft_s = 0.0  # time that the ranks take to draft one token for all rows
         self._sequences = np.zeros(num_rows, np.int64)  # first step of the sequence that the counts are of
         self._accepted, self._trials = np.zeros(num_rows), np.zeros(num_rows)
@@ -73,8 +76,11 @@ class DraftLengths:
         self._all_accepted *= _DECAY_OF_ALL
         self._all_trials *= _DECAY_OF_ALL
         chosen = None
-        if most > 0 and self._times.is_known and self._num_drafted_steps < PLAIN_INTERVAL_STEPS:
+        if self._num_pause_steps:
+            self._num_pause_steps -= 1
+        elif most > 0 and self._times.is_known and self._num_drafted_steps < PLAIN_INTERVAL_STEPS:
             chosen = self._best(rows, limits, most)
+            self._num_pause_steps = _PAUSE_STEPS if chosen is None else 0
         self._num_drafted_steps = 0 if chosen is None else self._num_drafted_steps + 1
         return chosen
 

@@ -80,6 +80,12 @@ def test_no_row_drafts_beyond_its_limit_or_the_budget() -> None:
     assert lengths.choose(rows, first_steps, limits, 0) is None
 
 
+def test_rows_without_room_for_drafts_have_none() -> None:
+    lengths, rows = DraftLengths(2, NUM_DRAFTED), np.arange(2)
+    lengths.observe_step(2, 1.0, 0.0, 0)
+    assert lengths.choose(rows, np.ones(2, np.int64), np.zeros(2, np.int32), 100) is None
+
+
 def test_row_with_another_sequence_starts_anew() -> None:
     lengths, row = DraftLengths(2, NUM_DRAFTED), np.array([1])
     lengths.observe_step(1, 1.0, 0.0, 0)
