@@ -172,16 +172,18 @@ class SpeculativeConfig:
     """Speculative decoding.
 
     Attributes:
-        method: source of the drafted tokens: ``ngram``, the sequence itself.
+        method: source of the drafted tokens: ``ngram``, the sequence itself, or ``draft_model``.
         num_speculative_tokens: most drafted tokens per row and step.
         prompt_lookup_min: shortest suffix of the sequence whose earlier occurrence is continued.
         prompt_lookup_max: longest suffix that is searched for; None for no limit.
+        draft: the draft model; None for another method.
     """
 
     method: str
     num_speculative_tokens: int
     prompt_lookup_min: int = 1
     prompt_lookup_max: int | None = None
+    draft: ModelConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +219,13 @@ class EngineConfig:
         """Return the configuration with the measured swap rate of the host tier."""
         return replace(self, cache=replace(self.cache, swap_blocks_per_s=blocks_per_s))
 
-    @property
-    def num_kv_heads_per_rank(self) -> int:
-        """KV heads per rank; with fewer KV heads than ranks, several ranks hold the same head."""
-        return max(1, self.model.num_kv_heads // self.parallel.tensor_parallel_size)
+    def num_kv_heads_per_rank(self, model: ModelConfig) -> int:
+        """Return the KV heads per rank; with fewer KV heads than ranks, several ranks hold the same head.
+
+        Args:
+            model: the target or the draft model.
+        """
+        return max(1, model.num_kv_heads // self.parallel.tensor_parallel_size)
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -91,7 +91,7 @@ def gather_batch(
     arrays = [
         token_rows.astype(np.int64),
         positions,
-        _compute_slots(rows, token_rows, positions, block_size),
+        compute_slots(rows, token_rows, positions, block_size),
         row_ids,
         np.concatenate(([0], np.cumsum(plan.chunk_lens))).astype(np.int32),
         seq_lens,
@@ -144,9 +144,7 @@ def _repeat_for_drafts(rows: IntArray, num_drafted: IntArray) -> tuple[IntArray,
     return np.repeat(rows, counts), offsets.astype(np.int32)
 
 
-def _compute_slots(
-    rows: DeviceRows, token_rows: IntArray, positions: LongArray, block_size: int
-) -> LongArray:
+def compute_slots(rows: DeviceRows, token_rows: IntArray, positions: LongArray, block_size: int) -> LongArray:
     """Return the slot of each token, ``block_id * B + offset``, [T] int64."""
     index, offsets = np.divmod(positions, block_size)
     return rows.tables.ids[token_rows, index].astype(np.int64) * block_size + offsets

@@ -87,7 +87,7 @@ class DeviceRows:
             positions: [N] int32, of the tokens; ascending for each row.
             token_ids: [N] int32 on the device, in the order of `rows`.
         """
-        self._write(rows, positions, token_ids)
+        self.write(rows, positions, token_ids)
         self.logits_processors.append(rows, token_ids)
         self.lens[rows] = positions + 1
         self.num_computed[rows] = positions
@@ -105,7 +105,7 @@ class DeviceRows:
             np.int32
         )
         device_ids = to_device(token_ids, self.token_ids.device, torch.int32)
-        self._write(np.repeat(rows, lens), positions, device_ids)
+        self.write(np.repeat(rows, lens), positions, device_ids)
 
     def read_tokens(self, rows: IntArray, starts: IntArray, ends: IntArray) -> list[IntArray]:
         """Return tokens `starts` to `ends` of each row; on a GPU the host waits for them."""
@@ -128,10 +128,11 @@ class DeviceRows:
         return is_equal
 
     def _replace_newest(self, rows: IntArray, token_ids: IntArray) -> None:
-        self._write(rows, self.lens[rows] - 1, to_device(token_ids, self.token_ids.device, torch.int32))
+        self.write(rows, self.lens[rows] - 1, to_device(token_ids, self.token_ids.device, torch.int32))
         self.logits_processors.replace_newest(rows, token_ids)
 
-    def _write(self, rows: IntArray, positions: IntArray, token_ids: Tensor) -> None:
+    def write(self, rows: IntArray, positions: IntArray, token_ids: Tensor) -> None:
+        """Write tokens, [N] int32 on the device; tokens behind the known ones are drafted and count as unknown."""
         index = [rows.astype(np.int64), positions.astype(np.int64)]
         self.token_ids[tuple(to_device_together(index, self.token_ids.device))] = token_ids
 

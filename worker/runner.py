@@ -18,7 +18,7 @@ from ..kernels.flash_attention import FlashAttention, load_flash_attention
 from ..kernels.native.instruction_sets import instruction_set
 from ..kernels.native.memory import keep_freed_memory
 from ..proto.block_tables import IntArray
-from ..proto.config import EngineConfig
+from ..proto.config import EngineConfig, ModelConfig, SpeculativeConfig
 from ..proto.errors import ConfigError, RankFailed, first_line, in_one_line
 from ..proto.step import PromptLogprobs, RowSampling, StepPlan, StepResult
 from .attention import AttentionInputs
@@ -39,6 +39,9 @@ from .models.loader import Model, load_model
 from .sampling.prompt_logprobs import compute_prompt_logprobs
 from .sampling.sampler import Sampler
 from .sampling.sampling_table import SamplingTable
+from .speculation.draft_model import DraftModelProposer
+from .speculation.ngram import NgramProposer
+from .speculation.proposer import DraftProposer
 from .speculation.speculator import Speculator
 from .speculation.verification import verify
 from .warm_up import warm_up_plans
@@ -93,12 +96,12 @@ class ModelRunner:
             _check_instruction_set()
         self._attend_chunks = _load_attention(config.parallel.attention_backend)
         with torch.inference_mode():
-            self._model = self._load_model(on_progress)
+            self._model = self._load_model(config.model, on_progress)
             self._sampler = Sampler(self._model.head.shard, comm, self._device)
             self._rows = DeviceRows(config, self._model.head.shard, self._device)
-            self._speculator = (
-                None if config.speculative is None else Speculator(config.speculative, self._rows)
-            )
+            self._speculator: Speculator | None = None
+            if config.speculative is not None:
+                self._speculator = Speculator(self._rows, self._make_proposer(config.speculative))
         if self._device.type == "cpu":
             keep_freed_memory(KEPT_BYTES)
         self._cache: CacheEngine | None = None
@@ -107,20 +110,29 @@ class ModelRunner:
         self._is_closed = False
         self._num_compilations = 0  # when the rank was ready
 
-    def _load_model(self, on_progress: ProgressCallback | None) -> Model:
+    def _make_proposer(self, speculative: SpeculativeConfig) -> DraftProposer:
+        if speculative.draft is None:
+            return NgramProposer(speculative, self._rows)
+        model = self._load_model(speculative.draft, None)
+        block_size = self._config.cache.block_size
+        return DraftModelProposer(
+            self._rows, model, self._sampler, lambda: self._kv_cache.draft_layers, block_size
+        )
+
+    def _load_model(self, model: ModelConfig, on_progress: ProgressCallback | None) -> Model:
         config, comm = self._config, self._comm
-        folder = weights_folder(config.model.path)
+        folder = weights_folder(model.path)
         with closing(Checkpoint(folder, on_progress, comm.size)) as checkpoint:
             load = LoadContext(
                 checkpoint,
                 comm,
                 self._dtype,
                 self._device,
-                read_quantization(config.model),
+                read_quantization(model),
                 config.parallel.fused_all_reduce,
             )
-            with out_of_memory_as(f"{config.model.name} does not fit into the memory of rank {comm.rank}"):
-                return load_model(load, config.model)
+            with out_of_memory_as(f"{model.name} does not fit into the memory of rank {comm.rank}"):
+                return load_model(load, model)
 
     def num_blocks_that_fit(self) -> int:
         """Return the number of KV blocks that fit into this rank's memory, including the scratch block."""
@@ -211,6 +223,7 @@ class ModelRunner:
             num_drafted = None
             if self._speculator is not None:
                 with self._timed_stage("draft", times):
+                    self._kv_cache.wait_for_swaps()
                     num_drafted = self._speculator.draft(plan)
             with self._timed_stage("apply", times):
                 batch = self._gather(plan, num_drafted)
@@ -229,6 +242,7 @@ class ModelRunner:
             return
         self._is_closed = True
         self._cache = self._graphs = self._graph_backend = None
+        self._speculator = None
         del self._model, self._sampler, self._rows
         free_unused_memory(self._device)
 

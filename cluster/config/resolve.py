@@ -46,7 +46,8 @@ def resolve(options: EngineOptions, machine: Machine, *, with_weights: bool = Tr
     model = _resolve_model(options, locate_model(options, with_weights=with_weights), device)
     check_supported(model, options.tensor_parallel_size)
     gpu_bytes = machine.gpu_bytes if device == "cuda" else 0
-    return engine_config(options, model, device=device, threads_per_rank=num_threads, gpu_bytes=gpu_bytes)
+    config = engine_config(options, model, device=device, threads_per_rank=num_threads, gpu_bytes=gpu_bytes)
+    return _with_draft_model(config, options, with_weights=with_weights)
 
 
 def resolve_deployment(deployment: Deployment, has_gpus: bool, gpu_bytes: int = 0) -> EngineConfig:
@@ -106,6 +107,35 @@ def engine_config(
     text = options.speculative_config
     speculative = None if text is None else read_speculative_options(text).config()
     return EngineConfig(model, cache, parallel, scheduler, chat, structured_outputs, speculative)
+
+
+def _with_draft_model(config: EngineConfig, options: EngineOptions, *, with_weights: bool) -> EngineConfig:
+    """Return the configuration with the draft model that the options name, if they do.
+
+    Raises:
+        ModelLoadError, ConfigError: as `resolve` does; also if the draft model has another vocabulary or too short a
+            context.
+    """
+    text = options.speculative_config
+    name = None if text is None else read_speculative_options(text).model
+    if name is None or config.speculative is None:
+        return config
+    own = EngineOptions(name)
+    draft = describe_model(locate_model(own, with_weights=with_weights).path, own.name)
+    target = config.model
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"speculative_config: model {own.name} has {draft.vocab_size} tokens in its vocabulary, must have the "
+            f"{target.vocab_size} of {target.name}"
+        )
+    if draft.max_model_len < target.max_model_len:
+        raise ConfigError(
+            f"speculative_config: model {own.name} has a context of {draft.max_model_len} tokens, must be at least "
+            f"{target.max_model_len}; lower max_model_len, or choose another model"
+        )
+    check_supported(draft, config.parallel.tensor_parallel_size)
+    draft = replace(draft, dtype=target.dtype, max_model_len=target.max_model_len)
+    return replace(config, speculative=replace(config.speculative, draft=draft))
 
 
 def _same_named(config: type, options: EngineOptions, *leave_out: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from .checks import in_words
 from .option import check_names
 from .value_kinds import ValueKind
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "draft_model")
 MAX_SPECULATIVE_TOKENS = 32
 
 _SUBJECT = "speculative_config"
@@ -24,6 +24,7 @@ class SpeculativeOptions:
 
     Attributes:
         method: one of METHODS.
+        model: the draft model, a directory or ORG/NAME on the Hugging Face Hub; None for ngram.
         num_speculative_tokens: most drafted tokens per sequence and step.
         prompt_lookup_min, prompt_lookup_max: length of the repeated text that ngram continues; None for no limit.
     """
@@ -32,9 +33,10 @@ class SpeculativeOptions:
     num_speculative_tokens: int
     prompt_lookup_min: int
     prompt_lookup_max: int | None
+    model: str | None = None
 
     def config(self) -> SpeculativeConfig:
-        """Return the configuration that the replica is handed."""
+        """Return the configuration that the replica is handed, without the draft model."""
         return SpeculativeConfig(
             self.method, self.num_speculative_tokens, self.prompt_lookup_min, self.prompt_lookup_max
         )
@@ -64,7 +66,8 @@ def read_speculative_options(text: str) -> SpeculativeOptions:
         raise ConfigError(
             f"{_SUBJECT}: prompt_lookup_min is {shortest}, must be at most prompt_lookup_max, {longest}"
         )
-    return SpeculativeOptions(method, num_tokens, shortest, longest)
+    model = _read_draft_model(given) if method == "draft_model" else None
+    return SpeculativeOptions(method, num_tokens, shortest, longest, model)
 
 
 def check_speculative_config(name: str, value: str) -> str | None:
@@ -77,11 +80,19 @@ def check_speculative_config(name: str, value: str) -> str | None:
 
 
 def _read_method(given: Mapping[str, Any]) -> str:
-    # vLLM also takes the method's name as the model.
-    method = given.get("method", str(given.get("model", "")).strip("[]"))
+    # Without a method, vLLM takes `ngram` or a draft model as the model.
+    model = given.get("model")
+    method = given.get("method", "ngram" if model in ("ngram", "[ngram]") else "draft_model")
     if method not in METHODS:
         raise ConfigError(f"{_SUBJECT}: method is {method!r}, must be {in_words(METHODS)}")
     return str(method)
+
+
+def _read_draft_model(given: Mapping[str, Any]) -> str:
+    model = given.get("model")
+    if not isinstance(model, str) or not model:
+        raise ConfigError(f"{_SUBJECT}: model is {model!r}, must name the draft model of method draft_model")
+    return model
 
 
 def _read_count(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...kernels.flash_attention import ChunkAttention
 from ...kernels.paged_cache import copy_blocks, swap_blocks
-from ...proto.config import EngineConfig
+from ...proto.config import EngineConfig, ModelConfig
 from ..attention import LayerCache
 from .pinned_memory import pinned_zeros
 
@@ -39,6 +39,7 @@ class CacheEngine:
 
     Attributes:
         layers: the cache of each layer; block 0 is scratch for padding rows.
+        draft_layers: of the draft model, for the same blocks.
         num_blocks: on the device.
     """
 
@@ -54,20 +55,27 @@ class CacheEngine:
         touches_pages: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
-        num_layers = config.model.num_layers
         # The parts of a block: keys and values, and their scales if they are quantized. Each tensor is
         # [L, num_blocks, 2, Hkv, B, ...]; in host memory [L, num_host_blocks + 1, ...], block 0 unused.
-        self._parts, self._host_parts = [], []
-        for block, part_dtype in _block_parts(config, dtype):
-            shape = num_layers, num_blocks, *block
-            self._parts.append(_zeros(shape, part_dtype, device, touches_pages=touches_pages))
-            if num_host_blocks:
-                shape = num_layers, num_host_blocks + 1, *block
-                self._host_parts.append(_host_zeros(shape, part_dtype, device))
-        self.layers = [
-            LayerCache(blocks, scales[0] if scales else None, attend_chunks)
-            for blocks, *scales in zip(*self._parts, strict=True)
-        ]
+        self._parts, self._host_parts = list[Tensor](), list[Tensor]()
+        layers = []
+        for model in _models(config):
+            own = []
+            for block, part_dtype in _block_parts(config, model, dtype):
+                shape = model.num_layers, num_blocks, *block
+                own.append(_zeros(shape, part_dtype, device, touches_pages=touches_pages))
+                if num_host_blocks:
+                    shape = model.num_layers, num_host_blocks + 1, *block
+                    self._host_parts.append(_host_zeros(shape, part_dtype, device))
+            self._parts += own
+            layers.append(
+                [
+                    LayerCache(blocks, scales[0] if scales else None, attend_chunks)
+                    for blocks, *scales in zip(*own, strict=True)
+                ]
+            )
+        self.layers, *drafts = layers
+        self.draft_layers = drafts[0] if drafts else []
         self._swap_stream: torch.cuda.Stream | None = None
         if self._host_parts and device.type == "cuda":
             self._swap_stream = torch.cuda.Stream(device)
@@ -140,17 +148,28 @@ class CacheEngine:
 
 def bytes_per_block(config: EngineConfig, dtype: torch.dtype) -> int:
     """Return the KV bytes of a block on one rank, in all layers, for a model of `dtype`."""
-    parts = _block_parts(config, dtype)
-    return config.model.num_layers * sum(math.prod(shape) * part.itemsize for shape, part in parts)
+    return sum(
+        model.num_layers * math.prod(shape) * part.itemsize
+        for model in _models(config)
+        for shape, part in _block_parts(config, model, dtype)
+    )
 
 
-def _block_parts(config: EngineConfig, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _models(config: EngineConfig) -> list[ModelConfig]:
+    """Return the models whose keys and values a block has: the target, and a draft model if there is one."""
+    draft = None if config.speculative is None else config.speculative.draft
+    return [config.model] if draft is None else [config.model, draft]
+
+
+def _block_parts(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of each part of a block in one layer."""
-    slots = 2, config.num_kv_heads_per_rank, config.cache.block_size
+    slots = 2, config.num_kv_heads_per_rank(model), config.cache.block_size
     quantized = QUANTIZED_DTYPES.get(config.cache.kv_dtype)
     if quantized is None:
-        return [((*slots, config.model.head_dim), dtype)]
-    return [((*slots, config.model.head_dim), quantized), (slots, torch.float32)]
+        return [((*slots, model.head_dim), dtype)]
+    return [((*slots, model.head_dim), quantized), (slots, torch.float32)]
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -114,7 +114,7 @@ class Sampler:
         if processors is not None and not dispatch.has_kernels(logits):
             # Applied once for all kinds of rows.
             processed, processors = apply_logits_processors(logits, processors), None
-        token_ids = self._sample_tokens(processed, processors, table, rows, lens)
+        token_ids = self.sample_tokens(processed, processors, table, rows, lens)
         reporting = np.flatnonzero(table.num_logprobs[rows] >= 0).astype(np.int32)
         if reporting.size == 0:
             return token_ids, None
@@ -165,7 +165,7 @@ class Sampler:
         local = logits[rows, columns.masked_fill(~is_local, 0)].masked_fill(~is_local, -torch.inf)
         return self._comm.all_gather(local).amax(dim=0)
 
-    def _sample_tokens(
+    def sample_tokens(
         self,
         logits: Tensor,
         processors: LogitsProcessors | None,

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...proto.block_tables import IntArray
 from ..device_rows import DeviceRows
-from .proposer import DraftProposer, Drafts
+from .proposer import DraftProposer
 
 
 class ForcedProposer:
@@ -27,14 +27,17 @@ class ForcedProposer:
     def forget(self, rows: IntArray) -> None:
         self._other.forget(rows)
 
-    def propose(self, rows: IntArray, max_lens: IntArray) -> Drafts:
-        drafts = self._other.propose(rows, max_lens)
+    def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
         forced = [
             self._rows.logits_processors.forced_ids(row, max_len)
             for row, max_len in zip(rows.tolist(), max_lens.tolist(), strict=True)
         ]
         if not any(forced):
-            return drafts
-        others = np.split(drafts.token_ids, np.cumsum(drafts.lens)[:-1])
-        parts = [np.array(own, np.int32) if own else other for own, other in zip(forced, others, strict=True)]
-        return Drafts(np.array([part.size for part in parts], np.int32), np.concatenate(parts))
+            return self._other.propose(rows, max_lens)
+        lens = np.array([len(own) for own in forced], np.int32)
+        is_free = lens == 0
+        token_ids = np.array([token_id for own in forced for token_id in own], np.int32)
+        self._rows.write_drafts(rows[~is_free], lens[~is_free], token_ids)
+        if is_free.any():
+            lens[is_free] = self._other.propose(rows[is_free], max_lens[is_free])
+        return lens

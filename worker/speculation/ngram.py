@@ -11,7 +11,6 @@ from ...kernels.suffix_automaton import SuffixIndex, make_suffix_index
 from ...proto.block_tables import IntArray
 from ...proto.config import SpeculativeConfig
 from ..device_rows import DeviceRows
-from .proposer import Drafts
 
 _NO_LIMIT = np.iinfo(np.int32).max
 
@@ -31,7 +30,7 @@ class NgramProposer:
             self._indices.pop(row, None)
         self._num_indexed[rows] = 0
 
-    def propose(self, rows: IntArray, max_lens: IntArray) -> Drafts:
+    def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
         news = self._rows.read_tokens(rows, self._num_indexed[rows], self._rows.lens[rows])
         self._num_indexed[rows] = self._rows.lens[rows]
         drafts = [
@@ -39,7 +38,8 @@ class NgramProposer:
             for row, new, max_len in zip(rows.tolist(), news, max_lens.tolist(), strict=True)
         ]
         lens = np.array([draft.size for draft in drafts], np.int32)
-        return Drafts(lens, np.concatenate(drafts))
+        self._rows.write_drafts(rows, lens, np.concatenate(drafts))
+        return lens
 
     def _continue(self, row: int, new: IntArray, max_len: int) -> IntArray:
         """Index the new tokens of a row; return its draft, which is no longer than the suffix that it continues."""

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ...proto.block_tables import IntArray
-
-
-class Drafts(NamedTuple):
-    """Drafted tokens of some rows.
-
-    Attributes:
-        lens: [n] int32, number of drafted tokens of each row; may be 0.
-        token_ids: [sum of lens] int32.
-    """
-
-    lens: IntArray
-    token_ids: IntArray
 
 
 class DraftProposer(Protocol):
@@ -26,11 +14,14 @@ class DraftProposer(Protocol):
         """Forget the sequences of rows that were emptied."""
         ...
 
-    def propose(self, rows: IntArray, max_lens: IntArray) -> Drafts:
-        """Propose tokens that may follow the newest token of each row.
+    def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
+        """Write tokens that may follow the newest token of each row behind it.
 
         Args:
-            rows: [n], rows that decode in the step.
+            rows: [n], rows that decode in the step; at least one.
             max_lens: [n], most tokens of each row.
+
+        Returns:
+            [n] int32, the number of tokens of each row; may be 0.
         """
         ...

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import numpy as np
 
 from ...proto.block_tables import IntArray
-from ...proto.config import SpeculativeConfig
 from ...proto.step import StepPlan
 from ..device_rows import DeviceRows
 from .forced import ForcedProposer
-from .ngram import NgramProposer
 from .proposer import DraftProposer
-
-# method |-> proposer of one rank
-_PROPOSERS: Mapping[str, Callable[[SpeculativeConfig, DeviceRows], DraftProposer]] = {"ngram": NgramProposer}
 
 
 class Speculator:
-    """Writes drafted tokens behind the known ones of their rows."""
+    """Drafts tokens behind the known ones of their rows."""
 
-    def __init__(self, config: SpeculativeConfig, rows: DeviceRows) -> None:
+    def __init__(self, rows: DeviceRows, proposer: DraftProposer) -> None:
         self._rows = rows
-        self._proposer: DraftProposer = ForcedProposer(_PROPOSERS[config.method](config, rows), rows)
+        self._proposer: DraftProposer = ForcedProposer(proposer, rows)
 
     def clear(self) -> None:
-        """Forget all rows."""
-        self._proposer.forget(np.arange(len(self._rows.lens), dtype=np.int32))
+        """Forget the sequences of all rows."""
+        self._proposer.forget(np.arange(self._rows.lens.size, dtype=np.int32))
 
     def draft(self, plan: StepPlan) -> IntArray | None:
         """Draft tokens for a plan that the rows have applied. Returns None if no row has any.
@@ -43,12 +36,11 @@ class Speculator:
         if not plan.draft_rows.size:
             return None
         self._check(plan)
-        drafts = self._proposer.propose(plan.draft_rows, plan.draft_lens)
-        if not drafts.token_ids.size:
+        lens = self._proposer.propose(plan.draft_rows, plan.draft_lens)
+        if not lens.any():
             return None
-        self._rows.write_drafts(plan.draft_rows, drafts.lens, drafts.token_ids)
         num_drafted = np.zeros_like(self._rows.lens)
-        num_drafted[plan.draft_rows] = drafts.lens
+        num_drafted[plan.draft_rows] = lens
         return num_drafted
 
     def _check(self, plan: StepPlan) -> None:

@@ -31,14 +31,31 @@ def test_object_and_text_reach_the_replica(given: dict[str, Any], expected: Spec
         assert resolve(options, Machine(1, 0)).speculative == expected
 
 
+def test_draft_model_reaches_the_replica(make_model: Any) -> None:
+    target, draft = (str(make_model("llama", seed=seed)) for seed in (1, 2))
+    given: Any = {"model": draft, "num_speculative_tokens": 3}
+    speculative = resolve(EngineOptions(target, speculative_config=given), Machine(1, 0)).speculative
+    assert speculative is not None
+    assert speculative.method == "draft_model"
+    assert speculative.draft is not None
+    assert (speculative.draft.path, speculative.draft.dtype) == (draft, "float32")
+
+
+def test_draft_model_of_another_vocabulary_is_refused(make_model: Any) -> None:
+    given: Any = {"model": str(make_model("llama")), "method": "draft_model"}
+    with pytest.raises(ConfigError, match="tokens in its vocabulary, must have the 3072 of demo"):
+        resolve(EngineOptions("demo", speculative_config=given), Machine(1, 0))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("{", "speculative_config is '{', must be a JSON object"),
         ("[]", r"speculative_config is '\[\]', must be a JSON object"),
         (3, "speculative_config is 3, must be a JSON object"),
-        ({"method": "medusa"}, "speculative_config: method is 'medusa', must be ngram"),
-        ({}, "speculative_config: method is '', must be"),
+        ({"method": "medusa"}, "speculative_config: method is 'medusa', must be ngram or draft_model"),
+        ({}, "speculative_config: model is None, must name the draft model"),
+        ({"method": "draft_model", "model": 3}, "speculative_config: model is 3, must name the draft model"),
         ({"method": "ngram", "num_tokens": 3}, "there is no option 'num_tokens' of speculative_config"),
         (
             {"method": "ngram", "num_speculative_tokens": 0},

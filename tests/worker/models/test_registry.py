@@ -130,7 +130,7 @@ def test_invalid_settings_raise(model: Any, settings: dict[str, Any]) -> None:
 def test_more_ranks_than_kv_heads_replicate_heads(model: Any) -> None:
     config = engine_config(EngineOptions("many-ranks", tensor_parallel_size=8), model)
     assert spec_of(model, 8).num_kv_heads == 4
-    assert config.num_kv_heads_per_rank == 1
+    assert config.num_kv_heads_per_rank(config.model) == 1
 
 
 def test_intermediate_size_need_not_divide(model: Any) -> None:

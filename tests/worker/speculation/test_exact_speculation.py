@@ -15,9 +15,8 @@ from quire.proto.block_tables import IntArray
 from quire.proto.config import SpeculativeConfig
 from quire.proto.errors import RankFailed
 from quire.proto.step import NewSequence, RowSampling, StepPlan
+from quire.worker import runner
 from quire.worker.device_rows import DeviceRows
-from quire.worker.speculation import speculator
-from quire.worker.speculation.proposer import Drafts
 
 NUM_SPECULATIVE_TOKENS = 4
 NUM_BLOCKS = 160  # enough for all sequences
@@ -56,10 +55,12 @@ class OracleProposer:
     def forget(self, rows: IntArray) -> None:
         """Nothing is kept."""
 
-    def propose(self, rows: IntArray, max_lens: IntArray) -> Drafts:
+    def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
         texts = self._rows.read_tokens(rows, np.zeros_like(rows), self._rows.lens[rows])
         drafts = [self._continue(text.tolist(), most) for text, most in zip(texts, max_lens, strict=True)]
-        return Drafts(np.array([len(each) for each in drafts], np.int32), np.concatenate(drafts))
+        lens = np.array([len(each) for each in drafts], np.int32)
+        self._rows.write_drafts(rows, lens, np.concatenate(drafts))
+        return lens
 
     def _continue(self, text: list[int], most: int) -> IntArray:
         whole = next((each for each in self.known if each[: len(text)] == text), [])
@@ -71,7 +72,7 @@ class OracleProposer:
 def engine(request: pytest.FixtureRequest, make_model: Callable[..., Path], make_engine: Any) -> Any:
     """An engine whose proposer is an OracleProposer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculator, "_PROPOSERS", {"ngram": OracleProposer})
+        patch.setattr(runner, "NgramProposer", OracleProposer)
         return make_engine(
             make_model("llama"),
             request.param,

@@ -1,0 +1,76 @@
+"""A draft model: outputs stay the same, and an equal model is always right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranked_driver import RankedDriver
+
+from quire.cluster.config.model_config import describe_model
+from quire.proto.config import SpeculativeConfig
+from quire.worker.speculation import draft_model
+
+PROMPTS = [np.random.default_rng(seed).integers(2, 380, 3 + 11 * seed).tolist() for seed in range(5)]
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.7, "seed": 3},
+    {"temperature": 1.0, "seed": 4, "top_p": 0.9, "n": 2},
+    {"temperature": 0.9, "seed": 5, "top_k": 20},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
+]
+
+
+def speculative(folder: Path) -> SpeculativeConfig:
+    draft = replace(describe_model(folder, "draft"), dtype="float32", max_model_len=128)
+    return SpeculativeConfig("draft_model", 3, draft=draft)
+
+
+@pytest.fixture(scope="module")
+def engines(make_model: Callable[..., Path], make_engine: Any) -> Callable[[int, bool], Any]:
+    """`engines(tp, is_equal)`: an engine whose draft model equals the target, or is another, smaller one."""
+
+    def make(tp: int, is_equal: bool) -> Any:
+        target = make_model("llama")
+        draft = (
+            target if is_equal else make_model("llama", seed=5, num_hidden_layers=1, num_key_value_heads=8)
+        )
+        return make_engine(
+            target, tp, 160, max_model_len=128, block_size=4, max_num_seqs=8, speculative=speculative(draft)
+        )
+
+    return make
+
+
+def run(engine: Any, num_blocks: int, config: SpeculativeConfig | None, depth: int = 2) -> RankedDriver:
+    driver = RankedDriver(replace(engine.config.with_num_blocks(num_blocks), speculative=config), engine.step)
+    for index, (prompt, settings) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
+        driver.add(10 * index, prompt, max_tokens=24, ignore_eos=True, **settings)
+    driver.run(depth)
+    driver.empty_ranks()
+    return driver
+
+
+@pytest.mark.parametrize(("tp", "is_equal"), [(1, True), (1, False), (2, True), (4, False)])
+def test_outputs_equal_those_without_drafts(
+    engines: Callable[[int, bool], Any], tp: int, is_equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(tp, is_equal)
+    plain = run(engine, 160, None)
+    config = engine.config.speculative
+    drafted = run(engine, 160, config)
+    assert drafted.outputs == plain.outputs
+    stats = drafted.scheduler.stats
+    if is_equal:
+        # All but those of the row with a penalty, which drafts do not see.
+        assert sum(stats.num_accepted) > 0.8 * stats.num_draft_tokens
+        assert len(drafted.plans) < 0.6 * len(plain.plans)
+    monkeypatch.setattr(draft_model, "MAX_CATCH_UP_TOKENS", 5)
+    assert run(engine, 160, config).outputs == plain.outputs
+    assert run(engine, 30, config).outputs == plain.outputs
+    engine.on_all(lambda runner: runner.reset(), engine.runners)
+    assert run(engine, 160, config).outputs == plain.outputs

@@ -1,0 +1,93 @@
+"""DraftModelProposer: a smaller model of the same vocabulary proposes tokens (Leviathan et al., 2023).
+
+Its keys and values are in layers of their own of the same blocks, so that block tables, copies and swaps are those of
+the target model. It computes a sequence when the sequence first drafts, and then what was sampled since.
+
+A draft is sampled with the target's parameters and random numbers of its position. Where both models give the same
+probabilities, both sample the same token. In general they agree with a probability of at least (1 - d) / (1 + d),
+where d is the total variation distance of the two distributions (Daliri, Musco and Suresh, 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...proto.block_tables import IntArray
+from ..attention import LayerCache
+from ..device_rows import DeviceRows
+from ..memory.host_to_device import to_device
+from ..models.loader import Model
+from ..sampling.sampler import Sampler
+from .draft_inputs import gather_draft_inputs
+
+# Known tokens that the draft model computes in a step, of all rows together. Rows with more to compute draft later.
+MAX_CATCH_UP_TOKENS = 512
+
+
+class DraftModelProposer:
+    """Drafts of one rank's part of a draft model.
+
+    Args:
+        layers: returns the draft model's KV cache, which is allocated later.
+    """
+
+    def __init__(
+        self,
+        rows: DeviceRows,
+        model: Model,
+        sampler: Sampler,
+        layers: Callable[[], list[LayerCache]],
+        block_size: int,
+    ) -> None:
+        self._rows, self._model, self._sampler = rows, model, sampler
+        self._layers, self._block_size = layers, block_size
+        # Tokens whose KV the draft model has, if those that were drafted are accepted.
+        self._num_computed: IntArray = np.zeros_like(rows.lens)
+
+    def forget(self, rows: IntArray) -> None:
+        self._num_computed[rows] = 0
+
+    def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
+        lens = self._rows.lens[rows]
+        starts = np.minimum(self._num_computed[rows], lens - 1)
+        # Each row catches up with what the rows before it leave of the limit.
+        before = np.cumsum(lens - starts) - (lens - starts)
+        counts = np.clip(MAX_CATCH_UP_TOKENS - before, 0, lens - starts)
+        has_some = counts > 0
+        hidden = self._forward(rows[has_some], starts[has_some], counts[has_some])
+        self._num_computed[rows] = starts + counts
+        is_ready = (starts + counts == lens)[has_some]
+        drafting, limits = rows[has_some][is_ready], max_lens[has_some][is_ready]
+        self._draft(drafting, limits, hidden[to_device(np.flatnonzero(is_ready), hidden.device, torch.int64)])
+        drafted: IntArray = np.where(has_some & (starts + counts == lens), max_lens, 0).astype(np.int32)
+        return drafted
+
+    def _draft(self, rows: IntArray, limits: IntArray, hidden: Tensor) -> None:
+        """Sample up to `limits` tokens of each row, one after the other, and write them behind the known ones.
+
+        Args:
+            hidden: [n, E], of the newest token of each row.
+        """
+        for place in range(int(limits.max(initial=0))):
+            goes_on = limits > place
+            if place:
+                positions = self._rows.lens[rows[goes_on]] + place - 1
+                hidden = self._forward(rows[goes_on], positions, np.ones_like(positions))
+                self._num_computed[rows[goes_on]] = positions + 1
+            elif not goes_on.all():
+                hidden = hidden[to_device(np.flatnonzero(goes_on), hidden.device, torch.int64)]
+            rows, limits = rows[goes_on], limits[goes_on]
+            positions = self._rows.lens[rows] + place
+            logits = self._model.logits(hidden)
+            token_ids = self._sampler.sample_tokens(logits, None, self._rows.sampling, rows, positions)
+            self._rows.write(rows, positions, token_ids)
+
+    def _forward(self, rows: IntArray, starts: IntArray, counts: IntArray) -> Tensor:
+        """Compute tokens of rows; return the hidden states of each row's last one, [n, E]."""
+        inputs = gather_draft_inputs(self._rows, rows, starts, counts, self._block_size)
+        hidden = self._model.forward(inputs.token_ids, inputs.positions, self._layers(), inputs.attention)
+        return hidden[to_device(inputs.last, hidden.device, torch.int64)]
