@@ -109,17 +109,17 @@ def adopt_replica(record: ReplicaRecord) -> Replica:
     """Take over a running replica that another process launched.
 
     Raises:
-        ReplicaUnavailable: a process of the replica is not running or does not answer; names it.
+        ReplicaUnavailable: the scheduler is not running or does not answer.
     """
-    roles = ["scheduler", *(f"rank-{rank}" for rank in range(record.tensor_parallel_size))]
-    handles = [_find_actor(record.replica_id, role, record.namespace) for role in roles]
-    call = {f"the scheduler of {record.replica_id}": handles[0].config.remote()}
+    # The scheduler watches its ranks itself, and may be replacing one of them now.
+    scheduler = _find_actor(record.replica_id, "scheduler", record.namespace)
+    call = {f"the scheduler of {record.replica_id}": scheduler.config.remote()}
     (config,) = await_all(call, _ADOPT_TIMEOUT_S, "answering its new owner")
     if config is None:
         raise ReplicaUnavailable(
             f"the scheduler of {record.replica_id} does not serve: it ended or never started"
         )
-    return Replica(record, config, handles[0])
+    return Replica(record, config, scheduler)
 
 
 def remove_replica(replica_id: str, namespace: str) -> None:

@@ -63,8 +63,12 @@ class FakeReplica:
         self._thread = threading.Thread(target=self._run, name=record.replica_id, daemon=True)
         self._thread.start()
 
+    @property
+    def replica_id(self) -> str:
+        return self.record.replica_id
+
     def kill(self, reason: str) -> None:
-        """Let a rank fail."""
+        """End the replica with an error."""
         self.group.error = ReplicaUnavailable(reason)
 
     def close(self) -> None:
@@ -82,7 +86,8 @@ class FakeReplica:
             self._loop.run()
         except QuireError as raised:
             error = raised
-        self.failure.set_result(error)
+        if not self.failure.done():
+            self.failure.set_result(error)
 
 
 class FakeLauncher:
