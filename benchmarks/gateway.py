@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +230,7 @@ def on_message(mailbox: ZmqMailbox, gateway: bytes, message: object, running: di
 
 
 def status(query_id: int) -> ReplicaStatus:
-    counts = dict.fromkeys(ReplicaStatus.__dataclass_fields__, 0)
+    counts = {field.name: 0 for field in fields(ReplicaStatus) if field.default is MISSING}
     texts = {
         "replica_id": "replica-0",
         "model": "demo",
