@@ -5,23 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton_device
 from fakes import small_config
 from kernel_twins import find_twin
 from stand_in_gpu import GARBAGE, DeviceTensor, HostWaitError, StandInGpu, Stream, StreamError, installed
+from torch import Tensor
 
 from quire.kernels import decode_splits
 from quire.kernels.paged_attention import paged_decode_attention
 from quire.proto.errors import RankFailed
 from quire.proto.step import RowLogitsProcessors, RowSampling
 from quire.worker import attention, batch
+from quire.worker.comm.communicator import SingleRank
+from quire.worker.comm.shard import Shard
 from quire.worker.memory import host_to_device
 from quire.worker.memory.cache_engine import CacheEngine
 from quire.worker.memory.device_to_host import HostCopy
 from quire.worker.memory.host_to_device import to_device
 from quire.worker.models.decoder import Decoder
+from quire.worker.sampling import sampler
+from quire.worker.sampling.sampler import Sampler
+from quire.worker.sampling.sampling_table import SamplingTable
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
 assert triton_device
@@ -133,6 +140,37 @@ def test_worker_gives_tokens_of_cpu(
         assert set(gpu.num_syncs) == {"event.synchronize"}
         assert (gpu.num_replays > 0) == settings.get("cuda_graphs", True)
         assert gpu.allocated == 0
+
+
+class Twice(SingleRank):
+    """Two ranks whose tensors are the same."""
+
+    size = 2
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return torch.stack((tensor, tensor))
+
+
+def test_truncated_sampling_of_two_ranks_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a wide nucleus, for which a rank's candidates do not suffice, and in parts of two rows."""
+    monkeypatch.setattr(sampler, "MAX_GATHERED_ROWS", 2)
+    local = torch.randn(4, 200, generator=torch.Generator().manual_seed(0))
+    table = SamplingTable(4, 400)
+    wide = RowSampling(top_p=0.99, temperature=3.0, seed=1)
+    for row, sampling in enumerate(
+        (wide, RowSampling(top_k=5), RowSampling(top_p=0.5), RowSampling(min_p=0.1))
+    ):
+        table.put(row, sampling)
+    rows, lens = np.arange(4, dtype=np.int32), np.full(4, 7, dtype=np.int32)
+    whole = Sampler(Shard(0, 1, 400), SingleRank(), torch.device("cpu"))
+    expected, _ = whole.sample(torch.cat((local, local), dim=1), table, rows, lens)
+    with installed(monkeypatch, stand_in=find_twin) as gpu:
+        on_device = to_device(local.numpy(), torch.device("cuda", 0), torch.float32)
+        gpu.num_syncs.clear()
+        sharded = Sampler(Shard(0, 2, 400), Twice(), torch.device("cuda", 0))
+        found, _ = sharded.sample(on_device, table, rows, lens)
+        assert not gpu.num_syncs
+        assert found.cpu().tolist() == expected.tolist()
 
 
 def break_device(patch: pytest.MonkeyPatch) -> None:
