@@ -238,6 +238,16 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Recovery",
+        "recovery",
+        "Time from `kill -9` of a rank to the next token of its streams, on a machine at a load of 11.",
+        chosen(
+            recovery__kill_rank__p50_s="median",
+            recovery__kill_rank__max_s="longest",
+            recovery__restart_all_s="a restart of the whole server instead",
+        ),
+    ),
+    Section(
         "Idle cost",
         "idle",
         "CPU use of a fleet of two replicas without requests.",
