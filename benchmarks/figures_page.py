@@ -238,6 +238,14 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Overload",
+        "overload",
+        "Goodput of a replica at ten times the requests that it can serve, as a share of its peak.",
+        chosen(
+            overload__simulated__deadline__at_10x="with deadlines, in simulated time",
+        ),
+    ),
+    Section(
         "Recovery",
         "recovery",
         "Time from `kill -9` of a rank to the next token of its streams, on a machine at a load of 11.",
