@@ -13,6 +13,7 @@ from ...proto.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     StructuredOutputsConfig,
 )
 from ...proto.errors import ConfigError
@@ -104,9 +105,18 @@ def engine_config(
         **_same_named(ChatConfig, options, "chat_template"),
     )
     structured_outputs = StructuredOutputsConfig(**_same_named(StructuredOutputsConfig, options))
-    text = options.speculative_config
-    speculative = None if text is None else read_speculative_options(text).config()
+    speculative = _speculative_config(options)
     return EngineConfig(model, cache, parallel, scheduler, chat, structured_outputs, speculative)
+
+
+def _speculative_config(options: EngineOptions) -> SpeculativeConfig | None:
+    """Return the configuration of speculative decoding, without the draft model."""
+    if options.speculative_config is None:
+        return None
+    own = read_speculative_options(options.speculative_config)
+    return SpeculativeConfig(
+        own.method, own.num_speculative_tokens, own.prompt_lookup_min, own.prompt_lookup_max
+    )
 
 
 def _with_draft_model(config: EngineConfig, options: EngineOptions, *, with_weights: bool) -> EngineConfig:

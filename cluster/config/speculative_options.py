@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...proto.config import SpeculativeConfig
 from ...proto.errors import ConfigError
 from .checks import in_words
 from .option import check_names
@@ -34,12 +33,6 @@ class SpeculativeOptions:
     prompt_lookup_min: int
     prompt_lookup_max: int | None
     model: str | None = None
-
-    def config(self) -> SpeculativeConfig:
-        """Return the configuration that the replica is handed, without the draft model."""
-        return SpeculativeConfig(
-            self.method, self.num_speculative_tokens, self.prompt_lookup_min, self.prompt_lookup_max
-        )
 
 
 def read_speculative_options(text: str) -> SpeculativeOptions:
