@@ -144,7 +144,7 @@ def test_embed_reads_packed_weight(dtype: torch.dtype, layout: Layout) -> None:
 @pytest.mark.skipif(not collapses_pages(), reason="this system does not collapse huge pages on request")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_packed_weights_use_huge_pages(dtype: torch.dtype) -> None:
-    weight = torch.zeros(16 << 10, 1 << 10, dtype=dtype)
+    weight = torch.zeros((64 << 10) // dtype.itemsize, 1 << 10, dtype=dtype)
     before = huge_page_bytes()
     packed = pack_int8(weight, torch.ones(len(weight))) if dtype == torch.int8 else pack(weight)
     if packed is None or packed.layout is Layout.PLAIN:
