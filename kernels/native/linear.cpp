@@ -140,18 +140,27 @@ struct Outputs {
 
 // The result y [T, N / 2] of a linear layer and a gated activation. Both halves of the outputs are whole panels; the
 // sums of the gate's are followed by those of the others.
-template <Gate GATE, typename Format, typename T>
+template <typename Format, typename T>
 struct GatedOutputs {
   static constexpr int PARTS = 2;
 
   const Panels<Format>& weight;
   const T* bias;
   T* y;
+  Gate gate;
 
   int64_t num_panels() const { return weight.count() / 2; }
-  GatedOutputs from(int64_t token) const { return {weight, bias, y + token * weight.out_features / 2}; }
+  GatedOutputs from(int64_t token) const { return {weight, bias, y + token * weight.out_features / 2, gate}; }
 
   void write(int64_t panel, const float* sums, int64_t stride, int64_t count) const {
+    if (gate == GELU_TANH)
+      write_as<GELU_TANH>(panel, sums, stride, count);
+    else
+      write_as<SILU>(panel, sums, stride, count);
+  }
+
+  template <Gate GATE>
+  void write_as(int64_t panel, const float* sums, int64_t stride, int64_t count) const {
     const PanelOutputs<Format, T> gates(weight, panel, bias), ups(weight, num_panels() + panel, bias);
     const float* up_sums = sums + count * stride;
     for (int64_t m = 0; m < count; m++, sums += stride, up_sums += stride) {
@@ -350,14 +359,15 @@ void linear(const Panels<Format>& weight, const T* x, const T* bias, T* y, int64
 }
 
 // y [T, N / 2] = gated activation of the linear layer's outputs. N / 2 is a multiple of PANEL_LEN.
-template <Gate GATE, typename Format, typename T>
-void gated_linear(const Panels<Format>& weight, const T* x, const T* bias, T* y, int64_t num_tokens, int threads) {
+template <typename Format, typename T>
+void gated_linear(const Panels<Format>& weight, Gate gate, const T* x, const T* bias, T* y, int64_t num_tokens,
+                  int threads) {
   if (num_tokens > MAX_TILE_TOKENS) {
-    multiply_many<Format>(GatedOutputs<GATE, Format, T>{weight, bias, y}, x, num_tokens, threads);
+    multiply_many<Format>(GatedOutputs<Format, T>{weight, bias, y, gate}, x, num_tokens, threads);
   } else {
     const auto gate_up = std::make_unique<T[]>(num_tokens * weight.out_features);
     linear(weight, x, bias, gate_up.get(), num_tokens, threads);
-    quire_gate_and_mul(sizeof(T) == sizeof(float) ? FLOAT32 : BFLOAT16, GATE, gate_up.get(), y, num_tokens,
+    quire_gate_and_mul(sizeof(T) == sizeof(float) ? FLOAT32 : BFLOAT16, gate, gate_up.get(), y, num_tokens,
                        weight.out_features / 2, threads);
   }
 }
@@ -424,10 +434,7 @@ void quire_gated_linear(int weight_dtype, int dtype, int gate, const void* x, co
                         int64_t panel_stride, int threads) {
   for_types(weight_dtype, dtype, panels, scales, in_features, out_features, panel_stride, [&](auto& weight, auto t) {
     using T = decltype(t);
-    if (gate == GELU_TANH)
-      gated_linear<GELU_TANH>(weight, (const T*)x, (const T*)bias, (T*)y, num_tokens, threads);
-    else
-      gated_linear<SILU>(weight, (const T*)x, (const T*)bias, (T*)y, num_tokens, threads);
+    gated_linear(weight, Gate(gate), (const T*)x, (const T*)bias, (T*)y, num_tokens, threads);
   });
 }
 
