@@ -84,7 +84,8 @@ def _shut_down(console: Console, server: ServerProcess) -> bool:
         console.print(f"left behind: {thing}", style="red", highlight=False)
     if not left:
         console.print("shut down: no process, no shared memory, no socket, no file left")
-    return not left and status >= 0
+    # SIGTERM ends a server that was still importing its modules, and has started nothing.
+    return not left and (status >= 0 or status == -signal.SIGTERM)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -56,8 +56,15 @@ def test_demo_finishes_every_request_and_leaves_nothing(temporary: Path, tmp_pat
     assert left_in(temporary) == []
 
 
-@pytest.mark.parametrize("moment", ["starting", pytest.param("ready on", marks=pytest.mark.slow)])
-def test_ctrl_c_shuts_down_and_leaves_nothing(moment: str, temporary: Path) -> None:
+@pytest.mark.parametrize(
+    ("moment", "pause_s"),
+    [
+        pytest.param("starting", 0, id="importing"),
+        pytest.param("starting", 3, id="starting Ray"),
+        pytest.param("ready on", 0, id="ready", marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_shuts_down_and_leaves_nothing(moment: str, pause_s: float, temporary: Path) -> None:
     demo = subprocess.Popen(
         COMMAND,
         env=os.environ | {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"},
@@ -72,8 +79,7 @@ def test_ctrl_c_shuts_down_and_leaves_nothing(moment: str, temporary: Path) -> N
         lines.append(line)
         if line.startswith(moment):
             break
-    if moment == "starting":
-        time.sleep(3)  # while Ray is starting
+    time.sleep(pause_s)
     os.killpg(demo.pid, signal.SIGINT)
     rest, _ = demo.communicate(timeout=180)
     assert demo.returncode == 130, [*lines, rest]
