@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 
+import llguidance
 import numpy as np
 import pytest
 from grammars import EOS, VOCAB_SIZE, allowed_ids, demo_library, random_walk
 
+from quire.worker.structured import guidance_backend
 from quire.worker.structured.compilation import GUIDANCE, XGRAMMAR, GrammarLibrary
 from quire.worker.structured.grammar import GrammarSpec, Matcher, UnsupportedConstraint, num_words
 
@@ -70,6 +72,22 @@ def test_constraint_allows_its_texts_only(
     matcher = new_matcher(library, backend, kind, text)
     assert [each for each in allowed if not accepts(library, matcher, each)] == []
     assert [each for each in forbidden if accepts(library, matcher, each)] == []
+
+
+ONE_TEXT = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+def test_mask_beyond_the_limits_allows_only_the_end_and_is_logged_once(
+    library: GrammarLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled = library.compile(GrammarSpec("json", json.dumps(ONE_TEXT)), GUIDANCE)
+    few = llguidance.LLParserLimits(verbose_errors=False, step_max_items=1)
+    monkeypatch.setattr(guidance_backend, "_LIMITS", few)
+    matcher = library.load(compiled).new_matcher()
+    matcher.accept(mask(matcher)[0])
+    assert mask(matcher) == mask(matcher) == [EOS]
+    (record,) = caplog.records
+    assert "Too many items" in record.message
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
