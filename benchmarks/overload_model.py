@@ -238,7 +238,7 @@ class LoadMailbox:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a load.
+    """Result of a load.
 
     Attributes:
         num_computed_tokens: tokens of all steps.

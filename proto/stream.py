@@ -269,7 +269,7 @@ class BlockMap:
 
 
 class Activity(StrEnum):
-    """What a replica does.
+    """Activity of a replica.
 
     IDLE: no step is computed. BUSY: steps are computed in the expected time. PREFILL: as BUSY, with a step that is
     expected to take long. LATE: the present step takes several times longer than expected, and its ranks are

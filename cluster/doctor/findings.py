@@ -27,7 +27,7 @@ _PORT_OPTIONS = {"listen": "gRPC", "http": "HTTP"}
 
 
 class Verdict(StrEnum):
-    """How good a fact is: nothing to do, worth knowing, slower than it could be, or the cause of a failure."""
+    """Rating of a fact: nothing to do, worth knowing, slower than it could be, or the cause of a failure."""
 
     OK = "ok"
     NOTE = "note"

@@ -165,7 +165,7 @@ class ReplicaClient:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the replica has sent no message for so long that it counts as failed."""
+        """True if the replica has sent no message for so long that it counts as failed."""
         return self.silence_s > self._silence_timeout_s
 
     @property

@@ -163,7 +163,7 @@ class RequestMetrics:
 
     @property
     def queued_ts(self) -> float:
-        """When the request entered the queue, which is its arrival."""
+        """Time at which the request entered the queue, which is its arrival."""
         return self.arrival_time
 
     @property

@@ -46,7 +46,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a server's processes hold while it is idle."""
+    """Resources that a server's processes hold while it is idle."""
 
     num_processes: int
     num_descriptors: int

@@ -77,7 +77,7 @@ def make_jobs(count: int, rng: random.Random) -> list[Job]:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the work."""
+    """Result of the work."""
 
     num_done: int = 0
     lost: list[str] = field(default_factory=list)

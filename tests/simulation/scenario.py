@@ -35,7 +35,7 @@ ENDS_BY_DEADLINE = "DeadlineExpired", "Overloaded", "ReplicaUnavailable", "RankF
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run did.
+    """Result of a run.
 
     Attributes:
         faults: kind |-> how many.
