@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ...kernels.activation import GATED_ACTIVATIONS
 from ...kernels.all_reduce_norm import Peers, all_reduce_add_rms_norm
 from ...kernels.attention_variant import AttentionVariant
 from ...kernels.decode_layers import DenseLayer
@@ -136,9 +135,7 @@ class DecoderLayer:
         self.mlp: Mlp | MixtureOfExperts
         if layer.has_experts:
             assert spec.experts is not None
-            self.mlp = MixtureOfExperts(
-                load, spec.experts, spec.hidden_size, GATED_ACTIVATIONS[spec.activation], name
-            )
+            self.mlp = MixtureOfExperts(load, spec.experts, spec.hidden_size, spec.activation, name)
         else:
             self.mlp = Mlp(load, spec, f"{name}.mlp", peers)
         self.after_mlp = norm(spec.norms.after_mlp)

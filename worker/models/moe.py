@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.activation import GATED_ACTIVATIONS
 from ...kernels.dispatch import has_kernels
 from ...kernels.moe import ExpertWeights, gather_linear, scatter_linear, sort_choices
 from ..weights.expert_weights import stack_experts
 from ..weights.linear_weight import LinearWeight
 from ..weights.weight_slice import WeightSlice
+from .expert_routing import ExpertRouter
+from .layers import ColumnParallelLinear, Projection
 from .load_context import LoadContext
 from .spec import Experts
 
@@ -74,11 +76,33 @@ def group_experts(layers: ExpertLayers) -> GroupedExperts | None:
     return None if gate_up is None or down is None else GroupedExperts(gate_up, down, layers.activation)
 
 
+class SharedExperts:
+    """A gated feed-forward network that every token passes besides its experts; sharded over the ranks.
+
+    Args:
+        gate: activation (kernels.activation).
+    """
+
+    def __init__(
+        self, load: LoadContext, intermediate_size: int, hidden_size: int, gate: str, name: str
+    ) -> None:
+        shard = load.shard(intermediate_size)
+        projections = [Projection(f"{name}.{part}_proj", shard) for part in ("gate", "up")]
+        self.gate_up = ColumnParallelLinear(load, projections, hidden_size, bias=False)
+        shape = hidden_size, intermediate_size
+        self.down = load.linear([WeightSlice(f"{name}.down_proj", shape, 1, shard.start, len(shard))])
+        self.gate = gate
+
+    def forward_partial(self, x: Tensor) -> Tensor:
+        """[T, E] -> this rank's addend of the sum over the ranks, [T, E]."""
+        return self.down.multiply(self.gate_up.forward_gated(x, self.gate))
+
+
 class MixtureOfExperts:
     """Gated feed-forward experts; each expert's intermediate dimension is sharded over the ranks.
 
     Args:
-        activation: of the experts, [T, 2 I] -> [T, I].
+        gate: activation of the experts (kernels.activation).
         name: of the decoder layer.
 
     Attributes:
@@ -90,29 +114,36 @@ class MixtureOfExperts:
         load: LoadContext,
         experts: Experts,
         hidden_size: int,
-        activation: Activation,
+        gate: str,
         name: str,
     ) -> None:
         self.comm = load.comm
-        self.spec = experts
         # Mixtral's published checkpoints have other names for the block and its matrices.
         is_mixtral = load.checkpoint.has(f"{name}.block_sparse_moe.gate.weight")
         block = f"{name}.block_sparse_moe" if is_mixtral else f"{name}.mlp"
         matrices = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
-        self.router = load.replicated(f"{block}.gate.weight", experts.count, hidden_size)
+        self.router = ExpertRouter(load, experts, hidden_size, f"{block}.gate")
         if load.checkpoint.has(f"{block}.experts.gate_up_proj"):
             _alias_fused_experts(load, experts, hidden_size, f"{block}.experts", matrices)
         gate_up: list[LinearWeight] = []
         down: list[LinearWeight] = []
         inner, shard = experts.intermediate_size, load.shard(experts.intermediate_size)
         for index in range(experts.count):
-            gate, up, last = (f"{block}.experts.{index}.{matrix}" for matrix in matrices)
-            rows = [WeightSlice(own, (inner, hidden_size), 0, shard.start, len(shard)) for own in (gate, up)]
+            gate_name, up_name, down_name = (f"{block}.experts.{index}.{matrix}" for matrix in matrices)
+            rows = [
+                WeightSlice(own, (inner, hidden_size), 0, shard.start, len(shard))
+                for own in (gate_name, up_name)
+            ]
             gate_up.append(load.linear(rows))
-            down.append(load.linear([WeightSlice(last, (hidden_size, inner), 1, shard.start, len(shard))]))
-        layers = ExpertLayers(gate_up, down, activation)
-        grouped = group_experts(layers) if has_kernels(self.router) else None
+            columns = WeightSlice(down_name, (hidden_size, inner), 1, shard.start, len(shard))
+            down.append(load.linear([columns]))
+        layers = ExpertLayers(gate_up, down, GATED_ACTIVATIONS[gate])
+        grouped = group_experts(layers) if has_kernels(self.router.weight) else None
         self.experts: ExpertLayers | GroupedExperts = layers if grouped is None else grouped
+        self.shared: SharedExperts | None = None
+        if experts.shared_intermediate_size:
+            name = f"{block}.shared_experts"
+            self.shared = SharedExperts(load, experts.shared_intermediate_size, hidden_size, gate, name)
 
     @property
     def reads_back(self) -> bool:
@@ -120,15 +151,10 @@ class MixtureOfExperts:
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, E] -> [T, E]."""
-        return self.comm.all_reduce(self.experts.forward(x, *self._route(x)))
-
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, E] -> factors, float32, and expert ids, both [T, per_token]."""
-        probabilities = F.linear(x, self.router).softmax(dim=-1, dtype=torch.float32)
-        factors, expert_ids = probabilities.topk(self.spec.per_token, dim=-1)
-        if self.spec.normalized:
-            factors = factors / factors.sum(dim=-1, keepdim=True)
-        return factors, expert_ids
+        part = self.experts.forward(x, *self.router.choose(x))
+        if self.shared is not None:
+            part += self.shared.forward_partial(x)
+        return self.comm.all_reduce(part)
 
 
 def _alias_fused_experts(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...proto.config import ModelConfig
@@ -33,12 +34,27 @@ class Experts:
         per_token: experts per token (top k of the router).
         intermediate_size: of one expert.
         normalized: scale the weights of a token's experts to sum to 1.
+        score: function of the router's logits: ``softmax`` over all experts, or ``sigmoid`` of each.
+        num_groups, num_top_groups: a token's experts are chosen from its best `num_top_groups` of `num_groups` groups
+            of equal size (group-limited routing; DeepSeek-AI, *DeepSeek-V2*, 2024).
+        group_score: score of a group: that of its best expert, ``max``, or the sum of its best two, ``top2``.
+        correction_bias: a stored bias per expert is added to the scores that experts are chosen by, but not to their
+            weights (DeepSeek-AI, *DeepSeek-V3*, 2024).
+        scale: multiplies the weights of a token's experts.
+        shared_intermediate_size: of a feed-forward network that every token passes besides its experts; 0 for none.
     """
 
     count: int
     per_token: int
     intermediate_size: int
     normalized: bool
+    score: str = "softmax"
+    num_groups: int = 1
+    num_top_groups: int = 1
+    group_score: str = "max"
+    correction_bias: bool = False
+    scale: float = 1.0
+    shared_intermediate_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +127,7 @@ class Family:
         expert_fields: fields of the configuration with the number of experts and their intermediate size; None for
             dense architectures.
         experts_normalized: the weights of a token's experts sum to 1; None to read ``norm_topk_prob``.
+        routing: key of ROUTINGS.
         all_layers_windowed: ``sliding_window`` applies to every layer, regardless of ``layer_types``.
 
     The other fields are those of DecoderSpec.
@@ -124,6 +141,7 @@ class Family:
     is_gemma: bool = False
     expert_fields: tuple[str, str] | None = None
     experts_normalized: bool | None = None
+    routing: str = "softmax"
     all_layers_windowed: bool = False
 
 
@@ -223,6 +241,8 @@ def _read_layer_types(model: ModelConfig, family: Family, window: int) -> list[s
 
 
 def _has_experts(hf: dict[str, Any], index: int) -> bool:
+    if index < (hf.get("first_k_dense_replace") or 0):
+        return False
     step = hf.get("decoder_sparse_step") or 1
     return index not in (hf.get("mlp_only_layers") or []) and (index + 1) % step == 0
 
@@ -237,12 +257,60 @@ def _read_experts(model: ModelConfig, family: Family) -> Experts | None:
     if not 0 < per_token <= count:
         raise ConfigError(f"{model.name}: num_experts_per_tok is {per_token}, but it has {count} experts")
     normalized = family.experts_normalized
-    return Experts(
+    size = _required(model, size_field)
+    experts = Experts(
         count,
         per_token,
-        _required(model, size_field),
+        size,
         bool(model.hf.get("norm_topk_prob")) if normalized is None else normalized,
+        shared_intermediate_size=size * (model.hf.get("n_shared_experts") or 0),
     )
+    experts = ROUTINGS[family.routing](experts, model.hf)
+    _check_groups(model, experts)
+    return experts
+
+
+def _check_groups(model: ModelConfig, experts: Experts) -> None:
+    """Raise ConfigError unless each token finds its experts within its groups."""
+    num_groups, num_top, count = experts.num_groups, experts.num_top_groups, experts.count
+    if not 0 < num_top <= num_groups or count % num_groups:
+        raise ConfigError(
+            f"{model.name}: {count} experts cannot be chosen from {num_top} of {num_groups} equal groups"
+        )
+    if experts.per_token > count // num_groups * num_top:
+        raise ConfigError(
+            f"{model.name}: num_experts_per_tok is {experts.per_token}, but {num_top} groups have "
+            f"{count // num_groups * num_top} experts"
+        )
+
+
+def _group_limited_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
+    """Routing of DeepSeek-V2: the best experts of the groups with the best experts."""
+    experts = replace(experts, scale=float(hf.get("routed_scaling_factor") or 1.0))
+    if hf.get("topk_method") != "group_limited_greedy":
+        return experts
+    return replace(experts, num_groups=hf["n_group"], num_top_groups=hf["topk_group"])
+
+
+def _corrected_sigmoid_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
+    """Routing of DeepSeek-V3: sigmoid scores, a bias that balances the load, and groups by their two best experts."""
+    return replace(
+        experts,
+        score="sigmoid",
+        num_groups=hf.get("n_group") or 1,
+        num_top_groups=hf.get("topk_group") or 1,
+        group_score="top2",
+        correction_bias=True,
+        scale=float(hf.get("routed_scaling_factor") or 1.0),
+    )
+
+
+# Family.routing |-> function that adds the settings of a configuration.
+ROUTINGS: dict[str, Callable[[Experts, dict[str, Any]], Experts]] = {
+    "softmax": lambda experts, hf: experts,
+    "group_limited": _group_limited_routing,
+    "corrected_sigmoid": _corrected_sigmoid_routing,
+}
 
 
 def _has_ropes_per_layer_type(hf: dict[str, Any]) -> bool:
