@@ -14,6 +14,7 @@ class Detokenizer:
     The text that is returned never ends inside a character, or inside the beginning of a stop string.
 
     Args:
+        context: ids that the text continues, if there are any.
         min_tokens: ignore stop strings that end within the text of this many tokens.
         skip_special_tokens: leave out the text of special tokens.
         keep_stop: keep the stop string at the end of the text.
@@ -27,11 +28,12 @@ class Detokenizer:
         tokenizer: Tokenizer,
         stop: tuple[str, ...] = (),
         *,
+        context: Sequence[int] = (),
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
         keep_stop: bool = False,
     ) -> None:
-        self._decoder = incremental_decoder(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._decoder = incremental_decoder(tokenizer, context, skip_special_tokens=skip_special_tokens)
         self._finder = StopFinder(stop, keep=keep_stop) if stop else None
         self._num_exempt = min_tokens  # tokens to come in whose text no stop string ends
         self.stop_string: str | None = None

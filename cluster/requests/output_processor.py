@@ -23,6 +23,9 @@ from .tokenizer import Tokenizer
 
 CompletionEvent = CompletionDelta | CompletionFinished
 
+# Enough to find a prompt token whose text is shown.
+_MAX_CONTEXT_TOKENS = 8
+
 
 class OutputProcessor:
     """Detokenizes the sequences of one request and emits their events; used by the gateway and by LLM.
@@ -97,6 +100,12 @@ class OutputProcessor:
                     yield replace(event, index=rank)
 
 
+def _context(request: Request) -> list[int]:
+    """Return the ids that the text continues: a completion follows its prompt, a message of a chat begins anew."""
+    is_chat = request.new_parser is not None
+    return [] if is_chat else request.prompt_token_ids[-_MAX_CONTEXT_TOKENS:].tolist()
+
+
 class _SequenceOutput:
     """Text and log-probabilities of one sequence of a request.
 
@@ -116,6 +125,10 @@ class _SequenceOutput:
             Detokenizer(
                 tokenizer,
                 sampling.stop,
+                # The text of a completion follows that of its prompt; a message of a chat begins anew.
+                context=request.prompt_token_ids[-_MAX_CONTEXT_TOKENS:].tolist()
+                if request.new_parser is None
+                else (),
                 min_tokens=sampling.min_tokens,
                 skip_special_tokens=sampling.skip_special_tokens,
                 keep_stop=self._keeps_stop,

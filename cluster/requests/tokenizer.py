@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,9 +16,11 @@ class Tokenizer:
 
     Attributes:
         special_tokens: texts of the special tokens.
+        special_ids: their ids.
         is_byte_level: each token stands for bytes, whatever its neighbors are.
         token_bytes: their bytes, if the tokenizer `is_byte_level`.
         shown_bytes: the same, without those of special tokens.
+        fallback_bytes: id |-> byte, of the tokens that stand for one byte of a character that the vocabulary lacks.
         named_special_tokens: name |-> text of those with a role, for example ``bos_token``.
 
     Raises:
@@ -28,13 +31,20 @@ class Tokenizer:
         self._loaded = _load(path)
         self._backend = self._loaded.backend_tokenizer
         self.named_special_tokens: dict[str, str] = dict(self._loaded.special_tokens_map)
-        self.special_tokens = frozenset(
-            token.content for token in self._backend.get_added_tokens_decoder().values() if token.special
-        )
+        special = {
+            token_id: token.content
+            for token_id, token in self._backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self.special_ids = frozenset(special)
+        self.special_tokens = frozenset(special.values())
         self.is_byte_level = type(self._backend.decoder).__name__ == "ByteLevel"
         # Bounded by the vocabulary: ids without a token are not sampled, and are refused in prompts.
         self.token_bytes = TokenBytes(self._backend.id_to_token)
         self.shown_bytes = TokenBytes(self._backend.id_to_token, self.special_tokens)
+        self.fallback_bytes = (
+            _fallback_bytes(self._backend) if _has_byte_fallback(self._backend.decoder) else {}
+        )
         # These settings are for training. A prompt that is too long must be refused, not truncated.
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -111,6 +121,20 @@ class Tokenizer:
         """Return the text of a single token, special tokens included."""
         text: str = self._backend.decode([token_id], skip_special_tokens=False)
         return text
+
+
+def _has_byte_fallback(decoder: Any) -> bool:
+    """Return whether a decoder of the library `tokenizers` joins byte tokens to characters."""
+    if decoder is None:
+        return False
+    state = json.loads(decoder.__getstate__())
+    return any(each["type"] == "ByteFallback" for each in state.get("decoders", [state]))
+
+
+def _fallback_bytes(backend: Any) -> dict[int, int]:
+    """Return id |-> byte of the tokens from <0x00> to <0xFF>, as far as the vocabulary has them."""
+    ids = {byte: backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+    return {token_id: byte for byte, token_id in ids.items() if token_id is not None}
 
 
 def _load(path: str) -> Any:
