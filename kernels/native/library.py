@@ -53,6 +53,8 @@ _SIGNATURES: dict[str, list[_CType]] = {
     "quire_paged_prefill": [_INT] * 2 + [_POINTER] * 7 + _ATTENTION,
     "quire_sample_greedy": [_POINTER] * 3 + [_LONG] * 3 + [_INT] * 2,
     "quire_sample_full": [_POINTER] * 5 + [_LONG] * 3 + [_INT] * 2,
+    "quire_add_lora": [_INT] + [_POINTER] * 4 + [_INT],
+    "quire_lora_bytes": [],
     "quire_decode_layer_bytes": [],
     "quire_decode_layers": _DECODE_LAYERS,
     "quire_shm_segment_bytes": [_INT, _LONG],
@@ -69,6 +71,7 @@ _SIGNATURES: dict[str, list[_CType]] = {
 # Result types other than int.
 _RESULTS = {
     "quire_decode_layer_bytes": _LONG,
+    "quire_lora_bytes": _LONG,
     "quire_shm_segment_bytes": _LONG,
     "quire_suffix_create": _POINTER,
     "quire_suffix_propose": _LONG,

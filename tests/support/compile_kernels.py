@@ -29,6 +29,7 @@ from quire.kernels.gpu import (
     block_tables,
     fused_qk_norm_rope_kv_write,
     gumbel,
+    lora,
     moe,
     norm,
     paged_cache,
@@ -42,6 +43,7 @@ from quire.kernels.gpu import (
     topk_tokens,
 )
 from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
+from quire.kernels.lora import LoraGroups, make_factors
 from quire.kernels.moe import ExpertWeights
 from quire.kernels.quantized_linear import QuantizedWeight
 
@@ -204,6 +206,17 @@ def launch_experts(capability: int) -> None:
             launch_expert_linears(num_tokens, each, torch.bfloat16)
 
 
+def launch_adapters() -> None:
+    """Launch adapters of small and large ranks on a fused layer and on a layer of one part."""
+    ids = torch.zeros(3, dtype=torch.int32)
+    groups = LoraGroups(ids, ids, ids[:2])
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for max_rank, part_lens in ((8, [4096, 1024, 1024]), (16, [4096]), (64, [4096]), (256, [4096])):
+            factors = make_factors(2, max_rank, 4096, part_lens, dtype, torch.device("cpu"))
+            x, y = torch.zeros(3, 4096, dtype=dtype), torch.zeros(3, sum(part_lens), dtype=dtype)
+            lora.add_lora(y, x, factors, groups)
+
+
 def launch_expert_linears(num_tokens: int, weights: ExpertWeights, dtype: torch.dtype) -> None:
     per_token, x = 2, torch.zeros(num_tokens, 512, dtype=dtype)
     choices = moe.sort_choices(torch.zeros(num_tokens, per_token, dtype=torch.int64), len(weights.codes))
@@ -280,6 +293,7 @@ def main(capability: int) -> None:
     launch_sampler()
     launch_quantized_linear(capability)
     launch_experts(capability)
+    launch_adapters()
     assert compilations.problems == [], compilations.problems
 
 

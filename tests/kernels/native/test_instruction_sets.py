@@ -31,6 +31,7 @@ FILES = [
     "test_cpu_sampling.py",
     "test_elementwise.py",
     "test_linear.py",
+    "test_lora.py",
     "test_paged_attention.py",
     "test_quantized_kv.py",
     "native/test_library.py",
