@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .errors import ConfigError
+from .lora import LoraReference
 from .sampling import SamplingDefaults
 
 
@@ -187,11 +188,29 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """LoRA adapters.
+
+    Attributes:
+        max_loras: slots on the device, that is adapters that a step may use.
+        max_lora_rank: largest rank of an adapter.
+        max_cpu_loras: adapters in host memory, at least `max_loras`.
+        modules: adapters that are read at start-up.
+    """
+
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int
+    modules: tuple[LoraReference, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The whole configuration of a replica.
 
     Attributes:
         speculative: None without speculative decoding.
+        lora: None without adapters.
     """
 
     model: ModelConfig
@@ -201,6 +220,7 @@ class EngineConfig:
     chat: ChatConfig = field(default_factory=ChatConfig)
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     speculative: SpeculativeConfig | None = None
+    lora: LoraConfig | None = None
 
     def with_num_blocks(self, num_blocks: int) -> EngineConfig:
         """Return the configuration with the pool's number of blocks.

@@ -2,6 +2,7 @@
 
 A sequence is sent in full once, then as diffs. A *row* is a batch slot. A rank applies a plan in this order:
 
+0. adapters: drop `lora_drops` from host memory, begin `lora_loads`, copy those of `lora_slots` into their slots;
 1. empty `released_rows`;
 2. put the `new` sequences into their rows, with tokens and block tables in full;
 3. shorten the block tables of `trimmed_rows` to `trimmed_lens`, then append `appended_ids` to those of
@@ -27,6 +28,7 @@ import numpy.typing as npt
 
 from .block_tables import IntArray, RowArray
 from .codec import FloatArray, FrameCodec, field_values, pack_floats, pack_ints, unpack_floats, unpack_ints
+from .lora import NO_SLOT, LoraLoad, LoraReport
 from .structured_outputs import OutputConstraint
 
 VERSION = 4
@@ -139,6 +141,7 @@ class NewSequence:
         token_ids: the prompt, then every token generated before.
         num_computed_tokens: leading tokens of token_ids whose KV the blocks already hold (a prefix cache hit).
         block_ids: its block table so far.
+        lora_slot: the slot of its adapter; NO_SLOT for none.
     """
 
     row: int
@@ -147,6 +150,7 @@ class NewSequence:
     num_computed_tokens: int
     block_ids: IntArray
     sampling: RowSampling
+    lora_slot: int = NO_SLOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,9 @@ class StepPlan:
         copies: [n, 2] source and destination block ids; no block is both (copy-on-write).
         swap_out: [n, 2] device block id, host block id that receives its copy.
         swap_in: [n, 2] host block id, device block id that receives its copy.
+        lora_loads: adapters to read into host memory, which takes a while.
+        lora_drops: [n] ids of adapters to drop from host memory.
+        lora_slots: [n, 2] slot, id of the adapter in host memory that it receives.
     """
 
     step_id: int
@@ -183,6 +190,9 @@ class StepPlan:
     chunk_lens: IntArray = field(default_factory=lambda: NO_INTS)
     draft_rows: IntArray = field(default_factory=lambda: NO_INTS)
     draft_lens: IntArray = field(default_factory=lambda: NO_INTS)
+    lora_loads: tuple[LoraLoad, ...] = ()
+    lora_drops: IntArray = field(default_factory=lambda: NO_INTS)
+    lora_slots: IntArray = field(default_factory=lambda: NO_PAIRS)
 
     def encode(self) -> bytes:
         return _codec.encode(
@@ -206,8 +216,16 @@ class StepPlan:
                 pack_ints(self.chunk_lens),
                 pack_ints(self.draft_rows),
                 pack_ints(self.draft_lens),
+                *self._pack_lora(),
             )
         )
+
+    def _pack_lora(self) -> tuple[Any, ...]:
+        """Return what the plan orders for adapters; nothing in most plans."""
+        if not (self.lora_loads or self.lora_drops.size or self.lora_slots.size):
+            return ()
+        loads = [field_values(load) for load in self.lora_loads]
+        return loads, pack_ints(self.lora_drops), pack_ints(self.lora_slots)
 
     @staticmethod
     def decode(frame: bytes) -> StepPlan:
@@ -309,6 +327,7 @@ class StepResult:
         stage_times: seconds by stage (``apply``, ``forward``, ``sample``); and ``wait``, from the previous reply
             until the arrival of this step's plan.
         num_compilations: kernel variants that the rank compiled, or loaded from disk, since it was ready.
+        lora_reports: adapters that the rank has read, or failed to read, since its previous result.
     """
 
     step_id: int
@@ -321,13 +340,15 @@ class StepResult:
     num_compilations: int = 0
     token_counts: IntArray = field(default_factory=lambda: NO_INTS)
     num_drafted: IntArray = field(default_factory=lambda: NO_INTS)
+    lora_reports: tuple[LoraReport, ...] = ()
 
     def encode(self) -> bytes:
         logprobs = None if self.logprobs is None else self.logprobs.pack()
         of_prompts = None if self.prompt_logprobs is None else self.prompt_logprobs.pack()
         step = self.step_id, self.epoch, self.rank
         tokens = pack_ints(self.token_ids), pack_ints(self.token_counts), pack_ints(self.num_drafted)
-        others = logprobs, self.stage_times, of_prompts, self.num_compilations
+        reports = [field_values(report) for report in self.lora_reports]
+        others = logprobs, self.stage_times, of_prompts, self.num_compilations, reports
         return _codec.encode(("ok", *step, *tokens, *others))
 
 
@@ -364,22 +385,25 @@ def _encode_new(sequence: NewSequence) -> tuple[Any, ...]:
         sequence.num_computed_tokens,
         pack_ints(sequence.block_ids),
         sequence.sampling.pack(),
+        sequence.lora_slot,
     )
 
 
 def _decode_new(value: Any) -> NewSequence:
-    row, seq_id, token_ids, num_computed_tokens, block_ids, sampling = value
+    row, seq_id, token_ids, num_computed_tokens, block_ids, sampling, lora_slot = value
     settings = RowSampling.unpack(sampling)
     return NewSequence(
-        row, seq_id, unpack_ints(token_ids), num_computed_tokens, unpack_ints(block_ids), settings
+        row, seq_id, unpack_ints(token_ids), num_computed_tokens, unpack_ints(block_ids), settings, lora_slot
     )
 
 
 def _decode_plan(fields: Any) -> StepPlan:
-    step_id, epoch, digest, released, new, *arrays = fields
-    trimmed_rows, trimmed_lens, rows, ids, *others = map(unpack_ints, arrays)
-    copies, swap_out, swap_in, chosen_rows, chosen_ids, held, *computed = others
-    chunk_rows, chunk_lens, draft_rows, draft_lens = computed
+    step_id, epoch, digest, released, new, *others = fields
+    num_arrays = 14
+    arrays = map(unpack_ints, others[:num_arrays])
+    trimmed_rows, trimmed_lens, rows, ids, copies, swap_out, swap_in, *more = arrays
+    chosen_rows, chosen_ids, held, chunk_rows, chunk_lens, draft_rows, draft_lens = more
+    loads, drops, slots = others[num_arrays:] or ((), b"", b"")
     return StepPlan(
         step_id=step_id,
         epoch=epoch,
@@ -400,6 +424,9 @@ def _decode_plan(fields: Any) -> StepPlan:
         chunk_lens=chunk_lens,
         draft_rows=draft_rows,
         draft_lens=draft_lens,
+        lora_loads=tuple(LoraLoad(*load) for load in loads),
+        lora_drops=unpack_ints(drops),
+        lora_slots=_pairs(unpack_ints(slots)),
     )
 
 
@@ -415,7 +442,7 @@ def _decode_reply(fields: Any) -> StepResult | StepFailure:
     if kind != "ok":
         raise ValueError(f"unknown kind {kind!r}")
     step_id, epoch, rank, token_ids, token_counts, num_drafted, *others = rest
-    logprobs, stage_times, of_prompts, num_compilations = others
+    logprobs, stage_times, of_prompts, num_compilations, reports = others
     return StepResult(
         step_id,
         epoch,
@@ -427,4 +454,5 @@ def _decode_reply(fields: Any) -> StepResult | StepFailure:
         num_compilations,
         unpack_ints(token_counts),
         unpack_ints(num_drafted),
+        tuple(LoraReport(*report) for report in reports),
     )

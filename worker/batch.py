@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from ..kernels.decode_splits import split_decodes
+from ..kernels.lora import LoraGroups, group_tokens
 from ..proto.block_tables import IntArray
+from ..proto.lora import NO_SLOT
 from ..proto.step import StepPlan
 from .attention import AttentionInputs
 from .device_rows import DeviceRows
@@ -37,6 +40,7 @@ class Batch:
         has_drafts: some rows have drafted tokens.
         sampled_index: [N] int64, indices of their last tokens among the T; None if these are all T tokens in order.
         scored: prompt tokens whose log-probabilities the step computes.
+        lora: the tokens with an adapter; None if there are none.
     """
 
     rows: IntArray
@@ -49,6 +53,7 @@ class Batch:
     has_drafts: bool
     sampled_index: Tensor | None
     scored: ScoredTokens | None
+    lora: LoraGroups | None = None
 
 
 def gather_batch(
@@ -107,9 +112,11 @@ def gather_batch(
         rows, plan, (seq_lens - query_lens)[num_decodes:], (ends - query_lens)[num_decodes:]
     )
     num_chunks = plan.chunk_rows.size
+    lora = _lora_groups(rows.lora_slots[token_rows], tables.device)
     is_replayed = (
         find_graph is not None
         and scored is None
+        and lora is None
         and (num_chunks > 0 or are_all_sampled)
         and find_graph(num_decodes, num_chunks, int(ends[-1]) - num_decodes) is not None
     )
@@ -133,7 +140,15 @@ def gather_batch(
         has_drafts=num_drafted is not None,
         sampled_index=sampled_index[0] if sampled_index else None,
         scored=scored,
+        lora=lora,
     )
+
+
+def _lora_groups(slots: IntArray, device: torch.device) -> LoraGroups | None:
+    """Return the tokens with an adapter, by the slot of each token; None if there are none."""
+    if not (slots != NO_SLOT).any():
+        return None
+    return LoraGroups(*to_device_together(group_tokens(slots), device))
 
 
 def _repeat_for_drafts(rows: IntArray, num_drafted: IntArray) -> tuple[IntArray, IntArray]:

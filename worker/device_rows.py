@@ -10,6 +10,7 @@ from torch import Tensor
 from ..kernels.block_tables import update_block_tables
 from ..proto.block_tables import BlockTables, IntArray
 from ..proto.config import EngineConfig
+from ..proto.lora import NO_SLOT
 from ..proto.step import NewSequence, StepPlan
 from .comm.shard import Shard
 from .memory.host_to_device import to_device, to_device_together
@@ -31,6 +32,7 @@ class DeviceRows:
         token_ids: [R, max_len + 1] int32 on the device, prompt and output.
         lens: [R] int32, known tokens.
         num_computed: [R] int32, tokens whose KV is in the cache.
+        lora_slots: [R] int32, slot of each row's adapter; NO_SLOT for none.
         decoding: [R] bool, rows that compute their newest token in each step.
         sampling: sampling parameters.
         logits_processors: logits processors.
@@ -47,6 +49,7 @@ class DeviceRows:
         self.token_ids = torch.zeros(num_rows, max_len + 1, dtype=torch.int32, device=device)
         self.lens: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.num_computed: IntArray = np.zeros(num_rows, dtype=np.int32)
+        self.lora_slots: IntArray = np.full(num_rows, NO_SLOT, dtype=np.int32)
         self.decoding = np.zeros(num_rows, dtype=np.bool_)
         self.sampling = SamplingTable(num_rows, config.model.vocab_size)
         self.logits_processors = LogitsProcessorState(
@@ -73,6 +76,7 @@ class DeviceRows:
         self.tables.release(rows)
         self.device_tables.release(rows)
         self.decoding[rows] = False
+        self.lora_slots[rows] = NO_SLOT
         self.logits_processors.release(rows)
 
     def mark_computed(self, rows: IntArray, lens: IntArray) -> None:
@@ -142,6 +146,7 @@ class DeviceRows:
         self.lens[row] = length
         self.num_computed[row] = sequence.num_computed_tokens
         self.decoding[row] = False
+        self.lora_slots[row] = sequence.lora_slot
         self.tables.append(np.full(len(sequence.block_ids), row, dtype=np.int32), sequence.block_ids)
         self.sampling.put(row, sequence.sampling)
         self.logits_processors.put(sequence)

@@ -126,7 +126,8 @@ class StepGraphs:
         num_decodes, num_sampled = attention.num_decodes, len(batch.sampled_rows)
         num_chunks = len(batch.rows) - num_decodes
         shape = self.find(num_decodes, num_chunks, len(batch.token_ids) - num_decodes)
-        if shape is None or batch.scored is not None or (num_chunks == 0 and num_sampled < num_decodes):
+        has_more = batch.scored is not None or batch.lora is not None
+        if shape is None or has_more or (num_chunks == 0 and num_sampled < num_decodes):
             return None
         self._copy_inputs(batch, shape)
         recording = self._recordings[shape]

@@ -29,6 +29,8 @@ from .device_rows import DeviceRows
 from .graph_backend import CudaGraphs, GraphBackend
 from .graphs import GraphInputs, GraphLimits, StepGraphs
 from .launched_step import LaunchedStep
+from .lora.adapters import RankAdapters
+from .lora.layers import LoraLayers
 from .memory.allocation import check_host_memory, free_unused_memory, out_of_memory_as
 from .memory.cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine, bytes_per_block
 from .memory.device_to_host import HostCopy
@@ -95,8 +97,10 @@ class ModelRunner:
             torch.set_num_threads(config.parallel.threads_per_rank)
             _check_instruction_set()
         self._attend_chunks = _load_attention(config.parallel.attention_backend)
+        lora = config.lora
+        self._adapters = None if lora is None else RankAdapters(lora, comm.rank, self._dtype, self._device)
         with torch.inference_mode():
-            self._model = self._load_model(config.model, on_progress)
+            self._model = self._load_target(on_progress)
             self._sampler = Sampler(self._model.head.shard, comm, self._device)
             self._rows = DeviceRows(config, self._model.head.shard, self._device)
             self._speculator: Speculator | None = None
@@ -119,7 +123,18 @@ class ModelRunner:
             self._rows, model, self._sampler, lambda: self._kv_cache.draft_layers, block_size
         )
 
-    def _load_model(self, model: ModelConfig, on_progress: ProgressCallback | None) -> Model:
+    def _load_target(self, on_progress: ProgressCallback | None) -> Model:
+        if self._adapters is None:
+            return self._load_model(self._config.model, on_progress)
+        layers = self._adapters.layers
+        model = self._load_model(self._config.model, on_progress, layers)
+        if not len(layers):
+            raise ConfigError(f"enable_lora is set, but {self._config.model.name} has no layers for adapters")
+        return model
+
+    def _load_model(
+        self, model: ModelConfig, on_progress: ProgressCallback | None, lora: LoraLayers | None = None
+    ) -> Model:
         config, comm = self._config, self._comm
         folder = weights_folder(model.path)
         with closing(Checkpoint(folder, on_progress, comm.size)) as checkpoint:
@@ -130,6 +145,7 @@ class ModelRunner:
                 self._device,
                 read_quantization(model),
                 config.parallel.fused_all_reduce,
+                lora,
             )
             with out_of_memory_as(f"{model.name} does not fit into the memory of rank {comm.rank}"):
                 return load_model(load, model)
@@ -188,6 +204,8 @@ class ModelRunner:
         self._rows.clear()
         if self._speculator is not None:
             self._speculator.clear()
+        if self._adapters is not None:
+            self._adapters.clear()
         self._graphs = None  # graphs hold the collectives of the group that was left
         free_unused_memory(self._device)
         self._prepare(self._cache.num_blocks)
@@ -227,7 +245,10 @@ class ModelRunner:
                     num_drafted = self._speculator.draft(plan)
             with self._timed_stage("apply", times):
                 batch = self._gather(plan, num_drafted)
-            result = StepResult(plan.step_id, plan.epoch, self._comm.rank, stage_times=times)
+            reports = () if self._adapters is None else self._adapters.reports(is_idle=batch is None)
+            result = StepResult(
+                plan.step_id, plan.epoch, self._comm.rank, stage_times=times, lora_reports=reports
+            )
             step = LaunchedStep(result) if batch is None else self._compute(batch, result)
             return self._note_compilations(step)
         except RankFailed:
@@ -243,6 +264,9 @@ class ModelRunner:
         self._is_closed = True
         self._cache = self._graphs = self._graph_backend = None
         self._speculator = None
+        if self._adapters is not None:
+            self._adapters.close()
+            self._adapters = None
         del self._model, self._sampler, self._rows
         free_unused_memory(self._device)
 
@@ -261,6 +285,8 @@ class ModelRunner:
         self.stage = "idle"
 
     def _apply(self, plan: StepPlan) -> None:
+        if self._adapters is not None:
+            self._adapters.apply(plan)
         self._rows.apply(plan)
         digest = self._rows.tables.digest
         if digest != plan.digest:
@@ -281,6 +307,8 @@ class ModelRunner:
     def _compute(self, batch: Batch, result: StepResult) -> LaunchedStep:
         with self._timed_stage("forward", result.stage_times):
             self._kv_cache.wait_for_swaps()
+            if self._adapters is not None:
+                self._adapters.begin_step(batch.lora)
             logits = None if self._graphs is None else self._graphs.replay(batch)
             if logits is None:
                 logits, scores = self._forward(batch)

@@ -48,8 +48,13 @@ def expected_sum(y: Tensor, x: Tensor, factors: LoraFactors, slots: list[int]) -
 
 
 def on(device: str, factors: LoraFactors) -> LoraFactors:
-    tensors = (each.to(device) for each in (factors.a, factors.b, factors.ranks, factors.starts))
-    return LoraFactors(*tensors, factors.bounds)
+    return LoraFactors(
+        factors.a.to(device),
+        factors.b.to(device),
+        factors.ranks.to(device),
+        factors.starts.to(device),
+        factors.bounds,
+    )
 
 
 def random_slots(num_tokens: int) -> list[int]:

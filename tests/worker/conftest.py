@@ -23,6 +23,7 @@ from quire.cluster.config.model_config import describe_model
 from quire.cluster.config.resolve import engine_config as combine
 from quire.proto.block_tables import BlockTables
 from quire.proto.config import EngineConfig
+from quire.proto.lora import NO_SLOT
 from quire.proto.step import NewSequence, RowSampling, StepPlan, StepResult
 from quire.worker.comm.communicator import Communicator, SingleRank
 from quire.worker.graph_backend import GraphBackend
@@ -72,7 +73,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
     """Return an EngineConfig like that of `resolve`, for float32 on a CPU.
 
     Settings: block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype, device, quantization,
-    cuda_graphs, max_num_batched_tokens, speculative.
+    cuda_graphs, max_num_batched_tokens, speculative, lora.
     """
     model = replace(
         describe_model(folder, folder.name),
@@ -92,7 +93,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
         cuda_graphs=settings.get("cuda_graphs", True),
     )
     config = combine(options, model, device=settings.get("device", "cpu"))
-    return replace(config, speculative=settings.get("speculative"))
+    return replace(config, speculative=settings.get("speculative"), lora=settings.get("lora"))
 
 
 @dataclass
@@ -103,6 +104,7 @@ class Planned:
     max_tokens: int
     sampling: RowSampling
     arrival: int = 0
+    lora_slot: int = NO_SLOT
     row: int = -1
     num_computed: int = 0
     generated: list[int] = field(default_factory=list)
@@ -183,8 +185,9 @@ class Planner:
     def _admit(self, sequence: Planned) -> NewSequence:
         sequence.row = self._free_rows.pop()
         self.running.append(sequence)
+        prompt = _ints(sequence.prompt)
         return NewSequence(
-            sequence.row, self.step_id, _ints(sequence.prompt), 0, _ints([]), sequence.sampling
+            sequence.row, self.step_id, prompt, 0, _ints([]), sequence.sampling, sequence.lora_slot
         )
 
 

@@ -265,6 +265,7 @@ class Decoder:
             DecoderLayer(load, spec, layer, f"model.layers.{index}", peers)
             for index, layer in enumerate(spec.layers)
         ]
+        self.lora = load.lora
         self.supports_graphs = not any(layer.reads_back for layer in self.layers)
         self.norm = load.norm("model.norm", spec.hidden_size, spec.norm_offset)
         dense = [layer.to_dense_layer(list(self.rotary)) for layer in self.layers]
@@ -288,7 +289,8 @@ class Decoder:
         hidden = self.embedding.forward(token_ids)
         rotated = {key: table.at(positions) for key, table in self.rotary.items()}
         fused = self.fused_decode
-        if fused is not None and fused.supports(len(hidden), inputs):
+        has_adapters = self.lora is not None and self.lora.groups is not None
+        if fused is not None and not has_adapters and fused.supports(len(hidden), inputs):
             return fused.forward(hidden, list(rotated.values()), kv_caches, inputs)
         rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {None: (None, None)}
         rotations.update(rotated.items())

@@ -61,6 +61,7 @@ class ColumnParallelLinear:
             for own in projections
         ]
         self.weight = load.linear(parts)
+        self.lora = load.adapters(parts)
         self.bias = load.empty(sum(part.length for part in parts)) if bias else None
         if self.bias is not None:
             pieces = self.bias.split_with_sizes([part.length for part in parts])
@@ -69,19 +70,26 @@ class ColumnParallelLinear:
 
     @property
     def accepts_float8(self) -> bool:
-        """True if the layer multiplies in float8, so that its input may be quantized already."""
-        return isinstance(self.weight, Float8Weight)
+        """True if the layer multiplies in float8, so that its input may be quantized already.
+
+        Adapters multiply the input in full precision.
+        """
+        return isinstance(self.weight, Float8Weight) and self.lora is None
 
     def forward(self, x: Tensor | Float8Tokens) -> Tensor:
         """[T, E] -> [T, sum of this rank's outputs]."""
         if isinstance(x, Float8Tokens):
             assert isinstance(self.weight, Float8Weight)
             return self.weight.multiply(x, self.bias)
-        return self.weight.multiply(x, self.bias)
+        y = self.weight.multiply(x, self.bias)
+        if self.lora is not None:
+            self.lora.add(y, x)
+        return y
 
     def forward_gated(self, x: Tensor | Float8Tokens, gate: str) -> Tensor:
         """[T, E] -> [T, I]: the gated activation (kernels.activation) of a gate and an up projection."""
-        if isinstance(self.weight, PlainWeight) and isinstance(x, Tensor):
+        has_adapters = self.lora is not None and self.lora.is_active
+        if isinstance(self.weight, PlainWeight) and isinstance(x, Tensor) and not has_adapters:
             return self.weight.multiply_gated(x, gate, self.bias)
         return GATED_ACTIVATIONS[gate](self.forward(x))
 
@@ -111,19 +119,26 @@ class RowParallelLinear:
         self.comm = load.comm
         self.max_partial_tokens = 0 if peers is None or bias else peers.max_tokens
         shard = load.shard(in_features)
-        self.weight = load.linear(
-            [WeightSlice(name, (out_features, in_features), 1, shard.start, len(shard))]
-        )
+        parts = [WeightSlice(name, (out_features, in_features), 1, shard.start, len(shard))]
+        self.weight = load.linear(parts)
+        self.lora = load.adapters(parts)
         self.bias = load.replicated(f"{name}.bias", out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, this rank's inputs] -> [T, E], the same on every rank."""
-        return self.sum(self.weight.multiply(x))
+        return self.sum(self._multiply(x))
 
     def forward_partial(self, x: Tensor) -> Tensor | PartialSum:
         """As `forward`, but the sum of at most `max_partial_tokens` tokens is deferred to the consumer."""
-        y = self.weight.multiply(x)
+        y = self._multiply(x)
         return PartialSum(y) if len(y) <= self.max_partial_tokens else self.sum(y)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        """Return this rank's addend, with those of the adapters."""
+        y = self.weight.multiply(x)
+        if self.lora is not None:
+            self.lora.add(y, x)
+        return y
 
     def sum(self, part: Tensor) -> Tensor:
         """Add the partial sums of all ranks and the bias."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..comm.communicator import Communicator
 from ..comm.shard import Shard
+from ..lora.layers import LoraLayer, LoraLayers
 from ..weights.checkpoint import Checkpoint
 from ..weights.linear_weight import LinearWeight, read_linear
 from ..weights.quantization import Quantization
@@ -24,6 +25,7 @@ class LoadContext:
         dtype: of the model.
         quantization: of the linear layers, stored or online; None for full precision.
         fused_all_reduce: as in ParallelConfig.
+        lora: collects the layers that adapters may change; None without adapters.
     """
 
     checkpoint: Checkpoint
@@ -32,6 +34,7 @@ class LoadContext:
     device: torch.device
     quantization: Quantization | None = None
     fused_all_reduce: bool = False
+    lora: LoraLayers | None = None
 
     def empty(self, *shape: int) -> Tensor:
         """Return an uninitialized tensor of the model's dtype."""
@@ -61,6 +64,10 @@ class LoadContext:
         if quantization is not None and quantization.is_online and not allow_online:
             quantization = None
         return read_linear(self.checkpoint, parts, self.dtype, self.device, quantization)
+
+    def adapters(self, parts: Sequence[WeightSlice]) -> LoraLayer | None:
+        """Return the adapters of a linear layer whose weight consists of these slices; None without adapters."""
+        return None if self.lora is None else self.lora.add_layer(parts)
 
     def norm(self, name: str, length: int, offset: float = 0.0) -> Tensor:
         """Read the weight of a norm and add the constant `offset`, which checkpoints leave out."""

@@ -1,0 +1,167 @@
+"""Files of adapters: what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quire.worker.lora.adapter import LoraAdapter, read_adapter
+from quire.worker.lora.adapter_config import MAX_CONFIG_BYTES, read_adapter_config
+from quire.worker.lora.layers import LoraLayers
+from quire.worker.weights.weight_slice import WeightSlice
+
+NAME = "model.layers.0.self_attn"
+KEY = f"base_model.model.{NAME}"
+
+
+def make_layers(rank: int = 0, size: int = 1) -> LoraLayers:
+    """Return a model of one fused layer q, k of [8, 12] and [4, 12], and one row-parallel layer of [12, 8]."""
+    layers = LoraLayers(2, 8, torch.float32, torch.device("cpu"))
+    layers.add_layer(
+        [
+            WeightSlice(f"{NAME}.q_proj", (8, 12), 0, rank * 8 // size, 8 // size),
+            WeightSlice(f"{NAME}.k_proj", (4, 12), 0, rank * 4 // size, 4 // size),
+        ]
+    )
+    layers.add_layer([WeightSlice(f"{NAME}.o_proj", (12, 8), 1, rank * 8 // size, 8 // size)])
+    return layers
+
+
+def matrices(rank: int = 4) -> dict[str, Tensor]:
+    return {
+        f"{KEY}.q_proj.lora_A.weight": torch.randn(rank, 12),
+        f"{KEY}.q_proj.lora_B.weight": torch.randn(8, rank),
+        f"{KEY}.o_proj.lora_A.weight": torch.randn(rank, 8),
+        f"{KEY}.o_proj.lora_B.weight": torch.randn(12, rank),
+    }
+
+
+def write(folder: Path, tensors: dict[str, Tensor] | None = None, **config: Any) -> str:
+    save_file(matrices() if tensors is None else tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", **config}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+def test_ranks_read_their_parts(tmp_path: Path) -> None:
+    path, tensors = write(tmp_path, found := matrices()), found
+    adapters = [read_adapter(path, make_layers(rank, 2)) for rank in range(2)]
+    whole = read_adapter(path, make_layers())
+    assert {each.digest for each in (*adapters, whole)} == {whole.digest}
+
+    def part(adapter: LoraAdapter, layer: int) -> Any:
+        factors = adapter.factors[layer][0]
+        assert factors is not None
+        return factors
+
+    assert all(adapter.factors[0][1] is None for adapter in adapters)  # k_proj is unchanged
+    assert torch.equal(part(adapters[1], 0).a, tensors[f"{KEY}.q_proj.lora_A.weight"])
+    assert torch.equal(part(adapters[1], 0).b, 2 * tensors[f"{KEY}.q_proj.lora_B.weight"][4:].T)
+    assert torch.equal(part(adapters[1], 1).a, tensors[f"{KEY}.o_proj.lora_A.weight"][:, 4:])
+    assert torch.equal(part(adapters[1], 1).b, part(whole, 1).b)
+
+
+@pytest.mark.parametrize(
+    ("config", "scaling"),
+    [
+        ({}, 2.0),
+        ({"use_rslora": True}, 4.0),
+        ({"alpha_pattern": {"q_proj": 2}}, 0.5),
+        ({"alpha_pattern": {"self_attn.q_proj": 12, "o_proj": 1}}, 3.0),
+        ({"r": 2, "rank_pattern": {f"{NAME}.q_proj": 4}}, 2.0),
+    ],
+)
+def test_scaling_follows_alpha_and_rank(config: dict[str, Any], scaling: float, tmp_path: Path) -> None:
+    write(tmp_path, **config)
+    assert read_adapter_config(tmp_path, 8).scaling_of(f"{NAME}.q_proj") == scaling
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"r": 16}, "r is 16, must be from 1 to 8; see max_lora_rank"),
+        ({"r": True}, "r is True"),
+        ({"r": 0}, "r is 0"),
+        ({"lora_alpha": "much"}, "lora_alpha is 'much', must be a number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', must be 'LORA'"),
+        ({"use_dora": True}, "use_dora is True, which is not supported"),
+        ({"bias": "all"}, "bias is 'all', which is not supported; must be 'none'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head'], which is not supported"),
+        ({"init_lora_weights": "pissa_niter_16"}, "changes the base model"),
+        ({"rank_pattern": {"(a+)+$": 4}}, "only plain names of modules are supported"),
+        ({"rank_pattern": {"q_proj": 99}}, "rank_pattern['q_proj'] is 99"),
+        ({"rank_pattern": [1]}, "rank_pattern is [1], must be an object"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_unsupported_config_is_refused_by_name(config: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    write(tmp_path, **config)
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        read_adapter_config(tmp_path, 8)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"r": 1e999}', "[" * 100_000, '{"a": "' + "x" * MAX_CONFIG_BYTES + '"}']
+)
+def test_malformed_config_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"adapter_config.json|r is inf"):
+        read_adapter_config(tmp_path, 8)
+
+
+def without(name: str) -> dict[str, Tensor]:
+    return {key: tensor for key, tensor in matrices().items() if name not in key}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        ({}, "has no tensors"),
+        ({"weight": torch.zeros(2, 2)}, "tensor 'weight' is not a matrix"),
+        (
+            {f"{KEY}.q_proj.lora_embedding_A": torch.zeros(4, 12)},
+            "is not a matrix of a linear layer's adapter",
+        ),
+        ({**matrices(), f"{KEY}.q_proj.lora_magnitude_vector.weight": torch.zeros(8)}, "is not a matrix"),
+        (
+            {f"{KEY}.q_proj.lora_A.weight": torch.zeros(4, 12, dtype=torch.int8)},
+            "must be a floating-point type",
+        ),
+        (
+            {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 12)},
+            "it changes lm_head; adapters of this",
+        ),
+        (without("q_proj.lora_B"), "without its partner"),
+        (matrices(rank=3), "has shape [3, 12], must have [4, 12]"),
+        ({**matrices(), f"{KEY}.o_proj.lora_B.weight": torch.zeros(11, 4)}, "must have [12, 4]"),
+        ({**matrices(), f"{KEY}.q_proj.lora_B.weight": torch.full((8, 4), float("nan"))}, "not finite"),
+    ],
+    ids=range(10),
+)
+def test_unfit_tensors_are_refused_by_name(tensors: dict[str, Tensor], problem: str, tmp_path: Path) -> None:
+    path = write(tmp_path, tensors)
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        read_adapter(path, make_layers())
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(ValueError, match=r"it has no adapter_model.safetensors; other formats are not read"):
+        read_adapter(str(tmp_path), make_layers())
+
+
+def test_truncated_weights_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="ends beyond the file"):
+        read_adapter(path, make_layers())

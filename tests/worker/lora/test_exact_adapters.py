@@ -1,0 +1,163 @@
+"""Greedy tokens of rows with adapters equal transformers' with the adapter merged into the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from adapters import ATTENTION, MLP, merge, write_adapter
+from reference import Reference, prompts_of
+
+from quire.proto.config import LoraConfig
+from quire.proto.lora import NO_SLOT, LoraLoad, LoraReport
+from quire.proto.step import NO_PAIRS, RowSampling, StepPlan
+from quire.worker.lora.adapters import RankAdapters
+
+GREEDY = RowSampling(temperature=0.0)
+LORA = LoraConfig(max_loras=3, max_lora_rank=8, max_cpu_loras=4)
+# Different ranks and modules in one batch; the second changes a part of each fused layer.
+ADAPTERS: list[dict[str, Any]] = [
+    {"rank": 4, "seed": 1},
+    {"rank": 8, "modules": ("q_proj", "v_proj", "up_proj"), "use_rslora": True, "seed": 2},
+    {
+        "modules": (*ATTENTION, "down_proj"),
+        "rank": 3,
+        "rank_pattern": {"v_proj": 7},
+        "alpha_pattern": {"o_proj": 2},
+        "seed": 3,
+    },
+]
+FUSED = [
+    {"modules": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), "rank": 5, "seed": 1},
+    {"modules": ("qkv_proj",), "rank": 2, "seed": 2},
+]
+KINDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "llama": ({}, ADAPTERS),
+    "phi3": ({"num_key_value_heads": 8}, FUSED),
+    "qwen3_moe": ({"mlp_only_layers": [1]}, [{"modules": ATTENTION, "seed": 4}]),
+    "gemma3_text": ({}, [{"modules": ATTENTION + MLP, "seed": 5}]),
+}
+
+Adapted = tuple[Path, list[Path], list[Reference]]
+
+
+def load_plan(step_id: int, digest: int, paths: list[Path]) -> StepPlan:
+    """Return a plan that computes nothing, and has adapters read."""
+    loads = tuple(LoraLoad(index, str(path)) for index, path in enumerate(paths))
+    return StepPlan(step_id, 1, digest, lora_loads=loads)
+
+
+def put_adapters(engine: Any, paths: list[Path]) -> None:
+    """Read adapters on all ranks, and put adapter i into slot i."""
+    engine.step(load_plan(1, 0, paths))
+    for runner in engine.runners:
+        adapters: RankAdapters = runner._adapters
+        while len(adapters.store) < len(paths):
+            reports = adapters.store.take_reports(60)
+            assert [report.error for report in reports] == [""] * len(reports)
+    slots = np.array([[index, index] for index in range(len(paths))], np.int32)
+    engine.step(StepPlan(1, 1, 0, lora_slots=slots))
+
+
+@pytest.fixture(scope="module")
+def adapted(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Adapted]:
+    """`adapted(kind) -> model folder, adapter folders, references: of each merged model, and of the base`."""
+    made: dict[str, Adapted] = {}
+
+    def make(kind: str) -> Adapted:
+        if kind not in made:
+            overrides, adapters = KINDS[kind]
+            model, root = make_model(kind, seed=7, **overrides), tmp_path_factory.mktemp(kind)
+            paths = [
+                write_adapter(root / f"adapter{index}", model, **settings)
+                for index, settings in enumerate(adapters)
+            ]
+            merged = [merge(root / f"merged{index}", model, path) for index, path in enumerate(paths)]
+            made[kind] = model, paths, [*(Reference(folder) for folder in merged), Reference(model)]
+        return made[kind]
+
+    return make
+
+
+@pytest.mark.parametrize(("kind", "tp"), [(kind, tp) for kind in KINDS for tp in (1, 2)] + [("llama", 4)])
+def test_batch_of_adapters_equals_merged_models(
+    kind: str, tp: int, adapted: Callable[[str], Adapted], make_engine: Any, planned: Any
+) -> None:
+    """Rows of every adapter and of none, in chunks, while others decode."""
+    folder, paths, references = adapted(kind)
+    engine = make_engine(folder, tp, block_size=8, max_num_seqs=5, lora=LORA)
+    put_adapters(engine, paths)
+    sequences, slots = [], [*range(len(paths)), NO_SLOT] * 2
+    for index, (prompt, slot) in enumerate(zip(prompts_of([20] * len(slots), seed=1), slots, strict=True)):
+        sequences.append(planned(prompt, 6 + 2 * index, GREEDY, arrival=index, lora_slot=slot))
+    engine.generate(sequences, chunk_len=13)
+    for sequence, slot in zip(sequences, slots, strict=True):
+        references[slot].check_greedy(sequence.prompt, sequence.generated)
+    assert references[0].generate(sequences[0].prompt, 6) != references[-1].generate(sequences[0].prompt, 6)
+
+
+def test_slot_is_used_again_by_an_adapter_of_fewer_modules(
+    adapted: Callable[[str], Adapted], make_engine: Any, planned: Any
+) -> None:
+    """Nothing of the slot's earlier adapter may be left."""
+    folder, paths, references = adapted("llama")
+    engine = make_engine(folder, 1, lora=LORA)
+    put_adapters(engine, paths)
+    engine.step(StepPlan(1, 1, 0, lora_slots=np.array([[0, 1]], np.int32)))
+    (prompt,) = prompts_of([9], seed=3)
+    sequence = planned(prompt, 8, GREEDY, lora_slot=0)
+    engine.generate([sequence])
+    references[1].check_greedy(prompt, sequence.generated)
+
+
+def test_failed_load_is_reported_and_leaves_the_rank_working(
+    adapted: Callable[[str], Adapted], make_engine: Any, planned: Any, tmp_path: Path
+) -> None:
+    folder, _, references = adapted("llama")
+    engine = make_engine(folder, 1, lora=LORA)
+    adapters: RankAdapters = engine.runners[0]._adapters
+    engine.runners[0].execute(load_plan(1, 0, []))
+    adapters.store.load(LoraLoad(7, str(tmp_path / "missing")))
+    assert adapters.store.take_reports(60) == (
+        LoraReport(0, 7, error="ValueError: there is no such directory on this rank's node"),
+    )
+    (prompt,) = prompts_of([9], seed=3)
+    sequence = planned(prompt, 4, GREEDY)
+    engine.generate([sequence])
+    references[-1].check_greedy(prompt, sequence.generated)
+
+
+def test_dropped_adapter_is_not_reported(adapted: Callable[[str], Adapted], make_engine: Any) -> None:
+    folder, paths, _ = adapted("llama")
+    engine = make_engine(folder, 1, lora=LORA)
+    put_adapters(engine, paths[:1])
+    store = engine.runners[0]._adapters.store
+    store.load(LoraLoad(5, str(paths[1])))
+    store.drop(5)
+    store.load(LoraLoad(6, str(paths[1])))
+    while not (reports := store.take_reports(60)):
+        pass  # the end of the dropped one wakes it as well
+    assert [report.adapter_id for report in reports] == [6]
+    engine.step(StepPlan(1, 1, 0, lora_drops=np.array([0, 6], np.int32)))
+    assert len(store) == 0
+
+
+def test_plan_with_adapters_survives_encoding() -> None:
+    plan = StepPlan(
+        3,
+        1,
+        7,
+        lora_loads=(LoraLoad(4, "/adapters/é"),),
+        lora_drops=np.array([1, 2], np.int32),
+        lora_slots=np.array([[0, 3]], np.int32),
+    )
+    decoded = StepPlan.decode(plan.encode())
+    assert decoded.lora_loads == plan.lora_loads
+    assert decoded.lora_drops.tolist() == [1, 2]
+    assert decoded.lora_slots.tolist() == [[0, 3]]
+    empty = StepPlan.decode(StepPlan(3, 1, 7).encode())
+    assert empty.lora_slots.shape == NO_PAIRS.shape
+    assert (empty.lora_loads, empty.lora_drops.size) == ((), 0)

@@ -1,0 +1,1 @@
+"""LoRA adapters on one rank: their files, their parts in host memory, and their slots on the device."""

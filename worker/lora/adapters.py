@@ -1,0 +1,68 @@
+"""RankAdapters: applies a plan's orders for adapters on one rank."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ...kernels.lora import LoraGroups
+from ...proto.config import LoraConfig
+from ...proto.lora import LoraReport
+from ...proto.step import StepPlan
+from .adapter import read_adapter
+from .adapter_store import AdapterStore
+from .layers import LoraLayers
+
+# A step without anything to compute waits this long for an adapter that is read: the scheduler plans such steps, one
+# after the other, while nothing else runs.
+IDLE_WAIT_S = 0.05
+
+
+class RankAdapters:
+    """One rank's adapters.
+
+    Attributes:
+        layers: the slots on the device.
+        store: the adapters in host memory.
+    """
+
+    def __init__(self, config: LoraConfig, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.layers = LoraLayers(config.max_loras, config.max_lora_rank, dtype, device)
+        self.store = AdapterStore(rank, partial(read_adapter, layers=self.layers))
+
+    def apply(self, plan: StepPlan) -> None:
+        """Apply step 0 of the plan.
+
+        Raises:
+            KeyError: the scheduler names an adapter that is not in host memory.
+        """
+        for adapter_id in plan.lora_drops.tolist():
+            self.store.drop(adapter_id)
+        for load in plan.lora_loads:
+            self.store.load(load)
+        for slot, adapter_id in plan.lora_slots.tolist():
+            adapter = self.store[adapter_id]
+            for layer, factors in zip(self.layers, adapter.factors, strict=True):
+                layer.put(slot, factors)
+
+    def begin_step(self, groups: LoraGroups | None) -> None:
+        """Set the tokens of the following forward pass that have an adapter."""
+        self.layers.groups = groups
+
+    def reports(self, *, is_idle: bool) -> tuple[LoraReport, ...]:
+        """Return the ends of loads.
+
+        Args:
+            is_idle: the step computes nothing, so it waits a moment.
+        """
+        return self.store.take_reports(IDLE_WAIT_S if is_idle else 0.0)
+
+    def clear(self) -> None:
+        """Forget every adapter; what the slots hold is not used any more."""
+        self.layers.groups = None
+        self.store.clear()
+
+    def close(self) -> None:
+        """End the thread of the store. Safe to call twice."""
+        self.store.close()
