@@ -72,8 +72,9 @@ class ReplicaInfo:
 
     Attributes:
         ready: the gateway sends it requests.
-        problem: why it is not ready; empty if it is.
-        state: ``starting``, ``ready``, ``draining``, ``stopped`` or ``failed``; None outside of a fleet.
+        problem: why it is not ready, or why it drains; empty otherwise.
+        state: ``starting``, ``ready``, ``draining``, ``stopped`` or ``failed``; None outside of a fleet. A
+            draining replica is `ready` until another one takes over.
         version: of its deployment; empty outside of a fleet.
         node_ids: nodes of its processes; empty outside of a fleet.
         mean_plan_wait_s: mean time that its ranks wait for the next plan after a step; idle time is excluded.

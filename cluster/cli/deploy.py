@@ -10,6 +10,7 @@ from ..config.scaling_limits import ScalingLimits
 from .connection import DEFAULT_TARGET, Target, TlsCa, TokenFile, connect
 from .deployments import read_deployments
 from .option_groups import with_options
+from .waiting import report_wait
 
 
 @with_options(options=(EngineOptions, ScalingLimits, Deployment))
@@ -37,7 +38,10 @@ def deploy(
     deployments = read_deployments(model, options)
     with connect(target, token_file, tls_ca) as client:
         for deployment in deployments:
-            version = client.deploy(deployment)
+            with report_wait(
+                f"{deployment.name}: waiting until the fleet's controller has checked the model"
+            ):
+                version = client.deploy(deployment)
             print(f"{deployment.name}: version {version}")
 
 

@@ -99,6 +99,7 @@ def _line(event: FleetEvent) -> str:
         what, state = f"node {changed.node_id[:12]}", "draining" if changed.draining else "up"
     else:
         what = changed.replica_id
-        state = "ready" if changed.ready else (changed.state or "not ready")
+        is_ready = changed.ready and changed.state != "draining"
+        state = "ready" if is_ready else (changed.state or "not ready")
         state += f": {changed.problem}" if changed.problem else ""
     return f"{time}  {what}  {'removed' if event.is_removed else state}"

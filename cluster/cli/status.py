@@ -136,7 +136,7 @@ def _describe(replica: ReplicaInfo) -> list[RenderableType]:
 def _state(replica: ReplicaInfo) -> Text:
     from rich.text import Text
 
-    if replica.ready:
+    if replica.ready and replica.state != "draining":
         return Text("ready", "green")
     if replica.state in (None, "ready"):
         return Text(f"not ready: {replica.problem}", "red")

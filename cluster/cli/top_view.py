@@ -152,7 +152,7 @@ def _replica(replica: ReplicaInfo, blocks: BlockMapInfo | None, width: int) -> l
 def _state(replica: ReplicaInfo) -> Text:
     if replica.silence_s > SILENT_S:
         return Text(f"silent for {replica.silence_s:.0f} s", "bold red")
-    if replica.ready:
+    if replica.ready and replica.state != "draining":
         return Text("ready", "green")
     name = replica.state if replica.state not in (None, "ready") else "not ready"
     return Text(f"{name}: {replica.problem}" if replica.problem else str(name), "yellow")

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 _CALL_TIMEOUT_S = 30.0
+# Reading a model's configuration from a slow shared file system, on a busy head node, has taken more than 30 s.
+_DEPLOY_TIMEOUT_S = 570.0
 
 T = TypeVar("T")
 
@@ -84,7 +86,9 @@ class ControllerClient:
 
     async def deploy(self, deployment: Deployment) -> None:
         """See `Controller`."""
-        await self._call("deploy", partial(self._actor.deploy.remote, deployment.to_json()))
+        await self._call(
+            "deploy", partial(self._actor.deploy.remote, deployment.to_json()), _DEPLOY_TIMEOUT_S
+        )
 
     async def delete(self, model: str) -> None:
         """See `Controller`."""

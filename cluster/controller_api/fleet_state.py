@@ -42,6 +42,7 @@ class ReplicaEntry:
     Attributes:
         reason: what a starting replica waits for, or why a replica drains or failed.
         record: how to reach the replica; None until it has loaded.
+        drain_reason: why a ready replica drains as soon as another one is ready; empty if it stays.
     """
 
     replica_id: str
@@ -50,6 +51,7 @@ class ReplicaEntry:
     state: ReplicaState
     reason: str = ""
     record: ReplicaRecord | None = None
+    drain_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

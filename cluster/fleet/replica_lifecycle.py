@@ -131,6 +131,7 @@ class ReplicaLifecycle:
             self.state,
             self.reason,
             None if self._live is None else self._live.record,
+            self.drain_reason if self.state is ReplicaState.READY else "",
         )
 
     def launch(self) -> None:
@@ -153,6 +154,7 @@ class ReplicaLifecycle:
         """Set the time by which the replica must drain, unless an earlier one is set."""
         if self.drain_by is None or by < self.drain_by:
             self.drain_by, self.drain_reason = by, reason
+            self._context.on_progress()
 
     def cancel_drain(self) -> bool:
         """Let a ready replica that must drain stay. Returns False if it must not drain, or drains already."""

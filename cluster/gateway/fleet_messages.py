@@ -25,12 +25,17 @@ def fleet_state_to_message(state: FleetState, problem: str) -> admin_pb2.GetStat
 
 
 def _replica_to_message(entry: ReplicaEntry) -> admin_pb2.Replica:
+    state, problem = entry.state, entry.reason
+    if entry.drain_reason:
+        # It still gets requests, but an operator's drain is to be seen at once.
+        state = ReplicaState.DRAINING
+        problem = f"{entry.drain_reason}; it gets requests until another replica is ready"
     return admin_pb2.Replica(
         replica_id=entry.replica_id,
         model=entry.model,
-        state=_STATES[entry.state],
+        state=_STATES[state],
         version=entry.version,
-        problem=entry.reason,
+        problem=problem,
         node_ids=() if entry.record is None else entry.record.node_ids,
     )
 

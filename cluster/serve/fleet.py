@@ -89,6 +89,7 @@ async def _serve(
     servers = GatewayServers(services, server_options)
     try:
         for deployment in deployments:
+            _log.info("deploying %s; the fleet's controller checks the model first", deployment.name)
             version = await sync.deploy(deployment)
             _log.info("%s is deployed, version %s", deployment.name, version)
         sync.start()

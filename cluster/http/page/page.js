@@ -85,7 +85,7 @@ function modelSheet(traffic, fleet) {
 
 function stateOf(replica) {
   if (replica.silence_s > SILENT_MS / 1000) return ["bad", `silent for ${duration(replica.silence_s)}`];
-  if (replica.ready) return ["", "ready"];
+  if (replica.ready && replica.state !== "draining") return ["", "ready"];
   const name = replica.state && replica.state !== "ready" ? replica.state : "not ready";
   const isBad = name === "failed" || name === "not ready";
   return [isBad ? "bad" : "warn", replica.problem ? `${name}: ${replica.problem}` : name];

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from fake_fleet import FakeLauncher
-from running_fleet import deployment, run, running
+from running_fleet import DEADLINE_S, deployment, run, running
 
+from quire.cluster.gateway.fleet_messages import fleet_state_to_message
+from quire.proto import admin_pb2
 from quire.proto.errors import InvalidRequest
 
 
@@ -39,11 +41,18 @@ def test_drain_that_has_not_begun_is_taken_back() -> None:
             (first,) = fleet.ready()
             with pytest.raises(InvalidRequest, match="waits for no other replica"):
                 fleet.fleet.undrain(first.replica_id)
+            before = fleet.fleet.state().version
             await fleet.fleet.drain(first.replica_id)
+            state = await fleet.fleet.watch(before, DEADLINE_S)  # gateways learn of it at once
+            assert state is not None
+            (shown,) = fleet_state_to_message(state, "").replicas
+            assert shown.state == admin_pb2.REPLICA_STATE_DRAINING
+            assert shown.problem == "an operator drains it; it gets requests until another replica is ready"
             assert first.record is not None
             with pytest.raises(InvalidRequest, match="Ray does not take back"):
                 fleet.fleet.undrain(first.record.node_ids[0])
             assert fleet.fleet.undrain(first.replica_id[:-1]) == first.replica_id
+            assert not any(entry.drain_reason for entry in fleet.entries())
             await fleet.fleet.step()
             assert [entry.replica_id for entry in fleet.ready()] == [first.replica_id]
             await fleet.fleet.drain(first.replica_id)
