@@ -23,6 +23,7 @@ class ReplicaView:
         num_requests: that it runs or queues.
         drain_by: when the replica must drain at the latest, because its node departs or an operator drains it; None
             if it may stay.
+        is_adopted: an earlier controller launched it; it may run requests although it is not ready here yet.
         no_room_since: since when the replica waits for room; None if it does not wait.
     """
 
@@ -33,6 +34,7 @@ class ReplicaView:
     num_requests: int = 0
     drain_by: float | None = None
     no_room_since: float | None = None
+    is_adopted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +57,16 @@ def plan(target: int, version: str, replicas: Sequence[ReplicaView], now: float)
 
     Replicas of another version drain once `target` other replicas are ready. Departing replicas, those with a
     `drain_by`, drain before them: once any other replica is ready, or at `drain_by`. If a starting replica lacks room
-    for ROOM_PATIENCE_S, an outgoing replica drains to make room.
+    for ROOM_PATIENCE_S, an outgoing replica drains to make room. Adopted replicas are never stopped: they drain when
+    they are ready.
     """
     live = [each for each in replicas if each.state in (ReplicaState.STARTING, ReplicaState.READY)]
     staying = [each for each in live if each.version == version and each.drain_by is None]
     outgoing = [each for each in live if each not in staying]
     departing = [each for each in outgoing if each.drain_by is not None]
     surplus = max(0, len(staying) - target)
-    stop = [each for each in outgoing if each.state is ReplicaState.STARTING]
-    stop += _newest_first([each for each in staying if each.state is ReplicaState.STARTING])[:surplus]
+    stop = [each for each in outgoing if _is_launching(each)]
+    stop += _newest_first([each for each in staying if _is_launching(each)])[:surplus]
     room = target + max(SURGE, len(departing)) - (len(live) - len(stop))
     return Plan(
         num_starts=max(0, min(target - len(staying), room)),
@@ -89,6 +92,10 @@ def _to_drain(
     if not drain and ready_outgoing and _lacks_room(staying, now):
         drain.append(ready_outgoing[0])
     return drain
+
+
+def _is_launching(replica: ReplicaView) -> bool:
+    return replica.state is ReplicaState.STARTING and not replica.is_adopted
 
 
 def _lacks_room(staying: Sequence[ReplicaView], now: float) -> bool:

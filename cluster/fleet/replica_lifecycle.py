@@ -120,6 +120,7 @@ class ReplicaLifecycle:
             0 if status is None else status.num_running + status.num_waiting,
             self.drain_by,
             self._no_room_since,
+            self.is_adopted,
         )
 
     def entry(self) -> ReplicaEntry:

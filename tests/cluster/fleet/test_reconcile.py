@@ -52,6 +52,13 @@ def draining(name: str, version: str = NEW) -> ReplicaView:
             2, [ready("a", OLD), draining("b", OLD), ready("c")], Plan(num_starts=1), id="then the next one starts"
         ),
         pytest.param(1, [starting("a", OLD)], Plan(num_starts=1, stop=("a",)), id="starting old replica stops"),
+        pytest.param(
+            2, [starting("a", OLD, is_adopted=True), starting("b", OLD, is_adopted=True), starting("c")], Plan(),
+            id="adopted replicas may serve and are not stopped",
+        ),
+        pytest.param(
+            1, [starting("a", is_adopted=True), ready("b")], Plan(), id="adopted surplus is not stopped before it is ready"
+        ),
         pytest.param(0, [ready("a", OLD)], Plan(drain=("a",)), id="an old version with a target of zero"),
         pytest.param(
             2, [ready("a", drain_by=NOW + 60), ready("b")], Plan(num_starts=1, drain=("a",)),
@@ -90,6 +97,7 @@ views = st.builds(
     num_requests=st.integers(0, 5),
     drain_by=st.none() | st.floats(NOW - 10, NOW + 10),
     no_room_since=st.none() | st.floats(NOW - 100, NOW),
+    is_adopted=st.booleans(),
 )
 
 
