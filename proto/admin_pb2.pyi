@@ -7,6 +7,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class FaultKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FAULT_KIND_UNSPECIFIED: _ClassVar[FaultKind]
+    FAULT_KIND_KILL: _ClassVar[FaultKind]
+    FAULT_KIND_STOP: _ClassVar[FaultKind]
+    FAULT_KIND_EXCEPTION: _ClassVar[FaultKind]
+    FAULT_KIND_SLOW: _ClassVar[FaultKind]
+    FAULT_KIND_POISON: _ClassVar[FaultKind]
+
 class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REPLICA_STATE_UNSPECIFIED: _ClassVar[ReplicaState]
@@ -15,6 +24,12 @@ class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REPLICA_STATE_DRAINING: _ClassVar[ReplicaState]
     REPLICA_STATE_STOPPED: _ClassVar[ReplicaState]
     REPLICA_STATE_FAILED: _ClassVar[ReplicaState]
+FAULT_KIND_UNSPECIFIED: FaultKind
+FAULT_KIND_KILL: FaultKind
+FAULT_KIND_STOP: FaultKind
+FAULT_KIND_EXCEPTION: FaultKind
+FAULT_KIND_SLOW: FaultKind
+FAULT_KIND_POISON: FaultKind
 REPLICA_STATE_UNSPECIFIED: ReplicaState
 REPLICA_STATE_STARTING: ReplicaState
 REPLICA_STATE_READY: ReplicaState
@@ -313,6 +328,30 @@ class FlushCacheResponse(_message.Message):
     REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
     replica_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, replica_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class InjectFaultRequest(_message.Message):
+    __slots__ = ("replica_id", "rank", "kind", "delay_s", "duration_s", "token_id")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DELAY_S_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    rank: int
+    kind: FaultKind
+    delay_s: float
+    duration_s: float
+    token_id: int
+    def __init__(self, replica_id: _Optional[str] = ..., rank: _Optional[int] = ..., kind: _Optional[_Union[FaultKind, str]] = ..., delay_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., token_id: _Optional[int] = ...) -> None: ...
+
+class InjectFaultResponse(_message.Message):
+    __slots__ = ("replica_id", "pid")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    pid: int
+    def __init__(self, replica_id: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()

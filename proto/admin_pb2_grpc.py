@@ -70,6 +70,11 @@ class AdminStub:
                 request_serializer=quire_dot_proto_dot_admin__pb2.FlushCacheRequest.SerializeToString,
                 response_deserializer=quire_dot_proto_dot_admin__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
+        self.InjectFault = channel.unary_unary(
+                '/quire.v1.Admin/InjectFault',
+                request_serializer=quire_dot_proto_dot_admin__pb2.InjectFaultRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.InjectFaultResponse.FromString,
+                _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/quire.v1.Admin/GetLoad',
                 request_serializer=quire_dot_proto_dot_admin__pb2.GetLoadRequest.SerializeToString,
@@ -140,6 +145,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def InjectFault(self, request, context):
+        """Causes a failure in a process of a replica, to exercise recovery. Refused unless the server runs with --enable-chaos.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetLoad(self, request, context):
         """Returns the load of each model as this server sees it, from figures of the last second.
         """
@@ -198,6 +210,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.FlushCache,
                     request_deserializer=quire_dot_proto_dot_admin__pb2.FlushCacheRequest.FromString,
                     response_serializer=quire_dot_proto_dot_admin__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'InjectFault': grpc.unary_unary_rpc_method_handler(
+                    servicer.InjectFault,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.InjectFaultRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.InjectFaultResponse.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
@@ -405,6 +422,33 @@ class Admin:
             '/quire.v1.Admin/FlushCache',
             quire_dot_proto_dot_admin__pb2.FlushCacheRequest.SerializeToString,
             quire_dot_proto_dot_admin__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InjectFault(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/InjectFault',
+            quire_dot_proto_dot_admin__pb2.InjectFaultRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.InjectFaultResponse.FromString,
             options,
             channel_credentials,
             insecure,

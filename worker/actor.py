@@ -22,11 +22,13 @@ import ray
 
 from ..proto.config import EngineConfig
 from ..proto.errors import RankFailed, in_one_line
+from ..proto.faults import SIGNALS, Fault
 from ..proto.step import StepFailure, StepPlan, StepResult
 from ..proto.stream import RankStatus
 from ..proto.transport.channel import ChannelAddress, StepReceiver
 from .deadline import ends_within
 from .device import compute_device, on_device
+from .step_faults import StepFaults
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +86,7 @@ class WorkerActor:
         self._receiver: StepReceiver | None = None
         self._bytes_read = 0, 0
         self._waits_for_device = False  # for the tokens of a launched step
+        self._faults = StepFaults()
         # Imported here so that the driver, which only names this class, does not load torch.
         with self._timed("import"):
             import torch
@@ -157,6 +160,14 @@ class WorkerActor:
         """Return the process of the rank."""
         target = os.readlink("/proc/self/fd/2")
         return RankProcess(os.getpid(), socket.gethostname(), target if target.startswith("/") else "")
+
+    def cause(self, fault: Fault) -> None:
+        """Cause a fault in this rank: does not return if it ends or stops the process."""
+        _log.warning("rank %d: an operator causes the fault %s", self._rank, fault.kind)
+        if fault.kind in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[fault.kind])
+        else:
+            self._faults.add(fault)
 
     def profile(self) -> int:
         """Return the number of KV blocks that fit into this rank's memory.
@@ -268,6 +279,7 @@ class WorkerActor:
         try:
             plan = StepPlan.decode(frame)
             step_id, epoch = plan.step_id, plan.epoch
+            self._faults.before_step(plan)
             return runner.launch(plan)
         except RankFailed as error:
             return StepFailure(step_id, epoch, self._rank, error.stage or runner.stage, error.problem)

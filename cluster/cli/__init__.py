@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ...proto.errors import ConfigError, InvalidRequest, ModelLoadError, QuireError
+from .chaos import chaos
 from .chat import chat
 from .deploy import delete, deploy, drain
 from .doctor import doctor
@@ -54,6 +55,7 @@ for _command in (
     flush_cache,
     events,
     delete,
+    chaos,
 ):
     app.command(cls=Command)(_command)
 

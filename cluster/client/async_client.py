@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from ...proto.errors import QuireError
+from ...proto.faults import Fault
 from ...proto.sampling import SamplingParams
 from ..api.status import BlockMapInfo, FleetEvent, FleetInfo, ModelInfo, ModelLoad, ReplicaInfo, ServerInfo
 from ..config.deployment import Deployment
@@ -145,6 +146,12 @@ class AsyncClient:
     async def flush_cache(self, model: str = "") -> tuple[str, ...]:
         """See `Client.flush_cache`."""
         return await self._wait(self._calls.flush_cache(model))
+
+    async def inject_fault(
+        self, fault: Fault, *, rank: int | None = None, replica_id: str = ""
+    ) -> tuple[str, int]:
+        """See `Client.inject_fault`."""
+        return await self._wait(self._calls.inject_fault(fault, rank, replica_id))
 
     async def load(self) -> list[ModelLoad]:
         """See `Client.load`."""

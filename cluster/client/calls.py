@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ...proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from ...proto.errors import ConfigError
+from ...proto.faults import Fault
 from ...proto.sampling import SamplingParams
 from ..api.deployment_messages import deployment_to_message
 from ..api.grpc_status import from_grpc_error
@@ -244,6 +245,23 @@ class Calls:
         request = admin_pb2.FlushCacheRequest(model=model)
         return Call(
             self._admin.FlushCache, request, self._options(), lambda response: tuple(response.replica_ids)
+        )
+
+    def inject_fault(self, fault: Fault, rank: int | None, replica_id: str) -> Call[tuple[str, int]]:
+        with as_invalid_request("fault"):
+            request = admin_pb2.InjectFaultRequest(
+                replica_id=replica_id,
+                rank=rank,
+                kind=f"FAULT_KIND_{fault.kind.name}",
+                delay_s=fault.delay_s,
+                duration_s=fault.duration_s,
+                token_id=fault.token_id,
+            )
+        return Call(
+            self._admin.InjectFault,
+            request,
+            self._options(),
+            lambda response: (str(response.replica_id), int(response.pid)),
         )
 
     def load(self) -> Call[list[ModelLoad]]:

@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from ...proto.errors import QuireError
+from ...proto.faults import Fault
 from ...proto.sampling import SamplingParams
 from ..api.status import BlockMapInfo, FleetEvent, FleetInfo, ModelInfo, ModelLoad, ReplicaInfo, ServerInfo
 from ..config.deployment import Deployment
@@ -181,6 +182,14 @@ class Client:
     def flush_cache(self, model: str = "") -> tuple[str, ...]:
         """Empty the prefix caches of a model's replicas. Returns the ids of the replicas."""
         return self._wait(self._calls.flush_cache(model))
+
+    def inject_fault(self, fault: Fault, *, rank: int | None = None, replica_id: str = "") -> tuple[str, int]:
+        """Cause a fault in a rank of a replica, or in its scheduler; the server must permit it.
+
+        Returns:
+            The replica's id, and the process id on its host.
+        """
+        return self._wait(self._calls.inject_fault(fault, rank, replica_id))
 
     def load(self) -> list[ModelLoad]:
         """Return the load of each model."""

@@ -77,6 +77,12 @@ class ServerOptions:
         group=_SERVER,
     )
 
+    enable_chaos: bool = option(
+        False,
+        help="Let operators cause failures with quire chaos. For game days.",
+        group=_SERVER,
+    )
+
     enable_auto_tool_choice: bool = option(
         False,
         help="Accepted for the command lines of vLLM; tool calls need no switch.",

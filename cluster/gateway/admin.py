@@ -11,6 +11,7 @@ from ...proto.errors import ConfigError, ShuttingDown
 from ...proto.stream import FlushCache
 from ..api.deployment_messages import deployment_from_message
 from ..api.status_messages import block_map_to_message
+from .fault_injection import inject_fault
 from .fleet_events import FleetEvents
 from .fleet_interface import Fleet
 from .grpc_errors import convert_errors
@@ -90,6 +91,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         for client in clients.values():
             client.send(FlushCache())
         return admin_pb2.FlushCacheResponse(replica_ids=clients)
+
+    @convert_errors
+    async def InjectFault(
+        self, message: admin_pb2.InjectFaultRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.InjectFaultResponse:
+        return await inject_fault(self._services, message)
 
     @convert_errors
     async def GetLoad(

@@ -1,4 +1,4 @@
-"""Fleet: the replicas behind a gateway, as its Admin service changes them."""
+"""Fleet and FaultInjector: the replicas behind a gateway, as its Admin service changes and harms them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ...proto import admin_pb2
+from ...proto.faults import Fault
 from ..config.deployment import Deployment
 
 
@@ -56,5 +57,18 @@ class Fleet(Protocol):
             ModelNotFound: the model is not deployed.
             ConfigError: a bound is out of its range.
             ReplicaUnavailable: the controller does not answer.
+        """
+        ...
+
+
+class FaultInjector(Protocol):
+    """Causes faults in the processes of replicas."""
+
+    async def inject(self, replica_id: str, rank: int | None, fault: Fault) -> int:
+        """Cause a fault in a rank, or in the scheduler if `rank` is None; return its process id.
+
+        Raises:
+            InvalidRequest: the replica has no such rank.
+            ReplicaUnavailable: the process does not run or does not answer.
         """
         ...

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..metrics.monitor import Monitor
 from ..requests.observer import RequestObserver
 from .authentication import Authenticator
-from .fleet_interface import Fleet
+from .fleet_interface import FaultInjector, Fleet
 from .generation import GenerationService
 from .retention import RetentionLimits
 from .security import Security
@@ -25,6 +25,7 @@ class GatewayServices:
         generation: runs the requests of all servers.
         monitor: observes every request; its owner starts it and closes it.
         fleet: changed by operators; None if nothing can be changed.
+        faults: causes faults that operators ask for; None if they are refused.
         closing: set when a server begins to stop, for streams that would not end by themselves.
     """
 
@@ -34,6 +35,7 @@ class GatewayServices:
     security: Security
     monitor: Monitor
     fleet: Fleet | None = None
+    faults: FaultInjector | None = None
     closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -49,6 +51,7 @@ class GatewayServices:
         fleet: Fleet | None = None,
         observers: Sequence[RequestObserver] = (),
         retention: RetentionLimits | None = None,
+        faults: FaultInjector | None = None,
     ) -> GatewayServices:
         """Return the services over these models.
 
@@ -59,4 +62,6 @@ class GatewayServices:
         security = security or Security()
         monitor = Monitor(models, fleet, *observers)
         generation = GenerationService(models, monitor.observer, security.tenants, retention)
-        return GatewayServices(models, generation, Authenticator(security.tokens), security, monitor, fleet)
+        return GatewayServices(
+            models, generation, Authenticator(security.tokens), security, monitor, fleet, faults
+        )

@@ -21,6 +21,7 @@ from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_si
 from ..host.without_torch import keep_torch_out
 from ..ray_runtime.launch_target import DEFAULT_NAMESPACE
 from ..ray_runtime.local_cluster import attach
+from ..replica.fault_injection import RayFaultInjector
 from ..requests.observer import RequestObserver
 from .server_setup import request_observers, retention_limits
 from .servers import GatewayServers
@@ -85,6 +86,7 @@ async def _serve(
         fleet=sync,
         retention=retention_limits(server_options),
         observers=observers,
+        faults=RayFaultInjector(DEFAULT_NAMESPACE) if server_options.enable_chaos else None,
     )
     servers = GatewayServers(services, server_options)
     try:

@@ -25,6 +25,7 @@ from ..host.stopwatch import Stopwatch
 from ..host.without_torch import keep_torch_out
 from ..ray_runtime.local_cluster import LocalCluster
 from ..replica.client import SILENCE_MARGIN_S, ReplicaClient
+from ..replica.fault_injection import RayFaultInjector
 from ..replica.launch import launch_replica
 from ..replica.replica import Replica, new_replica_id
 from ..replica.scheduler_start import replace_scheduler
@@ -108,7 +109,11 @@ async def _serve_replica(
     supervisor = ReplicaSupervisor(replica, client, pool, _connect, replace_scheduler)
     failure = asyncio.create_task(supervisor.run())
     services = GatewayServices.compose(
-        models, security=security, retention=retention_limits(server_options), observers=observers
+        models,
+        security=security,
+        retention=retention_limits(server_options),
+        observers=observers,
+        faults=RayFaultInjector(replica.record.namespace) if server_options.enable_chaos else None,
     )
     servers = GatewayServers(services, server_options)
     try:

@@ -7,6 +7,7 @@ died may wait before calls of their successors. All return when the step loop en
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from contextlib import ExitStack
 import ray
 
 from ...proto.config import EngineConfig
+from ...proto.faults import SIGNALS, Fault
 from ...proto.transport.network import CurveKeys
 from ..core.scheduler import Scheduler
 from .loop import StepLoop
@@ -22,6 +24,8 @@ from .worker_group import WorkerGroup
 from .zmq_mailbox import ZmqMailbox
 
 WATCH_GROUP = "watch"
+
+_log = logging.getLogger(__name__)
 
 
 class SchedulerActor:
@@ -82,6 +86,11 @@ class SchedulerActor:
         self._ended.wait()
         if self._error is not None:
             raise self._error
+
+    def cause(self, fault: Fault) -> None:
+        """Cause a fault in this process, which it ends or stops: does not return."""
+        _log.warning("%s: an operator causes the fault %s in its scheduler", self._replica_id, fault.kind)
+        os.kill(os.getpid(), SIGNALS[fault.kind])
 
     def stop(self) -> None:
         """End the step loop after the present step."""

@@ -37,7 +37,9 @@ def quire(
     return int(ended.value.code or 0), output, errors
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "chat", "run-batch", "status", "top", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["serve", "generate", "chat", "run-batch", "status", "top", "doctor", "chaos"]
+)
 def test_help_shows_an_example(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -90,6 +92,8 @@ def test_token_prints_a_token_and_its_line(
         (["serve", "demo", "--tenant-weight", "gold=3"], WRONG_USE, "shares of the policy fair"),
         (["serve", "demo", "--num-host-kv-blocks", "-1"], WRONG_USE, "num_host_kv_blocks is -1"),
         (["serve", "demo", "--kv-cache-dtype", "int4"], WRONG_USE, "kv_cache_dtype is 'int4'"),
+        (["chaos", "eat-rank"], WRONG_USE, "'kill-rank', 'stop-rank'"),
+        (["chaos", "slow-rank", "--delay", "0"], WRONG_USE, "delay_s: is 0, must be more than 0"),
         (["status", "--token-file", "/nowhere"], WRONG_USE, "token file /nowhere cannot be read"),
     ],
 )
