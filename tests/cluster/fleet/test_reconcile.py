@@ -57,7 +57,7 @@ def draining(name: str, version: str = NEW) -> ReplicaView:
             id="adopted replicas may serve and are not stopped",
         ),
         pytest.param(
-            1, [starting("a", is_adopted=True), ready("b")], Plan(), id="adopted surplus is not stopped before it is ready"
+            1, [starting("a", is_adopted=True), ready("b")], Plan(), id="adopted surplus is not stopped"
         ),
         pytest.param(0, [ready("a", OLD)], Plan(drain=("a",)), id="an old version with a target of zero"),
         pytest.param(
