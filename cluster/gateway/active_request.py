@@ -8,12 +8,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from ...proto.errors import QuireError
+from ...proto.errors import DeadlineExpired, QuireError
 from ..host.background import run_in_background
 from ..requests.request import Request
 from .request_log import RequestLog
 from .request_migration import MigratingRequest
 from .served_models import ServedModel
+
+# The scheduler ends a request at its deadline, and knows why it was late. The gateway does so this much later, if the
+# scheduler does not answer.
+EXPIRY_SLACK_S = 0.5
 
 OnEnd = Callable[["ActiveRequest", BaseException | None], None]
 
@@ -50,6 +54,10 @@ class ActiveRequest:
         self._has_ended = False
         self._num_readers = 0
         self._orphan: asyncio.Task[None] | None = None  # reads on after the last reader has left
+        self._expiry: asyncio.TimerHandle | None = None
+        if request.timeout_s is not None:
+            delay_s = request.timeout_s + EXPIRY_SLACK_S
+            self._expiry = asyncio.get_running_loop().call_later(delay_s, self._expire)
 
     def join(self, *, is_resumable: bool) -> None:
         """Count a reader. The request stays resumable if any of its readers wanted that."""
@@ -91,7 +99,12 @@ class ActiveRequest:
         self._orphan = None
         self._end(asyncio.CancelledError())
 
+    def _expire(self) -> None:
+        self.stop(DeadlineExpired("the caller's deadline passed, and the request's replica does not answer"))
+
     def _end(self, cause: BaseException | None) -> None:
         self._has_ended = True
+        if self._expiry is not None:
+            self._expiry.cancel()
         self._stream.abort()
         self._on_end(self, self.log.error if self.log.has_ended else cause)

@@ -1,7 +1,8 @@
-"""Calls of the endpoints as GenerationCall: the tenant and the trace come from the HTTP request."""
+"""Calls of the endpoints as GenerationCall: tenant, trace and deadline come from the HTTP request."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,16 +14,35 @@ from ..gateway.generation import GenerationCall
 from ..gateway.services import GatewayServices
 
 _TRACE_HEADERS = ("traceparent", "tracestate")
+# Seconds that the caller waits for the whole output. gRPC has deadlines of its own.
+TIMEOUT_HEADER = "x-request-timeout"
 
 
 def with_context(call: GenerationCall, request: Request, services: GatewayServices) -> GenerationCall:
-    """Return the call with its tenant and its trace."""
+    """Return the call with its tenant, its trace and its deadline.
+
+    Raises:
+        InvalidRequest: the header X-Request-Timeout is not a positive number.
+    """
     headers = request.headers
     return replace(
         call,
         tenant=services.authenticator.tenant(request.state.caller, ""),
+        timeout_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
         trace_headers={name: headers[name] for name in _TRACE_HEADERS if name in headers},
     )
+
+
+def _timeout_s(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InvalidRequest("X-Request-Timeout", f"is {text!r}, must be a positive number of seconds")
+    return seconds
 
 
 @contextmanager
