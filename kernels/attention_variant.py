@@ -1,4 +1,4 @@
-"""Variants of causal softmax attention: sliding window, soft cap and ALiBi."""
+"""Variants of causal softmax attention: sliding window, soft cap, ALiBi and sinks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ class AttentionVariant:
         soft_cap: scores become ``cap * tanh(score / cap)`` (Gemma 2, 2024); 0: no cap.
         alibi_slopes: [Hq] float32; adds ``slope * (key position - query position)`` (Press et al., *Train Short,
             Test Long*, 2022); None: no bias.
+        sinks: [Hq] float32, the score of one more key per head, whose value is 0 (gpt-oss, 2025): the weights of the
+            sequence's keys sum to less than 1; None: no such key.
     """
 
     window: int = 0
     soft_cap: float = 0.0
     alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 PLAIN = AttentionVariant()

@@ -82,6 +82,7 @@ def _is_supported(q: Tensor, variant: AttentionVariant, kv_scales: Tensor | None
     return (
         kv_scales is None
         and variant.alibi_slopes is None
+        and variant.sinks is None
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] <= MAX_HEAD_DIM
     )

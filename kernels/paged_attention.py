@@ -47,17 +47,14 @@ def paged_decode_attention(
         block_tables: [S, M] int32; entries past a sequence's blocks are ignored.
         seq_lens: [S] int32, the new token included; 0 for padding, whose output is undefined.
         splits: work items on a GPU; None: computed here.
-        variant: window, soft cap and ALiBi.
+        variant: window, soft cap, ALiBi and sinks.
         kv_scales: [N, 2, Hkv, B] float32, scales of a quantized cache (see kernels.quantized_kv).
 
     Returns:
         [S, Hq, D].
     """
     if cpu.supports_attention(q, kv_cache):
-        window, soft_cap, slopes = variant.window, variant.soft_cap, variant.alibi_slopes
-        return cpu.paged_decode_attention(
-            q, kv_cache, block_tables, seq_lens, scale, window, soft_cap, slopes, kv_scales
-        )
+        return cpu.paged_decode_attention(q, kv_cache, block_tables, seq_lens, scale, variant, kv_scales)
     cache = _Cache(kv_cache, kv_scales, q.dtype)
     block_size = kv_cache.shape[3]
     first_blocks = _first_positions(seq_lens, variant.window) // block_size
@@ -99,9 +96,8 @@ def paged_prefill_attention(
         [T, Hq, D].
     """
     if cpu.supports_attention(q, kv_cache):
-        window, soft_cap, slopes = variant.window, variant.soft_cap, variant.alibi_slopes
         return cpu.paged_prefill_attention(
-            q, kv_cache, block_tables, query_start, seq_lens, scale, window, soft_cap, slopes, kv_scales
+            q, kv_cache, block_tables, query_start, seq_lens, scale, variant, kv_scales
         )
     cache = _Cache(kv_cache, kv_scales, q.dtype)
     out = torch.empty_like(q)
@@ -200,13 +196,14 @@ def _decode_group(
     keys_values[dead_seqs, :, :, dead_slots] = 0
     # The query heads of a KV head become queries of one head; SDPA's enable_gqa was 2 to 4 times slower.
     packed = q.view(num_seqs, cache.num_kv_heads, num_heads // cache.num_kv_heads, head_dim)
-    slopes = variant.alibi_slopes
+    slopes, sinks = variant.alibi_slopes, variant.sinks
     return _attend(
         packed,
         keys_values[:, 0],
         keys_values[:, 1],
         None if dead_seqs.numel() == 0 else visible[:, None, None, :],
         None if slopes is None else slopes.view(packed.shape[1:3])[..., None] * distances[:, None, None, :],
+        None if sinks is None else sinks.view(*packed.shape[1:3], 1),
         scale,
         variant.soft_cap,
     ).reshape(q.shape)
@@ -231,7 +228,7 @@ def _attend_chunk(
     group_len = num_heads // num_kv_heads
     grouped = q.view(chunk_len, num_kv_heads, group_len, head_dim).permute(1, 2, 0, 3)
     positions = torch.arange(seq_len - num_keys, seq_len, device=q.device)
-    slopes = variant.alibi_slopes
+    slopes, sinks = variant.alibi_slopes, variant.sinks
     for start in range(0, chunk_len, QUERY_TILE_LEN):
         end = min(start + QUERY_TILE_LEN, chunk_len)
         num_visible = num_keys - chunk_len + end
@@ -243,6 +240,7 @@ def _attend_chunk(
             values[:, None, :num_visible].expand(shape),
             _visible(distances, variant.window),
             None if slopes is None else slopes.view(num_kv_heads, group_len, 1, 1) * distances,
+            None if sinks is None else sinks.view(num_kv_heads, group_len, 1, 1),
             scale,
             variant.soft_cap,
         )
@@ -260,11 +258,17 @@ def _attend(
     values: Tensor,
     visible: Tensor | None,
     bias: Tensor | None,
+    sinks: Tensor | None,
     scale: float,
     soft_cap: float,
 ) -> Tensor:
-    """Compute softmax attention of [..., n, D] to [..., L, D]; `visible` and `bias` broadcast to [..., n, L]."""
-    if bias is None and not soft_cap:
+    """Compute softmax attention of [..., n, D] to [..., L, D].
+
+    Args:
+        visible, bias: broadcast to [..., n, L].
+        sinks: broadcast to [..., n, 1].
+    """
+    if bias is None and sinks is None and not soft_cap:
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, scale=scale)
     # float32: half precision would round the distances in the bias.
     scores = (q.float() @ keys.float().mT) * scale
@@ -274,4 +278,7 @@ def _attend(
         scores = scores + bias
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
-    return (scores.softmax(dim=-1) @ values.float()).to(q.dtype)
+    if sinks is None:
+        return (scores.softmax(dim=-1) @ values.float()).to(q.dtype)
+    with_sink = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    return (with_sink.softmax(dim=-1)[..., :-1] @ values.float()).to(q.dtype)

@@ -22,9 +22,9 @@ def score_arguments(scale: float, variant: AttentionVariant) -> tuple[float, flo
 
 
 @triton.jit
-def load_slopes(slopes_ptr, heads, mask):
-    """Load the ALiBi slopes of some heads, for scores in base 2."""
-    return tl.load(slopes_ptr + heads, mask=mask, other=0.0) * LOG2_E
+def load_per_head(numbers_ptr, heads, mask):
+    """Load the ALiBi slopes or sinks of some heads, for scores in base 2."""
+    return tl.load(numbers_ptr + heads, mask=mask, other=0.0) * LOG2_E
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def attend_keys(
             and `end - start` is a multiple of BLOCK_K.
         score_scale: scales products to scores in base 2; with a soft cap, to 2 * score / cap in base 2.
         cap_log2: the soft cap of scores in base 2, or None.
-        slopes: [R], from load_slopes, or None without ALiBi.
+        slopes: [R], from load_per_head, or None without ALiBi.
         window: largest number of keys visible to a row. None: no window, and every row must see a key of the first
             tile.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..attention_variant import PLAIN, AttentionVariant
 from ..decode_splits import DecodeSplits, split_decodes
 from ..workspace import float_workspace
-from .attention_inner import attend_keys, load_slopes, score_arguments
+from .attention_inner import attend_keys, load_per_head, score_arguments
 from .quantized_kv import as_stored
 from .tile_configs import DECODE_TILES, INTERPRETED, find_tile
 
@@ -47,6 +47,7 @@ def _attend_items(
     partial_ptr,  # [I, Hq, D] float32
     log_sums_ptr,  # [I, Hq] float32
     slopes_ptr,  # [Hq]
+    sinks_ptr,  # [Hq]
     score_scale,
     cap_log2,
     window,
@@ -96,9 +97,14 @@ def _attend_items(
         scales_ptr += kv_head * (stride_cache_head // HEAD_DIM)
     slopes = None
     if slopes_ptr is not None:
-        slopes = load_slopes(slopes_ptr, heads, offs_g < GROUP)
+        slopes = load_per_head(slopes_ptr, heads, offs_g < GROUP)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
+    if sinks_ptr is not None:
+        # A key whose value is 0, in one of the items.
+        if item == first_visible:
+            top = load_per_head(sinks_ptr, heads, offs_g < GROUP)
+            total += 1.0
     out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     last_keys = tl.full([BLOCK_G], 0, tl.int32) + (seq_len - 1)
     # A window needs no mask: all rows belong to one token, whose window begins at `start`.
@@ -192,7 +198,7 @@ def paged_decode_attention(
     score_scale, cap_log2, window = score_arguments(scale, variant)
     _attend_items[(num_items, num_kv_heads)](
         q, as_stored(kv_cache), kv_scales, block_tables, seq_lens, *splits, out, partial, log_sums,
-        variant.alibi_slopes, score_scale, cap_log2, window,
+        variant.alibi_slopes, variant.sinks, score_scale, cap_log2, window,
         num_seqs, q.stride(0), q.stride(1), *kv_cache.stride()[:3], block_tables.stride(0),
         GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, CACHE_BLOCK=block_size,
         BLOCK_G=tile.num_rows, BLOCK_K=tile.num_keys, BLOCK_D=block_d, UPCAST=INTERPRETED,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention_variant import PLAIN, AttentionVariant
-from .attention_inner import attend_keys, load_slopes, score_arguments
+from .attention_inner import attend_keys, load_per_head, score_arguments
 from .quantized_kv import as_stored
 from .tile_configs import INTERPRETED, LARGE_PREFILL_TILES, SMALL_PREFILL_TILES, find_tile
 
@@ -47,6 +47,7 @@ def _attend_chunks(
     seq_lens_ptr,  # [S]
     out_ptr,  # [T, Hq, D]
     slopes_ptr,  # [Hq]
+    sinks_ptr,  # [Hq]
     score_scale,
     cap_log2,
     window,
@@ -96,11 +97,15 @@ def _attend_chunks(
         scales_ptr += kv_head * (stride_cache_head // HEAD_DIM)
     slopes = None
     if slopes_ptr is not None:
-        slopes = load_slopes(slopes_ptr, heads, mask_r)
+        slopes = load_per_head(slopes_ptr, heads, mask_r)
     table_ptr = tables_ptr + seq.to(tl.int64) * stride_table
     out = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
+    if sinks_ptr is not None:
+        # A key whose value is 0.
+        top = load_per_head(sinks_ptr, heads, mask_r)
+        total += 1.0
     last_keys = num_cached + queries
     # Keys from `full_start` to `full_end` are visible to every query of the tile; the others need a mask.
     visible_to_first = num_cached + first_query + 1
@@ -156,7 +161,7 @@ def paged_prefill_attention(
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     _attend_chunks[(num_tiles, num_kv_heads)](
         q, as_stored(kv_cache), kv_scales, block_tables, query_start, seq_lens, out,
-        variant.alibi_slopes, *score_arguments(scale, variant), num_seqs,
+        variant.alibi_slopes, variant.sinks, *score_arguments(scale, variant), num_seqs,
         q.stride(0), q.stride(1), *kv_cache.stride()[:3], block_tables.stride(0),
         GROUP=group, HEAD_DIM=head_dim, CACHE_BLOCK=block_size,
         BLOCK_R=tile.num_rows, BLOCK_K=tile.num_keys, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),

@@ -100,7 +100,9 @@ struct Variant {
   int64_t window;
   float soft_cap;
   const float* slopes;
+  const float* sinks;
 
+  // Changes no score and hides no key before the query's own.
   bool is_plain() const { return window == 0 && soft_cap == 0 && slopes == nullptr; }
 
   // The first position that a query attends to.
@@ -117,6 +119,11 @@ struct Variant {
 struct Softmax {
   float max = -INFINITY, sum = 0;
 };
+
+// The state of a query head before its first key: a sink is a key whose value is 0.
+inline Softmax initial_state(const Variant& variant, int64_t head) {
+  return variant.sinks ? Softmax{variant.sinks[head], 1.f} : Softmax{};
+}
 
 // Raises the running maximum to `top` if that is larger. Returns the factor for earlier weights.
 inline float raise_max(Softmax& state, float top) {
@@ -226,6 +233,8 @@ void decode(int dtype, const void* q, const Cache& pool, const int32_t* tables, 
       const int64_t queries = task.sequence * q_stride + int64_t(task.head) * group * D;
       for (int j = 0; j < group * D; j += LANES) store(&scaled[j], load_as(dtype, q, queries + j) * scale);
       const Cache cache = pool.of(tables + task.sequence * table_stride, task.head);
+      if (i == first[task.sequence] + task.head * num_splits[task.sequence])
+        for (int g = 0; g < group; g++) states[i * group + g] = initial_state(variant, task.head * group + g);
       attend<D>(scaled.data(), group, lens[task.sequence] - 1, cache, variant, task.begin, task.end,
                 &states[i * group], &acc[i * group * D]);
     }
@@ -290,9 +299,10 @@ struct Tile {
         acc(rows * D),
         states(rows) {}
 
-  void reset() {
+  // Begins with the queries of `group` heads from `first_head` on.
+  void reset(const Variant& variant, int64_t first_head, int64_t group) {
     std::fill(acc.begin(), acc.end(), 0.f);
-    std::fill(states.begin(), states.end(), Softmax{});
+    for (int64_t row = 0; row < rows; row++) states[row] = initial_state(variant, first_head + row % group);
   }
 
   // Transposes n rows of D numbers to columns; rows of the result are KEY_TILE apart.
@@ -382,7 +392,7 @@ void prefill(int dtype, const void* q, const Cache& pool, const int32_t* tables,
       const int64_t before = lens[task.sequence] - (query_start[task.sequence + 1] - start);
       const int64_t rows = (task.end - task.begin) * group;
       const Cache cache = pool.of(tables + task.sequence * table_stride, task.head);
-      tile.reset();
+      tile.reset(variant, task.head * group, group);
       for (int64_t row = 0; row < rows; row++) {
         const int64_t from = (start + task.begin + row / group) * q_stride + (task.head * group + row % group) * D;
         for (int d = 0; d < D; d += LANES) store(&tile.queries[row * D + d], load_as(dtype, q, from + d) * scale);
@@ -411,7 +421,7 @@ void prefill(int dtype, const void* q, const Cache& pool, const int32_t* tables,
 
 }  // namespace
 
-// Shapes are those of kernels/paged_attention.py. `dtype` is that of q and out; scales and slopes may be null. Both ops
+// Shapes are those of kernels/paged_attention.py. `dtype` is that of q and out; scales, slopes and sinks may be null. Both ops
 // return 1, and compute nothing, for a head_dim that is not in FOR_EACH_HEAD_DIM.
 extern "C" {
 
@@ -419,8 +429,8 @@ int quire_paged_decode(int dtype, int cache_dtype, const void* q, const void* kv
                        const int32_t* tables, const int32_t* lens, void* out, int64_t num_seqs, int64_t num_heads,
                        int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t table_stride,
                        int64_t q_stride, float scale, int64_t window, float soft_cap, const float* slopes,
-                       int threads) {
-  const Variant variant{window, soft_cap, slopes};
+                       const float* sinks, int threads) {
+  const Variant variant{window, soft_cap, slopes, sinks};
   const Cache pool{cache_dtype, kv, scales, nullptr, num_kv_heads, block_size, head_dim, 0};
 #define DECODE(D)                                                                                             \
   case D:                                                                                                     \
@@ -437,8 +447,8 @@ int quire_paged_prefill(int dtype, int cache_dtype, const void* q, const void* k
                         const int32_t* tables, const int32_t* query_start, const int32_t* lens, void* out,
                         int64_t num_seqs, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                         int64_t block_size, int64_t table_stride, int64_t q_stride, float scale, int64_t window,
-                        float soft_cap, const float* slopes, int threads) {
-  const Variant variant{window, soft_cap, slopes};
+                        float soft_cap, const float* slopes, const float* sinks, int threads) {
+  const Variant variant{window, soft_cap, slopes, sinks};
   const Cache pool{cache_dtype, kv, scales, nullptr, num_kv_heads, block_size, head_dim, 0};
 #define PREFILL(D)                                                                                                 \
   case D:                                                                                                          \

@@ -35,5 +35,5 @@ int quire_paged_decode(int dtype, int cache_dtype, const void* q, const void* kv
                        const int32_t* tables, const int32_t* lens, void* out, int64_t num_seqs, int64_t num_heads,
                        int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t table_stride,
                        int64_t q_stride, float scale, int64_t window, float soft_cap, const float* slopes,
-                       int threads);
+                       const float* sinks, int threads);
 }

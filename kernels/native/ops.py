@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..attention_variant import AttentionVariant
 from .library import dtype_codes, gate_codes, head_dims, is_available, library, simd_lanes
 
 _COMPUTE_DTYPES = frozenset({torch.float32, torch.bfloat16})
@@ -128,20 +129,19 @@ def paged_decode_attention(
     block_tables: Tensor,
     seq_lens: Tensor,
     scale: float,
-    window: int,
-    soft_cap: float,
-    alibi_slopes: Tensor | None,
+    variant: AttentionVariant,
     kv_scales: Tensor | None,
 ) -> Tensor:
     (num_seqs, num_heads, head_dim), (_, _, num_kv_heads, block_size, _) = q.shape, kv_cache.shape
     assert block_tables.dtype == seq_lens.dtype == torch.int32
-    _check_slopes(alibi_slopes)
+    _check_per_head(variant.alibi_slopes)
+    _check_per_head(variant.sinks)
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype)
     library().quire_paged_decode(
         _code(q), _code(kv_cache), q.data_ptr(), kv_cache.data_ptr(), address_of(kv_scales),
         block_tables.data_ptr(), seq_lens.data_ptr(), out.data_ptr(), num_seqs, num_heads, num_kv_heads, head_dim,
-        block_size, block_tables.stride(0), q.stride(0), scale, window, soft_cap, address_of(alibi_slopes),
-        torch.get_num_threads(),
+        block_size, block_tables.stride(0), q.stride(0), scale,
+        *_native_variant(variant), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -153,27 +153,29 @@ def paged_prefill_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     scale: float,
-    window: int,
-    soft_cap: float,
-    alibi_slopes: Tensor | None,
+    variant: AttentionVariant,
     kv_scales: Tensor | None,
 ) -> Tensor:
     (num_tokens, num_heads, head_dim), (_, _, num_kv_heads, block_size, _) = q.shape, kv_cache.shape
     assert block_tables.dtype == query_start.dtype == seq_lens.dtype == torch.int32
-    _check_slopes(alibi_slopes)
+    _check_per_head(variant.alibi_slopes)
+    _check_per_head(variant.sinks)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype)
     library().quire_paged_prefill(
         _code(q), _code(kv_cache), q.data_ptr(), kv_cache.data_ptr(), address_of(kv_scales),
         block_tables.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(), out.data_ptr(), len(seq_lens),
         num_heads, num_kv_heads, head_dim, block_size, block_tables.stride(0), q.stride(0), scale,
-        window, soft_cap,
-        address_of(alibi_slopes), torch.get_num_threads(),
+        *_native_variant(variant), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
-def _check_slopes(alibi_slopes: Tensor | None) -> None:
-    assert alibi_slopes is None or (alibi_slopes.dtype == torch.float32 and alibi_slopes.is_contiguous())
+def _check_per_head(numbers: Tensor | None) -> None:
+    assert numbers is None or (numbers.dtype == torch.float32 and numbers.is_contiguous())
+
+
+def _native_variant(variant: AttentionVariant) -> tuple[int, float, int | None, int | None]:
+    return variant.window, variant.soft_cap, address_of(variant.alibi_slopes), address_of(variant.sinks)
 
 
 def sample_greedy(logits: Tensor, vocab_start: int) -> tuple[Tensor, Tensor]:

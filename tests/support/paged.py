@@ -86,4 +86,8 @@ class Paged:
         hidden = distances > 0
         if variant.window:
             hidden |= distances <= -variant.window
-        return torch.einsum("hnl,lhd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if variant.sinks is not None:
+            sinks = variant.sinks.cpu().double()[:, None, None].expand(-1, num_queries, 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        return torch.einsum("hnl,lhd->nhd", scores.softmax(-1)[:, :, :num_keys], values)

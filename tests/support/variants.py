@@ -9,6 +9,10 @@ import torch
 from quire.kernels.attention_variant import PLAIN, AttentionVariant
 
 
+def _sinks(num_heads: int, device: str) -> torch.Tensor:
+    return torch.linspace(-3.0, 8.0, num_heads, device=device)
+
+
 def _slopes(num_heads: int, device: str) -> torch.Tensor:
     return torch.linspace(0.5, 0.01, num_heads, device=device)
 
@@ -20,5 +24,8 @@ VARIANTS: dict[str, Callable[[int, str], AttentionVariant]] = {
     "window of one": lambda num_heads, device: AttentionVariant(window=1),
     "soft cap": lambda num_heads, device: AttentionVariant(soft_cap=3.0),
     "alibi": lambda num_heads, device: AttentionVariant(alibi_slopes=_slopes(num_heads, device)),
-    "all": lambda num_heads, device: AttentionVariant(33, 3.0, _slopes(num_heads, device)),
+    "sinks": lambda num_heads, device: AttentionVariant(sinks=_sinks(num_heads, device)),
+    "all": lambda num_heads, device: AttentionVariant(
+        33, 3.0, _slopes(num_heads, device), _sinks(num_heads, device)
+    ),
 }
