@@ -29,6 +29,18 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
+@on_gpu("activation")
+def clamped_silu_and_mul(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """Return ``gate * sigmoid(alpha * gate) * (up + 1)`` of clamped halves (gpt-oss, 2025): [T, 2 I] -> [T, I].
+
+    Args:
+        limit: the gate is at most this, the other half between its negative and this.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * (gate * alpha).sigmoid() * (up + 1)
+
+
 def _has_cpu_op(gate_up: Tensor) -> bool:
     return gate_up.is_contiguous() and cpu.supports(gate_up, gate_up.shape[1] // 2)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import on_gpu
-from .quantized_linear import QuantizedWeight, dequantize
+from .quantized_linear import PACKED, QuantizedWeight, dequantize
 
 
 class ExpertChoices(NamedTuple):
@@ -38,17 +38,19 @@ class ExpertWeights:
     Attributes:
         codes: [X, N, K] of the tokens' dtype, or quantized, as in QuantizedWeight.
         scales, zeros, group_index: of quantized weights, as in QuantizedWeight, stacked; None otherwise.
+        bias: [X, N], or None.
     """
 
     codes: Tensor
     scales: Tensor | None = None
     zeros: Tensor | None = None
     group_index: Tensor | None = None
+    bias: Tensor | None = None
 
     @property
     def is_packed(self) -> bool:
         """Return whether a byte holds two numbers."""
-        return self.codes.dtype == torch.uint8
+        return self.codes.dtype in PACKED
 
     def matrix(self, expert: int, dtype: torch.dtype) -> Tensor:
         """Return an expert's weight, [N, K]."""
@@ -92,4 +94,10 @@ def _multiply(rows: Tensor, weights: ExpertWeights, choices: ExpertChoices) -> T
     """Multiply rows sorted by expert: [P, K] -> [P, N]."""
     counts = choices.starts.diff().tolist()
     parts = rows.split_with_sizes(counts)
-    return torch.cat([F.linear(part, weights.matrix(index, rows.dtype)) for index, part in enumerate(parts)])
+    biases = [None] * len(parts) if weights.bias is None else weights.bias
+    return torch.cat(
+        [
+            F.linear(part, weights.matrix(index, rows.dtype), bias)
+            for index, (part, bias) in enumerate(zip(parts, biases, strict=True))
+        ]
+    )

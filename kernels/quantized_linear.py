@@ -1,8 +1,8 @@
 """Linear layers with weights of 8 or 4 bits per number and a scale per group of inputs.
 
-Weight-only quantization (int8, int4, float8): codes are converted to the tokens' dtype as they are read. With tokens
-in float8 as well (Micikevicius et al., *FP8 Formats for Deep Learning*, 2022) a GPU multiplies 8-bit numbers; then
-each token and each output has a scale.
+Weight-only quantization (int8, int4, float8, float4): codes are converted to the tokens' dtype as they are read. With
+tokens in float8 as well (Micikevicius et al., *FP8 Formats for Deep Learning*, 2022) a GPU multiplies 8-bit numbers;
+then each token and each output has a scale.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ from torch import Tensor
 from .dispatch import has_kernels, on_gpu
 
 FLOAT8 = torch.float8_e4m3fn
+FLOAT4 = torch.float4_e2m1fn_x2
+# The number of each float4 code.
+FLOAT4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # The code that a row's largest magnitude is mapped to.
 LARGEST = {FLOAT8: 448.0, torch.int8: 127.0}
+# Dtypes of codes with two numbers per byte.
+PACKED = (torch.uint8, FLOAT4)
 # torch._scaled_mm requires both sizes of a float8 weight to be multiples of this.
 FLOAT8_MULTIPLE = 16
 
@@ -28,8 +33,8 @@ class QuantizedWeight:
     """The weight [N, K] of a linear layer as ``(codes - zeros) * scales``.
 
     Attributes:
-        codes: [N, K] int8 or float8_e4m3fn; or [N, K / 2] uint8, two numbers from 0 to 15 per byte, the even
-            input in the lower half.
+        codes: [N, K] int8 or float8_e4m3fn; or [N, K / 2], two numbers per byte, the even input in the lower half:
+            uint8 for numbers from 0 to 15, float4_e2m1fn_x2 for the codes of FLOAT4_NUMBERS.
         scales: [G, N], per group of inputs and output.
         zeros: [G, N] int16; None: all are 0.
         group_index: [K] int32, the group of each input; None: G runs of equal length.
@@ -51,7 +56,7 @@ class QuantizedWeight:
     @property
     def is_packed(self) -> bool:
         """Return whether a byte holds two numbers."""
-        return self.codes.dtype == torch.uint8
+        return self.codes.dtype in PACKED
 
     @property
     def is_per_output(self) -> bool:
@@ -62,6 +67,14 @@ class QuantizedWeight:
         """Return the weight of outputs `start` to `end`."""
         zeros = None if self.zeros is None else self.zeros[:, start:end]
         return QuantizedWeight(self.codes[start:end], self.scales[:, start:end], zeros, self.group_index)
+
+    def reordered(self, outputs: list[int]) -> QuantizedWeight:
+        """Return the weight of these outputs, in this order."""
+        index = torch.tensor(outputs, device=self.codes.device)
+        # torch indexes no float4.
+        codes = self.codes.view(torch.uint8)[index].view(self.codes.dtype)
+        zeros = None if self.zeros is None else self.zeros[:, index]
+        return QuantizedWeight(codes, self.scales[:, index], zeros, self.group_index)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """Return the weight on a device."""
@@ -85,12 +98,15 @@ def quantize(weight: Tensor, dtype: torch.dtype, largest: Tensor | None = None) 
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
     """Return the weight as [N, K] float32."""
-    codes = unpack_nibbles(weight.codes) if weight.is_packed else weight.codes
+    codes = unpack_nibbles(weight.codes.view(torch.uint8)) if weight.is_packed else weight.codes
     groups = weight.group_index
     if groups is None:
         groups = torch.arange(weight.in_features, device=codes.device)
         groups = groups // (weight.in_features // weight.scales.shape[0])
-    numbers = codes.float()
+    if weight.codes.dtype == FLOAT4:
+        numbers = torch.tensor(FLOAT4_NUMBERS, device=codes.device)[codes.int()]
+    else:
+        numbers = codes.float()
     if weight.zeros is not None:
         numbers -= weight.zeros.t().float()[:, groups]
     if weight.scales.shape[0] == 1:

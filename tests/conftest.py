@@ -183,6 +183,7 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 24, "sliding_window": 24, "attn_logit_softcapping": 3.0},
     "gemma3_text": {"query_pre_attn_scalar": 24, "sliding_window": 24, "sliding_window_pattern": 3},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"sliding_window": 11, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
     "granite": {
         "embedding_multiplier": 6.0,

@@ -41,6 +41,38 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return _launch(gate_up, is_gelu=True)
 
 
+@triton.jit
+def _clamped_gate_and_mul(
+    gate_up_ptr,  # [T, 2 I]
+    out_ptr,  # [T, I]
+    num_columns,
+    stride_gate_up,
+    alpha,
+    limit,
+    BLOCK_I: tl.constexpr,
+):
+    # grid: (T, tiles of I)
+    row = tl.program_id(0).to(tl.int64)
+    offs_i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    mask = offs_i < num_columns
+    gate_ptrs = gate_up_ptr + row * stride_gate_up + offs_i
+    gate = tl.minimum(tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32), limit)
+    up = tl.load(gate_ptrs + num_columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    tl.store(out_ptr + row * num_columns + offs_i, gate * tl.sigmoid(gate * alpha) * (up + 1.0), mask=mask)
+
+
+def clamped_silu_and_mul(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """See kernels.activation."""
+    num_rows, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1
+    out = torch.empty((num_rows, num_columns), dtype=gate_up.dtype, device=gate_up.device)
+    _clamped_gate_and_mul[(num_rows, triton.cdiv(num_columns, BLOCK_LEN))](
+        gate_up, out, num_columns, gate_up.stride(0), alpha, limit, BLOCK_I=BLOCK_LEN
+    )
+    return out
+
+
 def _launch(gate_up: Tensor, *, is_gelu: bool) -> Tensor:
     num_rows, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..moe import ExpertChoices, ExpertWeights
-from .quantized_linear import MIN_INPUTS, TileConfig, to_weights
+from ..quantized_linear import FLOAT4
+from .quantized_linear import MIN_INPUTS, TileConfig, as_bytes, to_weights
 from .tile_configs import INTERPRETED, MIN_ROWS
 
 # Choices that a program of the sort compares per iteration.
@@ -90,6 +91,7 @@ def _expert_linear(
     scales_ptr,  # [X, G, N]
     zeros_ptr,  # [X, G, N] int16
     group_index_ptr,  # [X, K] int32
+    bias_ptr,  # [X, N]
     order_ptr,  # [P]
     starts_ptr,  # [X + 1]
     factors_ptr,  # [P] float32
@@ -105,6 +107,7 @@ def _expert_linear(
     PER_TOKEN: tl.constexpr,
     NUMBERS_PER_BYTE: tl.constexpr,
     IS_PER_OUTPUT: tl.constexpr,
+    IS_FLOAT4: tl.constexpr,
     TILES_PER_GROUP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -152,7 +155,7 @@ def _expert_linear(
             if scales_ptr is not None:
                 weights = to_weights(
                     weights, scales_ptr, zeros_ptr, group_index_ptr, offs_k, offs_n, live, mask_n,
-                    start // group_len, out_features, IS_PER_OUTPUT,
+                    start // group_len, out_features, IS_PER_OUTPUT, IS_FLOAT4,
                 )  # fmt: skip
             x = tl.load(token_ptrs + offs_k[None, :], mask=mask_t[:, None] & live[None, :], other=0.0)
             if UPCAST:
@@ -160,6 +163,9 @@ def _expert_linear(
             sums = tl.dot(x, weights.to(x.dtype), sums, input_precision="tf32x3")
     if IS_PER_OUTPUT:
         sums *= tl.load(scales_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        biases = tl.load(bias_ptr + expert.to(tl.int64) * out_features + offs_n, mask=mask_n, other=0.0)
+        sums += biases.to(tl.float32)[None, :]
     if factors_ptr is not None:
         sums *= tl.load(factors_ptr + choices, mask=mask_t, other=0.0)[:, None]
     out_ptrs = out_ptr + targets[:, None].to(tl.int64) * out_features + offs_n[None, :]
@@ -212,11 +218,13 @@ def _launch(x: Tensor, weights: ExpertWeights, choices: ExpertChoices, factors: 
     num_tiles = min(num_choices, num_choices // tile.num_tokens + num_experts)
     grid = (num_tiles * triton.cdiv(out_features, tile.num_outputs),)
     _expert_linear[grid](
-        x, weights.codes, scales, weights.zeros, group_index, choices.order, choices.starts, factors, out,
-        num_tiles, num_experts, out_features, in_features, num_groups, group_len, x.stride(0),
+        x, as_bytes(weights.codes), scales, weights.zeros, group_index, weights.bias, choices.order,
+        choices.starts, factors, out, num_tiles, num_experts, out_features, in_features, num_groups, group_len,
+        x.stride(0),
         0 if weights.group_index is None else in_features,
         PER_TOKEN=choices.per_token, NUMBERS_PER_BYTE=numbers_per_byte, IS_PER_OUTPUT=is_per_output,
-        TILES_PER_GROUP=TILES_PER_GROUP, BLOCK_T=tile.num_tokens, BLOCK_N=tile.num_outputs,
+        IS_FLOAT4=weights.codes.dtype == FLOAT4, TILES_PER_GROUP=TILES_PER_GROUP, BLOCK_T=tile.num_tokens,
+        BLOCK_N=tile.num_outputs,
         BLOCK_K=tile.num_inputs, BLOCK_X=triton.next_power_of_2(num_experts), UPCAST=INTERPRETED,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

@@ -102,9 +102,9 @@ def _attend_items(
     total = tl.zeros([BLOCK_G], tl.float32)
     if sinks_ptr is not None:
         # A key whose value is 0, in one of the items.
-        if item == first_visible:
-            top = load_per_head(sinks_ptr, heads, offs_g < GROUP)
-            total += 1.0
+        is_first = item == first_visible
+        top = tl.where(is_first, load_per_head(sinks_ptr, heads, offs_g < GROUP), top)
+        total = tl.where(is_first, 1.0, total)
     out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     last_keys = tl.full([BLOCK_G], 0, tl.int32) + (seq_len - 1)
     # A window needs no mask: all rows belong to one token, whose window begins at `start`.

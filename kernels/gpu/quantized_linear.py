@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..quantized_linear import QuantizedWeight
+from ..quantized_linear import FLOAT4, QuantizedWeight
 from .tile_configs import INTERPRETED, MIN_ROWS
 
 
@@ -38,12 +38,24 @@ MIN_INPUTS = 32
 
 
 @triton.jit
+def _float4_to_float32(codes):
+    """Convert float4 codes (e2m1: sign, two bits of exponent, one of mantissa), one per byte."""
+    magnitudes = (codes & 7).to(tl.int32)
+    shifted = (2 + (magnitudes & 1)) << (tl.maximum(magnitudes >> 1, 1) - 1)
+    halves = tl.where(magnitudes < 2, magnitudes, shifted).to(tl.float32) * 0.5
+    return tl.where(codes < 8, halves, -halves)
+
+
+@triton.jit
 def to_weights(
     codes, scales_ptr, zeros_ptr, group_index_ptr, offs_k, offs_n, mask_k, mask_n, first_group, out_features,
-    IS_PER_OUTPUT: tl.constexpr,
+    IS_PER_OUTPUT: tl.constexpr, IS_FLOAT4: tl.constexpr,
 ):  # fmt: skip
     """Convert codes [K, N] to float32 weights; they stay unscaled if there is one scale per output."""
-    weights = codes.to(tl.float32)
+    if IS_FLOAT4:
+        weights = _float4_to_float32(codes)
+    else:
+        weights = codes.to(tl.float32)
     if not IS_PER_OUTPUT:
         if group_index_ptr is not None:
             groups = tl.load(group_index_ptr + offs_k, mask=mask_k, other=0)
@@ -61,7 +73,7 @@ def to_weights(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _quantized_linear(
     x_ptr,  # [T, K]
-    codes_ptr,  # [N, K] int8 or float8; [N, K / 2] uint8
+    codes_ptr,  # [N, K] int8 or float8; [N, K / 2] uint8, with IS_FLOAT4 of float4 codes
     scales_ptr,  # [G, N]
     zeros_ptr,  # [G, N] int16
     group_index_ptr,  # [K] int32
@@ -74,6 +86,7 @@ def _quantized_linear(
     stride_x,
     NUMBERS_PER_BYTE: tl.constexpr,
     IS_PER_OUTPUT: tl.constexpr,
+    IS_FLOAT4: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -99,7 +112,7 @@ def _quantized_linear(
                 codes = (packed >> (4 * part)) & 15
             weights = to_weights(
                 codes, scales_ptr, zeros_ptr, group_index_ptr, offs_k, offs_n, live, mask_n, start // group_len,
-                out_features, IS_PER_OUTPUT,
+                out_features, IS_PER_OUTPUT, IS_FLOAT4,
             )  # fmt: skip
             x = tl.load(token_ptrs + offs_k[None, :], mask=mask_t[:, None] & live[None, :], other=0.0)
             if UPCAST:
@@ -134,13 +147,18 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
             group_index = torch.arange(in_features, dtype=torch.int32, device=x.device) // group_len
     grid = triton.cdiv(out_features, tile.num_outputs), triton.cdiv(num_tokens, tile.num_tokens)
     _quantized_linear[grid](
-        x, weight.codes, weight.scales, weight.zeros, group_index, bias, out, num_tokens, out_features,
+        x, as_bytes(weight.codes), weight.scales, weight.zeros, group_index, bias, out, num_tokens, out_features,
         in_features, group_len, x.stride(0),
         NUMBERS_PER_BYTE=2 if weight.is_packed else 1, IS_PER_OUTPUT=weight.is_per_output,
-        BLOCK_T=tile.num_tokens, BLOCK_N=tile.num_outputs, BLOCK_K=tile.num_inputs, UPCAST=INTERPRETED,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        IS_FLOAT4=weight.codes.dtype == FLOAT4, BLOCK_T=tile.num_tokens, BLOCK_N=tile.num_outputs,
+        BLOCK_K=tile.num_inputs, UPCAST=INTERPRETED, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
+
+
+def as_bytes(codes: Tensor) -> Tensor:
+    """Return codes in a dtype that Triton knows: bytes instead of float4."""
+    return codes.view(torch.uint8) if codes.dtype == FLOAT4 else codes
 
 
 def _find_tile(num_tokens: int, dtype: torch.dtype) -> TileConfig:

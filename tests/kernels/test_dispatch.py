@@ -25,7 +25,11 @@ from quire.kernels import (
 )
 
 OPS: dict[str, list[Callable[..., Any]]] = {
-    "activation": [activation.silu_and_mul, activation.gelu_tanh_and_mul],
+    "activation": [
+        activation.silu_and_mul,
+        activation.gelu_tanh_and_mul,
+        activation.clamped_silu_and_mul,
+    ],
     "all_reduce_norm": [all_reduce_norm.all_reduce_add_rms_norm],
     "block_tables": [block_tables.update_block_tables],
     "sample_full": [sampling.sample_full, sampling.sample_greedy],

@@ -75,6 +75,15 @@ def test_gates(device: str, gate: str, shape: tuple[int, int], dtype: torch.dtyp
 
 
 @DTYPES
+def test_clamped_gate(device: str, dtype: torch.dtype) -> None:
+    from quire.kernels.gpu import activation as kernels
+
+    gate_up = (3 * torch.randn(3, 74)).to(device, dtype)
+    expected = activation.clamped_silu_and_mul(exact(gate_up), 1.702, 2.0)
+    close(kernels.clamped_silu_and_mul(gate_up, 1.702, 2.0), expected)
+
+
+@DTYPES
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
 def test_fused_qk_norm_rope_kv_write(device: str, head_dim: int, has_norm: bool, dtype: torch.dtype) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from random_weights import random_weight
@@ -12,7 +14,7 @@ from quire.kernels.moe import ExpertChoices, ExpertWeights
 from quire.kernels.quantized_linear import QuantizedWeight
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-KINDS = ["plain", "int8", "fp8", "int8-groups", "int4", "int4-any-order", "int4-groups-of-24"]
+KINDS = ["plain", "int8", "fp8", "int8-groups", "int4", "int4-any-order", "int4-groups-of-24", "fp4"]
 NUM_EXPERTS = 5
 
 
@@ -38,7 +40,7 @@ def random_ids(num_tokens: int, per_token: int) -> Tensor:
 
 
 def on(device: str, weights: ExpertWeights) -> ExpertWeights:
-    tensors = weights.codes, weights.scales, weights.zeros, weights.group_index
+    tensors = weights.codes, weights.scales, weights.zeros, weights.group_index, weights.bias
     codes, *others = (None if each is None else each.to(device) for each in tensors)
     assert codes is not None
     return ExpertWeights(codes, *others)
@@ -75,14 +77,17 @@ CASES += [
 ]
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("kind", "dtype", "num_tokens", "per_token"), CASES, ids=str)
 def test_linears_match_float64(
-    device: str, kind: str, dtype: torch.dtype, num_tokens: int, per_token: int
+    device: str, kind: str, dtype: torch.dtype, num_tokens: int, per_token: int, has_bias: bool
 ) -> None:
     """Tokens to experts and back; the third expert has no tokens."""
     from quire.kernels.gpu import moe as kernels
 
     up, down = random_experts(kind, 70, 96, dtype), random_experts(kind, 33, 96, dtype)
+    if has_bias:
+        up, down = (replace(each, bias=torch.randn(each.codes.shape[:2]).to(dtype)) for each in (up, down))
     x = torch.randn(num_tokens, 99).to(dtype)[:, :96]
     ids, factors = random_ids(num_tokens, per_token), torch.rand(num_tokens, per_token)
     choices = twins.sort_choices(ids, NUM_EXPERTS)
@@ -93,6 +98,9 @@ def test_linears_match_float64(
     by_choice = torch.empty_like(rows)
     by_choice[choices.order.long()] = rows
     terms = torch.einsum("tnk,tk->tn", matrices(down)[ids].flatten(0, 1), by_choice.double())
+    if up.bias is not None and down.bias is not None:
+        products += up.bias[ids].flatten(0, 1).double()
+        terms += down.bias[ids].flatten(0, 1).double()
     expected_up = products[choices.order.long()]
     expected_down = (terms.view(num_tokens, per_token, -1) * factors.unsqueeze(-1)).sum(dim=1)
 

@@ -8,7 +8,7 @@ from random_weights import random_weight
 from torch import Tensor
 
 from quire.kernels import quantized_linear as twins
-from quire.kernels.quantized_linear import FLOAT8, QuantizedWeight, dequantize
+from quire.kernels.quantized_linear import FLOAT4, FLOAT8, QuantizedWeight, dequantize
 
 # One rounding of the result; the interpreter truncates bfloat16, which is at most twice the error. Weights are
 # rounded to the dtype of the tokens before they are multiplied.
@@ -21,7 +21,7 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-KINDS = ["int8", "fp8", "int8-groups", "int4", "int4-any-order", "int4-groups-of-24"]
+KINDS = ["int8", "fp8", "int8-groups", "int4", "int4-any-order", "int4-groups-of-24", "fp4"]
 
 
 def by_definition(weight: QuantizedWeight) -> Tensor:
@@ -33,12 +33,22 @@ def by_definition(weight: QuantizedWeight) -> Tensor:
             group = k * num_groups // weight.in_features
             if weight.group_index is not None:
                 group = int(weight.group_index[k])
-            code = float(weight.codes[n, k // 2 if weight.is_packed else k])
+            codes = weight.codes.view(torch.uint8) if weight.is_packed else weight.codes
+            code = float(codes[n, k // 2 if weight.is_packed else k])
             if weight.is_packed:
                 code = int(code) >> 4 if k % 2 else int(code) & 15
+            if weight.codes.dtype == FLOAT4:
+                code = e2m1(int(code))
             zero = 0 if weight.zeros is None else int(weight.zeros[group, n])
             expected[n, k] = (code - zero) * float(weight.scales[group, n])
     return expected
+
+
+def e2m1(code: int) -> float:
+    """Return the number of a float4 code: sign, two bits of exponent with bias 1, one bit of mantissa."""
+    exponent, mantissa = code >> 1 & 3, code & 1
+    magnitude = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+    return -magnitude if code & 8 else magnitude
 
 
 @pytest.mark.parametrize("kind", KINDS)

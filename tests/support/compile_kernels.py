@@ -45,7 +45,7 @@ from quire.kernels.gpu import (
 from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
 from quire.kernels.lora import LoraGroups, make_factors
 from quire.kernels.moe import ExpertWeights
-from quire.kernels.quantized_linear import QuantizedWeight
+from quire.kernels.quantized_linear import FLOAT4, QuantizedWeight
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 # Bytes per thread that attention may spill: see kernels.gpu.tile_configs.
@@ -117,7 +117,7 @@ def launch_everything() -> None:
     launch_attention(4, 1, 256, 64, torch.bfloat16)
     launch_attention(32, 8, 128, 16, torch.float32)
     launch_attention(4, 1, 256, 64, torch.float32)
-    everything = AttentionVariant(4096, 50.0, torch.zeros(8))
+    everything = AttentionVariant(4096, 50.0, torch.zeros(8), torch.zeros(8))
     launch_attention(8, 2, 96, 16, torch.bfloat16, AttentionVariant(window=4096))
     launch_attention(8, 2, 256, 16, torch.bfloat16, everything)
     launch_attention(32, 8, 128, 16, torch.bfloat16, stored=torch.float8_e4m3fn)
@@ -135,6 +135,7 @@ def launch_everything() -> None:
             all_reduce_norm.all_reduce_add_rms_norm(x, x, weight, 1e-5, peers)
     activation.silu_and_mul(x)
     activation.gelu_tanh_and_mul(x)
+    activation.clamped_silu_and_mul(x, 1.702, 7.0)
     ids = torch.zeros(3, dtype=torch.int64)
     paged_cache.copy_blocks(torch.zeros(2, 4, 2, 2, 16, 64), ids, ids)
     tables = torch.zeros(3, 64, dtype=torch.int32)
@@ -177,6 +178,7 @@ def launch_quantized_linear(capability: int) -> None:
                 QuantizedWeight(int8, groups),
                 QuantizedWeight(int4, groups, zeros),
                 QuantizedWeight(int4, groups, zeros, index),
+                QuantizedWeight(int4.view(FLOAT4), torch.zeros(128, 4096).bfloat16()),
             ]
             if capability >= 89:
                 weights.append(QuantizedWeight(int8.to(torch.float8_e4m3fn), groups))
@@ -199,6 +201,9 @@ def launch_experts(capability: int) -> None:
             ExpertWeights(int8, torch.zeros(8, 1, 256)),
             ExpertWeights(int4, groups, zeros),
             ExpertWeights(int4, groups, zeros, torch.zeros(8, 512, dtype=torch.int32)),
+            ExpertWeights(
+                int4.view(FLOAT4), torch.zeros(8, 16, 256).bfloat16(), bias=torch.zeros(8, 256).bfloat16()
+            ),
         ]
         if capability >= 89:
             weights.append(ExpertWeights(int8.to(torch.float8_e4m3fn), torch.zeros(8, 1, 256)))

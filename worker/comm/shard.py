@@ -10,15 +10,19 @@ class Shard:
     """The part of a dimension that one of `size` ranks holds.
 
     If `size` does not divide the dimension, the last parts are shorter and are padded to `padded_len`.
+
+    Attributes:
+        multiple: all parts but the last have a multiple of this length.
     """
 
     rank: int
     size: int
     full_len: int
+    multiple: int = 1
 
     @property
     def padded_len(self) -> int:
-        return -(-self.full_len // self.size)
+        return -(-self.full_len // (self.size * self.multiple)) * self.multiple
 
     @property
     def start(self) -> int:

@@ -45,7 +45,10 @@ class Attention:
         self.scale = spec.attention_scale
         self.norm_eps = spec.norm_eps
         self.rope = layer.rope
-        self.variant = AttentionVariant(window=layer.window, soft_cap=spec.attention_soft_cap)
+        sinks = None
+        if spec.attention_sinks:
+            sinks = load.part(f"{name}.sinks", load.head_shard(spec.num_heads, 1)).float()
+        self.variant = AttentionVariant(window=layer.window, soft_cap=spec.attention_soft_cap, sinks=sinks)
         self.qkv = ColumnParallelLinear(
             load, _qkv_projections(load, spec, name), spec.hidden_size, bias=spec.qkv_bias
         )
@@ -182,6 +185,7 @@ class DecoderLayer:
         has_more = (
             self.peers is not None
             or bool(attention.projection_norms)
+            or attention.variant.sinks is not None
             or attention.output.bias is not None
             or mlp.down.bias is not None
         )

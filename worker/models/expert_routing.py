@@ -18,41 +18,58 @@ class ExpertRouter:
 
     Args:
         name: of the router in the checkpoint, without ``.weight``.
+        correction_name: of the correction in the checkpoint, if the router has one.
 
     Attributes:
         weight: [X, E].
-        bias: [X] float32, added to the scores that the choice is made by; None for none.
+        bias: [X], added to the logits; None for none.
+        correction: [X] float32, added to the scores that the choice is made by; None for none.
     """
 
-    def __init__(self, load: LoadContext, experts: Experts, hidden_size: int, name: str) -> None:
+    def __init__(
+        self,
+        load: LoadContext,
+        experts: Experts,
+        hidden_size: int,
+        name: str,
+        correction_name: str,
+    ) -> None:
         self._spec = experts
         self.weight = load.replicated(f"{name}.weight", experts.count, hidden_size)
-        self.bias: Tensor | None = None
+        self.bias = load.replicated(f"{name}.bias", experts.count) if experts.router_bias else None
+        self.correction: Tensor | None = None
         if experts.correction_bias:
-            # Stored in float32: rounded to bfloat16, biases of similar experts would be equal.
-            self.bias = torch.empty(experts.count, dtype=torch.float32, device=load.device)
-            load.checkpoint.read_into(self.bias, f"{name}.e_score_correction_bias", (experts.count,))
+            # Stored in float32: rounded to bfloat16, those of similar experts would be equal. Some checkpoints store
+            # a leading dimension of 1.
+            shape = *load.checkpoint.shape_of(correction_name)[:-1], experts.count
+            self.correction = torch.empty(shape, dtype=torch.float32, device=load.device)
+            load.checkpoint.read_into(self.correction, correction_name, shape)
+            self.correction = self.correction.view(experts.count)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, E] -> weights, float32, and expert ids, int64, both [T, per_token]."""
-        if self._spec.score == "softmax" and self._spec.num_groups == 1 and self.bias is None:
-            return choose_experts(F.linear(x, self.weight), None, self._spec)
+        if self._spec.score != "sigmoid" and self._spec.num_groups == 1 and self.correction is None:
+            return choose_experts(F.linear(x, self.weight, self.bias), None, self._spec)
         # As the models were trained: the scores of hundreds of experts differ by less than bfloat16 resolves.
-        return choose_experts(F.linear(x.float(), self.weight.float()), self.bias, self._spec)
+        bias = None if self.bias is None else self.bias.float()
+        return choose_experts(F.linear(x.float(), self.weight.float(), bias), self.correction, self._spec)
 
 
-def choose_experts(logits: Tensor, bias: Tensor | None, experts: Experts) -> tuple[Tensor, Tensor]:
+def choose_experts(logits: Tensor, correction: Tensor | None, experts: Experts) -> tuple[Tensor, Tensor]:
     """Return each token's experts and their weights.
 
     Args:
         logits: [T, X].
-        bias: [X] float32, see Experts.correction_bias.
+        correction: [X] float32, see ExpertRouter.
 
     Returns:
         weights, float32, and expert ids, int64, both [T, per_token].
     """
+    if experts.score == "softmax_of_chosen":
+        chosen, expert_ids = logits.float().topk(experts.per_token, dim=-1)
+        return chosen.softmax(dim=-1), expert_ids
     scores = logits.sigmoid().float() if experts.score == "sigmoid" else logits.softmax(-1, torch.float32)
-    by = scores if bias is None else scores + bias
+    by = scores if correction is None else scores + correction
     if experts.num_groups > 1:
         by = _mask_groups(by, experts)
     expert_ids = by.topk(experts.per_token, dim=-1).indices

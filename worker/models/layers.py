@@ -156,8 +156,7 @@ class WholeProjectionNorm:
     def __init__(self, load: LoadContext, name: str, shard: Shard, eps: float) -> None:
         self.comm, self.eps = load.comm, eps
         self.length = len(shard)
-        self.weight = load.empty(self.length)
-        load.checkpoint.read_into(self.weight, f"{name}.weight", (shard.full_len,), 0, shard.start)
+        self.weight = load.part(f"{name}.weight", shard)
 
     def apply(self, x: Tensor) -> None:
         """Normalize this rank's part, [T, length], in place."""

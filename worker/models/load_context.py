@@ -53,6 +53,12 @@ class LoadContext:
         self.checkpoint.read_into(out, name, shape, dim, shard.start)
         return out
 
+    def part(self, name: str, shard: Shard) -> Tensor:
+        """Read this rank's part of a tensor of one dimension."""
+        out = self.empty(len(shard))
+        self.checkpoint.read_into(out, name, (shard.full_len,), 0, shard.start)
+        return out
+
     def linear(self, parts: Sequence[WeightSlice], *, allow_online: bool = True) -> LinearWeight:
         """Read the matrix of a linear layer.
 
@@ -74,9 +80,14 @@ class LoadContext:
         weight = self.replicated(f"{name}.weight", length)
         return weight.add_(offset) if offset else weight
 
-    def shard(self, full_len: int) -> Shard:
-        """Return this rank's part of a dimension."""
-        return Shard(self.comm.rank, self.comm.size, full_len)
+    def shard(self, full_len: int, multiple: int = 1) -> Shard:
+        """Return this rank's part of a dimension; parts are multiples of a length."""
+        return Shard(self.comm.rank, self.comm.size, full_len, multiple)
+
+    def expert_shard(self, intermediate_size: int) -> Shard:
+        """Return this rank's part of each expert's intermediate dimension."""
+        multiple = 1 if self.quantization is None else self.quantization.shard_multiple
+        return self.shard(intermediate_size, multiple)
 
     def head_shard(self, num_heads: int, head_dim: int) -> Shard:
         """Return this rank's part of the outputs of attention heads; ranks share heads if there are fewer."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ...kernels.activation import GATED_ACTIVATIONS
+from ...kernels.activation import GATED_ACTIVATIONS, clamped_silu_and_mul
 from ...kernels.dispatch import has_kernels
 from ...kernels.moe import ExpertWeights, gather_linear, scatter_linear, sort_choices
 from ..weights.expert_weights import stack_experts
 from ..weights.linear_weight import LinearWeight
 from ..weights.weight_slice import WeightSlice
+from .expert_layout import expert_slices, find_block, find_correction, read_expert_biases
 from .expert_routing import ExpertRouter
 from .layers import ColumnParallelLinear, Projection
 from .load_context import LoadContext
@@ -29,11 +31,14 @@ class ExpertLayers:
     Attributes:
         gate_up, down: of each expert.
         activation: [T, 2 I] -> [T, I].
+        gate_up_bias, down_bias: [X, 2 I] and [X, E], or None.
     """
 
     gate_up: Sequence[LinearWeight]
     down: Sequence[LinearWeight]
     activation: Activation
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
     def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:
         """Return the sum of the experts' results, [T, E]; reads the number of each expert's tokens on the host.
@@ -50,9 +55,14 @@ class ExpertLayers:
         for index, own in enumerate(expert_ids.argsort(stable=True).split_with_sizes(counts)):
             if len(own):
                 tokens = own // per_token
-                out = self.down[index].multiply(self.activation(self.gate_up[index].multiply(x[tokens])))
-                y.index_add_(0, tokens, out.mul_(factors[own]))
+                y.index_add_(0, tokens, self._run_expert(index, x[tokens]).mul_(factors[own]))
         return y
+
+    def _run_expert(self, index: int, x: Tensor) -> Tensor:
+        gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[index]
+        down_bias = None if self.down_bias is None else self.down_bias[index]
+        inner = self.activation(self.gate_up[index].multiply(x, gate_up_bias))
+        return self.down[index].multiply(inner, down_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +77,13 @@ class GroupedExperts:
         """As ExpertLayers, but the host reads nothing from the device."""
         choices = sort_choices(expert_ids, len(self.down.codes))
         inner = self.activation(scatter_linear(x, self.gate_up, choices))
-        return gather_linear(inner, self.down, choices, factors)
+        return gather_linear(inner, self.down, choices, factors.contiguous())
 
 
 def group_experts(layers: ExpertLayers) -> GroupedExperts | None:
     """Return the layers for a GPU. Returns None if the experts are stored in different formats."""
-    gate_up, down = stack_experts(layers.gate_up), stack_experts(layers.down)
+    gate_up = stack_experts(layers.gate_up, layers.gate_up_bias)
+    down = stack_experts(layers.down, layers.down_bias)
     return None if gate_up is None or down is None else GroupedExperts(gate_up, down, layers.activation)
 
 
@@ -102,7 +113,7 @@ class MixtureOfExperts:
     """Gated feed-forward experts; each expert's intermediate dimension is sharded over the ranks.
 
     Args:
-        gate: activation of the experts (kernels.activation).
+        gate: activation of the experts (kernels.activation), unless theirs is clamped.
         name: of the decoder layer.
 
     Attributes:
@@ -118,26 +129,17 @@ class MixtureOfExperts:
         name: str,
     ) -> None:
         self.comm = load.comm
-        # Mixtral's published checkpoints have other names for the block and its matrices.
-        is_mixtral = load.checkpoint.has(f"{name}.block_sparse_moe.gate.weight")
-        block = f"{name}.block_sparse_moe" if is_mixtral else f"{name}.mlp"
-        matrices = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
-        self.router = ExpertRouter(load, experts, hidden_size, f"{block}.gate")
-        if load.checkpoint.has(f"{block}.experts.gate_up_proj"):
-            _alias_fused_experts(load, experts, hidden_size, f"{block}.experts", matrices)
-        gate_up: list[LinearWeight] = []
-        down: list[LinearWeight] = []
-        inner, shard = experts.intermediate_size, load.shard(experts.intermediate_size)
-        for index in range(experts.count):
-            gate_name, up_name, down_name = (f"{block}.experts.{index}.{matrix}" for matrix in matrices)
-            rows = [
-                WeightSlice(own, (inner, hidden_size), 0, shard.start, len(shard))
-                for own in (gate_name, up_name)
-            ]
-            gate_up.append(load.linear(rows))
-            columns = WeightSlice(down_name, (hidden_size, inner), 1, shard.start, len(shard))
-            down.append(load.linear([columns]))
-        layers = ExpertLayers(gate_up, down, GATED_ACTIVATIONS[gate])
+        block, router = find_block(load.checkpoint, name)
+        self.router = ExpertRouter(
+            load, experts, hidden_size, router, find_correction(load.checkpoint, block)
+        )
+        slices = expert_slices(load, experts, hidden_size, block)
+        layers = ExpertLayers(
+            [load.linear(expert.gate_up) for expert in slices],
+            [load.linear(expert.down) for expert in slices],
+            _activation(experts, gate),
+            *(read_expert_biases(load, experts, hidden_size, block) if experts.interleaved else ()),
+        )
         grouped = group_experts(layers) if has_kernels(self.router.weight) else None
         self.experts: ExpertLayers | GroupedExperts = layers if grouped is None else grouped
         self.shared: SharedExperts | None = None
@@ -157,18 +159,8 @@ class MixtureOfExperts:
         return self.comm.all_reduce(part)
 
 
-def _alias_fused_experts(
-    load: LoadContext, experts: Experts, hidden_size: int, name: str, matrices: tuple[str, str, str]
-) -> None:
-    """Give each expert's matrices names of their own in a checkpoint that stores all experts as one tensor.
-
-    Transformers 5 stores ``gate_up_proj``, [experts, 2 I, E], and ``down_proj``, [experts, E, I].
-    """
-    inner, alias = experts.intermediate_size, load.checkpoint.alias_rows
-    gate_up, down = (experts.count, 2 * inner, hidden_size), (experts.count, hidden_size, inner)
-    gate_matrix, up_matrix, down_matrix = matrices
-    for index in range(experts.count):
-        own = f"{name}.{index}"
-        alias(f"{own}.{gate_matrix}.weight", f"{name}.gate_up_proj", gate_up, index, 0, inner)
-        alias(f"{own}.{up_matrix}.weight", f"{name}.gate_up_proj", gate_up, index, inner, inner)
-        alias(f"{own}.{down_matrix}.weight", f"{name}.down_proj", down, index, 0, hidden_size)
+def _activation(experts: Experts, gate: str) -> Activation:
+    if experts.clamp is None:
+        return GATED_ACTIVATIONS[gate]
+    alpha, limit = experts.clamp
+    return partial(clamped_silu_and_mul, alpha=alpha, limit=limit)

@@ -38,6 +38,12 @@ FAMILIES = {
         expert_fields=("num_local_experts", "intermediate_size"),
         experts_normalized=True,
     ),
+    "GptOssForCausalLM": Family(
+        attention_sinks=True,
+        expert_fields=("num_local_experts", "intermediate_size"),
+        experts_normalized=False,
+        routing="gpt_oss",
+    ),
     "Qwen2ForCausalLM": Family(qkv_bias=True),
     "Qwen3ForCausalLM": Family(qk_norm="head"),
     "Qwen3MoeForCausalLM": Family(
@@ -67,7 +73,7 @@ def check_supported(model: ModelConfig, tensor_parallel_size: int) -> DecoderSpe
     """
     if tensor_parallel_size < 1:
         raise ConfigError(f"tensor_parallel_size is {tensor_parallel_size}, must be at least 1")
-    read_quantization(model)
+    quantization = read_quantization(model)
     family = FAMILIES.get(model.architecture)
     if family is None:
         return read_transformers_spec(model, tensor_parallel_size)
@@ -76,19 +82,24 @@ def check_supported(model: ModelConfig, tensor_parallel_size: int) -> DecoderSpe
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         reason = first_line(error)
         raise ConfigError(f"{model.name}: its config.json has invalid settings: {reason}") from error
-    _check_sizes(model, spec, tensor_parallel_size)
+    multiple = 1 if quantization is None else quantization.shard_multiple
+    _check_sizes(model, spec, tensor_parallel_size, multiple)
     return spec
 
 
-def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int) -> None:
-    """Check that the ranks get equal numbers of heads, and that no rank's part is empty."""
+def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int, multiple: int) -> None:
+    """Check that the ranks get equal numbers of heads, and that no rank's part is empty.
+
+    Args:
+        multiple: the ranks' parts of experts are multiples of this length.
+    """
     check_heads(model.name, spec.num_heads, spec.num_kv_heads, size)
-    lengths = {"intermediate_size": spec.intermediate_size, "vocab_size": spec.vocab_size}
+    lengths = {"intermediate_size": (spec.intermediate_size, 1), "vocab_size": (spec.vocab_size, 1)}
     if spec.experts is not None:
-        lengths["intermediate size of experts"] = spec.experts.intermediate_size
-    for what, length in lengths.items():
+        lengths["intermediate size of experts"] = spec.experts.intermediate_size, multiple
+    for what, (length, unit) in lengths.items():
         # All parts are equal except the last, which must not be empty.
-        if -(-length // size) * (size - 1) >= length:
+        if -(-length // (size * unit)) * unit * (size - 1) >= length:
             raise ConfigError(
                 f"{model.name}: its {what}, {length}, is too small for a tensor_parallel_size of {size}"
             )

@@ -34,7 +34,9 @@ class Experts:
         per_token: experts per token (top k of the router).
         intermediate_size: of one expert.
         normalized: scale the weights of a token's experts to sum to 1.
-        score: function of the router's logits: ``softmax`` over all experts, or ``sigmoid`` of each.
+        score: function of the router's logits: ``softmax`` over all experts, ``softmax_of_chosen`` over the chosen
+            ones, or ``sigmoid`` of each.
+        router_bias: the router's linear layer has a bias.
         num_groups, num_top_groups: a token's experts are chosen from its best `num_top_groups` of `num_groups` groups
             of equal size (group-limited routing; DeepSeek-AI, *DeepSeek-V2*, 2024).
         group_score: score of a group: that of its best expert, ``max``, or the sum of its best two, ``top2``.
@@ -42,6 +44,9 @@ class Experts:
             weights (DeepSeek-AI, *DeepSeek-V3*, 2024).
         scale: multiplies the weights of a token's experts.
         shared_intermediate_size: of a feed-forward network that every token passes besides its experts; 0 for none.
+        interleaved: the experts are stored as in gpt-oss: rows of gate and up alternate, and all layers have biases.
+        transposed: stacks of all experts store each matrix as [inputs, outputs].
+        clamp: `alpha` and `limit` of kernels.activation.clamped_silu_and_mul; None for the model's own activation.
     """
 
     count: int
@@ -49,12 +54,16 @@ class Experts:
     intermediate_size: int
     normalized: bool
     score: str = "softmax"
+    router_bias: bool = False
     num_groups: int = 1
     num_top_groups: int = 1
     group_score: str = "max"
     correction_bias: bool = False
     scale: float = 1.0
     shared_intermediate_size: int = 0
+    interleaved: bool = False
+    transposed: bool = False
+    clamp: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,7 @@ class DecoderSpec:
         ropes: key |-> rotary embedding.
         attention_scale: multiplies the products of queries and keys.
         attention_soft_cap, logits_soft_cap: ``cap * tanh(x / cap)`` bounds scores and logits; 0 for unbounded.
+        attention_sinks: each head has one more key, whose value is 0 (kernels.attention_variant).
         qk_norm: RMSNorm of queries and keys before the rotation, over each ``head`` or the whole ``projection``; None
             for no norm.
         fused_projections: checkpoints store q, k and v as one ``qkv_proj``, gate and up as one ``gate_up_proj``.
@@ -104,6 +114,7 @@ class DecoderSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    attention_sinks: bool = False
     qk_norm: str | None = None
     fused_projections: bool = False
     norms: Norms = field(default_factory=Norms)
@@ -143,6 +154,7 @@ class Family:
     experts_normalized: bool | None = None
     routing: str = "softmax"
     all_layers_windowed: bool = False
+    attention_sinks: bool = False
 
 
 def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
@@ -178,6 +190,7 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=attention_bias,
         mlp_bias=bool(hf.get("mlp_bias", False)),
+        attention_sinks=family.attention_sinks,
         qk_norm=family.qk_norm,
         fused_projections=family.fused_projections,
         norms=family.norms,
@@ -305,11 +318,18 @@ def _corrected_sigmoid_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
     )
 
 
+def _gpt_oss_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
+    """Routing and experts of gpt-oss: biases everywhere, and a clamped activation."""
+    clamp = float(hf["swiglu_alpha"]), float(hf["swiglu_limit"])
+    return replace(experts, score="softmax_of_chosen", router_bias=True, interleaved=True, clamp=clamp)
+
+
 # Family.routing |-> function that adds the settings of a configuration.
 ROUTINGS: dict[str, Callable[[Experts, dict[str, Any]], Experts]] = {
     "softmax": lambda experts, hf: experts,
     "group_limited": _group_limited_routing,
     "corrected_sigmoid": _corrected_sigmoid_routing,
+    "gpt_oss": _gpt_oss_routing,
 }
 
 

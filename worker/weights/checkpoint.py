@@ -122,10 +122,23 @@ class Checkpoint:
         self._unread.add(name)
 
     def alias_rows(
-        self, name: str, stored: str, stored_shape: tuple[int, int, int], index: int, start: int, length: int
+        self,
+        name: str,
+        stored: str,
+        stored_shape: tuple[int, ...],
+        index: int,
+        start: int,
+        length: int,
+        *,
+        transposed: bool = False,
     ) -> None:
-        """Name `length` rows from `start` on of matrix `index` in a stored stack of matrices."""
-        self._aliases[name] = _Alias(stored, stored_shape, index, start, length)
+        """Name `length` rows from `start` on of matrix `index` in a stored stack of matrices.
+
+        Args:
+            stored_shape: a matrix may have more than two dimensions.
+            transposed: the rows are stored as columns.
+        """
+        self._aliases[name] = _Alias(stored, stored_shape, index, start, length, transposed)
 
     def alias_transpose(self, name: str, stored_shape: tuple[int, int]) -> None:
         """Make reads of a stored matrix return its transpose."""
@@ -181,6 +194,9 @@ class Checkpoint:
         alias = self._aliases.get(name)
         if alias is None:
             self._read_stored(out, name, shape, starts)
+        elif alias.transposed and len(alias.stored_shape) == 3:
+            starts = [alias.index, starts[1], alias.start + starts[0]]
+            self._read_stored(out.t().unsqueeze(0), alias.stored, alias.stored_shape, starts)
         elif alias.transposed:
             self._read_stored(out.t(), alias.stored, alias.stored_shape, starts[::-1])
         else:

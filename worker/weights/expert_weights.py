@@ -13,10 +13,13 @@ from ...kernels.quantized_linear import QuantizedWeight
 from .linear_weight import Float8Weight, LinearWeight, PlainWeight, QuantizedLinearWeight
 
 
-def stack_experts(weights: Sequence[LinearWeight]) -> ExpertWeights | None:
+def stack_experts(weights: Sequence[LinearWeight], bias: Tensor | None) -> ExpertWeights | None:
     """Stack the weights of one linear layer of all experts; they may be freed afterwards.
 
     Float8 weights are converted as they are read: their tokens stay in the model's dtype.
+
+    Args:
+        bias: of all experts, [X, N], or None.
 
     Returns:
         None if the experts are stored in different formats.
@@ -27,7 +30,7 @@ def stack_experts(weights: Sequence[LinearWeight]) -> ExpertWeights | None:
         if isinstance(weight, PlainWeight) and weight.packed.layout is Layout.PLAIN
     ]
     if len(plain) == len(weights):
-        return ExpertWeights(torch.stack(plain))
+        return ExpertWeights(torch.stack(plain), bias=bias)
     quantized = [
         weight.quantized for weight in weights if isinstance(weight, QuantizedLinearWeight | Float8Weight)
     ]
@@ -38,6 +41,7 @@ def stack_experts(weights: Sequence[LinearWeight]) -> ExpertWeights | None:
         torch.stack([weight.scales for weight in quantized]),
         _stack_present([weight.zeros for weight in quantized]),
         _stack_present([weight.group_index for weight in quantized]),
+        bias,
     )
 
 

@@ -160,6 +160,8 @@ def _read_plain(
     weight = empty_scratch((sum(num_outputs), parts[0].inputs[1]), dtype, device)
     for out, part in zip(weight.split_with_sizes(num_outputs), parts, strict=True):
         checkpoint.read_into(out, f"{part.name}.weight", part.shape, part.dim, part.start)
+        if part.interleaving is not None:
+            out.copy_(out[part.interleaving.order(len(out))])
     return PlainWeight(pack(weight))
 
 
@@ -178,7 +180,8 @@ def _quantize_slice(
         chunk = quantize(whole[:, first_input : first_input + num_inputs], dtype, whole.abs().amax(dim=1))
         codes[start : start + step] = chunk.codes
         scales[:, start : start + step] = chunk.scales
-    return QuantizedWeight(codes, scales)
+    weight = QuantizedWeight(codes, scales)
+    return weight if part.interleaving is None else weight.reordered(part.interleaving.order(num_outputs))
 
 
 def _merge(weights: list[QuantizedWeight]) -> list[QuantizedWeight]:

@@ -18,6 +18,8 @@ ONLINE_METHODS = ("int8", "fp8")
 
 COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 COMPRESSED_WEIGHTS = (("int", 4), ("int", 8), ("float", 8))
+# Numbers of an MXFP4 weight that share a scale.
+MXFP4_GROUP_LEN = 32
 # Values of compressed-tensors' quantization_status for weights stored in full precision.
 UNCOMPRESSED_STATUS = ("initialized", "calibration", "frozen")
 
@@ -28,7 +30,7 @@ class Quantization:
 
     Attributes:
         method: one of ONLINE_METHODS, applied while a full-precision checkpoint is read; or the layout of a quantized
-            checkpoint: ``awq``, ``gptq``, ``compressed`` or ``float8``.
+            checkpoint: ``awq``, ``gptq``, ``compressed``, ``float8`` or ``mxfp4``.
         bits: per number; unused for ``compressed``, where the tensors' shapes determine it.
         group_len: inputs that share a scale; None if all inputs of an output do. Unused for ``compressed``.
         zero_offset: added to the stored zero points of ``gptq``.
@@ -40,6 +42,11 @@ class Quantization:
     group_len: int | None = None
     zero_offset: int = 0
     block_shape: tuple[int, int] | None = None
+
+    @property
+    def shard_multiple(self) -> int:
+        """Return the length of which each rank's part of a layer's inputs has to be a multiple."""
+        return MXFP4_GROUP_LEN if self.method == "mxfp4" else 1
 
     @property
     def is_online(self) -> bool:
@@ -122,11 +129,16 @@ def _read_float8(stored: dict[str, Any]) -> Quantization:
     return Quantization("float8", block_shape=None if size is None else _pair(size))
 
 
+def _read_mxfp4(stored: dict[str, Any]) -> Quantization:
+    return Quantization("mxfp4", 4, MXFP4_GROUP_LEN)
+
+
 _METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {
     "gptq": _read_gptq,
     "awq": _read_awq,
     "compressed-tensors": _read_compressed,
     "fp8": _read_float8,
+    "mxfp4": _read_mxfp4,
 }
 
 

@@ -8,6 +8,9 @@
   ``weight_scale`` [N, G], or one for all, or one per block; optionally ``weight_zero_point`` and ``weight_g_idx``.
 - float8 (as published for DeepSeek-V3 and Qwen3): ``weight`` [N, K]; ``weight_scale_inv`` per block, or
   ``weight_scale``; both are factors.
+- mxfp4 (Rouhani et al., *Microscaling Data Formats for Deep Learning*, 2023; as published for gpt-oss):
+  ``weight_blocks`` [N, K / 32, 16] uint8, two float4 codes per byte; ``weight_scales`` [N, K / 32] uint8, powers of
+  two (e8m0). Of a layer's experts they are stacked.
 
 A layer in full precision has a plain ``weight`` instead.
 """
@@ -20,10 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.quantized_linear import FLOAT8, QuantizedWeight, pack_nibbles, unpack_nibbles
+from ...kernels.quantized_linear import FLOAT4, FLOAT8, QuantizedWeight, pack_nibbles, unpack_nibbles
 from ...proto.errors import ConfigError, ModelLoadError
 from .checkpoint import Checkpoint
-from .quantization import Quantization
+from .quantization import MXFP4_GROUP_LEN, Quantization
 from .weight_slice import Range, WeightSlice
 
 # Output of each of the eight numbers of a word, lowest bits first.
@@ -48,7 +51,10 @@ def read_quantized(
         ModelLoadError: a tensor is missing or has another shape, or a group is out of range.
         ConfigError: the slice begins or ends inside a word that packs several numbers.
     """
-    return _READERS[quantization.method](checkpoint, part, quantization)
+    weight = _READERS[quantization.method](checkpoint, part, quantization)
+    if weight is None or part.interleaving is None:
+        return weight
+    return weight.reordered(part.interleaving.order(weight.out_features))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +167,33 @@ def _read_codes(
     return QuantizedWeight(codes, scales, _unless_zero(zeros), groups.index)
 
 
+def _read_mxfp4(
+    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization
+) -> QuantizedWeight | None:
+    if not checkpoint.has(f"{part.name}.weight_blocks"):
+        return None
+    (num_outputs, num_inputs), (start, length) = part.shape, part.inputs
+    if start % MXFP4_GROUP_LEN or length % MXFP4_GROUP_LEN:
+        raise ConfigError(
+            f"{part.name}: a rank's slice from {start} to {start + length} is not aligned to groups of "
+            f"{MXFP4_GROUP_LEN} numbers; use a smaller tensor_parallel_size"
+        )
+    num_groups = num_inputs // MXFP4_GROUP_LEN
+    groups = start // MXFP4_GROUP_LEN, length // MXFP4_GROUP_LEN
+    shape = num_outputs, num_groups, MXFP4_GROUP_LEN // 2
+    blocks = checkpoint.read(f"{part.name}.weight_blocks", shape, part.outputs, groups)
+    scales = checkpoint.read(f"{part.name}.weight_scales", (num_outputs, num_groups), part.outputs, groups)
+    # bfloat16 holds every power of two of e8m0.
+    powers = scales.view(torch.float8_e8m0fnu).to(torch.bfloat16)
+    return QuantizedWeight(blocks.flatten(1).view(FLOAT4), powers.t().contiguous())
+
+
 _READERS: dict[str, Reader] = {
     "gptq": _read_gptq,
     "awq": _read_awq,
     "compressed": _read_compressed,
     "float8": _read_codes,
+    "mxfp4": _read_mxfp4,
 }
 
 

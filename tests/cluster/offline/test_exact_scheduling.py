@@ -21,6 +21,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 KINDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {},
     "qwen3_moe": {},
+    "gpt_oss": {},
     "opt": {},
     "bloom": {},
 }

@@ -50,6 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"sliding_window": 24},
     "mixtral-fused": {"checkpoint": {"save_original_format": False}},
+    "gpt_oss": {},
     "qwen2": {},
     "qwen2-window": {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1},
     "qwen3": {},
