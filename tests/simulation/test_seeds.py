@@ -15,7 +15,7 @@ import pytest
 
 from tests.simulation.scenario import FAULTS, run_seed
 
-NUM_QUICK, NUM_SLOW, SEEDS_PER_TEST = 100, 10_000, 50
+NUM_QUICK, NUM_SLOW, SEEDS_PER_TEST = 50, 10_000, 50
 
 
 @pytest.fixture(autouse=True)
