@@ -125,10 +125,7 @@ class _SequenceOutput:
             Detokenizer(
                 tokenizer,
                 sampling.stop,
-                # The text of a completion follows that of its prompt; a message of a chat begins anew.
-                context=request.prompt_token_ids[-_MAX_CONTEXT_TOKENS:].tolist()
-                if request.new_parser is None
-                else (),
+                context=_context(request),
                 min_tokens=sampling.min_tokens,
                 skip_special_tokens=sampling.skip_special_tokens,
                 keep_stop=self._keeps_stop,
