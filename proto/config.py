@@ -173,11 +173,12 @@ class SpeculativeConfig:
     """Speculative decoding.
 
     Attributes:
-        method: source of the drafted tokens: ``ngram``, the sequence itself, or ``draft_model``.
+        method: source of the drafted tokens: ``ngram``, the sequence itself, ``draft_model``, or a head that reads
+            the target model's hidden states: ``eagle3``, or ``mtp`` for that of its own checkpoint.
         num_speculative_tokens: most drafted tokens per row and step.
         prompt_lookup_min: shortest suffix of the sequence whose earlier occurrence is continued.
         prompt_lookup_max: longest suffix that is searched for; None for no limit.
-        draft: the draft model; None for another method.
+        draft: the draft model or the head, with the layers that need KV memory; None for ngram.
     """
 
     method: str

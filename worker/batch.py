@@ -41,6 +41,7 @@ class Batch:
         sampled_index: [N] int64, indices of their last tokens among the T; None if these are all T tokens in order.
         scored: prompt tokens whose log-probabilities the step computes.
         lora: the tokens with an adapter; None if there are none.
+        token_rows, token_positions: [T] int32 and [T] int64 on the host, the row and the position of each token.
     """
 
     rows: IntArray
@@ -53,6 +54,8 @@ class Batch:
     has_drafts: bool
     sampled_index: Tensor | None
     scored: ScoredTokens | None
+    token_rows: IntArray
+    token_positions: LongArray
     lora: LoraGroups | None = None
 
 
@@ -141,6 +144,8 @@ def gather_batch(
         sampled_index=sampled_index[0] if sampled_index else None,
         scored=scored,
         lora=lora,
+        token_rows=token_rows,
+        token_positions=positions,
     )
 
 

@@ -122,17 +122,25 @@ class StepGraphs:
 
         The next replay overwrites them. Returns None if there is no graph for the step.
         """
-        attention = batch.attention
-        num_decodes, num_sampled = attention.num_decodes, len(batch.sampled_rows)
-        num_chunks = len(batch.rows) - num_decodes
-        shape = self.find(num_decodes, num_chunks, len(batch.token_ids) - num_decodes)
-        has_more = batch.scored is not None or batch.lora is not None
-        if shape is None or has_more or (num_chunks == 0 and num_sampled < num_decodes):
+        shape = self.find_for(batch)
+        if shape is None:
             return None
         self._copy_inputs(batch, shape)
         recording = self._recordings[shape]
         recording.replay()
-        return recording.output[:num_sampled]
+        return recording.output[: len(batch.sampled_rows)]
+
+    def find_for(self, batch: Batch) -> GraphShape | None:
+        """Return the shape of the graph that replays a batch. Returns None if there is none."""
+        num_decodes, num_sampled = batch.attention.num_decodes, len(batch.sampled_rows)
+        num_chunks = len(batch.rows) - num_decodes
+        if (
+            batch.scored is not None
+            or batch.lora is not None
+            or (num_chunks == 0 and num_sampled < num_decodes)
+        ):
+            return None
+        return self.find(num_decodes, num_chunks, len(batch.token_ids) - num_decodes)
 
     def record_all(self) -> None:
         """Record all graphs, those of most rows first, whose memory the others share; called on all ranks.

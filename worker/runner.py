@@ -21,12 +21,13 @@ from ..proto.block_tables import IntArray
 from ..proto.config import EngineConfig, ModelConfig, SpeculativeConfig
 from ..proto.errors import ConfigError, RankFailed, first_line, in_one_line
 from ..proto.step import PromptLogprobs, RowSampling, StepPlan, StepResult
-from .attention import AttentionInputs
+from .attention import AttentionInputs, LayerCache
 from .batch import Batch, gather_batch
 from .comm.communicator import Communicator
 from .device import compute_device
 from .device_rows import DeviceRows
 from .graph_backend import CudaGraphs, GraphBackend
+from .graph_shapes import decode_shapes, mixed_shapes
 from .graphs import GraphInputs, GraphLimits, StepGraphs
 from .launched_step import LaunchedStep
 from .lora.adapters import RankAdapters
@@ -36,12 +37,15 @@ from .memory.cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine, bytes_per_bl
 from .memory.device_to_host import HostCopy
 from .memory.host_to_device import to_device
 from .memory.kv_budget import profile_kv_bytes
+from .models.draft_head import load_draft_head
 from .models.load_context import LoadContext
 from .models.loader import Model, load_model
 from .sampling.prompt_logprobs import compute_prompt_logprobs
 from .sampling.sampler import Sampler
 from .sampling.sampling_table import SamplingTable
 from .speculation.draft_model import DraftModelProposer
+from .speculation.feature_tap import FeatureTap
+from .speculation.head_proposer import HeadProposer
 from .speculation.ngram import NgramProposer
 from .speculation.proposer import DraftProposer
 from .speculation.speculator import Speculator
@@ -103,6 +107,7 @@ class ModelRunner:
             self._model = self._load_target(on_progress)
             self._sampler = Sampler(self._model.head.shard, comm, self._device)
             self._rows = DeviceRows(config, self._model.head.shard, self._device)
+            self._tap: FeatureTap | None = None
             self._speculator: Speculator | None = None
             if config.speculative is not None:
                 self._speculator = Speculator(self._rows, self._make_proposer(config.speculative))
@@ -117,11 +122,17 @@ class ModelRunner:
     def _make_proposer(self, speculative: SpeculativeConfig) -> DraftProposer:
         if speculative.draft is None:
             return NgramProposer(speculative, self._rows)
-        model = self._load_model(speculative.draft, None)
         block_size = self._config.cache.block_size
-        return DraftModelProposer(
-            self._rows, model, self._sampler, lambda: self._kv_cache.draft_layers, block_size
-        )
+        if speculative.method == "draft_model":
+            model = self._load_model(speculative.draft, None)
+            return DraftModelProposer(self._rows, model, self._sampler, self._draft_layers, block_size)
+        with self._load_context(speculative.draft, None) as load:
+            head = load_draft_head(load, speculative, self._model)
+        self._tap = FeatureTap(self._model, head.aux_layers, self._max_graph_tokens)
+        return HeadProposer(self._rows, head, self._sampler, self._draft_layers, block_size)
+
+    def _draft_layers(self) -> list[LayerCache]:
+        return self._kv_cache.draft_layers
 
     def _load_target(self, on_progress: ProgressCallback | None) -> Model:
         if self._adapters is None:
@@ -135,6 +146,14 @@ class ModelRunner:
     def _load_model(
         self, model: ModelConfig, on_progress: ProgressCallback | None, lora: LoraLayers | None = None
     ) -> Model:
+        with self._load_context(model, on_progress, lora) as load:
+            return load_model(load, model)
+
+    @contextmanager
+    def _load_context(
+        self, model: ModelConfig, on_progress: ProgressCallback | None, lora: LoraLayers | None = None
+    ) -> Iterator[LoadContext]:
+        """Open a model's checkpoint. Raises ConfigError if what the body loads does not fit into memory."""
         config, comm = self._config, self._comm
         folder = weights_folder(model.path)
         with closing(Checkpoint(folder, on_progress, comm.size)) as checkpoint:
@@ -148,7 +167,7 @@ class ModelRunner:
                 lora,
             )
             with out_of_memory_as(f"{model.name} does not fit into the memory of rank {comm.rank}"):
-                return load_model(load, model)
+                yield load
 
     def num_blocks_that_fit(self) -> int:
         """Return the number of KV blocks that fit into this rank's memory, including the scratch block."""
@@ -243,6 +262,8 @@ class ModelRunner:
                 with self._timed_stage("draft", times):
                     self._kv_cache.wait_for_swaps()
                     num_drafted = self._speculator.draft(plan)
+                    if self._tap is not None:
+                        self._tap.is_open = self._speculator.wants_features
             with self._timed_stage("apply", times):
                 batch = self._gather(plan, num_drafted)
             reports = () if self._adapters is None else self._adapters.reports(is_idle=batch is None)
@@ -309,19 +330,28 @@ class ModelRunner:
             self._kv_cache.wait_for_swaps()
             if self._adapters is not None:
                 self._adapters.begin_step(batch.lora)
+            replayed = None if self._graphs is None else self._graphs.find_for(batch)
             logits = None if self._graphs is None else self._graphs.replay(batch)
             if logits is None:
                 logits, scores = self._forward(batch)
                 result = replace(result, prompt_logprobs=scores)
             self._rows.mark_computed(batch.rows, batch.lens)
-            if logits is None or batch.sampled_rows.size == 0:
-                return LaunchedStep(result)
-        with self._timed_stage("sample", result.stage_times):
-            return self._sample(batch, logits, result)
+        if logits is None or batch.sampled_rows.size == 0:
+            step = LaunchedStep(result)
+        else:
+            with self._timed_stage("sample", result.stage_times):
+                step = self._sample(batch, logits, result)
+        if self._tap is not None and self._speculator is not None:
+            with self._timed_stage("draft", result.stage_times):
+                self._speculator.record(
+                    batch, self._tap.take(batch, None if replayed is None else replayed.num_decodes)
+                )
+        return step
 
     def _forward(self, batch: Batch) -> tuple[Tensor | None, PromptLogprobs | None]:
         """Return the logits of the sampled rows, None if no row samples, and rank 0's prompt log-probabilities."""
-        hidden = self._model.forward(batch.token_ids, batch.positions, self._kv_cache.layers, batch.attention)
+        run = self._model.forward if self._tap is None else self._tap.forward
+        hidden = run(batch.token_ids, batch.positions, self._kv_cache.layers, batch.attention)
         scores = None
         if batch.scored is not None:
             prompt_logprobs = compute_prompt_logprobs(
@@ -357,7 +387,8 @@ class ModelRunner:
             return None
 
         def compute(inputs: GraphInputs) -> Tensor:
-            hidden = self._model.forward(inputs.token_ids, inputs.positions, cache.layers, inputs.attention)
+            step = inputs.token_ids, inputs.positions, cache.layers, inputs.attention
+            hidden = self._model.forward(*step) if self._tap is None else self._tap.record(*step)
             if inputs.sampled_index is not None:
                 hidden = hidden.index_select(0, inputs.sampled_index)
             return self._model.logits(hidden)
@@ -398,6 +429,15 @@ class ModelRunner:
     def _uses_graphs(self) -> bool:
         is_available = self._device.type == "cuda" or self._graph_backend is not None
         return is_available and self._config.parallel.cuda_graphs and self._model.supports_graphs
+
+    @property
+    def _max_graph_tokens(self) -> int:
+        limits = self._config.scheduler
+        shapes = [
+            *decode_shapes(limits.max_num_seqs),
+            *mixed_shapes(limits.max_num_seqs, limits.max_num_batched_tokens),
+        ]
+        return max(shape.num_tokens for shape in shapes)
 
     @property
     def _fixed_item_len(self) -> int | None:

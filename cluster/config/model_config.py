@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from .model_checks import read_config_file
 _DEFAULT_CONTEXT_LEN = 2048
 
 
-def describe_model(path: Path, name: str) -> ModelConfig:
+def describe_model(
+    path: Path, name: str, check: Callable[[str, str, dict[str, Any]], None] = check_architecture
+) -> ModelConfig:
     """Return the model of a directory, in the checkpoint's dtype and with its full context length.
 
     Args:
         name: the name to serve the model under.
+        check: raises ConfigError if an architecture is not supported, given name, architecture and configuration.
 
     Raises:
         ModelLoadError: a file of the directory cannot be read, or has a bad value.
@@ -29,7 +33,7 @@ def describe_model(path: Path, name: str) -> ModelConfig:
     read_config_file(path / "config.json")
     hf, recommended = _load_hf_config(path), read_generation_config(path)
     architecture, fields = _architecture(hf, path), hf.to_dict()
-    check_architecture(name, architecture, fields)
+    check(name, architecture, fields)
     num_heads = _positive_int(hf, "num_attention_heads", path)
     return ModelConfig(
         path=str(path.resolve()),

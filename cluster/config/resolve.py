@@ -19,6 +19,7 @@ from ...proto.config import (
 from ...proto.errors import ConfigError
 from ...worker.models.registry import check_supported
 from .deployment import Deployment
+from .draft_models import describe_draft
 from .early_checks import check_early, resolve_device, resolve_dtype, resolve_max_model_len, threads_per_rank
 from .engine_options import EngineOptions
 from .machine import Machine
@@ -120,31 +121,15 @@ def _speculative_config(options: EngineOptions) -> SpeculativeConfig | None:
 
 
 def _with_draft_model(config: EngineConfig, options: EngineOptions, *, with_weights: bool) -> EngineConfig:
-    """Return the configuration with the draft model that the options name, if they do.
+    """Return the configuration with the draft model or head that the options name, if they do.
 
     Raises:
-        ModelLoadError, ConfigError: as `resolve` does; also if the draft model has another vocabulary or too short a
-            context.
+        ModelLoadError, ConfigError: as `resolve` does; also if it does not fit the model.
     """
-    text = options.speculative_config
-    name = None if text is None else read_speculative_options(text).model
-    if name is None or config.speculative is None:
+    if config.speculative is None or options.speculative_config is None:
         return config
-    own = EngineOptions(name)
-    draft = describe_model(locate_model(own, with_weights=with_weights).path, own.name)
-    target = config.model
-    if draft.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"speculative_config: model {own.name} has {draft.vocab_size} tokens in its vocabulary, must have the "
-            f"{target.vocab_size} of {target.name}"
-        )
-    if draft.max_model_len < target.max_model_len:
-        raise ConfigError(
-            f"speculative_config: model {own.name} has a context of {draft.max_model_len} tokens, must be at least "
-            f"{target.max_model_len}; lower max_model_len, or choose another model"
-        )
-    check_supported(draft, config.parallel.tensor_parallel_size)
-    draft = replace(draft, dtype=target.dtype, max_model_len=target.max_model_len)
+    name = read_speculative_options(options.speculative_config).model
+    draft = describe_draft(config, name, with_weights=with_weights)
     return replace(config, speculative=replace(config.speculative, draft=draft))
 
 

@@ -10,7 +10,9 @@ from .checks import in_words
 from .option import check_names
 from .value_kinds import ValueKind
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "eagle3", "mtp")
+# Names of vLLM for MTP heads of some architectures.
+_MTP_NAMES = ("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp")
 MAX_SPECULATIVE_TOKENS = 32
 
 _SUBJECT = "speculative_config"
@@ -23,7 +25,7 @@ class SpeculativeOptions:
 
     Attributes:
         method: one of METHODS.
-        model: the draft model, a directory or ORG/NAME on the Hugging Face Hub; None for ngram.
+        model: the draft model or the EAGLE-3 head, a directory or ORG/NAME on the Hugging Face Hub; None for others.
         num_speculative_tokens: most drafted tokens per sequence and step.
         prompt_lookup_min, prompt_lookup_max: length of the repeated text that ngram continues; None for no limit.
     """
@@ -59,7 +61,7 @@ def read_speculative_options(text: str) -> SpeculativeOptions:
         raise ConfigError(
             f"{_SUBJECT}: prompt_lookup_min is {shortest}, must be at most prompt_lookup_max, {longest}"
         )
-    model = _read_draft_model(given) if method == "draft_model" else None
+    model = _read_draft_model(given, method) if method in ("draft_model", "eagle3") else None
     return SpeculativeOptions(method, num_tokens, shortest, longest, model)
 
 
@@ -76,15 +78,17 @@ def _read_method(given: Mapping[str, Any]) -> str:
     # Without a method, vLLM takes `ngram` or a draft model as the model.
     model = given.get("model")
     method = given.get("method", "ngram" if model in ("ngram", "[ngram]") else "draft_model")
+    if method in _MTP_NAMES:
+        return "mtp"
     if method not in METHODS:
         raise ConfigError(f"{_SUBJECT}: method is {method!r}, must be {in_words(METHODS)}")
     return str(method)
 
 
-def _read_draft_model(given: Mapping[str, Any]) -> str:
+def _read_draft_model(given: Mapping[str, Any], method: str) -> str:
     model = given.get("model")
     if not isinstance(model, str) or not model:
-        raise ConfigError(f"{_SUBJECT}: model is {model!r}, must name the draft model of method draft_model")
+        raise ConfigError(f"{_SUBJECT}: model is {model!r}, must name the model of method {method}")
     return model
 
 

@@ -35,6 +35,8 @@ def batch(num_sampled: int, *contexts: tuple[int, int]) -> Batch:
         False,
         None,
         None,
+        rows[:0],
+        positions[:0].numpy(),
     )
 
 

@@ -17,6 +17,7 @@ from ..attention import AttentionInputs, LayerCache, paged_attention
 from ..comm.all_reduce_choice import choose_all_reduce
 from ..comm.symmetric_memory import open_symmetric_memory
 from ..weights.linear_weight import PlainWeight
+from .aux_states import AuxStates
 from .fused_decode import plan_fused_decode
 from .layers import (
     ColumnParallelLinear,
@@ -36,10 +37,20 @@ Rotations = Mapping[str | None, tuple[Tensor | None, Tensor | None]]
 
 
 class Attention:
-    """Self-attention over the paged cache; each rank computes its part of the heads."""
+    """Self-attention over the paged cache; each rank computes its part of the heads.
+
+    Args:
+        in_features: of the input; None for the hidden size.
+    """
 
     def __init__(
-        self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
+        self,
+        load: LoadContext,
+        spec: DecoderSpec,
+        layer: LayerSpec,
+        name: str,
+        peers: Peers | None,
+        in_features: int | None = None,
     ) -> None:
         self.head_dim = spec.head_dim
         self.scale = spec.attention_scale
@@ -50,7 +61,7 @@ class Attention:
             sinks = load.part(f"{name}.sinks", load.head_shard(spec.num_heads, 1)).float()
         self.variant = AttentionVariant(window=layer.window, soft_cap=spec.attention_soft_cap, sinks=sinks)
         self.qkv = ColumnParallelLinear(
-            load, _qkv_projections(load, spec, name), spec.hidden_size, bias=spec.qkv_bias
+            load, _qkv_projections(load, spec, name), in_features or spec.hidden_size, bias=spec.qkv_bias
         )
         q_size = spec.num_heads * spec.head_dim
         self.output = RowParallelLinear(
@@ -239,6 +250,12 @@ class DecoderLayer:
             return rms_norm(residual, norm, self.norm_eps)
         return add_rms_norm(x, residual, norm, self.norm_eps)
 
+    def input_of(self, x: Tensor | PartialSum | None, residual: Tensor) -> Tensor:
+        """Return the hidden state that `forward` gets in two parts, [T, E], and leave these unchanged."""
+        if isinstance(x, PartialSum):
+            x = self.comm.all_reduce(x.part.clone())
+        return residual.clone() if x is None else residual + x
+
     def _finish(self, x: Tensor | PartialSum, norm: Tensor | None) -> Tensor | PartialSum:
         """Apply the norm and the scale that precede the residual addition, if the layer has them."""
         if isinstance(x, PartialSum):
@@ -270,6 +287,7 @@ class Decoder:
             for index, layer in enumerate(spec.layers)
         ]
         self.lora = load.lora
+        self.hidden_size = spec.hidden_size
         self.supports_graphs = not any(layer.reads_back for layer in self.layers)
         self.norm = load.norm("model.norm", spec.hidden_size, spec.norm_offset)
         dense = [layer.to_dense_layer(list(self.rotary)) for layer in self.layers]
@@ -284,23 +302,35 @@ class Decoder:
             soft_cap=spec.logits_soft_cap,
         )
         # Some checkpoints store the head even though it is tied.
-        load.checkpoint.check_all_read(ignoring=["lm_head.weight"] if spec.tied_embeddings else [])
+        unused = [name for name in load.checkpoint.names() if name.startswith(spec.draft_prefixes)]
+        if spec.tied_embeddings:
+            unused.append("lm_head.weight")
+        load.checkpoint.check_all_read(ignoring=unused)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[LayerCache], inputs: AttentionInputs
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[LayerCache],
+        inputs: AttentionInputs,
+        aux: AuxStates | None = None,
     ) -> Tensor:
-        """Return hidden states after the last norm, [T, E]."""
+        """Return hidden states after the last norm, [T, E]; add those between layers to `aux`."""
         hidden = self.embedding.forward(token_ids)
         rotated = {key: table.at(positions) for key, table in self.rotary.items()}
         fused = self.fused_decode
         has_adapters = self.lora is not None and self.lora.groups is not None
         if fused is not None and not has_adapters and fused.supports(len(hidden), inputs):
-            return fused.forward(hidden, list(rotated.values()), kv_caches, inputs)
+            return fused.forward(hidden, list(rotated.values()), kv_caches, inputs, aux)
         rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {None: (None, None)}
         rotations.update(rotated.items())
         x: Tensor | PartialSum | None = None
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+        for index, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
+            if aux is not None and index in aux.layers:
+                aux.states.append(layer.input_of(x, hidden))
             x = layer.forward(x, hidden, rotations, kv_cache, inputs)
+        if aux is not None and len(self.layers) in aux.layers:
+            aux.states.append(self.layers[-1].input_of(x, hidden))
         return self.layers[-1].add(x, hidden, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:

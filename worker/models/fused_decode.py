@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ...kernels.decode_layers import DecodeLayers, DenseLayer
+from ...kernels.norm import rms_norm
 from ..attention import AttentionInputs, LayerCache
 from ..comm.communicator import Communicator
+from .aux_states import AuxStates
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +26,7 @@ class FusedDecode:
     """
 
     def __init__(self, layers: Sequence[DenseLayer], last_norm: Tensor, comm: Communicator) -> None:
+        self._dense = layers
         self._layers = DecodeLayers(layers, last_norm)
         self._comm = comm
         self._caches: list[LayerCache] | None = None
@@ -38,8 +41,9 @@ class FusedDecode:
         rotations: Sequence[tuple[Tensor, Tensor]],
         kv_caches: list[LayerCache],
         inputs: AttentionInputs,
+        aux: AuxStates | None = None,
     ) -> Tensor:
-        """Return hidden states after the last norm, [T, E].
+        """Return hidden states after the last norm, [T, E]; add those between layers to `aux`.
 
         Args:
             hidden: [T, E], the embedded tokens; overwritten.
@@ -50,14 +54,33 @@ class FusedDecode:
             self._caches = kv_caches
         x = torch.empty_like(hidden)
         step = rotations, inputs.slot_mapping, inputs.block_tables, inputs.seq_lens
-        sublayers = range(self._layers.num_sublayers)
-        if self._comm.size > 1:
-            for index in sublayers[:-1]:
-                self._layers.run(sublayers[index : index + 1], x, hidden, *step)
-                x = self._comm.all_reduce(x)
-            sublayers = sublayers[-1:]
-        self._layers.run(sublayers, x, hidden, *step)
+        last, start = self._layers.num_sublayers - 1, 0
+        for stop in self._stops(aux):
+            if stop:
+                self._layers.run(range(start, stop), x, hidden, *step)
+                if self._comm.size > 1:
+                    x = self._comm.all_reduce(x)
+            start = stop
+            if aux is not None and stop % 2 == 0 and stop // 2 in aux.layers:
+                aux.states.append(self._hidden_at(stop // 2, x, hidden))
+        self._layers.run(range(start, last + 1), x, hidden, *step)
         return x
+
+    def _stops(self, aux: AuxStates | None) -> list[int]:
+        """Return the numbers of sublayers after which something reads the result."""
+        if self._comm.size > 1:
+            own = 1 if aux is None or 0 not in aux.layers else 0
+            return list(range(own, self._layers.num_sublayers))
+        return [] if aux is None else [2 * layer for layer in sorted(aux.layers)]
+
+    def _hidden_at(self, index: int, x: Tensor, residual: Tensor) -> Tensor:
+        """Return the input of a layer: the residual, and the finished output of the layer before, which is in x."""
+        if index == 0:
+            return residual.clone()
+        before = self._dense[index - 1]
+        if before.after_mlp is not None:
+            x = rms_norm(x, before.after_mlp, before.eps)
+        return torch.add(residual, x, alpha=before.residual_scale)
 
 
 def plan_fused_decode(

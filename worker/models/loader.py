@@ -9,6 +9,7 @@ from torch import Tensor
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
 from ..attention import AttentionInputs, LayerCache
+from .aux_states import AuxStates
 from .decoder import Decoder
 from .load_context import LoadContext
 from .registry import check_supported
@@ -27,7 +28,12 @@ class Model(Protocol):
     supports_graphs: bool
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[LayerCache], inputs: AttentionInputs
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[LayerCache],
+        inputs: AttentionInputs,
+        aux: AuxStates | None = None,
     ) -> Tensor:
         """Return hidden states of a step's tokens after the last norm, [T, E].
 
@@ -35,6 +41,7 @@ class Model(Protocol):
             token_ids: [T] int32.
             positions: [T] int64.
             kv_caches: by layer.
+            aux: collects hidden states between layers; only for models that quire defines itself.
         """
         ...
 

@@ -45,6 +45,7 @@ FAMILIES = {
         routing="gpt_oss",
     ),
     "Qwen2ForCausalLM": Family(qkv_bias=True),
+    "MiMoForCausalLM": Family(qkv_bias=True),
     "Qwen3ForCausalLM": Family(qk_norm="head"),
     "Qwen3MoeForCausalLM": Family(
         qk_norm="head", all_layers_windowed=True, expert_fields=("num_experts", "moe_intermediate_size")

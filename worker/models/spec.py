@@ -8,6 +8,7 @@ from typing import Any
 
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
+from .mtp_layouts import mtp_prefixes
 from .rope import DEFAULT_THETA, Rope, RopeContext, make_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -96,6 +97,7 @@ class DecoderSpec:
         norm_offset: added to the weights of all norms.
         embedding_scale, residual_scale, logits_scale: multiply the embeddings, what a layer adds to the residual,
             and the logits.
+        draft_prefixes: names of tensors of the checkpoint that only draft heads use begin with one of these.
     """
 
     vocab_size: int
@@ -124,6 +126,7 @@ class DecoderSpec:
     logits_scale: float = 1.0
     experts: Experts | None = None
     tied_embeddings: bool = False
+    draft_prefixes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +205,7 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         logits_scale=1.0 / hf.get("logits_scaling", 1.0),
         experts=_read_experts(model, family),
         tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        draft_prefixes=mtp_prefixes(model),
     )
 
 

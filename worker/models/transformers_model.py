@@ -25,6 +25,7 @@ from ..attention import AttentionInputs, LayerCache
 from ..comm.shard import Shard
 from ..weights.checkpoint import Checkpoint
 from .attention_adapters import ADAPTERS
+from .aux_states import AuxStates
 from .layers import ColumnParallelLinear, Projection, RowParallelLinear
 from .load_context import LoadContext
 from .paged_interface import IMPLEMENTATION, PagedStep
@@ -71,9 +72,15 @@ class TransformersModel:
         self._body.eval()
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[LayerCache], inputs: AttentionInputs
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[LayerCache],
+        inputs: AttentionInputs,
+        aux: AuxStates | None = None,
     ) -> Tensor:
         """Return hidden states after the last norm, [T, E]."""
+        assert aux is None, "modules of transformers do not show hidden states between layers"
         with self._step.bind(kv_caches, inputs):
             out = self._body(
                 input_ids=token_ids.long().unsqueeze(0),

@@ -35,9 +35,18 @@ class DraftInputs(NamedTuple):
 
 
 def gather_draft_inputs(
-    rows: DeviceRows, row_ids: IntArray, starts: IntArray, counts: IntArray, block_size: int
+    rows: DeviceRows,
+    row_ids: IntArray,
+    starts: IntArray,
+    counts: IntArray,
+    block_size: int,
+    token_offset: int = 0,
 ) -> DraftInputs:
-    """Gather `counts` tokens of distinct rows, from position `starts` on."""
+    """Gather `counts` tokens of distinct rows, from position `starts` on.
+
+    Args:
+        token_offset: places by which the tokens follow the positions.
+    """
     ends = np.cumsum(counts)
     token_rows = np.repeat(row_ids, counts)
     positions = np.arange(ends[-1]) + np.repeat(starts + counts - ends, counts)
@@ -68,6 +77,5 @@ def gather_draft_inputs(
         seq_lens=device_lens,
         splits=splits,
     )
-    return DraftInputs(
-        rows.token_ids[device_rows, device_positions], device_positions, attention, (ends - 1).astype(np.intp)
-    )
+    token_ids = rows.token_ids[device_rows, device_positions + token_offset]
+    return DraftInputs(token_ids, device_positions, attention, (ends - 1).astype(np.intp))

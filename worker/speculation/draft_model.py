@@ -22,6 +22,7 @@ from ..device_rows import DeviceRows
 from ..memory.host_to_device import to_device
 from ..models.loader import Model
 from ..sampling.sampler import Sampler
+from .draft_chain import sample_drafts
 from .draft_inputs import gather_draft_inputs
 
 # Known tokens that the draft model computes in a step, of all rows together. Rows with more to compute draft later.
@@ -67,24 +68,13 @@ class DraftModelProposer:
         return drafted
 
     def _draft(self, rows: IntArray, limits: IntArray, hidden: Tensor) -> None:
-        """Sample up to `limits` tokens of each row, one after the other, and write them behind the known ones.
+        """Draft up to `limits` tokens of each row; `hidden` is [n, E], of the newest token of each row."""
+        sample_drafts(self._rows, self._sampler, rows, limits, hidden, self._model.logits, self._advance)
 
-        Args:
-            hidden: [n, E], of the newest token of each row.
-        """
-        for place in range(int(limits.max(initial=0))):
-            goes_on = limits > place
-            if place:
-                positions = self._rows.lens[rows[goes_on]] + place - 1
-                hidden = self._forward(rows[goes_on], positions, np.ones_like(positions))
-                self._num_computed[rows[goes_on]] = positions + 1
-            elif not goes_on.all():
-                hidden = hidden[to_device(np.flatnonzero(goes_on), hidden.device, torch.int64)]
-            rows, limits = rows[goes_on], limits[goes_on]
-            positions = self._rows.lens[rows] + place
-            logits = self._model.logits(hidden)
-            token_ids = self._sampler.sample_tokens(logits, None, self._rows.sampling, rows, positions)
-            self._rows.write(rows, positions, token_ids)
+    def _advance(self, rows: IntArray, positions: IntArray, hidden: Tensor) -> Tensor:
+        hidden = self._forward(rows, positions, np.ones_like(positions))
+        self._num_computed[rows] = positions + 1
+        return hidden
 
     def _forward(self, rows: IntArray, starts: IntArray, counts: IntArray) -> Tensor:
         """Compute tokens of rows; return the hidden states of each row's last one, [n, E]."""

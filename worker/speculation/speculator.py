@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor
 
 from ...proto.block_tables import IntArray
 from ...proto.step import StepPlan
+from ..batch import Batch
 from ..device_rows import DeviceRows
 from .forced import ForcedProposer
+from .head_proposer import HeadProposer
 from .proposer import DraftProposer
 
 
@@ -16,11 +19,22 @@ class Speculator:
 
     def __init__(self, rows: DeviceRows, proposer: DraftProposer) -> None:
         self._rows = rows
+        self._head = proposer if isinstance(proposer, HeadProposer) else None
         self._proposer: DraftProposer = ForcedProposer(proposer, rows)
 
     def clear(self) -> None:
         """Forget the sequences of all rows."""
         self._proposer.forget(np.arange(self._rows.lens.size, dtype=np.int32))
+
+    @property
+    def wants_features(self) -> bool:
+        """Return whether a draft head is to get the hidden states of the next step."""
+        return self._head is not None and self._head.wants_features
+
+    def record(self, batch: Batch, features: Tensor | None) -> None:
+        """Give a draft head the hidden states of a step, whose sampled tokens the rows have; see HeadProposer."""
+        if self._head is not None:
+            self._head.record(batch, features)
 
     def draft(self, plan: StepPlan) -> IntArray | None:
         """Draft tokens for a plan that the rows have applied. Returns None if no row has any.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from draft_heads import add_mtp, write_eagle3
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
@@ -13,6 +15,10 @@ from quire.cluster.config.resolve import resolve
 from quire.cluster.config.speculative_options import MAX_SPECULATIVE_TOKENS
 from quire.proto.config import SpeculativeConfig
 from quire.proto.errors import ConfigError
+
+
+def vocab_size_of(folder: Path) -> int:
+    return int(json.loads((folder / "config.json").read_text())["vocab_size"])
 
 
 @pytest.mark.parametrize(
@@ -47,15 +53,77 @@ def test_draft_model_of_another_vocabulary_is_refused(make_model: Any) -> None:
         resolve(EngineOptions("demo", speculative_config=given), Machine(1, 0))
 
 
+def test_eagle3_head_reaches_the_replica(make_model: Any, tmp_path: Path) -> None:
+    target = make_model("llama")
+    head = write_eagle3(tmp_path / "head", vocab_size_of(target), num_layers=3)
+    given: Any = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    speculative = resolve(EngineOptions(str(target), speculative_config=given), Machine(1, 0)).speculative
+    assert speculative is not None
+    assert (speculative.method, speculative.num_speculative_tokens) == ("eagle3", 3)
+    assert speculative.draft is not None
+    assert (speculative.draft.path, speculative.draft.num_layers) == (str(head), 1)
+    assert speculative.draft.max_model_len == 512
+
+
+@pytest.mark.parametrize("name", ["mtp", "deepseek_mtp"])
+def test_mtp_head_of_the_model_itself_reaches_the_replica(make_model: Any, tmp_path: Path, name: str) -> None:
+    target = add_mtp(make_model("llama"), tmp_path / "model", mimo=False)
+    given: Any = {"method": name, "num_speculative_tokens": 1}
+    speculative = resolve(EngineOptions(str(target), speculative_config=given), Machine(1, 0)).speculative
+    assert speculative is not None
+    assert speculative.method == "mtp"
+    assert speculative.draft is not None
+    assert (speculative.draft.path, speculative.draft.num_layers) == (str(target), 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "is a LlamaForCausalLM, must be an EAGLE-3 head"),
+        ({"vocab_size": 7}, "has 7 tokens in its vocabulary, must have the 3072 of demo"),
+        ({"num_hidden_layers": 2}, "has 2 layers, must have 1"),
+        ({"eagle_config": None}, r"layers \(2, 2, 1\), must be 3 different ones from 0 to 4"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}}, "must be 3 different ones"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "12"}}, "must be 3 different ones"),
+    ],
+)
+def test_eagle3_head_that_does_not_fit_is_refused(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    head = write_eagle3(tmp_path / "head", 3072, num_layers=4)
+    config = json.loads((head / "config.json").read_text()) | settings
+    (head / "config.json").write_text(json.dumps(config))
+    given: Any = {"method": "eagle3", "model": str(head)}
+    with pytest.raises(ConfigError, match=message):
+        resolve(EngineOptions("demo", speculative_config=given), Machine(1, 0))
+
+
+def test_mtp_for_a_model_without_heads_is_refused() -> None:
+    given: Any = {"method": "mtp"}
+    with pytest.raises(ConfigError, match="method is 'mtp', but demo has no heads for it"):
+        resolve(EngineOptions("demo", speculative_config=given), Machine(1, 0))
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_head_for_modules_of_transformers_is_refused(make_model: Any, method: str) -> None:
+    given: Any = {"method": method, "model": "demo"}
+    with pytest.raises(ConfigError, match="is for models that quire defines itself"):
+        resolve(EngineOptions(str(make_model("gpt2")), speculative_config=given), Machine(1, 0))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("{", "speculative_config is '{', must be a JSON object"),
         ("[]", r"speculative_config is '\[\]', must be a JSON object"),
         (3, "speculative_config is 3, must be a JSON object"),
-        ({"method": "medusa"}, "speculative_config: method is 'medusa', must be ngram or draft_model"),
-        ({}, "speculative_config: model is None, must name the draft model"),
-        ({"method": "draft_model", "model": 3}, "speculative_config: model is 3, must name the draft model"),
+        (
+            {"method": "medusa"},
+            "speculative_config: method is 'medusa', must be ngram, draft_model, eagle3 or mtp",
+        ),
+        ({"method": "eagle3"}, "speculative_config: model is None, must name the model of method eagle3"),
+        ({}, "speculative_config: model is None, must name the model of method draft_model"),
+        ({"method": "draft_model", "model": 3}, "speculative_config: model is 3, must name the model of"),
         ({"method": "ngram", "num_tokens": 3}, "there is no option 'num_tokens' of speculative_config"),
         (
             {"method": "ngram", "num_speculative_tokens": 0},

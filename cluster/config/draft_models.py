@@ -1,0 +1,100 @@
+"""ModelConfig of a draft model or a draft head, checked against the target model."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ...proto.config import EngineConfig, ModelConfig
+from ...proto.errors import ConfigError
+from ...worker.models import eagle3_config
+from ...worker.models.mtp_layouts import num_mtp_heads
+from ...worker.models.registry import FAMILIES, check_heads, check_supported
+from .engine_options import EngineOptions
+from .model_config import describe_model
+from .model_source import locate_model
+
+
+def describe_draft(config: EngineConfig, name: str | None, *, with_weights: bool) -> ModelConfig | None:
+    """Return the draft model or head of a configuration that has the target model. Returns None for ngram.
+
+    Args:
+        name: of the draft model or head; None for methods without one.
+
+    Raises:
+        ModelLoadError: the directory is not a model, or a download failed.
+        ConfigError: the draft model or head is not supported, or does not fit the target model.
+    """
+    assert config.speculative is not None
+    describe = _DESCRIBE.get(config.speculative.method)
+    return None if describe is None else describe(config, name, with_weights)
+
+
+def _describe_model(config: EngineConfig, name: str | None, with_weights: bool) -> ModelConfig:
+    assert name is not None
+    target, own = config.model, EngineOptions(name)
+    draft = describe_model(locate_model(own, with_weights=with_weights).path, own.name)
+    _check_vocabulary(draft, target)
+    if draft.max_model_len < target.max_model_len:
+        raise ConfigError(
+            f"speculative_config: model {own.name} has a context of {draft.max_model_len} tokens, must be at least "
+            f"{target.max_model_len}; lower max_model_len, or choose another model"
+        )
+    check_supported(draft, config.parallel.tensor_parallel_size)
+    return replace(draft, dtype=target.dtype, max_model_len=target.max_model_len)
+
+
+def _describe_eagle3(config: EngineConfig, name: str | None, with_weights: bool) -> ModelConfig:
+    assert name is not None
+    target, own = config.model, EngineOptions(name)
+    _check_target(config)
+    path = locate_model(own, with_weights=with_weights).path
+    head = describe_model(path, own.name, _check_eagle3)
+    _check_vocabulary(head, target)
+    if head.num_layers != 1:
+        raise ConfigError(f"speculative_config: model {own.name} has {head.num_layers} layers, must have 1")
+    eagle3_config.aux_layers(head, target.num_layers)
+    check_heads(head.name, head.num_heads, head.num_kv_heads, config.parallel.tensor_parallel_size)
+    # Heads are trained on short sequences, and used at any position.
+    return replace(head, dtype=target.dtype, max_model_len=target.max_model_len)
+
+
+def _describe_mtp(config: EngineConfig, name: str | None, with_weights: bool) -> ModelConfig:
+    _check_target(config)
+    if num_mtp_heads(config.model) < 1:
+        raise ConfigError(
+            f"speculative_config: method is 'mtp', but {config.model.name} has no heads for it "
+            "(num_nextn_predict_layers in its config.json)"
+        )
+    return replace(config.model, num_layers=1)
+
+
+def _check_target(config: EngineConfig) -> None:
+    assert config.speculative is not None
+    if config.model.architecture not in FAMILIES:
+        raise ConfigError(
+            f"speculative_config: method {config.speculative.method!r} is for models that quire defines itself, "
+            f"{config.model.name} is served with the modules of transformers"
+        )
+
+
+def _check_vocabulary(draft: ModelConfig, target: ModelConfig) -> None:
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"speculative_config: model {draft.name} has {draft.vocab_size} tokens in its vocabulary, must have the "
+            f"{target.vocab_size} of {target.name}"
+        )
+
+
+def _check_eagle3(name: str, architecture: str, hf: object) -> None:
+    if architecture not in eagle3_config.ARCHITECTURES:
+        raise ConfigError(
+            f"speculative_config: model {name} is a {architecture}, must be an EAGLE-3 head: "
+            + " or ".join(eagle3_config.ARCHITECTURES)
+        )
+
+
+# method |-> description of its model, from the name in speculative_config
+_DESCRIBE: dict[str, Callable[[EngineConfig, str | None, bool], ModelConfig]] = {
+    "draft_model": _describe_model,
+    "eagle3": _describe_eagle3,
+    "mtp": _describe_mtp,
+}

@@ -1,0 +1,250 @@
+"""Heads that read the target model's hidden states: their drafts equal a reference, and outputs stay the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from draft_heads import Eagle3, HeadReference, Mtp, add_mtp, write_eagle3
+from ranked_driver import RankedDriver
+
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
+from quire.proto.block_tables import IntArray
+from quire.proto.config import SpeculativeConfig
+from quire.worker.speculation import head_proposer
+from quire.worker.speculation.head_proposer import HeadProposer
+
+NUM_SPECULATIVE_TOKENS = 3
+NUM_BLOCKS = 160
+PROMPTS = [np.random.default_rng(seed).integers(2, 380, 2 + 9 * seed).tolist() for seed in range(5)]
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.7, "seed": 3},
+    {"temperature": 1.0, "seed": 4, "top_p": 0.9, "n": 2},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
+    {"temperature": 0.0},
+]
+# A draft that the reference does not choose has a logit this close to that of the one that it does.
+NEAR_TIE = 2e-3
+
+
+@pytest.fixture(scope="module")
+def make_head(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`make_head(kind) -> (target, SpeculativeConfig, reference class)`."""
+    folder = tmp_path_factory.mktemp("heads")
+
+    def make(kind: str) -> tuple[Path, SpeculativeConfig, type[HeadReference]]:
+        target = make_model("qwen2" if kind == "mtp-mimo" else "llama")
+        vocab_size = json.loads((target / "config.json").read_text())["vocab_size"]
+        num_layers = json.loads((target / "config.json").read_text())["num_hidden_layers"]
+        path, method = folder / kind, "mtp"
+        reference: type[HeadReference] = Mtp
+        if kind.startswith("eagle3"):
+            method, reference = "eagle3", Eagle3
+            settings = {} if kind == "eagle3" else {"draft_vocab_size": 90, "norm_before_residual": True}
+            if not path.exists():
+                write_eagle3(path, vocab_size, num_layers=num_layers, **settings)
+        else:
+            if not path.exists():
+                add_mtp(target, path, mimo=kind == "mtp-mimo")
+            target = path
+        text = json.dumps(
+            {
+                "method": method,
+                "model": str(path) if method == "eagle3" else None,
+                "num_speculative_tokens": NUM_SPECULATIVE_TOKENS,
+            }
+        )
+        options = EngineOptions(
+            str(target), device="cpu", speculative_config=text, dtype="float32", max_model_len=128
+        )
+        speculative = resolve(options, Machine(1, 0)).speculative
+        assert speculative is not None
+        return target, speculative, reference
+
+    return make
+
+
+class Recorder(HeadProposer):
+    """Records what the head drafts for greedy rows, and replaces three of four drafted tokens by the right ones.
+
+    Attributes:
+        known: prompt and output of all sequences.
+        drafts: known tokens and drafted ones, of rows without a temperature.
+    """
+
+    known: ClassVar[list[list[int]]] = []
+    drafts: ClassVar[list[tuple[list[int], list[int]]]] = []
+
+    def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
+        lens = super().propose(rows, max_lens)
+        table, drafted = self._rows, lens > 0
+        starts = table.lens[rows]
+        texts = table.read_tokens(rows, np.zeros_like(rows), starts + lens)
+        rng = np.random.default_rng(int(starts.sum()))  # the same on all ranks
+        for row, length, start, text, is_drafted in zip(rows, lens, starts, texts, drafted, strict=True):
+            if not is_drafted:
+                continue
+            tokens = text.tolist()
+            if table.sampling.greedy[row]:
+                self.drafts.append((tokens[:start], tokens[start:]))
+            whole = next((own for own in self.known if own[:start] == tokens[:start]), [])
+            right = np.array(whole[start : start + length], np.int32)
+            if right.size and rng.random() < 0.75:
+                table.write_drafts(np.array([row]), np.array([right.size]), right)
+        return lens
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    Recorder.known, Recorder.drafts = [], []
+
+
+@pytest.fixture(scope="module")
+def make_recording_engine(make_engine: Any, make_head: Any) -> Any:
+    def make(kind: str, tp: int) -> tuple[Any, type[HeadReference], Path]:
+        target, speculative, reference = make_head(kind)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("quire.worker.runner.HeadProposer", Recorder)
+            engine = make_engine(
+                target,
+                tp,
+                NUM_BLOCKS,
+                max_model_len=128,
+                block_size=4,
+                max_num_seqs=8,
+                speculative=speculative,
+            )
+        head = target if speculative.method == "mtp" else Path(speculative.draft.path)
+        return engine, reference, head
+
+    return make
+
+
+def run(engine: Any, num_blocks: int, config: SpeculativeConfig | None, depth: int = 2) -> RankedDriver:
+    driver = RankedDriver(replace(engine.config.with_num_blocks(num_blocks), speculative=config), engine.step)
+    for index, (prompt, settings) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
+        driver.add(10 * index, prompt, max_tokens=24, ignore_eos=True, **settings)
+    driver.run(depth)
+    driver.empty_ranks()
+    return driver
+
+
+def learn(driver: RankedDriver) -> None:
+    Recorder.known = [PROMPTS[handle // 10] + output for handle, output in driver.outputs.items()]
+
+
+def transformers_model(engine: Any) -> Any:
+    import transformers
+
+    kind = (
+        "Qwen2ForCausalLM"
+        if engine.config.model.architecture == "MiMoForCausalLM"
+        else "AutoModelForCausalLM"
+    )
+    folder = engine.config.model.path
+    return getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def check_drafts(reference: HeadReference) -> int:
+    """Assert that all recorded drafts are those of the reference, up to near-ties; return their number."""
+    for tokens, drafted in Recorder.drafts:
+        for token, (logits, best) in zip(drafted, reference.draft(tokens, len(drafted)), strict=True):
+            if token != best:
+                assert logits[best] - logits[token] < NEAR_TIE, (tokens, drafted)
+                break  # the drafts differ from here on
+    return len(Recorder.drafts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp"), [("eagle3", 1), ("eagle3-own-vocabulary", 2), ("mtp", 2), ("mtp-mimo", 1)]
+)
+def test_drafts_equal_reference_and_outputs_those_without(
+    make_recording_engine: Any, kind: str, tp: int
+) -> None:
+    engine, reference_type, head = make_recording_engine(kind, tp)
+    plain = run(engine, NUM_BLOCKS, None)
+    learn(plain)
+    drafted = run(engine, NUM_BLOCKS, engine.config.speculative)
+    assert drafted.outputs == plain.outputs
+    stats = drafted.scheduler.stats
+    assert sum(stats.num_accepted) > 0.3 * stats.num_draft_tokens > 0
+    assert len(drafted.plans) < 0.8 * len(plain.plans)
+    assert check_drafts(reference_type(head, transformers_model(engine))) > 10
+
+
+def test_preempted_moved_and_rebuilt_sequences_continue_with_same_tokens(make_recording_engine: Any) -> None:
+    engine, _, _ = make_recording_engine("eagle3", 1)
+    plain = run(engine, NUM_BLOCKS, None)
+    learn(plain)
+    config = engine.config.speculative
+    preempted = run(engine, 30, config)
+    assert preempted.scheduler.stats.num_preemptions > 0
+    assert sum(preempted.scheduler.stats.num_accepted) > 0
+    assert preempted.outputs == plain.outputs
+    engine.on_all(lambda runner: runner.reset(), engine.runners)
+    assert run(engine, NUM_BLOCKS, config).outputs == plain.outputs
+
+    driver = RankedDriver(replace(engine.config.with_num_blocks(NUM_BLOCKS), speculative=config), engine.step)
+    settings = {"max_tokens": 24, "ignore_eos": True, **SETTINGS[0]}
+    driver.add(0, PROMPTS[0], **settings)
+    while len(driver.outputs[0]) < 10:
+        driver.step(2)
+    driver.scheduler.drain(0.0, 0.0)
+    driver.run(2)
+    driver.empty_ranks()
+    successor = RankedDriver(driver.config, engine.step)
+    successor.add(0, PROMPTS[0], generated=driver.outputs[0], **settings)
+    successor.run(2)
+    successor.empty_ranks()
+    assert driver.outputs[0] + successor.outputs[0] == plain.outputs[0]
+
+
+def test_hidden_states_beyond_the_limit_are_computed_at_once(
+    make_recording_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, reference_type, head = make_recording_engine("eagle3", 1)
+    learn(run(engine, NUM_BLOCKS, None))
+    Recorder.drafts.clear()
+    monkeypatch.setattr(head_proposer, "MAX_PENDING_BYTES", 5000)  # some seven tokens
+    run(engine, NUM_BLOCKS, engine.config.speculative)
+    assert check_drafts(reference_type(head, transformers_model(engine))) > 10
+
+
+def test_sequences_without_hidden_states_do_not_draft_and_later_ones_do(
+    make_recording_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, _ = make_recording_engine("eagle3", 1)
+    plain = run(engine, NUM_BLOCKS, None)
+    learn(plain)
+    (runner,) = engine.runners
+    speculator = runner._speculator
+    monkeypatch.setattr(type(speculator._head), "wants_features", False)
+    idle = run(engine, NUM_BLOCKS, engine.config.speculative)
+    assert idle.outputs == plain.outputs
+    assert idle.scheduler.stats.num_draft_tokens == 0
+    monkeypatch.undo()
+    assert speculator.wants_features
+    Recorder.known = [PROMPTS[handle // 10] + output for handle, output in plain.outputs.items()]
+    assert sum(run(engine, NUM_BLOCKS, engine.config.speculative).scheduler.stats.num_accepted) > 0
+
+
+def test_prefix_hit_drafts_like_reference(make_recording_engine: Any) -> None:
+    engine, reference_type, head = make_recording_engine("eagle3", 1)
+    prompt = PROMPTS[-1]
+    config = replace(engine.config.with_num_blocks(NUM_BLOCKS), speculative=engine.config.speculative)
+    driver = RankedDriver(config, engine.step)
+    for handle in (0, 1):  # the second one finds the blocks of the first
+        driver.add(handle, prompt, max_tokens=12, ignore_eos=True, temperature=0.0)
+        driver.run(2)
+    driver.empty_ranks()
+    assert driver.finishes[1].num_cached_tokens > 0
+    assert check_drafts(reference_type(head, transformers_model(engine))) > 4

@@ -1,0 +1,77 @@
+"""MtpHead: multi-token prediction by a head of the model's own checkpoint (DeepSeek-AI, DeepSeek-V3, 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...kernels.norm import rms_norm
+from ...proto.config import ModelConfig
+from ..attention import AttentionInputs, LayerCache
+from ..weights.weight_slice import WeightSlice
+from .decoder import Decoder, DecoderLayer
+from .load_context import LoadContext
+from .mtp_layouts import mtp_layout
+from .registry import FAMILIES
+from .spec import read_spec
+
+
+class MtpHead:
+    """One rank of the first head; implements `draft_head.DraftHead`.
+
+    The head shares the embedding, the output layer and the rotary tables of the target model. It is used again for
+    each further drafted token. The embedding of the token at position 0 counts as zeros, as in training.
+
+    Raises:
+        ModelLoadError: the weights cannot be read, or have other shapes.
+    """
+
+    aux_layers: frozenset[int] = frozenset()
+
+    def __init__(self, load: LoadContext, config: ModelConfig, target: Decoder) -> None:
+        index = len(target.layers)
+        spec = read_spec(replace(config, num_layers=index), FAMILIES[config.architecture])
+        layout, size = mtp_layout(config), spec.hidden_size
+
+        def named(name: str) -> str:
+            return name.format(index=index)
+
+        self.target = target
+        self.norm_eps = spec.norm_eps
+        self.is_hidden_first, self.feeds_normed = layout.hidden_first, layout.feeds_normed
+        self.embedding_norm, self.hidden_norm, self.norm = (
+            load.norm(named(name), size, spec.norm_offset)
+            for name in (layout.embedding_norm, layout.hidden_norm, layout.final_norm)
+        )
+        self.projection = load.linear([WeightSlice(named(layout.projection), (size, 2 * size), 0, 0, size)])
+        self.layer = DecoderLayer(load, spec, spec.layers[-1], named(layout.layer), None)
+
+    def combine(self, features: Tensor) -> Tensor:
+        return features
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        kv_caches: list[LayerCache],
+        inputs: AttentionInputs,
+    ) -> Tensor:
+        embedded = self.target.embedding.forward(token_ids)
+        embedded = embedded.masked_fill((positions == 0).unsqueeze(-1), 0)
+        parts = [
+            rms_norm(embedded, self.embedding_norm, self.norm_eps),
+            rms_norm(hidden, self.hidden_norm, self.norm_eps),
+        ]
+        residual = self.projection.multiply(torch.cat(parts[::-1] if self.is_hidden_first else parts, dim=-1))
+        rope = self.layer.attention.rope
+        rotation = (None, None) if rope is None else self.target.rotary[rope].at(positions)
+        x = self.layer.forward(None, residual, {rope: rotation}, kv_caches[0], inputs)
+        return self.layer.add(x, residual, self.norm if self.feeds_normed else None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if not self.feeds_normed:
+            hidden = rms_norm(hidden, self.norm, self.norm_eps)
+        return self.target.logits(hidden)

@@ -1,0 +1,193 @@
+"""HeadProposer: drafts by a head that reads the target model's hidden states (EAGLE-3, multi-token prediction).
+
+The head computes a pair of each token's hidden state and the next token, and predicts the token after that. Its keys
+and values are in layers of their own of the same blocks, at the place of the pair's first token. They are computed
+when the row next drafts, so that steps without drafts cost nothing but the memory of the hidden states.
+
+A block of a cached prefix may hold the keys of a pair whose second token differs from this sequence's, and blocks
+that were cached before their pairs were computed hold older numbers. Either makes drafts less likely to be accepted,
+and changes no output.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...proto.block_tables import IntArray, RowArray
+from ..attention import LayerCache
+from ..batch import Batch
+from ..device_rows import DeviceRows
+from ..memory.host_to_device import to_device
+from ..models.draft_head import DraftHead
+from ..sampling.sampler import Sampler
+from .draft_chain import sample_drafts
+from .draft_inputs import gather_draft_inputs
+
+# Hidden states that are kept for pairs to compute, of all rows.
+MAX_PENDING_BYTES = 64 << 20
+# Steps without planned drafts after which hidden states are no longer kept. Sequences that run then draft no more.
+MAX_IDLE_STEPS = 256
+_UNKNOWN = -1
+_NO_ROW = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """Pairs to compute: rows and positions of their first tokens, both [t], and hidden states, [t, F].
+
+    Rows of sequences that have ended are _NO_ROW.
+    """
+
+    rows: IntArray
+    positions: RowArray
+    features: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.features.nbytes
+
+
+class HeadProposer:
+    """Drafts of one rank's part of a head.
+
+    Args:
+        layers: returns the head's KV cache, which is allocated later.
+    """
+
+    def __init__(
+        self,
+        rows: DeviceRows,
+        head: DraftHead,
+        sampler: Sampler,
+        layers: Callable[[], list[LayerCache]],
+        block_size: int,
+    ) -> None:
+        self._rows, self._head, self._sampler = rows, head, sampler
+        self._layers, self._block_size = layers, block_size
+        # Pairs of each row that are in the head's cache; _UNKNOWN until the row's first step.
+        self._num_computed: IntArray = np.full_like(rows.lens, _UNKNOWN)
+        self._has_gap = np.zeros(rows.lens.size, np.bool_)  # some hidden states of the row were not kept
+        self._pending: deque[_Pairs] = deque()
+        self._pending_bytes = 0
+        self._num_idle_steps = 0
+
+    @property
+    def wants_features(self) -> bool:
+        """Return whether the next step is to keep the hidden states that the head reads."""
+        return self._num_idle_steps <= MAX_IDLE_STEPS
+
+    def forget(self, rows: IntArray) -> None:
+        self._num_computed[rows] = _UNKNOWN
+        self._has_gap[rows] = False
+        for pairs in self._pending:
+            pairs.rows[np.isin(pairs.rows, rows)] = _NO_ROW
+
+    def record(self, batch: Batch, features: Tensor | None) -> None:
+        """Keep the hidden states of a step, whose sampled tokens the rows have.
+
+        Args:
+            features: [T, F], or None if they were not kept.
+        """
+        self._num_idle_steps += 1
+        if features is None:
+            self._has_gap[batch.rows] = True
+            self._drop_all()
+            return
+        rows, positions = batch.token_rows, batch.token_positions
+        if batch.has_drafts:
+            is_known = positions < self._rows.lens[rows] - 1
+            if not is_known.all():
+                rows, positions = rows[is_known], positions[is_known]
+                features = features[to_device(np.flatnonzero(is_known), features.device, torch.int64)]
+        is_new = self._num_computed[rows] == _UNKNOWN
+        if is_new.any():
+            first_of = (
+                rows[is_new][::-1],
+                positions[is_new][::-1],
+            )  # the last assignment counts: the first token's
+            self._num_computed[first_of[0]] = first_of[1]
+        self._pending.append(_Pairs(rows.copy(), positions, features))
+        self._pending_bytes += self._pending[-1].num_bytes
+        if self._pending_bytes > MAX_PENDING_BYTES:
+            self._compute(np.arange(self._rows.lens.size, dtype=np.int32))
+
+    def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
+        self._num_idle_steps = 0
+        computed, hidden = self._compute(rows)
+        is_ready = np.isin(rows, computed) & ~self._has_gap[rows]
+        is_ready &= self._num_computed[rows] == self._rows.lens[rows] - 1
+        drafted: IntArray = np.where(is_ready, max_lens, 0).astype(np.int32)
+        if hidden is None or not is_ready.any():
+            return np.zeros_like(drafted)
+        drafting = rows[is_ready]
+        index = to_device(np.searchsorted(computed, drafting), hidden.device, torch.int64)
+        limits = max_lens[is_ready]
+        sample_drafts(
+            self._rows, self._sampler, drafting, limits, hidden[index], self._head.logits, self._advance
+        )
+        return drafted
+
+    def _advance(self, rows: IntArray, positions: IntArray, hidden: Tensor) -> Tensor:
+        """Compute the pairs of drafted tokens and the head's own hidden states."""
+        return self._forward(rows, positions - 1, np.ones_like(positions), hidden)
+
+    def _compute(self, rows: IntArray) -> tuple[IntArray, Tensor | None]:
+        """Compute the pending pairs of rows; return the rows that have some, ascending, and [n, E] of their last."""
+        if not self._pending:
+            return rows[:0], None
+        wanted = np.zeros(self._rows.lens.size + 1, np.bool_)  # the last one is that of _NO_ROW
+        wanted[rows[~self._has_gap[rows]]] = True
+        chosen = [np.flatnonzero(wanted[pairs.rows]) for pairs in self._pending]
+        token_rows = np.concatenate(
+            [pairs.rows[own] for pairs, own in zip(self._pending, chosen, strict=True)]
+        )
+        features = torch.cat(
+            [_select(pairs.features, own) for pairs, own in zip(self._pending, chosen, strict=True)]
+        )
+        self._keep_others(chosen)
+        if token_rows.size == 0:
+            return rows[:0], None
+        order = np.argsort(token_rows, kind="stable")
+        own_rows, counts = np.unique(token_rows, return_counts=True)
+        starts = self._num_computed[own_rows]
+        if (order[1:] < order[:-1]).any():
+            features = _select(features, order)
+        hidden = self._forward(own_rows, starts, counts.astype(np.int32), self._head.combine(features))
+        self._num_computed[own_rows] = starts + counts
+        last = np.cumsum(counts) - 1
+        return own_rows, _select(hidden, last)
+
+    def _keep_others(self, chosen: list[RowArray]) -> None:
+        """Remove pairs that are computed now and those of sequences that have ended."""
+        kept: deque[_Pairs] = deque()
+        for pairs, own in zip(self._pending, chosen, strict=True):
+            pairs.rows[own] = _NO_ROW
+            if (pairs.rows != _NO_ROW).any():
+                kept.append(pairs)
+        self._pending, self._pending_bytes = kept, sum(pairs.num_bytes for pairs in kept)
+
+    def _drop_all(self) -> None:
+        for pairs in self._pending:
+            self._has_gap[pairs.rows[pairs.rows != _NO_ROW]] = True
+        self._pending.clear()
+        self._pending_bytes = 0
+
+    def _forward(self, rows: IntArray, starts: IntArray, counts: IntArray, hidden: Tensor) -> Tensor:
+        inputs = gather_draft_inputs(self._rows, rows, starts, counts, self._block_size, token_offset=1)
+        return self._head.forward(
+            inputs.token_ids, inputs.positions, hidden, self._layers(), inputs.attention
+        )
+
+
+def _select(x: Tensor, index: RowArray) -> Tensor:
+    return x if len(index) == len(x) and _is_range(index) else x[to_device(index, x.device, torch.int64)]
+
+
+def _is_range(index: RowArray) -> bool:
+    return bool((index == np.arange(len(index))).all())
