@@ -82,11 +82,16 @@ class ServerProcess(Closing):
         self._record_processes()
         return self.address
 
-    def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> int:
-        """Send SIGTERM, kill the server if the timeout passes, and return its exit status. Safe to call twice."""
+    def stop(self, timeout_s: float = _STOP_TIMEOUT_S, *, to_group: bool = False) -> int:
+        """Send SIGTERM, kill the server if the timeout passes, and return its exit status. Safe to call twice.
+
+        Args:
+            to_group: send it to the server's process group, as systemd and `timeout` do.
+        """
         if self.process.poll() is None:
             self._record_processes()
-            self.process.send_signal(signal.SIGTERM)
+            send = os.killpg if to_group else os.kill
+            send(self.process.pid, signal.SIGTERM)
             try:
                 self.process.wait(timeout_s)
             except subprocess.TimeoutExpired:

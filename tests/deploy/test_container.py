@@ -44,6 +44,13 @@ def test_hadolint_has_no_complaint(tools: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+def test_image_of_nodes_keeps_the_user_and_the_entry_point_of_ray() -> None:
+    """`ray up` starts `bash` in it, and copies files with the image's rsync."""
+    stage = stages()["node"]
+    assert not any(line.startswith(("USER", "ENTRYPOINT", "CMD", "ENV")) for line in stage)
+    assert any("[otel,triton,aws,gcp,azure]" in line for line in stage)
+
+
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_image_runs_as_a_user_with_a_health_check_and_a_volume(target: str) -> None:
     stage = stages()[target]

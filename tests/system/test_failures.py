@@ -68,10 +68,13 @@ def follow() -> Iterator[Callable[[ServerProcess], list[Follower]]]:
         client.close()
 
 
-def test_sigterm_under_load_shuts_down_cleanly(serve: Serve, follow: Callable[..., list[Follower]]) -> None:
+def test_sigterm_to_the_process_group_under_load_shuts_down_cleanly(
+    serve: Serve, follow: Callable[..., list[Follower]]
+) -> None:
+    """As systemd and `timeout` send it: Ray's processes must not end before the server has stopped them."""
     server = serve("demo", "--tensor-parallel-size", "2")
     followers = follow(server)
-    assert server.stop() == 0, server.log
+    assert server.stop(to_group=True) == 0, server.log
     for follower in followers:
         follower.join()
         assert isinstance(follower.error, QuireError)
