@@ -71,7 +71,13 @@ def measure_serve() -> dict[str, float]:
             raise RuntimeError(f"the server ended with exit status {status}: {server.log}")
         stop_s = time.monotonic() - stop_from
     laps = {stage: float(seconds) for stage, seconds in _LAP.findall(line)}
-    return {"start": total_s - sum(laps.values()), **laps, "total": total_s, "processor": cpu_s, "stop": stop_s}
+    return {
+        "start": total_s - sum(laps.values()),
+        **laps,
+        "total": total_s,
+        "processor": cpu_s,
+        "stop": stop_s,
+    }
 
 
 def measure_replica(config: EngineConfig) -> dict[str, float]:
