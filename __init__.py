@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from .cluster.offline.llm import LLM
     from .cluster.offline.prompts import TextPrompt, TokensPrompt
     from .cluster.requests.chat import Chat
+    from .cluster.requests.lora_request import LoRARequest
     from .cluster.requests.outputs import (
         CompletionDelta,
         CompletionFinished,
@@ -101,6 +102,7 @@ _MODULES = {
     "FleetInfo": _STATUS,
     "KvCacheInfo": _STATUS,
     "LatencyInfo": _STATUS,
+    "LoRARequest": ".cluster.requests.lora_request",
     "Logprob": _OUTPUTS,
     "ModelInfo": _STATUS,
     "ModelLoad": _STATUS,
@@ -152,6 +154,7 @@ __all__ = [
     "FleetInfo",
     "KvCacheInfo",
     "LatencyInfo",
+    "LoRARequest",
     "Logprob",
     "ModelInfo",
     "ModelLoad",

@@ -37,6 +37,52 @@ REPLICA_STATE_DRAINING: ReplicaState
 REPLICA_STATE_STOPPED: ReplicaState
 REPLICA_STATE_FAILED: ReplicaState
 
+class LoadLoraRequest(_message.Message):
+    __slots__ = ("name", "path", "model", "replace")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    model: str
+    replace: bool
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., model: _Optional[str] = ..., replace: _Optional[bool] = ...) -> None: ...
+
+class LoadLoraResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UnloadLoraRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadLoraResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListLorasRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListLorasResponse(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[LoraAdapter]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[LoraAdapter, _Mapping]]] = ...) -> None: ...
+
+class LoraAdapter(_message.Message):
+    __slots__ = ("name", "path", "model")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    model: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ("cached",)
     CACHED_FIELD_NUMBER: _ClassVar[int]
@@ -146,7 +192,7 @@ class Deployment(_message.Message):
     def __init__(self, engine: _Optional[_Union[EngineOptions, _Mapping]] = ..., limits: _Optional[_Union[ScalingLimits, _Mapping]] = ..., rank_resources: _Optional[_Iterable[_Union[NamedAmount, _Mapping]]] = ..., drain_grace_s: _Optional[float] = ..., weights_version: _Optional[str] = ...) -> None: ...
 
 class EngineOptions(_message.Message):
-    __slots__ = ("model", "served_model_name", "tensor_parallel_size", "device", "dtype", "quantization", "max_model_len", "block_size", "kv_cache_memory", "num_kv_blocks", "num_host_kv_blocks", "kv_cache_dtype", "prefix_caching", "batch_invariant", "fused_all_reduce", "cuda_graphs", "max_num_seqs", "max_num_batched_tokens", "max_queue_len", "policy", "tenant_weights", "step_timeout_s", "audit", "seed", "gpu_memory_utilization", "max_steps_in_flight", "chat_template", "trust_request_chat_template", "tool_call_parser", "reasoning_parser", "max_logprobs", "revision", "structured_outputs_backend", "disable_any_whitespace", "disable_additional_properties", "speculative_config", "attention_backend")
+    __slots__ = ("model", "served_model_name", "tensor_parallel_size", "device", "dtype", "quantization", "max_model_len", "block_size", "kv_cache_memory", "num_kv_blocks", "num_host_kv_blocks", "kv_cache_dtype", "prefix_caching", "batch_invariant", "fused_all_reduce", "cuda_graphs", "max_num_seqs", "max_num_batched_tokens", "max_queue_len", "policy", "tenant_weights", "step_timeout_s", "audit", "seed", "gpu_memory_utilization", "max_steps_in_flight", "chat_template", "trust_request_chat_template", "tool_call_parser", "reasoning_parser", "max_logprobs", "revision", "structured_outputs_backend", "disable_any_whitespace", "disable_additional_properties", "speculative_config", "attention_backend", "enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +230,11 @@ class EngineOptions(_message.Message):
     DISABLE_ADDITIONAL_PROPERTIES_FIELD_NUMBER: _ClassVar[int]
     SPECULATIVE_CONFIG_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_BACKEND_FIELD_NUMBER: _ClassVar[int]
+    ENABLE_LORA_FIELD_NUMBER: _ClassVar[int]
+    LORA_MODULES_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
+    MAX_CPU_LORAS_FIELD_NUMBER: _ClassVar[int]
     model: str
     served_model_name: str
     tensor_parallel_size: int
@@ -221,7 +272,20 @@ class EngineOptions(_message.Message):
     disable_additional_properties: bool
     speculative_config: str
     attention_backend: str
-    def __init__(self, model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., kv_cache_memory: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., num_host_kv_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., prefix_caching: _Optional[bool] = ..., batch_invariant: _Optional[bool] = ..., fused_all_reduce: _Optional[bool] = ..., cuda_graphs: _Optional[bool] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., policy: _Optional[str] = ..., tenant_weights: _Optional[_Iterable[_Union[NamedAmount, _Mapping]]] = ..., step_timeout_s: _Optional[float] = ..., audit: _Optional[bool] = ..., seed: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., max_steps_in_flight: _Optional[int] = ..., chat_template: _Optional[str] = ..., trust_request_chat_template: _Optional[bool] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., max_logprobs: _Optional[int] = ..., revision: _Optional[str] = ..., structured_outputs_backend: _Optional[str] = ..., disable_any_whitespace: _Optional[bool] = ..., disable_additional_properties: _Optional[bool] = ..., speculative_config: _Optional[str] = ..., attention_backend: _Optional[str] = ...) -> None: ...
+    enable_lora: bool
+    lora_modules: _containers.RepeatedCompositeFieldContainer[NamedText]
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int
+    def __init__(self, model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., kv_cache_memory: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., num_host_kv_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., prefix_caching: _Optional[bool] = ..., batch_invariant: _Optional[bool] = ..., fused_all_reduce: _Optional[bool] = ..., cuda_graphs: _Optional[bool] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., policy: _Optional[str] = ..., tenant_weights: _Optional[_Iterable[_Union[NamedAmount, _Mapping]]] = ..., step_timeout_s: _Optional[float] = ..., audit: _Optional[bool] = ..., seed: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., max_steps_in_flight: _Optional[int] = ..., chat_template: _Optional[str] = ..., trust_request_chat_template: _Optional[bool] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., max_logprobs: _Optional[int] = ..., revision: _Optional[str] = ..., structured_outputs_backend: _Optional[str] = ..., disable_any_whitespace: _Optional[bool] = ..., disable_additional_properties: _Optional[bool] = ..., speculative_config: _Optional[str] = ..., attention_backend: _Optional[str] = ..., enable_lora: _Optional[bool] = ..., lora_modules: _Optional[_Iterable[_Union[NamedText, _Mapping]]] = ..., max_loras: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_cpu_loras: _Optional[int] = ...) -> None: ...
+
+class NamedText(_message.Message):
+    __slots__ = ("name", "text")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    text: str
+    def __init__(self, name: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class NamedAmount(_message.Message):
     __slots__ = ("name", "amount")

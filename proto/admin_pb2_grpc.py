@@ -85,6 +85,21 @@ class AdminStub:
                 request_serializer=quire_dot_proto_dot_admin__pb2.GetBlockMapRequest.SerializeToString,
                 response_deserializer=quire_dot_proto_dot_admin__pb2.GetBlockMapResponse.FromString,
                 _registered_method=True)
+        self.LoadLora = channel.unary_unary(
+                '/quire.v1.Admin/LoadLora',
+                request_serializer=quire_dot_proto_dot_admin__pb2.LoadLoraRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.LoadLoraResponse.FromString,
+                _registered_method=True)
+        self.UnloadLora = channel.unary_unary(
+                '/quire.v1.Admin/UnloadLora',
+                request_serializer=quire_dot_proto_dot_admin__pb2.UnloadLoraRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.UnloadLoraResponse.FromString,
+                _registered_method=True)
+        self.ListLoras = channel.unary_unary(
+                '/quire.v1.Admin/ListLoras',
+                request_serializer=quire_dot_proto_dot_admin__pb2.ListLorasRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.ListLorasResponse.FromString,
+                _registered_method=True)
         self.WatchEvents = channel.unary_stream(
                 '/quire.v1.Admin/WatchEvents',
                 request_serializer=quire_dot_proto_dot_admin__pb2.WatchEventsRequest.SerializeToString,
@@ -166,6 +181,28 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadLora(self, request, context):
+        """Has all replicas of a model read a LoRA adapter, which requests name as their model from then on. Replicas that
+        start later read it too. Returns when all have read it; an error on one of them takes it back on all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadLora(self, request, context):
+        """Refuses new requests for an adapter. Requests that run end in order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListLoras(self, request, context):
+        """Returns the LoRA adapters that this server knows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchEvents(self, request, context):
         """Streams the fleet's changes as they happen, after one event for each of the present deployments, replicas and nodes.
         """
@@ -225,6 +262,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetBlockMap,
                     request_deserializer=quire_dot_proto_dot_admin__pb2.GetBlockMapRequest.FromString,
                     response_serializer=quire_dot_proto_dot_admin__pb2.GetBlockMapResponse.SerializeToString,
+            ),
+            'LoadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadLora,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.LoadLoraRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.LoadLoraResponse.SerializeToString,
+            ),
+            'UnloadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadLora,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.UnloadLoraRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.UnloadLoraResponse.SerializeToString,
+            ),
+            'ListLoras': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLoras,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.ListLorasRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.ListLorasResponse.SerializeToString,
             ),
             'WatchEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchEvents,
@@ -503,6 +555,87 @@ class Admin:
             '/quire.v1.Admin/GetBlockMap',
             quire_dot_proto_dot_admin__pb2.GetBlockMapRequest.SerializeToString,
             quire_dot_proto_dot_admin__pb2.GetBlockMapResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/LoadLora',
+            quire_dot_proto_dot_admin__pb2.LoadLoraRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.LoadLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/UnloadLora',
+            quire_dot_proto_dot_admin__pb2.UnloadLoraRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.UnloadLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLoras(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/ListLoras',
+            quire_dot_proto_dot_admin__pb2.ListLorasRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.ListLorasResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -4,6 +4,7 @@ QuireError
 ├── InvalidRequest            INVALID_REQUEST       the request can never be served as it is; a ValueError too
 │   └── InvalidType           INVALID_TYPE          a value has the wrong type; a TypeError too
 ├── ModelNotFound             MODEL_NOT_FOUND       no such model is served here
+├── LoraLoadError             LORA_LOAD_FAILED      the adapter cannot be read, or does not fit the model
 ├── RequestNotFound           REQUEST_NOT_FOUND     the request to resume is not retained here
 ├── Unauthenticated           UNAUTHENTICATED       the token is missing or wrong
 ├── PermissionDenied          PERMISSION_DENIED     the token does not permit the call
@@ -119,6 +120,12 @@ class ModelNotFound(QuireError):
     """No replica serves the requested model."""
 
     reason, grpc_status, http_status = "MODEL_NOT_FOUND", "NOT_FOUND", 404
+
+
+class LoraLoadError(QuireError):
+    """A LoRA adapter cannot be read, or does not fit the model."""
+
+    reason, grpc_status, http_status = "LORA_LOAD_FAILED", "INVALID_ARGUMENT", 400
 
 
 class RequestNotFound(QuireError):
@@ -300,6 +307,7 @@ ERRORS: dict[str, type[QuireError]] = {
         InvalidRequest,
         InvalidType,
         ModelNotFound,
+        LoraLoadError,
         RequestNotFound,
         Unauthenticated,
         PermissionDenied,

@@ -3,8 +3,9 @@
 A gateway numbers its sequences with *handles*. The scheduler sends one TokenBatch per step and gateway, never one
 message per request.
 
-    gateway -> scheduler    Submit, Abort, Stop, StatusQuery, CacheQuery, BlockMapQuery, Drain, FlushCache
-    scheduler -> gateway    TokenBatch, ReplicaStatus, CacheReport, BlockMap
+    gateway -> scheduler    Submit, Abort, Stop, StatusQuery, CacheQuery, BlockMapQuery, Drain, FlushCache, LoadLora,
+                            UnloadLora
+    scheduler -> gateway    TokenBatch, ReplicaStatus, CacheReport, BlockMap, LoraLoaded
 
 Gateways and replicas of neighboring releases work together. A field may be added at the end of a message, with a
 default for senders that do not know it. Receivers ignore later fields, except those of a Submit: what a request asks
@@ -23,6 +24,7 @@ from typing import Any, TypeVar
 from .block_tables import IntArray
 from .codec import FrameCodec, field_values, pack_ints, unpack_ints
 from .errors import ProtocolError, QuireError, from_reason
+from .lora import LoraReference
 from .sampling import SamplingParams
 from .step import NO_INTS, Logprobs, PromptLogprobs
 from .structured_outputs import OutputConstraint
@@ -59,6 +61,7 @@ class Submit:
             new tokens are sent. Then the message holds one output: output i of n is submitted alone, with
             ``seed`` + i.
         constraint: the compiled form of the sampling's constraints; None if the output may have any form.
+        lora: the adapter; None for the model alone.
     """
 
     handle: int
@@ -72,6 +75,7 @@ class Submit:
     prefix_pool: str = ""
     generated_token_ids: IntArray = field(default_factory=lambda: NO_INTS)
     constraint: OutputConstraint | None = None
+    lora: LoraReference | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,34 @@ class BlockMapQuery:
     """Requests a BlockMap."""
 
     query_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLora:
+    """Has the ranks read an adapter into host memory; a LoraLoaded answers."""
+
+    query_id: int
+    reference: LoraReference
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadLora:
+    """Drops an adapter once the sequences that use it have ended; a LoraLoaded answers at once."""
+
+    query_id: int
+    reference: LoraReference
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLoaded:
+    """The outcome of a LoadLora or an UnloadLora.
+
+    Attributes:
+        error: why the adapter cannot be used; empty if it can.
+    """
+
+    query_id: int
+    error: str = ""
 
 
 class FinishReason(StrEnum):
@@ -366,8 +398,19 @@ class ReplicaStatus:
     num_recoveries: int = 0
 
 
-GatewayMessage = Submit | Abort | Stop | StatusQuery | CacheQuery | BlockMapQuery | Drain | FlushCache
-ReplicaMessage = TokenBatch | ReplicaStatus | CacheReport | BlockMap
+GatewayMessage = (
+    Submit
+    | Abort
+    | Stop
+    | StatusQuery
+    | CacheQuery
+    | BlockMapQuery
+    | Drain
+    | FlushCache
+    | LoadLora
+    | UnloadLora
+)
+ReplicaMessage = TokenBatch | ReplicaStatus | CacheReport | BlockMap | LoraLoaded
 
 
 def encode(message: GatewayMessage | ReplicaMessage) -> bytes:
@@ -424,7 +467,9 @@ def _refuse_submit(values: list[Any]) -> TokenBatch:
 def _encode_submit(message: Submit) -> tuple[Any, ...]:
     prompt, generated = pack_ints(message.prompt_token_ids), pack_ints(message.generated_token_ids)
     admission = message.tenant, message.priority, message.timeout_s, message.salt, message.prefix_pool
-    constraint = [] if message.constraint is None else [field_values(message.constraint)]
+    set_only = [None if each is None else field_values(each) for each in (message.constraint, message.lora)]
+    while set_only and set_only[-1] is None:
+        set_only.pop()
     return (
         "submit",
         message.handle,
@@ -433,14 +478,15 @@ def _encode_submit(message: Submit) -> tuple[Any, ...]:
         generated,
         _encode_sampling(message.sampling),
         *admission,
-        *constraint,
+        *set_only,
     )
 
 
 def _decode_submit(values: list[Any]) -> Submit:
     handle, request_id, prompt, generated, sampling, *others = values
     tenant, priority, timeout_s, salt, prefix_pool, *others = others
-    constraint, *later = others or [None]  # sent only if it is set
+    others += [None] * (2 - len(others))  # sent only if they are set
+    constraint, lora, *later = others
     if later:
         raise ValueError(f"a submit has {len(later)} fields of a later release")
     return Submit(
@@ -455,6 +501,7 @@ def _decode_submit(values: list[Any]) -> Submit:
         prefix_pool,
         unpack_ints(generated),
         OutputConstraint.unpack(constraint),
+        None if lora is None else LoraReference(*lora),
     )
 
 
@@ -515,6 +562,9 @@ _ENCODERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     BlockMapQuery: lambda message: ("blocks?", message.query_id),
     Drain: lambda message: ("drain", message.grace_s),
     FlushCache: lambda message: ("flush",),
+    LoadLora: lambda message: ("load lora", message.query_id, field_values(message.reference)),
+    UnloadLora: lambda message: ("unload lora", message.query_id, field_values(message.reference)),
+    LoraLoaded: lambda message: ("lora", *astuple(message)),
     TokenBatch: _encode_batch,
     ReplicaStatus: lambda message: ("status", *astuple(message)),
     CacheReport: lambda message: ("cache", *astuple(message)),
@@ -529,6 +579,9 @@ _DECODERS: dict[str, Callable[[list[Any]], GatewayMessage | ReplicaMessage]] = {
     "blocks?": partial(_known, BlockMapQuery),
     "drain": partial(_known, Drain),
     "flush": partial(_known, FlushCache),
+    "load lora": lambda values: LoadLora(values[0], _known(LoraReference, values[1])),
+    "unload lora": lambda values: UnloadLora(values[0], _known(LoraReference, values[1])),
+    "lora": partial(_known, LoraLoaded),
     "tokens": _decode_batch,
     "status": _decode_status,
     "cache": partial(_known, CacheReport),

@@ -20,6 +20,7 @@ from ..kernels.native.memory import keep_freed_memory
 from ..proto.block_tables import IntArray
 from ..proto.config import EngineConfig, ModelConfig, SpeculativeConfig
 from ..proto.errors import ConfigError, RankFailed, first_line, in_one_line
+from ..proto.lora import LoraReport
 from ..proto.step import PromptLogprobs, RowSampling, StepPlan, StepResult
 from .attention import AttentionInputs, LayerCache
 from .batch import Batch, gather_batch
@@ -104,7 +105,8 @@ class ModelRunner:
         lora = config.lora
         self._adapters = None if lora is None else RankAdapters(lora, comm.rank, self._dtype, self._device)
         with torch.inference_mode():
-            self._model = self._load_target(on_progress)
+            layers = None if self._adapters is None else self._adapters.layers
+            self._model = self._load_model(config.model, on_progress, layers)
             self._sampler = Sampler(self._model.head.shard, comm, self._device)
             self._rows = DeviceRows(config, self._model.head.shard, self._device)
             self._tap: FeatureTap | None = None
@@ -133,15 +135,6 @@ class ModelRunner:
 
     def _draft_layers(self) -> list[LayerCache]:
         return self._kv_cache.draft_layers
-
-    def _load_target(self, on_progress: ProgressCallback | None) -> Model:
-        if self._adapters is None:
-            return self._load_model(self._config.model, on_progress)
-        layers = self._adapters.layers
-        model = self._load_model(self._config.model, on_progress, layers)
-        if not len(layers):
-            raise ConfigError(f"enable_lora is set, but {self._config.model.name} has no layers for adapters")
-        return model
 
     def _load_model(
         self, model: ModelConfig, on_progress: ProgressCallback | None, lora: LoraLayers | None = None
@@ -266,7 +259,7 @@ class ModelRunner:
                         self._tap.is_open = self._speculator.wants_features
             with self._timed_stage("apply", times):
                 batch = self._gather(plan, num_drafted)
-            reports = () if self._adapters is None else self._adapters.reports(is_idle=batch is None)
+            reports = self._take_lora_reports(is_idle=batch is None)
             result = StepResult(
                 plan.step_id, plan.epoch, self._comm.rank, stage_times=times, lora_reports=reports
             )
@@ -319,6 +312,14 @@ class ModelRunner:
             self._kv_cache.swap_in(torch.from_numpy(plan.swap_in.astype(np.int64)))
         if len(plan.copies):
             self._kv_cache.copy(to_device(plan.copies, self._device, torch.int64))
+
+    def _take_lora_reports(self, *, is_idle: bool) -> tuple[LoraReport, ...]:
+        if self._adapters is None:
+            return ()
+        reports = self._adapters.reports(is_idle=is_idle)
+        if is_idle:
+            self._comm.barrier()  # nothing else would keep rank 0 from running ahead of a rank that still reads
+        return reports
 
     def _gather(self, plan: StepPlan, num_drafted: IntArray | None) -> Batch | None:
         find_graph = None if self._graphs is None else self._graphs.find

@@ -40,7 +40,7 @@ def _message_fields(options: Any) -> dict[str, Any]:
 
 def _message_value(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [admin_pb2.NamedAmount(name=name, amount=amount) for name, amount in value]
+        return [_named(name, entry) for name, entry in value]
     if isinstance(value, EngineOptions):
         return admin_pb2.EngineOptions(**_message_fields(value))
     if isinstance(value, ScalingLimits):
@@ -48,11 +48,21 @@ def _message_value(value: Any) -> Any:
     return value
 
 
+def _named(name: str, value: str | float) -> Message:
+    if isinstance(value, str):
+        return admin_pb2.NamedText(name=name, text=value)
+    return admin_pb2.NamedAmount(name=name, amount=value)
+
+
+# Message of a named value |-> its field for the value.
+_NAMED = {admin_pb2.NamedAmount.DESCRIPTOR: "amount", admin_pb2.NamedText.DESCRIPTOR: "text"}
+
+
 def _present_fields(message: Message) -> dict[str, Any]:
     """Return field |-> value of the fields that are set in a message."""
     return {
-        field.name: tuple((each.name, each.amount) for each in value)
-        if field.message_type is admin_pb2.NamedAmount.DESCRIPTOR
+        field.name: tuple((each.name, getattr(each, _NAMED[field.message_type])) for each in value)
+        if field.message_type in _NAMED
         else value
         for field, value in message.ListFields()
     }

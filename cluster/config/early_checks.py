@@ -16,6 +16,7 @@ from ...worker.models.registry import FAMILIES, check_heads
 from ...worker.models.transformers_names import has_architecture, has_model_type
 from .checks import in_words
 from .engine_options import DTYPES, EngineOptions
+from .lora_options import check_lora_options
 from .machine import Machine
 from .model_checks import check_model_files, check_weight_files, read_config_file
 from .problems import Problems
@@ -107,6 +108,8 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
             raise ConfigError(
                 f"tenant weights are shares of the policy fair, but the policy is {options.policy}"
             )
+    with problems:
+        check_lora_options(options)
     problems.raise_any()
 
 

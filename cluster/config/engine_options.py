@@ -15,6 +15,7 @@ from .checks import (
     positive_up_to,
     share,
 )
+from .lora_options import LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, check_lora_modules
 from .option import option, validate_options
 from .speculative_options import JSON_OBJECT, check_speculative_config
 from .value_kinds import NUM_BYTES, amounts
@@ -32,7 +33,7 @@ MAX_NUM_BATCHED_TOKENS = 1 << 20
 MAX_STEPS_IN_FLIGHT = 8
 
 _MODEL, _EXECUTION, _KV_CACHE, _SCHEDULING, _CHAT = "Model", "Execution", "KV cache", "Scheduling", "Chat"
-_STRUCTURED_OUTPUTS = "Structured outputs"
+_STRUCTURED_OUTPUTS, _LORA = "Structured outputs", "LoRA adapters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +285,43 @@ class EngineOptions:
         False,
         help="Structured JSON objects have no properties beside those that their schema lists.",
         group=_STRUCTURED_OUTPUTS,
+    )
+
+    enable_lora: bool = option(
+        False,
+        help="Serve LoRA adapters of the model, see --lora-modules.",
+        group=_LORA,
+    )
+    lora_modules: tuple[tuple[str, str], ...] = option(
+        (),
+        help="An adapter in PEFT's layout: the name that clients use for it, and its directory on every node. May be "
+        "repeated.",
+        check=check_lora_modules,
+        kind=LORA_MODULES,
+        metavar="NAME=PATH",
+        group=_LORA,
+    )
+    max_loras: int = option(
+        1,
+        help="Adapters that a step may use; each has a slot in the memory of the device.",
+        unit="adapters",
+        check=between(1, MAX_LORAS),
+        group=_LORA,
+    )
+    max_lora_rank: int = option(
+        16,
+        help="Largest rank of an adapter.",
+        unit="dimensions",
+        check=between(1, MAX_LORA_RANK),
+        group=_LORA,
+    )
+    max_cpu_loras: int | None = option(
+        None,
+        help="Adapters in host memory, the least recently used of which make room for others. Default: the larger of "
+        "--max-loras and the number of --lora-modules.",
+        unit="adapters",
+        check=positive,
+        group=_LORA,
     )
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from .deployment import Deployment
 from .draft_models import describe_draft
 from .early_checks import check_early, resolve_device, resolve_dtype, resolve_max_model_len, threads_per_rank
 from .engine_options import EngineOptions
+from .lora_options import lora_config
 from .machine import Machine
 from .model_config import describe_model
 from .model_source import ModelSource, locate_model
@@ -107,7 +108,8 @@ def engine_config(
     )
     structured_outputs = StructuredOutputsConfig(**_same_named(StructuredOutputsConfig, options))
     speculative = _speculative_config(options)
-    return EngineConfig(model, cache, parallel, scheduler, chat, structured_outputs, speculative)
+    lora = lora_config(options)
+    return EngineConfig(model, cache, parallel, scheduler, chat, structured_outputs, speculative, lora)
 
 
 def _speculative_config(options: EngineOptions) -> SpeculativeConfig | None:

@@ -95,7 +95,6 @@ _STRUCTURED_OUTPUTS = Members(
     },
     ("reasoning_parser_plugin", "enable_in_reasoning", "disable_fallback"),
 )
-_NO_LORA = "LoRA adapters are not supported"
 _ONE_LOG = "logs and metrics do not depend on it"
 
 # argument |-> the type of its value, and what becomes of it
@@ -116,6 +115,8 @@ ENGINE_ARGUMENTS: Mapping[str, tuple[type, Treatment]] = {
     "download_dir": (str, Ignored("the variable HF_HOME sets where downloads are kept")),
     "guided_decoding_backend": (str, Renamed("structured_outputs_backend")),
     "max_parallel_loading_workers": (int, Ignored("each rank reads its own part of the weights")),
+    "fully_sharded_loras": (bool, Ignored("adapters are sharded so that they need no collectives of their own")),
+    "lora_dtype": (str, Ignored("adapters have the type of activations")),
     "max_seq_len_to_capture": (int, Ignored("CUDA graphs cover decode steps of any length")),
     "model_impl": (str, Ignored("the registry chooses between quire's decoder and transformers' modules")),
     "swap_space": (float, Ignored("--num-host-kv-blocks sets the blocks in host memory")),
@@ -124,7 +125,6 @@ ENGINE_ARGUMENTS: Mapping[str, tuple[type, Treatment]] = {
     "cpu_offload_gb": (float, Refused("weights are not offloaded; choose a smaller dtype or more ranks", (0,))),
     "data_parallel_size": (int, Refused("replicas are those of a fleet: --address and --min-replicas", (1,))),
     "enable_chunked_prefill": (bool, Refused("long prompts are always computed in chunks", (True,))),
-    "enable_lora": (bool, Refused(_NO_LORA)),
     "generation_config": (str, Refused("the model's own applies; requests override it", ("auto",))),
     "hf_overrides": (str, Refused("the model is that of its config.json; change the file")),
     "limit_mm_per_prompt": (str, Refused("models take text only")),
@@ -148,7 +148,6 @@ SERVER_ARGUMENTS: Mapping[str, tuple[type, Treatment]] = {
     "disable_uvicorn_access_log": (bool, Ignored("requests are not logged")),
     "enable_log_requests": (bool, Ignored("requests are not logged")),
     "uvicorn_log_level": (str, Ignored(_ONE_LOG)),
-    "lora_modules": (str, Refused(_NO_LORA)),
     "response_role": (str, Refused("replies are the assistant's", ("assistant",))),
     "root_path": (str, Refused("let the proxy strip its prefix")),
 }  # fmt: skip

@@ -23,6 +23,7 @@ from ..config.option import write_table
 from ..config.resolve import resolve
 from ..requests.chat import Chat, Tool
 from ..requests.chat_messages import Message
+from ..requests.lora_request import LoRARequest
 from ..requests.outputs import RequestOutput
 from ..requests.request import RequestChecker
 from ..requests.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ class GenerateOptions(TypedDict, total=False):
     """Options that all calls of LLM share; see `LLM.generate`."""
 
     use_tqdm: bool
-    lora_request: None
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None
     priority: int | Sequence[int] | None
     tenant: str | Sequence[str]
     cache_salt: str | Sequence[str]
@@ -82,7 +83,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
         cache_salt: str | Sequence[str] = "",
@@ -95,7 +96,7 @@ class LLM:
                 ``{"prompt_token_ids": ids}`` or a Chat.
             sampling_params: one for all prompts, or one per prompt; None means the defaults.
             use_tqdm: show a progress bar.
-            lora_request: must be None; quire has no adapters.
+            lora_request: one for all prompts, or one per prompt; None for the model alone. Needs `enable_lora`.
             priority: one or one per prompt; lower values are scheduled first if the policy is ``priority``, as in
                 vLLM. In quire.v1 higher values are.
             tenant: one or one per prompt; tenants share no cached prefixes, and share the engine evenly if the
@@ -106,15 +107,15 @@ class LLM:
 
         Raises:
             InvalidRequest: a prompt cannot be served. No request was started.
+            LoraLoadError: an adapter cannot be read, or does not fit the model.
         """
-        if lora_request is not None:
-            raise InvalidRequest("lora_request", "is set, must be None: quire does not support LoRA adapters")
         several = read_prompts(prompts)
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
         params = _spread("sampling_params", sampling_params, len(several))
         priorities: Sequence[int] = _spread("priority", 0 if priority is None else priority, len(several))
         tenants: Sequence[str] = _spread("tenant", tenant, len(several))
         salts: Sequence[str] = _spread("cache_salt", cache_salt, len(several))
+        adapters: Sequence[LoRARequest | None] = _spread("lora_request", lora_request, len(several))
         requests = [
             self._checker.check(
                 each.prompt,
@@ -123,9 +124,10 @@ class LLM:
                 tenant=owner,
                 cache_salt=salt if each.cache_salt is None else each.cache_salt,
                 add_special_tokens=add_special_tokens,
+                lora=None if adapter is None else adapter.reference,
             )
-            for each, sampling, number, owner, salt in zip(
-                several, params, priorities, tenants, salts, strict=True
+            for each, sampling, number, owner, salt, adapter in zip(
+                several, params, priorities, tenants, salts, adapters, strict=True
             )
         ]
         collectors = [

@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from ...proto.errors import RankFailed, ReplicaUnavailable
+from ...proto.lora import LoraReport
 from ...proto.step import StepFailure, StepPlan, StepResult, decode_reply
 from ...proto.stream import RankStatus
 from ...proto.transport.channel import ChannelAddress, StepSender
@@ -120,6 +121,7 @@ class _Life:
         self._replied_steps = [0] * len(self._ranks)
         self._results: deque[StepResult] = deque()  # of rank 0, not gathered yet
         self._gathered_step = 0
+        self._lora_reports: list[LoraReport] = []  # of other ranks, not gathered yet
         self._failures: list[StepFailure] = []  # reported by the ranks, in order of arrival
         self._deaths: dict[int, str] = {}  # rank |-> how its process ended; written by Ray's thread
         self._examination: _Examination | None = None
@@ -157,6 +159,9 @@ class _Life:
         result = self._results.popleft()
         self._gathered_step = result.step_id
         self._examination = None
+        if self._lora_reports:
+            reports, self._lora_reports = (*result.lora_reports, *self._lora_reports), []
+            result = replace(result, lora_reports=reports)
         return result
 
     def examine(self, waited_s: float, *, is_overdue: bool) -> None:
@@ -218,6 +223,8 @@ class _Life:
             self._replied_steps[reply.rank] = reply.step_id
             if reply.rank == 0:
                 self._results.append(reply)
+            else:
+                self._lora_reports += reply.lora_reports
 
     def _on_rank_end(self, rank: int, end: Future[None]) -> None:
         """Record a process that died, on a thread of Ray's. A rank whose run() returned has sent its own reason."""

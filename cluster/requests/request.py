@@ -13,6 +13,7 @@ from ...proto.block_tables import IntArray
 from ...proto.coerce import BadWord
 from ...proto.config import EngineConfig
 from ...proto.errors import InvalidRequest
+from ...proto.lora import LoraReference
 from ...proto.sampling import RANDOM_SEED, SamplingParams
 from ...proto.step import NO_INTS
 from ...proto.stream import Submit
@@ -42,6 +43,7 @@ class Request:
     Attributes:
         new_parser: for a chat, returns a parser for one completion.
         constraint: the constraints of the sampling, compiled; None if the outputs may have any form.
+        lora: the adapter; None for the model alone.
     """
 
     request_id: str
@@ -55,6 +57,7 @@ class Request:
     generated_token_ids: IntArray = field(default_factory=lambda: NO_INTS)
     new_parser: Callable[[], ChatOutputParser] | None = field(default=None, compare=False)
     constraint: OutputConstraint | None = None
+    lora: LoraReference | None = None
 
     @property
     def reports_logprobs(self) -> bool:
@@ -78,6 +81,7 @@ class Request:
             prefix_pool=self.prefix_pool,
             generated_token_ids=self.generated_token_ids,
             constraint=self.constraint,
+            lora=self.lora,
         )
 
     def resumed(self, index: int, token_ids: Sequence[int]) -> Request:
@@ -123,6 +127,7 @@ class RequestChecker:
         cache_salt: str = "",
         prefix_pool: str = "",
         add_special_tokens: bool = True,
+        lora: LoraReference | None = None,
     ) -> Request:
         """Return the valid request, with a new id if it has none.
 
@@ -131,6 +136,7 @@ class RequestChecker:
             cache_salt: prefix caching shares KV only between requests of the tenant with the same salt.
             prefix_pool: prefix caching shares KV with the other tenants of this pool; empty for none.
             add_special_tokens: add the tokenizer's special tokens to a text prompt. A chat template adds its own.
+            lora: the adapter; None for the model alone.
 
         Raises:
             InvalidRequest: a field is invalid; the error names it.
@@ -139,6 +145,8 @@ class RequestChecker:
             if len(name) > MAX_NAME_CHARS:
                 raise InvalidRequest(option, f"is {len(name)} characters, at most {MAX_NAME_CHARS}")
             check_text(option, name)
+        if lora is not None and self._config.lora is None:
+            raise InvalidRequest("lora_request", "names an adapter, and the engine runs without enable_lora")
         sampling = sampling.clone()  # its fields may have been set since it was checked
         new_parser = reasoning = None
         form = sampling.structured_outputs
@@ -170,6 +178,7 @@ class RequestChecker:
             prefix_pool,
             new_parser=new_parser,
             constraint=constraint,
+            lora=lora,
         )
 
     def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:

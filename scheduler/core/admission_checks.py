@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ...proto.config import EngineConfig
 from ...proto.errors import DeadlineExpired, InvalidRequest, Overloaded, ProtocolError, QuireError
+from ...proto.lora import MAX_LORA_NAME_CHARS, MAX_LORA_PATH_CHARS
 from ...proto.stream import Submit
 from .backlog import Job
 from .forecast import Forecast
@@ -32,7 +33,7 @@ def check_admission(
     in_use = [handle for handle in handles if (gateway, handle) in state.requests]
     if in_use:
         return ProtocolError(f"handle {in_use[0]} is in use")
-    for check in (_check_prompt, _check_vocabulary, _check_generated, _check_beams):
+    for check in (_check_prompt, _check_vocabulary, _check_generated, _check_beams, _check_adapter):
         error = check(config, submit)
         if error is not None:
             return error
@@ -126,4 +127,23 @@ def _check_beams(config: EngineConfig, submit: Submit) -> InvalidRequest | None:
     most = min(config.scheduler.max_num_seqs, config.model.vocab_size - num_stops)
     if params.beam_width > most:
         return InvalidRequest("sampling.beam_width", f"is {params.beam_width}, must be at most {most}")
+    return None
+
+
+def _check_adapter(config: EngineConfig, submit: Submit) -> InvalidRequest | None:
+    reference = submit.lora
+    if reference is None:
+        return None
+    if config.lora is None:
+        return InvalidRequest(
+            "model", f"is adapter {reference.name!r}, and this replica runs without enable_lora"
+        )
+    for what, text, most in (
+        ("name", reference.name, MAX_LORA_NAME_CHARS),
+        ("path", reference.path, MAX_LORA_PATH_CHARS),
+    ):
+        if not 1 <= len(text) <= most:
+            return InvalidRequest(
+                "model", f"has an adapter whose {what} has {len(text)} characters, must have 1 to {most}"
+            )
     return None

@@ -8,7 +8,8 @@ import numpy as np
 
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.errors import DeadlineExpired
-from ...proto.step import NO_INTS, NewSequence, StepPlan
+from ...proto.lora import NO_SLOT
+from ...proto.step import NO_INTS, NO_PAIRS, NewSequence, StepPlan
 from ..kv.block_manager import Prefix
 from ..sequences.sequence import Sequence
 from .forecast import Forecast
@@ -69,6 +70,8 @@ class Planner:
             plan, preempted = self._try(now)
             if plan is not None or self._state.in_flight:
                 return plan
+            if self._state.lora is not None and self._state.lora.has_changed:
+                continue  # a slot became free, or its adapter waits for another turn
             if quarantine.on_trial is not None:
                 quarantine.end_trials()  # what the others hold leaves the request on trial no room
             elif not preempted:
@@ -92,8 +95,14 @@ class Planner:
             staying = ~np.isin(advancing, list(for_admission))
             advancing = advancing[staying]
             draft.num_drafted = None if draft.num_drafted is None else draft.num_drafted[staying]
-        plan = self._commit(draft, advancing) if advancing.size or draft.chunk_rows else None
+        computes = bool(advancing.size or draft.chunk_rows)
+        plan = self._commit(draft, advancing) if computes or self._must_load() else None
         return plan, preempted | for_admission
+
+    def _must_load(self) -> bool:
+        """Return whether ranks that have nothing to compute have adapters to read, and report when they have."""
+        lora = self._state.lora
+        return lora is not None and lora.is_loading and not self._state.in_flight
 
     def fail_expired(self, now: float) -> None:
         """End the sequences whose deadline has passed."""
@@ -324,8 +333,9 @@ class Planner:
         """
         state, blocks = self._state, self._state.blocks
         preempted: set[int] = set()
+        self._unpark()
         while draft.num_tokens_left > 0 and (sequence := self._next_waiting()) is not None:
-            if self._fail_unless_in_time(sequence, draft.now):
+            if self._fail_unless_in_time(sequence, draft.now) or self._park_for_adapter(sequence):
                 continue
             prefix, num_needed = self._find_prefix(sequence)
             num_needed += int(WATERMARK * blocks.num_blocks) if state.running else 0
@@ -339,6 +349,21 @@ class Planner:
                 break
             preempted.add(row)
         return preempted
+
+    def _unpark(self) -> None:
+        """Let sequences whose adapter is ready wait in order again."""
+        if self._state.lora is not None:
+            for sequence in self._state.lora.unpark():
+                self._state.waiting.unpark(sequence)
+
+    def _park_for_adapter(self, sequence: Sequence) -> bool:
+        """Let others pass a sequence whose adapter is not in a slot; return whether it was parked."""
+        lora = self._state.lora
+        if lora is None or lora.may_start(sequence):
+            return False
+        self._state.waiting.park(sequence)
+        lora.park(sequence)
+        return True
 
     def _find_prefix(self, sequence: Sequence) -> tuple[Prefix, int]:
         """Return a waiting sequence's cached prefix, and the free blocks that it needs to start."""
@@ -415,9 +440,14 @@ class Planner:
                 num_computed_tokens=num_cached_tokens,
                 block_ids=state.blocks.tables.row(row).copy(),
                 sampling=sequence.row_sampling(),
+                lora_slot=self._lora_slot(sequence),
             )
         )
         self._plan_chunk(draft, sequence, num_tokens)
+
+    def _lora_slot(self, sequence: Sequence) -> int:
+        slot = None if self._state.lora is None else self._state.lora.slot_of(sequence)
+        return NO_SLOT if slot is None else slot
 
     # The plan
 
@@ -454,6 +484,7 @@ class Planner:
         trimmed_rows, trimmed_lens = state.deltas.take_trimmed()
         copies, swap_out, swap_in = state.blocks.take_transfers(draft.step_id)
         released, chosen_rows, chosen_ids = state.deltas.take()
+        loads, drops, slots = ((), NO_INTS, NO_PAIRS) if state.lora is None else state.lora.take_orders()
         tables = state.blocks.tables
         num_slots = tables.num_blocks * state.blocks.block_size
         state.stats.count_step(state.blocks.num_held_blocks, num_slots, rows.num_scheduled_tokens)
@@ -477,6 +508,9 @@ class Planner:
             chunk_lens=_ints(draft.chunk_lens),
             draft_rows=draft_rows,
             draft_lens=draft_lens,
+            lora_loads=loads,
+            lora_drops=drops,
+            lora_slots=slots,
         )
 
     def _held_rows(self, advancing: RowArray) -> IntArray:

@@ -40,6 +40,11 @@ class ResultProcessor:
         state, rows_state = self._state, self._state.rows
         step = self._pop_step(result)
         state.blocks.free_fenced(step.step_id)
+        if state.lora is not None and result.lora_reports:
+            for reference, error in state.lora.on_reports(result.lora_reports).items():
+                state.fail_adapter(reference, error)
+        if not step.num_tokens:
+            return []  # only adapters were read
         num_accepted = result.token_ids.size - step.rows.size
         seconds = state.throughput.count_step(step.num_tokens + num_accepted, step.planned_at, now)
         num_decoding = step.rows.size - len(step.first_rows)

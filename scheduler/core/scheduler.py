@@ -26,6 +26,7 @@ from .admission_checks import check_admission, max_len_of
 from .block_map import make_block_map
 from .drain import Drainer
 from .forecast import Forecast
+from .lora_adapters import LoraAdapters
 from .metrics import SchedulerStats, Throughput
 from .outbox import Outgoing, error_finish
 from .planner import Planner
@@ -63,6 +64,9 @@ class Scheduler:
         self._planner = Planner(self._state, self._forecast, epoch)
         self._processor = ResultProcessor(self._state, epoch)
         self._drainer = Drainer(self._state)
+        if self._state.lora is not None and config.lora is not None:
+            for reference in config.lora.modules:
+                self._state.lora.load(reference)
 
     @property
     def blocks(self) -> BlockManager:
@@ -118,6 +122,11 @@ class Scheduler:
         """Return the longest time that a sequence has waited for its first row."""
         arrivals = [s.arrived_at for s in self._state.alive.values() if s.first_run_at is None]
         return now - min(arrivals) if arrivals else 0.0
+
+    @property
+    def lora(self) -> LoraAdapters | None:
+        """Return the adapters; None if adapters are off."""
+        return self._state.lora
 
     @property
     def has_work(self) -> bool:
@@ -261,7 +270,11 @@ class Scheduler:
                 eos_token_ids=() if params.ignore_eos else self.config.model.eos_token_ids,
                 arrived_at=now,
                 root=make_root(
-                    self.config.model.name, submit.salt, tenant=submit.tenant, pool=submit.prefix_pool
+                    self.config.model.name,
+                    submit.salt,
+                    "" if submit.lora is None else submit.lora.cache_key,
+                    tenant=submit.tenant,
+                    pool=submit.prefix_pool,
                 ),
                 tenant=submit.tenant,
                 prefix_pool=submit.prefix_pool,
@@ -273,6 +286,7 @@ class Scheduler:
                 scores_prompt=params.prompt_logprobs is not None and index == 0 and not num_generated,
                 constraint=submit.constraint,
                 repetition=_make_detector(submit),
+                lora=submit.lora,
             )
             for index, seq_id in enumerate(seq_ids)
         ]

@@ -21,6 +21,7 @@ import numpy as np
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.config import EngineConfig
 from ...proto.errors import QuireError
+from ...proto.lora import LoraReference
 from ..kv.block_manager import BlockManager
 from ..kv.own_prefixes import OwnPrefixes
 from ..sequences.beam_group import BeamGroup
@@ -29,6 +30,7 @@ from ..sequences.sequence import Sequence
 from ..speculation.draft_lengths import DraftLengths
 from .deadlines import DeadlineQueue
 from .in_flight import InFlightStep, InFlightSteps
+from .lora_adapters import LoraAdapters
 from .metrics import SchedulerStats, Throughput
 from .outbox import Outbox
 from .output_lengths import FloatArray, OutputLengths
@@ -68,6 +70,7 @@ class SchedulerState:
         alive: seq_id |-> sequence, for all that have not ended.
         detectors: row |-> detector of repetitions, for running sequences that have one.
         draft_lengths: None without speculative decoding.
+        lora: None without adapters.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -101,6 +104,11 @@ class SchedulerState:
             None
             if speculative is None
             else DraftLengths(limits.max_num_seqs, speculative.num_speculative_tokens)
+        )
+        self.lora: Final = (
+            None
+            if config.lora is None
+            else LoraAdapters(config.lora, config.parallel.tensor_parallel_size, limits.max_num_seqs)
         )
         self.step_times: Final = StepTimes()
         self.quarantine: Final = Quarantine()
@@ -185,6 +193,12 @@ class SchedulerState:
             self.discard(self.alive[seq_id])
         return [key, *others]
 
+    def fail_adapter(self, reference: LoraReference, error: QuireError) -> None:
+        """End the requests that use an adapter, which cannot be loaded."""
+        for sequence in [each for each in self._alive.values() if each.lora == reference]:
+            if sequence.seq_id in self._alive:  # it did not end with another beam of its search just now
+                self.fail_request((sequence.gateway, sequence.handle), error)
+
     def fail_request(self, key: RequestKey, error: QuireError) -> None:
         """End a request with an error that is reported to its gateway."""
         gateway, _ = key
@@ -206,6 +220,8 @@ class SchedulerState:
         row = self.rows.allocate(sequence, self.requests.gateways[sequence.gateway], step_id)
         sequence.row = row
         self._running[row] = sequence
+        if self.lora is not None:
+            self.lora.on_start(sequence)
         if sequence.repetition is not None:
             self.detectors[row] = sequence.repetition
         if sequence.children:
@@ -279,6 +295,8 @@ class SchedulerState:
         for sequence in self._alive.values():
             self.blocks.drop_host_blocks(sequence.host_blocks)
             sequence.host_blocks, sequence.num_host_tokens = [], 0
+        if self.lora is not None:
+            self.lora.reset()
         self.abandon_steps()
         self.deltas.forget_rows()
         self.blocks.forget_content()
@@ -306,7 +324,9 @@ class SchedulerState:
         del self._alive[sequence.seq_id]
         if sequence.row is not None:
             self._release_row(sequence)
+            self._discard_lora(sequence)
             return
+        self._discard_lora(sequence)
         self.blocks.drop_host_blocks(sequence.host_blocks)
         sequence.host_blocks = []
         self._detach_children(sequence)
@@ -319,6 +339,8 @@ class SchedulerState:
 
     def check_integrity(self) -> None:
         """Recount blocks, rows and queues. Raises AssertionError at the first inconsistency."""
+        if self.lora is not None:
+            self.lora.check_integrity(self.alive.values())
         self.blocks.check_integrity([b for sequence in self.alive.values() for b in sequence.host_blocks])
         rows, tables = self.rows, self.blocks.tables
         rows.check_integrity()
@@ -342,6 +364,8 @@ class SchedulerState:
 
     def _add(self, sequence: Sequence) -> None:
         self._alive[sequence.seq_id] = sequence
+        if self.lora is not None:
+            self.lora.add(sequence)
         if sequence.deadline is not None:
             self._deadlines.add(sequence.deadline, sequence.seq_id)
 
@@ -366,10 +390,16 @@ class SchedulerState:
         self.rows.free(row)
         self.deltas.release_row(row)
         del self._running[row]
+        if self.lora is not None:
+            self.lora.on_release(sequence)
         self.detectors.pop(row, None)
         sequence.row = None
         self.prefilling.discard(sequence)
         self._detach_children(sequence)
+
+    def _discard_lora(self, sequence: Sequence) -> None:
+        if self.lora is not None:
+            self.lora.discard(sequence)
 
     def _detach_children(self, parent: Sequence) -> None:
         """Let children wait on their own: their parent lost its row or ended."""

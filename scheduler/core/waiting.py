@@ -103,8 +103,9 @@ class _FairOrder:
         if not queue:
             del self._queues[sequence.tenant]
 
-    def newest_of(self, tenant: str) -> Sequence:
-        return self._queues[tenant].newest()
+    def newest_of(self, tenant: str) -> Sequence | None:
+        queue = self._queues.get(tenant)
+        return None if queue is None else queue.newest()
 
     def peek(self) -> Sequence | None:
         tenant = self._least_served()
@@ -202,19 +203,33 @@ class WaitingQueue:
             self._new = _Heap(ADMISSION_KEYS[policy])
         self._by_priority = policy == "priority"
         self._resumed = _Heap(by_priority)
+        self._parked: dict[int, Sequence] = {}  # seq_id |-> sequence that cannot start yet
         self._expected_steps = expected_steps
         self.backlog = Backlog(policy, self._fair)
 
     def __len__(self) -> int:
-        return len(self._new) + len(self._resumed)
+        return len(self._new) + len(self._resumed) + len(self._parked)
 
     def push(self, sequence: Sequence) -> None:
         (self._resumed if sequence.has_run else self._new).push(sequence)
         self.backlog.add(sequence, self._expected_steps(sequence))
 
     def remove(self, sequence: Sequence) -> None:
-        (self._resumed if sequence.has_run else self._new).remove(sequence)
+        if self._parked.pop(sequence.seq_id, None) is None:
+            self._order_of(sequence).remove(sequence)
         self.backlog.remove(sequence)
+
+    def park(self, sequence: Sequence) -> None:
+        """Let others pass a waiting sequence, which cannot start yet; it still counts as waiting."""
+        self._order_of(sequence).remove(sequence)
+        self._parked[sequence.seq_id] = sequence
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Give a parked sequence its place again."""
+        self._order_of(sequence).push(self._parked.pop(sequence.seq_id))
+
+    def _order_of(self, sequence: Sequence) -> _Order:
+        return self._resumed if sequence.has_run else self._new
 
     def peek(self) -> Sequence | None:
         """Return the sequence to admit next, which stays in the queue, or None."""
@@ -230,7 +245,9 @@ class WaitingQueue:
         """
         if self._fair is None or self.backlog.has_fair_share(tenant):
             return None
-        return self._fair.newest_of(self.backlog.largest_tenant())
+        tenant = self.backlog.largest_tenant()
+        parked = (sequence for sequence in reversed(self._parked.values()) if sequence.tenant == tenant)
+        return self._fair.newest_of(tenant) or next(parked, None)
 
     def first_of(self, arrival: int) -> Sequence | None:
         """Return a waiting sequence of one request, which ran before, or None."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from ...proto.lora import LoraReference
 from ...proto.sampling import SamplingDefaults, SamplingParams
 from ...proto.step import PromptScoring, RowLogitsProcessors, RowSampling
 from ...proto.stream import Finish, FinishReason, Timings
@@ -46,6 +47,7 @@ class Sequence:
         num_scored_tokens: prompt tokens with known log-probabilities; the first prompt token has none.
         constraint: of its output; None if it may have any form.
         repetition: detector of repetitions in its output; None if it may repeat itself.
+        lora: its adapter; None for the model alone.
     """
 
     seq_id: int
@@ -89,6 +91,7 @@ class Sequence:
     interrupted_at: float | None = None
     num_recoveries: int = 0
     recovered_s: float = 0.0
+    lora: LoraReference | None = None
 
     @property
     def is_scoring(self) -> bool:

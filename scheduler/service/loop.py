@@ -19,11 +19,14 @@ from ...proto.stream import (
     Finish,
     FlushCache,
     GatewayMessage,
+    LoadLora,
+    LoraLoaded,
     ReplicaStatus,
     StatusQuery,
     Stop,
     Submit,
     TokenBatch,
+    UnloadLora,
 )
 from ..core.outbox import Outgoing, error_finish
 from ..core.scheduler import Scheduler
@@ -136,6 +139,7 @@ class StepLoop:
             scheduler.stats.count_gap(result.stage_times.get("wait", 0.0))
         scheduler.stats.num_compilations = result.num_compilations
         self._send_all(scheduler.apply(result, self._clock()))
+        self._send_lora_answers()
         if limits.audit:
             scheduler.check_integrity()
         return True
@@ -237,9 +241,28 @@ class StepLoop:
             case FlushCache():
                 _log.info("%s empties its prefix cache", self._replica_id)
                 self._scheduler.blocks.flush_cache()
+            case LoadLora() | UnloadLora():
+                self._order_adapter(gateway, message)
             case Drain():
                 _log.info("%s is draining: running sequences have %g s", self._replica_id, message.grace_s)
                 self._scheduler.drain(message.grace_s, self._clock())
+
+    def _order_adapter(self, gateway: bytes, message: LoadLora | UnloadLora) -> None:
+        lora, caller = self._scheduler.lora, (gateway, message.query_id)
+        if lora is None:
+            problem = f"{self._replica_id} runs without enable_lora"
+            self._mailbox.send(gateway, LoraLoaded(message.query_id, problem))
+        elif isinstance(message, LoadLora):
+            lora.load(message.reference, caller)
+        else:
+            lora.unload(message.reference, caller)
+        self._send_lora_answers()
+
+    def _send_lora_answers(self) -> None:
+        """Tell gateways the outcome of loads. One that does not read learns of it by its own deadline."""
+        if self._scheduler.lora is not None:
+            for gateway, answer in self._scheduler.lora.take_answers():
+                self._mailbox.send(gateway, answer)
 
     def _send_finish(self, gateway: bytes, finish: Finish | None) -> None:
         if finish is not None:

@@ -88,9 +88,6 @@ class LoraLayers:
     def __iter__(self) -> Iterator[LoraLayer]:
         return iter(self._layers)
 
-    def __len__(self) -> int:
-        return len(self._layers)
-
     @property
     def dtype(self) -> torch.dtype:
         return self._dtype

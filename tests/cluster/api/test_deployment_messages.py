@@ -28,6 +28,8 @@ def other_value(kind: type, field: Field[Any]) -> Any:
         return {"min_replicas": 2, "max_replicas": 5}[field.name]
     if field.name == "speculative_config":
         return '{"method": "ngram"}'
+    if field.name == "lora_modules":
+        return (("sql", "/adapters/sql"),)
     declared = declared_options(kind).get(field.name)
     if declared is not None and isinstance(declared.check, OneOf):
         return declared.check.choices[-1]

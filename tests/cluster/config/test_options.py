@@ -20,6 +20,7 @@ from quire.cluster.config.checks import OneOf, bearer_token, web_origins
 from quire.cluster.config.cluster_options import ClusterOptions
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.lora_options import LORA_MODULES
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.option import (
     Option,
@@ -60,6 +61,8 @@ def sample(option: Option) -> tuple[Any, str]:
         return choice, choice
     if option.kind is JSON_OBJECT:
         return '{"method": "ngram"}', '{"method": "ngram"}'
+    if option.kind is LORA_MODULES:
+        return (("sql", "/adapters/sql"), ("law", "/adapters/law")), "sql=/adapters/sql,law=/adapters/law"
     if option.kind.is_repeated:
         return (("gold", 2.5), ("CPU", 3.0)), "gold=2.5,CPU=3"
     if option.kind is FLAG:
@@ -92,7 +95,7 @@ def on_command_line(option: Option) -> list[str]:
 def in_toml(option: Option) -> str:
     value, text = sample(option)
     if option.kind.is_repeated:
-        return "{" + ", ".join(f"{name} = {amount}" for name, amount in value) + "}"
+        return "{" + ", ".join(f"{name} = {entry!r}" for name, entry in value) + "}"
     return text if option.kind in (INTEGER, NUMBER, FLAG) else f"'{text}'"
 
 

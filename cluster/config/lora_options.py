@@ -1,0 +1,80 @@
+"""The option lora_modules: adapters by name, in the forms that vLLM's users write."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...proto.config import LoraConfig
+from ...proto.errors import ConfigError
+from ...proto.lora import MAX_LORA_NAME_CHARS, LoraReference
+from .value_kinds import ValueKind
+
+MAX_LORAS = 1024
+MAX_LORA_RANK = 512
+# Adapters that a gateway knows by name.
+MAX_LORA_MODULES = 1024
+
+Modules = tuple[tuple[str, str], ...]
+
+
+def lora_config(options: Any) -> LoraConfig | None:
+    """Return the configuration of adapters from the options of an engine; None without adapters."""
+    if not options.enable_lora:
+        return None
+    modules = tuple(LoraReference(name, path) for name, path in options.lora_modules)
+    max_cpu_loras = options.max_cpu_loras or max(options.max_loras, len(modules))
+    return LoraConfig(options.max_loras, options.max_lora_rank, max_cpu_loras, modules)
+
+
+def check_lora_options(options: Any) -> None:
+    """Raises ConfigError for options of adapters that exclude each other."""
+    if options.lora_modules and not options.enable_lora:
+        raise ConfigError("lora_modules are given, but enable_lora is not")
+    names = [name for name, _ in options.lora_modules]
+    if options.name in names:
+        raise ConfigError(f"lora_modules has {options.name!r}, which is the name of the model")
+    most = options.max_cpu_loras
+    if most is not None and most < options.max_loras:
+        raise ConfigError(f"max_cpu_loras is {most}, must be at least max_loras, {options.max_loras}")
+
+
+def check_lora_modules(name: str, value: Sequence[tuple[str, str]]) -> str | None:
+    """Return why adapters are not allowed; None if they are. A check of the option."""
+    if len(value) > MAX_LORA_MODULES:
+        return f"{name} has {len(value)} adapters, must have at most {MAX_LORA_MODULES}"
+    names = [key for key, _ in value]
+    for key, path in value:
+        if not 1 <= len(key) <= MAX_LORA_NAME_CHARS or not path:
+            return f"{name} has {key!r} in {path!r}, must be NAME=PATH"
+        if names.count(key) > 1:
+            return f"{name} has {key!r} {names.count(key)} times, must have it once"
+    return None
+
+
+def _read(value: Any) -> Modules:
+    if isinstance(value, str | bytes):
+        raise ValueError(value)
+    entries = value.items() if isinstance(value, Mapping) else value
+    return tuple(_read_entry(entry) for entry in entries)
+
+
+def _read_entry(entry: Any) -> tuple[str, str]:
+    if isinstance(entry, str) and entry.startswith("{"):
+        given = json.loads(entry)
+        entry = given.get("name"), given.get("path")
+    elif isinstance(entry, str):
+        name, equals, path = entry.partition("=")
+        if not equals:
+            raise ConfigError(f"adapter is {entry!r}, must be like sql=/adapters/sql")
+        entry = name, path
+    name, path = entry
+    if not isinstance(name, str) or not isinstance(path, str):
+        raise ValueError(entry)
+    return name, str(Path(path).expanduser().absolute()) if path else ""
+
+
+# In TOML and Python a table, elsewhere NAME=PATH or vLLM's JSON object.
+LORA_MODULES = ValueKind(
+    "a table of names and paths", _read, lambda text: text.split(","), dict, is_repeated=True
+)
