@@ -68,7 +68,16 @@ if TYPE_CHECKING:
         StreamEvent,
         Usage,
     )
+    from .cluster.requests.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from .proto import errors
+    from .proto.pooling import PoolingParams
     from .proto.sampling import SamplingParams
     from .proto.stream import RankStatus, Timings
     from .proto.structured_outputs import RepetitionDetectionParams, StructuredOutputsParams
@@ -76,6 +85,7 @@ if TYPE_CHECKING:
 _BEAMS = ".cluster.offline.beams"
 _DELTAS = ".cluster.chat_format.deltas"
 _OUTPUTS = ".cluster.requests.outputs"
+_POOLING_OUTPUTS = ".cluster.requests.pooling_outputs"
 _PROMPTS = ".cluster.offline.prompts"
 _STATUS = ".cluster.api.status"
 # exported name |-> module that defines it
@@ -89,6 +99,8 @@ _MODULES = {
     "BlockMapInfo": _STATUS,
     "Chat": ".cluster.requests.chat",
     "ChatDelta": _DELTAS,
+    "ClassificationOutput": _POOLING_OUTPUTS,
+    "ClassificationRequestOutput": _POOLING_OUTPUTS,
     "Client": ".cluster.client.client",
     "CompletionDelta": _OUTPUTS,
     "CompletionFinished": _OUTPUTS,
@@ -96,6 +108,8 @@ _MODULES = {
     "ContentDelta": _DELTAS,
     "Deployment": ".cluster.config.deployment",
     "DeploymentInfo": _STATUS,
+    "EmbeddingOutput": _POOLING_OUTPUTS,
+    "EmbeddingRequestOutput": _POOLING_OUTPUTS,
     "EngineArgs": ".cluster.offline.engine_arguments",
     "EngineOptions": ".cluster.config.engine_options",
     "FleetEvent": _STATUS,
@@ -107,6 +121,7 @@ _MODULES = {
     "ModelInfo": _STATUS,
     "ModelLoad": _STATUS,
     "NodeInfo": _STATUS,
+    "PoolingParams": ".proto.pooling",
     "PromptLogprobsDelta": _OUTPUTS,
     "QueueInfo": _STATUS,
     "RankStatus": ".proto.stream",
@@ -116,9 +131,11 @@ _MODULES = {
     "RequestMetrics": _OUTPUTS,
     "RequestOutput": _OUTPUTS,
     "RequestStarted": _OUTPUTS,
-    "ServerInfo": _STATUS,
     "SamplingParams": ".proto.sampling",
     "ScalingLimits": ".cluster.config.scaling_limits",
+    "ScoringOutput": _POOLING_OUTPUTS,
+    "ScoringRequestOutput": _POOLING_OUTPUTS,
+    "ServerInfo": _STATUS,
     "StreamEvent": _OUTPUTS,
     "StructuredOutputsParams": ".proto.structured_outputs",
     "TextPrompt": _PROMPTS,
@@ -141,6 +158,8 @@ __all__ = [
     "BlockMapInfo",
     "Chat",
     "ChatDelta",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "Client",
     "CompletionDelta",
     "CompletionFinished",
@@ -148,6 +167,8 @@ __all__ = [
     "ContentDelta",
     "Deployment",
     "DeploymentInfo",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineOptions",
     "FleetEvent",
@@ -159,6 +180,7 @@ __all__ = [
     "ModelInfo",
     "ModelLoad",
     "NodeInfo",
+    "PoolingParams",
     "PromptLogprobsDelta",
     "QueueInfo",
     "RankStatus",
@@ -170,6 +192,8 @@ __all__ = [
     "RequestStarted",
     "SamplingParams",
     "ScalingLimits",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "ServerInfo",
     "StreamEvent",
     "StructuredOutputsParams",

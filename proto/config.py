@@ -15,6 +15,32 @@ from .sampling import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
+class PoolingConfig:
+    """The way from the hidden states of a prompt to one vector: pooling, then a head, then an activation.
+
+    Attributes:
+        pooling_type: hidden state that is taken: ``last`` or ``cls`` (the first), or their ``mean``.
+        labels: names of the classes that the head scores; empty for a model that embeds.
+        activation: ``normalize``, ``sigmoid``, ``softmax`` or ``none``.
+        token_ids: the head's class is a token of the vocabulary, scored by its logit, less that of a second token if
+            there is one; empty for a head of its own.
+        dimensions: lengths to which an embedding may be cut; empty for all.
+        hidden_size: numbers of a hidden state, of which all make up a whole embedding.
+    """
+
+    pooling_type: str
+    hidden_size: int
+    labels: tuple[str, ...] = ()
+    activation: str = "none"
+    token_ids: tuple[int, ...] = ()
+    dimensions: tuple[int, ...] = ()
+
+    @property
+    def classifies(self) -> bool:
+        return bool(self.labels)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """ModelConfig from a model directory, with the operator's overrides.
 
@@ -32,6 +58,8 @@ class ModelConfig:
             ``fp8``; None to keep the checkpoint's type.
         hub_id: ORG/NAME of a model on the Hugging Face Hub, of which `path` is a snapshot; empty for a directory.
         commit: of the snapshot; empty for a directory.
+        generates: the model generates text; False for one whose prompts are only pooled.
+        pooling: None for a model whose prompts are not pooled.
     """
 
     path: str
@@ -51,6 +79,8 @@ class ModelConfig:
     quantization: str | None = None
     hub_id: str = ""
     commit: str = ""
+    generates: bool = True
+    pooling: PoolingConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,11 @@ class InferenceStub:
                 request_serializer=quire_dot_proto_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=quire_dot_proto_dot_inference__pb2.GenerateEvent.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/quire.v1.Inference/Embed',
+                request_serializer=quire_dot_proto_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/quire.v1.Inference/Abort',
                 request_serializer=quire_dot_proto_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -85,6 +90,13 @@ class InferenceServicer:
 
     def GenerateStream(self, request, context):
         """Streams the same output: one Started, then Deltas and one Finished per completion.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Returns a vector for each prompt: an embedding, or the scores of a classifier's classes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,6 +149,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GenerateStream,
                     request_deserializer=quire_dot_proto_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=quire_dot_proto_dot_inference__pb2.GenerateEvent.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=quire_dot_proto_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -219,6 +236,33 @@ class Inference:
             '/quire.v1.Inference/GenerateStream',
             quire_dot_proto_dot_inference__pb2.GenerateRequest.SerializeToString,
             quire_dot_proto_dot_inference__pb2.GenerateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Inference/Embed',
+            quire_dot_proto_dot_inference__pb2.EmbedRequest.SerializeToString,
+            quire_dot_proto_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -14,6 +14,7 @@ A sequence is sent in full once, then as diffs. A *row* is a batch slot. A rank 
    its newest token, each of `draft_rows` computes up to `draft_lens` drafted ones, which the ranks propose alike;
 7. sample one token for each row whose last known token was computed in this step; it becomes the row's newest. A row
    with drafted tokens samples after each of them, and keeps its samples up to the first that differs from the draft.
+   A row with `pooling` samples no token: the result has its pooled vector instead.
 
 Each rank appends the sampled tokens to its own rows, so the plan of a steady decode step carries no per-row data.
 """
@@ -29,6 +30,7 @@ import numpy.typing as npt
 from .block_tables import IntArray, RowArray
 from .codec import FloatArray, FrameCodec, field_values, pack_floats, pack_ints, unpack_floats, unpack_ints
 from .lora import NO_SLOT, LoraLoad, LoraReport
+from .pooling import Pooled, PoolingParams, pack_params
 from .structured_outputs import OutputConstraint
 
 VERSION = 4
@@ -142,6 +144,7 @@ class NewSequence:
         num_computed_tokens: leading tokens of token_ids whose KV the blocks already hold (a prefix cache hit).
         block_ids: its block table so far.
         lora_slot: the slot of its adapter; NO_SLOT for none.
+        pooling: the sequence is pooled, and ends with its prompt; None if it generates tokens.
     """
 
     row: int
@@ -151,6 +154,7 @@ class NewSequence:
     block_ids: IntArray
     sampling: RowSampling
     lora_slot: int = NO_SLOT
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +332,7 @@ class StepResult:
             until the arrival of this step's plan.
         num_compilations: kernel variants that the rank compiled, or loaded from disk, since it was ready.
         lora_reports: adapters that the rank has read, or failed to read, since its previous result.
+        pooled: vectors of the pooled rows whose last token was computed in the step.
     """
 
     step_id: int
@@ -341,6 +346,7 @@ class StepResult:
     token_counts: IntArray = field(default_factory=lambda: NO_INTS)
     num_drafted: IntArray = field(default_factory=lambda: NO_INTS)
     lora_reports: tuple[LoraReport, ...] = ()
+    pooled: Pooled | None = None
 
     def encode(self) -> bytes:
         logprobs = None if self.logprobs is None else self.logprobs.pack()
@@ -348,7 +354,8 @@ class StepResult:
         step = self.step_id, self.epoch, self.rank
         tokens = pack_ints(self.token_ids), pack_ints(self.token_counts), pack_ints(self.num_drafted)
         reports = [field_values(report) for report in self.lora_reports]
-        others = logprobs, self.stage_times, of_prompts, self.num_compilations, reports
+        pooled = None if self.pooled is None else self.pooled.pack()
+        others = logprobs, self.stage_times, of_prompts, self.num_compilations, reports, pooled
         return _codec.encode(("ok", *step, *tokens, *others))
 
 
@@ -386,14 +393,21 @@ def _encode_new(sequence: NewSequence) -> tuple[Any, ...]:
         pack_ints(sequence.block_ids),
         sequence.sampling.pack(),
         sequence.lora_slot,
+        pack_params(sequence.pooling),
     )
 
 
 def _decode_new(value: Any) -> NewSequence:
-    row, seq_id, token_ids, num_computed_tokens, block_ids, sampling, lora_slot = value
-    settings = RowSampling.unpack(sampling)
+    row, seq_id, token_ids, num_computed_tokens, block_ids, sampling, lora_slot, pooling = value
     return NewSequence(
-        row, seq_id, unpack_ints(token_ids), num_computed_tokens, unpack_ints(block_ids), settings, lora_slot
+        row,
+        seq_id,
+        unpack_ints(token_ids),
+        num_computed_tokens,
+        unpack_ints(block_ids),
+        RowSampling.unpack(sampling),
+        lora_slot,
+        PoolingParams.unpack(pooling),
     )
 
 
@@ -442,7 +456,7 @@ def _decode_reply(fields: Any) -> StepResult | StepFailure:
     if kind != "ok":
         raise ValueError(f"unknown kind {kind!r}")
     step_id, epoch, rank, token_ids, token_counts, num_drafted, *others = rest
-    logprobs, stage_times, of_prompts, num_compilations, reports = others
+    logprobs, stage_times, of_prompts, num_compilations, reports, pooled = others
     return StepResult(
         step_id,
         epoch,
@@ -455,4 +469,5 @@ def _decode_reply(fields: Any) -> StepResult | StepFailure:
         unpack_ints(token_counts),
         unpack_ints(num_drafted),
         tuple(LoraReport(*report) for report in reports),
+        Pooled.unpack(pooled),
     )

@@ -25,6 +25,7 @@ from .block_tables import IntArray
 from .codec import FrameCodec, field_values, pack_ints, unpack_ints
 from .errors import ProtocolError, QuireError, from_reason
 from .lora import LoraReference
+from .pooling import Pooled, PoolingParams
 from .sampling import SamplingParams
 from .step import NO_INTS, Logprobs, PromptLogprobs
 from .structured_outputs import OutputConstraint
@@ -62,6 +63,7 @@ class Submit:
             ``seed`` + i.
         constraint: the compiled form of the sampling's constraints; None if the output may have any form.
         lora: the adapter; None for the model alone.
+        pooling: the prompt's pooled vector is wanted instead of an output; None to generate.
     """
 
     handle: int
@@ -76,6 +78,7 @@ class Submit:
     generated_token_ids: IntArray = field(default_factory=lambda: NO_INTS)
     constraint: OutputConstraint | None = None
     lora: LoraReference | None = None
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +231,7 @@ class TokenBatch:
         finished: sequences that ended, after their tokens above.
         prompt_logprobs: of prompt tokens, by handle, in a batch of their own; sent in prompt order, and possibly
             a second time after a move.
+        pooled: vectors by handle, in a batch with the ends of their sequences.
     """
 
     step_id: int
@@ -236,6 +240,7 @@ class TokenBatch:
     logprobs: Logprobs | None = None
     finished: tuple[Finish, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
+    pooled: Pooled | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +355,7 @@ class ReplicaStatus:
         num_compilations: kernel variants that rank 0 has compiled since it was ready; each delays a step.
         num_drafts, num_draft_tokens: verified drafts of speculative decoding, and their tokens.
         num_accepted_tokens: drafts of which the first, the second, ... token was accepted.
+        generates: the model generates text; False if it only pools prompts.
     """
 
     query_id: int
@@ -396,6 +402,7 @@ class ReplicaStatus:
     activity: Activity = Activity.IDLE
     activity_s: float = 0.0
     num_recoveries: int = 0
+    generates: bool = True
 
 
 GatewayMessage = (
@@ -467,7 +474,10 @@ def _refuse_submit(values: list[Any]) -> TokenBatch:
 def _encode_submit(message: Submit) -> tuple[Any, ...]:
     prompt, generated = pack_ints(message.prompt_token_ids), pack_ints(message.generated_token_ids)
     admission = message.tenant, message.priority, message.timeout_s, message.salt, message.prefix_pool
-    set_only = [None if each is None else field_values(each) for each in (message.constraint, message.lora)]
+    set_only = [
+        None if each is None else field_values(each)
+        for each in (message.constraint, message.lora, message.pooling)
+    ]
     while set_only and set_only[-1] is None:
         set_only.pop()
     return (
@@ -485,8 +495,8 @@ def _encode_submit(message: Submit) -> tuple[Any, ...]:
 def _decode_submit(values: list[Any]) -> Submit:
     handle, request_id, prompt, generated, sampling, *others = values
     tenant, priority, timeout_s, salt, prefix_pool, *others = others
-    others += [None] * (2 - len(others))  # sent only if they are set
-    constraint, lora, *later = others
+    others += [None] * (3 - len(others))  # sent only if they are set
+    constraint, lora, pooling, *later = others
     if later:
         raise ValueError(f"a submit has {len(later)} fields of a later release")
     return Submit(
@@ -502,6 +512,7 @@ def _decode_submit(values: list[Any]) -> Submit:
         unpack_ints(generated),
         OutputConstraint.unpack(constraint),
         None if lora is None else LoraReference(*lora),
+        PoolingParams.unpack(pooling),
     )
 
 
@@ -510,15 +521,17 @@ def _encode_batch(message: TokenBatch) -> tuple[Any, ...]:
     arrays = pack_ints(message.handles), pack_ints(message.token_ids)
     finished = [astuple(finish) for finish in message.finished]
     of_prompts = None if message.prompt_logprobs is None else message.prompt_logprobs.pack()
-    return "tokens", message.step_id, *arrays, logprobs, finished, of_prompts
+    pooled = None if message.pooled is None else message.pooled.pack()
+    return "tokens", message.step_id, *arrays, logprobs, finished, of_prompts, pooled
 
 
 def _decode_batch(values: list[Any]) -> TokenBatch:
-    step_id, handles, token_ids, logprobs, finished, of_prompts, *_ = values
+    step_id, handles, token_ids, logprobs, finished, of_prompts, *later = values
     unpacked = None if logprobs is None else Logprobs.unpack(logprobs)
     scored = None if of_prompts is None else PromptLogprobs.unpack(of_prompts)
     ends = tuple(map(_decode_finish, finished))
-    return TokenBatch(step_id, unpack_ints(handles), unpack_ints(token_ids), unpacked, ends, scored)
+    pooled = Pooled.unpack(later[0]) if later else None
+    return TokenBatch(step_id, unpack_ints(handles), unpack_ints(token_ids), unpacked, ends, scored, pooled)
 
 
 def _decode_finish(values: list[Any]) -> Finish:

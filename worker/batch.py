@@ -18,6 +18,7 @@ from ..proto.step import StepPlan
 from .attention import AttentionInputs
 from .device_rows import DeviceRows
 from .memory.host_to_device import to_device_together
+from .pooling.pooled_tokens import PooledTokens, select_pooled_tokens
 from .sampling.prompt_logprobs import ScoredTokens, select_scored_tokens
 
 LongArray = npt.NDArray[np.int64]
@@ -35,13 +36,15 @@ class Batch:
         lens: [S] int32, computed tokens of each row after the step.
         token_ids: [T] int32.
         positions: [T] int64.
-        sampled_rows: [N] int32 ascending, rows whose last known token is in the step; repeated for drafted tokens.
+        sampled_rows: [N] int32 ascending, rows whose last known token is in the step; repeated for drafted tokens,
+            without pooled rows.
         sampled_positions: [N] int32, of the tokens to sample.
         has_drafts: some rows have drafted tokens.
         sampled_index: [N] int64, indices of their last tokens among the T; None if these are all T tokens in order.
         scored: prompt tokens whose log-probabilities the step computes.
         lora: the tokens with an adapter; None if there are none.
         token_rows, token_positions: [T] int32 and [T] int64 on the host, the row and the position of each token.
+        pooled: prompt tokens of pooled rows.
     """
 
     rows: IntArray
@@ -57,6 +60,7 @@ class Batch:
     token_rows: IntArray
     token_positions: LongArray
     lora: LoraGroups | None = None
+    pooled: PooledTokens | None = None
 
 
 def gather_batch(
@@ -93,7 +97,7 @@ def gather_batch(
     ends = np.cumsum(query_lens)
     positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, query_lens)
     token_rows = np.repeat(row_ids, query_lens)
-    sampled = np.flatnonzero(seq_lens >= rows.lens[row_ids])
+    sampled = np.flatnonzero((seq_lens >= rows.lens[row_ids]) & ~rows.pools[row_ids])
     sampled = sampled[np.argsort(row_ids[sampled], kind="stable")]
     are_all_sampled = plan.chunk_rows.size == 0 and sampled.size == decode_rows.size
     arrays = [
@@ -111,15 +115,15 @@ def gather_batch(
     )
     width = -(-int(seq_lens.max()) // block_size)
     splits = None
-    scored = _scored_tokens(
-        rows, plan, (seq_lens - query_lens)[num_decodes:], (ends - query_lens)[num_decodes:]
-    )
+    chunks = (seq_lens - query_lens)[num_decodes:], (ends - query_lens)[num_decodes:]
+    scored, pooled = _scored_tokens(rows, plan, *chunks), _pooled_tokens(rows, plan, *chunks)
     num_chunks = plan.chunk_rows.size
     lora = _lora_groups(rows.lora_slots[token_rows], tables.device)
     is_replayed = (
         find_graph is not None
         and scored is None
         and lora is None
+        and pooled is None
         and (num_chunks > 0 or are_all_sampled)
         and find_graph(num_decodes, num_chunks, int(ends[-1]) - num_decodes) is not None
     )
@@ -146,6 +150,7 @@ def gather_batch(
         lora=lora,
         token_rows=token_rows,
         token_positions=positions,
+        pooled=pooled,
     )
 
 
@@ -182,6 +187,17 @@ def _scored_tokens(
     if not rows.sampling.scores[plan.chunk_rows].any():
         return None
     return select_scored_tokens(rows.sampling.scoring, plan.chunk_rows, starts, plan.chunk_lens, sources)
+
+
+def _pooled_tokens(
+    rows: DeviceRows, plan: StepPlan, starts: IntArray, sources: IntArray
+) -> PooledTokens | None:
+    """Return the prompt tokens of pooled rows; the arguments are those of `_scored_tokens`."""
+    chunk_rows = plan.chunk_rows
+    if not rows.pools[chunk_rows].any():
+        return None
+    prompt_lens = rows.lens[chunk_rows]
+    return select_pooled_tokens(rows.pooling, chunk_rows, starts, plan.chunk_lens, sources, prompt_lens)
 
 
 def _decoding_rows(rows: DeviceRows, plan: StepPlan) -> IntArray:

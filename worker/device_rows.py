@@ -11,6 +11,7 @@ from ..kernels.block_tables import update_block_tables
 from ..proto.block_tables import BlockTables, IntArray
 from ..proto.config import EngineConfig
 from ..proto.lora import NO_SLOT
+from ..proto.pooling import PoolingParams
 from ..proto.step import NewSequence, StepPlan
 from .comm.shard import Shard
 from .memory.host_to_device import to_device, to_device_together
@@ -36,6 +37,8 @@ class DeviceRows:
         decoding: [R] bool, rows that compute their newest token in each step.
         sampling: sampling parameters.
         logits_processors: logits processors.
+        pooling: [R], the params of pooled rows; None for rows that generate.
+        pools: [R] bool, rows that have `pooling`.
 
     Args:
         shard: this rank's part of the vocabulary.
@@ -52,6 +55,8 @@ class DeviceRows:
         self.lora_slots: IntArray = np.full(num_rows, NO_SLOT, dtype=np.int32)
         self.decoding = np.zeros(num_rows, dtype=np.bool_)
         self.sampling = SamplingTable(num_rows, config.model.vocab_size)
+        self.pooling: list[PoolingParams | None] = [None] * num_rows
+        self.pools = np.zeros(num_rows, dtype=np.bool_)
         self.logits_processors = LogitsProcessorState(
             shard, self.token_ids, ConstraintState(config.model, shard, num_rows)
         )
@@ -149,6 +154,8 @@ class DeviceRows:
         self.lora_slots[row] = sequence.lora_slot
         self.tables.append(np.full(len(sequence.block_ids), row, dtype=np.int32), sequence.block_ids)
         self.sampling.put(row, sequence.sampling)
+        self.pooling[row] = sequence.pooling
+        self.pools[row] = sequence.pooling is not None
         self.logits_processors.put(sequence)
 
 

@@ -137,6 +137,7 @@ class StepGraphs:
         if (
             batch.scored is not None
             or batch.lora is not None
+            or batch.pooled is not None
             or (num_chunks == 0 and num_sampled < num_decodes)
         ):
             return None

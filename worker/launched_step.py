@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ..proto.errors import RankFailed, in_one_line
 from ..proto.step import Logprobs, StepResult
 from .memory.device_to_host import HostCopy
+from .pooling.pooler import LaunchedVectors
 from .sampling.sampler import SampledLogprobs
 
 
@@ -19,11 +20,13 @@ class LaunchedStep:
         copied: the token ids, and the four tensors of log-probabilities if there are any; None if no row samples, and
             on ranks other than 0.
         logprobs: of the sampled tokens.
+        vectors: of the pooled rows whose prompts are complete; None if there are none, and on ranks other than 0.
     """
 
     launched: StepResult
     copied: HostCopy | None = None
     logprobs: SampledLogprobs | None = None
+    vectors: LaunchedVectors | None = None
 
     def result(self) -> StepResult:
         """Wait until the device has computed the tokens, and return them. On a CPU they are there already.
@@ -31,13 +34,16 @@ class LaunchedStep:
         Raises:
             RankFailed: a kernel failed.
         """
-        if self.copied is None:
-            return self.launched
+        result = self.launched
         try:
+            if self.vectors is not None:
+                result = replace(result, pooled=self.vectors.wait())
+            if self.copied is None:
+                return result
             token_ids, *columns = self.copied.wait()
         except RuntimeError as error:
             raise RankFailed(
                 self.launched.rank, in_one_line(error), self.launched.step_id, "device", is_step_error=True
             ) from error
         logprobs = None if self.logprobs is None else Logprobs(self.logprobs.index, *columns)
-        return replace(self.launched, token_ids=token_ids, logprobs=logprobs)
+        return replace(result, token_ids=token_ids, logprobs=logprobs)

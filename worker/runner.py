@@ -21,7 +21,7 @@ from ..proto.block_tables import IntArray
 from ..proto.config import EngineConfig, ModelConfig, SpeculativeConfig
 from ..proto.errors import ConfigError, RankFailed, first_line, in_one_line
 from ..proto.lora import LoraReport
-from ..proto.step import PromptLogprobs, RowSampling, StepPlan, StepResult
+from ..proto.step import RowSampling, StepPlan, StepResult
 from .attention import AttentionInputs, LayerCache
 from .batch import Batch, gather_batch
 from .comm.communicator import Communicator
@@ -41,6 +41,8 @@ from .memory.kv_budget import profile_kv_bytes
 from .models.draft_head import load_draft_head
 from .models.load_context import LoadContext
 from .models.loader import Model, load_model
+from .pooling.head import read_head
+from .pooling.pooler import Pooler
 from .sampling.prompt_logprobs import compute_prompt_logprobs
 from .sampling.sampler import Sampler
 from .sampling.sampling_table import SamplingTable
@@ -105,6 +107,7 @@ class ModelRunner:
         lora = config.lora
         self._adapters = None if lora is None else RankAdapters(lora, comm.rank, self._dtype, self._device)
         with torch.inference_mode():
+            self._pooler: Pooler | None = None
             layers = None if self._adapters is None else self._adapters.layers
             self._model = self._load_model(config.model, on_progress, layers)
             self._sampler = Sampler(self._model.head.shard, comm, self._device)
@@ -140,6 +143,9 @@ class ModelRunner:
         self, model: ModelConfig, on_progress: ProgressCallback | None, lora: LoraLayers | None = None
     ) -> Model:
         with self._load_context(model, on_progress, lora) as load:
+            if model.pooling is not None:
+                head = read_head(load, model, model.pooling)
+                self._pooler = Pooler(model.pooling, head, self._config.scheduler.max_num_seqs, self._device)
             return load_model(load, model)
 
     @contextmanager
@@ -333,15 +339,13 @@ class ModelRunner:
                 self._adapters.begin_step(batch.lora)
             replayed = None if self._graphs is None else self._graphs.find_for(batch)
             logits = None if self._graphs is None else self._graphs.replay(batch)
-            if logits is None:
-                logits, scores = self._forward(batch)
-                result = replace(result, prompt_logprobs=scores)
-            self._rows.mark_computed(batch.rows, batch.lens)
-        if logits is None or batch.sampled_rows.size == 0:
             step = LaunchedStep(result)
-        else:
+            if logits is None:
+                logits, step = self._forward(batch, result)
+            self._rows.mark_computed(batch.rows, batch.lens)
+        if logits is not None and batch.sampled_rows.size:
             with self._timed_stage("sample", result.stage_times):
-                step = self._sample(batch, logits, result)
+                step = self._sample(batch, logits, step)
         if self._tap is not None and self._speculator is not None:
             with self._timed_stage("draft", result.stage_times):
                 self._speculator.record(
@@ -349,23 +353,28 @@ class ModelRunner:
                 )
         return step
 
-    def _forward(self, batch: Batch) -> tuple[Tensor | None, PromptLogprobs | None]:
-        """Return the logits of the sampled rows, None if no row samples, and rank 0's prompt log-probabilities."""
+    def _forward(self, batch: Batch, result: StepResult) -> tuple[Tensor | None, LaunchedStep]:
+        """Return the logits of the sampled rows, None if no row samples, and rank 0's results of the prompts."""
         run = self._model.forward if self._tap is None else self._tap.forward
         hidden = run(batch.token_ids, batch.positions, self._kv_cache.layers, batch.attention)
-        scores = None
+        is_first = self._comm.rank == 0
+        vectors = None
+        if batch.pooled is not None and is_first:  # every rank has all hidden states
+            assert self._pooler is not None, "the model has no pooling"
+            vectors = self._pooler.pool(batch.pooled, hidden)
         if batch.scored is not None:
-            prompt_logprobs = compute_prompt_logprobs(
+            scores = compute_prompt_logprobs(
                 batch.scored, hidden, self._rows.token_ids, self._model.logits, self._sampler
             )
-            scores = prompt_logprobs if self._comm.rank == 0 else None
+            result = replace(result, prompt_logprobs=scores) if is_first else result
+        step = LaunchedStep(result, vectors=vectors)
         if batch.sampled_rows.size == 0:
-            return None, scores
+            return None, step
         if batch.sampled_index is not None:
             hidden = hidden.index_select(0, batch.sampled_index)
-        return self._model.logits(hidden), scores
+        return self._model.logits(hidden), step
 
-    def _sample(self, batch: Batch, logits: Tensor, result: StepResult) -> LaunchedStep:
+    def _sample(self, batch: Batch, logits: Tensor, step: LaunchedStep) -> LaunchedStep:
         rows, positions = batch.sampled_rows, batch.sampled_positions
         token_ids, logprobs = self._sampler.sample(
             logits, self._rows.sampling, rows, positions, self._rows.logits_processors
@@ -375,12 +384,14 @@ class ModelRunner:
             rows, positions = rows[verdict.kept], positions[verdict.kept]
             token_ids = token_ids[to_device(verdict.kept, self._device, torch.int64)]
             logprobs = None if logprobs is None else logprobs.select(verdict.kept)
+            result = step.launched
             result = replace(result, token_counts=verdict.token_counts, num_drafted=verdict.num_drafted)
+            step = replace(step, launched=result)
         self._rows.append(rows, positions, token_ids)
         if self._comm.rank != 0:
-            return LaunchedStep(result)
+            return step
         columns = [] if logprobs is None else logprobs.columns()
-        return LaunchedStep(result, HostCopy([token_ids, *columns]), logprobs)
+        return replace(step, copied=HostCopy([token_ids, *columns]), logprobs=logprobs)
 
     def _record_graphs(self, cache: CacheEngine) -> StepGraphs | None:
         """Record steps of every recorded shape on this cache. Returns None if graphs are off."""
@@ -429,7 +440,8 @@ class ModelRunner:
     @property
     def _uses_graphs(self) -> bool:
         is_available = self._device.type == "cuda" or self._graph_backend is not None
-        return is_available and self._config.parallel.cuda_graphs and self._model.supports_graphs
+        is_wanted = self._config.parallel.cuda_graphs and self._config.model.generates
+        return is_available and is_wanted and self._model.supports_graphs
 
     @property
     def _max_graph_tokens(self) -> int:
@@ -473,6 +485,8 @@ class ModelRunner:
     def _profile_run(self, cache: CacheEngine) -> None:
         """Run the steps that need most memory, with all rows in the scratch block: of prompts, and of decodes."""
         hidden = self._profile_prompts(cache)
+        if not self._config.model.generates:
+            return
         rows = np.arange(self._config.scheduler.max_num_seqs, dtype=np.int32)
         logits = self._model.logits(hidden[to_device(rows % len(hidden), self._device, torch.int64)])
         # Sampling from the whole vocabulary has the largest intermediate tensors, and truncated sampling of several

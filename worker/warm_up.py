@@ -14,6 +14,7 @@ import numpy as np
 
 from ..proto.block_tables import BlockTables, IntArray
 from ..proto.config import EngineConfig
+from ..proto.pooling import PoolingParams
 from ..proto.step import NewSequence, PromptScoring, RowLogitsProcessors, RowSampling, StepPlan
 
 # Prompt tokens of a step, which select each of the tiles; further ones are four times the one before, up to the
@@ -47,7 +48,7 @@ def warm_up_plans(config: EngineConfig, num_blocks: int) -> Iterator[StepPlan]:
     plans = _Plans(config, num_blocks)
     for num_tokens in _token_counts(config.scheduler.max_num_batched_tokens):
         yield from plans.run_tokens(num_tokens)
-    for samplings in _KINDS:
+    for samplings in _KINDS if config.model.generates else ():
         yield from plans.run(samplings, PROMPT_LENS[0])
         processed = [replace(each, logits_processors=_PROCESSORS, scoring=None) for each in samplings]
         yield from plans.run(processed, PROMPT_LENS[0])
@@ -63,6 +64,7 @@ class _Plans:
         self._max_tokens = config.scheduler.max_num_batched_tokens
         self._max_rows = min(config.scheduler.max_num_seqs, self._max_tokens)
         self._max_len = config.model.max_model_len - 1
+        self._pooling = None if config.model.generates else PoolingParams()
         self._step_id = 0
 
     def run_tokens(self, num_tokens: int) -> Iterator[StepPlan]:
@@ -82,7 +84,9 @@ class _Plans:
             ids = np.arange(1 + row * num_blocks, 1 + (row + 1) * num_blocks, dtype=np.int32)
             if sampling.scoring is not None and prompt_len < sampling.scoring.end:
                 sampling = replace(sampling, scoring=None)
-            new.append(NewSequence(row, row, np.zeros(prompt_len, np.int32), 0, ids, sampling))
+            new.append(
+                NewSequence(row, row, np.zeros(prompt_len, np.int32), 0, ids, sampling, pooling=self._pooling)
+            )
             self._tables.append(np.full(num_blocks, row, dtype=np.int32), ids)
         rows = np.arange(len(samplings), dtype=np.int32)
         copies = _ints([[1, self._num_blocks - 1]]) if self._num_blocks > 2 else None

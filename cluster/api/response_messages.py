@@ -48,6 +48,7 @@ def event_to_message(event: StreamEvent, sampling: SamplingParams) -> inference_
             event.start, event.token_ids, event.logprobs, sampling.prompt_logprobs
         )
         return inference_pb2.GenerateEvent(prompt_logprobs=message)
+    assert isinstance(event, RequestStarted), "a pooled request is no stream"
     started = inference_pb2.Started(
         request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens
     )

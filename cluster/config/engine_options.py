@@ -24,6 +24,7 @@ DEMO_MODEL = "demo"
 DEMO_MODEL_PATH = Path(__file__).parents[1] / "demo" / "model"
 
 DEVICES = ("cpu", "cuda")
+RUNNERS = ("auto", "generate", "pooling", "both")
 DTYPES = ("float32", "bfloat16", "float16")
 GRAMMAR_BACKENDS = ("xgrammar", "guidance")
 MAX_BLOCK_SIZE = 1024
@@ -57,6 +58,13 @@ class EngineOptions:
     revision: str | None = option(
         None,
         help="Branch, tag or commit of a model on the Hugging Face Hub. Default: its main branch.",
+        group=_MODEL,
+    )
+    runner: str = option(
+        "auto",
+        help="Use of the model: generate text, pooling (embeddings, scores), or both; auto is pooling for "
+        "checkpoints of sentence-transformers and those with a classification head.",
+        check=one_of(*RUNNERS),
         group=_MODEL,
     )
     dtype: str = option(

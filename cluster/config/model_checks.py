@@ -49,6 +49,22 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return a JSON object of a model directory; empty if there is no such file. Raises ModelLoadError."""
+    content = _read_json(path) if path.is_file() else {}
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path}: is not a JSON object")
+    return content
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """Return a JSON list of a model directory; empty if there is no such file. Raises ModelLoadError."""
+    content = _read_json(path) if path.is_file() else []
+    if not isinstance(content, list):
+        raise ModelLoadError(f"{path}: is not a JSON list")
+    return content
+
+
 def check_model_files(folder: Path, with_weights: bool) -> None:
     """Raises ModelLoadError if the folder lacks a file. No file is read."""
     if not folder.is_dir():
@@ -94,18 +110,22 @@ def _check_weight_file(path: Path, file: BinaryIO) -> None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    content = _read_json(path)
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path}: is not a JSON object")
+    return content
+
+
+def _read_json(path: Path) -> Any:
     try:
         num_bytes = path.stat().st_size
         if num_bytes > MAX_CONFIG_BYTES:
             raise ModelLoadError(f"{path}: has {num_bytes} bytes, must have at most {MAX_CONFIG_BYTES}")
-        content = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path}: is not valid JSON: {first_line(error)}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path}: is not a JSON object")
-    return content
 
 
 def _entries(table: dict[str, Any], path: Path, depth: int = 0) -> Iterator[tuple[str, Any]]:

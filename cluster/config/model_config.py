@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ...proto.config import ModelConfig
-from ...proto.errors import ModelLoadError, first_line
+from ...proto.errors import ConfigError, ModelLoadError, first_line
 from ...worker.models.registry import FAMILIES, check_architecture
 from .generation_config import end_token_ids, read_generation_config, sampling_defaults
 from .model_checks import read_config_file
+from .pooling_config import read_task
 
 # Models with linear position biases (ALiBi) have no longest sequence. Those without a field for it were trained on
 # this length.
@@ -18,13 +19,17 @@ _DEFAULT_CONTEXT_LEN = 2048
 
 
 def describe_model(
-    path: Path, name: str, check: Callable[[str, str, dict[str, Any]], None] = check_architecture
+    path: Path,
+    name: str,
+    check: Callable[[str, str, dict[str, Any]], None] = check_architecture,
+    runner: str = "auto",
 ) -> ModelConfig:
     """Return the model of a directory, in the checkpoint's dtype and with its full context length.
 
     Args:
         name: the name to serve the model under.
         check: raises ConfigError if an architecture is not supported, given name, architecture and configuration.
+        runner: as in EngineOptions.
 
     Raises:
         ModelLoadError: a file of the directory cannot be read, or has a bad value.
@@ -32,8 +37,15 @@ def describe_model(
     """
     read_config_file(path / "config.json")
     hf, recommended = _load_hf_config(path), read_generation_config(path)
-    architecture, fields = _architecture(hf, path), hf.to_dict()
+    fields = hf.to_dict()
+    task = read_task(path, fields, _architecture(hf, path), runner)
+    architecture = task.architecture
     check(name, architecture, fields)
+    if task.pooling is not None and architecture not in FAMILIES:
+        raise ConfigError(
+            f"{name}: prompts of {architecture} cannot be pooled: it is served with transformers' modules"
+        )
+    context_len = _context_len(hf, path, has_own_decoder=architecture in FAMILIES)
     num_heads = _positive_int(hf, "num_attention_heads", path)
     return ModelConfig(
         path=str(path.resolve()),
@@ -41,7 +53,7 @@ def describe_model(
         architecture=architecture,
         hf=fields,
         dtype=str(getattr(hf, "dtype", None) or "float32").removeprefix("torch."),
-        max_model_len=_context_len(hf, path, has_own_decoder=architecture in FAMILIES),
+        max_model_len=min(context_len, task.max_len or context_len),
         vocab_size=_positive_int(hf, "vocab_size", path),
         num_layers=_positive_int(hf, "num_hidden_layers", path),
         num_heads=num_heads,
@@ -49,6 +61,8 @@ def describe_model(
         head_dim=getattr(hf, "head_dim", None) or _positive_int(hf, "hidden_size", path) // num_heads,
         eos_token_ids=end_token_ids(recommended, getattr(hf, "eos_token_id", None), path),
         sampling_defaults=sampling_defaults(recommended, path),
+        generates=task.generates,
+        pooling=task.pooling,
     )
 
 

@@ -63,7 +63,7 @@ def describe_files(options: EngineOptions) -> ModelConfig:
     """
     source = locate_model(options, with_weights=False)
     return replace(
-        describe_model(source.path, options.name),
+        describe_model(source.path, options.name, runner=options.runner),
         hub_id=source.hub_id,
         commit=source.commit,
         quantization=options.quantization,

@@ -152,7 +152,7 @@ def _read_template(given: str | None) -> str | None:
 
 
 def _resolve_model(options: EngineOptions, source: ModelSource, device: str) -> ModelConfig:
-    described = describe_model(source.path, options.name)
+    described = describe_model(source.path, options.name, runner=options.runner)
     return replace(
         described,
         hub_id=source.hub_id,

@@ -25,6 +25,7 @@ from ...proto.errors import (
     RequestNotFound,
     ShuttingDown,
 )
+from ...proto.pooling import PoolingParams
 from ...proto.sampling import SamplingParams
 from ..config.tenants import Tenants
 from ..host.change_notifier import ChangeNotifier
@@ -33,7 +34,7 @@ from ..requests.chat import Chat
 from ..requests.observer import Observers, RequestObserver, RequestWatch
 from ..requests.output_processor import OutputProcessor
 from ..requests.outputs import OutputEvent, RequestStarted, StreamEvent
-from ..requests.request import Prompt, Request
+from ..requests.request import AnyPrompt, Request, TextPair
 from .active_request import ActiveRequest
 from .request_log import RequestLog
 from .retention import RequestKey, RetainedRequests, RetentionLimits
@@ -61,9 +62,10 @@ class GenerationCall:
         trace_headers: the caller's ``traceparent`` and ``tracestate`` (W3C Trace Context), by lower-case name.
         after_event: read on after the event with this number; None for a call that may start the request.
         is_resumable: without readers the request runs on for `RetentionLimits.resume_window_s`.
+        pooling: the prompt's pooled vector is wanted; None to generate.
     """
 
-    prompt: Prompt
+    prompt: AnyPrompt
     sampling: SamplingParams
     model: str = ""
     request_id: str = ""
@@ -75,6 +77,7 @@ class GenerationCall:
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     after_event: int | None = None
     is_resumable: bool = False
+    pooling: PoolingParams | None = None
 
     @property
     def key(self) -> RequestKey:
@@ -85,7 +88,7 @@ class GenerationCall:
         values = {
             each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_CONTENT
         }
-        if not isinstance(self.prompt, str | Chat):
+        if not isinstance(self.prompt, str | Chat | TextPair):
             values["prompt"] = np.asarray(self.prompt, dtype=np.int64).tobytes().hex()
         text = json.dumps(values, sort_keys=True, default=_plain)
         return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
@@ -299,6 +302,7 @@ class GenerationService:
             cache_salt=call.cache_salt,
             prefix_pool=self._tenants().of(call.tenant).prefix_pool or "",
             add_special_tokens=call.add_special_tokens,
+            pooling=call.pooling,
         )
         is_short = not isinstance(call.prompt, Chat) and len(call.prompt) <= LONG_PROMPT_CHARS
         is_short = is_short and call.sampling.structured_outputs is None  # compiling takes a while

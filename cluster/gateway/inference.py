@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -15,8 +16,10 @@ from ..api.request_messages import prompt_from_message, sampling_from_message
 from ..api.response_messages import event_to_message, output_to_message
 from ..requests.outputs import collect_output
 from .authentication import authorization_of
+from .embed_messages import embed_calls, embed_response
 from .generation import GenerationCall
 from .grpc_errors import convert_errors
+from .pooled_calls import pool_all
 from .served_models import ServedModel
 from .services import GatewayServices
 from .version import server_version
@@ -58,6 +61,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 response = event_to_message(event, sampling)
                 response.sequence_number = number
                 await context.write(response)
+
+    @convert_errors
+    async def Embed(
+        self, message: inference_pb2.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.EmbedResponse:
+        vectors = await pool_all(self._generation, self._embed_calls(message, context))
+        return embed_response(message.model or vectors[0].model.name, vectors)
 
     @convert_errors
     async def Abort(
@@ -139,6 +149,22 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             is_resumable=message.resumable,
             trace_headers=trace_headers(context),
         )
+
+    def _embed_calls(
+        self, message: inference_pb2.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> list[GenerationCall]:
+        """Raises Unauthenticated for a call without a valid token, InvalidRequest for an invalid field."""
+        try:
+            self._models.find(message.model)
+            tenant = self._tenant(message.tenant, context)
+            headers, left_s = trace_headers(context), context.time_remaining()
+            return [
+                replace(call, tenant=tenant, timeout_s=left_s, trace_headers=headers)
+                for call in embed_calls(message)
+            ]
+        except QuireError as error:
+            self._on_refused(error)
+            raise
 
     def _tenant(self, claimed: str, context: grpc.aio.ServicerContext[Any, Any]) -> str:
         """Return the caller's tenant. Raises InvalidRequest if the call's token belongs to another tenant."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
 
 from ...proto.config import EngineConfig
 from ...proto.errors import InvalidRequest
+from ...proto.pooling import PoolingParams
 from ...proto.sampling import SamplingParams
 from ..config.engine_options import EngineOptions
 from ..config.machine import Machine
@@ -25,11 +26,17 @@ from ..requests.chat import Chat, Tool
 from ..requests.chat_messages import Message
 from ..requests.lora_request import LoRARequest
 from ..requests.outputs import RequestOutput
+from ..requests.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    ScoringRequestOutput,
+)
 from ..requests.request import RequestChecker
 from ..requests.tokenizer import Tokenizer
 from .beams import BeamSearchOutput, BeamSearchParams, beam_search_output
 from .engine import Engine, OutputCollector
 from .engine_arguments import read_engine_options, takes_engine_options
+from .pooling import PooledPrompt, PooledRequests
 from .prompts import PromptInput, read_prompts
 
 if TYPE_CHECKING:
@@ -71,6 +78,7 @@ class LLM:
         self._close = weakref.finalize(self, self._engine.close)
         self.config = self._engine.config
         self._checker = RequestChecker(self.config, self._tokenizer)
+        self._pooled = PooledRequests(self._engine, self._checker, self._tokenizer)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineOptions) -> Self:
@@ -196,6 +204,90 @@ class LLM:
         """
         outputs = self.generate(prompts, params.sampling_params(), **options)
         return [beam_search_output(output, params, self._tokenizer) for output in outputs]
+
+    def embed(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embeddings of all prompts, in the order of the prompts.
+
+        Args:
+            prompts: as in `generate`.
+            pooling_params: one for all prompts, or one per prompt; None means the defaults.
+            options: use_tqdm, lora_request, priority, tenant and cache_salt of `generate`.
+
+        Raises:
+            InvalidRequest: a prompt cannot be served, or the model does not embed. No request was started.
+        """
+        pooled = self._pooled_prompts(prompts, pooling_params, options)
+        with _progress_bar(len(pooled), options.get("use_tqdm", False)) as advance:
+            return self._pooled.embed(pooled, advance)
+
+    def classify(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[ClassificationRequestOutput]:
+        """Return the scores of the model's classes for all prompts; the arguments are those of `embed`.
+
+        A reward model has one class. Its score is not limited to 0 to 1 with ``use_activation=False``.
+
+        Raises:
+            InvalidRequest: a prompt cannot be served, or the model does not classify. No request was started.
+        """
+        pooled = self._pooled_prompts(prompts, pooling_params, options)
+        with _progress_bar(len(pooled), options.get("use_tqdm", False)) as advance:
+            return self._pooled.classify(pooled, advance)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = False,
+    ) -> list[ScoringRequestOutput]:
+        """Return a score of each text of `data_2`, by how well it goes with its text of `data_1`.
+
+        A reranker reads both texts together; with an embedding model the score is the cosine of their embeddings.
+
+        Args:
+            data_1: one text for all, or one for each of `data_2`.
+
+        Raises:
+            InvalidRequest: a text cannot be served, or the model does not score. No request was started.
+        """
+        queries = [data_1] if isinstance(data_1, str) else list(data_1)
+        documents = [data_2] if isinstance(data_2, str) else list(data_2)
+        with _progress_bar(len(documents), use_tqdm) as advance:
+            return self._pooled.score(queries, documents, pooling_params or PoolingParams(), advance)
+
+    def _pooled_prompts(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None,
+        options: GenerateOptions,
+    ) -> list[PooledPrompt]:
+        several = read_prompts(prompts)
+        count = len(several)
+        params: Sequence[PoolingParams] = _spread("pooling_params", pooling_params or PoolingParams(), count)
+        priority, salt = options.get("priority"), options.get("cache_salt", "")
+        priorities: Sequence[int] = _spread("priority", 0 if priority is None else priority, count)
+        tenants: Sequence[str] = _spread("tenant", options.get("tenant", ""), count)
+        salts: Sequence[str] = _spread("cache_salt", salt, count)
+        return [
+            PooledPrompt(
+                each.prompt, own, -number, owner, salt if each.cache_salt is None else each.cache_salt
+            )
+            for each, own, number, owner, salt in zip(
+                several, params, priorities, tenants, salts, strict=True
+            )
+        ]
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer, an object of transformers."""

@@ -1,4 +1,4 @@
-"""The canary: a request for one token that a new replica must serve before it takes other requests."""
+"""The canary: a request for one token, or one vector, that a new replica must serve before it takes others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 
 from ...proto.errors import ReplicaUnavailable
+from ...proto.pooling import PoolingParams
 from ...proto.sampling import SamplingParams
 from ...proto.stream import FinishReason
 from ..requests.request import Request
@@ -14,13 +15,15 @@ from .client import ReplicaClient
 
 
 async def run_canary(client: ReplicaClient, timeout_s: float) -> None:
-    """Wait until the replica, with all its ranks, has generated one token.
+    """Wait until the replica, with all its ranks, has generated one token, or has pooled one if it generates none.
 
     Raises:
         QuireError: the replica failed, drains, or generated no token in time; says which.
     """
     params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
-    request = client.submit(Request("canary", np.zeros(1, np.int32), params))
+    status = client.latest_status
+    pooling = None if status is None or status.generates else PoolingParams()
+    request = client.submit(Request("canary", np.zeros(1, np.int32), params, pooling=pooling))
     try:
         async with asyncio.timeout(timeout_s):
             async for _, update in request:

@@ -114,7 +114,8 @@ class ReplicaClient:
 
     Attributes:
         latest_status: None before the first status.
-        proved_at: monotonic time of the latest token, which came through all ranks; minus infinity before the first.
+        proved_at: monotonic time of the latest token or vector, which came through all ranks; minus infinity before
+            the first.
     """
 
     def __init__(
@@ -424,7 +425,7 @@ class ReplicaClient:
                 listener(message)
 
     def _deliver(self, batches: Sequence[TokenBatch]) -> None:
-        if any(len(batch.token_ids) for batch in batches):
+        if any(len(batch.token_ids) or batch.pooled is not None for batch in batches):
             self.proved_at = self._received_at
         for handle, update in updates_by_handle(*batches):
             receiver = self._running.get(handle)

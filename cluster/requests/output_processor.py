@@ -12,6 +12,7 @@ from .outputs import (
     CompletionDelta,
     CompletionFinished,
     OutputEvent,
+    PooledVector,
     PositionLogprobs,
     PromptLogprobsDelta,
     Usage,
@@ -67,7 +68,9 @@ class OutputProcessor:
         """
         events = self._sequences[index].process(update, self._num_deltas + 1)
         self._num_open -= update.finish is not None
-        of_prompt = self._prompt_logprobs(update)
+        of_prompt: list[OutputEvent] = [*self._prompt_logprobs(update)]
+        if update.pooled is not None:
+            of_prompt.append(PooledVector(update.pooled))
         if self._sampling.is_ranked:
             self._held_back[index] += events
             return [*of_prompt, *(self._ranked() if self.is_finished else ())]

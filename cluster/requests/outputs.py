@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from ...proto.codec import FloatArray
 from ...proto.stream import Timings
 from ..chat_format.deltas import AssistantMessage, ChatDelta, collect_message
 
@@ -104,8 +105,19 @@ class CompletionFinished:
     score: float | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PooledVector:
+    """The vector of a pooled request; its CompletionFinished follows.
+
+    Attributes:
+        values: [dimensions or labels] float32.
+    """
+
+    values: FloatArray
+
+
 # Events of a stream after RequestStarted.
-OutputEvent = PromptLogprobsDelta | CompletionDelta | CompletionFinished
+OutputEvent = PromptLogprobsDelta | CompletionDelta | PooledVector | CompletionFinished
 StreamEvent = RequestStarted | OutputEvent
 
 
@@ -290,7 +302,7 @@ def collect_output(
             finished[event.index] = event
         elif isinstance(event, PromptLogprobsDelta):
             of_prompt += event.logprobs
-        else:
+        elif isinstance(event, RequestStarted):
             started = event
     assert started is not None, "the stream has no RequestStarted"
     return RequestOutput(

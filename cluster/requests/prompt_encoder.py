@@ -19,8 +19,8 @@ END_CHARS = 1024
 class PromptEncoder(Protocol):
     """Tokenizes prompts. Threads may share one."""
 
-    def encode_text(self, text: str, *, add_special_tokens: bool) -> IntArray:
-        """Return the token ids of a text."""
+    def encode_text(self, text: str, *, add_special_tokens: bool, pair: str | None = None) -> IntArray:
+        """Return the token ids of a text, or of two texts as the model's tokenizer joins them."""
         ...
 
     def encode_chat(self, rendering: Rendering) -> tuple[IntArray, str]:
@@ -38,8 +38,9 @@ class LocalPromptEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def encode_text(self, text: str, *, add_special_tokens: bool) -> IntArray:
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=add_special_tokens), dtype=np.int32)
+    def encode_text(self, text: str, *, add_special_tokens: bool, pair: str | None = None) -> IntArray:
+        token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, pair=pair)
+        return np.asarray(token_ids, dtype=np.int32)
 
     def encode_chat(self, rendering: Rendering) -> tuple[IntArray, str]:
         text = render(rendering, MAX_PROMPT_CHARS)

@@ -11,9 +11,10 @@ import numpy as np
 
 from ...proto.block_tables import IntArray
 from ...proto.coerce import BadWord
-from ...proto.config import EngineConfig
+from ...proto.config import EngineConfig, PoolingConfig
 from ...proto.errors import InvalidRequest
 from ...proto.lora import LoraReference
+from ...proto.pooling import PoolingParams
 from ...proto.sampling import RANDOM_SEED, SamplingParams
 from ...proto.step import NO_INTS
 from ...proto.stream import Submit
@@ -31,7 +32,21 @@ MAX_NAME_CHARS = 256
 # Longer texts are compared with the context before they are tokenized.
 MAX_UNCHECKED_CHARS = 4096
 
+
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """Two texts that are scored together, as the model's tokenizer joins them."""
+
+    text: str
+    pair: str
+
+    def __len__(self) -> int:
+        return len(self.text) + len(self.pair)
+
+
 Prompt = str | Sequence[int] | Chat
+# The prompt of a request, which a gateway may have made of two texts.
+AnyPrompt = Prompt | TextPair
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +59,7 @@ class Request:
         new_parser: for a chat, returns a parser for one completion.
         constraint: the constraints of the sampling, compiled; None if the outputs may have any form.
         lora: the adapter; None for the model alone.
+        pooling: the prompt's pooled vector is the output; None for a request that generates.
     """
 
     request_id: str
@@ -58,6 +74,7 @@ class Request:
     new_parser: Callable[[], ChatOutputParser] | None = field(default=None, compare=False)
     constraint: OutputConstraint | None = None
     lora: LoraReference | None = None
+    pooling: PoolingParams | None = None
 
     @property
     def reports_logprobs(self) -> bool:
@@ -82,6 +99,7 @@ class Request:
             generated_token_ids=self.generated_token_ids,
             constraint=self.constraint,
             lora=self.lora,
+            pooling=self.pooling,
         )
 
     def resumed(self, index: int, token_ids: Sequence[int]) -> Request:
@@ -117,7 +135,7 @@ class RequestChecker:
 
     def check(
         self,
-        prompt: Prompt,
+        prompt: AnyPrompt,
         sampling: SamplingParams,
         *,
         request_id: str = "",
@@ -128,6 +146,7 @@ class RequestChecker:
         prefix_pool: str = "",
         add_special_tokens: bool = True,
         lora: LoraReference | None = None,
+        pooling: PoolingParams | None = None,
     ) -> Request:
         """Return the valid request, with a new id if it has none.
 
@@ -137,6 +156,7 @@ class RequestChecker:
             prefix_pool: prefix caching shares KV with the other tenants of this pool; empty for none.
             add_special_tokens: add the tokenizer's special tokens to a text prompt. A chat template adds its own.
             lora: the adapter; None for the model alone.
+            pooling: return the prompt's pooled vector; None to generate.
 
         Raises:
             InvalidRequest: a field is invalid; the error names it.
@@ -147,7 +167,11 @@ class RequestChecker:
             check_text(option, name)
         if lora is not None and self._config.lora is None:
             raise InvalidRequest("lora_request", "names an adapter, and the engine runs without enable_lora")
+        self._check_task(pooling)
         sampling = sampling.clone()  # its fields may have been set since it was checked
+        truncates = sampling.truncate_prompt_tokens is not None or (
+            pooling is not None and pooling.truncate_prompt_tokens is not None
+        )
         new_parser = reasoning = None
         form = sampling.structured_outputs
         if isinstance(prompt, Chat):
@@ -157,14 +181,19 @@ class RequestChecker:
             if encoded.needs_special_tokens:
                 sampling = replace(sampling, skip_special_tokens=False)
         else:
-            if isinstance(prompt, str) and sampling.truncate_prompt_tokens is None:
+            if isinstance(prompt, str) and not truncates:
                 self._check_length(prompt)
             token_ids = self._encode(prompt, add_special_tokens)
         if len(token_ids) == 0:
             raise InvalidRequest("prompt", "is empty, must have at least one token")
         if sampling.truncate_prompt_tokens is not None:
             token_ids = token_ids[-sampling.truncate_prompt_tokens :]
-        sampling = self._resolve_sampling(sampling, self._max_new_tokens(len(token_ids)))
+        if pooling is not None:
+            token_ids = self._fit_pooled(prompt, token_ids, pooling, add_special_tokens)
+            max_new_tokens = 1  # which is not sampled
+        else:
+            max_new_tokens = self._max_new_tokens(len(token_ids))
+        sampling = self._resolve_sampling(sampling, max_new_tokens)
         constraint = self._compile(form, reasoning, sampling, len(token_ids))
         request_id = request_id or uuid.uuid4().hex
         return Request(
@@ -176,9 +205,10 @@ class RequestChecker:
             timeout_s,
             cache_salt.encode(),
             prefix_pool,
-            new_parser=new_parser,
+            new_parser=None if pooling is not None else new_parser,
             constraint=constraint,
             lora=lora,
+            pooling=pooling,
         )
 
     def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
@@ -266,7 +296,59 @@ class RequestChecker:
                 found.append(word)
         return tuple(dict.fromkeys(found))
 
-    def _encode(self, prompt: str | Sequence[int], add_special_tokens: bool) -> IntArray:
+    def _check_task(self, pooling: PoolingParams | None) -> None:
+        """Raise InvalidRequest if the model cannot do what is asked."""
+        model = self._config.model
+        if pooling is None:
+            if not model.generates:
+                kind = "scores" if model.pooling is not None and model.pooling.classifies else "embeds"
+                raise InvalidRequest("model", f"{model.name} {kind} prompts, and does not generate text")
+            return
+        if model.pooling is None:
+            raise InvalidRequest(
+                "model",
+                f"{model.name} generates text, and does not embed or score; start it with --runner pooling, or both",
+            )
+        if pooling.dimensions is not None:
+            self._check_dimensions(model.pooling, pooling.dimensions)
+
+    def _check_dimensions(self, config: PoolingConfig, dimensions: int) -> None:
+        if config.classifies:
+            raise InvalidRequest("pooling.dimensions", "are of embeddings, and the model classifies")
+        if config.dimensions and dimensions not in (*config.dimensions, config.hidden_size):
+            allowed = ", ".join(map(str, config.dimensions))
+            raise InvalidRequest("pooling.dimensions", f"are {dimensions}, must be one of {allowed}")
+        if dimensions > config.hidden_size:
+            problem = f"are {dimensions}, must be at most the model's {config.hidden_size}"
+            raise InvalidRequest("pooling.dimensions", problem)
+
+    def _fit_pooled(
+        self, prompt: AnyPrompt, token_ids: IntArray, pooling: PoolingParams, add_special_tokens: bool
+    ) -> IntArray:
+        """Return the prompt, shortened as asked. Raises InvalidRequest if it is too long."""
+        most = longest = self._config.max_servable_tokens
+        if pooling.truncate_prompt_tokens is not None:
+            asked = pooling.truncate_prompt_tokens
+            most = longest if asked < 0 else min(asked, longest)
+            if len(token_ids) > most:
+                is_text = isinstance(prompt, str) and add_special_tokens
+                num_end = min(self._tokenizer.num_end_tokens, most) if is_text else 0
+                end = token_ids[len(token_ids) - num_end :]
+                token_ids = np.concatenate([token_ids[: most - num_end], end])
+        if len(token_ids) > longest:
+            raise InvalidRequest(
+                "prompt",
+                f"has {len(token_ids)} tokens, must have at most {longest}; or set truncate_prompt_tokens",
+            )
+        return token_ids
+
+    def _encode(self, prompt: str | Sequence[int] | TextPair, add_special_tokens: bool) -> IntArray:
+        if isinstance(prompt, TextPair):
+            check_text("prompt", prompt.text)
+            check_text("prompt", prompt.pair)
+            return self._prompt_encoder.encode_text(
+                prompt.text, add_special_tokens=add_special_tokens, pair=prompt.pair
+            )
         if isinstance(prompt, str):
             check_text("prompt", prompt)
             if not prompt:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ...proto.codec import FloatArray
 from ...proto.step import Logprobs
 from ...proto.stream import Finish, TokenBatch
 
@@ -36,18 +37,21 @@ class SequenceUpdate:
         logprobs: one entry per token of `token_ids` if the request asked for them, otherwise empty.
         finish: set once the sequence has ended.
         prompt_logprobs: (position in the prompt, log-probabilities) if the request asked for them.
+        pooled: the vector of a pooled request, with its finish.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
     prompt_logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    pooled: FloatArray | None = None
 
     def extend(self, later: SequenceUpdate) -> None:
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.finish = later.finish
         self.prompt_logprobs += later.prompt_logprobs
+        self.pooled = later.pooled
 
 
 def updates_by_handle(*batches: TokenBatch) -> Iterable[tuple[int, SequenceUpdate]]:
@@ -70,6 +74,8 @@ def updates_by_handle(*batches: TokenBatch) -> Iterable[tuple[int, SequenceUpdat
             )
             for handle, position, scored in entries:
                 updates[handle].prompt_logprobs.append((position, scored))
+        for handle, vector in batch.pooled or ():
+            updates[handle].pooled = vector
         for finish in batch.finished:
             updates[finish.handle].finish = finish
     return updates.items()

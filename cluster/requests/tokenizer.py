@@ -74,14 +74,25 @@ class Tokenizer:
             return None
         return max(map(len, self._backend.get_vocab()))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    @functools.cached_property
+    def num_end_tokens(self) -> int:
+        """Special tokens that the tokenizer adds after a text."""
+        text = self.encode("a", add_special_tokens=False)
+        whole = self.encode("a")
+        starts = [start for start in range(len(whole)) if whole[start : start + len(text)] == text]
+        return len(whole) - starts[-1] - len(text) if starts else 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, pair: str | None = None) -> list[int]:
         """Return the ids of a text, by default with the special tokens that the model's tokenizer adds.
+
+        Args:
+            pair: a second text, which the tokenizer joins with the first as it does for pairs.
 
         Raises:
             InvalidRequest: the model's tokenizer fails on the text.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            ids: list[int] = self._backend.encode(text, pair, add_special_tokens=add_special_tokens).ids
         except BaseException as error:
             # Rust's panics are no Exception. The tokenizer's regular expressions panic on texts that make them
             # backtrack for long.

@@ -55,7 +55,7 @@ def _answer(tokenizer: Tokenizer, idle_bytes: int, task: dict[str, Any]) -> dict
                 rendering = Rendering(task["source"], task["variables"], task["ends_at_mark"])
                 text = render(rendering, task["max_chars"])
         with _limits(idle_bytes + TOKENIZE_MEMORY_BYTES):
-            ids = tokenizer.encode(text, add_special_tokens=task["add_special_tokens"]).ids
+            ids = tokenizer.encode(text, task.get("pair"), add_special_tokens=task["add_special_tokens"]).ids
             return {"ids": array("i", ids).tobytes(), "end": text[-task["end_chars"] :]}
     except TemplateError as error:
         return {"template_error": str(error)}

@@ -51,11 +51,11 @@ class TextWorkers:
         """Start the first process, so that the first prompt does not wait for it. Returns at once."""
         self._slots[-1].start()
 
-    def encode_text(self, text: str, *, add_special_tokens: bool) -> IntArray:
+    def encode_text(self, text: str, *, add_special_tokens: bool, pair: str | None = None) -> IntArray:
         """Raises InvalidRequest if the limits do not suffice, Overloaded if no worker is free in time."""
-        if len(text) <= MAX_LOCAL_CHARS:
-            return self._local.encode_text(text, add_special_tokens=add_special_tokens)
-        return self._run({"text": text, "add_special_tokens": add_special_tokens})[0]
+        if len(text) + len(pair or "") <= MAX_LOCAL_CHARS:
+            return self._local.encode_text(text, add_special_tokens=add_special_tokens, pair=pair)
+        return self._run({"text": text, "pair": pair, "add_special_tokens": add_special_tokens})[0]
 
     def encode_chat(self, rendering: Rendering) -> tuple[IntArray, str]:
         """Raises TemplateError as well."""

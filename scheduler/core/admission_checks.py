@@ -17,6 +17,8 @@ from .state import SchedulerState
 
 def max_len_of(config: EngineConfig, submit: Submit) -> int:
     """Return the number of tokens, prompt included, at which an output ends by length."""
+    if submit.pooling is not None:
+        return len(submit.prompt_token_ids)
     most, max_tokens = config.max_servable_tokens, submit.sampling.max_tokens
     return most if max_tokens is None else min(most, len(submit.prompt_token_ids) + max_tokens)
 
@@ -33,7 +35,8 @@ def check_admission(
     in_use = [handle for handle in handles if (gateway, handle) in state.requests]
     if in_use:
         return ProtocolError(f"handle {in_use[0]} is in use")
-    for check in (_check_prompt, _check_vocabulary, _check_generated, _check_beams, _check_adapter):
+    checks = (_check_kind, _check_prompt, _check_vocabulary, _check_generated, _check_beams, _check_adapter)
+    for check in checks:
         error = check(config, submit)
         if error is not None:
             return error
@@ -73,7 +76,7 @@ def _job_of(state: SchedulerState, submit: Submit) -> Job:
     """Return the expected work of a request."""
     params, num_prompt_tokens = submit.sampling, len(submit.prompt_token_ids)
     has_eos = bool(state.config.model.eos_token_ids) and not params.ignore_eos
-    may_stop = has_eos or bool(params.stop_token_ids or params.stop)
+    may_stop = submit.pooling is None and (has_eos or bool(params.stop_token_ids or params.stop))
     num_steps = state.expected_steps(
         max_len_of(state.config, submit) - num_prompt_tokens, 0, may_stop=may_stop
     )
@@ -86,10 +89,26 @@ def _job_of(state: SchedulerState, submit: Submit) -> Job:
     )
 
 
+def _check_kind(config: EngineConfig, submit: Submit) -> InvalidRequest | None:
+    """Check that the ranks can do what is asked: generate, or pool one prompt."""
+    model = config.model
+    if submit.pooling is None:
+        return None if model.generates else InvalidRequest("model", f"{model.name} does not generate text")
+    if model.pooling is None:
+        return InvalidRequest("model", f"{model.name} does not pool prompts")
+    params = submit.sampling
+    if submit.generated_token_ids.size or params.num_sequences > 1 or params.beam_width is not None:
+        return InvalidRequest(
+            "pooling", "is of one prompt: n, beam_width and generated_token_ids are not allowed"
+        )
+    return None
+
+
 def _check_prompt(config: EngineConfig, submit: Submit) -> InvalidRequest | None:
-    num_tokens, most = len(submit.prompt_token_ids), config.max_servable_tokens
-    if not 1 <= num_tokens < most:
-        return InvalidRequest("prompt", f"has {num_tokens} tokens, must have 1 to {most - 1}")
+    num_tokens = len(submit.prompt_token_ids)
+    most = config.max_servable_tokens - (submit.pooling is None)  # an output has at least one token
+    if not 1 <= num_tokens <= most:
+        return InvalidRequest("prompt", f"has {num_tokens} tokens, must have 1 to {most}")
     return None
 
 

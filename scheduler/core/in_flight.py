@@ -20,6 +20,7 @@ class InFlightStep:
         num_freed: RowState.num_freed when the step was planned.
         draft_lens: most drafted tokens of each of `rows`; None if there are none.
         chunk_rows: rows whose prompt tokens it computes.
+        pooled_rows: of these, the pooled rows whose last token it computes, ascending.
     """
 
     step_id: int
@@ -30,6 +31,12 @@ class InFlightStep:
     num_freed: int = 0
     draft_lens: IntArray | None = None
     chunk_rows: tuple[int, ...] = ()
+    pooled_rows: tuple[int, ...] = ()
+
+    @property
+    def has_results(self) -> bool:
+        """Return whether its result has values that the ranks computed, so that it comes after the computation."""
+        return self.rows.size > 0 or bool(self.pooled_rows)
 
     @property
     def max_draft_len(self) -> int:

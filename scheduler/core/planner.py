@@ -34,6 +34,7 @@ class _Draft:
         grown_rows, grown_ids: rows at a block boundary, and the next block of each. They go before `appended_rows`.
             Arrays, which a plan with nothing else appended takes as they are (64 rows: 0.4 us, through lists 7 us).
         first_rows: rows that will sample their first token after a prefill.
+        pooled_rows: pooled rows whose last token is in the step.
         num_drafted: drafted tokens that the step may compute after the newest token of each row that decodes; None
             if there are none.
     """
@@ -49,6 +50,7 @@ class _Draft:
     chunk_rows: list[int] = field(default_factory=list)
     chunk_lens: list[int] = field(default_factory=list)
     first_rows: list[int] = field(default_factory=list)
+    pooled_rows: list[int] = field(default_factory=list)
     num_drafted: IntArray | None = None
 
 
@@ -281,7 +283,7 @@ class Planner:
         draft.chunk_rows.append(row)
         draft.chunk_lens.append(num_tokens)
         if not self._has_prompt_left(sequence):
-            draft.first_rows.append(row)
+            (draft.first_rows if sequence.pooling is None else draft.pooled_rows).append(row)
 
     def _has_prompt_left(self, sequence: Sequence) -> bool:
         return int(self._state.rows.num_scheduled[row_of(sequence)]) < len(sequence.token_ids)
@@ -367,7 +369,7 @@ class Planner:
 
     def _find_prefix(self, sequence: Sequence) -> tuple[Prefix, int]:
         """Return a waiting sequence's cached prefix, and the free blocks that it needs to start."""
-        blocks, num_tokens = self._state.blocks, len(sequence.token_ids) + 1
+        blocks, num_tokens = self._state.blocks, len(sequence.token_ids) + (sequence.pooling is None)
         prefix = blocks.find_prefix(sequence) if not sequence.host_blocks else Prefix()
         num_needed = blocks.num_blocks_to_open(prefix, num_tokens)
         if prefix.partial is not None and num_needed > blocks.num_free_blocks:
@@ -441,6 +443,7 @@ class Planner:
                 block_ids=state.blocks.tables.row(row).copy(),
                 sampling=sequence.row_sampling(),
                 lora_slot=self._lora_slot(sequence),
+                pooling=sequence.pooling,
             )
         )
         self._plan_chunk(draft, sequence, num_tokens)
@@ -479,6 +482,7 @@ class Planner:
                 rows.num_freed,
                 num_drafted if draft_rows.size else None,
                 tuple(draft.chunk_rows),
+                tuple(sorted(draft.pooled_rows)),
             )
         )
         trimmed_rows, trimmed_lens = state.deltas.take_trimmed()

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.errors import ProtocolError
+from ...proto.pooling import Pooled
 from ...proto.step import Logprobs, PromptLogprobs, StepResult
 from ...proto.stream import Finish, FinishReason, TokenBatch
 from ..sequences.beam_group import BeamGroup
@@ -48,7 +49,7 @@ class ResultProcessor:
         num_accepted = result.token_ids.size - step.rows.size
         seconds = state.throughput.count_step(step.num_tokens + num_accepted, step.planned_at, now)
         num_decoding = step.rows.size - len(step.first_rows)
-        state.step_costs.observe(num_decoding, step.num_prompt_tokens, seconds, is_done=step.rows.size > 0)
+        state.step_costs.observe(num_decoding, step.num_prompt_tokens, seconds, is_done=step.has_results)
         state.step_times.observe(step.num_tokens, step.planned_at, now)
         if state.quarantine.is_active:
             self._clear_suspects(step)
@@ -61,7 +62,9 @@ class ResultProcessor:
             if not alive.all():  # stopped, aborted or preempted since: their tokens are dropped
                 rows, token_ids, logprobs = _select(alive, rows, token_ids, logprobs)
         self._set_first_token_times(step, now)
-        outgoing = self._prompt_logprobs(step, result.prompt_logprobs)
+        outgoing = self._prompt_logprobs(step, result.prompt_logprobs) + self._pooled(
+            step, result.pooled, now
+        )
         if rows_state.num_beam_rows:
             is_beam = rows_state.is_beam[rows]
             if is_beam.any():
@@ -94,7 +97,7 @@ class ResultProcessor:
         costs, max_num_tokens = self._state.costs, self._state.config.scheduler.max_num_batched_tokens
         if 2 * step.num_prompt_tokens >= max_num_tokens or costs.has_launched:
             seconds = sum(result.stage_times.get(stage, 0.0) for stage in ("forward", "sample"))
-            costs.observe(step.num_tokens, seconds, is_done=step.rows.size > 0)
+            costs.observe(step.num_tokens, seconds, is_done=step.has_results)
 
     def _apply_drafts(
         self, lengths: DraftLengths, step: InFlightStep, result: StepResult, seconds: float
@@ -119,7 +122,8 @@ class ResultProcessor:
             self._state.stats.count_drafts(result.num_drafted, accepted)
 
     def _clear_suspects(self, step: InFlightStep) -> None:
-        rows = (row for row in step.rows.tolist() if self._state.rows.entered_at_step[row] <= step.step_id)
+        done = (*step.rows.tolist(), *step.pooled_rows)
+        rows = (row for row in done if self._state.rows.entered_at_step[row] <= step.step_id)
         self._state.quarantine.on_sampled({self._state.running[row].arrival for row in rows})
 
     def _set_first_token_times(self, step: InFlightStep, now: float) -> None:
@@ -144,6 +148,31 @@ class ResultProcessor:
             if selected is not None:
                 outgoing.append((gateway, TokenBatch(step.step_id, prompt_logprobs=selected)))
         return outgoing
+
+    def _pooled(self, step: InFlightStep, pooled: Pooled | None, now: float) -> Outgoing:
+        """End the pooled sequences; return their vectors, except of sequences that have lost their rows since."""
+        if pooled is None:
+            return []
+        state, rows = self._state, pooled.owners
+        alive = state.rows.entered_at_step[rows] <= step.step_id
+        # A row keeps its handle and gateway after its sequence has ended.
+        ends = [(row, self._finish_pooled(row, now)) for row in rows[alive].tolist()]
+        outgoing = []
+        for gateway, number in state.requests.gateways.items():
+            mask = alive & (state.rows.gateway[rows] == number)
+            selected = pooled.select(mask, state.rows.handle[rows[mask]])
+            if selected is not None:
+                finished = tuple(finish for row, finish in ends if state.rows.gateway[row] == number)
+                outgoing.append((gateway, TokenBatch(step.step_id, finished=finished, pooled=selected)))
+        state.stats.count_finished(len(ends))
+        return outgoing
+
+    def _finish_pooled(self, row: int, now: float) -> Finish:
+        sequence = self._state.running[row]
+        sequence.first_token_at = now
+        finish = sequence.finish(FinishReason.STOP, sequence.num_prompt_tokens, now)
+        self._state.end_request((sequence.gateway, sequence.handle))
+        return finish
 
     # Tokens
 
@@ -407,7 +436,12 @@ def _rows_of_tokens(step: InFlightStep, result: StepResult) -> RowArray:
 
 
 def _check_counts(step: InFlightStep, result: StepResult) -> None:
-    """Check that each row has the tokens that the step may sample for it. Raises ProtocolError."""
+    """Check that each row has the tokens that the step may sample for it, or its vector. Raises ProtocolError."""
+    pooled_rows = () if result.pooled is None else tuple(result.pooled.owners.tolist())
+    if pooled_rows != step.pooled_rows:
+        raise ProtocolError(
+            f"step {step.step_id} pools rows {step.pooled_rows}, vectors of {pooled_rows} came"
+        )
     counts, num_rows, num_tokens = result.token_counts, step.rows.size, result.token_ids.size
     if not counts.size:
         if num_tokens != num_rows:

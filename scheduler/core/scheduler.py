@@ -267,7 +267,7 @@ class Scheduler:
                 num_prompt_tokens=len(submit.prompt_token_ids),
                 max_len=max_len_of(self.config, submit),
                 token_ids=array("i", known.astype("i4").tobytes()),
-                eos_token_ids=() if params.ignore_eos else self.config.model.eos_token_ids,
+                eos_token_ids=() if params.ignore_eos or submit.pooling else self.config.model.eos_token_ids,
                 arrived_at=now,
                 root=make_root(
                     self.config.model.name,
@@ -287,9 +287,16 @@ class Scheduler:
                 constraint=submit.constraint,
                 repetition=_make_detector(submit),
                 lora=submit.lora,
+                pooling=submit.pooling,
+                pools_all_tokens=submit.pooling is not None and not self._pools_last_token,
             )
             for index, seq_id in enumerate(seq_ids)
         ]
+
+    @property
+    def _pools_last_token(self) -> bool:
+        pooling = self.config.model.pooling
+        return pooling is not None and pooling.pooling_type == "last"
 
     def _make_beams(self, first: Sequence, width: int) -> BeamGroup:
         params = first.sampling

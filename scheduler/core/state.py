@@ -262,8 +262,9 @@ class SchedulerState:
         sampled again, the same.
         """
         row, num_tokens = row_of(sequence), self._collect_tokens(sequence)
-        # A prompt that is being scored is recomputed: scores in flight are dropped with the row.
-        may_swap = num_tokens > 0 and not sequence.is_scoring
+        # A prompt that is being scored is recomputed: scores in flight are dropped with the row. So is a prompt that
+        # is pooled as a whole: the ranks have added up hidden states for the row.
+        may_swap = num_tokens > 0 and not sequence.is_scoring and not sequence.pools_all_tokens
         if may_swap and self.costs.swap_is_cheaper(self.blocks.num_blocks_for(num_tokens), num_tokens):
             sequence.host_blocks = self.blocks.swap_out(row, num_tokens) or []
             sequence.num_host_tokens = num_tokens if sequence.host_blocks else 0

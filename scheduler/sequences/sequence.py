@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from ...proto.lora import LoraReference
+from ...proto.pooling import PoolingParams
 from ...proto.sampling import SamplingDefaults, SamplingParams
 from ...proto.step import PromptScoring, RowLogitsProcessors, RowSampling
 from ...proto.stream import Finish, FinishReason, Timings
@@ -48,6 +49,8 @@ class Sequence:
         constraint: of its output; None if it may have any form.
         repetition: detector of repetitions in its output; None if it may repeat itself.
         lora: its adapter; None for the model alone.
+        pooling: it ends with its prompt, whose hidden states are pooled; None if it generates tokens.
+        pools_all_tokens: it needs the hidden states of all its tokens, so that no KV of a cache is of use to it.
     """
 
     seq_id: int
@@ -84,6 +87,8 @@ class Sequence:
     num_scored_tokens: int = 0
     constraint: OutputConstraint | None = None
     repetition: RepetitionDetector | None = None
+    pooling: PoolingParams | None = None
+    pools_all_tokens: bool = False
     first_run_at: float | None = None
     first_token_at: float | None = None
     preempted_at: float | None = None
@@ -101,6 +106,8 @@ class Sequence:
     @property
     def num_reusable_tokens(self) -> int:
         """Return the number of first tokens whose KV may come from a cache: no logits of them are needed."""
+        if self.pools_all_tokens:
+            return 0
         return self.num_scored_tokens if self.is_scoring else len(self.token_ids) - 1
 
     @property

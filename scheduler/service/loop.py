@@ -362,4 +362,5 @@ class StepLoop:
             activity=self._activity,
             activity_s=now - self._active_since,
             num_recoveries=self._recovery.num_recoveries,
+            generates=self._config.model.generates,
         )

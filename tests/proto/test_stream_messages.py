@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.proto.errors import ProtocolError
+from quire.proto.pooling import Pooled, PoolingParams
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import Logprobs, PromptLogprobs
 from quire.proto.stream import (
@@ -249,7 +250,7 @@ def test_fields_of_a_later_release_in_parts_of_a_message_are_ignored() -> None:
 
 
 def test_status_of_an_earlier_release_has_defaults() -> None:
-    received = decode(with_values(STATUS, lambda values: values[:-5]))
+    received = decode(with_values(STATUS, lambda values: values[:-6]))
     assert received == replace(STATUS, num_draft_tokens=0, num_accepted_tokens=())
 
 
@@ -282,3 +283,28 @@ def test_request_with_a_setting_of_a_later_release_is_refused(
     assert "earlier release" in answer.finished[0].error
     assert refusal_of(encode(Abort(3))) is None
     assert refusal_of(b"\x00garbage") is None
+
+
+def test_pooled_submit_and_its_vectors_round_trip() -> None:
+    sent = Submit(1, "id", np.array([1], np.int32), SamplingParams(), pooling=PoolingParams(8, False, -1))
+    received = decode(encode(sent))
+    assert isinstance(received, Submit)
+    assert (received.pooling, received.constraint) == (sent.pooling, None)
+    vectors = Pooled(
+        np.array([4, 9], np.int32), np.array([1, 2], np.int32), np.array([0.5, 1.0, -2.0], np.float32)
+    )
+    batch = decode(encode(TokenBatch(3, pooled=vectors)))
+    assert isinstance(batch, TokenBatch)
+    assert {handle: vector.tolist() for handle, vector in batch.pooled or ()} == {4: [0.5], 9: [1.0, -2.0]}
+
+
+def test_batch_of_a_release_without_vectors_is_read() -> None:
+    received = decode(with_values(TokenBatch(3), lambda values: values[:-1]))
+    assert isinstance(received, TokenBatch)
+    assert received.pooled is None
+
+
+def test_vectors_of_wrong_lengths_are_a_protocol_error() -> None:
+    wrong = Pooled(np.array([4], np.int32), np.array([2], np.int32), np.array([0.5], np.float32))
+    with pytest.raises(ProtocolError, match="1 values for vectors of"):
+        decode(encode(TokenBatch(3, pooled=wrong)))

@@ -24,6 +24,7 @@ class Driver:
         outputs: handle |-> tokens received so far.
         finishes: handle |-> its Finish.
         scores: handle |-> (position, log-probability) of its prompt's tokens, in the order received.
+        vectors: handle |-> vector of a pooled sequence.
         moved: handle |-> Finish of a sequence that was handed off and not submitted again.
         plans: all plans that were broadcast.
     """
@@ -34,6 +35,7 @@ class Driver:
     finishes: dict[int, Finish] = field(default_factory=dict)
     moved: dict[int, Finish] = field(default_factory=dict)
     scores: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    vectors: dict[int, list[float]] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -103,6 +105,10 @@ class Driver:
                     f"a token of {handle} came after its end"
                 )
                 self.outputs[handle].append(token_id)
+            for handle, vector in batch.pooled or ():
+                assert handle not in self.vectors, f"{handle} has two vectors"
+                assert handle in {finish.handle for finish in batch.finished}
+                self.vectors[handle] = vector.tolist()
             for finish in batch.finished:
                 assert finish.handle not in {**self.finishes, **self.moved}, f"{finish.handle} ended twice"
                 ends = self.moved if finish.reason is FinishReason.MOVED else self.finishes

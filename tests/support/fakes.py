@@ -12,8 +12,9 @@ import numpy as np
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.resolve import engine_config
 from quire.proto.block_tables import BlockTables
-from quire.proto.config import EngineConfig, ModelConfig, SpeculativeConfig
+from quire.proto.config import EngineConfig, ModelConfig, PoolingConfig, SpeculativeConfig
 from quire.proto.errors import QuireError, RankFailed
+from quire.proto.pooling import Pooled, PoolingParams
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import Logprobs, PromptLogprobs, PromptScoring, StepPlan, StepResult
 from quire.proto.stream import RankStatus, Submit
@@ -33,16 +34,19 @@ def small_config(
     swap_blocks_per_s: float = 0.0,
     eos: tuple[int, ...] = (EOS,),
     num_speculative_tokens: int = 0,
+    pooling_type: str | None = None,
     **scheduler: Any,
 ) -> EngineConfig:
     """Return a configuration for tests of the control plane; its model does not exist.
 
     Args:
         num_speculative_tokens: 0 for no speculative decoding.
+        pooling_type: of a model that pools prompts beside generating; None for one that generates only.
     """
     model = ModelConfig(
         path="", name="fake", architecture="Fake", hf={}, dtype="float32", max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, eos_token_ids=eos,
+        pooling=None if pooling_type is None else PoolingConfig(pooling_type, 2),
     )  # fmt: skip
     defaults: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_queue_len": 1000}
     options = EngineOptions(
@@ -65,7 +69,7 @@ def submit(handle: int, prompt: list[int], **settings: Any) -> Submit:
     """Return a request; `settings` are fields of SamplingParams and Submit."""
     options: dict[str, Any] = {
         name: settings.pop(name)
-        for name in ("tenant", "priority", "timeout_s", "salt", "prefix_pool")
+        for name in ("tenant", "priority", "timeout_s", "salt", "prefix_pool", "pooling")
         if name in settings
     }
     options["generated_token_ids"] = np.array(settings.pop("generated", []), np.int32)
@@ -88,6 +92,14 @@ def logprobs_of(state: bytes) -> np.ndarray:
     logits = np.random.default_rng(int.from_bytes(state, "little")).normal(size=VOCAB_SIZE)
     logprobs: np.ndarray = logits - np.log(np.exp(logits).sum())
     return logprobs.astype(np.float32)
+
+
+def pooling_oracle(prompt: list[int]) -> list[float]:
+    """Return the fake model's vector of a prompt: its next token, and the number of its tokens."""
+    state = b""
+    for token_id in prompt:
+        state = chain(state, token_id)
+    return [next_token(state), len(prompt)]
 
 
 def score_oracle(prompt: list[int]) -> list[tuple[int, float]]:
@@ -141,6 +153,11 @@ def _apply_to_tables(tables: BlockTables, plan: StepPlan) -> None:
     tables.append(plan.appended_rows, plan.appended_ids)
 
 
+def _pooled(vectors: dict[int, list[float]]) -> Pooled:
+    rows = np.array(list(vectors), np.int32)
+    return Pooled(rows, np.full_like(rows, 2), np.array(list(vectors.values()), np.float32).ravel())
+
+
 class FakeWorkerGroup:
     """A worker group whose KV cache holds digests. It executes plans as a rank does and checks every read.
 
@@ -182,6 +199,8 @@ class FakeWorkerGroup:
         self.decoding = [False] * rows
         self.num_logprobs: list[int | None] = [None] * rows
         self.scoring: list[PromptScoring | None] = [None] * rows
+        self.pooling: list[PoolingParams | None] = [None] * rows
+        self.num_hidden = [0] * rows  # tokens whose hidden states were computed in the row
         self.plans: deque[bytes] = deque()
         self.touched: deque[set[int]] = deque()  # by each plan in flight
         self.planned_tables = BlockTables(rows, config.max_blocks_per_seq)  # after the plans in flight
@@ -251,9 +270,14 @@ class FakeWorkerGroup:
         most_drafted = dict(zip(plan.draft_rows.tolist(), plan.draft_lens.tolist(), strict=True))
         assert all(scheduled[row] == 1 and self.decoding[row] for row in most_drafted)
         sampled, states, counts, num_drafted = [], [], [], []
+        pooled: dict[int, list[float]] = {}
         for row in sorted(scheduled):
             state = self._read(row)
+            self.num_hidden[row] += scheduled[row]
             if self.num_computed[row] < len(self.tokens[row]):
+                continue
+            if self.pooling[row] is not None:
+                pooled[row] = self._pool(row, state)
                 continue
             self.decoding[row] = True
             drafts = self._draft(state, most_drafted.get(row, 0))
@@ -266,11 +290,20 @@ class FakeWorkerGroup:
         token_ids = np.array([next_token(state) for state in states], np.int32)
         logprobs = self._logprobs(sampled, states)
         result = StepResult(plan.step_id, plan.epoch, 0, token_ids, logprobs, prompt_logprobs=scores)
+        if pooled:
+            result = replace(result, pooled=_pooled(pooled))
         if not any(num_drafted):
             return result
         return replace(
             result, token_counts=np.array(counts, np.int32), num_drafted=np.array(num_drafted, np.int32)
         )
+
+    def _pool(self, row: int, state: bytes) -> list[float]:
+        """Return the vector of a row: its next token, and the number of tokens that it pools."""
+        pooling = self._config.model.pooling
+        assert pooling is not None, f"row {row} pools, and the model does not"
+        num_tokens = len(self.tokens[row])
+        return [next_token(state), num_tokens if pooling.pooling_type == "last" else self.num_hidden[row]]
 
     def _draft(self, state: bytes, most: int) -> list[int]:
         drafts: list[int] = []
@@ -338,6 +371,8 @@ class FakeWorkerGroup:
             self.num_computed[new.row] = new.num_computed_tokens
             self.num_logprobs[new.row] = new.sampling.logprobs
             self.scoring[new.row] = new.sampling.scoring
+            self.pooling[new.row] = new.pooling
+            self.num_hidden[new.row] = 0
         assert self.tables.digest == plan.digest, f"block tables differ at step {plan.step_id}"
         for source, destination in plan.swap_out.tolist():
             self.host_kv[destination] = list(self.kv[source])

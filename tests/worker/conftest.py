@@ -73,13 +73,14 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
     """Return an EngineConfig like that of `resolve`, for float32 on a CPU.
 
     Settings: block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype, device, quantization,
-    cuda_graphs, max_num_batched_tokens, speculative, lora.
+    cuda_graphs, max_num_batched_tokens, speculative, lora, pooling.
     """
     model = replace(
         describe_model(folder, folder.name),
         dtype="float32",
         max_model_len=settings.get("max_model_len", 256),
         quantization=settings.get("quantization"),
+        pooling=settings.get("pooling"),
     )
     options = EngineOptions(
         str(folder),

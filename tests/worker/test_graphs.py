@@ -6,13 +6,19 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from pooling_models import EmbeddingReference
+from ranked_driver import RankedDriver
+from reference import Reference
 from tape import TapeBackend, on_one_launch
 from torch import Tensor
 
 from quire.kernels import linear, paged_attention
 from quire.kernels.native import ops as cpu
+from quire.proto.config import PoolingConfig
+from quire.proto.pooling import PoolingParams
 from quire.proto.step import PromptScoring, RowSampling
 from quire.worker import attention
 from quire.worker.graph_backend import Recording
@@ -293,3 +299,20 @@ def test_cuda_graphs_option_disables_graphs(make_model: Any, make_engine: Any, b
     assert isinstance(
         make_engine(make_model("llama"), 1, graph_backend=backend).runners[0]._graphs, StepGraphs
     )
+
+
+def test_pooled_prompt_beside_decodes_is_not_replayed(
+    backend: TapeBackend, make_model: Any, make_engine: Any
+) -> None:
+    """A graph computes logits only; the pooled row needs hidden states."""
+    settings: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    folder, pooling = make_model("qwen3", seed=5), PoolingConfig("last", 64, activation="normalize")
+    engine = make_engine(folder, 1, num_blocks=64, graph_backend=backend, pooling=pooling, **settings)
+    driver = RankedDriver(engine.config.with_num_blocks(64), engine.step)
+    driver.add(0, [5, 6, 7], max_tokens=8, ignore_eos=True)
+    driver.step()
+    driver.add(1, [9, 10, 11, 12], pooling=PoolingParams())
+    driver.run()
+    expected = EmbeddingReference(folder).embed([9, 10, 11, 12])
+    np.testing.assert_allclose(driver.vectors[1], expected, atol=1e-4)
+    Reference(folder).check_greedy([5, 6, 7], driver.outputs[0])

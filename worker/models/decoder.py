@@ -30,7 +30,7 @@ from .layers import (
 from .load_context import LoadContext
 from .moe import MixtureOfExperts
 from .spec import DecoderSpec, LayerSpec
-from .vocab_parallel import VocabParallelEmbedding, VocabParallelHead
+from .vocab_parallel import NoHead, VocabParallelEmbedding, VocabParallelHead
 
 # Rope key |-> cosines and sines of a step's tokens; the key None is for layers without positions.
 Rotations = Mapping[str | None, tuple[Tensor | None, Tensor | None]]
@@ -270,9 +270,12 @@ class Decoder:
 
     Args:
         num_positions: length of the rotary tables.
+        has_head: the model generates; otherwise it has hidden states only.
     """
 
-    def __init__(self, load: LoadContext, spec: DecoderSpec, num_positions: int) -> None:
+    def __init__(
+        self, load: LoadContext, spec: DecoderSpec, num_positions: int, *, has_head: bool = True
+    ) -> None:
         # The ranks meet here, so before any weights are read: they read at different speeds.
         peers = None
         if load.fused_all_reduce:
@@ -292,18 +295,10 @@ class Decoder:
         self.norm = load.norm("model.norm", spec.hidden_size, spec.norm_offset)
         dense = [layer.to_dense_layer(list(self.rotary)) for layer in self.layers]
         self.fused_decode = plan_fused_decode(dense, self.norm, load.comm)
-        self.head = VocabParallelHead(
-            load,
-            "lm_head",
-            spec.hidden_size,
-            spec.vocab_size,
-            tied=self.embedding if spec.tied_embeddings else None,
-            scale=spec.logits_scale,
-            soft_cap=spec.logits_soft_cap,
-        )
+        self.head = _make_head(load, spec, self.embedding) if has_head else NoHead(load, spec.vocab_size)
         # Some checkpoints store the head even though it is tied.
         unused = [name for name in load.checkpoint.names() if name.startswith(spec.draft_prefixes)]
-        if spec.tied_embeddings:
+        if spec.tied_embeddings or not has_head:
             unused.append("lm_head.weight")
         load.checkpoint.check_all_read(ignoring=unused)
 
@@ -339,6 +334,18 @@ class Decoder:
 
     def selfcheck(self) -> None:
         """Do nothing: the decoder is written for paged caches."""
+
+
+def _make_head(load: LoadContext, spec: DecoderSpec, embedding: VocabParallelEmbedding) -> VocabParallelHead:
+    return VocabParallelHead(
+        load,
+        "lm_head",
+        spec.hidden_size,
+        spec.vocab_size,
+        tied=embedding if spec.tied_embeddings else None,
+        scale=spec.logits_scale,
+        soft_cap=spec.logits_soft_cap,
+    )
 
 
 def _qkv_projections(load: LoadContext, spec: DecoderSpec, name: str) -> list[Projection]:

@@ -117,6 +117,7 @@ def _read_output(
 ) -> VocabParallelHead | PartialVocabularyHead:
     """Return the head's own output layer, or that of the target model if the checkpoint has none."""
     if not load.checkpoint.has("lm_head.weight"):
+        assert isinstance(target.head, VocabParallelHead), "a model that is pooled has no draft head"
         return target.head
     num_tokens, shard = config.hf.get("draft_vocab_size") or config.vocab_size, target.head.shard
     token_ids = torch.arange(num_tokens)

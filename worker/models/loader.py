@@ -14,7 +14,7 @@ from .decoder import Decoder
 from .load_context import LoadContext
 from .registry import check_supported
 from .spec import DecoderSpec
-from .vocab_parallel import VocabParallelHead
+from .vocab_parallel import NoHead, VocabParallelHead
 
 
 class Model(Protocol):
@@ -24,8 +24,12 @@ class Model(Protocol):
         supports_graphs: a step can be recorded as a graph, because launching it reads nothing back from the device.
     """
 
-    head: VocabParallelHead
     supports_graphs: bool
+
+    @property
+    def head(self) -> VocabParallelHead | NoHead:
+        """The head, which knows this rank's part of the vocabulary."""
+        ...
 
     def forward(
         self,
@@ -67,10 +71,21 @@ def load_model(load: LoadContext, model: ModelConfig) -> Model:
     """
     spec = check_supported(model, load.comm.size)
     if isinstance(spec, DecoderSpec):
-        return Decoder(load, spec, model.max_model_len)
+        if not model.generates:
+            _name_as_causal(load)
+        return Decoder(load, spec, model.max_model_len, has_head=model.generates)
     if load.fused_all_reduce:
         raise ConfigError(f"{model.name}: fused_all_reduce is for models that quire defines itself")
     # transformers is slow to import, and models that quire defines itself do not need it.
     from .transformers_model import TransformersModel
 
     return TransformersModel(load, spec, model)
+
+
+def _name_as_causal(load: LoadContext) -> None:
+    """Name the tensors of a checkpoint of a model without a head as those of one that generates."""
+    checkpoint = load.checkpoint
+    if checkpoint.has("model.embed_tokens.weight"):
+        return
+    for name in checkpoint.names():
+        checkpoint.rename(name, f"model.{name}")

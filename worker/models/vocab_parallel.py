@@ -101,3 +101,14 @@ class VocabParallelHead:
         """[N, tokens of the shard] -> [N, padded_len of the shard]."""
         num_padding = self.shard.padded_len - len(self.shard)
         return F.pad(logits, (0, num_padding), value=-torch.inf) if num_padding else logits
+
+
+class NoHead:
+    """Head of a model that generates no text: it has this rank's part of the vocabulary, and no logits."""
+
+    def __init__(self, load: LoadContext, vocab_size: int) -> None:
+        self.shard = load.shard(vocab_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Raise NotImplementedError: no row of such a model samples."""
+        raise NotImplementedError("a model that is pooled has no logits")

@@ -1,0 +1,1 @@
+"""Pooling: one vector per prompt, of its hidden states."""

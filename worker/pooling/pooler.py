@@ -1,0 +1,125 @@
+"""Pooler: pooled vectors of prompts, chunk by chunk with the prompts. Every rank has all hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...proto.block_tables import IntArray
+from ...proto.config import PoolingConfig
+from ...proto.pooling import Pooled, PoolingParams
+from ..memory.device_to_host import HostCopy
+from ..memory.host_to_device import to_device
+from .head import ScoreHead
+from .pooled_tokens import PooledTokens
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda vectors: vectors,
+    "normalize": lambda vectors: F.normalize(vectors, dim=-1),
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda vectors: torch.softmax(vectors, dim=-1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedVectors:
+    """Vectors that the device may still compute.
+
+    Attributes:
+        rows: [n] int32.
+        lens: [n] int32, numbers of each vector that count.
+        copied: [n, width] float32.
+    """
+
+    rows: IntArray
+    lens: IntArray
+    copied: HostCopy
+
+    def wait(self) -> Pooled:
+        """Wait for the vectors and return them."""
+        (vectors,) = self.copied.wait()
+        counts = np.arange(vectors.shape[1]) < self.lens[:, None]
+        return Pooled(self.rows, self.lens, vectors[counts])
+
+
+class Pooler:
+    """Pools the hidden states of rows.
+
+    Args:
+        head: of a classifier; None for a model that embeds.
+        num_rows: rows of the batch.
+        device: of the hidden states.
+    """
+
+    def __init__(
+        self, config: PoolingConfig, head: ScoreHead | None, num_rows: int, device: torch.device
+    ) -> None:
+        self._config = config
+        self._head = head
+        self._device = device
+        # [R, E]: of each row whose prompt is not complete the first hidden state, or the sum of those so far.
+        self._sums: Tensor | None = None
+        if config.pooling_type != "last":
+            self._sums = torch.zeros(num_rows, config.hidden_size, dtype=torch.float32, device=device)
+
+    def pool(self, tokens: PooledTokens, hidden: Tensor) -> LaunchedVectors | None:
+        """Add a step's hidden states; return the vectors of prompts that are complete, None if none is.
+
+        Args:
+            hidden: [T, E], after the last norm.
+        """
+        if self._sums is not None:
+            self._add(self._sums, tokens, hidden)
+        done = np.flatnonzero(tokens.is_last)
+        if not done.size:
+            return None
+        vectors = self._take(tokens, done, hidden)
+        params = [tokens.params[index] for index in done.tolist()]
+        if self._head is not None:
+            vectors = self._head.forward(vectors)
+        lens = np.array([each.dimensions or vectors.shape[1] for each in params], np.int32)
+        vectors = self._activate(self._cut(vectors, lens), params)
+        return LaunchedVectors(tokens.rows[done], lens, HostCopy([vectors]))
+
+    def _add(self, sums: Tensor, tokens: PooledTokens, hidden: Tensor) -> None:
+        """Keep what a chunk contributes; the first chunk of a prompt overwrites the row's last sequence."""
+        columns = (tokens.rows, tokens.starts, tokens.lens, tokens.sources)
+        for row, start, length, source in zip(*(column.tolist() for column in columns), strict=True):
+            if self._config.pooling_type == "mean":
+                part = hidden[source : source + length].float().sum(0)
+                sums[row] = part if start == 0 else sums[row] + part
+            elif start == 0:
+                sums[row] = hidden[source].float()
+
+    def _take(self, tokens: PooledTokens, done: np.ndarray, hidden: Tensor) -> Tensor:
+        """Return the pooled hidden states of complete prompts, [n, E] float32."""
+        if self._sums is None:
+            last = (tokens.sources + tokens.lens - 1)[done]
+            return hidden.index_select(0, to_device(last, self._device, torch.int64)).float()
+        pooled = self._sums.index_select(0, to_device(tokens.rows[done], self._device, torch.int64))
+        if self._config.pooling_type == "mean":
+            prompt_lens = (tokens.starts + tokens.lens)[done].astype(np.float32)
+            pooled = pooled / to_device(prompt_lens, self._device, torch.float32).unsqueeze(1)
+        return pooled
+
+    def _cut(self, vectors: Tensor, lens: IntArray) -> Tensor:
+        """Set the numbers behind the dimensions that were asked for to 0."""
+        width = vectors.shape[1]
+        if (lens == width).all():
+            return vectors
+        kept = torch.arange(width, device=self._device) < to_device(
+            lens, self._device, torch.int64
+        ).unsqueeze(1)
+        return vectors * kept
+
+    def _activate(self, vectors: Tensor, params: list[PoolingParams]) -> Tensor:
+        activated = ACTIVATIONS[self._config.activation](vectors)
+        is_wanted = np.array([each.use_activation for each in params])
+        if is_wanted.all():
+            return activated
+        return torch.where(to_device(is_wanted, self._device, torch.bool).unsqueeze(1), activated, vectors)
