@@ -20,10 +20,10 @@ TEMPLATE = """{% for message in messages %}{{ message.role }}: {{ message.conten
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 
 
-def run_example(name: str, *arguments: str) -> str:
+def run_example(name: str, *arguments: str, timeout_s: float = 180.0) -> str:
     """Run a program of examples/ and return its output."""
     command = [sys.executable, str(EXAMPLES / name), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -119,6 +119,18 @@ def test_fleet_file_holds_two_models_with_limits_of_their_own() -> None:
     small, large = read_fleet_file(EXAMPLES / "fleet.toml")
     assert (small.name, small.limits.max_replicas) == ("small", 3)
     assert (large.name, large.limits.min_replicas, large.engine.tensor_parallel_size) == ("large", 0, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_fleet_on_one_machine_continues_a_stream_after_a_failure() -> None:
+    printed = run_example("fleet_on_one_machine.py", timeout_s=800.0)
+    assert "two replicas are ready" in printed
+    assert re.search(r"killed rank 0 of replica-\w+ after \d+ tokens", printed)
+    ended = re.search(r"^200 tokens came: (\d+) moves, (\d+) recoveries$", printed, re.MULTILINE)
+    assert ended is not None
+    assert int(ended[1]) + int(ended[2]) > 0
 
 
 def test_readme_lists_every_example() -> None:
