@@ -178,18 +178,20 @@ class DeployRequest(_message.Message):
     def __init__(self, deployment: _Optional[_Union[Deployment, _Mapping]] = ...) -> None: ...
 
 class Deployment(_message.Message):
-    __slots__ = ("engine", "limits", "rank_resources", "drain_grace_s", "weights_version")
+    __slots__ = ("engine", "limits", "rank_resources", "drain_grace_s", "weights_version", "spot")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     RANK_RESOURCES_FIELD_NUMBER: _ClassVar[int]
     DRAIN_GRACE_S_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SPOT_FIELD_NUMBER: _ClassVar[int]
     engine: EngineOptions
     limits: ScalingLimits
     rank_resources: _containers.RepeatedCompositeFieldContainer[NamedAmount]
     drain_grace_s: float
     weights_version: str
-    def __init__(self, engine: _Optional[_Union[EngineOptions, _Mapping]] = ..., limits: _Optional[_Union[ScalingLimits, _Mapping]] = ..., rank_resources: _Optional[_Iterable[_Union[NamedAmount, _Mapping]]] = ..., drain_grace_s: _Optional[float] = ..., weights_version: _Optional[str] = ...) -> None: ...
+    spot: str
+    def __init__(self, engine: _Optional[_Union[EngineOptions, _Mapping]] = ..., limits: _Optional[_Union[ScalingLimits, _Mapping]] = ..., rank_resources: _Optional[_Iterable[_Union[NamedAmount, _Mapping]]] = ..., drain_grace_s: _Optional[float] = ..., weights_version: _Optional[str] = ..., spot: _Optional[str] = ...) -> None: ...
 
 class EngineOptions(_message.Message):
     __slots__ = ("model", "served_model_name", "tensor_parallel_size", "device", "dtype", "quantization", "max_model_len", "block_size", "kv_cache_memory", "num_kv_blocks", "num_host_kv_blocks", "kv_cache_dtype", "prefix_caching", "batch_invariant", "fused_all_reduce", "cuda_graphs", "max_num_seqs", "max_num_batched_tokens", "max_queue_len", "policy", "tenant_weights", "step_timeout_s", "audit", "seed", "gpu_memory_utilization", "max_steps_in_flight", "chat_template", "trust_request_chat_template", "tool_call_parser", "reasoning_parser", "max_logprobs", "revision", "structured_outputs_backend", "disable_any_whitespace", "disable_additional_properties", "speculative_config", "attention_backend", "enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "runner")

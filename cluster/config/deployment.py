@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ...proto.errors import ConfigError
-from .checks import between, positive_amounts
+from .checks import between, one_of, positive_amounts
 from .engine_options import EngineOptions
 from .option import check_names, declared_options, option, select_options, validate_options, write_table
 from .scaling_limits import FLEET, ScalingLimits
@@ -51,6 +51,13 @@ class Deployment:
         help="Time that running requests may stay at a replica that drains, before they move to another.",
         unit="seconds",
         check=between(0, MAX_DRAIN_GRACE_S),
+        group=FLEET,
+    )
+    spot: str = option(
+        "any",
+        help="Nodes for replicas, by the label quire.io/spot: any; prefer, spot machines and after 3 minutes without "
+        "one others; only; never.",
+        check=one_of("any", "prefer", "only", "never"),
         group=FLEET,
     )
     weights_version: str = option(

@@ -25,6 +25,14 @@ from ..replica.replica import Replica, adopt_replica, known_replicas, remove_rep
 from .spot import wait_for_notice
 
 # Resources of a node that are shown to operators.
+# Value of the option `spot` |-> labels of the nodes, in the order of preference.
+_SPOT, _ON_DEMAND = {"quire.io/spot": "true"}, {"quire.io/spot": "false"}
+_SPOT_SELECTORS: Mapping[str, tuple[Mapping[str, str], ...]] = {
+    "any": ({},),
+    "prefer": (_SPOT, _ON_DEMAND),
+    "only": (_SPOT,),
+    "never": (_ON_DEMAND,),
+}
 _SHOWN_RESOURCES = ("CPU", "GPU", "memory")
 
 
@@ -58,6 +66,7 @@ class RayLauncher:
             self._namespace,
             resources_per_rank=rank_resources,
             autoscaling_config=self._autoscaling_config,
+            node_selectors=_SPOT_SELECTORS[deployment.spot],
         )
         return launch_replica(
             config, replica_id, launch_target, version=deployment.version, on_progress=on_progress

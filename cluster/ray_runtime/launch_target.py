@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,6 +21,7 @@ class LaunchTarget(Protocol):
         resources_per_rank: Ray resources of each rank beside its CPU and, if it computes on one, its GPU.
         keys: CURVE keys of the replica's tcp sockets; None if its sockets are ipc.
         placement_timeout_s: seconds to wait for resources.
+        node_selectors: labels that the nodes must have, most preferred first; the last is waited for longest.
         autoscaling_config: see `placement.ClusterView.read`.
     """
 
@@ -34,6 +35,8 @@ class LaunchTarget(Protocol):
     def keys(self) -> CurveKeys | None: ...
     @property
     def placement_timeout_s(self) -> float: ...
+    @property
+    def node_selectors(self) -> Sequence[Mapping[str, str]]: ...
     @property
     def autoscaling_config(self) -> str | None: ...
 
@@ -63,6 +66,7 @@ class FleetLaunchTarget:
     resources_per_rank: Mapping[str, float] = field(default_factory=dict)
     placement_timeout_s: float = 900.0
     autoscaling_config: str | None = None
+    node_selectors: Sequence[Mapping[str, str]] = ({},)
 
     @property
     def is_detached(self) -> bool:

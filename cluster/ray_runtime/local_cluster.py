@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,6 +67,7 @@ class LocalCluster(Closing):
     resources_per_rank: Mapping[str, float] = {}
     keys = None
     placement_timeout_s = 60.0
+    node_selectors: Sequence[Mapping[str, str]] = ({},)
     autoscaling_config = None
 
     def __init__(self, num_cpus: int, num_gpus: int | None = None) -> None:

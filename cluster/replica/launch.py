@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -11,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 
 from ...proto.config import EngineConfig
-from ...proto.errors import ReplicaUnavailable
 from ...worker.actor import LoadReport, RankProcess
 from ..host.stopwatch import Stopwatch, format_seconds
 from ..ray_runtime.errors import await_all
@@ -22,12 +19,12 @@ from ..ray_runtime.launch_target import LaunchTarget
 from .launch_progress import LaunchProgress, LaunchStage, OnProgress
 from .loading_bar import LoadingBar
 from .model_files import fetch_model
-from .placement import ClusterView, bundles_for, choose_strategy, explain_shortage
+from .placement import bundles_for
 from .process_starter import ProcessStarter
 from .rank_processes import LOAD_TIMEOUT_S, PROCESS_TIMEOUT_S, RankHandles
 from .record import ReplicaRecord
 from .replica import Replica, remove_replica
-from .replica_names import placement_name
+from .reservation import Reservation
 from .scheduler_start import start_serving
 
 if TYPE_CHECKING:
@@ -36,8 +33,6 @@ if TYPE_CHECKING:
 
 _PROFILE_TIMEOUT_S = 600.0
 _ANSWER_TIMEOUT_S = 5.0
-# Seconds between reports of why a placement waits.
-_EXPLAIN_INTERVAL_S = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -99,8 +94,8 @@ class _Launch:
         self._replica_id = replica_id
         self._target = target
         self._on_progress = on_progress
-        self._placement: PlacementGroup = PlacementGroup.empty()
         self._bundles = bundles_for(config, target.resources_per_rank)
+        self._reservation = Reservation(replica_id, self._bundles, target, self.report)
         self._actors: list[ActorHandle] = []
         self._scheduler_host = ""
         # The scheduler's first, then each rank's.
@@ -126,26 +121,7 @@ class _Launch:
 
     def place(self) -> None:
         """Reserve resources for all processes; while there are none, report why at intervals."""
-        target, view = self._target, ClusterView.read(self._target.autoscaling_config)
-        strategy = choose_strategy(self._bundles, view.nodes, view.node_types)
-        self._placement = placement_group(
-            self._bundles,
-            strategy=strategy,
-            name=placement_name(self._replica_id, target.namespace),
-            lifetime="detached" if target.is_detached else None,
-        )
-        # From here on `remove_replica` finds the placement. A removal requested earlier is raised by `on_progress`.
-        self.report(LaunchStage.PLACING)
-        deadline = time.monotonic() + target.placement_timeout_s
-        while not self._placement.wait(max(0.0, min(_EXPLAIN_INTERVAL_S, deadline - time.monotonic()))):
-            reason = explain_shortage(self._bundles, strategy, ClusterView.read(target.autoscaling_config))
-            if self._placement_state() == "REMOVED":
-                raise ReplicaUnavailable(f"{self._replica_id} was removed before it was placed: {reason}")
-            if time.monotonic() >= deadline:
-                raise ReplicaUnavailable(f"no room in {target.placement_timeout_s:g} s: {reason}")
-            self.report(LaunchStage.WAITING_FOR_ROOM, reason)
-        nodes = placement_group_table(self._placement)["bundles_to_node_id"]
-        self._node_ids = tuple(nodes[bundle] for bundle in range(len(self._bundles)))
+        self._node_ids = self._reservation.reserve()
 
     def fetch_model(self) -> None:
         """Download a hub model on the ranks' nodes. On one host, `resolve` has downloaded it."""
@@ -230,14 +206,11 @@ class _Launch:
         return ProcessStarter(
             self._replica_id,
             self._target.namespace,
-            self._placement,
+            self._reservation.group,
             tuple(self._bundles),
             tuple(self._config_on.get(node_id, self._config) for node_id in self._node_ids[1:]),
             self._target.is_detached,
         )
-
-    def _placement_state(self) -> str:
-        return str(placement_group_table(self._placement).get("state", "REMOVED"))
 
     def _call_workers(self, method: str, *arguments: Any) -> dict[str, ObjectRef]:
         workers = enumerate(self._workers)

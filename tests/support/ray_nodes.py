@@ -29,12 +29,15 @@ class RayNodes(Closing):
     Args:
         resources: of the head node: ``CPU`` and others.
         ip: of the head node.
+        labels: of the head node.
 
     Attributes:
         address: of the head node, for `attach` and RAY_ADDRESS.
     """
 
-    def __init__(self, resources: Mapping[str, float], ip: str = LOOPBACK) -> None:
+    def __init__(
+        self, resources: Mapping[str, float], ip: str = LOOPBACK, labels: Mapping[str, str] | None = None
+    ) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="qrn-", dir="/tmp"))  # short: Unix sockets live in it
         self._processes: list[subprocess.Popen[bytes]] = []
         self._wrapped: list[
@@ -43,7 +46,8 @@ class RayNodes(Closing):
         port = _free_port(ip)
         self.address = f"{ip}:{port}"
         try:
-            self._start(["--head", *self._head_options(ip, port)], resources, ip)
+            labeled = [f"--labels={name}={value}" for name, value in (labels or {}).items()]
+            self._start(["--head", *self._head_options(ip, port), *labeled], resources, ip)
             self._wait_for_head(ip, port)
         except BaseException:
             self.close()

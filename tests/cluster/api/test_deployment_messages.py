@@ -57,6 +57,7 @@ def test_deployment_keeps_every_changed_field() -> None:
         ScalingLimits(**limits),
         rank_resources=(("slot", 1.5), ("CPU", 4.0)),
         drain_grace_s=4.25,
+        spot="prefer",
         weights_version="2",
     )
     message = admin_pb2.Deployment.FromString(deployment_to_message(deployment).SerializeToString())
