@@ -184,6 +184,19 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 24, "sliding_window": 24, "sliding_window_pattern": 3},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"sliding_window": 11, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4": {"rms_norm_eps": 1e-5},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "n_group": 4,
+        "topk_group": 2,
+        "use_qk_norm": True,
+    },
+    "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
+    "exaone4": {"sliding_window": 11, "sliding_window_pattern": 2},
+    "starcoder2": {"sliding_window": 11},
+    "nemotron": {"norm_eps": 1e-5},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
     "granite": {
         "embedding_multiplier": 6.0,
@@ -195,7 +208,7 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
 }
 # Fields of TINY that the configurations of these kinds lack.
-_KINDS_LACK = dict.fromkeys(("olmo", "phi3"), ("head_dim",)) | dict.fromkeys(
+_KINDS_LACK = dict.fromkeys(("olmo", "phi3", "stablelm"), ("head_dim",)) | dict.fromkeys(
     ("gpt2", "gpt_neox", "opt", "bloom", "falcon"), ("head_dim", "num_key_value_heads")
 )
 
@@ -227,6 +240,9 @@ def _randomize(model: PreTrainedModel, seed: int) -> None:
             else:
                 inputs = weight.shape[0] if model.config.model_type == "gpt2" else weight.shape[-1]
                 weight.copy_(normal(weight, sharpness * inputs**-0.5))
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("correction_bias"):
+                buffer.copy_(normal(buffer, 0.1))
 
 
 # Weights that are drawn larger, so that attention concentrates on few tokens.

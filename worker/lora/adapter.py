@@ -114,6 +114,8 @@ def _read_part(
     (first_input, num_inputs), (first_output, num_outputs) = part.inputs, part.outputs
     a = _read_finite(file, names["a"], (0, first_input), (rank, num_inputs))
     b = _read_finite(file, names["b"], (first_output, 0), (num_outputs, rank))
+    if part.interleaving is not None:
+        b = b[part.interleaving.order(num_outputs)]
     scaled = b.T * config.scaling_of(part.name)
     return PartFactors(a.to(dtype), scaled.contiguous().to(dtype))
 

@@ -13,14 +13,17 @@ from ...kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 from ...kernels.linear import PackedWeight
 from ...kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from ...kernels.quantized_linear import Float8Tokens
+from ...kernels.rope import apply_rope
 from ..attention import AttentionInputs, LayerCache, paged_attention
 from ..comm.all_reduce_choice import choose_all_reduce
 from ..comm.symmetric_memory import open_symmetric_memory
 from ..weights.linear_weight import PlainWeight
+from ..weights.weight_slice import Interleaving
 from .aux_states import AuxStates
-from .fused_decode import plan_fused_decode
+from .fused_decode import FusedDecode, plan_fused_decode
 from .layers import (
     ColumnParallelLinear,
+    LayerNorm,
     PartialSum,
     Projection,
     RotaryTable,
@@ -28,10 +31,13 @@ from .layers import (
     WholeProjectionNorm,
 )
 from .load_context import LoadContext
+from .mlp import Mlp, UngatedMlp
 from .moe import MixtureOfExperts
 from .spec import DecoderSpec, LayerSpec
 from .vocab_parallel import NoHead, VocabParallelEmbedding, VocabParallelHead
 
+# The weight of an RMSNorm, or a LayerNorm.
+Norm = Tensor | LayerNorm
 # Rope key |-> cosines and sines of a step's tokens; the key None is for layers without positions.
 Rotations = Mapping[str | None, tuple[Tensor | None, Tensor | None]]
 
@@ -61,16 +67,22 @@ class Attention:
             sinks = load.part(f"{name}.sinks", load.head_shard(spec.num_heads, 1)).float()
         self.variant = AttentionVariant(window=layer.window, soft_cap=spec.attention_soft_cap, sinks=sinks)
         self.qkv = ColumnParallelLinear(
-            load, _qkv_projections(load, spec, name), in_features or spec.hidden_size, bias=spec.qkv_bias
+            load,
+            _qkv_projections(load, spec, layer, name),
+            in_features or spec.hidden_size,
+            bias=spec.qkv_bias,
         )
         q_size = spec.num_heads * spec.head_dim
         self.output = RowParallelLinear(
             load, f"{name}.o_proj", q_size, spec.hidden_size, bias=spec.output_bias, peers=peers
         )
+        self.rotates_first = spec.qk_norm == "rotated_head"
         self.q_norm = self.k_norm = None
-        if spec.qk_norm == "head":
-            self.q_norm = load.norm(f"{name}.q_norm", spec.head_dim, spec.norm_offset)
-            self.k_norm = load.norm(f"{name}.k_norm", spec.head_dim, spec.norm_offset)
+        if spec.qk_norm in ("head", "rotated_head"):
+            self.q_norm, self.k_norm = (
+                load.norm(f"{name}.{own}", spec.head_dim, spec.norm_offset) for own in spec.qk_norm_names
+            )
+        self.layer_norms = _head_layer_norms(load, spec, layer, name) if spec.qk_norm == "layer_norm" else []
         self.projection_norms = _projection_norms(load, spec, name) if spec.qk_norm == "projection" else []
 
     def forward(
@@ -87,11 +99,22 @@ class Attention:
         for norm in self.projection_norms:
             norm.apply(projected[:, start : start + norm.length])
             start += norm.length
+        heads = projected.view(num_tokens, -1, self.head_dim)
+        start = 0
+        for layer_norm in self.layer_norms:
+            own = heads[:, start : start + len(layer_norm.weight)]
+            own.copy_(layer_norm.apply(own))
+            start += len(layer_norm.weight)
+        cos, sin = rotations[self.rope]
+        if self.rotates_first and cos is not None and sin is not None:
+            apply_rope(heads[:, : -kv_cache.blocks.shape[2]], cos, sin)
+            cos = sin = None
         q = fused_qk_norm_rope_kv_write(
-            projected.view(num_tokens, -1, self.head_dim),
+            heads,
             kv_cache.blocks,
             inputs.slot_mapping,
-            *rotations[self.rope],
+            cos,
+            sin,
             self.q_norm,
             self.k_norm,
             self.norm_eps,
@@ -99,27 +122,6 @@ class Attention:
         )
         attended = paged_attention(q, kv_cache, inputs, self.scale, self.variant)
         return self.output.forward_partial(attended.view(num_tokens, -1))
-
-
-class Mlp:
-    """Gated feed-forward network."""
-
-    def __init__(self, load: LoadContext, spec: DecoderSpec, name: str, peers: Peers | None) -> None:
-        inner, shard = spec.intermediate_size, load.shard(spec.intermediate_size)
-        if spec.fused_projections:
-            fused = f"{name}.gate_up_proj"
-            projections = [Projection(fused, shard, start, 2 * inner) for start in (0, inner)]
-        else:
-            projections = [Projection(f"{name}.{part}_proj", shard) for part in ("gate", "up")]
-        self.gate_up = ColumnParallelLinear(load, projections, spec.hidden_size, bias=spec.mlp_bias)
-        self.down = RowParallelLinear(
-            load, f"{name}.down_proj", inner, spec.hidden_size, bias=spec.mlp_bias, peers=peers
-        )
-        self.activation = spec.activation
-
-    def forward(self, x: Tensor | Float8Tokens) -> Tensor | PartialSum:
-        """[T, E] -> [T, E]."""
-        return self.down.forward_partial(self.gate_up.forward_gated(x, self.activation))
 
 
 class DecoderLayer:
@@ -132,12 +134,11 @@ class DecoderLayer:
     def __init__(
         self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
     ) -> None:
-        def norm(own_name: str | None) -> Tensor | None:
-            if own_name is None:
-                return None
-            return load.norm(f"{name}.{own_name}", spec.hidden_size, spec.norm_offset)
+        def norm(own_name: str | None) -> Norm | None:
+            return None if own_name is None else _read_norm(load, spec, f"{name}.{own_name}")
 
-        if spec.residual_scale != 1.0 or spec.norms.after_attention or spec.norms.after_mlp:
+        is_plain = spec.residual_scale == 1.0 and spec.norm_kind == "rms" and not spec.parallel_residual
+        if not is_plain or spec.norms.after_attention or spec.norms.after_mlp:
             peers = None
         self.comm, self.peers = load.comm, peers
         self.norm_eps = spec.norm_eps
@@ -146,10 +147,13 @@ class DecoderLayer:
         self.attention = Attention(load, spec, layer, f"{name}.self_attn", peers)
         self.after_attention = norm(spec.norms.after_attention)
         self.before_mlp = norm(spec.norms.before_mlp)
-        self.mlp: Mlp | MixtureOfExperts
+        self.is_parallel = spec.parallel_residual
+        self.mlp: Mlp | UngatedMlp | MixtureOfExperts
         if layer.has_experts:
             assert spec.experts is not None
             self.mlp = MixtureOfExperts(load, spec.experts, spec.hidden_size, spec.activation, name)
+        elif spec.mlp_names is not None:
+            self.mlp = UngatedMlp(load, spec, spec.mlp_names, f"{name}.mlp", peers)
         else:
             self.mlp = Mlp(load, spec, f"{name}.mlp", peers)
         self.after_mlp = norm(spec.norms.after_mlp)
@@ -176,6 +180,8 @@ class DecoderLayer:
         Returns:
             the layer's output, still to be added to `residual`, [T, E].
         """
+        if self.is_parallel:
+            return self._forward_parallel(x, residual, rotations, kv_cache, inputs)
         normed = self._add_and_quantize(self.attention.qkv, x, residual, self.before_attention)
         x = self._finish(self.attention.forward(normed, rotations, kv_cache, inputs), self.after_attention)
         if isinstance(self.mlp, Mlp):
@@ -184,6 +190,21 @@ class DecoderLayer:
             x = self.mlp.forward(self.add(x, residual, self.before_mlp))
         return self._finish(x, self.after_mlp)
 
+    def _forward_parallel(
+        self,
+        x: Tensor | PartialSum | None,
+        residual: Tensor,
+        rotations: Rotations,
+        kv_cache: LayerCache,
+        inputs: AttentionInputs,
+    ) -> Tensor:
+        """As `forward`, with the same input for attention and feed-forward network."""
+        normed = self.add(x, residual, self.before_attention)
+        attended, out = self.attention.forward(normed, rotations, kv_cache, inputs), self.mlp.forward(normed)
+        assert isinstance(attended, Tensor)  # without peers no sum is deferred
+        assert isinstance(out, Tensor)
+        return out.add_(attended)
+
     def to_dense_layer(self, ropes: Sequence[str]) -> DenseLayer | None:
         """Return the layer for kernels.decode_layers. Returns None if a DenseLayer cannot represent it.
 
@@ -191,11 +212,19 @@ class DecoderLayer:
             ropes: keys of the model's rotary embeddings; a DenseLayer refers to them by index.
         """
         attention, mlp = self.attention, self.mlp
-        if isinstance(mlp, MixtureOfExperts) or self.before_attention is None or self.before_mlp is None:
+        norms = self.before_attention, self.before_mlp, self.after_attention, self.after_mlp
+        before_attention, before_mlp, after_attention, after_mlp = norms
+        if not isinstance(mlp, Mlp) or not isinstance(before_attention, Tensor):
+            return None
+        if not isinstance(before_mlp, Tensor) or isinstance(after_attention, LayerNorm):
+            return None
+        if isinstance(after_mlp, LayerNorm):
             return None
         has_more = (
             self.peers is not None
             or bool(attention.projection_norms)
+            or bool(attention.layer_norms)
+            or attention.rotates_first
             or attention.variant.sinks is not None
             or attention.output.bias is not None
             or mlp.down.bias is not None
@@ -211,10 +240,10 @@ class DecoderLayer:
             down=down,
             qkv_bias=attention.qkv.bias,
             gate_up_bias=mlp.gate_up.bias,
-            before_attention=self.before_attention,
-            before_mlp=self.before_mlp,
-            after_attention=self.after_attention,
-            after_mlp=self.after_mlp,
+            before_attention=before_attention,
+            before_mlp=before_mlp,
+            after_attention=after_attention,
+            after_mlp=after_mlp,
             q_norm=attention.q_norm,
             k_norm=attention.k_norm,
             eps=self.norm_eps,
@@ -231,21 +260,23 @@ class DecoderLayer:
         consumer: ColumnParallelLinear,
         x: Tensor | PartialSum | None,
         residual: Tensor,
-        norm: Tensor | None,
+        norm: Norm | None,
     ) -> Tensor | Float8Tokens:
         """As `add`, but the norm quantizes its output if `consumer` multiplies in float8; no extra memory pass."""
-        if consumer.accepts_float8 and isinstance(x, Tensor) and norm is not None:
+        if consumer.accepts_float8 and isinstance(x, Tensor) and isinstance(norm, Tensor):
             return Float8Tokens(*add_rms_norm_float8(x, residual, norm, self.norm_eps), x.dtype)
         return self.add(x, residual, norm)
 
-    def add(self, x: Tensor | PartialSum | None, residual: Tensor, norm: Tensor | None) -> Tensor:
+    def add(self, x: Tensor | PartialSum | None, residual: Tensor, norm: Norm | None) -> Tensor:
         """Add x, if any, to the residual; return the residual, normalized if there is a norm."""
         if isinstance(x, PartialSum):
-            if norm is not None and self.peers is not None:
+            if isinstance(norm, Tensor) and self.peers is not None:
                 return all_reduce_add_rms_norm(x.part, residual, norm, self.norm_eps, self.peers)
             x = self.comm.all_reduce(x.part)
         if norm is None:
             return residual if x is None else residual.add_(x)
+        if isinstance(norm, LayerNorm):
+            return norm.apply(residual if x is None else residual.add_(x))
         if x is None:
             return rms_norm(residual, norm, self.norm_eps)
         return add_rms_norm(x, residual, norm, self.norm_eps)
@@ -256,12 +287,12 @@ class DecoderLayer:
             x = self.comm.all_reduce(x.part.clone())
         return residual.clone() if x is None else residual + x
 
-    def _finish(self, x: Tensor | PartialSum, norm: Tensor | None) -> Tensor | PartialSum:
+    def _finish(self, x: Tensor | PartialSum, norm: Norm | None) -> Tensor | PartialSum:
         """Apply the norm and the scale that precede the residual addition, if the layer has them."""
         if isinstance(x, PartialSum):
             return x
         if norm is not None:
-            x = rms_norm(x, norm, self.norm_eps)
+            x = norm.apply(x) if isinstance(norm, LayerNorm) else rms_norm(x, norm, self.norm_eps)
         return x if self.residual_scale == 1.0 else x.mul_(self.residual_scale)
 
 
@@ -292,9 +323,11 @@ class Decoder:
         self.lora = load.lora
         self.hidden_size = spec.hidden_size
         self.supports_graphs = not any(layer.reads_back for layer in self.layers)
-        self.norm = load.norm("model.norm", spec.hidden_size, spec.norm_offset)
+        self.norm = _read_norm(load, spec, "model.norm")
         dense = [layer.to_dense_layer(list(self.rotary)) for layer in self.layers]
-        self.fused_decode = plan_fused_decode(dense, self.norm, load.comm)
+        self.fused_decode: FusedDecode | None = None
+        if isinstance(self.norm, Tensor):
+            self.fused_decode = plan_fused_decode(dense, self.norm, load.comm)
         self.head = _make_head(load, spec, self.embedding) if has_head else NoHead(load, spec.vocab_size)
         # Some checkpoints store the head even though it is tied.
         unused = [name for name in load.checkpoint.names() if name.startswith(spec.draft_prefixes)]
@@ -348,17 +381,56 @@ def _make_head(load: LoadContext, spec: DecoderSpec, embedding: VocabParallelEmb
     )
 
 
-def _qkv_projections(load: LoadContext, spec: DecoderSpec, name: str) -> list[Projection]:
+def _read_norm(load: LoadContext, spec: DecoderSpec, name: str) -> Norm:
+    weight = load.norm(name, spec.hidden_size, spec.norm_offset)
+    if spec.norm_kind == "rms":
+        return weight
+    bias = load.replicated(f"{name}.bias", spec.hidden_size) if spec.norm_kind == "layer" else None
+    return LayerNorm(weight, bias, spec.norm_eps)
+
+
+def _interleaving(spec: DecoderSpec, layer: LayerSpec) -> Interleaving | None:
+    """Return the order of the rows of a head's queries and keys in the checkpoint."""
+    if not spec.interleaved_rope or layer.rope is None:
+        return None
+    return Interleaving(spec.head_dim, 2 * len(spec.ropes[layer.rope].frequencies))
+
+
+def _qkv_projections(load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> list[Projection]:
     counts = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
     shards = [load.head_shard(count, spec.head_dim) for count in counts]
-    if not spec.fused_projections:
-        return [Projection(f"{name}.{part}_proj", shard) for part, shard in zip("qkv", shards, strict=True)]
+    if not spec.fused_qkv:
+        interleaving = _interleaving(spec, layer)
+        return [
+            Projection(f"{name}.{part}_proj", shard, interleaving=None if part == "v" else interleaving)
+            for part, shard in zip("qkv", shards, strict=True)
+        ]
     stored_len = sum(counts) * spec.head_dim
     starts = [sum(counts[:index]) * spec.head_dim for index in range(3)]
     return [
         Projection(f"{name}.qkv_proj", shard, start, stored_len)
         for shard, start in zip(shards, starts, strict=True)
     ]
+
+
+def _head_layer_norms(load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> list[LayerNorm]:
+    """Return the norms of queries and of keys, with weights for each of this rank's heads."""
+    interleaving, head_dim = _interleaving(spec, layer), spec.head_dim
+    norms = []
+    for own, count in zip(spec.qk_norm_names, (spec.num_heads, spec.num_kv_heads), strict=True):
+        heads = load.head_shard(count, 1)
+        weight = load.empty(len(heads), head_dim)
+        if "{}" in own:
+            for row, head in zip(weight, range(heads.start, heads.end), strict=True):
+                load.checkpoint.read_into(row, f"{name}.{own.format(head)}.weight", (head_dim,))
+            for head in range(count):
+                load.checkpoint.ignore(f"{name}.{own.format(head)}.weight")
+        else:
+            load.checkpoint.read_into(weight, f"{name}.{own}.weight", (count, head_dim), 0, heads.start)
+        if interleaving is not None:
+            weight = weight[:, interleaving.order(head_dim)].contiguous()
+        norms.append(LayerNorm(weight, None, spec.norm_eps))
+    return norms
 
 
 def _projection_norms(load: LoadContext, spec: DecoderSpec, name: str) -> list[WholeProjectionNorm]:

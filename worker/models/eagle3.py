@@ -12,10 +12,11 @@ from ...proto.errors import ConfigError, ModelLoadError
 from ..attention import AttentionInputs, LayerCache
 from ..weights.linear_weight import LinearWeight, PlainWeight
 from ..weights.weight_slice import WeightSlice
-from .decoder import Attention, Decoder, Mlp, Rotations
+from .decoder import Attention, Decoder, Rotations
 from .eagle3_config import aux_layers
 from .layers import PartialSum, RotaryTable
 from .load_context import LoadContext
+from .mlp import Mlp
 from .registry import FAMILIES
 from .spec import read_spec
 from .vocab_parallel import VocabParallelEmbedding, VocabParallelHead

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.activation import GATED_ACTIVATIONS
@@ -18,7 +19,7 @@ from ...kernels.all_reduce_norm import Peers
 from ...kernels.quantized_linear import Float8Tokens
 from ..comm.shard import Shard
 from ..weights.linear_weight import Float8Weight, PlainWeight
-from ..weights.weight_slice import WeightSlice
+from ..weights.weight_slice import Interleaving, WeightSlice
 from .load_context import LoadContext
 from .rope import Rope
 
@@ -32,12 +33,14 @@ class Projection:
         shard: this rank's part of the outputs.
         start, stored_len: for a stored layer that concatenates several projections, the first output of this one and
             the number of outputs of all; `stored_len` is None if the layer stores this projection alone.
+        interleaving: of this rank's outputs in the checkpoint; None if they are in order.
     """
 
     name: str
     shard: Shard
     start: int = 0
     stored_len: int | None = None
+    interleaving: Interleaving | None = None
 
     @property
     def num_stored(self) -> int:
@@ -56,7 +59,12 @@ class ColumnParallelLinear:
     ) -> None:
         parts = [
             WeightSlice(
-                own.name, (own.num_stored, in_features), 0, own.start + own.shard.start, len(own.shard)
+                own.name,
+                (own.num_stored, in_features),
+                0,
+                own.start + own.shard.start,
+                len(own.shard),
+                own.interleaving,
             )
             for own in projections
         ]
@@ -67,6 +75,8 @@ class ColumnParallelLinear:
             pieces = self.bias.split_with_sizes([part.length for part in parts])
             for piece, part in zip(pieces, parts, strict=True):
                 load.checkpoint.read_into(piece, f"{part.name}.bias", part.shape[:1], 0, part.start)
+                if part.interleaving is not None:
+                    piece.copy_(piece[part.interleaving.order(len(piece))])
 
     @property
     def accepts_float8(self) -> bool:
@@ -163,6 +173,26 @@ class WholeProjectionNorm:
         squares = self.comm.all_reduce(x.float().square().sum(dim=-1, keepdim=True))
         scale = torch.rsqrt(squares / (self.length * self.comm.size) + self.eps)
         x.copy_(x.float().mul_(scale).mul_(self.weight))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """LayerNorm over the last dimension (Ba et al., 2016).
+
+    Attributes:
+        weight, bias: [E], or of several last dimensions; without a bias None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return the normalized tensor."""
+        if self.weight.dim() == 1:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        normed = F.layer_norm(x, self.weight.shape[-1:], None, None, self.eps)
+        return normed * self.weight if self.bias is None else normed * self.weight + self.bias
 
 
 class RotaryTable:

@@ -25,6 +25,14 @@ _AFTER_ONLY = Norms(
     before_mlp=None,
     after_mlp="post_feedforward_layernorm",
 )
+_GLM = Family(output_bias_field=None, fused_gate_up=True, interleaved_rope=True)
+_COHERE = Family(
+    norms=Norms(before_mlp=None),
+    norm_kind="layer_without_bias",
+    eps_field="layer_norm_eps",
+    interleaved_rope=True,
+    parallel_residual=True,
+)
 _GEMMA = Family(norms=_SANDWICH, activation_field="hidden_activation", is_gemma=True)
 
 # Architectures that quire defines itself; TransformersSpec covers others.
@@ -52,11 +60,70 @@ FAMILIES = {
     ),
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": replace(_GEMMA, qk_norm="head"),
-    "Phi3ForCausalLM": Family(qkv_bias=False, fused_projections=True, all_layers_windowed=True),
+    "Phi3ForCausalLM": Family(qkv_bias=False, fused_qkv=True, fused_gate_up=True, all_layers_windowed=True),
     "Olmo2ForCausalLM": Family(qk_norm="projection", norms=_AFTER_ONLY),
     "Olmo3ForCausalLM": Family(qk_norm="projection", norms=_AFTER_ONLY),
     "GraniteForCausalLM": Family(),
     "SmolLM3ForCausalLM": Family(),
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(
+        _GLM,
+        norms=Norms(
+            after_attention="post_self_attn_layernorm",
+            before_mlp="post_attention_layernorm",
+            after_mlp="post_mlp_layernorm",
+        ),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        output_bias_field=None,
+        qk_norm="head",
+        qk_norm_field="use_qk_norm",
+        expert_fields=("n_routed_experts", "moe_intermediate_size"),
+        routing="corrected_sigmoid",
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        qkv_bias=False,
+        qk_norm="projection",
+        expert_fields=("num_local_experts", "intermediate_size"),
+        experts_normalized=True,
+        routing="corrected_sigmoid",
+    ),
+    "Exaone4ForCausalLM": Family(
+        qkv_bias=False, qk_norm="head", norms=_AFTER_ONLY, full_layers_unrotated=True
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        qkv_bias_field="use_bias",
+        output_bias_field="use_bias",
+        mlp_bias_field="use_bias",
+        interleaved_rope=True,
+    ),
+    "SeedOssForCausalLM": Family(output_bias_field="attention_out_bias"),
+    "HunYuanDenseV1ForCausalLM": Family(
+        qk_norm="rotated_head", qk_norm_names=("query_layernorm", "key_layernorm")
+    ),
+    "CohereForCausalLM": replace(_COHERE, qk_norm="layer_norm", qk_norm_field="use_qk_norm"),
+    "Cohere2ForCausalLM": replace(_COHERE, full_layers_unrotated=True),
+    "NemotronForCausalLM": Family(
+        eps_field="norm_eps", norm_kind="layer", norm_offset=1.0, mlp_names=("up_proj", "down_proj")
+    ),
+    "Starcoder2ForCausalLM": Family(
+        qkv_bias_field="use_bias",
+        output_bias_field="use_bias",
+        mlp_bias_field="use_bias",
+        eps_field="norm_epsilon",
+        norm_kind="layer",
+        mlp_names=("c_fc", "c_proj"),
+        all_layers_windowed=True,
+    ),
+    "StableLmForCausalLM": Family(
+        qkv_bias_field="use_qkv_bias",
+        output_bias_field=None,
+        eps_field="layer_norm_eps",
+        norm_kind="layer",
+        qk_norm="layer_norm",
+        qk_norm_field="qk_layernorm",
+        qk_norm_names=("q_layernorm.norms.{}", "k_layernorm.norms.{}"),
+    ),
 }
 
 

@@ -13,12 +13,19 @@ from .rope import DEFAULT_THETA, Rope, RopeContext, make_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Activation in a Hugging Face configuration |-> name in DecoderSpec.
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+# Further ones of feed-forward networks that are not gated.
+UNGATED_ACTIVATIONS = {"relu2": "relu_squared"}
 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Checkpoint names of a layer's RMSNorms; None if the layer has no such norm."""
+    """Checkpoint names of a layer's norms; None if the layer has no such norm."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -91,10 +98,16 @@ class DecoderSpec:
         attention_scale: multiplies the products of queries and keys.
         attention_soft_cap, logits_soft_cap: ``cap * tanh(x / cap)`` bounds scores and logits; 0 for unbounded.
         attention_sinks: each head has one more key, whose value is 0 (kernels.attention_variant).
-        qk_norm: RMSNorm of queries and keys before the rotation, over each ``head`` or the whole ``projection``; None
-            for no norm.
-        fused_projections: checkpoints store q, k and v as one ``qkv_proj``, gate and up as one ``gate_up_proj``.
+        qk_norm: norm of queries and keys: RMSNorm before the rotation over each ``head`` or the whole ``projection``,
+            or after it over each ``rotated_head``; LayerNorm with weights per head, ``layer_norm``; None for no norm.
+        qk_norm_names: of the norms of queries and keys in the checkpoint; with a ``{}``, each head has its own.
+        fused_qkv, fused_gate_up: checkpoints store q, k and v as one ``qkv_proj``, gate and up as one
+            ``gate_up_proj``.
+        mlp_names: of an ungated feed-forward network's layers, up and down; None for a gated one.
+        interleaved_rope: the numbers 2 i and 2 i + 1 of a head are a pair; their rows are reordered as they are read.
+        norm_kind: of the other norms, ``rms``, or ``layer`` with a bias, or ``layer_without_bias``.
         norm_offset: added to the weights of all norms.
+        parallel_residual: attention and feed-forward network have the same input.
         embedding_scale, residual_scale, logits_scale: multiply the embeddings, what a layer adds to the residual,
             and the logits.
         draft_prefixes: names of tensors of the checkpoint that only draft heads use begin with one of these.
@@ -118,9 +131,15 @@ class DecoderSpec:
     mlp_bias: bool = False
     attention_sinks: bool = False
     qk_norm: str | None = None
-    fused_projections: bool = False
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    mlp_names: tuple[str, str] | None = None
+    interleaved_rope: bool = False
     norms: Norms = field(default_factory=Norms)
+    norm_kind: str = "rms"
     norm_offset: float = 0.0
+    parallel_residual: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
@@ -134,7 +153,11 @@ class Family:
     """Properties of an architecture that its configuration does not contain.
 
     Attributes:
-        qkv_bias: the q, k and v projections have biases; None to read ``attention_bias``, also for the output.
+        qkv_bias: the q, k and v projections have biases; None to read `qkv_bias_field`, and for the output
+            `output_bias_field`.
+        mlp_bias_field: field of the configuration that tells whether the feed-forward network has biases.
+        eps_field: field of the configuration with the eps of norms.
+        qk_norm_field: field of the configuration that tells whether there is a `qk_norm`; None if there always is.
         activation_field: field of the configuration with the activation.
         is_gemma: embeddings are multiplied by the square root of the hidden size, norm weights are stored minus 1,
             and ``query_pre_attn_scalar`` replaces head_dim in the attention scale.
@@ -142,16 +165,30 @@ class Family:
             dense architectures.
         experts_normalized: the weights of a token's experts sum to 1; None to read ``norm_topk_prob``.
         routing: key of ROUTINGS.
+        full_layers_unrotated: layers without a window have no positions, unless no layer has a window.
         all_layers_windowed: ``sliding_window`` applies to every layer, regardless of ``layer_types``.
 
     The other fields are those of DecoderSpec.
     """
 
     qkv_bias: bool | None = None
+    qkv_bias_field: str = "attention_bias"
+    output_bias_field: str | None = "attention_bias"
+    mlp_bias_field: str = "mlp_bias"
+    eps_field: str = "rms_norm_eps"
     qk_norm: str | None = None
+    qk_norm_field: str | None = None
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norms: Norms = field(default_factory=Norms)
+    norm_kind: str = "rms"
+    norm_offset: float = 0.0
     activation_field: str = "hidden_act"
-    fused_projections: bool = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    mlp_names: tuple[str, str] | None = None
+    interleaved_rope: bool = False
+    parallel_residual: bool = False
+    full_layers_unrotated: bool = False
     is_gemma: bool = False
     expert_fields: tuple[str, str] | None = None
     experts_normalized: bool | None = None
@@ -167,10 +204,16 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         ConfigError: the configuration has an option that Decoder does not support; names it.
     """
     hf = model.hf
-    attention_bias = bool(hf.get("attention_bias", False)) if family.qkv_bias is None else False
+    qkv_bias, output_bias = bool(family.qkv_bias), False
+    if family.qkv_bias is None:
+        qkv_bias = bool(hf.get(family.qkv_bias_field))
+        output_bias = family.output_bias_field is not None and bool(hf.get(family.output_bias_field))
+    is_parallel = family.parallel_residual or bool(hf.get("use_parallel_residual"))
+    has_qk_norm = family.qk_norm_field is None or bool(hf.get(family.qk_norm_field))
     activation = hf.get(family.activation_field) or "silu"
-    if activation not in ACTIVATIONS:
-        known = ", ".join(repr(name) for name in ACTIVATIONS)
+    activations = ACTIVATIONS | (UNGATED_ACTIVATIONS if family.mlp_names is not None else {})
+    if activation not in activations:
+        known = ", ".join(repr(name) for name in activations)
         raise ConfigError(
             f"{model.name}: {family.activation_field} {activation!r} is not supported, only {known}"
         )
@@ -183,26 +226,32 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        norm_eps=_required(model, "rms_norm_eps"),
+        norm_eps=_required(model, family.eps_field),
         layers=layers,
         ropes=ropes,
         attention_scale=_attention_scale(model),
-        activation=ACTIVATIONS[activation],
+        activation=activations[activation],
         attention_soft_cap=hf.get("attn_logit_softcapping") or 0.0,
         logits_soft_cap=hf.get("final_logit_softcapping") or 0.0,
-        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        output_bias=attention_bias,
-        mlp_bias=bool(hf.get("mlp_bias", False)),
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        mlp_bias=bool(hf.get(family.mlp_bias_field)),
         attention_sinks=family.attention_sinks,
-        qk_norm=family.qk_norm,
-        fused_projections=family.fused_projections,
-        norms=family.norms,
-        norm_offset=1.0 if family.is_gemma else 0.0,
+        qk_norm=family.qk_norm if has_qk_norm else None,
+        qk_norm_names=family.qk_norm_names,
+        fused_qkv=family.fused_qkv,
+        fused_gate_up=family.fused_gate_up,
+        mlp_names=family.mlp_names,
+        interleaved_rope=family.interleaved_rope,
+        norms=replace(family.norms, before_mlp=None) if is_parallel else family.norms,
+        norm_kind=family.norm_kind,
+        norm_offset=1.0 if family.is_gemma else family.norm_offset,
+        parallel_residual=is_parallel,
         embedding_scale=model.hf["hidden_size"] ** 0.5
         if family.is_gemma
         else hf.get("embedding_multiplier", 1.0),
         residual_scale=hf.get("residual_multiplier", 1.0),
-        logits_scale=1.0 / hf.get("logits_scaling", 1.0),
+        logits_scale=hf.get("logit_scale") or 1.0 / hf.get("logits_scaling", 1.0),
         experts=_read_experts(model, family),
         tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
         draft_prefixes=mtp_prefixes(model),
@@ -231,6 +280,8 @@ def _read_layers(model: ModelConfig, family: Family) -> tuple[LayerSpec, ...]:
             f"{model.name}: bidirectional attention (use_bidirectional_attention) is not supported"
         )
     has_positions = hf.get("no_rope_layers") or [True] * model.num_layers
+    if family.full_layers_unrotated and window:
+        has_positions = [layer_type == SLIDING for layer_type in layer_types]
     if not len(layer_types) == len(has_positions) == model.num_layers:
         raise ConfigError(
             f"{model.name}: config.json describes {len(layer_types)} layers and has {model.num_layers}"

@@ -1,0 +1,63 @@
+"""Feed-forward networks of a decoder layer; their inner dimension is sharded over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels.all_reduce_norm import Peers
+from ...kernels.quantized_linear import Float8Tokens
+from .layers import ColumnParallelLinear, PartialSum, Projection, RowParallelLinear
+from .load_context import LoadContext
+from .spec import DecoderSpec
+
+UNGATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu_squared": lambda x: F.relu(x).square_(),
+}
+
+
+class Mlp:
+    """Gated feed-forward network."""
+
+    def __init__(self, load: LoadContext, spec: DecoderSpec, name: str, peers: Peers | None) -> None:
+        inner, shard = spec.intermediate_size, load.shard(spec.intermediate_size)
+        if spec.fused_gate_up:
+            fused = f"{name}.gate_up_proj"
+            projections = [Projection(fused, shard, start, 2 * inner) for start in (0, inner)]
+        else:
+            projections = [Projection(f"{name}.{part}_proj", shard) for part in ("gate", "up")]
+        self.gate_up = ColumnParallelLinear(load, projections, spec.hidden_size, bias=spec.mlp_bias)
+        self.down = RowParallelLinear(
+            load, f"{name}.down_proj", inner, spec.hidden_size, bias=spec.mlp_bias, peers=peers
+        )
+        self.activation = spec.activation
+
+    def forward(self, x: Tensor | Float8Tokens) -> Tensor | PartialSum:
+        """[T, E] -> [T, E]."""
+        return self.down.forward_partial(self.gate_up.forward_gated(x, self.activation))
+
+
+class UngatedMlp:
+    """Feed-forward network of two layers.
+
+    Args:
+        names: of the two layers in the checkpoint.
+    """
+
+    def __init__(
+        self, load: LoadContext, spec: DecoderSpec, names: tuple[str, str], name: str, peers: Peers | None
+    ) -> None:
+        up, down = (f"{name}.{own}" for own in names)
+        inner = spec.intermediate_size
+        projections = [Projection(up, load.shard(inner))]
+        self.up = ColumnParallelLinear(load, projections, spec.hidden_size, bias=spec.mlp_bias)
+        self.down = RowParallelLinear(load, down, inner, spec.hidden_size, bias=spec.mlp_bias, peers=peers)
+        self.activation = UNGATED_ACTIVATIONS[spec.activation]
+
+    def forward(self, x: Tensor) -> Tensor | PartialSum:
+        """[T, E] -> [T, E]."""
+        return self.down.forward_partial(self.activation(self.up.forward(x)))
