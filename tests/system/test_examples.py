@@ -38,6 +38,14 @@ def test_speculative_decoding_gives_the_same_text() -> None:
     assert "same text with drafts" in run_example("speculative_decoding.py")
 
 
+def test_embeddings_rank_every_text() -> None:
+    printed = run_example("embeddings.py")
+    assert re.match(r"\d+ dimensions\n", printed)
+    scores = [float(score) for score in re.findall(r"^([+-][01]\.\d{3}) ", printed, re.MULTILINE)]
+    assert len(scores) == 3
+    assert scores == sorted(scores, reverse=True)
+
+
 def test_structured_outputs_have_their_forms() -> None:
     printed = run_example("structured_outputs.py")
     assert re.search(r"^choice: (calm|stormy) \(stop\)$", printed, re.MULTILINE)
