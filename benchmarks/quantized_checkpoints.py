@@ -24,7 +24,7 @@ from torch import Tensor
 FLOAT8 = torch.float8_e4m3fn
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 # The projections of a decoder layer, which all of these tools quantize.
-LINEAR = re.compile(r"\.(?:[a-z]+_proj|w[123])\.weight$")
+LINEAR = re.compile(r"\.(?:[a-z]+(?:_[ab])?_proj(?:_with_mqa)?|w[123])\.weight$")
 
 
 @dataclass(frozen=True, slots=True)

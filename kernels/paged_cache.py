@@ -1,4 +1,7 @@
-"""Writes to the paged KV cache: per layer ``[N, 2, Hkv, B, D]``, N blocks of keys and values of B tokens."""
+"""Writes to the paged KV cache: per layer ``[N, 2, Hkv, B, D]``, N blocks of keys and values of B tokens.
+
+A latent cache (kernels.latent_attention) has one part per token instead of two: ``[N, 1, 1, B, D]``.
+"""
 
 from __future__ import annotations
 

@@ -60,6 +60,8 @@ class ModelConfig:
         commit: of the snapshot; empty for a directory.
         generates: the model generates text; False for one whose prompts are only pooled.
         pooling: None for a model whose prompts are not pooled.
+        latent_dim: numbers that a token is cached as in each layer of a model with multi-head latent attention, the
+            same on every rank; 0 for models that cache keys and values of heads.
     """
 
     path: str
@@ -81,6 +83,16 @@ class ModelConfig:
     commit: str = ""
     generates: bool = True
     pooling: PoolingConfig | None = None
+    latent_dim: int = 0
+
+    def kv_shape(self, tensor_parallel_size: int) -> tuple[int, int, int]:
+        """Return how a rank caches a token in a layer: parts, heads, and numbers of each.
+
+        With fewer KV heads than ranks, several ranks hold the same head. All ranks hold a latent in full.
+        """
+        if self.latent_dim:
+            return 1, 1, self.latent_dim
+        return 2, max(1, self.num_kv_heads // tensor_parallel_size), self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +281,6 @@ class EngineConfig:
     def with_swap_rate(self, blocks_per_s: float) -> EngineConfig:
         """Return the configuration with the measured swap rate of the host tier."""
         return replace(self, cache=replace(self.cache, swap_blocks_per_s=blocks_per_s))
-
-    def num_kv_heads_per_rank(self, model: ModelConfig) -> int:
-        """Return the KV heads per rank; with fewer KV heads than ranks, several ranks hold the same head.
-
-        Args:
-            model: the target or the draft model.
-        """
-        return max(1, model.num_kv_heads // self.parallel.tensor_parallel_size)
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -178,6 +178,21 @@ def _build_model(folder: Path, kind: str, seed: int, overrides: dict[str, Any]) 
     return folder
 
 
+_LATENT = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 48,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
 _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 24, "sliding_window": 24, "attn_logit_softcapping": 3.0},
@@ -198,6 +213,8 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 11},
     "nemotron": {"norm_eps": 1e-5},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
+    "deepseek_v2": _LATENT | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0},
+    "deepseek_v3": _LATENT | {"q_lora_rank": 40, "n_group": 4, "topk_group": 3},
     "granite": {
         "embedding_multiplier": 6.0,
         "residual_multiplier": 0.5,
@@ -246,7 +263,17 @@ def _randomize(model: PreTrainedModel, seed: int) -> None:
 
 
 # Weights that are drawn larger, so that attention concentrates on few tokens.
-_SHARP = ("q_proj.", "k_proj.", "q_norm.", "k_norm.", "c_attn.", "query_key_value.", "qkv_proj.")
+_SHARP = (
+    "q_proj.",
+    "q_b_proj.",
+    "kv_b_proj.",
+    "k_proj.",
+    "q_norm.",
+    "k_norm.",
+    "c_attn.",
+    "query_key_value.",
+    "qkv_proj.",
+)
 
 
 def _train_tokenizer() -> PreTrainedTokenizerFast:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..kernels.attention_variant import PLAIN, AttentionVariant
 from ..kernels.decode_splits import DecodeSplits
 from ..kernels.flash_attention import ChunkAttention
+from ..kernels.latent_attention import ChunkBounds
 from ..kernels.paged_attention import paged_decode_attention, paged_prefill_attention
 
 
@@ -18,7 +19,7 @@ class LayerCache:
     """One layer's paged keys and values.
 
     Attributes:
-        blocks: [N, 2, Hkv, B, D].
+        blocks: [N, 2, Hkv, B, D]; of latents [N, 1, 1, B, D], see kernels.latent_attention.
         scales: [N, 2, Hkv, B] float32 if the blocks are quantized, otherwise None.
         attend_chunks: attention of chunks by another library; None for the kernels of quire.
     """
@@ -39,6 +40,7 @@ class AttentionInputs:
         query_start: [S - num_decodes + 1] int32, offset of each chunk's tokens from the first chunk.
         seq_lens: [S] int32, including this step's tokens.
         splits: split of the sequences with one token for a GPU (split-KV); None on a CPU.
+        chunks: the lengths of the chunks on the host; None in recorded steps, where the host cannot know them.
     """
 
     num_decodes: int
@@ -47,6 +49,7 @@ class AttentionInputs:
     query_start: Tensor
     seq_lens: Tensor
     splits: DecodeSplits | None = None
+    chunks: ChunkBounds | None = None
 
 
 def paged_attention(

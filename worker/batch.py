@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.decode_splits import split_decodes
+from ..kernels.latent_attention import ChunkBounds
 from ..kernels.lora import LoraGroups, group_tokens
 from ..proto.block_tables import IntArray
 from ..proto.lora import NO_SLOT
@@ -141,6 +142,7 @@ def gather_batch(
             query_start=chunk_starts,
             seq_lens=device_lens,
             splits=splits,
+            chunks=ChunkBounds(plan.chunk_lens.tolist(), seq_lens[num_decodes:].tolist()),
         ),
         sampled_rows=row_ids[sampled],
         sampled_positions=seq_lens[sampled],

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..kernels.decode_splits import INVARIANT_ITEM_LEN, split_decodes
 from ..kernels.dispatch import num_compilations
 from ..kernels.flash_attention import FlashAttention, load_flash_attention
+from ..kernels.latent_attention import ChunkBounds
 from ..kernels.native.instruction_sets import instruction_set
 from ..kernels.native.memory import keep_freed_memory
 from ..proto.block_tables import IntArray
@@ -468,9 +469,10 @@ class ModelRunner:
         """Return the GPU memory that the largest step and the graphs leave for the KV cache."""
         utilization = self._config.cache.gpu_memory_utilization
         cache = self._make_scratch_cache()
-        return profile_kv_bytes(
+        num_bytes = profile_kv_bytes(
             self._device, utilization, lambda: self._profile_run(cache), lambda: self._profile_graphs(cache)
         )
+        return max(0, num_bytes - self._model.reserved_bytes)
 
     def _make_scratch_cache(self) -> CacheEngine:
         """Return a cache of the scratch block alone, for profiling."""
@@ -512,6 +514,7 @@ class ModelRunner:
             block_tables=self._int_zeros(num_seqs, 1),
             query_start=torch.arange(num_seqs + 1, dtype=torch.int32, device=self._device) * chunk_len,
             seq_lens=self._int_zeros(num_seqs) + chunk_len,
+            chunks=ChunkBounds([chunk_len] * num_seqs, [chunk_len] * num_seqs),
         )
         return self._model.forward(torch.zeros_like(position), position, cache.layers, inputs)
 

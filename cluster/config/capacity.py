@@ -58,10 +58,10 @@ def capacity(
         gpu_bytes: memory of one GPU.
     """
     of_rank = -(-weight_bytes // tensor_parallel_size)
-    num_kv_heads = -(-model.num_kv_heads // tensor_parallel_size)
+    num_parts, num_heads, dim = model.kv_shape(tensor_parallel_size)
     scale_bytes = _FLOAT32_BYTES if workload.kv_bytes < workload.dtype_bytes else 0
-    head_bytes = model.head_dim * workload.kv_bytes + scale_bytes
-    kv_token_bytes = 2 * model.num_layers * num_kv_heads * head_bytes
+    head_bytes = dim * workload.kv_bytes + scale_bytes
+    kv_token_bytes = num_parts * model.num_layers * num_heads * head_bytes
     used = of_rank + FIXED_BYTES + _activation_bytes(model, tensor_parallel_size, workload)
     num_free = int(gpu_bytes * workload.utilization) - used
     return Capacity(tensor_parallel_size, of_rank, kv_token_bytes, max(0, num_free // kv_token_bytes))

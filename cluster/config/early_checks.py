@@ -12,7 +12,7 @@ from typing import Any
 
 from ...proto.errors import ConfigError, ModelLoadError
 from ...worker.memory.host_memory import available_bytes
-from ...worker.models.registry import FAMILIES, check_heads
+from ...worker.models.registry import FAMILIES, check_heads, latent_dim
 from ...worker.models.transformers_names import has_architecture, has_model_type
 from .checks import in_words
 from .engine_options import DTYPES, EngineOptions
@@ -210,9 +210,11 @@ def _block_bytes(options: EngineOptions, fields: dict[str, Any], dtype_bytes: in
     hidden_size = _whole(fields, "hidden_size")
     if num_layers is None or num_heads is None or hidden_size is None:
         return 0
+    value_bytes = dtype_bytes if options.kv_cache_dtype == "auto" else 1
+    if dim := latent_dim(str((fields.get("architectures") or [None])[0]), fields):
+        return num_layers * options.block_size * dim * value_bytes
     head_dim = _whole(fields, "head_dim") or hidden_size // num_heads
     num_kv_heads = -(-(_whole(fields, "num_key_value_heads") or 1) // options.tensor_parallel_size)
-    value_bytes = dtype_bytes if options.kv_cache_dtype == "auto" else 1
     return 2 * num_layers * options.block_size * num_kv_heads * head_dim * value_bytes
 
 

@@ -28,6 +28,9 @@ _SIZES = (
     | dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), (1, 16_384))
     | dict.fromkeys(("num_key_value_heads", "num_kv_heads", "head_dim"), (0, 16_384))
     | dict.fromkeys(
+        ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), (0, 16_384)
+    )
+    | dict.fromkeys(
         ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), (0, 16_384)
     )
     | dict.fromkeys(("hidden_size", "n_embd", "d_model"), (1, 1 << 20))

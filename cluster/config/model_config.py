@@ -8,7 +8,8 @@ from typing import Any
 
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, ModelLoadError, first_line
-from ...worker.models.registry import FAMILIES, check_architecture
+from ...worker.models.registry import FAMILIES, check_architecture, latent_dim
+from ...worker.models.transformers_names import MODEL_TYPE_ALIASES
 from .generation_config import end_token_ids, read_generation_config, sampling_defaults
 from .model_checks import read_config_file
 from .pooling_config import read_task
@@ -35,8 +36,8 @@ def describe_model(
         ModelLoadError: a file of the directory cannot be read, or has a bad value.
         ConfigError: the architecture is not supported.
     """
-    read_config_file(path / "config.json")
-    hf, recommended = _load_hf_config(path), read_generation_config(path)
+    stored = read_config_file(path / "config.json")
+    hf, recommended = _load_hf_config(path, stored), read_generation_config(path)
     fields = hf.to_dict()
     task = read_task(path, fields, _architecture(hf, path), runner)
     architecture = task.architecture
@@ -63,13 +64,17 @@ def describe_model(
         sampling_defaults=sampling_defaults(recommended, path),
         generates=task.generates,
         pooling=task.pooling,
+        latent_dim=latent_dim(architecture, fields),
     )
 
 
-def _load_hf_config(path: Path) -> Any:
+def _load_hf_config(path: Path, stored: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
+    alias = MODEL_TYPE_ALIASES.get(str(stored.get("model_type")))
     try:
+        if alias is not None:
+            return AutoConfig.for_model(**(stored | {"model_type": alias}))
         return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises errors of many kinds
         raise ModelLoadError(f"{path / 'config.json'}: {first_line(error)}") from error

@@ -124,7 +124,7 @@ def _attend_items(
 
 
 @triton.jit
-def _merge_items(
+def merge_items(
     partial_ptr,  # [I, Hq, D] float32
     log_sums_ptr,  # [I, Hq] float32, base 2
     seq_lens_ptr,  # [S]
@@ -137,6 +137,7 @@ def _merge_items(
     BLOCK_D: tl.constexpr,
 ):
     # grid: (S, Hq)
+    # Also merges the items of latent attention, whose HEAD_DIM is the length of a latent.
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_heads = tl.num_programs(1)
     seq_len = tl.load(seq_lens_ptr + seq)
@@ -204,7 +205,7 @@ def paged_decode_attention(
         BLOCK_G=tile.num_rows, BLOCK_K=tile.num_keys, BLOCK_D=block_d, UPCAST=INTERPRETED,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    _merge_items[(num_seqs, num_heads)](
+    merge_items[(num_seqs, num_heads)](
         partial, log_sums, seq_lens, splits.item_len, splits.first_items, out, window,
         HEAD_DIM=head_dim, BLOCK_I=MERGED_ITEMS, BLOCK_D=block_d,
     )  # fmt: skip

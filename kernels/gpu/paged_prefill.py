@@ -21,7 +21,7 @@ LARGE_TILE_ROWS = 64
 
 
 @triton.jit
-def _find_sequence(query_start_ptr, tile, num_seqs, TILE_QUERIES: tl.constexpr):
+def find_sequence(query_start_ptr, tile, num_seqs, TILE_QUERIES: tl.constexpr):
     """Return the last sequence that starts at or before this tile."""
     low, high = 0, num_seqs
     while high - low > 1:
@@ -71,7 +71,7 @@ def _attend_chunks(
     # The last tiles of a sequence have the most keys, so they start first.
     tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1) * GROUP
-    seq = _find_sequence(query_start_ptr, tile, num_seqs, TILE_QUERIES)
+    seq = find_sequence(query_start_ptr, tile, num_seqs, TILE_QUERIES)
     chunk_start = tl.load(query_start_ptr + seq)
     chunk_len = tl.load(query_start_ptr + seq + 1) - chunk_start
     first_query = (tile - chunk_start // TILE_QUERIES - seq) * TILE_QUERIES

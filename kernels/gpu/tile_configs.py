@@ -88,3 +88,36 @@ def find_tile(table: dict[TileKey, TileConfig], q: torch.Tensor, kv_cache: torch
         if all(part is None or part == value for part, value in zip(key, actual, strict=True))
     )
     return tile._replace(num_rows=max(tile.num_rows, group))
+
+
+# (compute capability, bytes per number of the queries and of the cache); None: any
+LatentTileKey = tuple[tuple[int, int] | None, int | None, int | None]
+
+# Latent attention, absorbed: rows are heads of one token, and a tile of latents has 576 numbers per key.
+LATENT_DECODE_TILES: dict[LatentTileKey, TileConfig] = {
+    (INTERPRETER, None, None): TileConfig(MIN_ROWS, 32, 1, 1),
+    (None, 4, None): TileConfig(MIN_ROWS, 16, 4, 1),
+    ((9, 0), None, None): TileConfig(MIN_ROWS, 32, 4, 3),
+    ((10, 0), None, None): TileConfig(MIN_ROWS, 32, 4, 3),
+    (None, None, None): TileConfig(MIN_ROWS, 32, 4, 2),
+}
+
+# Latent attention, expanded: rows are queries of one head.
+LATENT_PREFILL_TILES: dict[LatentTileKey, TileConfig] = {
+    (INTERPRETER, None, None): TileConfig(MIN_ROWS, 32, 1, 1),
+    (None, 4, None): TileConfig(32, 32, 8, 1),
+    (None, None, None): TileConfig(128, 64, 8, 2),
+}
+
+
+def find_latent_tile(
+    table: dict[LatentTileKey, TileConfig], q: torch.Tensor, latents: torch.Tensor
+) -> TileConfig:
+    """Return the entry for queries [T, Hq, D] and a cache of latents."""
+    architecture = INTERPRETER if INTERPRETED else torch.cuda.get_device_capability(q.device)
+    actual = architecture, q.dtype.itemsize, latents.dtype.itemsize
+    return next(
+        tile
+        for key, tile in table.items()
+        if all(part is None or part == value for part, value in zip(key, actual, strict=True))
+    )

@@ -42,16 +42,18 @@ struct Cache {
   const float* scales;  // of a quantized cache: one per row
   const int32_t* table;
   int64_t num_kv_heads, block_size, head_dim, head;
+  int64_t num_parts = 2;  // 1 if keys are values as well: a latent cache [N, 1, 1, B, D]
 
   // The keys and values of another sequence or head.
   Cache of(const int32_t* sequence_table, int64_t kv_head) const {
-    return {dtype, data, scales, sequence_table, num_kv_heads, block_size, head_dim, kv_head};
+    return {dtype, data, scales, sequence_table, num_kv_heads, block_size, head_dim, kv_head, num_parts};
   }
 
   // Row index of the key (which = 0) or value (which = 1) of a position; the rest of its block follows.
   int64_t row(int64_t position, int which) const {
     const int64_t block = table[position / block_size];
-    return ((block * 2 + which) * num_kv_heads + head) * block_size + position % block_size;
+    const int64_t part = num_parts == 1 ? 0 : which;
+    return ((block * num_parts + part) * num_kv_heads + head) * block_size + position % block_size;
   }
 
   template <typename T>
@@ -164,7 +166,7 @@ void attend(const float* q, int group, int64_t position, const Cache& cache, con
     const int n = std::min<int64_t>({LANES, cache.block_size - at % cache.block_size, end - at});
     if (at + n < end) {
       cache.prefetch(at + n, 0, n);
-      cache.prefetch(at + n, 1, n);
+      if (cache.num_parts > 1) cache.prefetch(at + n, 1, n);
     }
     if (cache.dtype == BFLOAT16 && group == 1 && n == LANES) {
       // Rows that are read only once are not converted to float32 first: 1.3 times as fast.
@@ -172,7 +174,7 @@ void attend(const float* q, int group, int64_t position, const Cache& cache, con
       attend_vector<D>(q, keys, values, n, variant, cache.head, at - position, *states, acc);
     } else {
       const float* keys = cache.vector_rows(at, 0, n, scratch);
-      const float* values = cache.vector_rows(at, 1, n, scratch + LANES * D);
+      const float* values = cache.num_parts == 1 ? keys : cache.vector_rows(at, 1, n, scratch + LANES * D);
       for (int g = 0; g < group; g++)
         attend_vector<D>(q + g * D, keys, values, n, variant, cache.head * group + g, at - position, states[g],
                      acc + g * D);
@@ -421,8 +423,8 @@ void prefill(int dtype, const void* q, const Cache& pool, const int32_t* tables,
 
 }  // namespace
 
-// Shapes are those of kernels/paged_attention.py. `dtype` is that of q and out; scales, slopes and sinks may be null. Both ops
-// return 1, and compute nothing, for a head_dim that is not in FOR_EACH_HEAD_DIM.
+// Shapes are those of kernels/paged_attention.py. `dtype` is that of q and out; scales, slopes and sinks may be null. The
+// ops return 1, and compute nothing, for a head_dim that is not in FOR_EACH_HEAD_DIM.
 extern "C" {
 
 int quire_paged_decode(int dtype, int cache_dtype, const void* q, const void* kv, const float* scales,
@@ -439,6 +441,24 @@ int quire_paged_decode(int dtype, int cache_dtype, const void* q, const void* kv
     return 0;
   switch (head_dim) {
     FOR_EACH_HEAD_DIM(DECODE)
+    default: return 1;
+  }
+}
+
+// q and out are [S, Hq, D], the cache is [N, 1, 1, B, D]; see kernels/latent_attention.py.
+int quire_latent_decode(int dtype, int cache_dtype, const void* q, const void* latents, const float* scales,
+                        const int32_t* tables, const int32_t* lens, void* out, int64_t num_seqs, int64_t num_heads,
+                        int64_t dim, int64_t block_size, int64_t table_stride, int64_t q_stride, float scale,
+                        int threads) {
+  const Variant variant{};
+  const Cache pool{cache_dtype, latents, scales, nullptr, 1, block_size, dim, 0, 1};
+#define LATENT(D)                                                                                             \
+  case D:                                                                                                     \
+    decode<D>(dtype, q, pool, tables, lens, out, num_seqs, num_heads, table_stride, q_stride, scale, variant, \
+              threads);                                                                                       \
+    return 0;
+  switch (dim) {
+    FOR_EACH_HEAD_DIM(LATENT)
     default: return 1;
   }
 }

@@ -51,6 +51,7 @@ _SIGNATURES: dict[str, list[_CType]] = {
     "quire_write_kv_quantized": [_INT] * 2 + [_POINTER] * 4 + [_LONG] * 5 + [_FLOAT] * 2,
     "quire_paged_decode": [_INT] * 2 + [_POINTER] * 6 + _ATTENTION,
     "quire_paged_prefill": [_INT] * 2 + [_POINTER] * 7 + _ATTENTION,
+    "quire_latent_decode": [_INT] * 2 + [_POINTER] * 6 + [_LONG] * 6 + [_FLOAT, _INT],
     "quire_sample_greedy": [_POINTER] * 3 + [_LONG] * 3 + [_INT] * 2,
     "quire_sample_full": [_POINTER] * 5 + [_LONG] * 3 + [_INT] * 2,
     "quire_add_lora": [_INT] + [_POINTER] * 4 + [_INT],

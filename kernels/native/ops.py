@@ -93,13 +93,13 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    num_tokens, _, num_kv_heads, head_dim = kv.shape
+    num_tokens, num_parts, num_kv_heads, head_dim = kv.shape
     assert kv.dtype == kv_cache.dtype
     assert kv_cache.is_contiguous()
     assert slot_mapping.dtype == torch.int64
     library().quire_write_kv(
         kv.element_size(), kv.data_ptr(), kv_cache.data_ptr(), slot_mapping.data_ptr(), num_tokens, kv.stride(0),
-        2 * num_kv_heads, kv_cache.shape[3], head_dim,
+        num_parts * num_kv_heads, kv_cache.shape[3], head_dim,
     )  # fmt: skip
 
 
@@ -111,14 +111,14 @@ def write_quantized_kv(
     limit: float,
     min_magnitude: float,
 ) -> None:
-    num_tokens, _, num_kv_heads, head_dim = kv.shape
+    num_tokens, num_parts, num_kv_heads, head_dim = kv.shape
     assert kv_cache.dtype in (torch.int8, torch.float8_e4m3fn)
     assert kv_cache.is_contiguous()
     assert kv_scales.is_contiguous()
     assert slot_mapping.dtype == torch.int64
     library().quire_write_kv_quantized(
         _code(kv), _code(kv_cache), kv.data_ptr(), kv_cache.data_ptr(),
-        kv_scales.data_ptr(), slot_mapping.data_ptr(), num_tokens, kv.stride(0), 2 * num_kv_heads,
+        kv_scales.data_ptr(), slot_mapping.data_ptr(), num_tokens, kv.stride(0), num_parts * num_kv_heads,
         kv_cache.shape[3], head_dim, limit, min_magnitude,
     )  # fmt: skip
 
@@ -166,6 +166,27 @@ def paged_prefill_attention(
         block_tables.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(), out.data_ptr(), len(seq_lens),
         num_heads, num_kv_heads, head_dim, block_size, block_tables.stride(0), q.stride(0), scale,
         *_native_variant(variant), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def latent_decode_attention(
+    q: Tensor,
+    latents: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_scales: Tensor | None,
+) -> Tensor:
+    """[S, Hq, D] -> [S, Hq, D]: the weighted sums of whole latents."""
+    (num_seqs, num_heads, dim), (_, num_parts, num_kv_heads, block_size, _) = q.shape, latents.shape
+    assert num_parts == num_kv_heads == 1
+    assert block_tables.dtype == seq_lens.dtype == torch.int32
+    out = torch.empty((num_seqs, num_heads, dim), dtype=q.dtype)
+    library().quire_latent_decode(
+        _code(q), _code(latents), q.data_ptr(), latents.data_ptr(), address_of(kv_scales), block_tables.data_ptr(),
+        seq_lens.data_ptr(), out.data_ptr(), num_seqs, num_heads, dim, block_size, block_tables.stride(0),
+        q.stride(0), scale, torch.get_num_threads(),
     )  # fmt: skip
     return out
 

@@ -27,8 +27,11 @@ from quire.kernels.gpu import (
     activation,
     all_reduce_norm,
     block_tables,
+    fused_latent_norm_rope_write,
     fused_qk_norm_rope_kv_write,
     gumbel,
+    latent_decode,
+    latent_prefill,
     lora,
     moe,
     norm,
@@ -42,6 +45,7 @@ from quire.kernels.gpu import (
     sample_top_k_top_p,
     topk_tokens,
 )
+from quire.kernels.latent_attention import ChunkBounds
 from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
 from quire.kernels.lora import LoraGroups, make_factors
 from quire.kernels.moe import ExpertWeights
@@ -124,6 +128,10 @@ def launch_everything() -> None:
     launch_attention(8, 2, 256, 32, torch.bfloat16, everything, torch.float8_e4m3fn)
     launch_attention(8, 2, 64, 16, torch.float16, everything, torch.int8)
     launch_attention(8, 2, 128, 16, torch.float32, everything, torch.int8)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        launch_latent_attention(16, dtype)
+    launch_latent_attention(128, torch.bfloat16)
+    launch_latent_attention(16, torch.bfloat16, torch.float8_e4m3fn)
     x, weight = torch.zeros(3, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
     norm.rms_norm(x, weight, 1e-5)
     norm.add_rms_norm(x, x, weight, 1e-5)
@@ -263,6 +271,30 @@ def launch_attention(
     starts = torch.zeros(num_seqs + 1, dtype=torch.int32)
     for some in (q, q[: 2 * num_seqs]):
         paged_prefill.paged_prefill_attention(some, cache, tables, starts, lens, 0.1, variant, scales)
+
+
+def launch_latent_attention(num_heads: int, dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
+    """Launch latent attention with the sizes of DeepSeek-V3."""
+    num_seqs, num_tokens, block_size = 16, 512, 16
+    latents = torch.zeros(32, 1, 1, block_size, 576, dtype=stored or dtype)
+    scales = None if stored is None else torch.zeros(latents.shape[:-1])
+    q = torch.zeros(num_tokens, num_heads, 192, dtype=dtype)
+    projected, slots = torch.zeros(num_tokens, 2112, dtype=dtype), torch.zeros(num_tokens, dtype=torch.int64)
+    angles, weight = torch.zeros(num_tokens, 64, dtype=dtype), torch.zeros(512, dtype=dtype)
+    for interleaved in (False, True):
+        fused_latent_norm_rope_write.fused_latent_norm_rope_write(
+            q, projected[:, 1536:], latents, slots, angles, angles, weight, 1e-6, interleaved, scales
+        )
+    tables = torch.zeros(num_seqs, 32, dtype=torch.int32)
+    lens = torch.full((num_seqs,), 32, dtype=torch.int32)
+    absorbed = torch.zeros(num_seqs, num_heads, 576, dtype=dtype)
+    latent_decode.latent_decode_attention(
+        absorbed, latents, tables, lens, 0.1, 512, split_decodes(lens, 512), scales
+    )
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32) * 32
+    expansion = torch.zeros(num_heads, 256, 512, dtype=dtype)
+    bounds = ChunkBounds([32] * num_seqs, [32] * num_seqs)
+    latent_prefill.latent_prefill_attention(q, latents, tables, starts, lens, bounds, 0.1, expansion, scales)
 
 
 def has_two_buffers(args: tuple[Any, ...], ttgir: str) -> bool:

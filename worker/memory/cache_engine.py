@@ -25,7 +25,7 @@ QUANTIZED_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class CacheEngine:
-    """The paged keys and values of this rank's KV heads, and the host memory for swapped blocks.
+    """The paged keys and values of this rank's KV heads, or latents, and the host memory for swapped blocks.
 
     On a GPU, swaps run on a stream of their own, after everything launched before them. Call `wait_for_swaps` before
     launching anything that uses the cache. The host waits for neither.
@@ -55,7 +55,7 @@ class CacheEngine:
         touches_pages: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
-        # The parts of a block: keys and values, and their scales if they are quantized. Each tensor is
+        # The parts of a block: keys and values (or latents), and their scales if they are quantized. Each tensor is
         # [L, num_blocks, 2, Hkv, B, ...]; in host memory [L, num_host_blocks + 1, ...], block 0 unused.
         self._parts, self._host_parts = list[Tensor](), list[Tensor]()
         layers = []
@@ -165,11 +165,12 @@ def _block_parts(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of each part of a block in one layer."""
-    slots = 2, config.num_kv_heads_per_rank(model), config.cache.block_size
+    num_parts, num_heads, dim = model.kv_shape(config.parallel.tensor_parallel_size)
+    slots = num_parts, num_heads, config.cache.block_size
     quantized = QUANTIZED_DTYPES.get(config.cache.kv_dtype)
     if quantized is None:
-        return [((*slots, model.head_dim), dtype)]
-    return [((*slots, model.head_dim), quantized), (slots, torch.float32)]
+        return [((*slots, dim), dtype)]
+    return [((*slots, dim), quantized), (slots, torch.float32)]
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from ...kernels.all_reduce_norm import Peers, all_reduce_add_rms_norm
 from ...kernels.attention_variant import AttentionVariant
 from ...kernels.decode_layers import DenseLayer
 from ...kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
+from ...kernels.latent_attention import EXPANDED_BYTES
 from ...kernels.linear import PackedWeight
 from ...kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from ...kernels.quantized_linear import Float8Tokens
@@ -21,12 +22,14 @@ from ..weights.linear_weight import PlainWeight
 from ..weights.weight_slice import Interleaving
 from .aux_states import AuxStates
 from .fused_decode import FusedDecode, plan_fused_decode
+from .latent_layer import LatentAttention
 from .layers import (
     ColumnParallelLinear,
     LayerNorm,
     PartialSum,
     Projection,
     RotaryTable,
+    Rotations,
     RowParallelLinear,
     WholeProjectionNorm,
 )
@@ -38,8 +41,6 @@ from .vocab_parallel import NoHead, VocabParallelEmbedding, VocabParallelHead
 
 # The weight of an RMSNorm, or a LayerNorm.
 Norm = Tensor | LayerNorm
-# Rope key |-> cosines and sines of a step's tokens; the key None is for layers without positions.
-Rotations = Mapping[str | None, tuple[Tensor | None, Tensor | None]]
 
 
 class Attention:
@@ -144,7 +145,8 @@ class DecoderLayer:
         self.norm_eps = spec.norm_eps
         self.residual_scale = spec.residual_scale
         self.before_attention = norm(spec.norms.before_attention)
-        self.attention = Attention(load, spec, layer, f"{name}.self_attn", peers)
+        make_attention = Attention if spec.latent is None else LatentAttention
+        self.attention = make_attention(load, spec, layer, f"{name}.self_attn", peers)
         self.after_attention = norm(spec.norms.after_attention)
         self.before_mlp = norm(spec.norms.before_mlp)
         self.is_parallel = spec.parallel_residual
@@ -214,6 +216,8 @@ class DecoderLayer:
         attention, mlp = self.attention, self.mlp
         norms = self.before_attention, self.before_mlp, self.after_attention, self.after_mlp
         before_attention, before_mlp, after_attention, after_mlp = norms
+        if not isinstance(attention, Attention):
+            return None
         if not isinstance(mlp, Mlp) or not isinstance(before_attention, Tensor):
             return None
         if not isinstance(before_mlp, Tensor) or isinstance(after_attention, LayerNorm):
@@ -322,6 +326,7 @@ class Decoder:
         ]
         self.lora = load.lora
         self.hidden_size = spec.hidden_size
+        self.reserved_bytes = 0 if spec.latent is None else EXPANDED_BYTES
         self.supports_graphs = not any(layer.reads_back for layer in self.layers)
         self.norm = _read_norm(load, spec, "model.norm")
         dense = [layer.to_dense_layer(list(self.rotary)) for layer in self.layers]

@@ -12,9 +12,9 @@ from ...proto.errors import ConfigError, ModelLoadError
 from ..attention import AttentionInputs, LayerCache
 from ..weights.linear_weight import LinearWeight, PlainWeight
 from ..weights.weight_slice import WeightSlice
-from .decoder import Attention, Decoder, Rotations
+from .decoder import Attention, Decoder
 from .eagle3_config import aux_layers
-from .layers import PartialSum, RotaryTable
+from .layers import PartialSum, RotaryTable, Rotations
 from .load_context import LoadContext
 from .mlp import Mlp
 from .registry import FAMILIES

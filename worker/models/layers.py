@@ -6,7 +6,7 @@ A column-parallel layer shards its outputs over the ranks, a row-parallel one it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +22,9 @@ from ..weights.linear_weight import Float8Weight, PlainWeight
 from ..weights.weight_slice import Interleaving, WeightSlice
 from .load_context import LoadContext
 from .rope import Rope
+
+# Rope key |-> cosines and sines of a step's tokens; the key None is for layers without positions.
+Rotations = Mapping[str | None, tuple[Tensor | None, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from ..comm.communicator import Communicator
 from ..comm.shard import Shard
 from ..lora.layers import LoraLayer, LoraLayers
 from ..weights.checkpoint import Checkpoint
-from ..weights.linear_weight import LinearWeight, read_linear
+from ..weights.linear_weight import LinearWeight, read_linear, read_matrix
 from ..weights.quantization import Quantization
 from ..weights.weight_slice import WeightSlice
 
@@ -74,6 +74,10 @@ class LoadContext:
     def adapters(self, parts: Sequence[WeightSlice]) -> LoraLayer | None:
         """Return the adapters of a linear layer whose weight consists of these slices; None without adapters."""
         return None if self.lora is None else self.lora.add_layer(parts)
+
+    def matrix(self, part: WeightSlice) -> Tensor:
+        """Read a slice of a matrix in the model's dtype; a quantized one is dequantized."""
+        return read_matrix(self.checkpoint, part, self.dtype, self.device, self.quantization)
 
     def norm(self, name: str, length: int, offset: float = 0.0) -> Tensor:
         """Read the weight of a norm and add the constant `offset`, which checkpoints leave out."""

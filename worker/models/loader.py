@@ -22,9 +22,11 @@ class Model(Protocol):
 
     Attributes:
         supports_graphs: a step can be recorded as a graph, because launching it reads nothing back from the device.
+        reserved_bytes: of a GPU, that a step may need beyond one of as many tokens in short sequences.
     """
 
     supports_graphs: bool
+    reserved_bytes: int
 
     @property
     def head(self) -> VocabParallelHead | NoHead:

@@ -35,6 +35,10 @@ _COHERE = Family(
 )
 _GEMMA = Family(norms=_SANDWICH, activation_field="hidden_activation", is_gemma=True)
 
+_DEEPSEEK = Family(
+    qkv_bias=False, is_latent=True, expert_fields=("n_routed_experts", "moe_intermediate_size")
+)
+
 # Architectures that quire defines itself; TransformersSpec covers others.
 FAMILIES = {
     "LlamaForCausalLM": Family(),
@@ -124,6 +128,8 @@ FAMILIES = {
         qk_norm_field="qk_layernorm",
         qk_norm_names=("q_layernorm.norms.{}", "k_layernorm.norms.{}"),
     ),
+    "DeepseekV2ForCausalLM": replace(_DEEPSEEK, experts_normalized=False, routing="group_limited"),
+    "DeepseekV3ForCausalLM": replace(_DEEPSEEK, routing="corrected_sigmoid"),
 }
 
 
@@ -131,6 +137,13 @@ def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> N
     """Check an architecture, regardless of sizes. Raises ConfigError if it is not supported."""
     if architecture not in FAMILIES:
         transformers_spec.check_architecture(name, architecture, hf)
+
+
+def latent_dim(architecture: str, hf: Mapping[str, Any]) -> int:
+    """Return the numbers that a token is cached as if the architecture has latent attention, otherwise 0."""
+    if architecture not in FAMILIES or not FAMILIES[architecture].is_latent:
+        return 0
+    return int(hf.get("kv_lora_rank") or 0) + int(hf.get("qk_rope_head_dim") or 0)
 
 
 def check_supported(model: ModelConfig, tensor_parallel_size: int) -> DecoderSpec | TransformersSpec:
@@ -161,7 +174,9 @@ def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int, multiple: int
     Args:
         multiple: the ranks' parts of experts are multiples of this length.
     """
-    check_heads(model.name, spec.num_heads, spec.num_kv_heads, size)
+    # The heads of latent attention have keys and values of their own, computed from latents on each rank.
+    num_kv_heads = spec.num_kv_heads if spec.latent is None else spec.num_heads
+    check_heads(model.name, spec.num_heads, num_kv_heads, size)
     lengths = {"intermediate_size": (spec.intermediate_size, 1), "vocab_size": (spec.vocab_size, 1)}
     if spec.experts is not None:
         lengths["intermediate size of experts"] = spec.experts.intermediate_size, multiple

@@ -129,11 +129,14 @@ def _yarn(frequencies: list[float], theta: float, settings: dict[str, Any], cont
 
 def _yarn_scale(factor: float, settings: dict[str, Any]) -> float:
     mscale, mscale_all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim)
+    return yarn_scale(factor)
 
-    def scale_of(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    return scale_of(mscale) / scale_of(mscale_all_dim) if mscale and mscale_all_dim else scale_of(1.0)
+def yarn_scale(factor: float, weight: float = 1.0) -> float:
+    """Return YaRN's scale of queries and keys for a context extended by `factor`, weighted by an ``mscale``."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _longrope(frequencies: list[float], theta: float, settings: dict[str, Any], context: RopeContext) -> Rope:

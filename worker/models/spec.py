@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
 from .mtp_layouts import mtp_prefixes
-from .rope import DEFAULT_THETA, Rope, RopeContext, make_rope
+from .rope import DEFAULT_THETA, Rope, RopeContext, make_rope, yarn_scale
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Activation in a Hugging Face configuration |-> name in DecoderSpec.
@@ -75,6 +75,44 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Sizes of multi-head latent attention (DeepSeek-AI, *DeepSeek-V2*, 2024).
+
+    Attributes:
+        rank: C, numbers of the latent that a token's keys and values are computed from.
+        query_rank: numbers of the latent that its queries are computed from; None if they have none.
+        key_dim, shared_dim, value_dim: N, R and V, numbers of a head's own part of a key, of the rotated part that
+            all heads share, and of a value.
+        interleaved: numbers 2 i and 2 i + 1 of the rotated part are a pair.
+    """
+
+    rank: int
+    query_rank: int | None
+    key_dim: int
+    shared_dim: int
+    value_dim: int
+    interleaved: bool
+
+    @property
+    def qk_dim(self) -> int:
+        return self.key_dim + self.shared_dim
+
+    @property
+    def cached_dim(self) -> int:
+        return self.rank + self.shared_dim
+
+    def expansion_is_cheaper(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
+        """Return whether chunks take fewer products with keys and values than with latents.
+
+        With 512 + 64 numbers per latent and 128 + 64 + 128 of a head: from 171 queries per sequence on.
+        """
+        num_pairs = sum(queries * keys for queries, keys in zip(query_lens, seq_lens, strict=True))
+        expanding = sum(seq_lens) * self.rank * (self.key_dim + self.value_dim)
+        expanded = expanding + num_pairs * (self.qk_dim + self.value_dim)
+        return expanded < num_pairs * (self.cached_dim + self.rank)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """The differences between layers of one model.
 
@@ -111,6 +149,7 @@ class DecoderSpec:
         embedding_scale, residual_scale, logits_scale: multiply the embeddings, what a layer adds to the residual,
             and the logits.
         draft_prefixes: names of tensors of the checkpoint that only draft heads use begin with one of these.
+        latent: multi-head latent attention; None for attention to keys and values of heads.
     """
 
     vocab_size: int
@@ -146,6 +185,7 @@ class DecoderSpec:
     experts: Experts | None = None
     tied_embeddings: bool = False
     draft_prefixes: tuple[str, ...] = ()
+    latent: LatentSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +206,7 @@ class Family:
         experts_normalized: the weights of a token's experts sum to 1; None to read ``norm_topk_prob``.
         routing: key of ROUTINGS.
         full_layers_unrotated: layers without a window have no positions, unless no layer has a window.
+        is_latent: has multi-head latent attention.
         all_layers_windowed: ``sliding_window`` applies to every layer, regardless of ``layer_types``.
 
     The other fields are those of DecoderSpec.
@@ -193,6 +234,7 @@ class Family:
     expert_fields: tuple[str, str] | None = None
     experts_normalized: bool | None = None
     routing: str = "softmax"
+    is_latent: bool = False
     all_layers_windowed: bool = False
     attention_sinks: bool = False
 
@@ -217,8 +259,10 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         raise ConfigError(
             f"{model.name}: {family.activation_field} {activation!r} is not supported, only {known}"
         )
+    latent = _read_latent(model) if family.is_latent else None
     layers = _read_layers(model, family)
-    ropes = _read_ropes(model, {layer.rope for layer in layers if layer.rope is not None})
+    rotated_dim = model.head_dim if latent is None else latent.shared_dim
+    ropes = _read_ropes(model, {layer.rope for layer in layers if layer.rope is not None}, rotated_dim)
     return DecoderSpec(
         vocab_size=model.vocab_size,
         hidden_size=_required(model, "hidden_size"),
@@ -229,7 +273,7 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         norm_eps=_required(model, family.eps_field),
         layers=layers,
         ropes=ropes,
-        attention_scale=_attention_scale(model),
+        attention_scale=_attention_scale(model) if latent is None else _latent_scale(model, latent),
         activation=activations[activation],
         attention_soft_cap=hf.get("attn_logit_softcapping") or 0.0,
         logits_soft_cap=hf.get("final_logit_softcapping") or 0.0,
@@ -255,6 +299,7 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         experts=_read_experts(model, family),
         tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
         draft_prefixes=mtp_prefixes(model),
+        latent=latent,
     )
 
 
@@ -268,6 +313,36 @@ def _attention_scale(model: ModelConfig) -> float:
     if (scale := model.hf.get("attention_multiplier")) is not None:
         return float(scale)
     return float((model.hf.get("query_pre_attn_scalar") or model.head_dim) ** -0.5)
+
+
+def _read_latent(model: ModelConfig) -> LatentSpec:
+    hf = model.hf
+    if hf.get("attention_bias"):
+        raise ConfigError(f"{model.name}: biases of latent attention (attention_bias) are not supported")
+    latent = LatentSpec(
+        rank=_required(model, "kv_lora_rank"),
+        query_rank=hf.get("q_lora_rank"),
+        key_dim=_required(model, "qk_nope_head_dim"),
+        shared_dim=_required(model, "qk_rope_head_dim"),
+        value_dim=_required(model, "v_head_dim"),
+        interleaved=bool(hf.get("rope_interleave", True)),
+    )
+    if latent.value_dim > latent.qk_dim:
+        raise ConfigError(
+            f"{model.name}: v_head_dim is {latent.value_dim}, must be at most qk_nope_head_dim + qk_rope_head_dim, "
+            f"{latent.qk_dim}"
+        )
+    return latent
+
+
+def _latent_scale(model: ModelConfig, latent: LatentSpec) -> float:
+    """Return the scale of scores, which YaRN raises for all dimensions by the square of its own."""
+    settings: dict[str, Any] = model.hf.get("rope_parameters") or model.hf.get("rope_scaling") or {}
+    weight = settings.get("mscale_all_dim")
+    scale: float = latent.qk_dim**-0.5
+    if settings.get("rope_type", settings.get("type", "default")) == "default" or not weight:
+        return scale
+    return scale * yarn_scale(float(settings["factor"]), float(weight)) ** 2
 
 
 def _read_layers(model: ModelConfig, family: Family) -> tuple[LayerSpec, ...]:
@@ -393,12 +468,12 @@ def _has_ropes_per_layer_type(hf: dict[str, Any]) -> bool:
     return any(isinstance(settings.get(kind), dict) for kind in (FULL, SLIDING))
 
 
-def _read_ropes(model: ModelConfig, keys: set[str]) -> dict[str, Rope]:
+def _read_ropes(model: ModelConfig, keys: set[str], head_dim: int) -> dict[str, Rope]:
     """Read ``rope_parameters`` (Transformers 5; per layer type or for all) or ``rope_scaling``, ``rope_theta``."""
     hf = model.hf
     settings: dict[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     context = RopeContext(
-        head_dim=model.head_dim,
+        head_dim=head_dim,
         max_model_len=model.max_model_len,
         context_len=hf.get("max_position_embeddings") or model.max_model_len,
         original_len=hf.get("original_max_position_embeddings"),

@@ -49,6 +49,7 @@ class TransformersModel:
     """
 
     supports_graphs = False  # the modules may read results back from the device
+    reserved_bytes = 0
 
     def __init__(self, load: LoadContext, spec: TransformersSpec, model: ModelConfig) -> None:
         self._load, self._spec, self._model = load, spec, model

@@ -9,10 +9,13 @@ from pathlib import Path
 _CONFIGURATIONS = ("configuration_auto.py", "auto_mappings.py")
 _MODELS = ("modeling_auto.py",)
 
+# Published model type |-> that of the same architecture in transformers.
+MODEL_TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
+
 
 def has_model_type(model_type: str) -> bool:
     """Return False if transformers surely has no configuration of that model type."""
-    return _names(_CONFIGURATIONS, model_type)
+    return _names(_CONFIGURATIONS, MODEL_TYPE_ALIASES.get(model_type, model_type))
 
 
 def has_architecture(architecture: str) -> bool:

@@ -112,6 +112,28 @@ def read_linear(
     return _read_stored(checkpoint, parts, dtype, device, quantization)
 
 
+def read_matrix(
+    checkpoint: Checkpoint,
+    part: WeightSlice,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None = None,
+) -> Tensor:
+    """Read a slice of a matrix, [N, K], that is multiplied by other means than a linear layer.
+
+    A quantized checkpoint's is dequantized, and online quantization does not apply; the arguments and errors are
+    those of read_linear.
+    """
+    stored = None
+    if quantization is not None and not quantization.is_online:
+        stored = read_quantized(checkpoint, part, quantization)
+    if stored is not None:
+        return dequantize(stored.to(device)).to(dtype)
+    out = torch.empty(part.outputs[1], part.inputs[1], dtype=dtype, device=device)
+    checkpoint.read_into(out, f"{part.name}.weight", part.shape, part.dim, part.start)
+    return out
+
+
 def make_linear_weight(weight: QuantizedWeight, dtype: torch.dtype) -> LinearWeight:
     """Return the fastest form for the weight's device; dequantize the weight if the device has no kernel for it."""
     if supports_float8_linear(weight):

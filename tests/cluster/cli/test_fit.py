@@ -26,6 +26,49 @@ QWEN3_8B = {
     "tie_word_embeddings": False,
 }
 
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 4096,
+    },
+    "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+}
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
@@ -46,6 +89,21 @@ def test_fit_shows_each_parallel_size(model: str, capsys: pytest.CaptureFixture[
     rows = [line.split("│")[1:-1] for line in shown.splitlines() if line.startswith("│")]
     assert [row[0].strip() for row in rows] == ["1", "2", "4"]
     assert [row[2].strip() for row in rows] == ["144.0 KiB", "72.0 KiB", "36.0 KiB"]
+
+
+def test_fit_of_latent_attention_counts_latents_once_per_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    fit(str(tmp_path), gpu="h200", gpus=8)
+    shown = capsys.readouterr().out
+    # Facts of the published model: 671 B parameters without the layer that predicts further tokens, and 576 numbers
+    # per token and layer: 68.6 KiB, where keys and values of 128 heads would be 4,880 KiB.
+    assert "671.03 B parameters" in shown
+    rows = [line.split("│")[1:-1] for line in shown.splitlines() if line.startswith("│")]
+    assert {row[2].strip() for row in rows} == {"68.6 KiB"}
+    assert rows[-1][0].strip() == "8"
+    assert rows[-1][3].strip() != "does not fit"
 
 
 def test_fit_fails_if_no_size_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:

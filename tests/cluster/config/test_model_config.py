@@ -81,7 +81,7 @@ def test_yarn_extends_the_context(describe: Any) -> None:
         ("t5", "T5ForConditionalGeneration", "encoder and a decoder"),
         ("mamba", "MambaForCausalLM", "recurrent state"),
         ("gptj", "GPTJForCausalLM", "does not go through transformers' attention interface"),
-        ("deepseek_v3", "DeepseekV3ForCausalLM", "multi-head latent attention"),
+        ("longcat_flash", "LongcatFlashForCausalLM", "multi-head latent attention"),
     ],
 )
 def test_unsupported_architecture_is_refused_before_its_sizes_are_read(

@@ -52,7 +52,7 @@ def with_architecture(architecture: str, model_type: str, model: Any, **settings
         ("CodeGenForCausalLM", "codegen", "does not go through transformers' attention interface"),
         ("BertForMaskedLM", "bert", "has no causal language model of that name"),
         ("NeverForCausalLM", "never", "has no causal language model of that name"),
-        ("DeepseekV3ForCausalLM", "deepseek_v3", "multi-head latent attention"),
+        ("LongcatFlashForCausalLM", "longcat_flash", "multi-head latent attention"),
     ],
 )
 def test_unsupported_architecture_raises_with_reason(
@@ -61,7 +61,7 @@ def test_unsupported_architecture_raises_with_reason(
     settings: dict[str, Any] = {}
     if model_type == "t5":
         settings["is_encoder_decoder"] = True
-    if model_type == "deepseek_v3":
+    if model_type == "longcat_flash":
         settings["kv_lora_rank"] = 512
     with pytest.raises(ConfigError, match=rf"architecture '{architecture}' is not supported: .*{words}"):
         check_supported(with_architecture(architecture, model_type, model, **settings), 1)
@@ -130,7 +130,7 @@ def test_invalid_settings_raise(model: Any, settings: dict[str, Any]) -> None:
 def test_more_ranks_than_kv_heads_replicate_heads(model: Any) -> None:
     config = engine_config(EngineOptions("many-ranks", tensor_parallel_size=8), model)
     assert spec_of(model, 8).num_kv_heads == 4
-    assert config.num_kv_heads_per_rank(config.model) == 1
+    assert config.model.kv_shape(config.parallel.tensor_parallel_size)[1] == 1
 
 
 def test_intermediate_size_need_not_divide(model: Any) -> None:

@@ -1,0 +1,50 @@
+"""Norm, rotary embedding and cache write of latent attention, and rotation of its queries, as one op."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .dispatch import on_gpu
+from .norm import rms_norm
+from .paged_cache import write_kv
+from .rope import apply_rope
+
+
+@on_gpu("fused_latent_norm_rope_write")
+def fused_latent_norm_rope_write(
+    q: Tensor,
+    projected: Tensor,
+    latents: Tensor,
+    slot_mapping: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norm: Tensor,
+    eps: float,
+    interleaved: bool,
+    scales: Tensor | None = None,
+) -> None:
+    """Rotate queries, and write the latents of tokens to the cache.
+
+    Args:
+        q: [T, Hq, N + R]; the last R numbers of each head are rotated in place.
+        projected: [T, C + R], latents before the norm, and shared keys before the rotation; may be overwritten.
+        latents: [N, 1, 1, B, C + R], the cache.
+        slot_mapping: [T] int64, as for write_kv.
+        cos, sin: [T, R], as for apply_rope.
+        norm: [C], weight of the RMSNorm of the latents.
+        eps: of the norm.
+        interleaved: numbers 2 i and 2 i + 1 are a pair; they are stored as i and i + R / 2. Otherwise i and i + R / 2
+            are a pair.
+        scales: [N, 1, 1, B] float32, written if the cache is quantized; otherwise None.
+    """
+    latent_dim, shared_dim = norm.shape[0], cos.shape[1]
+    shared = projected[:, latent_dim:].unsqueeze(1)
+    for rotated in (q[..., -shared_dim:], shared):
+        if interleaved:
+            rotated.copy_(rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
+        apply_rope(rotated, cos, sin)
+    normed = rms_norm(projected[:, :latent_dim], norm, eps)
+    write_kv(
+        torch.cat((normed, projected[:, latent_dim:]), dim=1)[:, None, None], latents, slot_mapping, scales
+    )

@@ -1,0 +1,186 @@
+"""Multi-head latent attention over a paged cache of latents (DeepSeek-AI, *DeepSeek-V2*, 2024).
+
+A token is cached as one vector of D = C + R numbers: its normalized latent [C], from which each head's key and value
+follow by a matrix, and a rotated key [R] that all heads share. The cache is ``[N, 1, 1, B, D]``, the same on every
+rank. There are two ways to compute the same attention:
+
+- *absorbed*: the matrix of the keys is applied to the query instead, and that of the values to the weighted sum of
+  latents. All heads then attend to the latents themselves, which are read once. A query costs 2 (C + D) products per
+  head and token instead of 2 (N + R + V). For decoding.
+- *expanded*: the keys and values of all heads are computed from the latents, N + V numbers per head and token.
+  For chunks, whose queries share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention_variant import PLAIN
+from .decode_splits import DecodeSplits
+from .dispatch import on_gpu
+from .native import ops as cpu
+from .quantized_kv import dequantize
+
+# Expanded keys and values at a time, except that one head of one sequence is never divided.
+EXPANDED_BYTES = 512 << 20
+# Queries of a chunk per tile of the PyTorch twin.
+QUERY_TILE_LEN = 128
+
+
+class ChunkBounds(NamedTuple):
+    """Lengths of a step's chunks, known on the host.
+
+    Attributes:
+        query_lens: tokens of each chunk.
+        seq_lens: tokens of each sequence, its chunk included.
+    """
+
+    query_lens: Sequence[int]
+    seq_lens: Sequence[int]
+
+
+@on_gpu("latent_decode")
+def latent_decode_attention(
+    q: Tensor,
+    latents: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    value_dim: int,
+    splits: DecodeSplits | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """Compute the absorbed attention of one new token per sequence.
+
+    Args:
+        q: [S, Hq, D], the queries of the latents [C], then those of the shared keys [R].
+        latents: [N, 1, 1, B, D], the new tokens' latents included.
+        block_tables: [S, M] int32; entries past a sequence's blocks are ignored.
+        seq_lens: [S] int32, the new token included; 0 for padding, whose output is undefined.
+        value_dim: C.
+        splits: work items on a GPU; None: computed here.
+        scales: [N, 1, 1, B] float32, scales of a quantized cache (see kernels.quantized_kv).
+
+    Returns:
+        [S, Hq, C], the weighted sums of latents.
+    """
+    if cpu.supports_attention(q, latents):
+        sums = cpu.latent_decode_attention(q, latents, block_tables, seq_lens, scale, scales)
+        return sums[..., :value_dim]
+    out = q.new_zeros(*q.shape[:2], value_dim)
+    for row, length in enumerate(seq_lens.tolist()):
+        if length:
+            keys = gather_latents(latents, block_tables[row], 0, length, scales, q.dtype)
+            weights = (q[row].float() @ keys.float().mT * scale).softmax(dim=-1)
+            out[row] = (weights @ keys[:, :value_dim].float()).to(q.dtype)
+    return out
+
+
+@on_gpu("latent_prefill")
+def latent_prefill_attention(
+    q: Tensor,
+    latents: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    bounds: ChunkBounds,
+    scale: float,
+    expansion: Tensor,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """Compute the expanded causal attention of each sequence's last tokens, cached prefix included.
+
+    Args:
+        q: [T, Hq, N + R], the queries of the expanded keys [N], then those of the shared keys [R].
+        latents: [N, 1, 1, B, D], the chunks' own latents included.
+        block_tables: [S, M] int32; entries past a sequence's blocks are ignored.
+        query_start: [S + 1] int32; sequence s has queries ``query_start[s]:query_start[s + 1]``.
+        seq_lens: [S] int32, the chunk included.
+        bounds: the same lengths on the host.
+        expansion: [Hq, N + V, C], the matrices that make a head's keys and values from a latent.
+        scales: as for latent_decode_attention.
+
+    Returns:
+        [T, Hq, V].
+    """
+    num_heads, key_value_dim, latent_dim = expansion.shape
+    shared_dim = latents.shape[-1] - latent_dim
+    key_dim = q.shape[2] - shared_dim
+    out = q.new_empty(q.shape[0], num_heads, key_value_dim - key_dim)
+    starts = pairwise(accumulate(bounds.query_lens, initial=0))
+    for row, ((start, end), length) in enumerate(zip(starts, bounds.seq_lens, strict=True)):
+        if end == start:
+            continue
+        cached = gather_latents(latents, block_tables[row], 0, length, scales, q.dtype)
+        for heads in head_groups(num_heads, length * 2 * q.shape[2] * q.itemsize):
+            keys_values = _expand(cached, expansion[heads], key_dim, q.shape[2])
+            _attend_chunk(q[start:end, heads], keys_values, scale, out[start:end, heads])
+    return out
+
+
+def head_groups(num_heads: int, head_bytes: int) -> list[slice]:
+    """Split the heads into equal groups of EXPANDED_BYTES at most, of one head at least."""
+    num_groups = min(num_heads, -(-num_heads * head_bytes // EXPANDED_BYTES))
+    width = -(-num_heads // num_groups)
+    return [slice(start, min(start + width, num_heads)) for start in range(0, num_heads, width)]
+
+
+def gather_latents(
+    latents: Tensor, block_table: Tensor, start: int, end: int, scales: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return the latents of a sequence's tokens `start` to `end`, [L, D]."""
+    block_size = latents.shape[3]
+    first = start // block_size
+    ids = block_table[first : -(-end // block_size)].long()
+    own = slice(start - first * block_size, end - first * block_size)
+    gathered = latents[ids, 0, 0].flatten(0, 1)[own]
+    if scales is None:
+        return gathered
+    return dequantize(gathered, scales[ids, 0, 0].flatten()[own], dtype)
+
+
+def _expand(cached: Tensor, expansion: Tensor, key_dim: int, qk_dim: int) -> Tensor:
+    """Return keys and values as a cache of one block, [1, 2, Hq, L, N + R]; values are padded with zeros."""
+    num_heads, key_value_dim, latent_dim = expansion.shape
+    expanded = F.linear(cached[:, :latent_dim], expansion.reshape(-1, latent_dim))
+    by_head = expanded.view(-1, num_heads, key_value_dim).transpose(0, 1)
+    both = cached.new_empty(1, 2, num_heads, len(cached), qk_dim)
+    keys, values = both[0]
+    keys[..., :key_dim] = by_head[..., :key_dim]
+    keys[..., key_dim:] = cached[:, latent_dim:]
+    values[..., : key_value_dim - key_dim] = by_head[..., key_dim:]
+    values[..., key_value_dim - key_dim :] = 0
+    return both
+
+
+def _attend_chunk(q: Tensor, keys_values: Tensor, scale: float, out: Tensor) -> None:
+    """Compute the causal attention of the last tokens of one sequence into `out`.
+
+    Args:
+        q: [n, Hq, N + R].
+        keys_values: [1, 2, Hq, L, N + R], of the whole sequence.
+        out: [n, Hq, V].
+    """
+    num_queries, num_keys = q.shape[0], keys_values.shape[3]
+    if cpu.supports_attention(q, keys_values):
+        table, bounds, length = (
+            torch.tensor(numbers, dtype=torch.int32) for numbers in ([[0]], [0, num_queries], [num_keys])
+        )
+        attended = cpu.paged_prefill_attention(q, keys_values, table, bounds, length, scale, PLAIN, None)
+        out.copy_(attended[..., : out.shape[2]])
+        return
+    keys, values = keys_values[0]
+    for start in range(0, num_queries, QUERY_TILE_LEN):
+        end = min(start + QUERY_TILE_LEN, num_queries)
+        first = num_keys - num_queries
+        positions = torch.arange(first + start, first + end, device=q.device)
+        visible = torch.arange(num_keys, device=q.device) <= positions[:, None]
+        tile = q[start:end].transpose(0, 1)
+        attended = F.scaled_dot_product_attention(tile, keys, values, attn_mask=visible, scale=scale)
+        out[start:end] = attended[..., : out.shape[2]].transpose(0, 1)
