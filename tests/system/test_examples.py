@@ -53,6 +53,14 @@ def test_structured_outputs_have_their_forms() -> None:
     assert printed.startswith('schema: {"ship":')
 
 
+def test_rag_answers_from_the_nearest_passages() -> None:
+    question = "It rains on the fields in the north."  # is a passage itself
+    first, second, answer, *_ = run_example("rag.py", "demo", question).splitlines()
+    assert first == f"source +1.000 {question}"
+    assert second.startswith("source ")
+    assert answer.startswith("answer: ")
+
+
 def test_chat_answers_every_question(demo_model_dir: Path, tmp_path: Path) -> None:
     model = shutil.copytree(demo_model_dir, tmp_path / "model")
     (model / "chat_template.jinja").write_text(TEMPLATE)
