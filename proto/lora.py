@@ -6,11 +6,14 @@ its own and reports the end of it. An adapter in a *slot* of the device is used 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # Bounds of a LoraReference.
 MAX_LORA_NAME_CHARS = 256
 MAX_LORA_PATH_CHARS = 4096
+# Adapters that a gateway and a replica know by name.
+MAX_REGISTERED_LORAS = 1024
 # The slot of a row without an adapter.
 NO_SLOT = -1
 
@@ -21,7 +24,7 @@ class LoraReference:
 
     Attributes:
         name: the `model` of HTTP requests.
-        path: its directory, on every node.
+        path: its directory, on every node; empty in a registry's entry of an adapter that was unloaded.
         version: differs between loads of the same name, whose files may differ.
     """
 
@@ -60,3 +63,24 @@ class LoraReport:
     adapter_id: int
     digest: str = ""
     error: str = ""
+
+
+def merge_references(
+    registry: dict[str, LoraReference], entries: Iterable[LoraReference]
+) -> list[LoraReference]:
+    """Put entries of a later version into a registry, name |-> reference; return those of them that are new.
+
+    The oldest entries of unloaded adapters are forgotten beyond MAX_REGISTERED_LORAS of them.
+    """
+    newer = []
+    for entry in entries:
+        known = registry.get(entry.name)
+        if known is None or known.version < entry.version:
+            registry[entry.name] = entry
+            newer.append(entry)
+    unloaded = sorted(
+        (entry for entry in registry.values() if not entry.path), key=lambda entry: entry.version
+    )
+    for entry in unloaded[: max(0, len(unloaded) - MAX_REGISTERED_LORAS)]:
+        del registry[entry.name]
+    return newer

@@ -3,8 +3,7 @@
 A gateway numbers its sequences with *handles*. The scheduler sends one TokenBatch per step and gateway, never one
 message per request.
 
-    gateway -> scheduler    Submit, Abort, Stop, StatusQuery, CacheQuery, BlockMapQuery, Drain, FlushCache, LoadLora,
-                            UnloadLora
+    gateway -> scheduler    Submit, Abort, Stop, StatusQuery, CacheQuery, BlockMapQuery, Drain, FlushCache, LoadLora
     scheduler -> gateway    TokenBatch, ReplicaStatus, CacheReport, BlockMap, LoraLoaded
 
 Gateways and replicas of neighboring releases work together. A field may be added at the end of a message, with a
@@ -139,15 +138,14 @@ class BlockMapQuery:
 
 @dataclass(frozen=True, slots=True)
 class LoadLora:
-    """Has the ranks read an adapter into host memory; a LoraLoaded answers."""
+    """Enters an adapter into the replica's registry, and has the ranks read it; a LoraLoaded answers.
 
-    query_id: int
-    reference: LoraReference
+    Of several entries of a name the one with the latest version counts. One without a path unloads the adapter once
+    the sequences that use it have ended.
 
-
-@dataclass(frozen=True, slots=True)
-class UnloadLora:
-    """Drops an adapter once the sequences that use it have ended; a LoraLoaded answers at once."""
+    Attributes:
+        query_id: 0 if no answer is needed.
+    """
 
     query_id: int
     reference: LoraReference
@@ -155,7 +153,7 @@ class UnloadLora:
 
 @dataclass(frozen=True, slots=True)
 class LoraLoaded:
-    """The outcome of a LoadLora or an UnloadLora.
+    """The outcome of a LoadLora.
 
     Attributes:
         error: why the adapter cannot be used; empty if it can.
@@ -356,6 +354,7 @@ class ReplicaStatus:
         num_drafts, num_draft_tokens: verified drafts of speculative decoding, and their tokens.
         num_accepted_tokens: drafts of which the first, the second, ... token was accepted.
         generates: the model generates text; False if it only pools prompts.
+        loras: the replica's registry of adapters.
     """
 
     query_id: int
@@ -403,19 +402,11 @@ class ReplicaStatus:
     activity_s: float = 0.0
     num_recoveries: int = 0
     generates: bool = True
+    loras: tuple[LoraReference, ...] = ()
 
 
 GatewayMessage = (
-    Submit
-    | Abort
-    | Stop
-    | StatusQuery
-    | CacheQuery
-    | BlockMapQuery
-    | Drain
-    | FlushCache
-    | LoadLora
-    | UnloadLora
+    Submit | Abort | Stop | StatusQuery | CacheQuery | BlockMapQuery | Drain | FlushCache | LoadLora
 )
 ReplicaMessage = TokenBatch | ReplicaStatus | CacheReport | BlockMap | LoraLoaded
 
@@ -511,9 +502,15 @@ def _decode_submit(values: list[Any]) -> Submit:
         prefix_pool,
         unpack_ints(generated),
         OutputConstraint.unpack(constraint),
-        None if lora is None else LoraReference(*lora),
+        None if lora is None else _decode_reference(lora),
         PoolingParams.unpack(pooling),
     )
+
+
+def _decode_reference(values: list[Any]) -> LoraReference:
+    if not all(isinstance(value, str) for value in values):
+        raise ValueError("an adapter's name, path and version are text")
+    return _known(LoraReference, values)
 
 
 def _encode_batch(message: TokenBatch) -> tuple[Any, ...]:
@@ -546,9 +543,11 @@ def _decode_status(values: list[Any]) -> ReplicaStatus:
     query_id, replica_id, model, problem, ranks, *numbers = values
     rank_statuses = tuple(_known(RankStatus, rank) for rank in ranks)
     status = _known(ReplicaStatus, [query_id, replica_id, model, problem, rank_statuses, *numbers])
+    loras: Any = status.loras
     return replace(
         status,
         num_accepted_tokens=tuple(status.num_accepted_tokens),
+        loras=tuple(map(_decode_reference, loras)),
         activity=Activity(status.activity),
     )
 
@@ -576,7 +575,6 @@ _ENCODERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Drain: lambda message: ("drain", message.grace_s),
     FlushCache: lambda message: ("flush",),
     LoadLora: lambda message: ("load lora", message.query_id, field_values(message.reference)),
-    UnloadLora: lambda message: ("unload lora", message.query_id, field_values(message.reference)),
     LoraLoaded: lambda message: ("lora", *astuple(message)),
     TokenBatch: _encode_batch,
     ReplicaStatus: lambda message: ("status", *astuple(message)),
@@ -592,8 +590,7 @@ _DECODERS: dict[str, Callable[[list[Any]], GatewayMessage | ReplicaMessage]] = {
     "blocks?": partial(_known, BlockMapQuery),
     "drain": partial(_known, Drain),
     "flush": partial(_known, FlushCache),
-    "load lora": lambda values: LoadLora(values[0], _known(LoraReference, values[1])),
-    "unload lora": lambda values: UnloadLora(values[0], _known(LoraReference, values[1])),
+    "load lora": lambda values: LoadLora(values[0], _decode_reference(values[1])),
     "lora": partial(_known, LoraLoaded),
     "tokens": _decode_batch,
     "status": _decode_status,

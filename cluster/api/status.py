@@ -237,6 +237,21 @@ class ServerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraInfo:
+    """A LoRA adapter.
+
+    Attributes:
+        name: the model of its requests.
+        path: its directory.
+        model: the model that it changes.
+    """
+
+    name: str
+    path: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class ModelLoad:
     """The load of a model's ready replicas, from all their servers; `num_unplaced` is that of this server.
 

@@ -15,7 +15,16 @@ import grpc.aio
 from ...proto.errors import QuireError
 from ...proto.faults import Fault
 from ...proto.sampling import SamplingParams
-from ..api.status import BlockMapInfo, FleetEvent, FleetInfo, ModelInfo, ModelLoad, ReplicaInfo, ServerInfo
+from ..api.status import (
+    BlockMapInfo,
+    FleetEvent,
+    FleetInfo,
+    LoraInfo,
+    ModelInfo,
+    ModelLoad,
+    ReplicaInfo,
+    ServerInfo,
+)
 from ..config.deployment import Deployment
 from ..requests.chat import Chat
 from ..requests.chat_messages import Message
@@ -146,6 +155,27 @@ class AsyncClient:
     async def flush_cache(self, model: str = "") -> tuple[str, ...]:
         """See `Client.flush_cache`."""
         return await self._wait(self._calls.flush_cache(model))
+
+    async def load_lora(self, name: str, path: str, *, model: str = "", replace: bool = False) -> None:
+        """Have all replicas of a model read a LoRA adapter, which requests name as their model from then on.
+
+        Args:
+            path: its directory, on every node.
+            model: the model that it changes; not needed if the server serves one.
+            replace: replace an adapter of the same name.
+
+        Raises:
+            LoraLoadError: a replica cannot read it. It is taken back on all.
+        """
+        await self._wait(self._calls.load_lora(name, path, model, replace=replace))
+
+    async def unload_lora(self, name: str) -> None:
+        """Refuse new requests for an adapter. Requests that run end in order."""
+        await self._wait(self._calls.unload_lora(name))
+
+    async def loras(self) -> list[LoraInfo]:
+        """Return the LoRA adapters that the server knows."""
+        return await self._wait(self._calls.loras())
 
     async def inject_fault(
         self, fault: Fault, *, rank: int | None = None, replica_id: str = ""

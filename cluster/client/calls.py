@@ -20,7 +20,16 @@ from ..api.deployment_messages import deployment_to_message
 from ..api.grpc_status import from_grpc_error
 from ..api.request_messages import as_invalid_request, sampling_to_message, set_prompt
 from ..api.response_messages import event_from_message, output_from_message
-from ..api.status import BlockMapInfo, FleetEvent, FleetInfo, ModelInfo, ModelLoad, ReplicaInfo, ServerInfo
+from ..api.status import (
+    BlockMapInfo,
+    FleetEvent,
+    FleetInfo,
+    LoraInfo,
+    ModelInfo,
+    ModelLoad,
+    ReplicaInfo,
+    ServerInfo,
+)
 from ..api.status_messages import (
     block_map_from_message,
     fleet_from_message,
@@ -245,6 +254,23 @@ class Calls:
         request = admin_pb2.FlushCacheRequest(model=model)
         return Call(
             self._admin.FlushCache, request, self._options(), lambda response: tuple(response.replica_ids)
+        )
+
+    def load_lora(self, name: str, path: str, model: str, *, replace: bool) -> Call[None]:
+        with as_invalid_request("adapter"):
+            request = admin_pb2.LoadLoraRequest(name=name, path=path, model=model, replace=replace)
+        return Call(self._admin.LoadLora, request, self._options(), lambda response: None)
+
+    def unload_lora(self, name: str) -> Call[None]:
+        request = admin_pb2.UnloadLoraRequest(name=name)
+        return Call(self._admin.UnloadLora, request, self._options(), lambda response: None)
+
+    def loras(self) -> Call[list[LoraInfo]]:
+        return Call(
+            self._admin.ListLoras,
+            admin_pb2.ListLorasRequest(),
+            self._options(),
+            lambda response: [LoraInfo(each.name, each.path, each.model) for each in response.adapters],
         )
 
     def inject_fault(self, fault: Fault, rank: int | None, replica_id: str) -> Call[tuple[str, int]]:

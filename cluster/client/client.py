@@ -14,7 +14,16 @@ import grpc
 from ...proto.errors import QuireError
 from ...proto.faults import Fault
 from ...proto.sampling import SamplingParams
-from ..api.status import BlockMapInfo, FleetEvent, FleetInfo, ModelInfo, ModelLoad, ReplicaInfo, ServerInfo
+from ..api.status import (
+    BlockMapInfo,
+    FleetEvent,
+    FleetInfo,
+    LoraInfo,
+    ModelInfo,
+    ModelLoad,
+    ReplicaInfo,
+    ServerInfo,
+)
 from ..config.deployment import Deployment
 from ..requests.chat import Chat
 from ..requests.chat_messages import Message
@@ -182,6 +191,27 @@ class Client:
     def flush_cache(self, model: str = "") -> tuple[str, ...]:
         """Empty the prefix caches of a model's replicas. Returns the ids of the replicas."""
         return self._wait(self._calls.flush_cache(model))
+
+    def load_lora(self, name: str, path: str, *, model: str = "", replace: bool = False) -> None:
+        """Have all replicas of a model read a LoRA adapter, which requests name as their model from then on.
+
+        Args:
+            path: its directory, on every node.
+            model: the model that it changes; not needed if the server serves one.
+            replace: replace an adapter of the same name.
+
+        Raises:
+            LoraLoadError: a replica cannot read it. It is taken back on all.
+        """
+        self._wait(self._calls.load_lora(name, path, model, replace=replace))
+
+    def unload_lora(self, name: str) -> None:
+        """Refuse new requests for an adapter. Requests that run end in order."""
+        self._wait(self._calls.unload_lora(name))
+
+    def loras(self) -> list[LoraInfo]:
+        """Return the LoRA adapters that the server knows."""
+        return self._wait(self._calls.loras())
 
     def inject_fault(self, fault: Fault, *, rank: int | None = None, replica_id: str = "") -> tuple[str, int]:
         """Cause a fault in a rank of a replica, or in its scheduler; the server must permit it.

@@ -83,6 +83,12 @@ class ServerOptions:
         group=_SERVER,
     )
 
+    allow_runtime_lora_updating: bool = option(
+        False,
+        help="Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, whose callers name files that ranks open.",
+        group=_SERVER,
+    )
+
     enable_auto_tool_choice: bool = option(
         False,
         help="Accepted for the command lines of vLLM; tool calls need no switch.",

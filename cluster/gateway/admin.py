@@ -99,6 +99,32 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return await inject_fault(self._services, message)
 
     @convert_errors
+    async def LoadLora(
+        self, message: admin_pb2.LoadLoraRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.LoadLoraResponse:
+        models = self._services.models
+        await models.load_lora(message.model, message.name, message.path, replace=message.replace)
+        return admin_pb2.LoadLoraResponse()
+
+    @convert_errors
+    async def UnloadLora(
+        self, message: admin_pb2.UnloadLoraRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.UnloadLoraResponse:
+        self._services.models.unload_lora(message.name)
+        return admin_pb2.UnloadLoraResponse()
+
+    @convert_errors
+    async def ListLoras(
+        self, message: admin_pb2.ListLorasRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.ListLorasResponse:
+        adapters = [
+            admin_pb2.LoraAdapter(name=each.name, path=each.path, model=model.name)
+            for model in self._services.models
+            for each in model.pool.adapters.adapters
+        ]
+        return admin_pb2.ListLorasResponse(adapters=adapters)
+
+    @convert_errors
     async def GetLoad(
         self, message: admin_pb2.GetLoadRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.GetLoadResponse:

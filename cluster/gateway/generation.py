@@ -119,6 +119,11 @@ class Generation:
     numbered_events: AsyncIterator[tuple[int, StreamEvent]]
 
     @property
+    def model_name(self) -> str:
+        """Return the name for responses: the adapter's, or the model's."""
+        return _name_of(self.model, self.request)
+
+    @property
     async def events(self) -> AsyncIterator[StreamEvent]:
         """The events without their numbers."""
         async for _, event in self.numbered_events:
@@ -265,7 +270,7 @@ class GenerationService:
             admission.charge(event)
 
         log = RequestLog(
-            RequestStarted(request.request_id, model.name, len(request.prompt_token_ids)),
+            RequestStarted(request.request_id, _name_of(model, request), len(request.prompt_token_ids)),
             stream,
             OutputProcessor(request, model.tokenizer),
             max_bytes=self.limits.max_request_bytes if call.request_id else 0,
@@ -303,10 +308,15 @@ class GenerationService:
             prefix_pool=self._tenants().of(call.tenant).prefix_pool or "",
             add_special_tokens=call.add_special_tokens,
             pooling=call.pooling,
+            lora=model.pool.adapters.find(call.model),
         )
         is_short = not isinstance(call.prompt, Chat) and len(call.prompt) <= LONG_PROMPT_CHARS
         is_short = is_short and call.sampling.structured_outputs is None  # compiling takes a while
         return check() if is_short else await asyncio.to_thread(check)
+
+
+def _name_of(model: ServedModel, request: Request) -> str:
+    return model.name if request.lora is None else request.lora.name
 
 
 def _plain(value: object) -> object:

@@ -20,6 +20,7 @@ from ..host.change_notifier import ChangeNotifier
 from ..replica.canary import run_canary
 from ..replica.client import ReplicaClient
 from ..requests.request import Request
+from .lora_registry import LoraRegistry
 from .request_migration import MigratingRequest, MoveListener, ignore_move
 from .router import ReplicaLoad, Router
 
@@ -82,6 +83,9 @@ class ReplicaPool:
         on_demand: called when a request begins to wait.
         on_change: called when the readiness of the pool may have changed.
         explain_unavailable: returns why there is no replica, for the error of requests that waited in vain.
+
+    Attributes:
+        adapters: the LoRA adapters that its replicas serve.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class ReplicaPool:
         self._explain_unavailable = explain_unavailable
         self._members: dict[str, _Member] = {}
         self._router = Router(block_size)
+        self.adapters = LoraRegistry(model)
         self._num_arrived_requests = self._num_arrived_tokens = 0
         self._num_waiting = self._num_waiting_tokens = 0
         self._changes = ChangeNotifier()
@@ -267,7 +272,8 @@ class ReplicaPool:
         tokens = request.prompt_token_ids
         if len(request.generated_token_ids):
             tokens = np.concatenate([tokens, request.generated_token_ids])
-        root = make_root(self.model, request.salt, tenant=request.tenant, pool=request.prefix_pool)
+        adapter = "" if request.lora is None else request.lora.cache_key
+        root = make_root(self.model, request.salt, adapter, tenant=request.tenant, pool=request.prefix_pool)
         return prefix_hashes(tokens[: MAX_HASHED_BLOCKS * self._block_size], self._block_size, root)
 
     def _on_message(self, member: _Member, message: ReplicaStatus | CacheReport) -> None:
@@ -280,6 +286,8 @@ class ReplicaPool:
     def _on_status(self, member: _Member, status: ReplicaStatus) -> None:
         """Reset the load estimate, and query the replica's cache unless it is the only replica."""
         member.num_sent_tokens = 0
+        if self.adapters.on_status(member.client, status):
+            self._on_change()
         if len(self._members) > 1 and status.cache_version != member.cache_version:
             member.client.send(CacheQuery(member.cache_version))
         if status.draining:

@@ -37,6 +37,7 @@ class ServedModel:
         """Return a model whose prompts are rendered and tokenized in processes of their own."""
         workers, grammar_workers = TextWorkers(tokenizer), GrammarWorkers(config)
         checker = RequestChecker(config, tokenizer, workers, grammar_workers)
+        pool.adapters.configure(config.lora)
         return ServedModel(config, tokenizer, checker, pool, workers, grammar_workers)
 
     def resize(self, config: EngineConfig) -> None:
@@ -79,7 +80,7 @@ class ServedModels:
         return model
 
     def find(self, name: str) -> ServedModel:
-        """Return the model of that name; an empty name selects the only model.
+        """Return the model of that name, or of an adapter of that name; an empty name selects the only model.
 
         Raises:
             ModelNotFound: the model is not served here.
@@ -87,6 +88,8 @@ class ServedModels:
         """
         if name in self._by_name:
             return self._by_name[name]
+        if (parent := self._parent_of(name)) is not None:
+            return parent
         if not self._by_name:
             raise ModelNotFound("no model is served here yet")
         served = f"{' and '.join(map(repr, self._by_name))} {'is' if len(self._by_name) == 1 else 'are'}"
@@ -95,6 +98,26 @@ class ServedModels:
         if len(self._by_name) > 1:
             raise InvalidRequest("model", f"is missing where {served} served")
         return next(iter(self._by_name.values()))
+
+    async def load_lora(self, model: str, name: str, path: str, *, replace: bool = False) -> None:
+        """Load an adapter of a model; an empty `model` selects the only one. See LoraRegistry.load."""
+        parent = self.find(model)
+        if name in self._by_name or self._parent_of(name) not in (None, parent):
+            raise InvalidRequest("lora_name", f"is {name!r}, which is served already")
+        pool = parent.pool
+        await pool.adapters.load(pool.clients.values(), name, path, replace=replace)
+        self.notify_change()
+
+    def unload_lora(self, name: str) -> None:
+        """Unload an adapter. Raises ModelNotFound if there is no such adapter."""
+        parent = self._parent_of(name)
+        if parent is None:
+            raise ModelNotFound(f"adapter {name!r} is not loaded")
+        parent.pool.adapters.unload(parent.pool.clients.values(), name)
+        self.notify_change()
+
+    def _parent_of(self, adapter: str) -> ServedModel | None:
+        return next((model for model in self if model.pool.adapters.find(adapter) is not None), None)
 
     @property
     def is_ready(self) -> bool:

@@ -26,6 +26,7 @@ class GatewayServices:
         monitor: observes every request; its owner starts it and closes it.
         fleet: changed by operators; None if nothing can be changed.
         faults: causes faults that operators ask for; None if they are refused.
+        allows_lora_updates: HTTP callers may load and unload adapters.
         closing: set when a server begins to stop, for streams that would not end by themselves.
     """
 
@@ -36,6 +37,7 @@ class GatewayServices:
     monitor: Monitor
     fleet: Fleet | None = None
     faults: FaultInjector | None = None
+    allows_lora_updates: bool = False
     closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -52,6 +54,7 @@ class GatewayServices:
         observers: Sequence[RequestObserver] = (),
         retention: RetentionLimits | None = None,
         faults: FaultInjector | None = None,
+        allows_lora_updates: bool = False,
     ) -> GatewayServices:
         """Return the services over these models.
 
@@ -63,5 +66,12 @@ class GatewayServices:
         monitor = Monitor(models, fleet, *observers)
         generation = GenerationService(models, monitor.observer, security.tenants, retention)
         return GatewayServices(
-            models, generation, Authenticator(security.tokens), security, monitor, fleet, faults
+            models,
+            generation,
+            Authenticator(security.tokens),
+            security,
+            monitor,
+            fleet,
+            faults,
+            allows_lora_updates,
         )

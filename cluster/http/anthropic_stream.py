@@ -71,7 +71,7 @@ class AnthropicStream:
             return ""
         self._is_begun = True
         usage = _usage(Usage(len(self._generation.request.prompt_token_ids)))
-        message = _empty_message(self._head.id, self._generation.model.name) | {"usage": usage}
+        message = _empty_message(self._head.id, self._generation.model_name) | {"usage": usage}
         return _event("message_start", message=message) + _event("ping")
 
     def _delta(self, delta: ChatDelta) -> str:

@@ -23,7 +23,7 @@ class ChatStream:
         self._generation = generation
         self._start = (
             f'data: {{"id":{quoted(head.id)},"object":"chat.completion.chunk","created":{head.created},'
-            f'"model":{quoted(generation.model.name)},'
+            f'"model":{quoted(generation.model_name)},'
         )
         num_choices = generation.request.sampling.n
         self._starts = [

@@ -43,7 +43,7 @@ class CompletionStream:
     ) -> None:
         self._body = body
         self._generations = generations
-        model = generations[0].model.name
+        model = generations[0].model_name
         self._start = (
             f'data: {{"id":{quoted(head.id)},"object":"text_completion","created":{head.created},'
             f'"model":{quoted(model)},'

@@ -23,7 +23,13 @@ MAX_BODY_BYTES = 16 << 20
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/openapi.json", *DOCS_FILES, *PAGE_FILES})
 
 # Path |-> role that its callers need, where that is not USER.
-ROLE_OF_PATH = {"/load": Role.METRICS, "/metrics": Role.METRICS, EVENTS_PATH: Role.OPERATOR}
+ROLE_OF_PATH = {
+    "/load": Role.METRICS,
+    "/metrics": Role.METRICS,
+    EVENTS_PATH: Role.OPERATOR,
+    "/v1/load_lora_adapter": Role.OPERATOR,
+    "/v1/unload_lora_adapter": Role.OPERATOR,
+}
 
 
 class AuthenticateCalls:

@@ -12,7 +12,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar, cast
 
-from ...proto.errors import ProtocolError, QuireError, ReplicaUnavailable
+from ...proto.errors import LoraLoadError, ProtocolError, QuireError, ReplicaUnavailable
+from ...proto.lora import LoraReference
 from ...proto.stream import (
     Abort,
     BlockMap,
@@ -21,6 +22,8 @@ from ...proto.stream import (
     Finish,
     FinishReason,
     GatewayMessage,
+    LoadLora,
+    LoraLoaded,
     ReplicaMessage,
     ReplicaStatus,
     StatusQuery,
@@ -256,7 +259,23 @@ class ReplicaClient:
         query_id = next(self._query_ids)
         return cast(BlockMap, await self._ask(BlockMapQuery(query_id), timeout_s))
 
-    async def _ask(self, query: StatusQuery | BlockMapQuery, timeout_s: float) -> Any:
+    async def load_lora(self, reference: LoraReference, timeout_s: float) -> None:
+        """Have the replica's ranks read an adapter.
+
+        Raises:
+            LoraLoadError: a rank cannot read it.
+            ReplicaUnavailable: the replica does not answer in time, or has failed.
+        """
+        query = LoadLora(next(self._query_ids), reference)
+        answer = cast(LoraLoaded, await self._ask(query, timeout_s))
+        if answer.error:
+            raise LoraLoadError(f"replica {self.replica_id}: {answer.error}")
+
+    def register_lora(self, reference: LoraReference) -> None:
+        """Have the replica load an adapter, or unload it if it has no path, without waiting."""
+        self.send(LoadLora(0, reference))
+
+    async def _ask(self, query: StatusQuery | BlockMapQuery | LoadLora, timeout_s: float) -> Any:
         """Send a query and return its answer."""
         self._check_open()
         answer = self._queries[query.query_id] = asyncio.get_running_loop().create_future()
@@ -265,7 +284,8 @@ class ReplicaClient:
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
-            reason = f"replica {self.replica_id} did not answer a status query in {timeout_s:g} s"
+            kind = "the load of an adapter" if isinstance(query, LoadLora) else "a status query"
+            reason = f"replica {self.replica_id} did not answer {kind} in {timeout_s:g} s"
             raise ReplicaUnavailable(reason) from None
         finally:
             del self._queries[query.query_id]
@@ -418,7 +438,7 @@ class ReplicaClient:
     def _on_message(self, message: GatewayMessage | ReplicaMessage) -> None:
         if isinstance(message, ReplicaStatus):
             self._on_status(message)
-        elif isinstance(message, BlockMap):
+        elif isinstance(message, BlockMap | LoraLoaded):
             self._answer(message)
         if isinstance(message, ReplicaStatus | CacheReport):
             for listener in self._listeners:
@@ -453,7 +473,7 @@ class ReplicaClient:
             if not waiting.done():
                 waiting.set_result(status)
 
-    def _answer(self, message: ReplicaStatus | BlockMap) -> None:
+    def _answer(self, message: ReplicaStatus | BlockMap | LoraLoaded) -> None:
         """Pass an answer to the caller that waits for it, if it still does."""
         query = self._queries.get(message.query_id)
         if query is not None and not query.done():

@@ -87,6 +87,7 @@ async def _serve(
         retention=retention_limits(server_options),
         observers=observers,
         faults=RayFaultInjector(DEFAULT_NAMESPACE) if server_options.enable_chaos else None,
+        allows_lora_updates=server_options.allow_runtime_lora_updating,
     )
     servers = GatewayServers(services, server_options)
     try:

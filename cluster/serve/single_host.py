@@ -114,6 +114,7 @@ async def _serve_replica(
         retention=retention_limits(server_options),
         observers=observers,
         faults=RayFaultInjector(replica.record.namespace) if server_options.enable_chaos else None,
+        allows_lora_updates=server_options.allow_runtime_lora_updating,
     )
     servers = GatewayServers(services, server_options)
     try:

@@ -21,7 +21,7 @@ import numpy as np
 from ...proto.block_tables import IntArray
 from ...proto.config import LoraConfig
 from ...proto.errors import LoraLoadError
-from ...proto.lora import LoraLoad, LoraReference, LoraReport
+from ...proto.lora import LoraLoad, LoraReference, LoraReport, merge_references
 from ...proto.step import NO_INTS, NO_PAIRS
 from ...proto.stream import LoraLoaded
 from ..sequences.sequence import Sequence
@@ -102,6 +102,15 @@ class LoraAdapters:
         self._drops: list[int] = []
         self._slot_orders: dict[int, int] = {}  # slot |-> adapter_id
         self._answers: list[tuple[bytes, LoraLoaded]] = []
+        self._problems: list[str] = []
+        self._registry: dict[
+            str, LoraReference
+        ] = {}  # name |-> latest reference; without a path once unloaded
+
+    @property
+    def registry(self) -> tuple[LoraReference, ...]:
+        """Return the adapters that operators have loaded and unloaded, for gateways."""
+        return tuple(self._registry.values())
 
     @property
     def is_loading(self) -> bool:
@@ -121,6 +130,25 @@ class LoraAdapters:
 
     # Requests of operators
 
+    def register(self, reference: LoraReference, caller: tuple[bytes, int] | None = None) -> None:
+        """Load or unload an adapter, unless a later version of its name is known.
+
+        Args:
+            caller: gateway and query, which `take_answers` answers; None if nobody waits.
+        """
+        previous = self._registry.get(reference.name)
+        if not merge_references(self._registry, [reference]):
+            if caller is not None:
+                problem = "" if previous == reference else "another version of it was loaded meanwhile"
+                self._answer(caller, problem)
+            return
+        if previous is not None and previous.path:
+            self.unload(previous)
+        if reference.path:
+            self.load(reference, caller)
+        elif caller is not None:
+            self._answer(caller, "")
+
     def load(self, reference: LoraReference, caller: tuple[bytes, int] | None = None) -> None:
         """Have an adapter read; `take_answers` tells the caller the outcome."""
         adapter = self._find(reference)
@@ -132,19 +160,22 @@ class LoraAdapters:
         else:
             adapter.callers.append(caller)
 
-    def unload(self, reference: LoraReference, caller: tuple[bytes, int] | None = None) -> None:
+    def unload(self, reference: LoraReference) -> None:
         """Drop an adapter once the sequences that use it have ended. Returns immediately."""
         adapter = self._adapters.get(reference)
         if adapter is not None:
             adapter.is_retired = True
             self._drop_if_retired(adapter)
-        if caller is not None:
-            self._answer(caller, "")
 
     def take_answers(self) -> list[tuple[bytes, LoraLoaded]]:
         """Return the outcomes of loads that gateways wait for, and forget them."""
         answers, self._answers = self._answers, []
         return answers
+
+    def take_problems(self) -> list[str]:
+        """Return why loads have failed, for the log, and forget it."""
+        problems, self._problems = self._problems, []
+        return problems
 
     # Sequences
 
@@ -372,6 +403,7 @@ class LoraAdapters:
     def _fail(self, adapter: _Adapter, problem: str) -> LoraLoadError:
         reference = adapter.reference
         error = LoraLoadError(f"adapter {reference.name!r} in {reference.path} cannot be loaded: {problem}")
+        self._problems.append(str(error))
         self._drop(adapter)
         self._queued[reference] = adapter  # until its users have ended
         adapter.state, adapter.is_retired = _State.QUEUED, True

@@ -66,7 +66,7 @@ class Scheduler:
         self._drainer = Drainer(self._state)
         if self._state.lora is not None and config.lora is not None:
             for reference in config.lora.modules:
-                self._state.lora.load(reference)
+                self._state.lora.register(reference)
 
     @property
     def blocks(self) -> BlockManager:

@@ -26,7 +26,6 @@ from ...proto.stream import (
     Stop,
     Submit,
     TokenBatch,
-    UnloadLora,
 )
 from ..core.outbox import Outgoing, error_finish
 from ..core.scheduler import Scheduler
@@ -241,28 +240,30 @@ class StepLoop:
             case FlushCache():
                 _log.info("%s empties its prefix cache", self._replica_id)
                 self._scheduler.blocks.flush_cache()
-            case LoadLora() | UnloadLora():
+            case LoadLora():
                 self._order_adapter(gateway, message)
             case Drain():
                 _log.info("%s is draining: running sequences have %g s", self._replica_id, message.grace_s)
                 self._scheduler.drain(message.grace_s, self._clock())
 
-    def _order_adapter(self, gateway: bytes, message: LoadLora | UnloadLora) -> None:
-        lora, caller = self._scheduler.lora, (gateway, message.query_id)
+    def _order_adapter(self, gateway: bytes, message: LoadLora) -> None:
+        lora = self._scheduler.lora
         if lora is None:
             problem = f"{self._replica_id} runs without enable_lora"
             self._mailbox.send(gateway, LoraLoaded(message.query_id, problem))
-        elif isinstance(message, LoadLora):
-            lora.load(message.reference, caller)
-        else:
-            lora.unload(message.reference, caller)
+            return
+        lora.register(message.reference, (gateway, message.query_id) if message.query_id else None)
         self._send_lora_answers()
 
     def _send_lora_answers(self) -> None:
         """Tell gateways the outcome of loads. One that does not read learns of it by its own deadline."""
-        if self._scheduler.lora is not None:
-            for gateway, answer in self._scheduler.lora.take_answers():
-                self._mailbox.send(gateway, answer)
+        lora = self._scheduler.lora
+        if lora is None:
+            return
+        for problem in lora.take_problems():
+            _log.error("%s: %s", self._replica_id, problem)
+        for gateway, answer in lora.take_answers():
+            self._mailbox.send(gateway, answer)
 
     def _send_finish(self, gateway: bytes, finish: Finish | None) -> None:
         if finish is not None:
@@ -363,4 +364,5 @@ class StepLoop:
             activity_s=now - self._active_since,
             num_recoveries=self._recovery.num_recoveries,
             generates=self._config.model.generates,
+            loras=() if scheduler.lora is None else scheduler.lora.registry,
         )

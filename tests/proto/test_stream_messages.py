@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.proto.errors import ProtocolError
+from quire.proto.lora import LoraReference
 from quire.proto.pooling import Pooled, PoolingParams
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import Logprobs, PromptLogprobs
@@ -30,6 +31,8 @@ from quire.proto.stream import (
     FinishReason,
     FlushCache,
     GatewayMessage,
+    LoadLora,
+    LoraLoaded,
     MappedSequence,
     RankStatus,
     ReplicaMessage,
@@ -46,6 +49,7 @@ from quire.proto.stream import (
 # Fields of SamplingParams when VERSION became 4.
 NUM_SAMPLING_FIELDS = 27
 
+LORA = LoraReference("sql", "/adapters/sql", "1")
 STATUS = ReplicaStatus(
     query_id=4,
     replica_id="replica-1",
@@ -87,13 +91,25 @@ STATUS = ReplicaStatus(
     num_drafts=9,
     num_draft_tokens=20,
     num_accepted_tokens=(7, 3),
+    loras=(LORA, LoraReference("law", "", "2")),
 )
 REPORT = CacheReport(12, 5, b"12345678abcdefgh", b"ABCDEFGH")
 
 
 @pytest.mark.parametrize(
     "message",
-    [Abort(7), StatusQuery(2**40), STATUS, CacheQuery(5), REPORT, BlockMapQuery(9), Drain(2.5), FlushCache()],
+    [
+        Abort(7),
+        StatusQuery(2**40),
+        STATUS,
+        CacheQuery(5),
+        REPORT,
+        BlockMapQuery(9),
+        Drain(2.5),
+        FlushCache(),
+        LoadLora(3, LORA),
+        LoraLoaded(3, "why"),
+    ],
     ids=type,
 )
 def test_plain_messages_round_trip(message: GatewayMessage | ReplicaMessage) -> None:
@@ -223,7 +239,17 @@ def with_values(message: GatewayMessage | ReplicaMessage, change: Callable[[list
 
 @pytest.mark.parametrize(
     "message",
-    [Abort(7), StatusQuery(4), STATUS, CacheQuery(5), REPORT, BlockMapQuery(9), Drain(2.5), FlushCache()],
+    [
+        Abort(7),
+        StatusQuery(4),
+        STATUS,
+        CacheQuery(5),
+        REPORT,
+        BlockMapQuery(9),
+        Drain(2.5),
+        FlushCache(),
+        LoraLoaded(3),
+    ],
     ids=type,
 )
 def test_fields_of_a_later_release_are_ignored(message: GatewayMessage | ReplicaMessage) -> None:
@@ -250,8 +276,17 @@ def test_fields_of_a_later_release_in_parts_of_a_message_are_ignored() -> None:
 
 
 def test_status_of_an_earlier_release_has_defaults() -> None:
-    received = decode(with_values(STATUS, lambda values: values[:-6]))
-    assert received == replace(STATUS, num_draft_tokens=0, num_accepted_tokens=())
+    received = decode(with_values(STATUS, lambda values: values[:-7]))
+    assert received == replace(STATUS, num_draft_tokens=0, num_accepted_tokens=(), loras=())
+
+
+def test_submit_with_an_adapter_round_trips_and_is_refused_unless_it_is_text() -> None:
+    submit = Submit(1, "id", np.array([1], np.int32), SamplingParams(), lora=LORA)
+    received = decode(encode(submit))
+    assert isinstance(received, Submit)
+    assert (received.lora, received.constraint) == (LORA, None)
+    with pytest.raises(ProtocolError, match="an adapter's name, path and version are text"):
+        decode(with_values(submit, lambda values: [*values[:-1], ["sql", 7]]))
 
 
 def test_every_sampling_parameter_of_this_version_is_sent() -> None:

@@ -75,6 +75,7 @@ async def local_server(
     http: bool = False,
     http_limits: ConnectionLimits | None = None,
     silence_timeout_s: float = 65.0,
+    allows_lora_updates: bool = False,
     **options: Any,
 ) -> AsyncIterator[Server]:
     """Run the servers of a gateway.
@@ -90,7 +91,13 @@ async def local_server(
             local.address, "replica-0", silence_timeout_s=silence_timeout_s, heartbeat_s=0.1
         )
         async with local_gateway(
-            local.config, replica, security=security, retention=retention, http=http, http_limits=http_limits
+            local.config,
+            replica,
+            security=security,
+            retention=retention,
+            http=http,
+            http_limits=http_limits,
+            allows_lora_updates=allows_lora_updates,
         ) as servers:
             try:
                 if ready:
@@ -132,12 +139,15 @@ async def local_gateway(
     retention: RetentionLimits | None = None,
     http: bool = False,
     http_limits: ConnectionLimits | None = None,
+    allows_lora_updates: bool = False,
 ) -> AsyncIterator[LocalGateway]:
     """Run the servers of a gateway of the replica, which is started and closed with them."""
     replica.start()
     tokenizer = Tokenizer(config.model.path)
     models = serve_single_replica(config, tokenizer, replica)
-    services = GatewayServices.compose(models, security=security, retention=retention)
+    services = GatewayServices.compose(
+        models, security=security, retention=retention, allows_lora_updates=allows_lora_updates
+    )
     gateway = Gateway(services)
     http_server = HttpServer(services, limits=http_limits) if http else None
     target = await gateway.start()

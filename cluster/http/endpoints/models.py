@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from ....proto.lora import LoraReference
 from ...gateway.served_models import ServedModel
 from ...gateway.services import GatewayServices
 from ..schema.error_body import OPENAI_ERRORS
@@ -18,13 +19,26 @@ def router(services: GatewayServices) -> APIRouter:
 
     @router.get("/v1/models", summary="List the served models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [_describe(model, created) for model in services.models]}
+        described = [each for model in services.models for each in _describe_all(model, created)]
+        return {"object": "list", "data": described}
 
     @router.get("/v1/models/{model:path}", summary="Describe a served model")
     async def get_model(model: str) -> dict[str, Any]:
-        return _describe(services.models.find(model), created)
+        served = services.models.find(model)
+        adapter = served.pool.adapters.find(model)
+        return _describe(served, created) if adapter is None else _describe_adapter(served, adapter, created)
 
     return router
+
+
+def _describe_all(model: ServedModel, created: int) -> list[dict[str, Any]]:
+    """Return a model and its adapters."""
+    adapters = (_describe_adapter(model, adapter, created) for adapter in model.pool.adapters.adapters)
+    return [_describe(model, created), *adapters]
+
+
+def _describe_adapter(model: ServedModel, adapter: LoraReference, created: int) -> dict[str, Any]:
+    return _describe(model, created) | {"id": adapter.name, "root": adapter.path, "parent": model.name}
 
 
 def _describe(model: ServedModel, created: int) -> dict[str, Any]:

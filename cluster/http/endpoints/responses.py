@@ -80,7 +80,7 @@ class Responses:
     async def run(self, call: _Call) -> Response:
         with renamed_fields(_FIELDS):
             async with self._services.generation.run(call.generation) as generation:
-                builder = ResponseBuilder(call.head, call.body, generation.model.name)
+                builder = ResponseBuilder(call.head, call.body, generation.model_name)
                 async for event in generation.events:
                     builder.event(event)
         self._store(call, builder.response)
@@ -89,7 +89,7 @@ class Responses:
     async def stream(self, call: _Call) -> AsyncGenerator[bytes, None]:
         with renamed_fields(_FIELDS):
             async with self._services.generation.run(call.generation) as generation:
-                builder = ResponseBuilder(call.head, call.body, generation.model.name)
+                builder = ResponseBuilder(call.head, call.body, generation.model_name)
                 try:
                     async for event in generation.events:
                         if chunk := builder.event(event):

@@ -205,15 +205,32 @@ def test_unloaded_adapter_leaves_memory_when_its_sequences_have_ended() -> None:
     sequence = fleet.submit(A)
     fleet.step()
     fleet.step()
-    fleet.lora.unload(A, (b"gateway", 2))
+    fleet.lora.unload(A)
     fleet.step()
     assert list(fleet.loaded.values()) == [A.path]
     fleet.end(sequence)
     fleet.step()
     assert fleet.loaded == {}
-    assert fleet.lora.take_answers() == [(b"gateway", LoraLoaded(1)), (b"gateway", LoraLoaded(2))]
-    fleet.lora.unload(B, (b"gateway", 3))
-    assert fleet.lora.take_answers() == [(b"gateway", LoraLoaded(3))]
+    assert fleet.lora.take_answers() == [(b"gateway", LoraLoaded(1))]
+
+
+def test_latest_version_of_a_name_is_registered() -> None:
+    fleet = Fleet()
+    caller = (b"gateway", 1)
+    newer = LoraReference("a", "/adapters/a2", "2")
+    fleet.lora.register(A, caller)
+    fleet.step()
+    fleet.lora.register(newer, caller)
+    fleet.lora.register(newer, caller)
+    fleet.lora.register(LoraReference("a", "/adapters/a1", "1"), caller)
+    fleet.step()
+    assert list(fleet.loaded.values()) == [newer.path]
+    outcomes = ["", "another version of it was loaded meanwhile", "", ""]
+    assert sorted(answer.error for _, answer in fleet.lora.take_answers()) == sorted(outcomes)
+    fleet.lora.register(LoraReference("a", "", "3"), caller)
+    fleet.step()
+    assert fleet.loaded == {}
+    assert fleet.lora.registry == (LoraReference("a", "", "3"),)
 
 
 def test_adapter_dropped_before_its_order_was_sent_is_never_read() -> None:
