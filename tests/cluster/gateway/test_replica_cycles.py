@@ -1,0 +1,150 @@
+"""Replicas that come and go leave nothing behind in a gateway: memory, tasks, threads, descriptors, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from fake_fleet import FakeLauncher
+from local_server import LocalGateway, local_config, local_gateway
+
+from quire import SamplingParams
+from quire.cluster.config.deployment import Deployment
+from quire.cluster.gateway.generation import GenerationCall
+from quire.cluster.gateway.replica_pool import ReplicaPool
+from quire.cluster.replica.client import ReplicaClient
+from quire.cluster.requests.outputs import CompletionFinished
+from quire.proto.stream import Drain
+
+DEADLINE_S = 60.0
+# Cycles until every cache and every counter has its size.
+NUM_WARM_UP = 5
+# A replica that stays would cost 30 KB. Windows of recent figures grow with the time, by 300 bytes per cycle.
+MAX_BYTES_PER_CYCLE = 1000
+PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def launcher() -> Iterator[FakeLauncher]:
+    launcher = FakeLauncher()
+    yield launcher
+    launcher.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Things that a gateway holds.
+
+    Attributes:
+        num_bytes: of Python's objects, if they are traced.
+    """
+
+    num_bytes: int
+    num_clients: int
+    num_tasks: int
+    num_threads: int
+    num_descriptors: int
+    num_metric_lines: int
+
+
+class Cycles:
+    """A gateway whose only replica is replaced again and again."""
+
+    def __init__(self, gateway: LocalGateway, launcher: FakeLauncher, first: ReplicaClient) -> None:
+        (self._model,) = gateway.services.models
+        self._pool: ReplicaPool = self._model.pool
+        self._pool.is_fixed = False
+        self._gateway = gateway
+        self._launcher = launcher
+        self._present = first
+        self._numbers = itertools.count(1)
+
+    async def run(self, count: int) -> None:
+        for _ in range(count):
+            await self._replace()
+
+    async def _replace(self) -> None:
+        """Start a replica, drain the present one under a request, and remove it."""
+        client = connect(self._launcher, f"replica-{next(self._numbers)}")
+        client.start()
+        before, self._present = self._present, client
+        prompt = np.arange(2, 40).tolist()
+        async with self._gateway.services.generation.run(GenerationCall(prompt, PARAMS)) as generation:
+            await anext(generation.numbered_events)
+            before.send(Drain(0.0))
+            self._pool.add(client)
+            events = [event async for event in generation.events]
+        assert any(isinstance(event, CompletionFinished) for event in events)
+        while self._pool.why_unavailable(client.replica_id):
+            await asyncio.sleep(0.002)
+        self._pool.remove(before.replica_id, "it was replaced")
+        self._launcher.remove(before.replica_id)
+        self._launcher.launched.pop(before.replica_id)
+        self._launcher.removed.clear()
+
+    async def held(self) -> Held:
+        assert self._gateway.http is not None
+        async with httpx.AsyncClient(base_url=self._gateway.http.url) as http:
+            metrics = (await http.get("/metrics")).text
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self._pool.clients) > 1 or self._pool._closing:
+                await asyncio.sleep(0.01)
+        gc.collect()
+        clients = [each for each in gc.get_objects() if isinstance(each, ReplicaClient)]
+        num_bytes = tracemalloc.get_traced_memory()[0]
+        process = psutil.Process()
+        threads, descriptors = threading.active_count(), process.num_fds()
+        tasks = len(asyncio.all_tasks())
+        return Held(num_bytes, len(clients), tasks, threads, descriptors, len(metrics.splitlines()))
+
+
+def connect(launcher: FakeLauncher, replica_id: str) -> ReplicaClient:
+    deployment = Deployment.from_table({"model": "demo"})
+    return launcher.connect(launcher.launch(deployment, replica_id, lambda progress: None).record)
+
+
+def run_cycles(model: Path, launcher: FakeLauncher, count: int) -> None:
+    async def scenario() -> None:
+        first = connect(launcher, "replica-0")
+        async with local_gateway(local_config(model), first, http=True) as gateway:
+            cycles = Cycles(gateway, launcher, first)
+            await cycles.run(NUM_WARM_UP)
+            before = await cycles.held()
+            await cycles.run(count)
+            after = await cycles.held()
+        assert after.num_bytes - before.num_bytes < count * MAX_BYTES_PER_CYCLE
+        assert after.num_clients <= before.num_clients
+        assert after.num_tasks <= before.num_tasks
+        assert after.num_threads <= before.num_threads
+        assert after.num_descriptors <= before.num_descriptors + 2  # of the scrape's connection
+        assert after.num_metric_lines <= before.num_metric_lines
+
+    asyncio.run(scenario())
+
+
+def test_replica_cycles_leave_nothing_in_the_gateway(
+    make_model: Callable[..., Path], launcher: FakeLauncher
+) -> None:
+    run_cycles(make_model("llama"), launcher, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_thousand_replica_cycles_leave_the_gateways_memory_flat(
+    make_model: Callable[..., Path], launcher: FakeLauncher
+) -> None:
+    tracemalloc.start()
+    try:
+        run_cycles(make_model("llama"), launcher, 1000)
+    finally:
+        tracemalloc.stop()
