@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
+FLOAT4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 # The projections of a decoder layer, which all of these tools quantize.
 LINEAR = re.compile(r"\.(?:[a-z]+(?:_[ab])?_proj(?:_with_mqa)?|w[123])\.weight$")
@@ -57,16 +58,18 @@ class Rounded:
     """A weight [N, K] as (codes - zeros) * scales.
 
     Attributes:
-        codes: [N, K] int64 from 0, or float8.
+        codes: [N, K] int64 from 0, or float8, or numbers of float4 in float64.
         scales: [N, G] in the stored dtype.
         zeros: [N, G] int64, in units of codes.
         groups: [K] int64, the group of each input.
+        stored_scales: name |-> tensor, if the layout stores the scales in parts.
     """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor
     groups: Tensor
+    stored_scales: dict[str, Tensor] = field(default_factory=dict)
 
     def dequantized(self) -> Tensor:
         """Return the weight [N, K] in float64."""
@@ -100,6 +103,8 @@ def write_checkpoint(source: Path, out: Path, scheme: Scheme) -> dict[str, Tenso
 
 
 def _round(weight: Tensor, scheme: Scheme) -> Rounded:
+    if scheme.layout in ("nvfp4", "mxfp4"):
+        return _round_to_float4(weight, scheme)
     if scheme.is_float:
         return _round_to_float8(weight, scheme)
     num_outputs, num_inputs = weight.shape
@@ -132,6 +137,27 @@ def _round_to_float8(weight: Tensor, scheme: Scheme) -> Rounded:
     groups = torch.arange(num_inputs) // columns
     codes = (weight / scales.double()[:, groups]).float().clamp(-448, 448).to(FLOAT8)
     return Rounded(codes, scales, torch.zeros(scales.shape, dtype=torch.int64), groups)
+
+
+def _round_to_float4(weight: Tensor, scheme: Scheme) -> Rounded:
+    assert scheme.group_len is not None
+    largest = weight.unflatten(1, (-1, scheme.group_len)).abs().amax(dim=2)
+    if scheme.layout == "mxfp4":
+        exponents = (largest / 6).log2().ceil()
+        scales, stored = exponents.exp2(), {"weight_scale": (exponents + 127).to(torch.uint8)}
+    else:
+        # The largest scale of all is the largest number of float8.
+        factor = (448 * 6 / largest.max()).float()
+        local = (largest / 6 * factor).clamp(min=2.0**-6).to(FLOAT8)
+        scales, stored = (
+            local.float() / factor,
+            {"weight_scale": local, "weight_global_scale": factor.view(1)},
+        )
+    groups = torch.arange(weight.shape[1]) // scheme.group_len
+    numbers = torch.tensor(FLOAT4_NUMBERS, dtype=torch.float64)
+    scaled = weight / scales.double()[:, groups]
+    codes = numbers[(scaled.unsqueeze(-1) - numbers).abs().argmin(dim=-1)]
+    return Rounded(codes, scales, torch.zeros(scales.shape, dtype=torch.int64), groups, stored)
 
 
 def pack_words(numbers: Tensor, bits: int) -> Tensor:
@@ -206,10 +232,16 @@ def _codes(rounded: Rounded, scheme: Scheme) -> dict[str, Tensor]:
     return tensors
 
 
+def _float4(rounded: Rounded, scheme: Scheme) -> dict[str, Tensor]:
+    numbers = torch.tensor(FLOAT4_NUMBERS, dtype=torch.float64)
+    codes = (rounded.codes.unsqueeze(-1) - numbers).abs().argmin(dim=-1).to(torch.uint8)
+    return {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, **rounded.stored_scales}
+
+
 def _compressed_config(layout: str) -> Callable[[Scheme], dict[str, Any]]:
     def config(scheme: Scheme) -> dict[str, Any]:
         weights = {
-            "num_bits": 8 if scheme.is_float else scheme.bits,
+            "num_bits": 8 if scheme.is_float and scheme.layout == "codes" else scheme.bits,
             "type": "float" if scheme.is_float else "int",
             "strategy": "group" if scheme.group_len else "channel",
             "group_size": scheme.group_len,
@@ -217,7 +249,7 @@ def _compressed_config(layout: str) -> Callable[[Scheme], dict[str, Any]]:
         }
         return {
             "quant_method": "compressed-tensors",
-            "format": "float-quantized" if scheme.is_float else layout,
+            "format": "float-quantized" if scheme.is_float and scheme.layout == "codes" else layout,
             "quantization_status": "compressed",
             "ignore": ["lm_head"],
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
@@ -253,6 +285,8 @@ WRITERS = {
     "awq": Writer(_awq, _awq_config),
     "packed": Writer(_packed, _compressed_config("pack-quantized")),
     "codes": Writer(_codes, _compressed_config("int-quantized")),
+    "nvfp4": Writer(_float4, _compressed_config("nvfp4-pack-quantized")),
+    "mxfp4": Writer(_float4, _compressed_config("mxfp4-pack-quantized")),
     "float8": Writer(_float8, _float8_config),
 }
 

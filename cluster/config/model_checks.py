@@ -69,7 +69,13 @@ def read_json_list(path: Path) -> list[Any]:
 
 
 def check_model_files(folder: Path, with_weights: bool) -> None:
-    """Raises ModelLoadError if the folder lacks a file. No file is read."""
+    """Raises ModelLoadError if the folder lacks a file, or is in another format. No file is read."""
+    is_gguf = folder.suffix == ".gguf" if not folder.is_dir() else any(folder.glob("*.gguf"))
+    if is_gguf and not (folder.is_dir() and any(folder.glob("*.safetensors"))):
+        raise ModelLoadError(
+            f"{folder}: GGUF is not supported; take the model in safetensors that it was made from, with "
+            "--quantization int8 for smaller weights"
+        )
     if not folder.is_dir():
         raise ModelLoadError(
             f"{folder}: not a directory; MODEL is a Hugging Face model directory, ORG/NAME on the Hugging Face Hub, "

@@ -71,13 +71,13 @@ class LoadContext:
             quantization = None
         return read_linear(self.checkpoint, parts, self.dtype, self.device, quantization)
 
-    def adapters(self, parts: Sequence[WeightSlice]) -> LoraLayer | None:
-        """Return the adapters of a linear layer whose weight consists of these slices; None without adapters."""
-        return None if self.lora is None else self.lora.add_layer(parts)
-
     def matrix(self, part: WeightSlice) -> Tensor:
         """Read a slice of a matrix in the model's dtype; a quantized one is dequantized."""
         return read_matrix(self.checkpoint, part, self.dtype, self.device, self.quantization)
+
+    def adapters(self, parts: Sequence[WeightSlice]) -> LoraLayer | None:
+        """Return the adapters of a linear layer whose weight consists of these slices; None without adapters."""
+        return None if self.lora is None else self.lora.add_layer(parts)
 
     def norm(self, name: str, length: int, offset: float = 0.0) -> Tensor:
         """Read the weight of a norm and add the constant `offset`, which checkpoints leave out."""

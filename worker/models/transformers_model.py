@@ -24,6 +24,7 @@ from ...proto.errors import ConfigError, first_line
 from ..attention import AttentionInputs, LayerCache
 from ..comm.shard import Shard
 from ..weights.checkpoint import Checkpoint
+from ..weights.weight_slice import WeightSlice
 from .attention_adapters import ADAPTERS
 from .aux_states import AuxStates
 from .layers import ColumnParallelLinear, Projection, RowParallelLinear
@@ -264,12 +265,14 @@ def _rename_stored(checkpoint: Checkpoint, causal: Any, conversions: Iterable[An
     """
     renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
     expected = set(causal.state_dict())
+    modules = {name.rpartition(".")[0] for name in expected}
     for stored in checkpoint.names():
         name = stored
         for renaming in renamings:
             name, _ = renaming.rename_source_key(name)
         prefixed = f"{causal.base_model_prefix}.{name}"
-        if name not in expected and prefixed in expected:
+        # A quantized layer has tensors of other names than its weight.
+        if name.rpartition(".")[0] not in modules and prefixed.rpartition(".")[0] in modules:
             name = prefixed
         if name != stored:
             checkpoint.rename(stored, name)
@@ -297,6 +300,8 @@ def _expert_parts(conversions: Iterable[Any]) -> dict[str, list[str]]:
 def _read_experts(load: LoadContext, out: Tensor, name: str, parts: dict[str, list[str]]) -> None:
     """Read the stacked matrices of all experts, [experts, N, K], from a checkpoint that stores them one by one.
 
+    Quantized ones are dequantized: transformers' modules multiply them.
+
     Args:
         parts: as `_expert_parts` returns them.
     """
@@ -304,4 +309,6 @@ def _read_experts(load: LoadContext, out: Tensor, name: str, parts: dict[str, li
     sources = parts.get(part, [part])
     for index, matrix in enumerate(out):
         for piece, source in zip(matrix.chunk(len(sources)), sources, strict=True):
-            load.checkpoint.read_into(piece, f"{block}.{index}.{source}.weight", tuple(piece.shape))
+            expert = f"{block}.{index}.{source}"
+            own = WeightSlice(expert, (piece.shape[0], piece.shape[1]), 0, 0, len(piece))
+            piece.copy_(load.matrix(own))

@@ -98,9 +98,6 @@ def read_transformers_spec(model: ModelConfig, tensor_parallel_size: int) -> Tra
         ConfigError: the model is not supported, or not on this number of ranks; states the reason.
     """
     check_architecture(model.name, model.architecture, model.hf)
-    if model.hf.get("quantization_config") or model.quantization is not None:
-        reason = "architectures that are served through transformers cannot be quantized"
-        raise unsupported(model.name, model.architecture, reason)
     _check_rope(model)
     config_class = _config_class(str(model.hf["model_type"]))
     plan = dict(getattr(config_class, "base_model_tp_plan", None) or {})

@@ -16,8 +16,15 @@ from ...proto.errors import ConfigError
 # Values of the `quantization` option: 8-bit integers, or 8-bit floating point (e4m3).
 ONLINE_METHODS = ("int8", "fp8")
 
-COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-COMPRESSED_WEIGHTS = (("int", 4), ("int", 8), ("float", 8))
+COMPRESSED_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+)
+COMPRESSED_WEIGHTS = (("int", 4), ("int", 8), ("float", 4), ("float", 8))
 # Numbers of an MXFP4 weight that share a scale.
 MXFP4_GROUP_LEN = 32
 # Values of compressed-tensors' quantization_status for weights stored in full precision.
@@ -68,8 +75,9 @@ def read_quantization(model: ModelConfig) -> Quantization | None:
     method = stored.get("quant_method")
     reader = _METHODS.get(str(method))
     if reader is None:
+        hint = f" ({_REFUSED[method]})" if method in _REFUSED else ""
         raise ConfigError(
-            f"{model.name}: quantization method {method!r} is not supported; supported: {', '.join(_METHODS)}"
+            f"{model.name}: quantization method {method!r} is not supported{hint}; supported: {', '.join(_METHODS)}"
         )
     try:
         return reader(stored)
@@ -139,6 +147,13 @@ _METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {
     "compressed-tensors": _read_compressed,
     "fp8": _read_float8,
     "mxfp4": _read_mxfp4,
+}
+
+
+# Methods that are refused on purpose |-> what to take instead.
+_REFUSED = {
+    "bitsandbytes": "its kernels multiply on GPUs only; take the model in full precision, with --quantization int8",
+    "gguf": "take the model in safetensors that it was made from, with --quantization int8",
 }
 
 

@@ -6,6 +6,8 @@
   outputs in AWQ_ORDER; ``scales`` [G, N].
 - compressed (compressed-tensors): ``weight_packed`` [N, K / 8] int32, or ``weight`` [N, K] int8 or float8;
   ``weight_scale`` [N, G], or one for all, or one per block; optionally ``weight_zero_point`` and ``weight_g_idx``.
+  In NVFP4 and MXFP4, ``weight_packed`` [N, K / 2] uint8 has two float4 codes per byte; ``weight_scale`` is float8 and
+  divided by ``weight_global_scale``, or uint8, powers of two (e8m0).
 - float8 (as published for DeepSeek-V3 and Qwen3): ``weight`` [N, K]; ``weight_scale_inv`` per block, or
   ``weight_scale``; both are factors.
 - mxfp4 (Rouhani et al., *Microscaling Data Formats for Deep Learning*, 2023; as published for gpt-oss):
@@ -37,7 +39,14 @@ SIGN = 128
 # Dtypes of weights that are stored unpacked.
 CODE_TYPES = (torch.int8, FLOAT8)
 # Stored beside a weight for quantized activations; unused, since activations are more precise here.
-UNUSED = ("weight_shape", "input_scale", "input_zero_point", "output_scale", "activation_scale")
+UNUSED = (
+    "weight_shape",
+    "input_scale",
+    "input_global_scale",
+    "input_zero_point",
+    "output_scale",
+    "activation_scale",
+)
 
 Reader = Callable[[Checkpoint, WeightSlice, Quantization], QuantizedWeight | None]
 
@@ -127,6 +136,8 @@ def _read_compressed(
 ) -> QuantizedWeight | None:
     if not checkpoint.has(f"{part.name}.weight_packed"):
         return _read_codes(checkpoint, part, quantization)
+    if checkpoint.dtype_of(f"{part.name}.weight_packed") == torch.uint8:
+        return _read_float4(checkpoint, part)
     (num_outputs, num_inputs), shape = part.shape, checkpoint.shape_of(f"{part.name}.weight_packed")
     bits = WORD_BITS * shape[1] // num_inputs if len(shape) == 2 else 0
     if bits not in (4, 8):
@@ -148,6 +159,28 @@ def _read_compressed(
     middle = 1 << bits - 1
     zeros = torch.full(scales.shape, middle, dtype=torch.int16) if zeros is None else zeros + middle
     return _unsigned(words.view(torch.uint8), bits, scales, zeros, groups)
+
+
+def _read_float4(checkpoint: Checkpoint, part: WeightSlice) -> QuantizedWeight:
+    """Read a compressed slice in NVFP4 or MXFP4."""
+    (num_outputs, num_inputs), name = part.shape, f"{part.name}.weight_scale"
+    num_groups = max(1, checkpoint.shape_of(name)[-1])
+    groups = _find_groups(part, num_groups, -(-num_inputs // num_groups))
+    stored = checkpoint.read(name, (num_outputs, num_groups), part.outputs, groups.range)
+    if stored.dtype == torch.uint8:
+        scales = _powers_of_two(stored)
+    else:
+        global_name = f"{part.name}.weight_global_scale"
+        shape = checkpoint.shape_of(global_name)
+        scales = stored.float() / checkpoint.read(global_name, shape).float().view(1)
+    codes = checkpoint.read(
+        f"{part.name}.weight_packed",
+        (num_outputs, num_inputs // 2),
+        part.outputs,
+        _in_words(part, part.inputs, 2),
+    )
+    _ignore_unused(checkpoint, part)
+    return QuantizedWeight(codes.view(FLOAT4), scales.t().contiguous(), None, groups.index)
 
 
 def _read_codes(
@@ -183,9 +216,7 @@ def _read_mxfp4(
     shape = num_outputs, num_groups, MXFP4_GROUP_LEN // 2
     blocks = checkpoint.read(f"{part.name}.weight_blocks", shape, part.outputs, groups)
     scales = checkpoint.read(f"{part.name}.weight_scales", (num_outputs, num_groups), part.outputs, groups)
-    # bfloat16 holds every power of two of e8m0.
-    powers = scales.view(torch.float8_e8m0fnu).to(torch.bfloat16)
-    return QuantizedWeight(blocks.flatten(1).view(FLOAT4), powers.t().contiguous())
+    return QuantizedWeight(blocks.flatten(1).view(FLOAT4), _powers_of_two(scales).t().contiguous())
 
 
 _READERS: dict[str, Reader] = {
@@ -311,6 +342,11 @@ def _unsigned(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor, groups: _
         return QuantizedWeight(codes.contiguous(), scales.contiguous(), zeros.contiguous(), groups.index)
     signed = (codes ^ SIGN).contiguous().view(torch.int8)
     return QuantizedWeight(signed, scales.contiguous(), _unless_zero(zeros - SIGN), groups.index)
+
+
+def _powers_of_two(scales: Tensor) -> Tensor:
+    """Return the numbers of e8m0 codes; bfloat16 holds all of them."""
+    return scales.view(torch.float8_e8m0fnu).to(torch.bfloat16)
 
 
 def _unless_zero(zeros: Tensor | None) -> Tensor | None:

@@ -94,6 +94,11 @@ def remove_weights(model: Path) -> None:
         file.unlink()
 
 
+def make_gguf(model: Path) -> None:
+    remove_weights(model)
+    (model / "model-Q4_K_M.gguf").touch()
+
+
 def remove_tokenizer(model: Path) -> None:
     for file in model.glob("tokenizer*"):
         file.unlink()
@@ -105,6 +110,7 @@ def remove_tokenizer(model: Path) -> None:
         (shutil.rmtree, "not a directory"),
         (lambda model: (model / "config.json").unlink(), "no config.json"),
         (remove_weights, "no \\*.safetensors"),
+        (make_gguf, "GGUF is not supported; take the model in safetensors"),
         (lambda model: (model / "config.json").write_text("{"), "config.json: "),
         (
             lambda model: edit(model / "config.json", model_type="from_the_future"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantized_models import Scheme, write_quantized
 from reference import Reference, prompts_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 
 from quire.kernels.attention_variant import PLAIN
+from quire.kernels.quantized_linear import QuantizedWeight
 from quire.proto.errors import ConfigError, ModelLoadError
 from quire.proto.step import RowSampling
 from quire.worker.attention import AttentionInputs, LayerCache
@@ -26,6 +28,8 @@ from quire.worker.models.attention_adapters import alibi_slopes
 from quire.worker.models.paged_interface import IMPLEMENTATION, PagedStep
 from quire.worker.models.paged_selfcheck import run_paged_selfcheck
 from quire.worker.runner import ModelRunner
+from quire.worker.weights import linear_weight
+from quire.worker.weights.linear_weight import LinearWeight
 
 
 def rewrite(folder: Path, copy: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:
@@ -93,6 +97,57 @@ def test_alibi_slopes_equal_transformers() -> None:
     for num_heads in range(1, 72):
         expected = _get_alibi_slopes(num_heads, torch.device("cpu"))
         torch.testing.assert_close(torch.tensor(alibi_slopes(num_heads)), expected)
+
+
+# One scheme of each layout; the model is one that transformers' modules compute.
+QUANTIZED = {
+    "gptq-act-order": Scheme("gptq", act_order=True),
+    "awq": Scheme("awq"),
+    "packed": Scheme("packed"),
+    "int8": Scheme("codes", bits=8, group_len=None, symmetric=True),
+    "float8-blocks": Scheme("float8", is_float=True, block=(48, 32)),
+    "nvfp4": Scheme("nvfp4", group_len=16, is_float=True),
+    "mxfp4": Scheme("mxfp4", is_float=True),
+}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_model_gives_tokens_of_dequantized_weights(
+    name: str, tp: int, make_model: Any, make_engine: Any, planned: Any, tmp_path: Path
+) -> None:
+    quantized, twin = write_quantized(make_model("olmo", seed=7), tmp_path, QUANTIZED[name])
+    (prompt,) = prompts_of([9], seed=1)
+    sequence = planned(prompt, 8, RowSampling(temperature=0.0))
+    make_engine(quantized, tp).generate([sequence])
+    Reference(twin).check_generate(prompt, sequence.generated)
+
+
+def test_quantized_experts_give_tokens_of_dequantized_weights(
+    make_model: Any, make_engine: Any, planned: Any, tmp_path: Path
+) -> None:
+    source = make_model("qwen2_moe", seed=7, num_experts=4, moe_intermediate_size=64)
+    quantized, twin = write_quantized(source, tmp_path, Scheme("awq"))
+    (prompt,) = prompts_of([9], seed=1)
+    sequence = planned(prompt, 8, RowSampling(temperature=0.0))
+    make_engine(quantized).generate([sequence])
+    Reference(twin).check_generate(prompt, sequence.generated)
+
+
+def test_online_quantization_applies_to_linear_layers(
+    make_model: Any, engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[torch.dtype] = []
+    make = linear_weight.make_linear_weight
+
+    def record(weight: QuantizedWeight, dtype: torch.dtype) -> LinearWeight:
+        made.append(weight.codes.dtype)
+        return make(weight, dtype)
+
+    monkeypatch.setattr(linear_weight, "make_linear_weight", record)
+    ModelRunner(engine_config(make_model("olmo", seed=7), quantization="int8"), SingleRank())
+    # Queries, keys, values, output, gate, up and down of three layers.
+    assert made.count(torch.int8) >= 21
 
 
 def selfcheck(forward: Callable[..., Tensor]) -> None:

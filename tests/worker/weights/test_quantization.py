@@ -45,6 +45,8 @@ SCHEMES = {
     "int8-groups-and-zeros": Scheme("codes", bits=8),
     "float8": Scheme("codes", is_float=True, group_len=None),
     "float8-blocks": Scheme("float8", is_float=True, block=(48, 32)),
+    "nvfp4": Scheme("nvfp4", group_len=16, is_float=True),
+    "mxfp4": Scheme("mxfp4", is_float=True),
     "some-layers-left": Scheme("awq", ignored=r"layers\.1\.|k_proj|down_proj"),
 }
 
@@ -244,15 +246,17 @@ def test_packed_words_of_wrong_dtype_raise_model_load_error(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"quant_method": "bitsandbytes"}, "method 'bitsandbytes' is not supported; supported: gptq, awq"),
+        ({"quant_method": "bitsandbytes"}, "method 'bitsandbytes' is not supported .*; supported: gptq, awq"),
+        ({"quant_method": "gguf"}, r"'gguf' is not supported \(take the model in safetensors"),
+        ({"quant_method": "quark"}, "'quark' is not supported; supported: gptq, awq"),
         ({"quant_method": "gptq", "bits": 3}, "gptq bits 3 is not supported; supported: 4, 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq version 'gemv' is not supported"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "cannot be read: ValueError: group size 0"),
         ({"quant_method": "gptq"}, "quantization_config cannot be read: KeyError: 'bits'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 fmt 'e5m2' is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "cannot be read: ValueError: block size 0 x 1"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "nvfp4-pack-quantized"}}},
-         "compressed-tensors format 'nvfp4-pack-quantized' is not supported"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "marlin-24"}}},
+         "compressed-tensors format 'marlin-24' is not supported"),
         ({"quant_method": "compressed-tensors", "quantization_status": "frozen", "config_groups": {}},
          "weights of status 'frozen' are not supported"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized",
