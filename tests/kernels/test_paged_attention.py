@@ -128,6 +128,30 @@ def test_long_sequences_are_batch_invariant(stored: str, variant: str) -> None:
     close(paged_prefill_attention(q, *cache, 0.3, **options), paged.expected(0, q, 0.3, made))
 
 
+@pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("num_heads", [2, 6])
+def test_consecutive_tokens_of_a_sequence_have_the_bits_of_each_alone(
+    num_heads: int, stored: str, variant: str
+) -> None:
+    newest = [1, 15, 250, 254, 300, 30]  # of each sequence; those before it are drafted from
+    counts = [1, 3, 8, 5, 4, 1]
+    paged = Paged([len_ + count for len_, count in zip(newest, counts, strict=True)], 16, 2, 32, torch.bfloat16,
+                  stored=STORED[stored])  # fmt: skip
+    rows = torch.repeat_interleave(torch.arange(len(newest)), torch.tensor(counts))
+    lens = torch.cat([torch.arange(len_, len_ + count) for len_, count in zip(newest, counts, strict=True)])
+    q = torch.randn(len(rows), num_heads, 32).bfloat16()
+    made = VARIANTS[variant](num_heads, "cpu")
+    arguments = 0.3, None, made, paged.scales
+    tables, lens = paged.tables[rows], lens.int()
+    together = paged_decode_attention(q, paged.cache, tables, lens, *arguments)
+    for i in range(len(rows)):
+        own = slice(i, i + 1)
+        alone = paged_decode_attention(q[own], paged.cache, tables[own], lens[own], *arguments)
+        assert torch.equal(together[own], alone)
+
+
 def test_padding_rows_do_not_affect_other_rows() -> None:
     paged = Paged([20, 5], 16, 2, 16, torch.float32)
     q = torch.randn(3, 4, 16)
