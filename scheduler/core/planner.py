@@ -154,7 +154,7 @@ class Planner:
         A step with prompts is bound by compute, so it has no drafts.
         """
         rows, lengths = self._state.rows, self._state.draft_lengths
-        if lengths is None or chunks or not advancing.size:
+        if lengths is None or chunks or not advancing.size or not lengths.is_due(advancing.size):
             return
         limits = rows.room_for_drafts(advancing)
         first_steps, most = rows.entered_at_step[advancing], draft.num_tokens_left // 2

@@ -103,11 +103,13 @@ class ResultProcessor:
         self, lengths: DraftLengths, step: InFlightStep, result: StepResult, seconds: float
     ) -> None:
         """Take back drafted tokens that were planned and rejected, and learn from the outcome."""
-        num_drafted = int(result.num_drafted.sum())
+        num_drafted = int(result.num_drafted.sum()) if result.num_drafted.size else 0
         max_drafted = int(result.num_drafted.max()) if num_drafted else 0
         draft_s = result.stage_times.get("draft", 0.0)
         if not step.num_prompt_tokens:
             lengths.observe_step(step.num_tokens + num_drafted, seconds, draft_s, max_drafted)
+            has_drafts = step.draft_lens is not None
+            lengths.observe_rate(step.rows.size, has_drafts, result.token_ids.size, seconds)
         if step.draft_lens is None:
             return
         accepted = result.token_counts - 1 if result.token_counts.size else np.zeros_like(step.draft_lens)

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...proto.block_tables import IntArray, RowArray
+from .draft_trials import DraftTrials
 from .step_times import StepTimes
 
 FloatArray = npt.NDArray[np.float64]
@@ -21,7 +22,7 @@ _DECAY, _DECAY_OF_ALL = 0.95, 0.998
 _MIN_GAIN = 1.15
 # A step without drafts is planned at least every so many steps, to measure what drafts cost.
 PLAIN_INTERVAL_STEPS = 100
-# Steps until drafts are considered again where none paid: for 16 rows that takes 24 us of a step of 1 ms.
+# Steps until drafts are considered again where none paid.
 _PAUSE_STEPS = 8
 
 
@@ -32,7 +33,7 @@ class DraftLengths:
     with acceptance^i (Leviathan et al., 2023). The tokens of all rows are taken in descending order of this
     probability, and as many of them as give the most expected tokens per second of the step that they make. With few
     rows a step takes as long for some more tokens. With many rows every token costs time, and only drafts that are
-    almost certain are worth it.
+    almost certain are worth it. Whether drafts pay at all is measured: see DraftTrials.
 
     Args:
         num_rows: rows (batch slots).
@@ -42,8 +43,10 @@ class DraftLengths:
     def __init__(self, num_rows: int, max_len: int) -> None:
         self._max_len = max_len
         self._times = StepTimes()
+        self._trials_of_steps = DraftTrials()
         self._num_drafted_steps = 0  # since the last step without drafts
         self._num_pause_steps = 0  # that are left
+        self._num_undecayed_steps = 0
         self._draft_s = 0.0  # time that the ranks take to draft one token for all rows
         self._sequences = np.zeros(num_rows, np.int64)  # first step of the sequence that the counts are of
         self._accepted, self._trials = np.zeros(num_rows), np.zeros(num_rows)
@@ -59,6 +62,19 @@ class DraftLengths:
         )
         return estimate
 
+    def is_due(self, num_rows: int) -> bool:
+        """Return whether `choose` is to be called for the next step without prompts, of this many rows.
+
+        Where drafts do not pay, this call is all that they cost: `choose` takes 50 us, a step of the demo model 1 ms.
+        """
+        self._num_undecayed_steps += 1
+        if self._num_pause_steps:
+            self._num_pause_steps -= 1
+        elif self._trials_of_steps.allow(num_rows):
+            return True
+        self._num_drafted_steps = 0
+        return False
+
     def choose(
         self, rows: RowArray, first_steps: npt.NDArray[np.int64], limits: IntArray, most: int
     ) -> IntArray | None:
@@ -71,18 +87,22 @@ class DraftLengths:
             most: drafted tokens of all rows together.
         """
         self._reset_changed(rows, first_steps)
-        self._accepted[rows] *= _DECAY
-        self._trials[rows] *= _DECAY
-        self._all_accepted *= _DECAY_OF_ALL
-        self._all_trials *= _DECAY_OF_ALL
+        self._decay()
         chosen = None
-        if self._num_pause_steps:
-            self._num_pause_steps -= 1
-        elif most > 0 and self._times.is_known and self._num_drafted_steps < PLAIN_INTERVAL_STEPS:
+        if most > 0 and self._times.is_known and self._num_drafted_steps < PLAIN_INTERVAL_STEPS:
             chosen = self._best(rows, limits, most)
             self._num_pause_steps = _PAUSE_STEPS if chosen is None else 0
         self._num_drafted_steps = 0 if chosen is None else self._num_drafted_steps + 1
         return chosen
+
+    def _decay(self) -> None:
+        """Let the outcomes count less for each step since the last call."""
+        decay, decay_of_all = _DECAY**self._num_undecayed_steps, _DECAY_OF_ALL**self._num_undecayed_steps
+        self._num_undecayed_steps = 0
+        self._accepted *= decay
+        self._trials *= decay
+        self._all_accepted *= decay_of_all
+        self._all_trials *= decay_of_all
 
     def _best(self, rows: RowArray, limits: IntArray, most: int) -> IntArray | None:
         """Return the most drafted tokens of each row by the estimates. Returns None if none pays."""
@@ -113,6 +133,10 @@ class DraftLengths:
         self._trials[rows] += trials
         self._all_accepted += float(num_accepted.sum())
         self._all_trials += float(trials.sum())
+
+    def observe_rate(self, num_rows: int, has_drafts: bool, num_tokens: int, seconds: float) -> None:
+        """Record the tokens that a step without prompts gave its rows; see DraftTrials."""
+        self._trials_of_steps.observe(num_rows, has_drafts, num_tokens, seconds)
 
     def observe_step(self, num_tokens: int, seconds: float, draft_s: float, num_rounds: int) -> None:
         """Record the time of a step without prompts.

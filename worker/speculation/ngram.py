@@ -38,7 +38,8 @@ class NgramProposer:
             for row, new, max_len in zip(rows.tolist(), news, max_lens.tolist(), strict=True)
         ]
         lens = np.array([draft.size for draft in drafts], np.int32)
-        self._rows.write_drafts(rows, lens, np.concatenate(drafts))
+        if lens.any():
+            self._rows.write_drafts(rows, lens, np.concatenate(drafts))
         return lens
 
     def _continue(self, row: int, new: IntArray, max_len: int) -> IntArray:

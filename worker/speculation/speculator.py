@@ -58,6 +58,8 @@ class Speculator:
         return num_drafted
 
     def _check(self, plan: StepPlan) -> None:
-        is_wrong = ~self._rows.decoding[plan.draft_rows] | np.isin(plan.draft_rows, plan.held_rows)
+        is_wrong = ~self._rows.decoding[plan.draft_rows]
+        if plan.held_rows.size:
+            is_wrong |= np.isin(plan.draft_rows, plan.held_rows)
         if is_wrong.any():
             raise ValueError(f"the plan drafts for row {plan.draft_rows[is_wrong][0]}, which does not decode")

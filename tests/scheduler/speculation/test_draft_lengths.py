@@ -31,7 +31,9 @@ def simulate(
     limits, first_steps = np.full(num_rows, 100, np.int32), np.ones(num_rows, np.int64)
     rng, num_tokens, seconds = np.random.default_rng(0), 0, 0.0
     for _ in range(num_steps):
-        chosen = lengths.choose(rows, first_steps, limits, 1000)
+        chosen = None
+        if lengths.is_due(num_rows):
+            chosen = lengths.choose(rows, first_steps, limits, 1000)
         drafted: IntArray = np.zeros(num_rows, np.int32) if chosen is None else chosen
         hits = rng.random((num_rows, NUM_DRAFTED)) < acceptance
         accepted = np.minimum(np.cumprod(hits, axis=1).sum(axis=1), drafted).astype(np.int32)
@@ -39,6 +41,8 @@ def simulate(
         spent = step_s(num_rows + int(drafted.sum())) + draft_s * rounds
         noisy = spent * rng.uniform(0.9, 1.3)
         lengths.observe_step(num_rows + int(drafted.sum()), noisy, draft_s * rounds, rounds)
+        num_gained = num_rows + int(accepted.sum())
+        lengths.observe_rate(num_rows, chosen is not None, num_gained, noisy)
         has_some = drafted > 0
         lengths.observe(rows[has_some], drafted[has_some], accepted[has_some])
         num_tokens += num_rows + int(accepted.sum())
