@@ -1,6 +1,6 @@
 """Outputs of every model family equal those of transformers after prefix hits and both kinds of preemption.
 
-The families differ in the state of a sequence beside its keys and values, in windows, positions and experts.
+The families differ in the state of a sequence beside its keys and values, in windows, latents, positions and experts.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {},
     "qwen3_moe": {},
     "gpt_oss": {},
+    "deepseek_v3": {},
     "opt": {},
     "bloom": {},
 }
