@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -45,9 +46,8 @@ def measure(num_tokens: int, repetitions: int) -> dict[str, Figure]:
     figures = {}
     for heads in (NUM_HEADS, NUM_HEADS // 2):
         q = torch.randn(1, heads, RANK + SHARED_DIM).bfloat16()
-        ms = milliseconds(
-            lambda q=q: latent_decode_attention(q, latents, table, length, SCALE, RANK), repetitions
-        )
+        decode = partial(latent_decode_attention, q, latents, table, length, SCALE, RANK)
+        ms = milliseconds(decode, repetitions)
         figures[f"latent.decode.{heads}_heads.{num_tokens}"] = Figure(ms, "ms")
     q = torch.randn(CHUNK_LEN, NUM_HEADS, KEY_DIM + SHARED_DIM).bfloat16()
     absorbed = torch.randn(CHUNK_LEN, NUM_HEADS, RANK + SHARED_DIM).bfloat16()
