@@ -283,6 +283,11 @@ class EngineConfig:
         return replace(self, cache=replace(self.cache, swap_blocks_per_s=blocks_per_s))
 
     @property
+    def speculative_draft(self) -> ModelConfig | None:
+        """The draft model or head; None without one."""
+        return None if self.speculative is None else self.speculative.draft
+
+    @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.model.max_model_len // self.cache.block_size)
 

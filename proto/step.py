@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from .block_tables import IntArray, RowArray
 from .codec import FloatArray, FrameCodec, field_values, pack_floats, pack_ints, unpack_floats, unpack_ints
+from .engine_command import EngineCommand
 from .lora import NO_SLOT, LoraLoad, LoraReport
 from .pooling import Pooled, PoolingParams, pack_params
 from .structured_outputs import OutputConstraint
@@ -170,6 +171,7 @@ class StepPlan:
         copies: [n, 2] source and destination block ids; no block is both (copy-on-write).
         swap_out: [n, 2] device block id, host block id that receives its copy.
         swap_in: [n, 2] host block id, device block id that receives its copy.
+        command: the ranks carry it out, and empty all rows; the plan has nothing else.
         lora_loads: adapters to read into host memory, which takes a while.
         lora_drops: [n] ids of adapters to drop from host memory.
         lora_slots: [n, 2] slot, id of the adapter in host memory that it receives.
@@ -197,6 +199,7 @@ class StepPlan:
     lora_loads: tuple[LoraLoad, ...] = ()
     lora_drops: IntArray = field(default_factory=lambda: NO_INTS)
     lora_slots: IntArray = field(default_factory=lambda: NO_PAIRS)
+    command: EngineCommand | None = None
 
     def encode(self) -> bytes:
         return _codec.encode(
@@ -220,16 +223,18 @@ class StepPlan:
                 pack_ints(self.chunk_lens),
                 pack_ints(self.draft_rows),
                 pack_ints(self.draft_lens),
-                *self._pack_lora(),
+                *self._pack_orders(),
             )
         )
 
-    def _pack_lora(self) -> tuple[Any, ...]:
-        """Return what the plan orders for adapters; nothing in most plans."""
-        if not (self.lora_loads or self.lora_drops.size or self.lora_slots.size):
+    def _pack_orders(self) -> tuple[Any, ...]:
+        """Return the command, and what the plan orders for adapters; nothing in most plans."""
+        has_lora = self.lora_loads or self.lora_drops.size or self.lora_slots.size
+        if not has_lora and self.command is None:
             return ()
         loads = [field_values(load) for load in self.lora_loads]
-        return loads, pack_ints(self.lora_drops), pack_ints(self.lora_slots)
+        command = None if self.command is None else field_values(self.command)
+        return loads, pack_ints(self.lora_drops), pack_ints(self.lora_slots), command
 
     @staticmethod
     def decode(frame: bytes) -> StepPlan:
@@ -333,6 +338,7 @@ class StepResult:
         num_compilations: kernel variants that the rank compiled, or loaded from disk, since it was ready.
         lora_reports: adapters that the rank has read, or failed to read, since its previous result.
         pooled: vectors of the pooled rows whose last token was computed in the step.
+        command_error: why the step's command was not carried out, on no rank; empty if it was.
     """
 
     step_id: int
@@ -347,6 +353,7 @@ class StepResult:
     num_drafted: IntArray = field(default_factory=lambda: NO_INTS)
     lora_reports: tuple[LoraReport, ...] = ()
     pooled: Pooled | None = None
+    command_error: str = ""
 
     def encode(self) -> bytes:
         logprobs = None if self.logprobs is None else self.logprobs.pack()
@@ -356,7 +363,7 @@ class StepResult:
         reports = [field_values(report) for report in self.lora_reports]
         pooled = None if self.pooled is None else self.pooled.pack()
         others = logprobs, self.stage_times, of_prompts, self.num_compilations, reports, pooled
-        return _codec.encode(("ok", *step, *tokens, *others))
+        return _codec.encode(("ok", *step, *tokens, *others, self.command_error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +424,7 @@ def _decode_plan(fields: Any) -> StepPlan:
     arrays = map(unpack_ints, others[:num_arrays])
     trimmed_rows, trimmed_lens, rows, ids, copies, swap_out, swap_in, *more = arrays
     chosen_rows, chosen_ids, held, chunk_rows, chunk_lens, draft_rows, draft_lens = more
-    loads, drops, slots = others[num_arrays:] or ((), b"", b"")
+    loads, drops, slots, command = others[num_arrays:] or ((), b"", b"", None)
     return StepPlan(
         step_id=step_id,
         epoch=epoch,
@@ -441,6 +448,7 @@ def _decode_plan(fields: Any) -> StepPlan:
         lora_loads=tuple(LoraLoad(*load) for load in loads),
         lora_drops=unpack_ints(drops),
         lora_slots=_pairs(unpack_ints(slots)),
+        command=EngineCommand.unpack(command),
     )
 
 
@@ -456,7 +464,7 @@ def _decode_reply(fields: Any) -> StepResult | StepFailure:
     if kind != "ok":
         raise ValueError(f"unknown kind {kind!r}")
     step_id, epoch, rank, token_ids, token_counts, num_drafted, *others = rest
-    logprobs, stage_times, of_prompts, num_compilations, reports, pooled = others
+    logprobs, stage_times, of_prompts, num_compilations, reports, pooled, command_error = others
     return StepResult(
         step_id,
         epoch,
@@ -470,4 +478,5 @@ def _decode_reply(fields: Any) -> StepResult | StepFailure:
         unpack_ints(num_drafted),
         tuple(LoraReport(*report) for report in reports),
         Pooled.unpack(pooled),
+        command_error,
     )

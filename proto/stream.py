@@ -3,8 +3,9 @@
 A gateway numbers its sequences with *handles*. The scheduler sends one TokenBatch per step and gateway, never one
 message per request.
 
-    gateway -> scheduler    Submit, Abort, Stop, StatusQuery, CacheQuery, BlockMapQuery, Drain, FlushCache, LoadLora
-    scheduler -> gateway    TokenBatch, ReplicaStatus, CacheReport, BlockMap, LoraLoaded
+    gateway -> scheduler    Submit, Abort, Stop, StatusQuery, CacheQuery, BlockMapQuery, Drain, FlushCache, LoadLora,
+                            ControlEngine
+    scheduler -> gateway    TokenBatch, ReplicaStatus, CacheReport, BlockMap, LoraLoaded, EngineControlled
 
 Gateways and replicas of neighboring releases work together. A field may be added at the end of a message, with a
 default for senders that do not know it. Receivers ignore later fields, except those of a Submit: what a request asks
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 
 from .block_tables import IntArray
 from .codec import FrameCodec, field_values, pack_ints, unpack_ints
+from .engine_command import EngineCommand
 from .errors import ProtocolError, QuireError, from_reason
 from .lora import LoraReference
 from .pooling import Pooled, PoolingParams
@@ -163,6 +165,26 @@ class LoraLoaded:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class ControlEngine:
+    """Orders a command; an EngineControlled answers when it is carried out."""
+
+    query_id: int
+    command: EngineCommand
+
+
+@dataclass(frozen=True, slots=True)
+class EngineControlled:
+    """The outcome of a ControlEngine.
+
+    Attributes:
+        error: why the command was not carried out; empty if it was.
+    """
+
+    query_id: int
+    error: str = ""
+
+
 class FinishReason(StrEnum):
     """Reason for a Finish. MOVED is not an end: the gateway continues the sequence on another replica."""
 
@@ -198,6 +220,7 @@ class Finish:
         grpc_status: with reason ERROR, the status of the error.
         error_reason: with reason ERROR, the error's own reason (`errors.from_reason` rebuilds the error).
         retry_after_s: with reason ERROR, the delay of the error, if it has one.
+        weights_version: of the weights that sampled the last token; empty for those that the replica started with.
     """
 
     handle: int
@@ -212,6 +235,7 @@ class Finish:
     error: str = ""
     error_reason: str = ""
     retry_after_s: float | None = None
+    weights_version: str = ""
 
     def to_error(self) -> QuireError:
         """Return the error of an end with reason ERROR."""
@@ -406,9 +430,18 @@ class ReplicaStatus:
 
 
 GatewayMessage = (
-    Submit | Abort | Stop | StatusQuery | CacheQuery | BlockMapQuery | Drain | FlushCache | LoadLora
+    Submit
+    | Abort
+    | Stop
+    | StatusQuery
+    | CacheQuery
+    | BlockMapQuery
+    | Drain
+    | FlushCache
+    | LoadLora
+    | ControlEngine
 )
-ReplicaMessage = TokenBatch | ReplicaStatus | CacheReport | BlockMap | LoraLoaded
+ReplicaMessage = TokenBatch | ReplicaStatus | CacheReport | BlockMap | LoraLoaded | EngineControlled
 
 
 def encode(message: GatewayMessage | ReplicaMessage) -> bytes:
@@ -531,6 +564,13 @@ def _decode_batch(values: list[Any]) -> TokenBatch:
     return TokenBatch(step_id, unpack_ints(handles), unpack_ints(token_ids), unpacked, ends, scored, pooled)
 
 
+def _command(values: list[Any]) -> EngineCommand:
+    command = EngineCommand.unpack(values)
+    if command is None:
+        raise ValueError("a control has no command")
+    return command
+
+
 def _decode_finish(values: list[Any]) -> Finish:
     handle, reason, stop_token_id, prompt, completion, cached, timings, *error = values
     usage = prompt, completion, cached
@@ -576,6 +616,8 @@ _ENCODERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     FlushCache: lambda message: ("flush",),
     LoadLora: lambda message: ("load lora", message.query_id, field_values(message.reference)),
     LoraLoaded: lambda message: ("lora", *astuple(message)),
+    ControlEngine: lambda message: ("control", message.query_id, field_values(message.command)),
+    EngineControlled: lambda message: ("controlled", *astuple(message)),
     TokenBatch: _encode_batch,
     ReplicaStatus: lambda message: ("status", *astuple(message)),
     CacheReport: lambda message: ("cache", *astuple(message)),
@@ -592,6 +634,8 @@ _DECODERS: dict[str, Callable[[list[Any]], GatewayMessage | ReplicaMessage]] = {
     "flush": partial(_known, FlushCache),
     "load lora": lambda values: LoadLora(values[0], _decode_reference(values[1])),
     "lora": partial(_known, LoraLoaded),
+    "control": lambda values: ControlEngine(values[0], _command(values[1])),
+    "controlled": partial(_known, EngineControlled),
     "tokens": _decode_batch,
     "status": _decode_status,
     "cache": partial(_known, CacheReport),

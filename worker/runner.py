@@ -20,7 +20,8 @@ from ..kernels.native.instruction_sets import instruction_set
 from ..kernels.native.memory import keep_freed_memory
 from ..proto.block_tables import IntArray
 from ..proto.config import EngineConfig, ModelConfig, SpeculativeConfig
-from ..proto.errors import ConfigError, RankFailed, first_line, in_one_line
+from ..proto.engine_command import Action, EngineCommand
+from ..proto.errors import ConfigError, ModelLoadError, RankFailed, first_line, in_one_line
 from ..proto.lora import LoraReport
 from ..proto.step import RowSampling, StepPlan, StepResult
 from .attention import AttentionInputs, LayerCache
@@ -58,6 +59,7 @@ from .warm_up import warm_up_plans
 from .weights.checkpoint import Checkpoint, ProgressCallback
 from .weights.node_cache import weights_folder
 from .weights.quantization import read_quantization
+from .weights.same_layout import check_same_layout
 
 _log = logging.getLogger(__name__)
 
@@ -109,6 +111,7 @@ class ModelRunner:
         self._adapters = None if lora is None else RankAdapters(lora, comm.rank, self._dtype, self._device)
         with torch.inference_mode():
             self._pooler: Pooler | None = None
+            self._model_in_use = config.model  # with the path of the weights
             layers = None if self._adapters is None else self._adapters.layers
             self._model = self._load_model(config.model, on_progress, layers)
             self._sampler = Sampler(self._model.head.shard, comm, self._device)
@@ -119,7 +122,8 @@ class ModelRunner:
                 self._speculator = Speculator(self._rows, self._make_proposer(config.speculative))
         if self._device.type == "cpu":
             keep_freed_memory(KEPT_BYTES)
-        self._cache: CacheEngine | None = None
+        self._cache: CacheEngine | None = None  # before `allocate_cache`, and in sleep
+        self._num_blocks_asleep = 0
         self._graph_backend = graph_backend
         self._graphs: StepGraphs | None = None
         self._is_closed = False
@@ -216,13 +220,13 @@ class ModelRunner:
     def reset(self) -> None:
         """Empty all rows after the group was joined anew, and prepare for steps as `allocate_cache` does.
 
-        The weights and the memory of the KV cache stay; the content of the KV cache is void.
+        The weights and the memory of the KV cache stay; the content of the KV cache is void. A rank that sleeps has
+        neither, and sleeps on.
         """
-        assert self._cache is not None, "allocate_cache must be called before"
         self.stage = "idle"
-        self._rows.clear()
-        if self._speculator is not None:
-            self._speculator.clear()
+        self._clear_rows()
+        if self._cache is None:
+            return
         if self._adapters is not None:
             self._adapters.clear()
         self._graphs = None  # graphs hold the collectives of the group that was left
@@ -255,6 +259,8 @@ class ModelRunner:
         """
         times: dict[str, float] = {}
         try:
+            if plan.command is not None:
+                return self._carry_out(plan, plan.command)
             with self._timed_stage("apply", times):
                 self._apply(plan)
             num_drafted = None
@@ -277,6 +283,61 @@ class ModelRunner:
         except Exception as error:
             raise self._failure(plan, in_one_line(error)) from error
 
+    # Commands
+
+    def _carry_out(self, plan: StepPlan, command: EngineCommand) -> LaunchedStep:
+        """Carry out a command; all rows are empty afterwards. The ranks' collectives meet here."""
+        with self._timed_stage("command", {}):
+            self._clear_rows()
+            error = {
+                Action.SLEEP: self._sleep,
+                Action.WAKE_UP: self._wake_up,
+                Action.UPDATE_WEIGHTS: self._update_weights,
+            }[command.action](command)
+        return LaunchedStep(StepResult(plan.step_id, plan.epoch, self._comm.rank, command_error=error))
+
+    def _sleep(self, command: EngineCommand) -> str:
+        """Free the weights, the KV cache and the graphs."""
+        if self._cache is not None:
+            self._num_blocks_asleep = self._cache.num_blocks
+            self._drop_weights()
+            self._cache = None
+            free_unused_memory(self._device)
+        return ""
+
+    def _wake_up(self, command: EngineCommand) -> str:
+        if self._cache is None:
+            self._model = self._load_model(self._model_in_use, None)
+            self.allocate_cache(self._num_blocks_asleep)
+        return ""
+
+    def _update_weights(self, command: EngineCommand) -> str:
+        """Load the weights of another directory in place of the present ones; a sleeping rank does so later."""
+        error = ""
+        try:
+            check_same_layout(self._model_in_use.path, command.path)
+        except ModelLoadError as problem:
+            error = str(problem)
+        if not self._all_ranks(not error):
+            return error or "another rank cannot read the weights; its node may lack the files"
+        self._model_in_use = replace(self._model_in_use, path=command.path)
+        if self._cache is not None:
+            self._drop_weights()
+            free_unused_memory(self._device)
+            self._model = self._load_model(self._model_in_use, None)
+            self.reset()
+        return ""
+
+    def _drop_weights(self) -> None:
+        self._graphs = None  # they hold the addresses of weights
+        self._pooler = None
+        del self._model
+
+    def _clear_rows(self) -> None:
+        self._rows.clear()
+        if self._speculator is not None:
+            self._speculator.clear()
+
     def close(self) -> None:
         """Leave the group, and free the weights, the KV cache and the graphs. Safe to call twice."""
         self._comm.close()
@@ -288,7 +349,8 @@ class ModelRunner:
         if self._adapters is not None:
             self._adapters.close()
             self._adapters = None
-        del self._model, self._sampler, self._rows
+        vars(self).pop("_model", None)  # absent in sleep
+        del self._sampler, self._rows
         free_unused_memory(self._device)
 
     def _note_compilations(self, step: LaunchedStep) -> LaunchedStep:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from ...proto.config import EngineConfig
+from ...proto.engine_command import EngineCommand
+from ...scheduler.core.scheduler import COMMAND_TIMEOUT_S
 from ..ray_runtime.local_cluster import LocalCluster
 from ..replica.client import ReplicaClient
 from ..replica.launch import launch_replica
@@ -33,7 +35,19 @@ class ClusterEngine:
     def run(self, collectors: list[OutputCollector], advance: Callable[[], None]) -> None:
         _run_to_end(self._run(collectors, advance))
 
+    def control(self, command: EngineCommand) -> None:
+        _run_to_end(self._control(command))
+
     async def _run(self, collectors: list[OutputCollector], advance: Callable[[], None]) -> None:
+        async with self._client() as client:
+            await asyncio.gather(*(_follow(client, collector, advance) for collector in collectors))
+
+    async def _control(self, command: EngineCommand) -> None:
+        async with self._client() as client:
+            await client.control(command, COMMAND_TIMEOUT_S)
+
+    @asynccontextmanager
+    async def _client(self) -> AsyncIterator[ReplicaClient]:
         client = ReplicaClient(
             self._replica.address,
             self._replica.replica_id,
@@ -42,7 +56,7 @@ class ClusterEngine:
         client.start()
         client.fail_after(self._replica.failure)
         try:
-            await asyncio.gather(*(_follow(client, collector, advance) for collector in collectors))
+            yield client
         finally:
             await client.close()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ...proto.config import EngineConfig
+from ...proto.engine_command import EngineCommand
 from ..requests.output_processor import OutputProcessor
 from ..requests.outputs import RequestOutput, RequestStarted, StreamEvent, collect_output
 from ..requests.request import Request
@@ -65,6 +66,14 @@ class Engine(Protocol):
 
         Raises:
             QuireError: one of the requests failed. The others were aborted.
+        """
+        ...
+
+    def control(self, command: EngineCommand) -> None:
+        """Carry out a command.
+
+        Raises:
+            InvalidRequest: it cannot be carried out; nothing has changed.
         """
         ...
 

@@ -12,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ...proto.config import EngineConfig
+from ...proto.engine_command import EngineCommand
+from ...proto.errors import InvalidRequest
 from ...proto.step import StepPlan, StepResult
-from ...proto.stream import RankStatus, ReplicaMessage, Stop, TokenBatch
+from ...proto.stream import ControlEngine, EngineControlled, RankStatus, ReplicaMessage, Stop, TokenBatch
 from ...scheduler.core.scheduler import Scheduler
 from ...scheduler.service.loop import StepLoop
 from ...scheduler.service.mailbox import InMemoryMailbox
@@ -127,6 +129,23 @@ class InProcessEngine:
                 pass  # until the step loop has ended
         if batch.error is not None:
             raise batch.error
+
+    def control(self, command: EngineCommand) -> None:
+        mailbox = InMemoryMailbox()
+        loop = StepLoop(self.scheduler, self._group, mailbox, self.config.model.name)
+        outcomes: list[EngineControlled] = []
+
+        def on_message(message: ReplicaMessage) -> None:
+            if isinstance(message, EngineControlled):
+                outcomes.append(message)
+                loop.stop()
+
+        mailbox.connect(_GATEWAY, on_message)
+        mailbox.post(_GATEWAY, ControlEngine(0, command))
+        with self._stepping:
+            self._thread.submit(loop.run).result()
+        if outcomes[0].error:
+            raise InvalidRequest("command", outcomes[0].error)
 
     def _serve(self, batch: _Batch, loop: StepLoop) -> None:
         with self._stepping:

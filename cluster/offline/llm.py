@@ -11,10 +11,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
 
 from ...proto.config import EngineConfig
+from ...proto.engine_command import Action, EngineCommand
 from ...proto.errors import InvalidRequest
 from ...proto.pooling import PoolingParams
 from ...proto.sampling import SamplingParams
@@ -38,6 +41,7 @@ from .engine import Engine, OutputCollector
 from .engine_arguments import read_engine_options, takes_engine_options
 from .pooling import PooledPrompt, PooledRequests
 from .prompts import PromptInput, read_prompts
+from .weight_tensors import write_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,6 +82,7 @@ class LLM:
         self._close = weakref.finalize(self, self._engine.close)
         self.config = self._engine.config
         self._checker = RequestChecker(self.config, self._tokenizer)
+        self._weights_folder: TemporaryDirectory[str] | None = None
         self._pooled = PooledRequests(self._engine, self._checker, self._tokenizer)
 
     @classmethod
@@ -288,6 +293,54 @@ class LLM:
                 several, params, priorities, tenants, salts, strict=True
             )
         ]
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of weights and KV cache; requests are refused until `wake_up`.
+
+        Args:
+            level: 1, `wake_up` reads the weights again from their files. 2, the weights are discarded:
+                `update_weights` must name others first.
+
+        Raises:
+            InvalidRequest: the level is wrong, or the engine has adapters or a draft model.
+        """
+        if level not in (1, 2):
+            raise InvalidRequest("level", f"is {level}, must be 1 or 2")
+        self._engine.control(EngineCommand(Action.SLEEP, level=level))
+
+    def wake_up(self) -> None:
+        """End `sleep`.
+
+        Raises:
+            InvalidRequest: the weights were discarded.
+        """
+        self._engine.control(EngineCommand(Action.WAKE_UP))
+
+    def update_weights(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        tensors: Mapping[str, Any] | None = None,
+        version: str,
+    ) -> None:
+        """Replace the weights, as after a training step. No cached prefix of the earlier ones is used any more.
+
+        Args:
+            path: a directory with safetensors files of the same tensors as the model's.
+            tensors: these tensors themselves, of torch, by their names in the checkpoint.
+            version: a new name of the weights, which later outputs report as `weights_version`.
+
+        Raises:
+            InvalidRequest: tensors are missing or have other shapes or types; the weights have not changed.
+        """
+        if (path is None) == (tensors is None):
+            raise InvalidRequest("path", "must be given, or tensors, and not both")
+        if not version:
+            raise InvalidRequest("version", "is empty, must be a new name")
+        folder = None if tensors is None else write_tensors(tensors)
+        source = str(Path(path).resolve()) if path is not None else str(folder and folder.name)
+        self._engine.control(EngineCommand(Action.UPDATE_WEIGHTS, path=source, version=version))
+        self._weights_folder = folder  # the ranks read it again after a failure or `sleep`
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer, an object of transformers."""

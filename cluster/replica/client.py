@@ -12,13 +12,22 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar, cast
 
-from ...proto.errors import LoraLoadError, ProtocolError, QuireError, ReplicaUnavailable
+from ...proto.engine_command import EngineCommand
+from ...proto.errors import (
+    InvalidRequest,
+    LoraLoadError,
+    ProtocolError,
+    QuireError,
+    ReplicaUnavailable,
+)
 from ...proto.lora import LoraReference
 from ...proto.stream import (
     Abort,
     BlockMap,
     BlockMapQuery,
     CacheReport,
+    ControlEngine,
+    EngineControlled,
     Finish,
     FinishReason,
     GatewayMessage,
@@ -275,7 +284,21 @@ class ReplicaClient:
         """Have the replica load an adapter, or unload it if it has no path, without waiting."""
         self.send(LoadLora(0, reference))
 
-    async def _ask(self, query: StatusQuery | BlockMapQuery | LoadLora, timeout_s: float) -> Any:
+    async def control(self, command: EngineCommand, timeout_s: float) -> None:
+        """Have the replica carry out a command.
+
+        Raises:
+            InvalidRequest: it cannot; its state is unchanged.
+            ReplicaUnavailable: the replica does not answer in time, or has failed.
+        """
+        query = ControlEngine(next(self._query_ids), command)
+        answer = cast(EngineControlled, await self._ask(query, timeout_s))
+        if answer.error:
+            raise InvalidRequest("command", answer.error)
+
+    async def _ask(
+        self, query: StatusQuery | BlockMapQuery | LoadLora | ControlEngine, timeout_s: float
+    ) -> Any:
         """Send a query and return its answer."""
         self._check_open()
         answer = self._queries[query.query_id] = asyncio.get_running_loop().create_future()
@@ -284,7 +307,8 @@ class ReplicaClient:
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
-            kind = "the load of an adapter" if isinstance(query, LoadLora) else "a status query"
+            kinds = {LoadLora: "the load of an adapter", ControlEngine: "a command"}
+            kind = kinds.get(type(query), "a status query")
             reason = f"replica {self.replica_id} did not answer {kind} in {timeout_s:g} s"
             raise ReplicaUnavailable(reason) from None
         finally:
@@ -438,7 +462,7 @@ class ReplicaClient:
     def _on_message(self, message: GatewayMessage | ReplicaMessage) -> None:
         if isinstance(message, ReplicaStatus):
             self._on_status(message)
-        elif isinstance(message, BlockMap | LoraLoaded):
+        elif isinstance(message, BlockMap | LoraLoaded | EngineControlled):
             self._answer(message)
         if isinstance(message, ReplicaStatus | CacheReport):
             for listener in self._listeners:
@@ -473,7 +497,7 @@ class ReplicaClient:
             if not waiting.done():
                 waiting.set_result(status)
 
-    def _answer(self, message: ReplicaStatus | BlockMap | LoraLoaded) -> None:
+    def _answer(self, message: ReplicaStatus | BlockMap | LoraLoaded | EngineControlled) -> None:
         """Pass an answer to the caller that waits for it, if it still does."""
         query = self._queries.get(message.query_id)
         if query is not None and not query.done():

@@ -222,6 +222,7 @@ class _SequenceOutput:
             timings=finish.timings,
             cumulative_logprob=self.logprob_sum if self._request.reports_logprobs else None,
             score=finish.score,
+            weights_version=finish.weights_version,
         )
 
     def _usage(self, finish: Finish) -> Usage:

@@ -103,6 +103,7 @@ class CompletionFinished:
     timings: Timings = field(default_factory=Timings)
     cumulative_logprob: float | None = None
     score: float | None = None
+    weights_version: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,6 +137,7 @@ class CompletionOutput:
         score: beam search: the summed log-probability over the length to the power of `length_penalty`; else None.
         usage: prompt tokens, and the tokens of this completion.
         message: in a chat, the completion's reasoning, content and tool calls; else None.
+        weights_version: of the weights that sampled the last token; empty for those that the engine started with.
     """
 
     index: int
@@ -149,6 +151,7 @@ class CompletionOutput:
     usage: Usage = field(default_factory=Usage, compare=False)
     timings: Timings = field(default_factory=Timings, compare=False)
     message: AssistantMessage | None = field(default=None, compare=False)
+    weights_version: str = field(default="", compare=False)
 
     def finished(self) -> bool:
         """Return True: outputs are returned when all completions have ended."""
@@ -331,4 +334,5 @@ def _completion(deltas: list[CompletionDelta], finished: CompletionFinished) -> 
         usage=finished.usage,
         timings=finished.timings,
         message=collect_message(chain.from_iterable(of_chat)) if of_chat else None,
+        weights_version=finished.weights_version,
     )

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+
 from ...proto.block_tables import IntArray, RowArray
+
+NO_ROWS: RowArray = np.zeros(0, np.intp)
+NO_ROWS.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +26,7 @@ class InFlightStep:
         draft_lens: most drafted tokens of each of `rows`; None if there are none.
         chunk_rows: rows whose prompt tokens it computes.
         pooled_rows: of these, the pooled rows whose last token it computes, ascending.
+        is_command: the ranks carry out an EngineCommand in it, which takes a while.
     """
 
     step_id: int
@@ -32,6 +38,7 @@ class InFlightStep:
     draft_lens: IntArray | None = None
     chunk_rows: tuple[int, ...] = ()
     pooled_rows: tuple[int, ...] = ()
+    is_command: bool = False
 
     @property
     def has_results(self) -> bool:

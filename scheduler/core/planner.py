@@ -13,16 +13,13 @@ from ...proto.step import NO_INTS, NO_PAIRS, NewSequence, StepPlan
 from ..kv.block_manager import Prefix
 from ..sequences.sequence import Sequence
 from .forecast import Forecast
-from .in_flight import InFlightStep
+from .in_flight import NO_ROWS, InFlightStep
 from .policy import by_precedence, choose_victim
 from .state import SchedulerState, row_of
 
 # While others run, admission leaves this share of the pool to their growth: an admission that forces a preemption
 # a few steps later costs a prefill.
 WATERMARK = 0.01
-
-NO_ROWS: RowArray = np.zeros(0, np.intp)
-NO_ROWS.flags.writeable = False
 
 
 @dataclass(slots=True)
@@ -55,12 +52,17 @@ class _Draft:
 
 
 class Planner:
-    """Plans for one scheduler's state."""
+    """Plans for one scheduler's state.
+
+    Attributes:
+        admits: waiting sequences may start.
+    """
 
     def __init__(self, state: SchedulerState, forecast: Forecast, epoch: int) -> None:
         self._state = state
         self._forecast = forecast
         self.epoch = epoch
+        self.admits = True
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed now."""
@@ -129,6 +131,8 @@ class Planner:
         return rows[[self._may_run(self._state.running[row]) for row in rows.tolist()]]
 
     def _next_waiting(self) -> Sequence | None:
+        if not self.admits:
+            return None
         on_trial = self._state.quarantine.on_trial
         return self._state.waiting.peek() if on_trial is None else self._state.waiting.first_of(on_trial)
 

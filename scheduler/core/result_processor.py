@@ -79,14 +79,18 @@ class ResultProcessor:
             finished = self._finish_sequences(rows, token_ids, now)
         return outgoing + self._token_batches(step.step_id, rows, token_ids, logprobs, finished)
 
-    def _pop_step(self, result: StepResult) -> InFlightStep:
+    def due_step(self, result: StepResult) -> InFlightStep:
+        """Return the step of a result. Raises ProtocolError if the result of another one is due."""
         step = self._state.in_flight.oldest
         if step is None:
             raise ProtocolError(f"a result of step {result.step_id} came, and no step is in flight")
         got, due = (result.epoch, result.step_id), (self.epoch, step.step_id)
         if got != due:
             raise ProtocolError(f"the result of (epoch, step) {got} came, {due} is due")
-        _check_counts(step, result)
+        return step
+
+    def _pop_step(self, result: StepResult) -> InFlightStep:
+        _check_counts(self.due_step(result), result)
         return self._state.in_flight.pop()
 
     def _observe_cost(self, step: InFlightStep, result: StepResult) -> None:

@@ -25,6 +25,7 @@ from ..sequences.sequence import Sequence
 from .admission_checks import check_admission, max_len_of
 from .block_map import make_block_map
 from .drain import Drainer
+from .engine_control import EngineControl
 from .forecast import Forecast
 from .lora_adapters import LoraAdapters
 from .metrics import SchedulerStats, Throughput
@@ -33,6 +34,9 @@ from .planner import Planner
 from .result_processor import ResultProcessor
 from .state import SchedulerState, row_of
 from .step_times import StepDeadlines
+
+# Loading the weights of a large model from a slow disk.
+COMMAND_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class Scheduler:
         self._planner = Planner(self._state, self._forecast, epoch)
         self._processor = ResultProcessor(self._state, epoch)
         self._drainer = Drainer(self._state)
+        self.control = EngineControl(self._state)
         if self._state.lora is not None and config.lora is not None:
             for reference in config.lora.modules:
                 self._state.lora.register(reference)
@@ -137,7 +142,8 @@ class Scheduler:
         if self._drainer.is_on:
             self._drainer.reject(gateway, submit)
             return None
-        error = check_admission(self._state, self._forecast, gateway, submit, now)
+        error = self.control.refusal()
+        error = error or check_admission(self._state, self._forecast, gateway, submit, now)
         if error is not None:
             return error_finish(submit.handle, error)
         sequences = self._make_sequences(gateway, submit, now)
@@ -174,6 +180,12 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed now."""
         self._drainer.hand_off(now)
+        if (command := self.control.plan(self.epoch, now)) is not None:
+            return command
+        if self.control.holds_steps:
+            self._planner.fail_expired(now)
+            return None
+        self._planner.admits = not self.control.holds_admission
         return self._planner.plan(now)
 
     def apply(self, result: StepResult, now: float) -> Outgoing:
@@ -182,6 +194,9 @@ class Scheduler:
         Raises:
             ProtocolError: the result is of another step or epoch, or has the wrong number of tokens.
         """
+        if self._processor.due_step(result).is_command:
+            self.control.on_result(result)
+            return self.take_outgoing()
         return self._processor.apply(result, now) + self.take_outgoing()
 
     def take_outgoing(self) -> Outgoing:
@@ -199,6 +214,8 @@ class Scheduler:
         if step is None:
             return None
         deadlines = times.deadlines(step.num_tokens, self.config.scheduler.step_timeout_s)
+        if step.is_command:
+            deadlines = StepDeadlines(None, COMMAND_TIMEOUT_S, COMMAND_TIMEOUT_S)
         return PresentStep(step.step_id, times.began_at(step.planned_at), deadlines)
 
     def interrupt(self, failure: RankFailed, now: float) -> None:
@@ -222,6 +239,7 @@ class Scheduler:
     def resume(self, epoch: int) -> None:
         """Plan for the rebuilt group, whose rows are empty."""
         self.epoch = self._planner.epoch = self._processor.epoch = epoch
+        self.control.on_recovery()
 
     def fail_all(self, error: QuireError) -> Outgoing:
         """End every request with an error.
@@ -269,13 +287,16 @@ class Scheduler:
                 token_ids=array("i", known.astype("i4").tobytes()),
                 eos_token_ids=() if params.ignore_eos or submit.pooling else self.config.model.eos_token_ids,
                 arrived_at=now,
-                root=make_root(
-                    self.config.model.name,
-                    submit.salt,
-                    "" if submit.lora is None else submit.lora.cache_key,
-                    tenant=submit.tenant,
-                    pool=submit.prefix_pool,
+                root=self.control.root_of(
+                    make_root(
+                        self.config.model.name,
+                        submit.salt,
+                        "" if submit.lora is None else submit.lora.cache_key,
+                        tenant=submit.tenant,
+                        pool=submit.prefix_pool,
+                    )
                 ),
+                weights_version=self.control.weights_version,
                 tenant=submit.tenant,
                 prefix_pool=submit.prefix_pool,
                 priority=submit.priority,

@@ -289,15 +289,25 @@ class SchedulerState:
         The sequences keep their places in the order of arrival and resume later. Tokens in flight are dropped and
         will be sampled again, the same.
         """
+        for sequence in self._running.values():
+            sequence.interrupted_at = now
+        self._requeue_running()
+        if self.lora is not None:
+            self.lora.reset()
+
+    def requeue_all(self, now: float) -> None:
+        """Take the rows and blocks of all running sequences, which resume later: the KV becomes void."""
+        for sequence in self._running.values():
+            sequence.preempted_at = now
+        self._requeue_running()
+
+    def _requeue_running(self) -> None:
         for sequence in list(self._running.values()):
             self._collect_tokens(sequence)
-            sequence.interrupted_at = now
             self._requeue(sequence)
         for sequence in self._alive.values():
             self.blocks.drop_host_blocks(sequence.host_blocks)
             sequence.host_blocks, sequence.num_host_tokens = [], 0
-        if self.lora is not None:
-            self.lora.reset()
         self.abandon_steps()
         self.deltas.forget_rows()
         self.blocks.forget_content()

@@ -50,6 +50,7 @@ class Sequence:
         repetition: detector of repetitions in its output; None if it may repeat itself.
         lora: its adapter; None for the model alone.
         pooling: it ends with its prompt, whose hidden states are pooled; None if it generates tokens.
+        weights_version: of the weights that it is computed with.
         pools_all_tokens: it needs the hidden states of all its tokens, so that no KV of a cache is of use to it.
     """
 
@@ -89,6 +90,7 @@ class Sequence:
     repetition: RepetitionDetector | None = None
     pooling: PoolingParams | None = None
     pools_all_tokens: bool = False
+    weights_version: str = ""
     first_run_at: float | None = None
     first_token_at: float | None = None
     preempted_at: float | None = None
@@ -155,6 +157,11 @@ class Sequence:
         )
         return None if logits_processors == RowLogitsProcessors(num_prompt_tokens) else logits_processors
 
+    def change_root(self, root: bytes, weights_version: str) -> None:
+        """Go on with other weights: cached blocks of the earlier ones do not count."""
+        self.root, self.weights_version = root, weights_version
+        self.block_digests = []
+
     def on_start(self, num_cached_tokens: int, now: float) -> None:
         """Record that it got a row, for the first time or again, with the KV of its first tokens."""
         if self.first_run_at is None:
@@ -194,6 +201,7 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens,
             timings=self._timings(now),
             score=score,
+            weights_version=self.weights_version,
         )
 
     def _timings(self, now: float) -> Timings:

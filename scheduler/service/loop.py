@@ -15,7 +15,9 @@ from ...proto.stream import (
     Activity,
     BlockMapQuery,
     CacheQuery,
+    ControlEngine,
     Drain,
+    EngineControlled,
     Finish,
     FlushCache,
     GatewayMessage,
@@ -128,6 +130,7 @@ class StepLoop:
                 self._step_after_idle, self._is_idle = plan.step_id, False
             self._group.broadcast(plan)
         self._send_all(scheduler.take_outgoing())
+        self._send_control_answers()
         if not scheduler.num_in_flight:
             self._is_idle = True
             self._set_activity(Activity.IDLE)
@@ -139,6 +142,7 @@ class StepLoop:
         scheduler.stats.num_compilations = result.num_compilations
         self._send_all(scheduler.apply(result, self._clock()))
         self._send_lora_answers()
+        self._send_control_answers()
         if limits.audit:
             scheduler.check_integrity()
         return True
@@ -242,6 +246,9 @@ class StepLoop:
                 self._scheduler.blocks.flush_cache()
             case LoadLora():
                 self._order_adapter(gateway, message)
+            case ControlEngine():
+                _log.info("%s: %s", self._replica_id, message.command.action)
+                self._scheduler.control.order(message.command, (gateway, message.query_id))
             case Drain():
                 _log.info("%s is draining: running sequences have %g s", self._replica_id, message.grace_s)
                 self._scheduler.drain(message.grace_s, self._clock())
@@ -254,6 +261,10 @@ class StepLoop:
             return
         lora.register(message.reference, (gateway, message.query_id) if message.query_id else None)
         self._send_lora_answers()
+
+    def _send_control_answers(self) -> None:
+        for (gateway, query_id), error in self._scheduler.control.take_answers():
+            self._mailbox.send(gateway, EngineControlled(query_id, error))
 
     def _send_lora_answers(self) -> None:
         """Tell gateways the outcome of loads. One that does not read learns of it by its own deadline."""

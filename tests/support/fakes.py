@@ -13,6 +13,7 @@ from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.resolve import engine_config
 from quire.proto.block_tables import BlockTables
 from quire.proto.config import EngineConfig, ModelConfig, PoolingConfig, SpeculativeConfig
+from quire.proto.engine_command import EngineCommand
 from quire.proto.errors import QuireError, RankFailed
 from quire.proto.pooling import Pooled, PoolingParams
 from quire.proto.sampling import SamplingParams
@@ -170,6 +171,8 @@ class FakeWorkerGroup:
         rebuilt: the epochs of all calls of `rebuild`.
         rebuild_error: raised by `rebuild`.
         poison: every step with a sequence that has this token fails.
+        commands: those that were carried out or refused.
+        command_error: refuses commands.
     """
 
     draft_accuracy = 0.7
@@ -183,10 +186,21 @@ class FakeWorkerGroup:
         self.rebuild_error: QuireError | None = None
         self.poison: int | None = None
         self.poison_is_step_error = True
+        self.commands: list[EngineCommand] = []
+        self.command_error = ""
         self.rng = np.random.default_rng(0)
         self._reset()
 
     def _reset(self) -> None:
+        self._forget()
+        config = self._config
+        self.plans: deque[bytes] = deque()
+        self.touched: deque[set[int]] = deque()  # by each plan in flight
+        rows = config.scheduler.max_num_seqs
+        self.planned_tables = BlockTables(rows, config.max_blocks_per_seq)  # after the plans in flight
+
+    def _forget(self) -> None:
+        """Empty the rows and the KV."""
         config = self._config
         assert config.cache.num_blocks is not None
         rows, block_size = config.scheduler.max_num_seqs, config.cache.block_size
@@ -201,11 +215,13 @@ class FakeWorkerGroup:
         self.scoring: list[PromptScoring | None] = [None] * rows
         self.pooling: list[PoolingParams | None] = [None] * rows
         self.num_hidden = [0] * rows  # tokens whose hidden states were computed in the row
-        self.plans: deque[bytes] = deque()
-        self.touched: deque[set[int]] = deque()  # by each plan in flight
-        self.planned_tables = BlockTables(rows, config.max_blocks_per_seq)  # after the plans in flight
 
     def broadcast(self, plan: StepPlan) -> None:
+        if plan.command is not None:
+            assert not self.plans, "a command comes beside a step in flight"
+            self.planned_tables = BlockTables(
+                self._config.scheduler.max_num_seqs, self._config.max_blocks_per_seq
+            )
         self._check_fences(plan)
         self.plans.append(plan.encode())
 
@@ -261,6 +277,10 @@ class FakeWorkerGroup:
         self.closed = True
 
     def execute(self, plan: StepPlan) -> StepResult:
+        if plan.command is not None:
+            self.commands.append(plan.command)
+            self._forget()
+            return StepResult(plan.step_id, plan.epoch, 0, command_error=self.command_error)
         self._apply(plan)
         scheduled = {row: 1 for row, on in enumerate(self.decoding) if on and row not in plan.held_rows}
         scheduled |= dict(zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True))

@@ -38,6 +38,13 @@ def test_speculative_decoding_gives_the_same_text() -> None:
     assert "same text with drafts" in run_example("speculative_decoding.py")
 
 
+def test_reinforcement_learning_names_the_weights() -> None:
+    first, second = run_example("reinforcement_learning.py").splitlines()
+    assert first.startswith("initial: [")
+    assert second.startswith("step-1: [")
+    assert first.removeprefix("initial") == second.removeprefix("step-1")  # the weights are the same
+
+
 def test_embeddings_rank_every_text() -> None:
     printed = run_example("embeddings.py")
     assert re.match(r"\d+ dimensions\n", printed)

@@ -1,0 +1,57 @@
+"""Commands to an engine as a whole: pause, sleep, and other weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Action(StrEnum):
+    """PAUSE and RESUME concern the scheduler; the ranks carry out the others."""
+
+    PAUSE = "pause"
+    RESUME = "resume"
+    SLEEP = "sleep"
+    WAKE_UP = "wake_up"
+    UPDATE_WEIGHTS = "update_weights"
+
+
+class PauseMode(StrEnum):
+    """What happens to running requests before a command; the names are vLLM's.
+
+    KEEP: they wait, and continue afterwards. If their KV is dropped, it is computed again, by the weights of then.
+    WAIT: they finish first; waiting requests wait.
+    ABORT: they end with RequestAborted, waiting ones as well.
+    """
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """A command.
+
+    Attributes:
+        mode: see PauseMode; without effect on RESUME and WAKE_UP.
+        level: of SLEEP. 1: WAKE_UP reads the same weights again. 2: the weights are discarded, and other ones must be
+            named by UPDATE_WEIGHTS before WAKE_UP.
+        path: of UPDATE_WEIGHTS: a model directory with the same tensors, on every node of the replica.
+        version: of UPDATE_WEIGHTS: the name of these weights, which outputs report.
+    """
+
+    action: Action
+    mode: PauseMode = PauseMode.KEEP
+    level: int = 1
+    path: str = ""
+    version: str = ""
+
+    @staticmethod
+    def unpack(value: Any) -> EngineCommand | None:
+        """Return the command of msgpack values; None for None."""
+        if value is None:
+            return None
+        action, mode, *others = value
+        return EngineCommand(Action(action), PauseMode(mode), *others)
