@@ -15,7 +15,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import psutil
@@ -31,22 +31,28 @@ PARAMS = SamplingParams(max_tokens=600, ignore_eos=True, seed=1, temperature=0.8
 # Tokens of each stream before the fault.
 NUM_BEFORE = 50
 READY_TIMEOUT_S = 300.0
+# A process that uses a smaller share of a core has imported its modules.
+IDLE_SHARE = 0.1
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--kills", type=int, default=10, help="faults of each kind")
     parser.add_argument("--kinds", nargs="+", default=[*FAULTS], choices=[*FAULTS], help="kinds of faults")
+    parser.add_argument(
+        "--spare-processes", type=int, default=1, help="of the server; a fault waits until one is ready"
+    )
     arguments = parser.parse_args()
     figures: dict[str, Figure] = {}
-    with server() as (started, client, ready_s):
+    with server(arguments.spare_processes) as (started, client, ready_s):
         figures["recovery.restart_all_s"] = Figure(ready_s, "s", "start of the whole server instead")
         expected = list(client.generate(PROMPT, PARAMS).outputs[0].token_ids)
         for kind in arguments.kinds:
-            seconds = [
-                measure(client, expected, partial(FAULTS[kind], started, client, number))
-                for number in range(arguments.kills)
-            ]
+            seconds = []
+            for number in range(arguments.kills):
+                if arguments.spare_processes:
+                    wait_for_spare(started)
+                seconds.append(measure(client, expected, partial(FAULTS[kind], started, client, number)))
             note = f"fault to next token of the slowest of {NUM_STREAMS} streams, {arguments.kills} faults"
             figures[f"recovery.{kind}.p50_s"] = Figure(statistics.median(seconds), "s", note)
             figures[f"recovery.{kind}.max_s"] = Figure(max(seconds), "s", note)
@@ -54,10 +60,11 @@ def main() -> None:
 
 
 @contextmanager
-def server() -> Iterator[tuple[ServerProcess, Client, float]]:
+def server(num_spares: int) -> Iterator[tuple[ServerProcess, Client, float]]:
     """Yield a server, a client, and the seconds from the start of the server to its first token."""
     begun = time.monotonic()
-    started = ServerProcess("demo", "--tensor-parallel-size", "2")
+    options = ("--tensor-parallel-size", "2", "--spare-processes", str(num_spares))
+    started = ServerProcess("demo", *options)
     try:
         started.wait_ready(READY_TIMEOUT_S)
         with Client(started.address) as client:
@@ -66,6 +73,35 @@ def server() -> Iterator[tuple[ServerProcess, Client, float]]:
         started.stop()
     finally:
         started.close()
+
+
+def wait_for_spare(started: ServerProcess) -> None:
+    """Wait until Ray has an idle process, which it names so, and it has imported its modules.
+
+    Raises:
+        TimeoutError: there is none.
+    """
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    used_s: dict[int, float] = {}
+    while time.monotonic() < deadline:
+        before, used_s = used_s, idle_processes(started)
+        if any(
+            seconds > 0 and seconds - before.get(pid, 0.0) < IDLE_SHARE for pid, seconds in used_s.items()
+        ):
+            return
+        time.sleep(1.0)
+    raise TimeoutError(f"no spare process was ready in {READY_TIMEOUT_S:g} s")
+
+
+def idle_processes(started: ServerProcess) -> dict[int, float]:
+    """Return the pids of Ray's idle processes |-> processor seconds so far."""
+    found = {}
+    for each in psutil.Process(started.process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "ray::IDLE" in " ".join(each.cmdline()):
+                times = each.cpu_times()
+                found[each.pid] = times.user + times.system
+    return found
 
 
 def kill_rank(started: ServerProcess, client: Client, number: int) -> None:

@@ -138,6 +138,7 @@ class ParallelConfig:
             normalizes.
         attention_backend: on a GPU, ``flash_attn`` computes the attention of prompts by FlashAttention 3; ``triton``
             computes all attention by the kernels of quire.
+        spare_processes: idle processes on each node, for ranks and schedulers that are replaced.
     """
 
     tensor_parallel_size: int
@@ -147,6 +148,7 @@ class ParallelConfig:
     batch_invariant: bool
     fused_all_reduce: bool
     attention_backend: str = "triton"
+    spare_processes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

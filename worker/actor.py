@@ -85,6 +85,8 @@ class WorkerActor:
         self._group: ReplaceableGroup | None = None  # None for a single rank
         self._receiver: StepReceiver | None = None
         self._bytes_read = 0, 0
+        self._has_no_run = threading.Event()
+        self._has_no_run.set()
         self._waits_for_device = False  # for the tokens of a launched step
         self._faults = StepFaults()
         # Imported here so that the driver, which only names this class, does not load torch.
@@ -148,13 +150,22 @@ class WorkerActor:
         return self.status()
 
     def leave(self) -> None:
-        """End `run`, also while it waits for a plan or in a collective. Ray calls this on another thread."""
+        """End `run`, also while it waits for a plan or in a collective, and wait for its end.
+
+        Ray calls this on another thread, possibly for a scheduler that did not call `run` itself.
+
+        Raises:
+            TimeoutError: `run` did not end in LEAVE_TIMEOUT_S.
+        """
         receiver = self._receiver
         if receiver is not None:
             receiver.interrupt()
         # Collectives on a CPU end by themselves when another rank has left or ended; NCCL's do not.
         if self._device.type != "cpu":
             self._leave_group()
+        # The end of `run` closes the group; a group that was joined before that would be closed with it.
+        if not self._has_no_run.wait(LEAVE_TIMEOUT_S):
+            raise TimeoutError(f"rank {self._rank} did not leave its step loop in {LEAVE_TIMEOUT_S:g} s")
 
     def process(self) -> RankProcess:
         """Return the process of the rank."""
@@ -204,8 +215,12 @@ class WorkerActor:
         The rank replies to a failed step with a StepFailure, leaves the group, which fails the collective that the
         other ranks may wait in, and returns. Its weights stay, for `rejoin`.
         """
-        with on_device(self._device):
-            self._run(address)
+        self._has_no_run.clear()
+        try:
+            with on_device(self._device):
+                self._run(address)
+        finally:
+            self._has_no_run.set()
 
     def status(self) -> RankStatus:
         """Return the process, device and current stage of the rank. Does not use the device, which may hang."""

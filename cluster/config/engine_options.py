@@ -32,6 +32,7 @@ MAX_BLOCK_SIZE = 1024
 MAX_NUM_SEQS = 1 << 14
 MAX_NUM_BATCHED_TOKENS = 1 << 20
 MAX_STEPS_IN_FLIGHT = 8
+MAX_SPARE_PROCESSES = 64
 
 _MODEL, _EXECUTION, _KV_CACHE, _SCHEDULING, _CHAT = "Model", "Execution", "KV cache", "Scheduling", "Chat"
 _STRUCTURED_OUTPUTS, _LORA = "Structured outputs", "LoRA adapters"
@@ -143,6 +144,14 @@ class EngineOptions:
         "steps, or if its process does not answer.",
         unit="seconds",
         check=positive_finite,
+        group=_EXECUTION,
+    )
+    spare_processes: int = option(
+        1,
+        help="Idle processes on each node of a replica, of about 180 MiB, which take the place of a rank or a "
+        "scheduler that fails; without one, a recovery waits until Python and torch have started.",
+        unit="processes",
+        check=between(0, MAX_SPARE_PROCESSES),
         group=_EXECUTION,
     )
     speculative_config: str | None = option(

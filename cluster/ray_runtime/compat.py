@@ -19,14 +19,20 @@ from typing import Any
 import ray
 from ray._private import services
 from ray._private import worker as ray_worker
+from ray._private.grpc_utils import init_grpc_channel
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.state import state as cluster_state
 from ray._raylet import Config, GcsClient  # type: ignore[attr-defined]
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.autoscaler.v2.schema import ClusterStatus
 from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+from ray.core.generated.common_pb2 import WorkerType
 from ray.experimental import internal_kv
+
+# Longer than any node lives.
+KEEP_IDLE_PROCESSES_S = 10 * 365 * 86_400
 
 # Every head node has one unit of this resource.
 HEAD_NODE_RESOURCE = "node:__internal_head__"
@@ -119,6 +125,49 @@ def free_resources() -> dict[str, dict[str, float]]:
     """Return node id |-> resource |-> amount that is free now."""
     free: dict[str, dict[str, float]] = cluster_state.available_resources_per_node()
     return free
+
+
+def num_idle_processes(address: str, timeout_s: float) -> int:
+    """Return the number of processes of a node that execute nothing and are no actor.
+
+    Args:
+        address: ``HOST:PORT`` of the node's manager, the raylet.
+
+    Raises:
+        grpc.RpcError: the raylet did not answer in time.
+    """
+    request = node_manager_pb2.GetNodeStatsRequest(include_memory_info=False)
+    with _node_manager(address) as stub:
+        processes = stub.GetNodeStats(request, timeout=timeout_s).core_workers_stats
+    no_actor = (b"", ray.ActorID.nil().binary())
+    return sum(
+        each.worker_type == WorkerType.WORKER and each.actor_id in no_actor and not each.num_running_tasks
+        for each in processes
+    )
+
+
+def start_idle_processes(address: str, count: int, timeout_s: float) -> None:
+    """Have a node start processes that later actors find ready; returns before they are.
+
+    Ray ends no such process because it is idle.
+
+    Args:
+        address: see `num_idle_processes`.
+
+    Raises:
+        grpc.RpcError: the raylet did not answer in time.
+    """
+    request = node_manager_pb2.PrestartWorkersRequest(
+        num_workers=count, keep_alive_duration_secs=KEEP_IDLE_PROCESSES_S
+    )
+    with _node_manager(address) as stub:
+        stub.PrestartWorkers(request, timeout=timeout_s)
+
+
+@contextmanager
+def _node_manager(address: str) -> Iterator[Any]:
+    with init_grpc_channel(address) as channel:
+        yield node_manager_pb2_grpc.NodeManagerServiceStub(channel)
 
 
 def draining_nodes() -> dict[str, int]:

@@ -196,6 +196,8 @@ def _set_ray_environment(num_cpus: int) -> None:
         "RAY_preload_python_modules": ",".join(PRELOADED_MODULES),
         # Otherwise Ray ends these processes when a placement group reserves the slots, just before they are needed.
         "RAY_num_workers_soft_limit": str(num_cpus),
+        # Otherwise Ray gives its processes a niceness of 15, and anything else on the machine delays every step.
+        "RAY_worker_niceness": str(os.getpriority(os.PRIO_PROCESS, 0)),
         # Otherwise Ray's handler of SIGTERM waits for its node to drain.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }

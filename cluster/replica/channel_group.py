@@ -60,6 +60,7 @@ class ChannelWorkerGroup:
         self._address = factory.address
         self._join_timeout_s = factory.join_timeout_s
         self._closed = self._is_rebuilding = False
+        self._has_stepped = False  # since the group was made or rebuilt
         self._ranks = RankProcesses(
             factory.handles, keeps_survivors=factory.keeps_survivors, check_open=self._check_open
         )
@@ -71,7 +72,11 @@ class ChannelWorkerGroup:
         self._life.broadcast(plan)
 
     def gather(self, timeout_s: float) -> StepResult | None:
-        return self._life.gather(timeout_s)
+        result = self._life.gather(timeout_s)
+        if result is not None and not self._has_stepped:
+            self._has_stepped = True
+            self._ranks.replenish_spares()  # not before: the first request waits for this step
+        return result
 
     def examine(self, waited_s: float, *, is_overdue: bool) -> None:
         self._life.examine(waited_s, is_overdue=is_overdue)
@@ -91,7 +96,7 @@ class ChannelWorkerGroup:
         self._ranks.replace(failed)
         self._check_open()
         self._life = _Life(self._ranks, self._address, self._join_timeout_s, epoch)
-        self._is_rebuilding = False
+        self._is_rebuilding = self._has_stepped = False
 
     def close(self) -> None:
         self._closed = True

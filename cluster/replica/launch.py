@@ -209,7 +209,7 @@ class _Launch:
             self._reservation.group,
             tuple(self._bundles),
             tuple(self._config_on.get(node_id, self._config) for node_id in self._node_ids[1:]),
-            self._target.is_detached,
+            self._node_ids,
         )
 
     def _call_workers(self, method: str, *arguments: Any) -> dict[str, ObjectRef]:

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...proto.config import EngineConfig
 from ...scheduler.service.actor import WATCH_GROUP, SchedulerActor
 from ...worker.actor import WorkerActor
+from ..ray_runtime.spare_processes import SpareProcesses
 from .placement import Resources
 from .replica_names import actor_name
 
@@ -33,7 +34,7 @@ class ProcessStarter:
     Attributes:
         bundles: resources of the scheduler and then of each rank, as in the placement group.
         configs: of each rank, with the path of the model on its node.
-        is_detached: the processes outlive the process that starts them.
+        node_ids: nodes of the scheduler and then of each rank.
     """
 
     replica_id: str
@@ -41,7 +42,11 @@ class ProcessStarter:
     placement: PlacementGroup
     bundles: tuple[Resources, ...]
     configs: tuple[EngineConfig, ...]
-    is_detached: bool
+    node_ids: tuple[str, ...]
+
+    def spare_processes(self) -> SpareProcesses:
+        """Return the spare processes of the replica's nodes."""
+        return SpareProcesses(self.node_ids, self.configs[0].parallel.spare_processes)
 
     def start_scheduler(self) -> ActorHandle:
         """Start the scheduler's process; its actor is ready later."""
@@ -57,7 +62,8 @@ class ProcessStarter:
         options: dict[str, Any] = {
             "name": actor_name(self.replica_id, role),
             "namespace": self.namespace,
-            "lifetime": "detached" if self.is_detached else None,
+            # Otherwise the ranks would end with a scheduler that dies: Ray ends an actor with its last handle.
+            "lifetime": "detached",
             "num_cpus": resources.pop("CPU"),
             "num_gpus": resources.pop("GPU", 0),
             "resources": resources,

@@ -126,6 +126,7 @@ class RankProcesses:
         self._handles = handles
         self._keeps_survivors = keeps_survivors
         self._check_open = check_open
+        self._spares = None if handles.starter is None else handles.starter.spare_processes()
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -156,7 +157,12 @@ class RankProcesses:
         self._start(starter, replaced)
         stopwatch.lap("start")
         self._connect(replaced, stopwatch)
-        _log.info("replaced ranks %s of %d: %s", replaced, len(self), stopwatch)
+        _log.warning("replaced ranks %s of %d: %s", replaced, len(self), stopwatch)
+
+    def replenish_spares(self) -> None:
+        """Have spare processes started for those that replaced ranks, or that none was ready for; returns at once."""
+        if self._spares is not None:
+            self._spares.replenish()
 
     def _leave(self) -> None:
         """Let the ranks that live leave the group; those that do not are not usable."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from ...proto.config import EngineConfig
 from ...proto.errors import ReplicaUnavailable
 from ...proto.stream import RankStatus
 from ...worker.actor import RankProcess
+from ..host.stopwatch import Stopwatch
 from ..ray_runtime.errors import await_all
 from ..ray_runtime.launch_target import LaunchTarget
 from .channel_group import ChannelGroupFactory
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 # For a rank that was idle or in a step to answer.
 _ANSWER_TIMEOUT_S = 5.0
+
+_log = logging.getLogger(__name__)
 
 
 def start_serving(
@@ -73,21 +77,28 @@ def replace_scheduler(replica: Replica, number: int) -> Replica:
     starter, target = replica.starter, replica.target
     if starter is None or target is None:
         raise ReplicaUnavailable(f"{replica.replica_id} was launched by another process")
+    stopwatch = Stopwatch()
     replica.kill_scheduler()
     workers = [_find_rank(starter, rank) for rank in range(replica.record.tensor_parallel_size)]
+    handles = _rank_handles(replica, starter, workers)
+    stopwatch.lap("find ranks")
     scheduler = starter.start_scheduler()
+    stopwatch.lap("ask for a process")
     calls = {"the scheduler": scheduler.where.remote()}
     ((host, pid),) = await_all(calls, PROCESS_TIMEOUT_S, "starting its process")
     target.on_processes_started()
+    stopwatch.lap("start")
     endpoint = start_serving(
         scheduler,
         host,
         replica.config,
-        _rank_handles(replica, starter, workers),
+        handles,
         f"{replica.replica_id}.{number}",
         target,
         is_takeover=True,
     )
+    stopwatch.lap("join")
+    _log.info("%s has a new scheduler: %s", replica.replica_id, stopwatch)
     record = replace(replica.record, endpoint=endpoint, pids=(pid, *replica.record.pids[1:]))
     return Replica(record, replica.config, scheduler, starter, target)
 

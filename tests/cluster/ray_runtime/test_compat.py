@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from quire.cluster.ray_runtime.compat import AutoscalerStatus
 from quire.cluster.ray_runtime.local_cluster import LocalCluster
 
 NAMESPACE = b"compat-test"
+DEADLINE_S = 120.0
 REPORT = {
     "pending_launches": {"gpu-small": 2, "idle": 0},
     "pending_nodes": [["10.0.0.9", "gpu-small", "setting-up"]],
@@ -222,3 +224,15 @@ def _ray_help(subcommand: str) -> str:
 
 def _without_ray_settings() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+
+
+@pytest.mark.cluster
+def test_idle_processes_are_started_and_counted(cluster: LocalCluster) -> None:
+    (node,) = ray.nodes()
+    address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+    deadline = time.monotonic() + DEADLINE_S
+    before = compat.num_idle_processes(address, DEADLINE_S)
+    compat.start_idle_processes(address, 1, DEADLINE_S)
+    while compat.num_idle_processes(address, DEADLINE_S) <= before:
+        assert time.monotonic() < deadline, "no process was started"
+        time.sleep(0.1)
