@@ -115,7 +115,7 @@ class FleetController:
             os._exit(1)
 
     async def _run_fleet(self, launcher: RayLauncher, store: KeyValueStore) -> None:
-        fleet = Fleet(launcher, store)
+        fleet = Fleet(launcher, store, replace_scheduler=launcher.replace_scheduler)
         await fleet.recover()
         self._fleet.set_result(fleet)
         await fleet.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -22,6 +23,8 @@ from ..replica.launch_progress import OnProgress
 from ..replica.placement import ClusterView
 from ..replica.record import ReplicaRecord
 from ..replica.replica import Replica, adopt_replica, known_replicas, remove_replica
+from ..replica.scheduler_start import replace_scheduler
+from .interfaces import LiveReplica
 from .spot import wait_for_notice
 
 # Resources of a node that are shown to operators.
@@ -51,6 +54,7 @@ class RayLauncher:
         self._keys = keys
         self._namespace = namespace
         self._autoscaling_config = autoscaling_config
+        self._target = FleetLaunchTarget(keys, namespace, autoscaling_config=autoscaling_config)
 
     def launch(self, deployment: Deployment, replica_id: str, on_progress: OnProgress) -> Replica:
         view = ClusterView.read(self._autoscaling_config)
@@ -61,11 +65,9 @@ class RayLauncher:
         rank_resources = dict(deployment.rank_resources)
         has_gpus = bool(with_gpus) and "GPU" not in rank_resources
         config = resolve_deployment(deployment, has_gpus, smallest_gpu_of_nodes(with_gpus))
-        launch_target = FleetLaunchTarget(
-            self._keys,
-            self._namespace,
+        launch_target = replace(
+            self._target,
             resources_per_rank=rank_resources,
-            autoscaling_config=self._autoscaling_config,
             node_selectors=_SPOT_SELECTORS[deployment.spot],
         )
         return launch_replica(
@@ -73,7 +75,12 @@ class RayLauncher:
         )
 
     def adopt(self, record: ReplicaRecord) -> Replica:
-        return adopt_replica(record)
+        return adopt_replica(record, self._target)
+
+    def replace_scheduler(self, live: LiveReplica, number: int) -> Replica:
+        """See `scheduler_start.replace_scheduler`."""
+        assert isinstance(live, Replica), "it was launched or adopted by this launcher"
+        return replace_scheduler(live, number)
 
     def remove(self, replica_id: str) -> None:
         remove_replica(replica_id, self._namespace)

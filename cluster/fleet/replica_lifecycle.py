@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ...proto.errors import QuireError, ReplicaUnavailable
+from ...proto.errors import QuireError, RankFailed, ReplicaUnavailable
 from ...proto.stream import Drain, ReplicaStatus
 from ..config.deployment import Deployment
 from ..controller_api.fleet_state import ReplicaEntry, ReplicaState
@@ -25,6 +25,7 @@ from ..replica.canary import run_canary
 from ..replica.client import SILENCE_MARGIN_S, ReplicaClient
 from ..replica.launch_progress import LaunchProgress, LaunchStage
 from ..replica.record import ReplicaRecord
+from ..replica.replacement_limit import ReplacementLimit
 from .blocking_calls import CALL_TIMEOUT_S, BlockingCalls
 from .fleet_store import FleetStore
 from .interfaces import Launcher, LiveReplica
@@ -38,6 +39,8 @@ STABLE_AFTER_S = 60.0
 FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
 
+ReplaceScheduler = Callable[[LiveReplica, int], LiveReplica]
+
 _log = logging.getLogger(__name__)
 
 
@@ -50,6 +53,8 @@ class LifecycleContext:
         canary_timeout_s: how long the first token of a replica may take.
         on_state: called when a replica's state changed.
         on_progress: called when a starting replica's `reason` changed.
+        replace_scheduler: starts another scheduler for a replica whose scheduler ended; blocks for seconds. The
+            number counts from 2. None if a replica whose scheduler ends is replaced as a whole.
     """
 
     launcher: Launcher
@@ -59,6 +64,7 @@ class LifecycleContext:
     canary_timeout_s: float
     on_state: Callable[[ReplicaLifecycle], None]
     on_progress: Callable[[], None]
+    replace_scheduler: ReplaceScheduler | None = None
 
 
 class ReplicaLifecycle:
@@ -86,9 +92,11 @@ class ReplicaLifecycle:
         self._no_room_since: float | None = None
         self._is_canceled = False
         self._must_drain = asyncio.Event()
-        self._launching: Future[LiveReplica] | None = None
+        self._launching: Future[LiveReplica] | None = None  # the latest launch or replacement
         self._live: LiveReplica | None = None
         self._client: ReplicaClient | None = None
+        self._num_schedulers = 1
+        self._limit = ReplacementLimit(context.clock)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -222,11 +230,7 @@ class ReplicaLifecycle:
 
     async def _serve(self, launched: asyncio.Future[LiveReplica]) -> None:
         """From the launch until the replica has drained."""
-        self._live = await launched
-        silence_timeout_s = self.deployment.engine.step_timeout_s + SILENCE_MARGIN_S
-        client = self._client = self._context.launcher.connect(self._live.record, silence_timeout_s)
-        client.start()
-        client.fail_after(self._live.failure)
+        client = self._connect(await launched)
         if await self._is_draining_already(client):
             self._set_state(ReplicaState.DRAINING, "the replica was draining when it was adopted")
         else:
@@ -234,8 +238,56 @@ class ReplicaLifecycle:
             await run_canary(client, self._context.canary_timeout_s)
             self.ready_at = self._context.clock()
             self._set_state(ReplicaState.READY, "")
-            await self._wait_for_drain(client)
+            client = await self._serve_until_drain(client)
         await self._drain_requests(client)
+
+    def _connect(self, live: LiveReplica) -> ReplicaClient:
+        silence_timeout_s = self.deployment.engine.step_timeout_s + SILENCE_MARGIN_S
+        client = self._context.launcher.connect(live.record, silence_timeout_s)
+        self._live, self._client = live, client
+        client.start()
+        client.fail_after(live.failure)
+        return client
+
+    async def _serve_until_drain(self, client: ReplicaClient) -> ReplicaClient:
+        """Return the present client once the replica must drain, replacing schedulers that end.
+
+        Raises:
+            QuireError: the replica failed, and cannot be repaired.
+        """
+        while True:
+            try:
+                await self._wait_for_drain(client)
+                return client
+            except ReplicaUnavailable as error:
+                client = await self._replace_scheduler(error)
+
+    async def _replace_scheduler(self, error: ReplicaUnavailable) -> ReplicaClient:
+        """Start another scheduler for the ranks, which keep their weights; return its client.
+
+        Raises:
+            QuireError: the replica's ranks failed, or its scheduler cannot be replaced.
+        """
+        live, start, failed = self._live, self._context.replace_scheduler, self._client
+        assert live is not None, "a replica that serves was launched"
+        assert failed is not None
+        has_failed_ranks = live.failure.done() and isinstance(live.failure.result(), RankFailed)
+        if start is None or has_failed_ranks:
+            raise error
+        self._limit.count(error)
+        self._num_schedulers += 1
+        _log.warning("replacing the scheduler of %s: %s", self.replica_id, error)
+        replacement = self._context.blocking.launch(
+            lambda: self._make_and_record(lambda: start(live, self._num_schedulers))
+        )
+        self._launching = replacement  # a removal waits for its end
+        try:
+            client = self._connect(await asyncio.wrap_future(replacement))
+        except QuireError as problem:
+            raise ReplicaUnavailable(f"{error}; it could not be repaired: {problem}") from problem
+        await failed.close()
+        self._context.on_state(self)  # gateways connect to the new endpoint, and send canaries of their own
+        return client
 
     async def _is_draining_already(self, client: ReplicaClient) -> bool:
         """Return whether an adopted replica was draining when its last controller died."""

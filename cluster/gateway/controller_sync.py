@@ -207,8 +207,13 @@ class ControllerSync:
         """Add the replicas that have become ready. Not for deleted models: their pools get no more requests."""
         pool = model.served.pool
         for entry in state.replicas_of(pool.model):
-            is_new = entry.replica_id not in pool.clients
-            if is_new and entry.state is ReplicaState.READY and entry.record is not None:
+            if entry.state is not ReplicaState.READY or entry.record is None:
+                continue
+            client = pool.clients.get(entry.replica_id)
+            if client is not None and client.address != entry.record.endpoint:
+                pool.remove(entry.replica_id, "its scheduler was replaced")
+                client = None
+            if client is None:
                 pool.add(self._connect(entry.record, model.silence_timeout_s))
                 _log_summary(model)
 

@@ -125,6 +125,7 @@ class ReplicaClient:
         connection: by default one over ZeroMQ.
 
     Attributes:
+        address: see above.
         latest_status: None before the first status.
         proved_at: monotonic time of the latest token or vector, which came through all ranks; minus infinity before
             the first.
@@ -140,7 +141,7 @@ class ReplicaClient:
         keys: CurveKeys | None = None,
         connection: Connection | None = None,
     ) -> None:
-        self.replica_id = replica_id
+        self.address, self.replica_id = address, replica_id
         self._silence_timeout_s = silence_timeout_s
         self._heartbeat_s = heartbeat_s
         self._connection: Connection = connection or ZmqConnection(address, keys)

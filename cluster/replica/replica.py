@@ -38,7 +38,7 @@ class Replica(Closing):
 
     Attributes:
         config: with the number of KV blocks that every rank has.
-        starter, target: start its processes again, on the process that launched it; None if it was adopted.
+        starter, target: start its processes again; None if this process does not.
         failure: done when the scheduler ends: the QuireError that it failed with, or None if it was closed. A
             caller that no longer waits may cancel the future.
     """
@@ -105,21 +105,25 @@ def new_replica_id() -> str:
     return f"replica-{secrets.token_hex(3)}"
 
 
-def adopt_replica(record: ReplicaRecord) -> Replica:
+def adopt_replica(record: ReplicaRecord, target: LaunchTarget | None = None) -> Replica:
     """Take over a running replica that another process launched.
+
+    Args:
+        target: starts another scheduler if this one ends; None if the new owner starts none.
 
     Raises:
         ReplicaUnavailable: the scheduler is not running or does not answer.
     """
     # The scheduler watches its ranks itself, and may be replacing one of them now.
     scheduler = _find_actor(record.replica_id, "scheduler", record.namespace)
-    call = {f"the scheduler of {record.replica_id}": scheduler.config.remote()}
-    (config,) = await_all(call, _ADOPT_TIMEOUT_S, "answering its new owner")
+    name = f"the scheduler of {record.replica_id}"
+    calls = {name: scheduler.config.remote(), f"{name} ": scheduler.group_maker.remote()}
+    config, make_group = await_all(calls, _ADOPT_TIMEOUT_S, "answering its new owner")
     if config is None:
         raise ReplicaUnavailable(
             f"the scheduler of {record.replica_id} does not serve: it ended or never started"
         )
-    return Replica(record, config, scheduler)
+    return Replica(record, config, scheduler, make_group.handles.starter, target)
 
 
 def remove_replica(replica_id: str, namespace: str) -> None:

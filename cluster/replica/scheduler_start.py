@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from ..ray_runtime.errors import await_all
 from ..ray_runtime.launch_target import LaunchTarget
 from .channel_group import ChannelGroupFactory
 from .process_starter import ProcessStarter
-from .rank_processes import LOAD_TIMEOUT_S, PROCESS_TIMEOUT_S, RankHandles
+from .rank_processes import LOAD_TIMEOUT_S, PROCESS_TIMEOUT_S, REPLACE_TIMEOUT_S, RankHandles
 from .replica import Replica
 from .replica_names import actor_name
 
@@ -72,7 +73,8 @@ def replace_scheduler(replica: Replica, number: int) -> Replica:
         number: of the new scheduler, from 2.
 
     Raises:
-        QuireError: a process could not be started, or the ranks could not be connected.
+        QuireError: a process could not be started, or the ranks could not be connected. In a fleet also if no rank
+            answers: then the replica's node has probably failed, and another replica is ready sooner.
     """
     starter, target = replica.starter, replica.target
     if starter is None or target is None:
@@ -81,11 +83,13 @@ def replace_scheduler(replica: Replica, number: int) -> Replica:
     replica.kill_scheduler()
     workers = [_find_rank(starter, rank) for rank in range(replica.record.tensor_parallel_size)]
     handles = _rank_handles(replica, starter, workers)
+    if target.is_detached and not any(handles.workers):
+        raise ReplicaUnavailable(f"no rank of {replica.replica_id} answers")
     stopwatch.lap("find ranks")
     scheduler = starter.start_scheduler()
     stopwatch.lap("ask for a process")
     calls = {"the scheduler": scheduler.where.remote()}
-    ((host, pid),) = await_all(calls, PROCESS_TIMEOUT_S, "starting its process")
+    ((host, pid),) = await_all(calls, REPLACE_TIMEOUT_S, "starting its process")
     target.on_processes_started()
     stopwatch.lap("start")
     endpoint = start_serving(
@@ -113,7 +117,8 @@ def _rank_handles(
     replica: Replica, starter: ProcessStarter, workers: list[ActorHandle | None]
 ) -> RankHandles:
     """Return the ranks; those that do not answer count as ended."""
-    found = [_ask(rank, worker) for rank, worker in enumerate(workers)]
+    with ThreadPoolExecutor(len(workers)) as pool:
+        found = list(pool.map(_ask, range(len(workers)), workers))
     assert replica.config.cache.num_blocks is not None
     return RankHandles(
         tuple(worker if process.pid else None for worker, (_, process) in zip(workers, found, strict=True)),

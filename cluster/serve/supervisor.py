@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, Protocol, TypeVar
@@ -13,10 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from ...proto.errors import QuireError, RankFailed, ReplicaUnavailable
 from ..gateway.replica_pool import ReplicaPool
 from ..replica.client import ReplicaClient
-
-# Replacements in a time, after which the replica is given up.
-MAX_REPLACEMENTS = 5
-REPLACEMENT_WINDOW_S = 300.0
+from ..replica.replacement_limit import ReplacementLimit
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +58,7 @@ class ReplicaSupervisor(Generic[ReplicaT]):
         self._connect = connect
         self._replace = replace
         self._clock = clock
-        self._replaced_at: deque[float] = deque(maxlen=MAX_REPLACEMENTS)
+        self._limit = ReplacementLimit(clock)
         self._number = 1
 
     async def run(self) -> QuireError:
@@ -102,12 +98,10 @@ class ReplicaSupervisor(Generic[ReplicaT]):
     async def _try_to_replace(self, error: QuireError) -> QuireError | None:
         """Replace the scheduler; return the error for which that failed or was not tried."""
         now = self._clock()
-        if len(self._replaced_at) == MAX_REPLACEMENTS and now - self._replaced_at[0] < REPLACEMENT_WINDOW_S:
-            since_s = now - self._replaced_at[0]
-            return ReplicaUnavailable(
-                f"{error}; given up: its scheduler failed {MAX_REPLACEMENTS + 1} times in {since_s:.0f} s"
-            )
-        self._replaced_at.append(now)
+        try:
+            self._limit.count(error)
+        except ReplicaUnavailable as given_up:
+            return given_up
         self._number += 1
         self._pool.remove(self.replica.replica_id, str(error))
         try:

@@ -34,6 +34,7 @@ class SchedulerActor:
     def __init__(self, replica_id: str) -> None:
         self._replica_id = replica_id
         self._config: EngineConfig | None = None
+        self._make_group: Callable[[], WorkerGroup] | None = None
         self._loop: StepLoop | None = None
         self._open = ExitStack()
         self._ended = threading.Event()
@@ -69,13 +70,17 @@ class SchedulerActor:
             opened.callback(mailbox.close)
             self._loop = StepLoop(Scheduler(config), group, mailbox, self._replica_id)
             self._open = opened.pop_all()
-        self._config = config
+        self._config, self._make_group = config, make_group
         threading.Thread(target=self._run, args=(self._loop,), name="step-loop", daemon=True).start()
         return mailbox.endpoint
 
     def config(self) -> EngineConfig | None:
         """Return the configuration that is served, or None before the start and after the end."""
         return None if self._ended.is_set() else self._config
+
+    def group_maker(self) -> Callable[[], WorkerGroup] | None:
+        """Return what `start` got to make the group: a new owner needs it to start another scheduler."""
+        return self._make_group
 
     def wait_ended(self) -> None:
         """Return when the step loop has ended. Call it in the concurrency group WATCH_GROUP.

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from fakes import FakeWorkerGroup, small_config
 
@@ -15,6 +16,7 @@ from quire.cluster.config.deployment import Deployment
 from quire.cluster.controller_api.demand import Demand
 from quire.cluster.controller_api.fleet_state import FleetState, NodeEntry
 from quire.cluster.fleet.fleet import Fleet
+from quire.cluster.fleet.interfaces import LiveReplica
 from quire.cluster.replica.client import ReplicaClient
 from quire.cluster.replica.launch_progress import LaunchProgress, LaunchStage, OnProgress
 from quire.cluster.replica.record import ReplicaRecord
@@ -151,6 +153,19 @@ class FakeLauncher:
         replica = self._live.get(record.replica_id)
         if replica is None:
             raise ReplicaUnavailable(f"{record.replica_id} does not run any more")
+        return replica
+
+    def replace_scheduler(self, live: LiveReplica, number: int) -> FakeReplica:
+        """Start the replica again at another endpoint. Raises `problem` if it is set."""
+        if self.problem is not None:
+            raise self.problem
+        assert isinstance(live, FakeReplica)
+        live.close()
+        record = replace(live.record, endpoint=f"ipc://{self._directory.name}/{live.replica_id}.{number}")
+        with self._changed:
+            replica = self._live[live.replica_id] = self.launched[live.replica_id] = FakeReplica(
+                record, self._num_blocks
+            )
         return replica
 
     def remove(self, replica_id: str) -> None:

@@ -12,6 +12,7 @@ from fake_fleet import FakeLauncher, MemoryStore
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.controller_api.fleet_state import ReplicaEntry, ReplicaState
 from quire.cluster.fleet.fleet import Fleet
+from quire.cluster.fleet.replica_lifecycle import ReplaceScheduler
 
 TICK_S = 0.02
 DEADLINE_S = 60.0
@@ -24,10 +25,18 @@ def deployment(**options: Any) -> Deployment:
 class RunningFleet:
     """A running fleet."""
 
-    def __init__(self, launcher: FakeLauncher, store: MemoryStore) -> None:
+    def __init__(
+        self, launcher: FakeLauncher, store: MemoryStore, replace_scheduler: ReplaceScheduler | None
+    ) -> None:
         self.launcher = launcher
         self.store = store
-        self.fleet = Fleet(launcher, store, tick_s=TICK_S, canary_timeout_s=DEADLINE_S)
+        self.fleet = Fleet(
+            launcher,
+            store,
+            tick_s=TICK_S,
+            canary_timeout_s=DEADLINE_S,
+            replace_scheduler=replace_scheduler,
+        )
 
     def entries(self, *states: ReplicaState) -> list[ReplicaEntry]:
         return [entry for entry in self.fleet.state().replicas if not states or entry.state in states]
@@ -51,8 +60,12 @@ class RunningFleet:
 
 
 @asynccontextmanager
-async def running(launcher: FakeLauncher, store: MemoryStore | None = None) -> AsyncIterator[RunningFleet]:
-    fleet = RunningFleet(launcher, store or MemoryStore())
+async def running(
+    launcher: FakeLauncher,
+    store: MemoryStore | None = None,
+    replace_scheduler: ReplaceScheduler | None = None,
+) -> AsyncIterator[RunningFleet]:
+    fleet = RunningFleet(launcher, store or MemoryStore(), replace_scheduler)
     await fleet.fleet.recover()
     runner = asyncio.create_task(fleet.fleet.run())
     try:

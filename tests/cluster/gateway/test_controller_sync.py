@@ -20,6 +20,7 @@ from quire.cluster.config.deployment import Deployment
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.controller_api.fleet_state import DeploymentEntry, FleetState, ReplicaEntry, ReplicaState
 from quire.cluster.fleet.fleet import Fleet
+from quire.cluster.fleet.replica_lifecycle import ReplaceScheduler
 from quire.cluster.gateway.controller_sync import ControllerSync
 from quire.cluster.gateway.security import Security
 from quire.cluster.gateway.served_models import ServedModels
@@ -87,9 +88,18 @@ def serve(make_model: Callable[..., Path]) -> Callable[..., Any]:
 
     @asynccontextmanager
     async def serving(
-        launcher: FakeLauncher, security: Security | None = None, token: str | None = None
+        launcher: FakeLauncher,
+        security: Security | None = None,
+        token: str | None = None,
+        replace_scheduler: ReplaceScheduler | None = None,
     ) -> AsyncIterator[ServedFleet]:
-        fleet = Fleet(launcher, MemoryStore(), tick_s=0.05, canary_timeout_s=DEADLINE_S)
+        fleet = Fleet(
+            launcher,
+            MemoryStore(),
+            tick_s=0.05,
+            canary_timeout_s=DEADLINE_S,
+            replace_scheduler=replace_scheduler,
+        )
         await fleet.recover()
         runner = asyncio.create_task(fleet.run())
         controller, models = DirectController(fleet), ServedModels()
@@ -154,6 +164,23 @@ def test_two_models_are_served_by_name(serve: Callable[..., Any], caplog: pytest
             assert (await served.generate()).outputs[0].token_ids == EXPECTED
             with pytest.raises(ModelNotFound):
                 await served.client.delete("other")
+
+    run(scenario)
+
+
+def test_requests_continue_on_the_ranks_of_a_scheduler_that_ended(serve: Callable[..., Any]) -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with serve(launcher, replace_scheduler=launcher.replace_scheduler) as served:
+            await served.client.deploy(served.deployment())
+            await served.until_ready(1)
+            ((replica_id, replica),) = launcher.launched.items()
+            running = [asyncio.create_task(served.generate()) for _ in range(3)]
+            replica.kill("its process died")
+            outputs = [*await asyncio.gather(*running), await served.generate()]
+            assert [output.outputs[0].token_ids for output in outputs] == 4 * [EXPECTED]
+            assert list(launcher.launched) == [replica_id]
+            assert launcher.launched[replica_id] is not replica
+            assert launcher.removed == []
 
     run(scenario)
 

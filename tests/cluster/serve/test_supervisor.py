@@ -15,8 +15,9 @@ from quire.cluster.config.deployment import Deployment
 from quire.cluster.gateway.replica_pool import ReplicaPool
 from quire.cluster.gateway.request_migration import MigratingRequest
 from quire.cluster.replica.client import ReplicaClient
+from quire.cluster.replica.replacement_limit import MAX_REPLACEMENTS
 from quire.cluster.requests.request import Request
-from quire.cluster.serve.supervisor import MAX_REPLACEMENTS, ReplicaSupervisor
+from quire.cluster.serve.supervisor import ReplicaSupervisor
 from quire.proto.errors import QuireError, RankFailed, ReplicaUnavailable
 from quire.proto.sampling import SamplingParams
 
