@@ -208,6 +208,8 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "use_qk_norm": True,
     },
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
     "exaone4": {"sliding_window": 11, "sliding_window_pattern": 2},
     "starcoder2": {"sliding_window": 11},
@@ -225,7 +227,7 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
 }
 # Fields of TINY that the configurations of these kinds lack.
-_KINDS_LACK = dict.fromkeys(("olmo", "phi3", "stablelm"), ("head_dim",)) | dict.fromkeys(
+_KINDS_LACK = dict.fromkeys(("olmo", "olmoe", "phi3", "stablelm"), ("head_dim",)) | dict.fromkeys(
     ("gpt2", "gpt_neox", "opt", "bloom", "falcon"), ("head_dim", "num_key_value_heads")
 )
 

@@ -26,7 +26,10 @@ _CORRECTIONS = (
     "gate.e_score_correction_bias",
     "e_score_correction_bias",
     "moe_statics.e_score_correction_bias",
+    "gate.moe_statics.e_score_correction_bias",
 )
+# Names of the network that every token passes.
+_SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 # Names of an expert's gate, up and down matrices.
 _MATRICES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
@@ -58,6 +61,16 @@ def find_correction(checkpoint: Checkpoint, block: str) -> str:
     """Return the name of the numbers that correct the router's scores; the usual one if there are none."""
     names = [f"{block}.{own}" for own in _CORRECTIONS]
     return next((name for name in names if checkpoint.has(name)), names[0])
+
+
+def find_shared(checkpoint: Checkpoint, block: str) -> str:
+    """Return the name of the network that every token passes; the usual one if there is none."""
+    names = [f"{block}.{own}" for own in _SHARED]
+    stored = ("weight", "qweight", "weight_packed")
+    return next(
+        (name for name in names if any(checkpoint.has(f"{name}.up_proj.{suffix}") for suffix in stored)),
+        names[0],
+    )
 
 
 def expert_slices(load: LoadContext, experts: Experts, hidden_size: int, block: str) -> list[ExpertSlices]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.activation import GATED_ACTIVATIONS, clamped_silu_and_mul
@@ -15,7 +16,7 @@ from ...kernels.moe import ExpertWeights, gather_linear, scatter_linear, sort_ch
 from ..weights.expert_weights import stack_experts
 from ..weights.linear_weight import LinearWeight
 from ..weights.weight_slice import WeightSlice
-from .expert_layout import expert_slices, find_block, find_correction, read_expert_biases
+from .expert_layout import expert_slices, find_block, find_correction, find_shared, read_expert_biases
 from .expert_routing import ExpertRouter
 from .layers import ColumnParallelLinear, Projection
 from .load_context import LoadContext
@@ -94,19 +95,22 @@ class SharedExperts:
         gate: activation (kernels.activation).
     """
 
-    def __init__(
-        self, load: LoadContext, intermediate_size: int, hidden_size: int, gate: str, name: str
-    ) -> None:
+    def __init__(self, load: LoadContext, experts: Experts, hidden_size: int, gate: str, name: str) -> None:
+        intermediate_size = experts.shared_intermediate_size
         shard = load.shard(intermediate_size)
         projections = [Projection(f"{name}.{part}_proj", shard) for part in ("gate", "up")]
         self.gate_up = ColumnParallelLinear(load, projections, hidden_size, bias=False)
         shape = hidden_size, intermediate_size
         self.down = load.linear([WeightSlice(f"{name}.down_proj", shape, 1, shard.start, len(shard))])
         self.gate = gate
+        self.token_gate: Tensor | None = None
+        if experts.shared_gate:
+            self.token_gate = load.replicated(f"{name}_gate.weight", 1, hidden_size)
 
     def forward_partial(self, x: Tensor) -> Tensor:
         """[T, E] -> this rank's addend of the sum over the ranks, [T, E]."""
-        return self.down.multiply(self.gate_up.forward_gated(x, self.gate))
+        y = self.down.multiply(self.gate_up.forward_gated(x, self.gate))
+        return y if self.token_gate is None else y.mul_(F.linear(x, self.token_gate).sigmoid())
 
 
 class MixtureOfExperts:
@@ -144,8 +148,8 @@ class MixtureOfExperts:
         self.experts: ExpertLayers | GroupedExperts = layers if grouped is None else grouped
         self.shared: SharedExperts | None = None
         if experts.shared_intermediate_size:
-            name = f"{block}.shared_experts"
-            self.shared = SharedExperts(load, experts.shared_intermediate_size, hidden_size, gate, name)
+            name = find_shared(load.checkpoint, block)
+            self.shared = SharedExperts(load, experts, hidden_size, gate, name)
 
     @property
     def reads_back(self) -> bool:

@@ -101,6 +101,32 @@ FAMILIES = {
         mlp_bias_field="use_bias",
         interleaved_rope=True,
     ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        qkv_bias_field="use_bias",
+        output_bias_field="use_bias",
+        mlp_bias_field="use_bias",
+        interleaved_rope=True,
+        expert_fields=("moe_num_experts", "moe_intermediate_size"),
+        per_token_field="moe_k",
+        shared_count_field="moe_num_shared_experts",
+        experts_normalized=True,
+        routing="corrected_softmax",
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        qkv_bias=True,
+        expert_fields=("num_experts", "moe_intermediate_size"),
+        shared_size_field="shared_expert_intermediate_size",
+        routing="gated_sharing",
+    ),
+    "HunYuanMoEV1ForCausalLM": Family(
+        qk_norm="rotated_head",
+        qk_norm_names=("query_layernorm", "key_layernorm"),
+        expert_fields=("num_experts", "intermediate_size"),
+        per_token_field="moe_topk",
+        shared_size_field="intermediate_size",
+        experts_normalized=True,
+    ),
+    "OlmoeForCausalLM": Family(qk_norm="projection", expert_fields=("num_experts", "intermediate_size")),
     "SeedOssForCausalLM": Family(output_bias_field="attention_out_bias"),
     "HunYuanDenseV1ForCausalLM": Family(
         qk_norm="rotated_head", qk_norm_names=("query_layernorm", "key_layernorm")

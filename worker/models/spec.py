@@ -52,6 +52,7 @@ class Experts:
             weights (DeepSeek-AI, *DeepSeek-V3*, 2024).
         scale: multiplies the weights of a token's experts.
         shared_intermediate_size: of a feed-forward network that every token passes besides its experts; 0 for none.
+        shared_gate: each token's result of that network is multiplied by the sigmoid of a linear layer.
         interleaved: the experts are stored as in gpt-oss: rows of gate and up alternate, and all layers have biases.
         transposed: stacks of all experts store each matrix as [inputs, outputs].
         clamp: `alpha` and `limit` of kernels.activation.clamped_silu_and_mul; None for the model's own activation.
@@ -69,6 +70,7 @@ class Experts:
     correction_bias: bool = False
     scale: float = 1.0
     shared_intermediate_size: int = 0
+    shared_gate: bool = False
     interleaved: bool = False
     transposed: bool = False
     clamp: tuple[float, float] | None = None
@@ -203,6 +205,9 @@ class Family:
             and ``query_pre_attn_scalar`` replaces head_dim in the attention scale.
         expert_fields: fields of the configuration with the number of experts and their intermediate size; None for
             dense architectures.
+        per_token_field: field of the configuration with the number of experts per token.
+        shared_count_field, shared_size_field: fields with the number of shared experts, of the size of the others, or
+            with the size of one shared network.
         experts_normalized: the weights of a token's experts sum to 1; None to read ``norm_topk_prob``.
         routing: key of ROUTINGS.
         full_layers_unrotated: layers without a window have no positions, unless no layer has a window.
@@ -232,6 +237,9 @@ class Family:
     full_layers_unrotated: bool = False
     is_gemma: bool = False
     expert_fields: tuple[str, str] | None = None
+    per_token_field: str = "num_experts_per_tok"
+    shared_count_field: str = "n_shared_experts"
+    shared_size_field: str | None = None
     experts_normalized: bool | None = None
     routing: str = "softmax"
     is_latent: bool = False
@@ -384,9 +392,11 @@ def _read_layer_types(model: ModelConfig, family: Family, window: int) -> list[s
 
 
 def _has_experts(hf: dict[str, Any], index: int) -> bool:
-    if index < (hf.get("first_k_dense_replace") or 0):
+    first = hf.get("first_k_dense_replace") or hf.get("moe_layer_start_index") or 0
+    last = hf.get("moe_layer_end_index", -1)
+    if index < first or 0 <= last < index:
         return False
-    step = hf.get("decoder_sparse_step") or 1
+    step = hf.get("decoder_sparse_step") or hf.get("moe_layer_interval") or 1
     return index not in (hf.get("mlp_only_layers") or []) and (index + 1) % step == 0
 
 
@@ -396,9 +406,13 @@ def _read_experts(model: ModelConfig, family: Family) -> Experts | None:
     count_field, size_field = family.expert_fields
     # Newer configurations have num_local_experts, which transformers maps to the older name.
     count = model.hf.get(count_field) or _required(model, "num_local_experts")
-    per_token = _required(model, "num_experts_per_tok")
+    per_token = _uniform(model, family.per_token_field)
     if not 0 < per_token <= count:
-        raise ConfigError(f"{model.name}: num_experts_per_tok is {per_token}, but it has {count} experts")
+        raise ConfigError(
+            f"{model.name}: {family.per_token_field} is {per_token}, but it has {count} experts"
+        )
+    if model.hf.get("clip_qkv") is not None:
+        raise ConfigError(f"{model.name}: bounded queries, keys and values (clip_qkv) are not supported")
     normalized = family.experts_normalized
     size = _required(model, size_field)
     experts = Experts(
@@ -406,11 +420,23 @@ def _read_experts(model: ModelConfig, family: Family) -> Experts | None:
         per_token,
         size,
         bool(model.hf.get("norm_topk_prob")) if normalized is None else normalized,
-        shared_intermediate_size=size * (model.hf.get("n_shared_experts") or 0),
+        shared_intermediate_size=size * (model.hf.get(family.shared_count_field) or 0)
+        if family.shared_size_field is None
+        else _required(model, family.shared_size_field),
     )
     experts = ROUTINGS[family.routing](experts, model.hf)
     _check_groups(model, experts)
     return experts
+
+
+def _uniform(model: ModelConfig, field: str) -> Any:
+    """Return a setting that some configurations have for each layer. Raises ConfigError if layers differ."""
+    value = _required(model, field)
+    if not isinstance(value, list):
+        return value
+    if not value or value.count(value[0]) != len(value):
+        raise ConfigError(f"{model.name}: {field} differs between layers, which is not supported")
+    return value[0]
 
 
 def _check_groups(model: ModelConfig, experts: Experts) -> None:
@@ -460,6 +486,8 @@ ROUTINGS: dict[str, Callable[[Experts, dict[str, Any]], Experts]] = {
     "group_limited": _group_limited_routing,
     "corrected_sigmoid": _corrected_sigmoid_routing,
     "gpt_oss": _gpt_oss_routing,
+    "corrected_softmax": lambda experts, hf: replace(experts, correction_bias=True),
+    "gated_sharing": lambda experts, hf: replace(experts, shared_gate=True),
 }
 
 

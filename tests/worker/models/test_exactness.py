@@ -98,6 +98,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "exaone4-full": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
     "ernie4_5": {},
     "ernie4_5-biased": {"use_bias": True},
+    "ernie4_5_moe": {"use_bias": False},
+    "olmoe": {"norm_topk_prob": True},
     "seed_oss": {"attention_bias": True},
     "hunyuan_v1_dense": {},
     "cohere2": {"sliding_window": 11},
@@ -135,8 +137,6 @@ ONE_RANK_ONLY = {
     "falcon",
     "falcon-multi-query",
     "falcon-linear-biases",
-    "qwen2_moe",
-    "hunyuan_v1_moe",
     "phimoe",
     "phimoe-fused",
 }

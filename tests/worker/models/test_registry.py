@@ -72,7 +72,7 @@ def test_unsupported_architecture_raises_with_reason(
     [
         ("GPT2LMHeadModel", "gpt2", "has no tensor-parallel plan"),
         ("BloomForCausalLM", "bloom", "has no tensor-parallel plan"),
-        ("OlmoeForCausalLM", "olmoe", "needs 'colwise_gather_output' in its tensor-parallel plan"),
+        ("FlexOlmoForCausalLM", "flex_olmo", "needs 'colwise_gather_output' in its tensor-parallel plan"),
     ],
 )
 def test_architecture_without_plan_supports_one_rank_only(
