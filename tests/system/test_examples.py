@@ -149,9 +149,9 @@ def test_fleet_file_holds_two_models_with_limits_of_their_own() -> None:
 @pytest.mark.timeout(900)
 def test_fleet_on_one_machine_continues_a_stream_after_a_failure() -> None:
     printed = run_example("fleet_on_one_machine.py", timeout_s=800.0)
-    assert "two replicas are ready" in printed
-    assert re.search(r"killed rank 0 of replica-\w+ after \d+ tokens", printed)
-    ended = re.search(r"^200 tokens came: (\d+) moves, (\d+) recoveries$", printed, re.MULTILINE)
+    assert "2 replicas are ready" in printed
+    assert "killed rank 0 of replica-" in printed
+    ended = re.search(r"^600 tokens came: (\d+) moves, (\d+) recoveries$", printed, re.MULTILINE)
     assert ended is not None
     assert int(ended[1]) + int(ended[2]) > 0
 
