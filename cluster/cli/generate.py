@@ -78,6 +78,7 @@ def generate(
             print(f"[{output.index}] {output.text}")
     _show_logprobs(result, sampling_params)
     if not quiet:
+        sys.stdout.flush()  # the text's last line break is first where both go to one file
         print(clock.summary(result.usage), file=sys.stderr)
 
 

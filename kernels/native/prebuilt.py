@@ -36,7 +36,9 @@ def prebuild(folder: Path, machine: str, compiler: Sequence[str]) -> None:
 
     Raises:
         subprocess.CalledProcessError: the compiler failed.
+        RuntimeError: the sources changed meanwhile; the libraries would not be those of the wheel's sources.
     """
+    digest = sources_digest()
     shutil.rmtree(
         folder, ignore_errors=True
     )  # libraries of another machine, if the folder of a build is used again
@@ -46,4 +48,6 @@ def prebuild(folder: Path, machine: str, compiler: Sequence[str]) -> None:
         command = [*compiler, *FLAGS, *choice.flags, *_LINK_FLAGS, *map(str, sources()), "-o", str(output)]
         print(f"building {output.name} for {machine}", flush=True)
         subprocess.run(command, check=True)
-    (folder / _DIGEST_FILE).write_text(sources_digest())
+    if sources_digest() != digest:
+        raise RuntimeError("the C++ sources changed while they were compiled; build the wheel again")
+    (folder / _DIGEST_FILE).write_text(digest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,10 @@ def test_replica_is_placed_on_demand_where_no_spot_machine_is(monkeypatch: pytes
         namespace="test", is_detached=False, placement_timeout_s=120.0, autoscaling_config=None,
         node_selectors=(SPOT, ON_DEMAND),
     )  # fmt: skip
-    with RayNodes({"CPU": 2.0}, labels=ON_DEMAND) as nodes, attach(nodes.address):
+    with RayNodes({"CPU": 2.0}, labels=ON_DEMAND) as nodes, ExitStack() as stack:
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+            monkeypatch.setenv(name, nodes.environment[name])
+        stack.enter_context(attach(nodes.address))
         made = reservation.Reservation(
             "replica-spot", [{"CPU": 1.0}] * 2, target, lambda stage, _: stages.append(stage)
         )

@@ -50,6 +50,15 @@ def test_prebuild_makes_a_library_for_each_choice(
         assert set(choice.flags) <= set(arguments)
 
 
+def test_sources_that_change_during_a_build_fail_it(
+    compiler: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = iter(("before", "after"))
+    monkeypatch.setattr(prebuilt, "sources_digest", lambda: next(digests))
+    with pytest.raises(RuntimeError, match=r"the C\+\+ sources changed while they were compiled"):
+        prebuilt.prebuild(tmp_path / "prebuilt", "x86_64", compiler)
+
+
 def test_library_of_other_sources_is_not_used(compiler: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "prebuilt"
     prebuilt.prebuild(folder, "x86_64", compiler)
