@@ -15,7 +15,7 @@ from reference import Reference
 from tape import TapeBackend, on_one_launch
 from torch import Tensor
 
-from quire.kernels import linear, paged_attention
+from quire.kernels import latent_attention, linear, paged_attention
 from quire.kernels.native import ops as cpu
 from quire.proto.config import PoolingConfig
 from quire.proto.pooling import PoolingParams
@@ -24,6 +24,7 @@ from quire.worker import attention
 from quire.worker.graph_backend import Recording
 from quire.worker.graph_shapes import NUM_CHUNKS
 from quire.worker.graphs import StepGraphs
+from quire.worker.models import latent_layer
 
 GREEDY = RowSampling(temperature=0.0)
 
@@ -47,6 +48,19 @@ def prefill(
     return out
 
 
+def latent_decode(
+    q: Tensor, latents: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float, value_dim: int
+) -> Tensor:
+    """Behave as the kernel, which gives any numbers for rows of length 0."""
+    out, live = q.new_full((*q.shape[:2], value_dim), torch.nan), seq_lens > 0
+    if live.any():
+        out[live] = latent_attention.latent_decode_attention(
+            q[live], latents, block_tables[live], seq_lens[live], scale, value_dim
+        )
+    return out
+
+
+_LATENT_DECODE = on_one_launch("latent_decode_attention", latent_decode)
 _DECODE = on_one_launch("paged_decode_attention", decode)
 _PREFILL = on_one_launch("paged_prefill_attention", prefill)
 
@@ -65,6 +79,11 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> TapeBackend:
         attention,
         "paged_prefill_attention",
         lambda q, cache, tables, starts, lens, scale, *rest: _PREFILL(q, cache, tables, starts, lens, scale),
+    )
+    monkeypatch.setattr(
+        latent_layer,
+        "latent_decode_attention",
+        lambda q, cache, tables, lens, scale, dim, *rest: _LATENT_DECODE(q, cache, tables, lens, scale, dim),
     )
     return TapeBackend()
 
@@ -152,14 +171,19 @@ def test_all_graphs_are_recorded_before_the_first_step(
     assert backend.num_replays == 9  # all steps
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("qwen3", {}), ("deepseek_v3", {"first_k_dense_replace": 3})],
+    ids=["heads", "latents"],
+)
 def test_graphs_of_steps_with_chunks_give_same_tokens(
-    make_model: Any, make_engine: Any, planned: Any, backend: TapeBackend
+    make_model: Any, make_engine: Any, planned: Any, backend: TapeBackend, kind: str, fields: dict[str, Any]
 ) -> None:
     """Prompts arrive while other sequences decode, end in the middle of a step, and are too many for a graph."""
     lengths = [3, 70, 2, 33, 5, 90, 30, 4, 6, 41, 1, 1, 1, 1, 1, 1, 1, 1, 1]
     prompts = [[(7 * place + 31 * index) % 380 + 1 for place in range(n)] for index, n in enumerate(lengths)]
     arrivals = [0, 1, 2, 2, 3, 5, 7, 7, 9, 9] + [20] * 9
-    folder = make_model("qwen3", seed=5)
+    folder = make_model(kind, seed=5, **fields)
 
     def run(**settings: Any) -> list[list[int]]:
         sequences = [

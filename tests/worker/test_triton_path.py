@@ -14,6 +14,7 @@ from quire.kernels import decode_splits, dispatch
 from quire.proto.step import NO_INTS, NewSequence, RowLogitsProcessors, RowSampling
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.comm.shard import Shard
+from quire.worker.models.spec import LatentSpec
 from quire.worker.sampling.logits_processors import LogitsProcessorState
 from quire.worker.sampling.sampler import SampledLogprobs, Sampler
 from quire.worker.sampling.sampling_table import SamplingTable
@@ -51,6 +52,31 @@ def test_triton_kernels_give_tokens_of_twins(
         for runner in engine.runners:
             runner._model.fused_decode = None  # native: decodes would reach no kernel on a CPU
         engine.generate(sequences, chunk_len=8)
+        return [sequence.generated for sequence in sequences]
+
+    expected = generate("cpu")
+    monkeypatch.setattr(decode_splits, "NUM_EXTRA_ITEMS", 4)
+    monkeypatch.setattr(dispatch, "has_kernels", lambda tensor: tensor.is_cuda or device == "cpu")
+    assert generate(device) == expected
+
+
+@pytest.mark.parametrize("device", [DEVICE])
+@pytest.mark.parametrize("is_expanded", [False, True], ids=["absorbed", "expanded"])
+def test_triton_kernels_of_latents_give_tokens_of_twins(
+    make_model: Any,
+    make_engine: Any,
+    planned: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    is_expanded: bool,
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(LatentSpec, "expansion_is_cheaper", lambda *lens: is_expanded)
+    folder = make_model("deepseek_v3", num_hidden_layers=1)
+
+    def generate(device: str) -> list[list[int]]:
+        sequences = [planned(list(prompt), 3, SAMPLING[0]) for prompt in PROMPTS[:2]]
+        make_engine(folder, device=device).generate(sequences, chunk_len=12)
         return [sequence.generated for sequence in sequences]
 
     expected = generate("cpu")

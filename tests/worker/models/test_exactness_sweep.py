@@ -14,9 +14,21 @@ from quire.proto.step import RowSampling
 NUM_CONFIGS = 200
 GREEDY = RowSampling(temperature=0.0)
 WINDOWED = ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "olmo3", "cohere2", "starcoder2")
+LATENT = ("deepseek_v2", "deepseek_v3")
 SHARDED = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe", "olmo2"),
-    *("olmo3", "granite", "smollm3", "gpt_neox", "olmo", "gemma", "cohere2", "starcoder2"),
+    *(
+        "deepseek_v2",
+        "deepseek_v3",
+        "olmo3",
+        "granite",
+        "smollm3",
+        "gpt_neox",
+        "olmo",
+        "gemma",
+        "cohere2",
+        "starcoder2",
+    ),
 )
 ONE_RANK = ("gpt2", "opt", "bloom", "falcon")
 # Served with transformers' modules: the number of ranks must divide the KV heads.
@@ -41,13 +53,36 @@ def draw_model(rng: random.Random) -> tuple[str, int, dict[str, Any]]:
     }
     if kind not in ("gpt2", "opt", "bloom", "falcon", "gpt_neox"):
         fields |= {"num_key_value_heads": num_kv_heads, "intermediate_size": rng.choice((96, 128, 130))}
-    if kind not in ("gpt2", "opt", "bloom", "falcon", "gpt_neox", "phi3", "olmo"):
+    if kind not in ("gpt2", "opt", "bloom", "falcon", "gpt_neox", "phi3", "olmo", *LATENT):
         fields["head_dim"] = rng.choice((8, 16, 32))
     if kind in WITH_A_PLAN:
         fields["intermediate_size"] = 128
     if kind == "falcon":
         fields |= {"num_kv_heads": num_kv_heads, "alibi": False}
+    if kind in LATENT:
+        fields |= draw_latent(rng, kind) | {"num_key_value_heads": num_heads}
     return kind, tp, fields | draw_options(rng, kind, fields["hidden_size"])
+
+
+def draw_latent(rng: random.Random, kind: str) -> dict[str, Any]:
+    """Return overrides of latent attention and of group-limited routing."""
+    num_groups, shared_dim = rng.choice((1, 2, 4)), rng.choice((8, 16))
+    fields: dict[str, Any] = {
+        "kv_lora_rank": rng.choice((16, 40, 48)),
+        "q_lora_rank": rng.choice((None, 24)),
+        "qk_nope_head_dim": rng.choice((8, 16)),
+        "qk_rope_head_dim": shared_dim,
+        "head_dim": shared_dim,  # as transformers derives it
+        "v_head_dim": rng.choice((8, 16)),
+        "n_group": num_groups,
+        "topk_group": rng.randint(1, num_groups),
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": rng.randint(0, 2),
+        "n_shared_experts": rng.randint(1, 2),
+    }
+    if kind == "deepseek_v3":
+        fields |= {"rope_interleave": rng.random() < 0.5, "norm_topk_prob": rng.random() < 0.5}
+    return fields
 
 
 def draw_options(rng: random.Random, kind: str, hidden_size: int) -> dict[str, Any]:
