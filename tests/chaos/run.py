@@ -1,165 +1,126 @@
-"""One run of chaos: a server under work and faults, its answers, its leaks and its times of recovery."""
+"""Rounds of chaos: a site under work and faults, its answers, its leaks and its times of recovery.
+
+The work and the faults are those of the seed; their coincidence in time is not.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import httpx
-import psutil
-from tcp_proxy import tcp_proxy
+from .fleet import FleetSite
+from .single_server import SingleServer
+from .site import Site, held_when_idle, until_answered
+from .work import Tally, Work, make_jobs
 
-from quire import AsyncClient, SamplingParams
-from quire.cluster.demo.server import ServerProcess, shared_memory_of
-from quire.proto.errors import QuireError
+# A replica whose ranks fail more than 10 times in 5 minutes is given up, so each round has servers of its own.
+FAULTS_PER_ROUND = 8
+REQUESTS_PER_ROUND = 80
 
-from .faults import FAULTS, Target
-from .work import Answer, Doors, Job, Tally, make_jobs, run_job
+_log = logging.getLogger(__name__)
 
-OPTIONS = "demo", "--tensor-parallel-size", "2", "--audit"
-READY_TIMEOUT_S = 180.0
-RECOVERY_TIMEOUT_S = 120.0
-IDLE_TIMEOUT_S = 60.0
-# Requests that run at once.
-NUM_AT_ONCE = 12
-# Descriptors that a gateway opens once and keeps: connections of its pools, files that it reads again.
-DESCRIPTOR_SLACK = 12
+SITES: dict[str, Callable[[random.Random], Site]] = {"single": SingleServer, "fleet": FleetSite}
 
 
 @dataclass(slots=True)
 class Report:
-    """The outcome of a run.
+    """The outcome of rounds.
 
     Attributes:
+        stuck: faults after which the servers did not answer again.
         recovery_s: kind of fault |-> times until a new request was answered.
+        failed_seeds: of rounds in which something was lost, changed or leaked.
     """
 
     tally: Tally = field(default_factory=Tally)
     leaks: list[str] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    num_faults: int = 0
+    failed_seeds: list[int] = field(default_factory=list)
+
+    @property
+    def num_faults(self) -> int:
+        return sum(map(len, self.recovery_s.values()))
+
+    @property
+    def problems(self) -> list[str]:
+        return [*self.stuck, *self.tally.lost, *self.tally.changed, *self.leaks]
+
+    def add(self, other: Report) -> None:
+        """Add the report of another round."""
+        self.tally.num_done += other.tally.num_done
+        self.tally.num_repeated += other.tally.num_repeated
+        self.tally.lost += other.tally.lost
+        self.tally.changed += other.tally.changed
+        self.leaks += other.leaks
+        self.stuck += other.stuck
+        self.failed_seeds += other.failed_seeds
+        for kind, seconds in other.recovery_s.items():
+            self.recovery_s[kind] += seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """Resources that a server's processes hold while it is idle."""
-
-    num_processes: int
-    num_descriptors: int
-    num_shared_memories: int
-
-    @staticmethod
-    def of(server: ServerProcess) -> Resources:
-        gateway = psutil.Process(server.process.pid)
-        pids = [gateway.pid, *(child.pid for child in gateway.children(recursive=True))]
-        shared = {path for path in shared_memory_of(pids) if path.exists()}
-        return Resources(len(pids), len(list(Path(f"/proc/{gateway.pid}/fd").iterdir())), len(shared))
-
-    def leaks_since(self, before: Resources) -> list[str]:
-        """Describe what is held beside what was held before."""
-        more = {
-            "processes": self.num_processes - before.num_processes,
-            "descriptors": self.num_descriptors - before.num_descriptors - DESCRIPTOR_SLACK,
-            "shared memories": self.num_shared_memories - before.num_shared_memories,
-        }
-        return [f"{count} {name} more than before" for name, count in more.items() if count > 0]
-
-
-async def run(
-    num_requests: int, num_faults: int, seed: int, kinds: tuple[str, ...] = tuple(FAULTS)
+async def run_round(
+    site_name: str,
+    seed: int,
+    num_requests: int = REQUESTS_PER_ROUND,
+    num_faults: int = FAULTS_PER_ROUND,
+    kinds: tuple[str, ...] = (),
 ) -> Report:
-    """Start a server, compare the work of two runs of it, one of them with faults, and look for leaks."""
-    server = ServerProcess(*OPTIONS)
+    """Start servers, compare the work of two runs of them, one of them with faults, and look for leaks.
+
+    Args:
+        kinds: of faults, in their order; empty for random ones of all.
+    """
+    rng, report = random.Random(seed), Report()
+    site = SITES[site_name](rng)
     try:
-        await asyncio.to_thread(server.wait_ready, READY_TIMEOUT_S)
-        async with (
-            tcp_proxy(server.address) as proxy,
-            AsyncClient(server.address) as observer,
-            AsyncClient(proxy.address) as client,
-            httpx.AsyncClient(base_url=server.http_url, timeout=READY_TIMEOUT_S) as http,
-        ):
-            rng, report = random.Random(seed), Report()
-            doors, jobs = Doors(client, http), make_jobs(num_requests, rng)
-            expected = await _undisturbed(doors, jobs)
-            before = Resources.of(server)
-            target = Target(server, observer, proxy, rng)
-            working = asyncio.ensure_future(_work(doors, jobs, expected, report.tally))
-            await _make_faults(target, observer, num_faults, kinds, rng, report, working)
-            await working
-            report.leaks += await _held_when_idle(observer)
-            report.leaks += Resources.of(server).leaks_since(before)
-        status = await asyncio.to_thread(server.stop)
-        report.leaks += await asyncio.to_thread(server.leftovers)
-        report.leaks += [] if status == 0 else [f"the server ended with exit status {status}"]
-        return report
+        await site.start()
+        jobs = make_jobs(num_requests, rng)
+        work = Work(site.doors, jobs, may_repeat=site.may_repeat)
+        await work.run_undisturbed()
+        site.choose_poison(work.used_token_ids)
+        before = site.resources()
+        plan = _plan(site, num_faults, kinds, rng)
+        harming = asyncio.ensure_future(_make_faults(site, plan, rng, report))
+        report.tally = work.tally
+        await asyncio.gather(harming, work.run(until=harming))
+        report.leaks += await held_when_idle(site.observer)
+        report.leaks += site.resources().leaks_since(before)
     finally:
-        await asyncio.to_thread(server.close)
+        report.leaks += await site.close()
+    if report.problems:
+        report.failed_seeds.append(seed)
+    return report
 
 
-async def _undisturbed(doors: Doors, jobs: list[Job]) -> dict[Job, Answer]:
-    """Return the answer of each different job, one after the other."""
-    return {job: await doors.answer(job) for job in dict.fromkeys(jobs)}
+def _plan(site: Site, num_faults: int, kinds: tuple[str, ...], rng: random.Random) -> list[str]:
+    """Return the kinds of the faults, in their order."""
+    if kinds:
+        known = [kind for kind in kinds if kind in site.faults]
+        return [known[number % len(known)] for number in range(num_faults)] if known else []
+    drawn: list[str] = []
+    while len(drawn) < num_faults:  # each kind as often as the others
+        drawn += rng.sample(sorted(site.faults), len(site.faults))
+    return drawn[:num_faults]
 
 
-async def _work(doors: Doors, jobs: list[Job], expected: dict[Job, Answer], tally: Tally) -> None:
-    slots = asyncio.Semaphore(NUM_AT_ONCE)
-
-    async def one(number: int, job: Job) -> None:
-        async with slots:
-            await run_job(doors, job, number, expected, tally)
-
-    await asyncio.gather(*(one(number, job) for number, job in enumerate(jobs)))
-
-
-async def _make_faults(
-    target: Target,
-    observer: AsyncClient,
-    num_faults: int,
-    kinds: tuple[str, ...],
-    rng: random.Random,
-    report: Report,
-    working: asyncio.Future[None],
-) -> None:
-    """Cause the faults one after the other while there is work; each kind as often as the others."""
-    for number in range(num_faults):
-        if working.done():
-            return
-        kind = kinds[number % len(kinds)]
+async def _make_faults(site: Site, kinds: list[str], rng: random.Random, report: Report) -> None:
+    """Cause the faults one after the other; each is recovered from before the next one."""
+    for kind in kinds:
         await asyncio.sleep(rng.uniform(0.1, 1.0))
+        _log.info("fault: %s", kind)
         started = time.monotonic()
-        await FAULTS[kind](target)
-        await _until_answered(observer)
-        report.recovery_s[kind].append(time.monotonic() - started)
-        report.num_faults += 1
-
-
-async def _until_answered(observer: AsyncClient) -> None:
-    """Return once a new request has got its one token."""
-    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    async with asyncio.timeout(RECOVERY_TIMEOUT_S):
-        while True:
-            try:
-                await observer.generate("It", params, timeout_s=RECOVERY_TIMEOUT_S)
-                return
-            except QuireError:
-                await asyncio.sleep(0.05)
-
-
-async def _held_when_idle(observer: AsyncClient) -> list[str]:
-    """Describe the blocks and rows that are held after all work; waits for the last aborts."""
-    deadline = time.monotonic() + IDLE_TIMEOUT_S
-    while True:
-        (replica,) = await observer.status()
-        held = {
-            "blocks": replica.kv.num_used_blocks,
-            "running sequences": replica.queue.num_running,
-            "waiting sequences": replica.queue.num_waiting,
-        }
-        left = [f"{count} {name}" for name, count in held.items() if count]
-        if not left or time.monotonic() > deadline:
-            return left
-        await asyncio.sleep(0.1)
+        try:
+            await site.faults[kind]()
+            await until_answered(site.observer)
+            report.recovery_s[kind].append(time.monotonic() - started)
+            await site.until_settled()
+        except (TimeoutError, AssertionError) as error:
+            report.stuck.append(f"no recovery from {kind} in {time.monotonic() - started:.0f} s: {error!r}")
+            return
+        _log.info("recovered after %.2f s", report.recovery_s[kind][-1])

@@ -1,22 +1,27 @@
-"""Mixed work through both servers of a gateway, each answer compared with the undisturbed one."""
+"""Mixed work through the servers of gateways, each answer compared with the undisturbed one."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
 from quire import AsyncClient, SamplingParams
 from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished
-from quire.proto.errors import QuireError
+from quire.proto.errors import QuireError, ServerUnreachable, ShuttingDown
 
 PROMPTS = "It was", "The captain of the ship", "Call me", "There is a", "Of the whale he said that"
 NUM_TOKENS = 40
 REQUEST_TIMEOUT_S = 180.0
+# Requests that run at once.
+NUM_AT_ONCE = 8
+REPEAT_DELAY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class Job:
     door: str
 
 
-# The texts of all outputs; over gRPC also their tokens and the log-probabilities of these, rounded.
+# Of all outputs: the texts; over gRPC also the tokens, their log-probabilities, rounded, and the finish reasons.
 Answer = list[Any]
 
 
@@ -77,17 +82,26 @@ def make_jobs(count: int, rng: random.Random) -> list[Job]:
 
 @dataclass(slots=True)
 class Tally:
-    """Result of the work."""
+    """Result of the work.
+
+    Attributes:
+        num_repeated: calls that were sent again to another gateway after theirs had ended.
+    """
 
     num_done: int = 0
+    num_repeated: int = 0
     lost: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
 
 
-class Doors:
-    """Clients of a gateway's two servers."""
+class Door:
+    """Clients of one gateway's two servers. Calls raise ServerUnreachable if the connection breaks for good."""
 
     def __init__(self, grpc_client: AsyncClient, http_client: httpx.AsyncClient) -> None:
+        self.connect(grpc_client, http_client)
+
+    def connect(self, grpc_client: AsyncClient, http_client: httpx.AsyncClient) -> None:
+        """Use these clients from now on: another gateway has taken the place of the first."""
         self._grpc = grpc_client
         self._http = http_client
 
@@ -96,7 +110,10 @@ class Doors:
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             if job.door == "grpc":
                 return await self._over_grpc(job, request_id)
-            return await self._over_http(job, is_stream=job.door == "http-stream")
+            try:
+                return await self._over_http(job, is_stream=job.door == "http-stream")
+            except httpx.TransportError as error:
+                raise ServerUnreachable(repr(error)) from error
 
     async def _over_grpc(self, job: Job, request_id: str) -> Answer:
         params = KINDS[job.kind].params
@@ -137,17 +154,74 @@ class Doors:
                     for choice in content["choices"]:
                         texts[choice["index"]] += choice["text"]
         if not is_whole:
-            raise httpx.HTTPError("the stream ended without its last event")
+            raise httpx.ReadError("the stream ended without its last event")
         return [texts]
 
 
-async def run_job(doors: Doors, job: Job, number: int, expected: dict[Job, Answer], tally: Tally) -> None:
-    """Run a job and count what becomes of it."""
-    try:
-        answer = await doors.answer(job, f"chaos-{number}")
-    except (QuireError, httpx.HTTPError, TimeoutError) as error:
-        tally.lost.append(f"{number} {job}: {error!r}")
-        return
-    tally.num_done += 1
-    if answer != expected[job]:
-        tally.changed.append(f"{number} {job}: {answer} instead of {expected[job]}")
+class Work:
+    """Jobs that are run several at once.
+
+    Args:
+        doors: of the gateways; jobs use them in turn.
+        may_repeat: a caller whose gateway has ended sends its call to the next one.
+    """
+
+    def __init__(self, doors: Sequence[Door], jobs: Sequence[Job], *, may_repeat: bool) -> None:
+        self.tally = Tally()
+        self.expected: dict[Job, Answer] = {}
+        self._doors = doors
+        self._jobs = jobs
+        self._may_repeat = may_repeat
+
+    async def run_undisturbed(self) -> None:
+        """Record the answer of each different job, over gRPC, which shows the most of it."""
+        jobs = list(dict.fromkeys(replace(job, door="grpc") for job in self._jobs))
+        for first in range(0, len(jobs), NUM_AT_ONCE):
+            batch = jobs[first : first + NUM_AT_ONCE]
+            answers = await asyncio.gather(*(self._doors[0].answer(job) for job in batch))
+            self.expected |= zip(batch, answers, strict=True)
+
+    @property
+    def used_token_ids(self) -> set[int]:
+        return {token for answer in self.expected.values() for tokens in answer[1] for token in tokens}
+
+    async def run(self, until: asyncio.Future[None]) -> None:
+        """Run all jobs, and them again until the future is done; count their outcomes."""
+        numbers = itertools.count()
+
+        async def worker() -> None:
+            for number in numbers:
+                if number >= len(self._jobs) and until.done():
+                    return
+                await self._run_job(number, self._jobs[number % len(self._jobs)])
+
+        await asyncio.gather(*(worker() for _ in range(NUM_AT_ONCE)))
+
+    async def _run_job(self, number: int, job: Job) -> None:
+        try:
+            answer = await self._answer(number, job)
+        except (QuireError, httpx.HTTPError, TimeoutError) as error:
+            self.tally.lost.append(f"{number} {job}: {_reason(error)}")
+            return
+        self.tally.num_done += 1
+        expected = self.expected[replace(job, door="grpc")][: len(answer)]
+        if answer != expected:
+            self.tally.changed.append(f"{number} {job}: {answer} instead of {expected}")
+
+    async def _answer(self, number: int, job: Job) -> Answer:
+        request_id = f"chaos-{number}"
+        if not self._may_repeat:
+            return await self._doors[0].answer(job, request_id)
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            for attempt in itertools.count(number):
+                try:
+                    return await self._doors[attempt % len(self._doors)].answer(job, request_id)
+                except (ServerUnreachable, ShuttingDown):
+                    self.tally.num_repeated += 1
+                    await asyncio.sleep(REPEAT_DELAY_S)
+        raise AssertionError("unreachable")
+
+
+def _reason(error: Exception) -> str:
+    body = f": {error.response.text[:300]}" if isinstance(error, httpx.HTTPStatusError) else ""
+    return f"{error!r}{body}"

@@ -1,4 +1,4 @@
-"""TcpProxy: a proxy on loopback whose connections a test can break."""
+"""TcpProxy: a proxy on loopback whose connections a test can break, delay and hold."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class TcpProxy:
         address: HOST:PORT that clients connect to.
         num_connections: that were accepted so far.
         num_bytes: of the server that were passed on so far.
+        delay_s: returns the delay of the next bytes, in either direction; None passes them on at once.
         cut_after: the next connection breaks once it has passed on this many bytes of the server; None passes on all.
     """
 
@@ -25,6 +26,16 @@ class TcpProxy:
         self.address = ""
         self.num_connections = self.num_bytes = 0
         self.cut_after: int | None = None
+        self.delay_s: Callable[[], float] | None = None
+        self._may_pass = asyncio.Event()
+        self._may_pass.set()
+
+    def hold(self) -> None:
+        """Pass nothing on until `release`, as in a network that is cut: connections stay open."""
+        self._may_pass.clear()
+
+    def release(self) -> None:
+        self._may_pass.set()
 
     def break_connections(self) -> None:
         """Reset every connection, without the bytes that are on their way."""
@@ -47,8 +58,8 @@ class TcpProxy:
         self._writers |= ends
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(_pass_on(reader, server_writer))
-                group.create_task(_pass_on(server_reader, writer, cut_after, self._count))
+                group.create_task(self._pass_on(reader, server_writer))
+                group.create_task(self._pass_on(server_reader, writer, cut_after, self._count))
         except* (ConnectionError, EOFError):
             pass
         finally:
@@ -56,22 +67,25 @@ class TcpProxy:
                 end.transport.abort()
             self._writers -= ends
 
-
-async def _pass_on(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    num_bytes: int | None = None,
-    count: Callable[[int], None] = lambda num_bytes: None,
-) -> None:
-    while data := await reader.read(1 << 16):
-        if num_bytes is not None:
-            data, num_bytes = data[:num_bytes], num_bytes - len(data)
-        count(len(data))
-        writer.write(data)
-        await writer.drain()
-        if num_bytes is not None and num_bytes <= 0:
-            break
-    raise EOFError
+    async def _pass_on(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        num_bytes: int | None = None,
+        count: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
+        while data := await reader.read(1 << 16):
+            await self._may_pass.wait()
+            if self.delay_s is not None:
+                await asyncio.sleep(self.delay_s())
+            if num_bytes is not None:
+                data, num_bytes = data[:num_bytes], num_bytes - len(data)
+            count(len(data))
+            writer.write(data)
+            await writer.drain()
+            if num_bytes is not None and num_bytes <= 0:
+                break
+        raise EOFError
 
 
 @asynccontextmanager

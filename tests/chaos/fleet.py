@@ -1,0 +1,195 @@
+"""FleetSite: two gateways of a fleet with two replicas, on two Ray nodes of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, ExitStack, suppress
+
+import httpx
+import psutil
+from ray_nodes import RayNodes
+
+from quire import AsyncClient, ReplicaInfo
+from quire.cluster.demo.server import ServerProcess
+from quire.proto.errors import QuireError
+from quire.proto.faults import Fault as InjectedFault
+from quire.proto.faults import FaultKind
+
+from .machine import environment
+from .site import READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, Fault, Resources, process_with, until_answered
+from .work import Door
+
+NUM_REPLICAS = NUM_GATEWAYS = 2
+# A replica is a scheduler and one rank: each node has room for one replica.
+NODE = {"CPU": 2}
+OPTIONS = (
+    "demo", "--min-replicas", "2", "--max-replicas", "2", "--num-kv-blocks", "512", "--drain-grace-s", "0.5",
+    "--audit", "--enable-chaos",
+)  # fmt: skip
+# For a replica to start again: on two busy cores 40 s, after the end of a node twice that.
+SETTLED_TIMEOUT_S = 300.0
+
+
+class _Gateway:
+    """A gateway process with its clients; `door` leads to it, and after a fault to its successor."""
+
+    def __init__(self) -> None:
+        self.process: ServerProcess
+        self.client: AsyncClient
+        self.door: Door
+        self._clients = AsyncExitStack()
+
+    async def start(self, address: str, variables: dict[str, str]) -> None:
+        """Start the process, or another one after it was killed, and connect to it."""
+        with environment(variables):
+            self.process = ServerProcess(*OPTIONS, "--address", address)
+        await asyncio.to_thread(self.process.wait_ready, READY_TIMEOUT_S)
+        await self._clients.aclose()
+        self.client = await self._clients.enter_async_context(AsyncClient(self.process.address))
+        http = await self._clients.enter_async_context(
+            httpx.AsyncClient(base_url=self.process.http_url, timeout=READY_TIMEOUT_S)
+        )
+        if hasattr(self, "door"):
+            self.door.connect(self.client, http)
+        else:
+            self.door = Door(self.client, http)
+
+    async def close(self) -> int:
+        await self._clients.aclose()
+        status = await asyncio.to_thread(self.process.stop)
+        await asyncio.to_thread(self.process.close)
+        return status
+
+
+class FleetSite:
+    """See Site. The first gateway is the observer's and is never harmed.
+
+    Args:
+        rng: of the details of faults.
+    """
+
+    may_repeat = True
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._nodes: RayNodes
+        self._second: subprocess.Popen[bytes]
+        self._gateways: list[_Gateway] = []
+        self._before = ExitStack()
+        self.faults: dict[str, Fault] = {
+            "fleet-kill": self._of_replica(self._kill_rank),
+            "fleet-stop": self._of_replica(self._stop_rank),
+            "fleet-exception": self._of_replica(self._raise_in_rank),
+            "fleet-scheduler": self._of_replica(self._kill_scheduler),
+            "controller": self._kill_controller,
+            "gateway": self._kill_gateway,
+            "raylet": self._kill_raylet,
+            "head": self._pause_head,
+        }
+
+    @property
+    def observer(self) -> AsyncClient:
+        return self._gateways[0].client
+
+    @property
+    def doors(self) -> list[Door]:
+        return [gateway.door for gateway in self._gateways]
+
+    async def start(self) -> None:
+        """Start the nodes and the gateways, and wait until both replicas are ready."""
+        self._nodes = self._before.enter_context(await asyncio.to_thread(RayNodes, NODE))
+        self._second = self._nodes.add(NODE)
+        for _ in range(NUM_GATEWAYS):
+            self._gateways.append(_Gateway())
+            await self._start_gateway(self._gateways[-1])
+        await self.until_settled()
+
+    async def _start_gateway(self, gateway: _Gateway) -> None:
+        await gateway.start(self._nodes.address, self._nodes.environment)
+
+    def choose_poison(self, used_token_ids: set[int]) -> None:
+        """No fault of this site needs it."""
+
+    def resources(self) -> Resources:
+        actors = [process for name in ("SchedulerActor", "WorkerActor") for process in self._actors(name)]
+        gateways = [psutil.Process(gateway.process.process.pid) for gateway in self._gateways]
+        return Resources.of(gateways, actors)
+
+    async def until_settled(self) -> None:
+        async with asyncio.timeout(SETTLED_TIMEOUT_S):
+            for gateway in self._gateways:
+                while len(await _ready(gateway.client)) < NUM_REPLICAS:
+                    await asyncio.sleep(0.2)
+        await until_answered(self.observer)
+
+    async def close(self) -> list[str]:
+        left = []
+        for number, gateway in enumerate(self._gateways):
+            if hasattr(gateway, "process") and (status := await gateway.close()):
+                left.append(f"gateway {number} ended with exit status {status}")
+        await asyncio.to_thread(self._before.close)
+        return left
+
+    def _of_replica(self, harm: Callable[[ReplicaInfo], Awaitable[None]]) -> Fault:
+        async def fault() -> None:
+            await harm(self._rng.choice(await _ready(self.observer)))
+
+        return fault
+
+    async def _kill_rank(self, replica: ReplicaInfo) -> None:
+        os.kill(replica.ranks[0].pid, signal.SIGKILL)
+
+    async def _stop_rank(self, replica: ReplicaInfo) -> None:
+        os.kill(replica.ranks[0].pid, signal.SIGSTOP)
+
+    async def _raise_in_rank(self, replica: ReplicaInfo) -> None:
+        fault = InjectedFault(FaultKind.EXCEPTION)
+        await self.observer.inject_fault(fault, rank=0, replica_id=replica.replica_id)
+
+    async def _kill_scheduler(self, replica: ReplicaInfo) -> None:
+        fault = InjectedFault(FaultKind.KILL)
+        await self.observer.inject_fault(fault, replica_id=replica.replica_id)
+
+    async def _kill_controller(self) -> None:
+        for process in self._actors("FleetController"):
+            process.kill()
+
+    async def _kill_gateway(self) -> None:
+        """Kill a gateway; its callers send their calls to the other one. Another process takes its place."""
+        gateway = self._gateways[-1]
+        gateway.process.process.kill()
+        await asyncio.to_thread(gateway.process.close)
+        await self._start_gateway(gateway)
+
+    async def _kill_raylet(self) -> None:
+        """Kill the second node's raylet, and with it the node; another node takes its place."""
+        for process in psutil.Process(self._second.pid).children():
+            if process.name() == "raylet":
+                process.kill()
+        await asyncio.to_thread(self._second.wait, RECOVERY_TIMEOUT_S)
+        self._second = self._nodes.add(NODE)
+
+    async def _pause_head(self) -> None:
+        """Stop the head's control service for a while."""
+        for process in psutil.Process(self._nodes.head_pid).children():
+            if process.name() == "gcs_server":
+                process.suspend()
+                await asyncio.sleep(self._rng.uniform(0.5, 5.0))
+                process.resume()
+
+    def _actors(self, name: str) -> Iterable[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            return process_with(f"ray::{name}", [self._nodes.head_pid, self._second.pid])
+        return []
+
+
+async def _ready(client: AsyncClient) -> list[ReplicaInfo]:
+    try:
+        return [replica for replica in (await client.fleet()).replicas if replica.ready]
+    except QuireError:
+        return []
