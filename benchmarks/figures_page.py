@@ -148,6 +148,13 @@ SECTIONS = (
         time_spent,
     ),
     Section(
+        "LoRA adapters",
+        "lora",
+        "A decode step of 64 rows of the 60M-parameter shape in float32, with adapters of every projection: none, "
+        "one on all rows, and one of 64 per row.",
+        everything,
+    ),
+    Section(
         "Gateway",
         "gateway",
         "Streamed tokens per second that a gateway process writes, and the latency that it adds to the scheduler's "

@@ -68,6 +68,12 @@ def test_rag_answers_from_the_nearest_passages() -> None:
     assert answer.startswith("answer: ")
 
 
+def test_lora_adapters_give_different_texts() -> None:
+    lines = run_example("lora.py").splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["no adapter", "red", "blue"]
+    assert len({line.partition(":")[2] for line in lines}) == 3
+
+
 def test_chat_answers_every_question(demo_model_dir: Path, tmp_path: Path) -> None:
     model = shutil.copytree(demo_model_dir, tmp_path / "model")
     (model / "chat_template.jinja").write_text(TEMPLATE)

@@ -17,6 +17,9 @@ from quire.cluster.offline.beams import BeamSearchParams
 from quire.cluster.offline.in_process import InProcessEngine
 from quire.cluster.requests.outputs import RequestOutput
 from quire.proto.errors import InvalidRequest, LoraLoadError
+from quire.proto.step import StepPlan
+from quire.worker.launched_step import LaunchedStep
+from quire.worker.runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 SETTINGS: list[dict[str, Any]] = [
@@ -141,6 +144,27 @@ def test_failed_load_fails_its_call_only(llm: LLM, adapted: Adapted, tmp_path: P
         llm.generate(prompts_of([5], seed=1), GREEDY, lora_request=LoRARequest("large", 1, str(too_large)))
     check(llm.generate(prompts_of([5], seed=1), GREEDY, lora_request=adapted.requests[2]), adapted, [2])
     assert {each.name for each in lora_of(llm).references} <= {"adapter0", "adapter1", "adapter2"}
+
+
+def test_outputs_after_failed_steps_equal_merged_models(
+    llm: LLM, adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reset rank has forgotten its adapters, and reads them anew."""
+    launch, num_computing = ModelRunner.launch, 0
+
+    def fail_sometimes(runner: ModelRunner, plan: StepPlan) -> LaunchedStep:
+        nonlocal num_computing
+        num_computing += bool(plan.chunk_rows.size)
+        if num_computing in (3, 12) and plan.chunk_rows.size:
+            num_computing += 1
+            raise runner._failure(plan, "RuntimeError: on command")
+        return launch(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "launch", fail_sometimes)
+    indices = [0, 1, 3]
+    requests = [adapted.requests[index] for index in indices]
+    check(llm.generate(prompts_of([40] * 3, seed=7), GREEDY, lora_request=requests), adapted, indices)
+    assert num_computing > 12
 
 
 def test_adapters_are_refused_unless_enabled(adapted: Adapted) -> None:
