@@ -255,10 +255,11 @@ SECTIONS = (
     Section(
         "Recovery",
         "recovery",
-        "Time from `kill -9` of a rank to the next token of its streams, on a machine at a load of 11.",
+        "Time from `kill -9` to the next token of the slowest stream, on a machine at a load of 15.",
         chosen(
-            recovery__kill_rank__p50_s="median",
-            recovery__kill_rank__max_s="longest",
+            recovery__kill_rank__p50_s="a rank, median",
+            recovery__kill_rank__max_s="a rank, longest",
+            recovery__kill_scheduler__p50_s="the scheduler, median",
             recovery__restart_all_s="a restart of the whole server instead",
         ),
     ),
