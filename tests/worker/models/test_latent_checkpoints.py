@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from narrowing import not_none
 from quantized_models import Scheme, write_quantized
 from reference import Reference, prompts_of
 from safetensors.torch import load_file, save_file
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.model_source import describe_files
+from quire.cluster.offline.llm import LLM
 from quire.proto.errors import ModelLoadError
+from quire.proto.sampling import SamplingParams
 from quire.proto.step import RowSampling
 
 GREEDY = RowSampling(temperature=0.0)
@@ -90,3 +93,29 @@ def test_quantized_cache_gives_the_same_first_tokens(
     exact = generate(make_engine(folder), planned)
     found = generate(make_engine(folder, 2, kv_dtype="int8"), planned)
     assert [tokens[0] for tokens in found] == [tokens[0] for tokens in exact]
+
+
+def test_head_of_multi_token_prediction_drafts_with_latents(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The appended layer has latents of its own, in the blocks of the others."""
+    source = make_model("deepseek_v3", seed=7)
+    folder = Path(shutil.copytree(source, tmp_path / "model"))
+    tensors = load_file(source / "model.safetensors")
+    names = [name for name in tensors if name.startswith("model.layers.2.")]
+    added = {name.replace("layers.2.", "layers.3."): tensors[name].clone() for name in names}
+    added |= {
+        f"model.layers.3.{name}.weight": torch.ones(64) for name in ("enorm", "hnorm", "shared_head.norm")
+    }
+    added["model.layers.3.eh_proj.weight"] = torch.randn(64, 128) / 128**0.5
+    save_file(tensors | added, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    with LLM(str(folder), device="cpu", dtype="float32", num_kv_blocks=64, speculative_config=drafts) as llm:
+        results = llm.generate(prompts_of([5, 30], seed=2), params)
+        assert llm._engine.scheduler.stats.num_draft_tokens > 0  # type: ignore[attr-defined]
+    reference = Reference(source)
+    for result in results:
+        reference.check_greedy(not_none(result.prompt_token_ids), result.outputs[0].token_ids)
