@@ -253,6 +253,17 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Status while a process hangs",
+        "status_latency",
+        "Longest time in which a server with a stopped process answered for its state, on a machine at a load of 16.",
+        chosen(
+            status_latency__rank__status__max_s="a rank is stopped",
+            status_latency__scheduler__status__max_s="the scheduler is stopped",
+            status_latency__gateway__status__max_s="another gateway is stopped",
+            status_latency__scheduler__health__max_s="`/health`, the scheduler is stopped",
+        ),
+    ),
+    Section(
         "Recovery",
         "recovery",
         "Time from `kill -9` to the next token of the slowest stream, on a machine at a load of 15.",

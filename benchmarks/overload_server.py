@@ -1,0 +1,211 @@
+"""Goodput of `quire serve demo` under more load than it can serve, over gRPC and HTTP.
+
+    python -m benchmarks.overload_server --json benchmarks/results/overload_server.json
+
+Goodput counts the output tokens per second of requests that were complete before their deadline; without deadlines,
+of all that were complete. The peak is that of clients that send their next request when the last one is complete, as
+many as the server has rows; it is measured before and after each overload, because other work on the machine changes
+it. In the overload requests arrive independently of each other at 10 times the rate of the first peak.
+`light_tenant` is the share of the calls of a tenant with a fifth of the load that were complete beside a tenant with
+10 times the load. The load comes from this process, on the same machine as the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from benchmarks.common import Figure, make_parser, report
+from benchmarks.overload_calls import Call, Door, closed_loop, goodput, grpc_door, http_door, open_loop, send
+from quire import AsyncClient
+from quire.cluster.api.tokens import BEARER, new_token
+from quire.cluster.demo.server import ServerProcess
+
+NUM_TOKENS = 96
+NUM_ROWS = 16
+OPTIONS = "--max-num-seqs", str(NUM_ROWS), "--max-queue-len", "64", "--policy", "fair"
+FACTOR = 10.0
+WARM_UP_S = 3.0
+NUM_REPEATS = 2
+READY_TIMEOUT_S = 300.0
+# Deadline over the time of a request at the peak.
+DEADLINE_FACTOR = 3.0
+LIGHT_SHARE = 0.2
+TENANTS = "heavy", "light"
+PROTOCOLS = "grpc", "http"
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that the server does without overload."""
+
+    tokens_per_s: float
+    latency_s: float
+
+    @property
+    def rate(self) -> float:
+        """Requests per second."""
+        return self.tokens_per_s / NUM_TOKENS
+
+
+@asynccontextmanager
+async def running_server() -> AsyncIterator[dict[tuple[str, str], Door]]:
+    """Run a server; yield (protocol, tenant) |-> sender of calls."""
+    async with AsyncExitStack() as stack:
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tokens"
+        made = {tenant: new_token(tenant) for tenant in TENANTS}
+        path.touch(mode=0o600)
+        path.write_text("".join(f"{token.line()}\n" for _, token in made.values()))
+        started = ServerProcess("demo", *OPTIONS, "--token-file", str(path))
+        stack.callback(started.close)
+        await asyncio.to_thread(started.wait_ready, READY_TIMEOUT_S)
+        doors: dict[tuple[str, str], Door] = {}
+        for tenant, (secret, _) in made.items():
+            client = await stack.enter_async_context(AsyncClient(started.address, token=secret))
+            http = await stack.enter_async_context(
+                httpx.AsyncClient(
+                    base_url=started.http_url,
+                    headers={"authorization": BEARER + secret},
+                    timeout=READY_TIMEOUT_S,
+                    limits=httpx.Limits(max_connections=None),
+                )
+            )
+            doors["grpc", tenant] = grpc_door(client, NUM_TOKENS)
+            doors["http", tenant] = http_door(http, "demo", NUM_TOKENS)
+        yield doors
+
+
+async def measure_peak(door: Door, seconds: float) -> Peak:
+    start = time.monotonic()
+    calls = await closed_loop(door, NUM_ROWS, seconds)
+    return Peak(
+        goodput(calls, start + WARM_UP_S, start + seconds), statistics.median(each.seconds for each in calls)
+    )
+
+
+@dataclass(slots=True)
+class Overload:
+    """Overloads of one kind: their calls, and the goodput of each over the peaks before and after it."""
+
+    calls: list[Call]
+    shares: list[float]
+    after_s: list[float]
+
+
+async def measure_overloads(
+    door: Door, seconds: float, cases: Mapping[str, float | None]
+) -> tuple[list[Peak], dict[str, Overload]]:
+    """Return the peaks, and kind |-> overloads, of which peaks were measured before and after each.
+
+    Args:
+        cases: kind |-> deadline over the latency at the first peak; None without deadlines.
+    """
+    peaks = [await measure_peak(door, seconds)]
+    overloads = {name: Overload([], [], []) for name in cases}
+    for number in range(NUM_REPEATS):
+        for name, factor in cases.items():
+            timeout_s = None if factor is None else factor * peaks[0].latency_s
+            start = time.monotonic()
+            calls = await open_loop(door, FACTOR * peaks[0].rate, seconds, timeout_s, random.Random(number))
+            reached = goodput(calls, start + WARM_UP_S, start + seconds)
+            overload = overloads[name]
+            overload.after_s.append((await send(door, None)).seconds)
+            peaks.append(await measure_peak(door, seconds))
+            overload.calls += calls
+            overload.shares.append(reached / statistics.mean(each.tokens_per_s for each in peaks[-2:]))
+    return peaks, overloads
+
+
+def figures_of(name: str, overload: Overload, note: str) -> dict[str, Figure]:
+    calls = overload.calls
+    return {
+        f"{name}.at_10x": Figure(
+            100 * statistics.mean(overload.shares), "%", f"goodput over its peak; {note}"
+        ),
+        f"{name}.wasted_calls": Figure(
+            _share(calls, "DEADLINE_EXPIRED"),
+            "%",
+            "calls that missed their deadline instead of being refused",
+        ),
+        **_refusals(name, calls),
+        f"{name}.after_s": Figure(statistics.mean(overload.after_s), "s", "a call alone after the overload"),
+    }
+
+
+def _share(calls: Sequence[Call], error: str) -> float:
+    return 100 * sum(each.error == error for each in calls) / len(calls)
+
+
+def _refusals(name: str, calls: Sequence[Call]) -> dict[str, Figure]:
+    refused = [each for each in calls if each.error == "OVERLOADED"]
+    others = [each for each in calls if each.error not in ("", "OVERLOADED", "DEADLINE_EXPIRED")]
+    figures = {f"{name}.other_errors": Figure(len(others), "calls")}
+    if refused:
+        delays = [each.retry_s for each in refused if each.retry_s is not None]
+        figures[f"{name}.refused_with_delay"] = Figure(100 * len(delays) / len(refused), "%", "of refusals")
+        figures[f"{name}.retry_p50_s"] = Figure(statistics.median(delays), "s", "delay that refusals name")
+        milliseconds = statistics.median(1e3 * each.seconds for each in refused)
+        figures[f"{name}.refusal_p50_ms"] = Figure(milliseconds, "ms", "until the refusal")
+    return figures
+
+
+async def measure_fairness(
+    name: str, heavy: Door, light: Door, peak: Peak, seconds: float
+) -> dict[str, Figure]:
+    timeout_s = DEADLINE_FACTOR * peak.latency_s
+    of_heavy, of_light = await asyncio.gather(
+        open_loop(heavy, FACTOR * peak.rate, seconds, timeout_s, random.Random(2)),
+        open_loop(light, LIGHT_SHARE * peak.rate, seconds, timeout_s, random.Random(3)),
+    )
+    share, of_others = (
+        100 * sum(each.is_complete for each in calls) / len(calls) for calls in (of_light, of_heavy)
+    )
+    return {
+        f"{name}.light_tenant": Figure(share, "%", f"of {len(of_light)} calls were complete in time"),
+        f"{name}.heavy_tenant": Figure(of_others, "%", "of the other tenant's calls"),
+    }
+
+
+async def measure(seconds: float) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {}
+    async with running_server() as doors:
+        await closed_loop(doors["grpc", "heavy"], NUM_ROWS, WARM_UP_S)
+        for protocol in PROTOCOLS:
+            heavy, name = doors[protocol, "heavy"], f"overload.{protocol}"
+            cases = {"deadline": DEADLINE_FACTOR, "none": None}
+            peaks, overloads = await measure_overloads(heavy, seconds, cases)
+            rates = [peak.tokens_per_s for peak in peaks]
+            figures[f"{name}.peak"] = Figure(
+                statistics.median(rates),
+                "tokens/s",
+                f"{min(rates):.0f} to {max(rates):.0f}, {NUM_ROWS} clients",
+            )
+            notes = {
+                "deadline": f"deadlines of {DEADLINE_FACTOR * peaks[0].latency_s:.1f} s",
+                "none": "no deadlines, 64 requests may wait",
+            }
+            for case, overload in overloads.items():
+                figures |= figures_of(f"{name}.{case}", overload, notes[case])
+            light = doors[protocol, "light"]
+            figures |= await measure_fairness(name, heavy, light, peaks[-1], seconds)
+    return figures
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each load")
+    arguments = parser.parse_args()
+    report(asyncio.run(measure(arguments.seconds)), arguments.json)
+
+
+if __name__ == "__main__":
+    main()
