@@ -27,6 +27,27 @@ def _load() -> Any:
 
 checkpoints = _load()
 Scheme = checkpoints.Scheme
+# Schemes that models are compared with their dequantized twins in.
+SCHEMES = {
+    "gptq": Scheme("gptq"),
+    "gptq-symmetric": Scheme("gptq", symmetric=True),
+    "gptq-one-group": Scheme("gptq", group_len=None),
+    "gptq-act-order": Scheme("gptq", act_order=True),
+    "gptq-8-bits": Scheme("gptq", bits=8),
+    "gptq-uneven-groups": Scheme("gptq", group_len=48),
+    "awq": Scheme("awq"),
+    "packed": Scheme("packed"),
+    "packed-symmetric": Scheme("packed", symmetric=True),
+    "packed-act-order": Scheme("packed", act_order=True),
+    "packed-8-bits": Scheme("packed", bits=8, group_len=None, symmetric=True),
+    "int8": Scheme("codes", bits=8, group_len=None, symmetric=True),
+    "int8-groups-and-zeros": Scheme("codes", bits=8),
+    "float8": Scheme("codes", is_float=True, group_len=None),
+    "float8-blocks": Scheme("float8", is_float=True, block=(48, 32)),
+    "nvfp4": Scheme("nvfp4", group_len=16, is_float=True),
+    "mxfp4": Scheme("mxfp4", is_float=True),
+    "some-layers-left": Scheme("awq", ignored=r"layers\.1\.|k_proj|down_proj"),
+}
 
 
 def write_quantized(source: Path, folder: Path, scheme: Any) -> tuple[Path, Path]:

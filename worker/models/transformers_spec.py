@@ -19,6 +19,12 @@ from .spec import FULL, SLIDING
 
 # Architectures without the attention interface; `attention_adapters` replaces their attention modules.
 ADAPTED = ("BloomForCausalLM", "FalconForCausalLM")
+# Model types whose layers have no keys and values of their own, or of different sizes |-> reason.
+_UNEVEN_CACHES = {
+    "gemma3n_text": "some of its layers share the keys and values of others",
+    "gemma4_text": "its layers have heads of different sizes, and some share the keys and values of others",
+    "gemma4_unified_text": "its layers have heads of different sizes, and some share the keys and values of others",
+}
 # Styles of the tensor-parallel plan; every rank holds all other layers in full.
 COLUMN, ROW = "colwise", "rowwise"
 REPLICATED = ("replicate", "replicated_with_grad_allreduce")
@@ -62,6 +68,8 @@ def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> N
     if hf.get("kv_lora_rank"):
         reason = "its keys and values are compressed (multi-head latent attention)"
         raise unsupported(name, architecture, reason)
+    if model_type in _UNEVEN_CACHES:
+        raise unsupported(name, architecture, _UNEVEN_CACHES[model_type])
     other_types = sorted(set(hf.get("layer_types") or []) - {FULL, SLIDING})
     if other_types:
         raise unsupported(name, architecture, f"it has layers of type {other_types[0]!r}")

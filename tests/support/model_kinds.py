@@ -1,0 +1,141 @@
+"""The models that are compared with transformers: model types, their variants, and the numbers of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Model type, or type and variant |-> overrides of its configuration.
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-two-kv-heads": {"num_key_value_heads": 2, "intermediate_size": 130},
+    "llama-tied-biased": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 8,
+    },
+    "llama-rope-llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "llama-rope-linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    "llama-rope-yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
+    "llama-rope-dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}},
+    "mistral": {},
+    "mistral-window": {"sliding_window": 11},
+    "ministral": {
+        "sliding_window": 11,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "mixtral": {"sliding_window": 24},
+    "mixtral-fused": {"checkpoint": {"save_original_format": False}},
+    "gpt_oss": {},
+    "qwen2": {},
+    "qwen2-window": {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1},
+    "qwen3": {},
+    "qwen3-odd-vocabulary": {"vocab_size": 387, "num_key_value_heads": 8},
+    "qwen3_moe": {"mlp_only_layers": [1], "norm_topk_prob": True},
+    "qwen3_moe-fused": {"decoder_sparse_step": 2, "checkpoint": {"save_original_format": False}},
+    "gemma2": {},
+    "gemma3_text": {},
+    "phi3": {"num_key_value_heads": 8},
+    "phi3-longrope": {
+        "sliding_window": 24,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.5,
+            "short_factor": [1.0, 1.5],
+            "long_factor": [1.0, 4.0],
+        },
+        "original_max_position_embeddings": 256,
+    },
+    "olmo2": {"attention_bias": True},
+    "olmo3": {"sliding_window": 24},
+    "granite": {},
+    "deepseek_v2": {},
+    "deepseek_v2-yarn": {
+        "topk_method": "greedy",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "deepseek_v3": {},
+    "deepseek_v3-fused": {"n_group": 1, "topk_group": 1, "checkpoint": {"save_original_format": False}},
+    "deepseek_v3-halves": {"rope_interleave": False, "q_lora_rank": None},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "glm": {},
+    "glm4": {"attention_bias": True},
+    "glm4_moe": {"attention_bias": True},
+    "minimax_m2": {},
+    "exaone4": {},
+    "exaone4-full": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "ernie4_5": {},
+    "ernie4_5-biased": {"use_bias": True},
+    "ernie4_5_moe": {"use_bias": False},
+    "olmoe": {"norm_topk_prob": True},
+    "seed_oss": {"attention_bias": True},
+    "hunyuan_v1_dense": {},
+    "cohere2": {"sliding_window": 11},
+    "cohere": {},
+    "cohere-norms": {"use_qk_norm": True},
+    "nemotron": {},
+    "starcoder2": {},
+    "stablelm": {"use_qkv_bias": True},
+    "stablelm-parallel": {"use_parallel_residual": True, "qk_layernorm": True},
+    # Served with the modules of transformers.
+    "gpt2": {},
+    "gpt_neox": {},
+    "opt": {},
+    "bloom": {},
+    "falcon": {},
+    "falcon-multi-query": {"new_decoder_architecture": False, "multi_query": True},
+    "falcon-linear-biases": {
+        "new_decoder_architecture": False,
+        "multi_query": False,
+        "num_kv_heads": 8,
+        "alibi": True,
+    },
+    "olmo": {},
+    "gemma": {},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phimoe-fused": {"num_local_experts": 4, "checkpoint": {"save_original_format": False}},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64},
+}
+# No tensor-parallel plan, or one with styles besides columns and rows.
+ONE_RANK_ONLY = {
+    "gpt2",
+    "opt",
+    "bloom",
+    "falcon",
+    "falcon-multi-query",
+    "falcon-linear-biases",
+    "phimoe",
+    "phimoe-fused",
+}
+
+
+def ranks_for(kind: str) -> tuple[int, ...]:
+    """Return 1, 2 and 4 ranks for a family, and fewer for its variants."""
+    if kind in ONE_RANK_ONLY or "-rope-" in kind:
+        return (1,)
+    return (4,) if "-" in kind else (1, 2, 4)

@@ -1,0 +1,70 @@
+"""The tables of docs/models.md, made from the tests: ``python tests/support/models_page.py`` writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from model_kinds import KINDS, ranks_for
+from quantized_models import SCHEMES
+
+from quire.worker.models.registry import FAMILIES
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+START, END = "<!-- from the tests: tests/support/models_page.py -->", "<!-- end -->"
+# Layout of a scheme |-> name in config.json.
+LAYOUTS = {
+    "gptq": "`gptq`",
+    "awq": "`awq` (GEMM)",
+    "packed": "`compressed-tensors`, `pack-quantized`",
+    "codes": "`compressed-tensors`, `int-quantized` and `float-quantized`",
+    "nvfp4": "`compressed-tensors`, `nvfp4-pack-quantized`",
+    "mxfp4": "`compressed-tensors`, `mxfp4-pack-quantized`; `mxfp4` of gpt-oss",
+    "float8": "`fp8`, also with scales per block",
+}
+
+
+def architectures() -> dict[str, list[str]]:
+    """Return architecture |-> kinds that are compared with transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    found: dict[str, list[str]] = {}
+    for kind in KINDS:
+        names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind.split("-")[0]]
+        found.setdefault(names if isinstance(names, str) else names[0], []).append(kind)
+    return found
+
+
+def tables() -> str:
+    """Return the tables, in Markdown."""
+    rows = []
+    for architecture, kinds in sorted(architectures().items()):
+        ranks = sorted({tp for kind in kinds for tp in ranks_for(kind)})
+        by = "quire" if architecture in FAMILIES else "transformers"
+        rows.append((f"`{architecture}`", by, ", ".join(map(str, ranks))))
+    formats = []
+    for layout, name in LAYOUTS.items():
+        schemes = [key for key, scheme in SCHEMES.items() if scheme.layout == layout]
+        formats.append((name, ", ".join(schemes)))
+    return "\n\n".join(
+        (
+            START,
+            _table(("architecture", "layers of", "tensor-parallel sizes compared"), rows),
+            _table(("format", "compared with dequantized weights"), formats),
+            END,
+        )
+    )
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows))
+
+
+def main() -> None:
+    text = PAGE.read_text()
+    before, _, rest = text.partition(START)
+    PAGE.write_text(before + tables() + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()
