@@ -27,7 +27,7 @@ CONFIG = engine_config(
 class LetterTokenizer:
     """One token per letter; texts that begin with z get the special token 49 in front."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, pair: str | None = None) -> list[int]:
         letters = [ord(letter) - ord("a") for letter in text]
         return [49, *letters] if add_special_tokens and text.startswith("z") else letters
 
@@ -210,7 +210,7 @@ class CountingTokenizer(LetterTokenizer):
         self.num_calls = 0
         self._max_token_chars = max_token_chars
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, pair: str | None = None) -> list[int]:
         self.num_calls += 1
         return super().encode(text, add_special_tokens=add_special_tokens)
 
