@@ -98,6 +98,8 @@ LATENT_DECODE_TILES: dict[LatentTileKey, TileConfig] = {
     (INTERPRETER, None, None): TileConfig(MIN_ROWS, 32, 1, 1),
     (None, 4, None): TileConfig(MIN_ROWS, 16, 4, 1),
     ((9, 0), None, None): TileConfig(MIN_ROWS, 32, 4, 3),
+    # 8-bit latents are converted in registers: with 4 warps 56 bytes per thread spill.
+    ((10, 0), None, 1): TileConfig(MIN_ROWS, 32, 8, 3),
     ((10, 0), None, None): TileConfig(MIN_ROWS, 32, 4, 3),
     (None, None, None): TileConfig(MIN_ROWS, 32, 4, 2),
 }
