@@ -44,7 +44,7 @@ def check(results: list[RequestOutput], reference: Reference) -> None:
     [
         ("gemma2", {"final_logit_softcapping": 2.0, "vocab_size": 387}),
         ("granite", {}),
-        ("cohere2", {"logit_scale": 0.4}),  # by transformers' modules
+        ("cohere2", {"logit_scale": 0.4}),
     ],
 )
 def test_scaled_and_bounded_logits_equal_transformers(

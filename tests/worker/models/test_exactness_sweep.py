@@ -32,7 +32,7 @@ SHARDED = (
 )
 ONE_RANK = ("gpt2", "opt", "bloom", "falcon")
 # Served with transformers' modules: the number of ranks must divide the KV heads.
-WITH_A_PLAN = ("gpt_neox", "olmo", "gemma", "cohere2", "starcoder2")
+WITH_A_PLAN = ("gpt_neox", "olmo", "gemma")
 
 
 def draw_model(rng: random.Random) -> tuple[str, int, dict[str, Any]]:
