@@ -111,9 +111,9 @@ class ResultProcessor:
         max_drafted = int(result.num_drafted.max()) if num_drafted else 0
         draft_s = result.stage_times.get("draft", 0.0)
         if not step.num_prompt_tokens:
-            lengths.observe_step(step.num_tokens + num_drafted, seconds, draft_s, max_drafted)
             has_drafts = step.draft_lens is not None
             lengths.observe_rate(step.rows.size, has_drafts, result.token_ids.size, seconds)
+            lengths.observe_step(step.num_tokens + num_drafted, seconds, draft_s, max_drafted)
         if step.draft_lens is None:
             return
         accepted = result.token_counts - 1 if result.token_counts.size else np.zeros_like(step.draft_lens)

@@ -47,6 +47,7 @@ class DraftLengths:
         self._num_drafted_steps = 0  # since the last step without drafts
         self._num_pause_steps = 0  # that are left
         self._num_undecayed_steps = 0
+        self._was_drafting = self._is_first_draft = False  # the last step
         self._draft_s = 0.0  # time that the ranks take to draft one token for all rows
         self._sequences = np.zeros(num_rows, np.int64)  # first step of the sequence that the counts are of
         self._accepted, self._trials = np.zeros(num_rows), np.zeros(num_rows)
@@ -135,7 +136,12 @@ class DraftLengths:
         self._all_trials += float(trials.sum())
 
     def observe_rate(self, num_rows: int, has_drafts: bool, num_tokens: int, seconds: float) -> None:
-        """Record the tokens that a step without prompts gave its rows; see DraftTrials."""
+        """Record the tokens that a step without prompts gave its rows, before `observe_step`; see DraftTrials."""
+        # The first draft after a pause includes tokens that the pause left.
+        self._is_first_draft = has_drafts and not self._was_drafting
+        self._was_drafting = has_drafts
+        if self._is_first_draft:
+            return
         self._trials_of_steps.observe(num_rows, has_drafts, num_tokens, seconds)
 
     def observe_step(self, num_tokens: int, seconds: float, draft_s: float, num_rounds: int) -> None:
@@ -146,7 +152,7 @@ class DraftLengths:
             draft_s: part of it that the ranks took to draft `num_rounds` tokens per row, one after the other.
         """
         self._times.observe(num_tokens, max(0.0, seconds - draft_s))
-        if num_rounds:
+        if num_rounds and not self._is_first_draft:
             measured = draft_s / num_rounds
             self._draft_s += (measured - self._draft_s) * (0.1 if self._draft_s else 1.0)
 

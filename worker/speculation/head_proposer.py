@@ -4,9 +4,9 @@ The head computes a pair of each token's hidden state and the next token, and pr
 and values are in layers of their own of the same blocks, at the place of the pair's first token. They are computed
 when the row next drafts, so that steps without drafts cost nothing but the memory of the hidden states.
 
-A block of a cached prefix may hold the keys of a pair whose second token differs from this sequence's, and blocks
-that were cached before their pairs were computed hold older numbers. Either makes drafts less likely to be accepted,
-and changes no output.
+A block of a cached prefix may hold the keys of a pair whose second token differs from this sequence's. Blocks that
+were cached before their pairs were computed, and tokens whose hidden states were not kept, have older numbers in
+their place. Either makes drafts less likely to be accepted, and changes no output.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .draft_inputs import gather_draft_inputs
 
 # Hidden states that are kept for pairs to compute, of all rows.
 MAX_PENDING_BYTES = 64 << 20
-# Steps without planned drafts after which hidden states are no longer kept. Sequences that run then draft no more.
-MAX_IDLE_STEPS = 256
+# Steps without planned drafts after which hidden states are no longer kept.
+MAX_IDLE_STEPS = 16
 _UNKNOWN = -1
 _NO_ROW = -1
 
@@ -70,9 +70,8 @@ class HeadProposer:
     ) -> None:
         self._rows, self._head, self._sampler = rows, head, sampler
         self._layers, self._block_size = layers, block_size
-        # Pairs of each row that are in the head's cache; _UNKNOWN until the row's first step.
+        # Pairs of each row that are in the head's cache, or are missing; _UNKNOWN until hidden states are kept.
         self._num_computed: IntArray = np.full_like(rows.lens, _UNKNOWN)
-        self._has_gap = np.zeros(rows.lens.size, np.bool_)  # some hidden states of the row were not kept
         self._pending: deque[_Pairs] = deque()
         self._pending_bytes = 0
         self._num_idle_steps = 0
@@ -84,7 +83,6 @@ class HeadProposer:
 
     def forget(self, rows: IntArray) -> None:
         self._num_computed[rows] = _UNKNOWN
-        self._has_gap[rows] = False
         for pairs in self._pending:
             pairs.rows[np.isin(pairs.rows, rows)] = _NO_ROW
 
@@ -96,8 +94,9 @@ class HeadProposer:
         """
         self._num_idle_steps += 1
         if features is None:
-            self._has_gap[batch.rows] = True
-            self._drop_all()
+            self._num_computed.fill(_UNKNOWN)
+            self._pending.clear()
+            self._pending_bytes = 0
             return
         rows, positions = batch.token_rows, batch.token_positions
         if batch.has_drafts:
@@ -120,8 +119,7 @@ class HeadProposer:
     def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
         self._num_idle_steps = 0
         computed, hidden = self._compute(rows)
-        is_ready = np.isin(rows, computed) & ~self._has_gap[rows]
-        is_ready &= self._num_computed[rows] == self._rows.lens[rows] - 1
+        is_ready = np.isin(rows, computed) & (self._num_computed[rows] == self._rows.lens[rows] - 1)
         drafted: IntArray = np.where(is_ready, max_lens, 0).astype(np.int32)
         if hidden is None or not is_ready.any():
             return np.zeros_like(drafted)
@@ -142,7 +140,7 @@ class HeadProposer:
         if not self._pending:
             return rows[:0], None
         wanted = np.zeros(self._rows.lens.size + 1, np.bool_)  # the last one is that of _NO_ROW
-        wanted[rows[~self._has_gap[rows]]] = True
+        wanted[rows] = True
         chosen = [np.flatnonzero(wanted[pairs.rows]) for pairs in self._pending]
         token_rows = np.concatenate(
             [pairs.rows[own] for pairs, own in zip(self._pending, chosen, strict=True)]
@@ -171,12 +169,6 @@ class HeadProposer:
             if (pairs.rows != _NO_ROW).any():
                 kept.append(pairs)
         self._pending, self._pending_bytes = kept, sum(pairs.num_bytes for pairs in kept)
-
-    def _drop_all(self) -> None:
-        for pairs in self._pending:
-            self._has_gap[pairs.rows[pairs.rows != _NO_ROW]] = True
-        self._pending.clear()
-        self._pending_bytes = 0
 
     def _forward(self, rows: IntArray, starts: IntArray, counts: IntArray, hidden: Tensor) -> Tensor:
         inputs = gather_draft_inputs(self._rows, rows, starts, counts, self._block_size, token_offset=1)

@@ -40,9 +40,9 @@ def simulate(
         rounds = int(drafted.max())
         spent = step_s(num_rows + int(drafted.sum())) + draft_s * rounds
         noisy = spent * rng.uniform(0.9, 1.3)
-        lengths.observe_step(num_rows + int(drafted.sum()), noisy, draft_s * rounds, rounds)
         num_gained = num_rows + int(accepted.sum())
         lengths.observe_rate(num_rows, chosen is not None, num_gained, noisy)
+        lengths.observe_step(num_rows + int(drafted.sum()), noisy, draft_s * rounds, rounds)
         has_some = drafted > 0
         lengths.observe(rows[has_some], drafted[has_some], accepted[has_some])
         num_tokens += num_rows + int(accepted.sum())
