@@ -32,6 +32,7 @@ PASSAGE_LEN, REPEATED_LEN, NUM_TOKENS = 280, 40, 200  # tokens
 BATCH_SIZES = 1, 16
 METHODS: dict[str, dict[str, object]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 6},
+    "eagle3": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 3},
 }
 
 Prompts = list[list[int]]

@@ -13,12 +13,15 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
 def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else "demo"
     texts = []
-    for speculative_config in (None, {"method": "ngram", "num_speculative_tokens": 4}):
+    configs: list[dict[str, object] | None] = [None, {"method": "ngram", "num_speculative_tokens": 4}]
+    if model == "demo":
+        configs.append({"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 3})
+    for speculative_config in configs:
         with LLM(model, num_kv_blocks=256, speculative_config=speculative_config) as llm:
             (output,) = llm.generate([PROMPT], GREEDY)
         texts.append(output.outputs[0].text)
     print(f"{PROMPT!r} -> {texts[0]!r}")
-    print("same text with drafts" if texts[0] == texts[1] else "the texts differ")
+    print("same text with drafts" if len({*texts}) == 1 else "the texts differ")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,10 @@ from .value_kinds import NUM_BYTES, amounts
 
 DEMO_MODEL = "demo"
 DEMO_MODEL_PATH = Path(__file__).parents[1] / "demo" / "model"
+# The EAGLE-3 head of the demo model, for `speculative_config`.
+DEMO_HEAD = "demo-eagle3"
+DEMO_HEAD_PATH = DEMO_MODEL_PATH.parent / "draft_head"
+_BUNDLED = {DEMO_MODEL: DEMO_MODEL_PATH, DEMO_HEAD: DEMO_HEAD_PATH}
 
 DEVICES = ("cpu", "cuda")
 RUNNERS = ("auto", "generate", "pooling", "both")
@@ -347,14 +351,14 @@ class EngineOptions:
     @property
     def name(self) -> str:
         """The name that clients use for the model."""
-        if self.served_model_name or self.model == DEMO_MODEL:
-            return self.served_model_name or DEMO_MODEL
+        if self.served_model_name or self.model in _BUNDLED:
+            return self.served_model_name or self.model
         return self.hub_id or self.model_path.resolve().name
 
     @property
     def model_path(self) -> Path:
         """The model's directory, unless `hub_id` is set."""
-        return DEMO_MODEL_PATH if self.model == DEMO_MODEL else Path(self.model).expanduser()
+        return _BUNDLED.get(self.model) or Path(self.model).expanduser()
 
     @property
     def hub_id(self) -> str:
