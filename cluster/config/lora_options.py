@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...proto.config import LoraConfig
 from ...proto.errors import ConfigError
-from ...proto.lora import MAX_LORA_NAME_CHARS, LoraReference
+from ...proto.lora import MAX_LORA_NAME_CHARS
 from .value_kinds import ValueKind
 
 MAX_LORAS = 1024
@@ -16,15 +15,6 @@ MAX_LORA_RANK = 512
 MAX_LORA_MODULES = 1024
 
 Modules = tuple[tuple[str, str], ...]
-
-
-def lora_config(options: Any) -> LoraConfig | None:
-    """Return the configuration of adapters from the options of an engine; None without adapters."""
-    if not options.enable_lora:
-        return None
-    modules = tuple(LoraReference(name, path) for name, path in options.lora_modules)
-    max_cpu_loras = options.max_cpu_loras or max(options.max_loras, len(modules))
-    return LoraConfig(options.max_loras, options.max_lora_rank, max_cpu_loras, modules)
 
 
 def check_lora_options(options: Any) -> None:

@@ -10,6 +10,7 @@ from ...proto.config import (
     CacheConfig,
     ChatConfig,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -17,12 +18,12 @@ from ...proto.config import (
     StructuredOutputsConfig,
 )
 from ...proto.errors import ConfigError
+from ...proto.lora import LoraReference
 from ...worker.models.registry import check_supported
 from .deployment import Deployment
 from .draft_models import describe_draft
 from .early_checks import check_early, resolve_device, resolve_dtype, resolve_max_model_len, threads_per_rank
 from .engine_options import EngineOptions
-from .lora_options import lora_config
 from .machine import Machine
 from .model_config import describe_model
 from .model_source import ModelSource, locate_model
@@ -108,7 +109,7 @@ def engine_config(
     )
     structured_outputs = StructuredOutputsConfig(**_same_named(StructuredOutputsConfig, options))
     speculative = _speculative_config(options)
-    lora = lora_config(options)
+    lora = _lora_config(options)
     return EngineConfig(model, cache, parallel, scheduler, chat, structured_outputs, speculative, lora)
 
 
@@ -162,3 +163,12 @@ def _resolve_model(options: EngineOptions, source: ModelSource, device: str) -> 
         seed=options.seed,
         quantization=options.quantization,
     )
+
+
+def _lora_config(options: EngineOptions) -> LoraConfig | None:
+    """Return the configuration of adapters; None without adapters."""
+    if not options.enable_lora:
+        return None
+    modules = tuple(LoraReference(name, path) for name, path in options.lora_modules)
+    max_cpu_loras = options.max_cpu_loras or max(options.max_loras, len(modules))
+    return LoraConfig(options.max_loras, options.max_lora_rank, max_cpu_loras, modules)

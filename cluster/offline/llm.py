@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
 
 from ...proto.config import EngineConfig
 from ...proto.engine_command import Action, EngineCommand
-from ...proto.errors import InvalidRequest
+from ...proto.errors import InvalidRequest, InvalidType
+from ...proto.lora import LoraReference
 from ...proto.pooling import PoolingParams
 from ...proto.sampling import SamplingParams
 from ..config.engine_options import EngineOptions
@@ -137,7 +138,7 @@ class LLM:
                 tenant=owner,
                 cache_salt=salt if each.cache_salt is None else each.cache_salt,
                 add_special_tokens=add_special_tokens,
-                lora=None if adapter is None else adapter.reference,
+                lora=_lora_reference(adapter),
             )
             for each, sampling, number, owner, salt, adapter in zip(
                 several, params, priorities, tenants, salts, adapters, strict=True
@@ -393,6 +394,15 @@ def _make_engine(config: EngineConfig) -> Engine:
     from .cluster_engine import ClusterEngine  # Ray and ZeroMQ, which one rank does without
 
     return ClusterEngine(config)
+
+
+def _lora_reference(adapter: LoRARequest | None) -> LoraReference | None:
+    """Raises InvalidType if the adapter is something else."""
+    if adapter is None:
+        return None
+    if not isinstance(adapter, LoRARequest):
+        raise InvalidType("lora_request", f"is of type {type(adapter).__name__}, must be LoRARequest")
+    return adapter.reference
 
 
 def _spread(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:

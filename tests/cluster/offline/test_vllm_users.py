@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from narrowing import not_none
 
-from quire import LLM, BeamSearchParams, EngineArgs, SamplingParams, TextPrompt, TokensPrompt
+from quire import LLM, BeamSearchParams, EngineArgs, LoRARequest, SamplingParams, TextPrompt, TokensPrompt
 from quire.cluster.requests.chat_messages import Message
 from quire.proto.errors import InvalidRequest
 
@@ -267,9 +267,11 @@ def test_beam_search_ends_at_the_model_s_end_of_sequence(model_dir: Path, tmp_pa
         assert cut.tokens == (kept.tokens[:-1] if kept.finish_reason == "stop" else kept.tokens)
 
 
-def test_adapters_are_refused(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="lora_request: is set, must be None"):
-        llm.generate(PROMPTS, lora_request=object())  # type: ignore[arg-type]
+def test_adapters_that_cannot_be_used_are_refused(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="lora_request: is of type dict, must be LoRARequest"):
+        llm.generate(PROMPTS, lora_request={"lora_name": "sql"})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="lora_request: names an adapter, and the engine runs without"):
+        llm.generate(PROMPTS, lora_request=LoRARequest("sql", 1, "/adapters/sql"))
 
 
 def test_progress_bar_is_shown_on_request(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
