@@ -16,6 +16,7 @@ import pytest
 from narrowing import not_none
 
 from quire import LLM, SamplingParams
+from quire.cluster.host.processes import ProcessTree
 from quire.cluster.requests.outputs import most_likely
 from quire.proto.errors import ConfigError, InvalidRequest
 from quire.proto.step import StepPlan
@@ -256,24 +257,31 @@ def test_missing_model_directory_is_refused(tmp_path: Path) -> None:
 @pytest.mark.cluster
 def test_two_ranks_generate_the_tokens_of_one_and_leave_no_process(model_dir: Path) -> None:
     """In a process of its own, since Ray has one instance per process; closed only by the interpreter's exit."""
-    import psutil
-
     program = (
         "import sys; from quire import LLM, SamplingParams\n"
         f"llm = LLM({str(model_dir)!r}, tensor_parallel_size=2, device='cpu', num_kv_blocks=32)\n"
         f"params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)\n"
         f"for result in llm.generate({PROMPTS!r}, params): print(result.outputs[0].token_ids)\n"
-        "print(len(llm.generate('It was', params)))\n"
+        "print(len(llm.generate('It was', params)), flush=True)\n"
+        "sys.stdin.read()\n"
     )
     with LLM(str(model_dir), device="cpu", num_kv_blocks=32) as alone:
         expected = [str(result.outputs[0].token_ids) for result in alone.generate(PROMPTS, GREEDY)]
-    before = set(psutil.pids())
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
-        output, _ = process.communicate(timeout=240)
+        output = [process.stdout.readline().rstrip() for _ in range(len(expected) + 1)]
+        tree = ProcessTree([process.pid])
+        assert len(tree.wait(0.0)) > 3, "Ray's processes and two ranks"
+        process.communicate(timeout=240)
+        left = tree.wait(30.0)
+        tree.kill()
+        tree.close()
     finally:
         process.kill()
     assert process.returncode == 0
-    assert output.splitlines() == [*expected, "1"]
-    left = [other for other in psutil.process_iter(["pid", "cmdline"]) if other.pid not in before]
-    assert not [other for other in left if "ray::" in " ".join(other.info["cmdline"] or [])]
+    assert output == [*expected, "1"]
+    assert left == []
