@@ -25,6 +25,9 @@ MAX_STREAMS_PER_CONNECTION = 4096
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 # Time for streams to deliver the error that ends them, after the grace period.
 END_TIMEOUT_S = 1.0
+# gRPC's server crashes if two stops reach their deadlines together: the later one uses what the earlier one
+# destroyed. So the deadline of the stop that refuses new calls is never reached.
+_UNBOUNDED_S = 1e6
 
 _SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -136,10 +139,12 @@ class Gateway:
         if self._server is not None:
             server, self._server = self._server, None
             await self._health.enter_graceful_shutdown()
-            refusing = asyncio.ensure_future(server.stop(grace_s + END_TIMEOUT_S))
+            refusing = asyncio.ensure_future(server.stop(_UNBOUNDED_S))
             await self._generation.shut_down(grace_s)
             self._admin.close()
-            await server.stop(END_TIMEOUT_S)
+            await asyncio.wait([refusing], timeout=END_TIMEOUT_S)
+            if not refusing.done():
+                await server.stop(None)
             await refusing
 
     def _bind(self, server: grpc.aio.Server) -> int | None:

@@ -161,6 +161,27 @@ def test_shutdown_waits_for_requests_and_then_ends_them_with_its_reason(serve: S
     run(scenario())
 
 
+def test_shutdown_ends_calls_that_do_not_end_by_themselves(
+    serve: ServerFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Repeated, since gRPC's server crashed at some of the moments at which such a call could end."""
+    monkeypatch.setattr("quire.cluster.gateway.server.END_TIMEOUT_S", 0.01)
+
+    async def scenario() -> None:
+        async with serve() as server:
+            for attempt in range(20):
+                gateway = Gateway(server.services)
+                async with grpc.aio.insecure_channel(await gateway.start()) as channel:
+                    stub: Any = health_pb2_grpc.HealthStub(channel)
+                    watch = stub.Watch(health_pb2.HealthCheckRequest())
+                    await watch.read()
+                    await gateway.stop(0.001 * attempt)
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        await read_to_end(watch)
+
+    run(scenario())
+
+
 def test_shutdown_lets_a_running_request_finish(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
@@ -173,6 +194,11 @@ def test_shutdown_lets_a_running_request_finish(serve: ServerFactory) -> None:
             assert num_events > 0
 
     run(scenario())
+
+
+async def read_to_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 async def aiter_without_deltas(stream: Any) -> Any:
