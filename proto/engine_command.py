@@ -18,7 +18,7 @@ class Action(StrEnum):
 
 
 class PauseMode(StrEnum):
-    """What happens to running requests before a command; the names are vLLM's.
+    """Treatment of running requests before a command; the names are vLLM's.
 
     KEEP: they wait, and continue afterwards. If their KV is dropped, it is computed again, by the weights of then.
     WAIT: they finish first; waiting requests wait.
