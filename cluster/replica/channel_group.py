@@ -21,6 +21,7 @@ from ...proto.step import StepFailure, StepPlan, StepResult, decode_reply
 from ...proto.stream import RankStatus
 from ...proto.transport.channel import ChannelAddress, StepSender
 from .rank_processes import RankHandles, RankProcesses
+from .spares_clock import SparesClock
 
 # Seconds to wait for the root cause of a failure. One rank's death fails the collectives of the others, whose reports
 # come first: Ray reports a killed process 12 to 29 ms later.
@@ -60,7 +61,7 @@ class ChannelWorkerGroup:
         self._address = factory.address
         self._join_timeout_s = factory.join_timeout_s
         self._closed = self._is_rebuilding = False
-        self._has_stepped = False  # since the group was made or rebuilt
+        self._clock = SparesClock()
         self._ranks = RankProcesses(
             factory.handles, keeps_survivors=factory.keeps_survivors, check_open=self._check_open
         )
@@ -73,9 +74,8 @@ class ChannelWorkerGroup:
 
     def gather(self, timeout_s: float) -> StepResult | None:
         result = self._life.gather(timeout_s)
-        if result is not None and not self._has_stepped:
-            self._has_stepped = True
-            self._ranks.replenish_spares()  # not before: the first request waits for this step
+        if result is not None and self._clock.note_step(time.monotonic()):
+            self._ranks.replenish_spares()
         return result
 
     def examine(self, waited_s: float, *, is_overdue: bool) -> None:
@@ -83,6 +83,8 @@ class ChannelWorkerGroup:
 
     def check(self) -> None:
         self._life.check()
+        if self._clock.note_idle(time.monotonic()):
+            self._ranks.replenish_spares()
 
     def statuses(self) -> tuple[RankStatus, ...]:
         if self._is_rebuilding:
@@ -96,7 +98,8 @@ class ChannelWorkerGroup:
         self._ranks.replace(failed)
         self._check_open()
         self._life = _Life(self._ranks, self._address, self._join_timeout_s, epoch)
-        self._is_rebuilding = self._has_stepped = False
+        self._clock = SparesClock()
+        self._is_rebuilding = False
 
     def close(self) -> None:
         self._closed = True
