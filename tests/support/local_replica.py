@@ -69,6 +69,10 @@ class Script:
         """Let the next tokens be these, with the end of sequence after them. Replaces what was not sampled yet."""
         self._token_ids = deque([*token_ids, 0])
 
+    def clear(self) -> None:
+        """Forget what was not sampled yet, such as the tokens after a stop string."""
+        self._token_ids.clear()
+
     def install(self, group: InProcessGroup) -> None:
         gather = group.gather
 

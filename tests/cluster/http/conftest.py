@@ -29,7 +29,9 @@ def http(server: ThreadedServer) -> Iterator[httpx.Client]:
 
 @pytest.fixture(autouse=True)
 def blocks_are_free_after_each_test(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No request of a test may leave a sequence or a block behind."""
+    """No request of a test may leave a sequence, a block or a part of its scripted output behind."""
     yield
     if "server" in request.fixturenames:
-        request.getfixturevalue("server").wait_until_free()
+        server = request.getfixturevalue("server")
+        server.wait_until_free()
+        server.server.script.clear()

@@ -72,6 +72,7 @@ def test_stop_sequence_and_max_tokens_are_reported(
         model="tiny", max_tokens=100, messages=MESSAGES, stop_sequences=["two"]
     )
     assert (made.content[0].text, made.stop_reason, made.stop_sequence) == ("One ", "stop_sequence", "two")
+    write_output(server, "One two three")
     greedy = {"temperature": 0, "top_k": 5, "top_p": 0.9}
     cut = client.messages.create(model="tiny", max_tokens=2, messages=MESSAGES, extra_body=greedy)
     assert cut.stop_reason == "max_tokens"
