@@ -1,4 +1,7 @@
-"""FleetSite: two gateways of a fleet with two replicas, on two Ray nodes of this machine."""
+"""FleetSite: two gateways of a fleet with two replicas, on two Ray nodes of this machine.
+
+NetworkSite: the same with the second node in a network of its own, which is cut, loses packets and is slow.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from contextlib import AsyncExitStack, ExitStack, suppress
 
 import httpx
 import psutil
-from ray_nodes import RayNodes
+from far_network import FarNetwork, open_network
+from ray_nodes import LOOPBACK, RayNodes
 
 from quire import AsyncClient, ReplicaInfo
 from quire.cluster.demo.server import ServerProcess
@@ -31,6 +35,9 @@ OPTIONS = (
     "demo", "--min-replicas", "2", "--max-replicas", "2", "--num-kv-blocks", "512", "--drain-grace-s", "0.5",
     "--audit", "--enable-chaos",
 )  # fmt: skip
+# Of the network between the nodes, and of a short time in which no node is given up.
+LOSSES, RATES_BITS_PER_S = (0.02, 0.1, 0.3), (100_000, 1_000_000)
+CUT_S, DISTURBED_S = (0.5, 12.0), (1.0, 5.0)
 # For a replica to start again: on two busy cores 40 s, after the end of a node twice that.
 SETTLED_TIMEOUT_S = 300.0
 
@@ -77,6 +84,8 @@ class FleetSite:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
+        self._near_ip = self._far_ip = LOOPBACK
+        self._far_prefix: list[str] = []
         self._nodes: RayNodes
         self._second: subprocess.Popen[bytes]
         self._gateways: list[_Gateway] = []
@@ -102,12 +111,15 @@ class FleetSite:
 
     async def start(self) -> None:
         """Start the nodes and the gateways, and wait until both replicas are ready."""
-        self._nodes = self._before.enter_context(await asyncio.to_thread(RayNodes, NODE))
-        self._second = self._nodes.add(NODE)
+        self._nodes = self._before.enter_context(await asyncio.to_thread(RayNodes, NODE, self._near_ip))
+        self._add_second()
         for _ in range(NUM_GATEWAYS):
             self._gateways.append(_Gateway())
             await self._start_gateway(self._gateways[-1])
         await self.until_settled()
+
+    def _add_second(self) -> None:
+        self._second = self._nodes.add(NODE, self._far_ip, self._far_prefix)
 
     async def _start_gateway(self, gateway: _Gateway) -> None:
         await gateway.start(self._nodes.address, self._nodes.environment)
@@ -124,6 +136,8 @@ class FleetSite:
         async with asyncio.timeout(SETTLED_TIMEOUT_S):
             for gateway in self._gateways:
                 while len(await _ready(gateway.client)) < NUM_REPLICAS:
+                    if self._second.poll() is not None:  # its raylet ends if the head gave it up
+                        self._add_second()
                     await asyncio.sleep(0.2)
         await until_answered(self.observer)
 
@@ -172,7 +186,7 @@ class FleetSite:
             if process.name() == "raylet":
                 process.kill()
         await asyncio.to_thread(self._second.wait, RECOVERY_TIMEOUT_S)
-        self._second = self._nodes.add(NODE)
+        self._add_second()
 
     async def _pause_head(self) -> None:
         """Stop the head's control service for a while."""
@@ -186,6 +200,35 @@ class FleetSite:
         with suppress(psutil.NoSuchProcess):
             return process_with(f"ray::{name}", [self._nodes.head_pid, self._second.pid])
         return []
+
+
+class NetworkSite(FleetSite):
+    """See Site. Raises NetworkNotPermitted when it starts if this user may not make networks."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        self._network: FarNetwork
+        self.faults = {"partition": self._cut, "loss": self._lose, "slow-network": self._slow_down}
+
+    async def start(self) -> None:
+        """Start the second node in a network of its own; the gateways and the controller are beside the first one."""
+        self._network = open_network(self._before)
+        self._near_ip, self._far_ip = self._network.near_ip, self._network.far_ip
+        self._far_prefix = self._network.inside
+        await super().start()
+
+    async def _cut(self) -> None:
+        """Cut the second node off; new requests are answered meanwhile."""
+        with self._network.cut():
+            await asyncio.gather(asyncio.sleep(self._rng.uniform(*CUT_S)), until_answered(self.observer))
+
+    async def _lose(self) -> None:
+        with self._network.lossy(self._rng.choice(LOSSES)):
+            await asyncio.sleep(self._rng.uniform(*DISTURBED_S))
+
+    async def _slow_down(self) -> None:
+        with self._network.slow(self._rng.choice(RATES_BITS_PER_S)):
+            await asyncio.sleep(self._rng.uniform(*DISTURBED_S))
 
 
 async def _ready(client: AsyncClient) -> list[ReplicaInfo]:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .fleet import FleetSite
+from .fleet import FleetSite, NetworkSite
 from .single_server import SingleServer
 from .site import Site, held_when_idle, until_answered
 from .work import Tally, Work, make_jobs
@@ -24,7 +24,11 @@ REQUESTS_PER_ROUND = 80
 
 _log = logging.getLogger(__name__)
 
-SITES: dict[str, Callable[[random.Random], Site]] = {"single": SingleServer, "fleet": FleetSite}
+SITES: dict[str, Callable[[random.Random], Site]] = {
+    "single": SingleServer,
+    "fleet": FleetSite,
+    "network": NetworkSite,
+}
 
 
 @dataclass(slots=True)

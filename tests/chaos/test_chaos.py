@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from far_network import NetworkNotPermitted
 
 from tests.chaos.run import run_round
 
@@ -39,3 +40,11 @@ def test_faults_of_all_kinds_cost_a_server_no_request(seed: int) -> None:
 @pytest.mark.slow
 def test_faults_of_all_kinds_cost_a_fleet_no_request() -> None:
     check_round("fleet", 4, 160, 8)
+
+
+@pytest.mark.slow
+def test_network_between_the_nodes_of_a_fleet_costs_no_request() -> None:
+    try:
+        check_round("network", 5, 80, 6)
+    except NetworkNotPermitted as error:
+        pytest.skip(str(error))

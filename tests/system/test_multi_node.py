@@ -21,6 +21,7 @@ import pytest
 import ray
 from caller import Caller
 from fakes import submit
+from far_network import FarNetwork, NetworkNotPermitted, open_network, run
 from ray_nodes import LOOPBACK, RayNodes
 
 from quire.cluster.config.engine_options import EngineOptions
@@ -63,10 +64,10 @@ class TwoNodes:
 def two_nodes(request: pytest.FixtureRequest) -> Iterator[TwoNodes]:
     """Start a head with room for a scheduler and a rank, and a node with room for a rank."""
     with ExitStack() as stack:
-        far_network = open_network(stack) if request.param == "two networks" else None
+        far_network, inside = open_host(stack) if request.param == "two networks" else (None, [])
         near_ip, far_ip = (far_network.near_ip, far_network.far_ip) if far_network else (LOOPBACK, LOOPBACK)
         nodes = stack.enter_context(RayNodes({"CPU": 2, "slot": 1}, near_ip))
-        far = nodes.add({"CPU": 1, "slot": 1}, far_ip, far_network.inside if far_network else ())
+        far = nodes.add({"CPU": 1, "slot": 1}, far_ip, inside)
         for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
             os.environ[name] = nodes.environment[name]
         with attach(nodes.address, NAMESPACE):
@@ -74,48 +75,20 @@ def two_nodes(request: pytest.FixtureRequest) -> Iterator[TwoNodes]:
         yield TwoNodes(nodes, far, far_network.link if far_network else None)
 
 
-@dataclass
-class FarNetwork:
-    """A network namespace connected to this machine's.
+def open_host(stack: ExitStack) -> tuple[FarNetwork, list[str]]:
+    """Create a network, and return it with a prefix of commands that run there, with process ids of their own.
 
-    Attributes:
-        link: this end of the connection.
-        inside: prefix of commands that run there, in a process namespace of their own.
+    Skips the test if this user may not.
     """
-
-    link: str
-    near_ip: str
-    far_ip: str
-    inside: list[str]
-
-
-def open_network(stack: ExitStack) -> FarNetwork:
-    """Create a network namespace; skip the test if this user may not."""
-    name = f"quire{secrets.token_hex(3)}"
-    subnet = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(256)}"
-    there = ["ip", "netns", "exec", name]
-    inside = [*there, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     try:
-        run("ip", "netns", "add", name)
-        stack.callback(run, "ip", "netns", "delete", name)
-        run("ip", "link", "add", name, "type", "veth", "peer", "name", "far", "netns", name)
-        run("ip", "address", "add", f"{subnet}.1/30", "dev", name)
-        run("ip", "link", "set", name, "up")
-        run(*there, "ip", "address", "add", f"{subnet}.2/30", "dev", "far")
-        for device in ("far", "lo"):
-            run(*there, "ip", "link", "set", device, "up")
+        network = open_network(stack)
+        inside = [*network.inside, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
         run(*inside, "true")
-    except FileNotFoundError as error:
-        pytest.skip(f"a network namespace takes iproute2: {error}")
+    except NetworkNotPermitted as error:
+        pytest.skip(str(error))
     except subprocess.CalledProcessError as error:
-        pytest.skip(
-            f"this user may not make a network namespace: {' '.join(error.cmd)}: {error.stderr.strip()}"
-        )
-    return FarNetwork(name, f"{subnet}.1", f"{subnet}.2", inside)
-
-
-def run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+        pytest.skip(f"this user may not make a process namespace: {error.stderr.strip()}")
+    return network, inside
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

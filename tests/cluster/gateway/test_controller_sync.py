@@ -304,6 +304,7 @@ def test_only_operators_see_and_change_the_fleet(serve: Callable[..., Any]) -> N
                 user.delete("tiny"),
                 user.drain("replica"),
                 user.fleet(),
+                user.status(),
             ):
                 with pytest.raises(PermissionDenied, match="needs a token with the role operator"):
                     await call
