@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from recording_injector import RecordingInjector
 from serving import ServerFactory, run
 
 from quire import AsyncClient
@@ -13,17 +14,6 @@ from quire.cluster.gateway.fault_injection import inject_fault
 from quire.proto import admin_pb2
 from quire.proto.errors import ConfigError, InvalidRequest
 from quire.proto.faults import Fault, FaultKind
-
-
-class Injector:
-    """Records the faults."""
-
-    def __init__(self) -> None:
-        self.injected: list[tuple[str, int | None, Fault]] = []
-
-    async def inject(self, replica_id: str, rank: int | None, fault: Fault) -> int:
-        self.injected.append((replica_id, rank, fault))
-        return 4711
 
 
 def test_faults_are_refused_by_default(serve: ServerFactory) -> None:
@@ -39,7 +29,7 @@ def test_faults_are_refused_by_default(serve: ServerFactory) -> None:
 def test_faults_reach_the_process_that_is_named(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server:
-            injector = Injector()
+            injector = RecordingInjector()
             services = replace(server.services, faults=injector)
 
             async def inject(**fields: Any) -> admin_pb2.InjectFaultResponse:
