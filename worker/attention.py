@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..kernels.attention_variant import PLAIN, AttentionVariant
-from ..kernels.decode_splits import DecodeSplits
+from ..kernels.decode_splits import INVARIANT_ITEM_LEN, DecodeSplits, split_decodes
 from ..kernels.flash_attention import ChunkAttention
 from ..kernels.latent_attention import ChunkBounds
 from ..kernels.paged_attention import paged_decode_attention, paged_prefill_attention
+from ..proto.config import ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,24 @@ class AttentionInputs:
     seq_lens: Tensor
     splits: DecodeSplits | None = None
     chunks: ChunkBounds | None = None
+
+
+def fixed_item_len(parallel: ParallelConfig) -> int | None:
+    """Return the tokens per item of split decodes if attention is batch-invariant, otherwise None."""
+    return INVARIANT_ITEM_LEN if parallel.batch_invariant else None
+
+
+def with_splits(inputs: AttentionInputs, block_size: int, item_len: int | None) -> AttentionInputs:
+    """Split the decodes of a step for a GPU; on a CPU return the inputs as they are.
+
+    Args:
+        item_len: as for split_decodes.
+    """
+    num_decodes = inputs.num_decodes
+    if num_decodes == 0 or not inputs.seq_lens.is_cuda:
+        return inputs
+    max_seq_len = inputs.block_tables.shape[1] * block_size
+    return replace(inputs, splits=split_decodes(inputs.seq_lens[:num_decodes], max_seq_len, item_len))
 
 
 def paged_attention(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..kernels.decode_splits import split_decodes
 from ..kernels.latent_attention import ChunkBounds
 from ..kernels.lora import LoraGroups, group_tokens
 from ..proto.block_tables import IntArray
@@ -64,25 +63,72 @@ class Batch:
     pooled: PooledTokens | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Order of a step's sequences and tokens, on the host.
+
+    Attributes:
+        num_decodes: sequences with one token, which come first.
+        rows, query_lens, seq_lens: [S] int32.
+        ends: [S] int64, the sequences' last tokens among the T, plus one.
+        token_rows, positions: [T].
+        sampled: [N] int64, sequences whose last known token is in the step, by row.
+    """
+
+    num_decodes: int
+    rows: IntArray
+    query_lens: IntArray
+    seq_lens: IntArray
+    ends: LongArray
+    token_rows: IntArray
+    positions: LongArray
+    sampled: LongArray
+
+    @property
+    def samples_all(self) -> bool:
+        """Whether every token of the step is sampled from, in order."""
+        return self.sampled.size == self.rows.size == self.num_decodes
+
+
 def gather_batch(
-    rows: DeviceRows,
-    plan: StepPlan,
-    block_size: int,
-    fixed_item_len: int | None = None,
-    find_graph: Callable[[int, int, int], object] | None = None,
-    num_drafted: IntArray | None = None,
+    rows: DeviceRows, plan: StepPlan, block_size: int, num_drafted: IntArray | None = None
 ) -> Batch | None:
     """Gather the inputs of a step. Returns None if no row computes.
 
     Args:
         num_drafted: [R], drafted tokens that each row computes after its newest one; None for none.
-        fixed_item_len: as for split_decodes.
-        find_graph: numbers of decodes, chunks and chunk tokens |-> the graph that replays the step and splits its
-            decodes itself; None if there is none.
 
     Raises:
         ValueError: the plan computes tokens or uses blocks that a row does not have; names the row.
     """
+    layout = _lay_out(rows, plan, num_drafted)
+    if layout is None:
+        return None
+    _check(rows, layout, block_size, num_drafted)
+    sampled, chunks = layout.sampled, slice(layout.num_decodes, None)
+    starts = (layout.seq_lens - layout.query_lens)[chunks]
+    sources = (layout.ends - layout.query_lens)[chunks]
+    token_ids, positions, sampled_index, attention = _gather_inputs(rows, plan, layout, block_size)
+    return Batch(
+        rows=layout.rows,
+        lens=layout.seq_lens,
+        token_ids=token_ids,
+        positions=positions,
+        attention=attention,
+        sampled_rows=layout.rows[sampled],
+        sampled_positions=layout.seq_lens[sampled],
+        has_drafts=num_drafted is not None,
+        sampled_index=sampled_index,
+        scored=_scored_tokens(rows, plan, starts, sources),
+        lora=_lora_groups(rows.lora_slots[layout.token_rows], positions.device),
+        token_rows=layout.token_rows,
+        token_positions=layout.positions,
+        pooled=_pooled_tokens(rows, plan, starts, sources),
+    )
+
+
+def _lay_out(rows: DeviceRows, plan: StepPlan, num_drafted: IntArray | None) -> _Layout | None:
+    """Return the order of the step's tokens. Returns None if no row computes."""
     decode_rows = _decoding_rows(rows, plan)
     offsets = np.zeros_like(decode_rows)
     if num_drafted is not None:
@@ -93,66 +139,52 @@ def gather_batch(
     query_lens = np.concatenate((np.ones_like(decode_rows), plan.chunk_lens))
     seq_lens = rows.num_computed[row_ids] + query_lens
     seq_lens[: decode_rows.size] += offsets
-    _check(rows, row_ids, query_lens, seq_lens, block_size, num_drafted)
-
-    ends = np.cumsum(query_lens)
-    positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, query_lens)
-    token_rows = np.repeat(row_ids, query_lens)
+    ends = np.cumsum(query_lens, dtype=np.int64)
     sampled = np.flatnonzero((seq_lens >= rows.lens[row_ids]) & ~rows.pools[row_ids])
-    sampled = sampled[np.argsort(row_ids[sampled], kind="stable")]
-    are_all_sampled = plan.chunk_rows.size == 0 and sampled.size == decode_rows.size
-    arrays = [
-        token_rows.astype(np.int64),
-        positions,
-        compute_slots(rows, token_rows, positions, block_size),
-        row_ids,
+    return _Layout(
+        num_decodes=decode_rows.size,
+        rows=row_ids,
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        ends=ends,
+        token_rows=np.repeat(row_ids, query_lens),
+        positions=np.arange(ends[-1]) + np.repeat(seq_lens - ends, query_lens),
+        sampled=sampled[np.argsort(row_ids[sampled], kind="stable")],
+    )
+
+
+def _gather_inputs(
+    rows: DeviceRows, plan: StepPlan, layout: _Layout, block_size: int
+) -> tuple[Tensor, Tensor, Tensor | None, AttentionInputs]:
+    """Return the token ids, the positions, the sampled tokens and the inputs of attention, on the device."""
+    num_decodes, seq_lens = layout.num_decodes, layout.seq_lens
+    arrays: list[npt.NDArray[Any]] = [
+        layout.token_rows.astype(np.int64),
+        layout.positions,
+        compute_slots(rows, layout.token_rows, layout.positions, block_size),
+        layout.rows,
         np.concatenate(([0], np.cumsum(plan.chunk_lens))).astype(np.int32),
         seq_lens,
-        *([] if are_all_sampled else [ends[sampled] - 1]),
+        *([] if layout.samples_all else [layout.ends[layout.sampled] - 1]),
     ]
-    tables, num_decodes = rows.device_tables.ids, decode_rows.size
-    device_rows, device_positions, slots, row_index, chunk_starts, device_lens, *sampled_index = (
-        to_device_together(arrays, tables.device)
+    tables = rows.device_tables.ids
+    token_rows, positions, slots, row_index, chunk_starts, device_lens, *sampled_index = to_device_together(
+        arrays, tables.device
     )
     width = -(-int(seq_lens.max()) // block_size)
-    splits = None
-    chunks = (seq_lens - query_lens)[num_decodes:], (ends - query_lens)[num_decodes:]
-    scored, pooled = _scored_tokens(rows, plan, *chunks), _pooled_tokens(rows, plan, *chunks)
-    num_chunks = plan.chunk_rows.size
-    lora = _lora_groups(rows.lora_slots[token_rows], tables.device)
-    is_replayed = (
-        find_graph is not None
-        and scored is None
-        and lora is None
-        and pooled is None
-        and (num_chunks > 0 or are_all_sampled)
-        and find_graph(num_decodes, num_chunks, int(ends[-1]) - num_decodes) is not None
+    attention = AttentionInputs(
+        num_decodes=num_decodes,
+        slot_mapping=slots,
+        block_tables=tables[:, :width].index_select(0, row_index),
+        query_start=chunk_starts,
+        seq_lens=device_lens,
+        chunks=ChunkBounds(plan.chunk_lens.tolist(), seq_lens[num_decodes:].tolist()),
     )
-    if num_decodes and tables.is_cuda and not is_replayed:
-        splits = split_decodes(device_lens[:num_decodes], width * block_size, fixed_item_len)
-    return Batch(
-        rows=row_ids,
-        lens=seq_lens,
-        token_ids=rows.token_ids[device_rows, device_positions],
-        positions=device_positions,
-        attention=AttentionInputs(
-            num_decodes=num_decodes,
-            slot_mapping=slots,
-            block_tables=tables[:, :width].index_select(0, row_index),
-            query_start=chunk_starts,
-            seq_lens=device_lens,
-            splits=splits,
-            chunks=ChunkBounds(plan.chunk_lens.tolist(), seq_lens[num_decodes:].tolist()),
-        ),
-        sampled_rows=row_ids[sampled],
-        sampled_positions=seq_lens[sampled],
-        has_drafts=num_drafted is not None,
-        sampled_index=sampled_index[0] if sampled_index else None,
-        scored=scored,
-        lora=lora,
-        token_rows=token_rows,
-        token_positions=positions,
-        pooled=pooled,
+    return (
+        rows.token_ids[token_rows, positions],
+        positions,
+        sampled_index[0] if sampled_index else None,
+        attention,
     )
 
 
@@ -210,16 +242,10 @@ def _decoding_rows(rows: DeviceRows, plan: StepPlan) -> IntArray:
     return np.flatnonzero(computes).astype(np.int32)
 
 
-def _check(
-    rows: DeviceRows,
-    row_ids: IntArray,
-    query_lens: IntArray,
-    seq_lens: IntArray,
-    block_size: int,
-    num_drafted: IntArray | None,
-) -> None:
+def _check(rows: DeviceRows, layout: _Layout, block_size: int, num_drafted: IntArray | None) -> None:
     """Check ranges; otherwise a step could silently read and write blocks of other sequences."""
-    _raise_if_any(row_ids, query_lens < 1, "an empty chunk")
+    row_ids, seq_lens = layout.rows, layout.seq_lens
+    _raise_if_any(row_ids, layout.query_lens < 1, "an empty chunk")
     lens = rows.lens[row_ids] if num_drafted is None else rows.lens[row_ids] + num_drafted[row_ids]
     _raise_if_any(row_ids, seq_lens > np.minimum(lens, rows.max_len), "more tokens than it has")
     _raise_if_any(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.decode_splits import split_decodes
+from ..proto.config import EngineConfig
 from ..proto.errors import first_line
 from .attention import AttentionInputs
 from .batch import Batch
@@ -43,6 +44,21 @@ class GraphLimits:
     max_num_batched_tokens: int
     max_blocks_per_seq: int
     max_seq_len: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> GraphLimits:
+        """Return the limits of an engine."""
+        scheduler, max_blocks = config.scheduler, config.max_blocks_per_seq
+        max_seq_len = max_blocks * config.cache.block_size
+        return cls(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_blocks, max_seq_len)
+
+    @property
+    def shapes(self) -> list[GraphShape]:
+        """Shapes of all graphs."""
+        return [
+            *decode_shapes(self.max_num_seqs),
+            *mixed_shapes(self.max_num_seqs, self.max_num_batched_tokens),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +111,8 @@ class StepGraphs:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        shapes = [*self._decode_shapes, *self._mixed_shapes]
-        num_rows = self._max_rows = max(shape.num_rows for shape in shapes)
-        num_tokens = max(shape.num_tokens for shape in shapes)
+        num_rows = self._max_rows = max(shape.num_rows for shape in limits.shapes)
+        num_tokens = max(shape.num_tokens for shape in limits.shapes)
         self._token_ids = zeros(num_tokens)
         self._positions = zeros(num_tokens, dtype=torch.int64)
         self._slot_mapping = zeros(num_tokens, dtype=torch.int64).fill_(NO_SLOT)
@@ -110,12 +125,6 @@ class StepGraphs:
     def shapes(self) -> list[GraphShape]:
         """Shapes of the recorded graphs, the smallest first; those of decodes come first."""
         return [shape for shape in (*self._decode_shapes, *self._mixed_shapes) if shape in self._recordings]
-
-    def find(self, num_decodes: int, num_chunks: int, num_chunk_tokens: int) -> GraphShape | None:
-        """Return the shape of the graph for a step. Returns None if there is none."""
-        shapes = self._mixed_shapes if num_chunks else self._decode_shapes
-        shape = find_shape(shapes, num_decodes, num_chunks, num_chunk_tokens)
-        return shape if shape in self._recordings else None
 
     def replay(self, batch: Batch) -> Tensor | None:
         """Return the logits [N, V] of the step's sampled rows, by row; none if no row samples.
@@ -141,7 +150,9 @@ class StepGraphs:
             or (num_chunks == 0 and num_sampled < num_decodes)
         ):
             return None
-        return self.find(num_decodes, num_chunks, len(batch.token_ids) - num_decodes)
+        shapes = self._mixed_shapes if num_chunks else self._decode_shapes
+        shape = find_shape(shapes, num_decodes, num_chunks, len(batch.token_ids) - num_decodes)
+        return shape if shape in self._recordings else None
 
     def record_all(self) -> None:
         """Record all graphs, those of most rows first, whose memory the others share; called on all ranks.

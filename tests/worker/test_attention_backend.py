@@ -36,7 +36,7 @@ def test_prompts_are_computed_by_the_chosen_library(
         return tokens
 
     expected = generate()
-    monkeypatch.setattr(runner, "_load_attention", lambda backend: attend)
+    monkeypatch.setattr(runner, "load_chunk_attention", lambda backend: attend)
     assert generate() == expected
     # Two chunks in each layer, and no decodes.
     assert sorted(set(num_tokens)) == [2, 3]

@@ -58,6 +58,7 @@ def test_steps_need_no_larger_workspace_than_profile_run(
     parallel = replace(config.parallel, batch_invariant=invariant)
     scheduler = replace(config.scheduler, max_num_batched_tokens=16)
     runner._config = replace(config, parallel=parallel, scheduler=scheduler)
+    runner._executor = runner._make_executor(runner._kv_cache)
     runner._profile_run(runner._make_scratch_cache())
     (profiled,) = workspace.workspaces(runner._device)
     engine.generate([planned([5 + index] * (1 + 12 * index), 3, GREEDY) for index in range(3)], chunk_len=8)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import quire.worker.runner as runner_module
+import quire.worker.rank_models as rank_models
 from quire.proto.block_tables import BlockTables
 from quire.proto.errors import ConfigError, RankFailed
 from quire.proto.step import NewSequence, RowSampling, StepPlan
@@ -213,7 +213,7 @@ def test_model_beyond_memory_raises_config_error(
     def allocate_too_much(*_: object) -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
 
-    monkeypatch.setattr(runner_module, "load_model", allocate_too_much)
+    monkeypatch.setattr(rank_models, "load_model", allocate_too_much)
     with pytest.raises(ConfigError, match="does not fit into the memory of rank 0"):
         ModelRunner(engine_config(make_model("llama")), SingleRank())
 

@@ -1,0 +1,123 @@
+"""StepExecutor: launches the forward pass and the sampling of one gathered step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..proto.config import EngineConfig
+from ..proto.step import StepResult
+from .attention import fixed_item_len, with_splits
+from .batch import Batch
+from .device_rows import DeviceRows
+from .graphs import StepGraphs
+from .launched_step import LaunchedStep
+from .lora.adapters import RankAdapters
+from .memory.cache_engine import CacheEngine
+from .memory.device_to_host import HostCopy
+from .memory.host_to_device import to_device
+from .models.loader import Model
+from .pooling.pooler import Pooler
+from .sampling.prompt_logprobs import compute_prompt_logprobs
+from .sampling.sampler import Sampler
+from .speculation.feature_tap import FeatureTap
+from .speculation.speculator import Speculator
+from .speculation.verification import verify
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepExecutor:
+    """Everything that computes a step, from its batch to its tokens.
+
+    Attributes:
+        rank: tensor-parallel rank; rank 0 alone copies tokens to the host.
+        graphs: recorded steps; None if all steps are launched kernel by kernel.
+        pooler: of models that embed or classify; None for others.
+        adapters: None without LoRA.
+        speculator, tap: None without speculative decoding; tap, without a draft head.
+        timed_stage: name of a stage, durations of the step |-> context of the stage.
+    """
+
+    config: EngineConfig
+    rank: int
+    device: torch.device
+    model: Model
+    pooler: Pooler | None
+    cache: CacheEngine
+    graphs: StepGraphs | None
+    rows: DeviceRows
+    sampler: Sampler
+    adapters: RankAdapters | None
+    speculator: Speculator | None
+    tap: FeatureTap | None
+    timed_stage: Callable[[str, dict[str, float]], AbstractContextManager[None]]
+
+    def launch(self, batch: Batch, result: StepResult) -> LaunchedStep:
+        """Launch a step. Its duration by stage is added to `result`."""
+        with self.timed_stage("forward", result.stage_times):
+            self.cache.wait_for_swaps()
+            if self.adapters is not None:
+                self.adapters.begin_step(batch.lora)
+            replayed = None if self.graphs is None else self.graphs.find_for(batch)
+            logits = None if self.graphs is None else self.graphs.replay(batch)
+            step = LaunchedStep(result)
+            if logits is None:
+                logits, step = self._forward(batch, result)
+            self.rows.mark_computed(batch.rows, batch.lens)
+        if logits is not None and batch.sampled_rows.size:
+            with self.timed_stage("sample", result.stage_times):
+                step = self._sample(batch, logits, step)
+        if self.tap is not None and self.speculator is not None:
+            with self.timed_stage("draft", result.stage_times):
+                self.speculator.record(
+                    batch, self.tap.take(batch, None if replayed is None else replayed.num_decodes)
+                )
+        return step
+
+    def _forward(self, batch: Batch, result: StepResult) -> tuple[Tensor | None, LaunchedStep]:
+        """Return the logits of the sampled rows, None if no row samples, and rank 0's results of the prompts."""
+        run = self.model.forward if self.tap is None else self.tap.forward
+        # A graph splits its decodes itself.
+        attention = with_splits(
+            batch.attention, self.config.cache.block_size, fixed_item_len(self.config.parallel)
+        )
+        hidden = run(batch.token_ids, batch.positions, self.cache.layers, attention)
+        is_first = self.rank == 0
+        vectors = None
+        if batch.pooled is not None and is_first:  # every rank has all hidden states
+            assert self.pooler is not None, "the model has no pooling"
+            vectors = self.pooler.pool(batch.pooled, hidden)
+        if batch.scored is not None:
+            scores = compute_prompt_logprobs(
+                batch.scored, hidden, self.rows.token_ids, self.model.logits, self.sampler
+            )
+            result = replace(result, prompt_logprobs=scores) if is_first else result
+        step = LaunchedStep(result, vectors=vectors)
+        if batch.sampled_rows.size == 0:
+            return None, step
+        if batch.sampled_index is not None:
+            hidden = hidden.index_select(0, batch.sampled_index)
+        return self.model.logits(hidden), step
+
+    def _sample(self, batch: Batch, logits: Tensor, step: LaunchedStep) -> LaunchedStep:
+        rows, positions = batch.sampled_rows, batch.sampled_positions
+        token_ids, logprobs = self.sampler.sample(
+            logits, self.rows.sampling, rows, positions, self.rows.logits_processors
+        )
+        if batch.has_drafts:
+            verdict = verify(rows, self.rows.equals_known(rows, positions, token_ids))
+            rows, positions = rows[verdict.kept], positions[verdict.kept]
+            token_ids = token_ids[to_device(verdict.kept, self.device, torch.int64)]
+            logprobs = None if logprobs is None else logprobs.select(verdict.kept)
+            result = step.launched
+            result = replace(result, token_counts=verdict.token_counts, num_drafted=verdict.num_drafted)
+            step = replace(step, launched=result)
+        self.rows.append(rows, positions, token_ids)
+        if self.rank != 0:
+            return step
+        columns = [] if logprobs is None else logprobs.columns()
+        return replace(step, copied=HostCopy([token_ids, *columns]), logprobs=logprobs)
