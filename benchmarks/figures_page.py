@@ -121,6 +121,20 @@ def everything(figures: Figures) -> list[str]:
     return [*_header(["figure", "value", "unit", "note"]), *rows]
 
 
+def faults(figures: Figures) -> list[str]:
+    """The outcome of requests under faults, and the recovery times of each kind of fault as a row."""
+    totals = ("faults", "requests", "lost", "changed", "leaked")
+    stated = ", ".join(f"{_number(figures[f'chaos.{name}']['value'])} {name}" for name in totals)
+    lines = [f"In all: {stated}.", "", *_header(["fault", "times", "until answered, median (s)", "99 % (s)"])]
+    for name, figure in figures.items():
+        if name.startswith("chaos.recovery_s.") and name.endswith(".p50"):
+            kind = name.removeprefix("chaos.recovery_s.").removesuffix(".p50")
+            longest = figures[f"chaos.recovery_s.{kind}.p99"]["value"]
+            count = figure["note"].removesuffix(" faults")
+            lines.append(_row([kind, count, _number(figure["value"]), _number(longest)]))
+    return lines
+
+
 SECTIONS = (
     Section(
         "Offline throughput beside other engines",
@@ -251,6 +265,42 @@ SECTIONS = (
         chosen(
             overload__simulated__deadline__at_10x="with deadlines, in simulated time",
         ),
+    ),
+    Section(
+        "Overload of a server",
+        "overload_server",
+        "Goodput of `quire serve demo` at ten times the requests that it can serve, as a share of its peak before and "
+        "after; the load was made on the same two cores, beside other work.",
+        chosen(
+            overload__grpc__deadline__at_10x="over gRPC, with deadlines",
+            overload__grpc__none__at_10x="over gRPC, without",
+            overload__http__deadline__at_10x="over HTTP, with deadlines",
+            overload__http__none__at_10x="over HTTP, without",
+            overload__grpc__light_tenant="calls of a light tenant beside the overload, complete in time, gRPC",
+            overload__http__light_tenant="the same, HTTP",
+        ),
+    ),
+    Section(
+        "Faults under work",
+        "chaos",
+        "Requests of all kinds over gRPC and HTTP while processes are killed and stopped, steps fail, the network is cut "
+        "and the disk is full; each answer is compared with the undisturbed one. The times count from the beginning of "
+        "a fault until a new request is answered, and include the fault itself where it lasts (up to 5 s) and the start of a killed gateway's successor; the machine "
+        "was at a load of 20.",
+        faults,
+    ),
+    Section(
+        "Faults of the network between nodes",
+        "chaos_network",
+        "The same for a fleet whose second node is cut off for up to 12 s, loses packets, and is slow.",
+        faults,
+    ),
+    Section(
+        "Soak",
+        "soak",
+        "Steady mixed work with a random fault per minute; the gateway's and the schedulers' resources after the first "
+        "quarter and at the end.",
+        everything,
     ),
     Section(
         "Status while a process hangs",

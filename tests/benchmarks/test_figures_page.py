@@ -65,3 +65,12 @@ def test_page_shows_results_of_gpus(tmp_path: Path) -> None:
     assert "## NVIDIA H200\n" in shown
     assert "| 8B: step of 1 row, 1k tokens | 4.1 | ms | 4.2 on an H200 |" in shown
     assert "- engine, fp8: RuntimeError: no" in shown
+
+
+def test_faults_are_shown_with_their_outcome_and_a_row_per_kind() -> None:
+    values: dict[str, float] = {"faults": 3, "requests": 90, "lost": 0, "changed": 0, "leaked": 0}
+    values |= {"recovery_s.kill.p50": 1.5, "recovery_s.kill.p99": 2.25}
+    figures = {f"chaos.{name}": {"value": value, "note": "3 faults"} for name, value in values.items()}
+    total, _, _, _, row = figures_page.faults(figures)
+    assert total == "In all: 3 faults, 90 requests, 0 lost, 0 changed, 0 leaked."
+    assert row == "| kill | 3 | 1.5 | 2.25 |"
