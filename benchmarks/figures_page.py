@@ -269,8 +269,8 @@ SECTIONS = (
     Section(
         "Overload of a server",
         "overload_server",
-        "Goodput of `quire serve demo` at ten times the requests that it can serve, as a share of its peak before and "
-        "after; the load was made on the same two cores, beside other work.",
+        "Goodput of `quire serve demo` at ten times the requests that it can serve, as a share of its peak before "
+        "and after; the load was made on the same two cores, beside other work.",
         chosen(
             overload__grpc__deadline__at_10x="over gRPC, with deadlines",
             overload__grpc__none__at_10x="over gRPC, without",
@@ -283,10 +283,10 @@ SECTIONS = (
     Section(
         "Faults under work",
         "chaos",
-        "Requests of all kinds over gRPC and HTTP while processes are killed and stopped, steps fail, the network is cut "
-        "and the disk is full; each answer is compared with the undisturbed one. The times count from the beginning of "
-        "a fault until a new request is answered, and include the fault itself where it lasts (up to 5 s) and the start of a killed gateway's successor; the machine "
-        "was at a load of 20.",
+        "Requests of all kinds over gRPC and HTTP while processes are killed and stopped, steps fail, the network is "
+        "cut and the disk is full; each answer is compared with the undisturbed one. The times count from the "
+        "beginning of a fault until a new request is answered. They include the fault itself where it lasts (up to "
+        "5 s) and the start of a killed gateway's successor.",
         faults,
     ),
     Section(
@@ -298,8 +298,8 @@ SECTIONS = (
     Section(
         "Soak",
         "soak",
-        "Steady mixed work with a random fault per minute; the gateway's and the schedulers' resources after the first "
-        "quarter and at the end.",
+        "Steady mixed work with a random fault per minute; resources of the gateway and the schedulers after the "
+        "first quarter and at the end.",
         everything,
     ),
     Section(
