@@ -7,7 +7,7 @@ them on a CPU. The ops and their order are the same, and so are the results, bit
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,10 +87,11 @@ class DecodeLayers:
         assert all(layer.missing_op() is None for layer in layers)
         native.check_layout()
         self._layers, self._last_norm = layers, last_norm  # keep the memory alive
-        self._native = (native.Layer * len(layers))(*map(_native_layer, layers))
+        self._native = (native.Layer * len(layers))(*map(native_layer, layers))
         self._caches: Sequence[tuple[Tensor, Tensor | None]] = ()
         self._dtype = layers[0].before_attention.dtype
         self._scratch_len = max(map(_scratch_len, self._native))
+        self._aux_columns: dict[frozenset[int], ctypes.Array[ctypes.c_int64]] = {}
 
     @property
     def num_sublayers(self) -> int:
@@ -100,17 +101,7 @@ class DecodeLayers:
     def bind(self, caches: Sequence[tuple[Tensor, Tensor | None]]) -> None:
         """Set each layer's KV cache and scales for the following steps, as for kernels.paged_attention."""
         self._caches = caches
-        for layer, (blocks, scales) in zip(self._native, caches, strict=True):
-            assert blocks.is_contiguous()
-            assert blocks.shape[2] == layer.num_kv_heads
-            assert blocks.shape[4] == layer.head_dim
-            layer.cache, layer.cache_scales = blocks.data_ptr(), cpu.address_of(scales)
-            layer.cache_dtype, layer.block_size = dtype_codes()[blocks.dtype], blocks.shape[3]
-            if scales is None:
-                assert blocks.dtype == self._dtype
-            else:
-                assert scales.is_contiguous()
-                layer.cache_limit, layer.cache_min_magnitude = LIMITS[blocks.dtype], MIN_MAGNITUDE
+        bind_caches(self._native, caches, self._dtype)
 
     def run(
         self,
@@ -121,6 +112,8 @@ class DecodeLayers:
         slot_mapping: Tensor,
         block_tables: Tensor,
         seq_lens: Tensor,
+        aux: Tensor | None = None,
+        aux_layers: frozenset[int] = frozenset(),
     ) -> None:
         """Compute consecutive sublayers: 2 i is the attention of layer i, 2 i + 1 its feed-forward network.
 
@@ -134,6 +127,8 @@ class DecodeLayers:
             slot_mapping: [T] int64.
             block_tables: [T, M] int32.
             seq_lens: [T] int32, this step's token included.
+            aux: [T, A E], gets the inputs of the A layers `aux_layers` side by side; the number of layers stands for
+                the output of the last one.
         """
         num_tokens = x.shape[0]
         assert self._caches
@@ -145,23 +140,56 @@ class DecodeLayers:
         native_rotations = (native.Rotation * len(rotations))(
             *[_native_rotation(*each) for each in rotations]
         )
+        columns = None if aux is None else ctypes.addressof(self._columns_of(aux_layers))
+        aux_stride = 0 if aux is None else aux.stride(0)
         scratch = torch.empty(num_tokens * self._scratch_len, dtype=self._dtype)
         library().quire_decode_layers(
             ctypes.addressof(self._native), len(self._layers), self._last_norm.data_ptr(), sublayers.start,
             sublayers.stop, dtype_codes()[self._dtype], num_tokens, ctypes.addressof(native_rotations),
             slot_mapping.data_ptr(), block_tables.data_ptr(), block_tables.stride(0), seq_lens.data_ptr(),
-            x.data_ptr(), residual.data_ptr(), scratch.data_ptr(), torch.get_num_threads(),
+            x.data_ptr(), residual.data_ptr(), cpu.address_of(aux), columns, aux_stride, scratch.data_ptr(),
+            torch.get_num_threads(),
         )  # fmt: skip
 
+    def _columns_of(self, aux_layers: frozenset[int]) -> ctypes.Array[ctypes.c_int64]:
+        """Return the column of each layer's input in `aux`; -1 for layers that have none."""
+        columns = self._aux_columns.get(aux_layers)
+        if columns is None:
+            places = {layer: place for place, layer in enumerate(sorted(aux_layers))}
+            length = len(self._last_norm)
+            columns = (ctypes.c_int64 * (len(self._layers) + 1))(
+                *(places[layer] * length if layer in places else -1 for layer in range(len(self._layers) + 1))
+            )
+            self._aux_columns[aux_layers] = columns
+        return columns
 
-def _native_layer(layer: DenseLayer) -> native.Layer:
-    qkv, output = _native_linear(layer.qkv.panels, layer.qkv_bias), _native_linear(layer.output.panels)
+
+def bind_caches(
+    layers: Iterable[native.Layer], caches: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.dtype
+) -> None:
+    """Write the KV cache and the scales of each layer to its struct."""
+    for layer, (blocks, scales) in zip(layers, caches, strict=True):
+        assert blocks.is_contiguous()
+        assert blocks.shape[2] == layer.num_kv_heads
+        assert blocks.shape[4] == layer.head_dim
+        layer.cache, layer.cache_scales = blocks.data_ptr(), cpu.address_of(scales)
+        layer.cache_dtype, layer.block_size = dtype_codes()[blocks.dtype], blocks.shape[3]
+        if scales is None:
+            assert blocks.dtype == dtype
+        else:
+            assert scales.is_contiguous()
+            layer.cache_limit, layer.cache_min_magnitude = LIMITS[blocks.dtype], MIN_MAGNITUDE
+
+
+def native_layer(layer: DenseLayer) -> native.Layer:
+    """Return the struct of a layer, without its KV cache."""
+    qkv, output = native_linear(layer.qkv.panels, layer.qkv_bias), native_linear(layer.output.panels)
     num_heads = output.in_features // layer.head_dim
     return native.Layer(
         qkv=qkv,
         output=output,
-        gate_up=_native_linear(layer.gate_up.panels, layer.gate_up_bias),
-        down=_native_linear(layer.down.panels),
+        gate_up=native_linear(layer.gate_up.panels, layer.gate_up_bias),
+        down=native_linear(layer.down.panels),
         before_attention=layer.before_attention.data_ptr(),
         before_mlp=layer.before_mlp.data_ptr(),
         after_attention=cpu.address_of(layer.after_attention),
@@ -181,7 +209,8 @@ def _native_layer(layer: DenseLayer) -> native.Layer:
     )
 
 
-def _native_linear(panels: Panels | None, bias: Tensor | None = None) -> native.Linear:
+def native_linear(panels: Panels | None, bias: Tensor | None = None) -> native.Linear:
+    """Return the struct of a weight; the owner of the weight keeps its memory alive."""
     assert panels is not None
     return native.Linear(
         panels=panels.address,

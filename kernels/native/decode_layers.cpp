@@ -2,69 +2,12 @@
 //
 // One token through a small model takes 80 ops of 2 to 150 us each, and a call from Python adds 15 us to each. The ops
 // here are the ones that Python would call, so the results are the same bit for bit.
-#include <algorithm>
+#include "decode_layers.h"
 
-#include "constants.h"
-#include "ops.h"
+#include <algorithm>
+#include <cstring>
 
 namespace {
-
-// The arguments of quire_linear that describe a weight.
-struct Linear {
-  const void* panels;
-  const float* scales;
-  const void* bias;
-  int64_t dtype, in_features, out_features, stride;
-};
-
-// Python fills this struct: kernels/native/decode_layers.py declares the same fields in the same order.
-struct Layer {
-  Linear qkv, output, gate_up, down;
-  const void *before_attention, *before_mlp;  // weights of RMSNorm, [E]
-  const void *after_attention, *after_mlp;    // [E], or null
-  const void *q_norm, *k_norm;                // [D], or null
-  void* cache;                                // [N, 2, Hkv, B, D]
-  float* cache_scales;                        // [N, 2, Hkv, B], or null
-  int64_t cache_dtype;
-  int64_t num_heads, num_kv_heads, head_dim, block_size, window;
-  int64_t rope;                               // index into the step's rotations; negative: none
-  int64_t gate;
-  float scale, soft_cap, eps, residual_scale;
-  float cache_limit, cache_min_magnitude;
-};
-
-// Cosines and sines of a step's tokens, each [T, R] with `stride` elements between tokens.
-struct Rotation {
-  const void *cos, *sin;
-  int64_t rotated_dim, stride;
-};
-
-struct Step {
-  int dtype;
-  int64_t num_tokens;
-  const Rotation* rotations;
-  const int64_t* slots;   // [T]
-  const int32_t* tables;  // [T, M]
-  int64_t table_stride;
-  const int32_t* lens;  // [T]
-  int threads;
-};
-
-// Bump allocator for the intermediate results of one sublayer.
-struct Scratch {
-  char* next;
-
-  char* allocate(int64_t count, const Step& step) {
-    char* allocated = next;
-    next += count * itemsize(step.dtype);
-    return allocated;
-  }
-};
-
-void multiply(const Linear& weight, const void* x, void* y, const Step& step) {
-  quire_linear(int(weight.dtype), step.dtype, x, weight.panels, weight.scales, weight.bias, y, step.num_tokens,
-               weight.in_features, weight.out_features, weight.stride, step.threads);
-}
 
 // Normalizes `num_heads` heads of each token in place.
 void normalize_heads(char* heads, const void* weight, int64_t num_heads, const Layer& layer, const Step& step) {
@@ -84,19 +27,10 @@ void write_kv(const char* kv, const Layer& layer, const Step& step) {
                    layer.block_size, layer.head_dim);
 }
 
-// Normalizes and scales, in place, the output of a sublayer, which is added to the residual next.
-void finish(void* x, const void* norm, const Layer& layer, const Step& step) {
-  const int64_t length = layer.qkv.in_features;
-  if (norm)
-    quire_rms_norm(step.dtype, x, norm, x, 1, step.num_tokens, 0, length, 0, length, layer.eps, step.threads);
-  if (layer.residual_scale != 1.f)
-    quire_scale(step.dtype, x, layer.residual_scale, step.num_tokens, length, step.threads);
-}
-
 // Adds x, unless it is null, to the residual, and writes the residual normalized to `out`, which may be x.
 void add_and_normalize(const void* x, void* residual, const void* norm, void* out, const Layer& layer,
                        const Step& step) {
-  const int64_t length = layer.qkv.in_features;
+  const int64_t length = layer.output.out_features;
   if (x)
     quire_add_rms_norm(step.dtype, x, residual, norm, out, step.num_tokens, length, layer.eps, step.threads);
   else
@@ -104,12 +38,33 @@ void add_and_normalize(const void* x, void* residual, const void* norm, void* ou
                    step.threads);
 }
 
-// Attention sublayer: normed [T, E] -> out [T, E].
+// Copies the residual [T, E] to rows of `aux` that are aux_stride numbers apart.
+void copy_residual(const char* residual, char* aux, int64_t aux_stride, int64_t length, const Step& step) {
+  const int64_t size = itemsize(step.dtype);
+  for (int64_t t = 0; t < step.num_tokens; t++)
+    memcpy(aux + t * aux_stride * size, residual + t * length * size, length * size);
+}
+
+}  // namespace
+
+void multiply(const Linear& weight, const void* x, void* y, const Step& step) {
+  quire_linear(int(weight.dtype), step.dtype, x, weight.panels, weight.scales, weight.bias, y, step.num_tokens,
+               weight.in_features, weight.out_features, weight.stride, step.threads);
+}
+
+void finish(void* x, const void* norm, const Layer& layer, const Step& step) {
+  const int64_t length = layer.output.out_features;
+  if (norm)
+    quire_rms_norm(step.dtype, x, norm, x, 1, step.num_tokens, 0, length, 0, length, layer.eps, step.threads);
+  if (layer.residual_scale != 1.f)
+    quire_scale(step.dtype, x, layer.residual_scale, step.num_tokens, length, step.threads);
+}
+
 void attend(const Layer& layer, const Step& step, const void* normed, void* out, Scratch scratch) {
   const int64_t stride = layer.qkv.out_features, head_bytes = layer.head_dim * itemsize(step.dtype);
-  char* queries = scratch.allocate(step.num_tokens * stride, step);
+  char* queries = scratch.allocate(step.num_tokens * stride, step.dtype);
   char* keys = queries + layer.num_heads * head_bytes;
-  char* attended = scratch.allocate(step.num_tokens * layer.output.in_features, step);
+  char* attended = scratch.allocate(step.num_tokens * layer.output.in_features, step.dtype);
   multiply(layer.qkv, normed, queries, step);
   if (layer.q_norm) {
     normalize_heads(queries, layer.q_norm, layer.num_heads, layer, step);
@@ -129,17 +84,14 @@ void attend(const Layer& layer, const Step& step, const void* normed, void* out,
   multiply(layer.output, attended, out, step);
 }
 
-// Feed-forward sublayer: normed [T, E] -> out [T, E].
 void feed_forward(const Layer& layer, const Step& step, const void* normed, void* out, Scratch scratch) {
-  char* gate_up = scratch.allocate(step.num_tokens * layer.gate_up.out_features, step);
-  char* gated = scratch.allocate(step.num_tokens * layer.down.in_features, step);
+  char* gate_up = scratch.allocate(step.num_tokens * layer.gate_up.out_features, step.dtype);
+  char* gated = scratch.allocate(step.num_tokens * layer.down.in_features, step.dtype);
   multiply(layer.gate_up, normed, gate_up, step);
   quire_gate_and_mul(step.dtype, int(layer.gate), gate_up, gated, step.num_tokens, layer.down.in_features,
                      step.threads);
   multiply(layer.down, gated, out, step);
 }
-
-}  // namespace
 
 extern "C" {
 
@@ -149,25 +101,27 @@ int64_t quire_decode_layer_bytes() { return sizeof(Layer); }
 // network. A sublayer reads the previous sublayer's output from x [T, E], finishes it, adds it to the residual [T, E],
 // and writes its own output to x. Sublayer 0 does not read x. Sublayer 2 num_layers is the last norm, which writes the
 // normalized residual to x.
+//
+// The input of layer i, and for i = num_layers the output of the last one, is copied to column aux_columns[i] of
+// aux [T, aux_stride] unless that is negative. `aux_columns` may be null.
 void quire_decode_layers(const Layer* layers, int64_t num_layers, const void* last_norm, int64_t begin, int64_t end,
                          int dtype, int64_t num_tokens, const Rotation* rotations, const int64_t* slots,
                          const int32_t* tables, int64_t table_stride, const int32_t* lens, void* x, void* residual,
-                         void* scratch, int threads) {
+                         void* aux, const int64_t* aux_columns, int64_t aux_stride, void* scratch, int threads) {
   const Step step{dtype, num_tokens, rotations, slots, tables, table_stride, lens, threads};
   for (int64_t i = begin; i < end; i++) {
-    const bool attends = i % 2 == 0;
+    const bool attends = i % 2 == 0, is_last = i == 2 * num_layers;
     const Layer& finished = layers[std::max<int64_t>(i - 1, 0) / 2];  // of sublayer i - 1
-    if (i > 0) finish(x, attends ? finished.after_mlp : finished.after_attention, finished, step);
-    if (i == 2 * num_layers) {
-      add_and_normalize(x, residual, last_norm, x, finished, step);
-      continue;
-    }
-    const Layer& layer = layers[i / 2];
-    const void* norm = attends ? layer.before_attention : layer.before_mlp;
+    const Layer& layer = is_last ? finished : layers[i / 2];
+    const int64_t length = layer.output.out_features;
     Scratch memory{(char*)scratch};
-    char* normed = memory.allocate(num_tokens * layer.qkv.in_features, step);
+    void* normed = is_last ? x : memory.allocate(num_tokens * length, dtype);
+    const void* norm = is_last ? last_norm : attends ? layer.before_attention : layer.before_mlp;
+    if (i > 0) finish(x, attends ? finished.after_mlp : finished.after_attention, finished, step);
     add_and_normalize(i > 0 ? x : nullptr, residual, norm, normed, layer, step);
-    (attends ? attend : feed_forward)(layer, step, normed, x, memory);
+    if (attends && aux_columns && aux_columns[i / 2] >= 0)
+      copy_residual((const char*)residual, (char*)aux + aux_columns[i / 2] * itemsize(dtype), aux_stride, length, step);
+    if (!is_last) (attends ? attend : feed_forward)(layer, step, normed, x, memory);
   }
 }
 }

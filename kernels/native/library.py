@@ -23,16 +23,19 @@ _LONG: _CType = ctypes.c_int64
 _FLOAT: _CType = ctypes.c_float
 # Sizes, scale, variant and threads.
 _ATTENTION = [_LONG] * 7 + [_FLOAT, _LONG, _FLOAT, _POINTER, _POINTER, _INT]
-# Layers and last norm, sublayers, dtype, tokens, rotations, step inputs, activations and threads.
+# Layers and last norm, sublayers, dtype, tokens, rotations, step inputs, activations, auxiliary states, scratch and
+# threads.
 _DECODE_LAYERS = (
     [_POINTER, _LONG, _POINTER]
     + [_LONG] * 2
     + [_INT, _LONG]
     + [_POINTER] * 3
     + [_LONG]
-    + [_POINTER] * 4
-    + [_INT]
+    + [_POINTER] * 5
+    + [_LONG, _POINTER, _INT]
 )
+# Network and rows, dtype, inputs, sequences and threads.
+_DRAFT = [_POINTER] * 2 + [_INT, _LONG] + [_POINTER] * 3 + [_LONG] + [_POINTER] * 5 + [_INT]
 # Segment, rank, number of ranks, slot bytes and round.
 _SHM_RANK: list[_CType] = [_POINTER, _INT, _INT, _LONG, ctypes.c_uint32]
 # Input, output, bytes, whether the input is written already, and timeout in microseconds.
@@ -54,10 +57,13 @@ _SIGNATURES: dict[str, list[_CType]] = {
     "quire_latent_decode": [_INT] * 2 + [_POINTER] * 6 + [_LONG] * 6 + [_FLOAT, _INT],
     "quire_sample_greedy": [_POINTER] * 3 + [_LONG] * 3 + [_INT] * 2,
     "quire_sample_full": [_POINTER] * 5 + [_LONG] * 3 + [_INT] * 2,
+    "quire_truncate": [_POINTER] * 2 + [_LONG, _FLOAT, _LONG] + [_FLOAT] * 2,
     "quire_add_lora": [_INT] + [_POINTER] * 4 + [_INT],
     "quire_lora_bytes": [],
     "quire_decode_layer_bytes": [],
     "quire_decode_layers": _DECODE_LAYERS,
+    "quire_draft_network_bytes": [],
+    "quire_draft": _DRAFT,
     "quire_shm_segment_bytes": [_INT, _LONG],
     "quire_shm_all_reduce": [*_SHM_RANK, _INT, *_SHM_DATA],
     "quire_shm_all_gather": [*_SHM_RANK, *_SHM_DATA],
@@ -72,6 +78,7 @@ _SIGNATURES: dict[str, list[_CType]] = {
 # Result types other than int.
 _RESULTS = {
     "quire_decode_layer_bytes": _LONG,
+    "quire_draft_network_bytes": _LONG,
     "quire_lora_bytes": _LONG,
     "quire_shm_segment_bytes": _LONG,
     "quire_suffix_create": _POINTER,

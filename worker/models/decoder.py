@@ -9,16 +9,16 @@ from torch import Tensor
 from ...kernels.all_reduce_norm import Peers, all_reduce_add_rms_norm
 from ...kernels.attention_variant import AttentionVariant
 from ...kernels.decode_layers import DenseLayer
+from ...kernels.draft_chain import DraftNetwork
 from ...kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 from ...kernels.latent_attention import EXPANDED_BYTES
-from ...kernels.linear import PackedWeight
 from ...kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from ...kernels.quantized_linear import Float8Tokens
 from ...kernels.rope import apply_rope
 from ..attention import AttentionInputs, LayerCache, paged_attention
 from ..comm.all_reduce_choice import choose_all_reduce
 from ..comm.symmetric_memory import open_symmetric_memory
-from ..weights.linear_weight import PlainWeight
+from ..weights.linear_weight import packed_weight
 from ..weights.weight_slice import Interleaving
 from .aux_states import AuxStates
 from .fused_decode import FusedDecode, plan_fused_decode
@@ -213,51 +213,12 @@ class DecoderLayer:
         Args:
             ropes: keys of the model's rotary embeddings; a DenseLayer refers to them by index.
         """
-        attention, mlp = self.attention, self.mlp
         norms = self.before_attention, self.before_mlp, self.after_attention, self.after_mlp
-        before_attention, before_mlp, after_attention, after_mlp = norms
-        if not isinstance(attention, Attention):
+        if self.peers is not None or not isinstance(self.attention, Attention):
             return None
-        if not isinstance(mlp, Mlp) or not isinstance(before_attention, Tensor):
+        if not isinstance(self.mlp, Mlp):
             return None
-        if not isinstance(before_mlp, Tensor) or isinstance(after_attention, LayerNorm):
-            return None
-        if isinstance(after_mlp, LayerNorm):
-            return None
-        has_more = (
-            self.peers is not None
-            or bool(attention.projection_norms)
-            or bool(attention.layer_norms)
-            or attention.rotates_first
-            or attention.variant.sinks is not None
-            or attention.output.bias is not None
-            or mlp.down.bias is not None
-        )
-        qkv, output = _packed(attention.qkv), _packed(attention.output)
-        gate_up, down = _packed(mlp.gate_up), _packed(mlp.down)
-        if has_more or qkv is None or output is None or gate_up is None or down is None:
-            return None
-        return DenseLayer(
-            qkv=qkv,
-            output=output,
-            gate_up=gate_up,
-            down=down,
-            qkv_bias=attention.qkv.bias,
-            gate_up_bias=mlp.gate_up.bias,
-            before_attention=before_attention,
-            before_mlp=before_mlp,
-            after_attention=after_attention,
-            after_mlp=after_mlp,
-            q_norm=attention.q_norm,
-            k_norm=attention.k_norm,
-            eps=self.norm_eps,
-            residual_scale=self.residual_scale,
-            rope=None if attention.rope is None else ropes.index(attention.rope),
-            gate=mlp.activation,
-            head_dim=attention.head_dim,
-            scale=attention.scale,
-            variant=attention.variant,
-        )
+        return make_dense_layer(self.attention, self.mlp, norms, self.norm_eps, ropes, self.residual_scale)
 
     def _add_and_quantize(
         self,
@@ -300,6 +261,60 @@ class DecoderLayer:
         return x if self.residual_scale == 1.0 else x.mul_(self.residual_scale)
 
 
+def make_dense_layer(
+    attention: Attention,
+    mlp: Mlp,
+    norms: tuple[Norm | None, Norm | None, Norm | None, Norm | None],
+    eps: float,
+    ropes: Sequence[str],
+    residual_scale: float = 1.0,
+) -> DenseLayer | None:
+    """Return a layer for kernels.decode_layers. Returns None if a DenseLayer cannot represent it.
+
+    Args:
+        norms: before attention, before the feed-forward network, and after each.
+        ropes: as for DecoderLayer.to_dense_layer.
+    """
+    before_attention, before_mlp, after_attention, after_mlp = norms
+    if not isinstance(before_attention, Tensor) or not isinstance(before_mlp, Tensor):
+        return None
+    if isinstance(after_attention, LayerNorm) or isinstance(after_mlp, LayerNorm):
+        return None
+    has_more = (
+        bool(attention.projection_norms)
+        or bool(attention.layer_norms)
+        or attention.rotates_first
+        or attention.variant.sinks is not None
+        or attention.output.bias is not None
+        or mlp.down.bias is not None
+    )
+    qkv, output = packed_weight(attention.qkv.weight), packed_weight(attention.output.weight)
+    gate_up, down = packed_weight(mlp.gate_up.weight), packed_weight(mlp.down.weight)
+    if has_more or qkv is None or output is None or gate_up is None or down is None:
+        return None
+    return DenseLayer(
+        qkv=qkv,
+        output=output,
+        gate_up=gate_up,
+        down=down,
+        qkv_bias=attention.qkv.bias,
+        gate_up_bias=mlp.gate_up.bias,
+        before_attention=before_attention,
+        before_mlp=before_mlp,
+        after_attention=after_attention,
+        after_mlp=after_mlp,
+        q_norm=attention.q_norm,
+        k_norm=attention.k_norm,
+        eps=eps,
+        residual_scale=residual_scale,
+        rope=None if attention.rope is None else ropes.index(attention.rope),
+        gate=mlp.activation,
+        head_dim=attention.head_dim,
+        scale=attention.scale,
+        variant=attention.variant,
+    )
+
+
 class Decoder:
     """A decoder-only model; implements `loader.Model`.
 
@@ -324,7 +339,7 @@ class Decoder:
             DecoderLayer(load, spec, layer, f"model.layers.{index}", peers)
             for index, layer in enumerate(spec.layers)
         ]
-        self.lora = load.lora
+        self.comm, self.lora = load.comm, load.lora
         self.hidden_size = spec.hidden_size
         self.reserved_bytes = 0 if spec.latent is None else EXPANDED_BYTES
         self.supports_graphs = not any(layer.reads_back for layer in self.layers)
@@ -369,6 +384,27 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return this rank's logits of [N, E] hidden states, [N, padded part of the vocabulary] float32."""
         return self.head.forward(hidden)
+
+    def to_draft_network(self) -> DraftNetwork | None:
+        """Return the model for kernels.draft_chain. Returns None if a DraftNetwork cannot represent it."""
+        output = None if isinstance(self.head, NoHead) else self.head.whole_weight
+        dense = [layer.to_dense_layer(list(self.rotary)) for layer in self.layers]
+        layers = [layer for layer in dense if layer is not None]
+        if self.comm.size > 1 or output is None or len(layers) < len(dense):
+            return None
+        if not isinstance(self.norm, Tensor):
+            return None
+        return DraftNetwork(
+            layers=layers,
+            rotary_tables=[table.table for table in self.rotary.values()],
+            embedding=self.embedding.weight,
+            embedding_scale=self.embedding.scale,
+            output=output,
+            vocab_size=self.head.shard.full_len,
+            last_norm=self.norm,
+            feeds_normed=True,
+            eps=self.layers[-1].norm_eps,
+        )
 
     def selfcheck(self) -> None:
         """Do nothing: the decoder is written for paged caches."""
@@ -444,8 +480,3 @@ def _projection_norms(load: LoadContext, spec: DecoderSpec, name: str) -> list[W
         WholeProjectionNorm(load, f"{name}.{own}_norm", load.head_shard(count, spec.head_dim), spec.norm_eps)
         for own, count in (("q", spec.num_heads), ("k", spec.num_kv_heads))
     ]
-
-
-def _packed(linear: ColumnParallelLinear | RowParallelLinear) -> PackedWeight | None:
-    """Return the layer's packed weight. Returns None if it is not a PlainWeight."""
-    return linear.weight.packed if isinstance(linear.weight, PlainWeight) else None

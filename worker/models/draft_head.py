@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ...kernels.draft_chain import DraftNetwork
 from ...proto.config import ModelConfig, SpeculativeConfig
 from ...proto.errors import ConfigError
 from ..attention import AttentionInputs, LayerCache
@@ -50,6 +51,10 @@ class DraftHead(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return this rank's logits, [N, padded part of the target's vocabulary] float32; -inf for unknown tokens."""
+        ...
+
+    def to_draft_network(self) -> DraftNetwork | None:
+        """Return the head for kernels.draft_chain. Returns None if a DraftNetwork cannot represent it."""
         ...
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.linear import pack
+from ...kernels.draft_chain import DraftNetwork, HiddenInput
+from ...kernels.linear import PackedWeight, pack
 from ...kernels.norm import add_rms_norm, rms_norm
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, ModelLoadError
 from ..attention import AttentionInputs, LayerCache
-from ..weights.linear_weight import LinearWeight, PlainWeight
+from ..weights.linear_weight import LinearWeight, PlainWeight, packed_weight
 from ..weights.weight_slice import WeightSlice
-from .decoder import Attention, Decoder
+from .decoder import Attention, Decoder, make_dense_layer
 from .eagle3_config import aux_layers
 from .layers import PartialSum, RotaryTable, Rotations
 from .load_context import LoadContext
@@ -37,6 +38,7 @@ class Eagle3Head:
     def __init__(self, load: LoadContext, config: ModelConfig, target: Decoder) -> None:
         spec = read_spec(config, FAMILIES["LlamaForCausalLM"])
         self.aux_layers = aux_layers(config, len(target.layers))
+        self.comm, self.vocab_size = load.comm, config.vocab_size
         self.norm_eps = spec.norm_eps
         self.is_normed_residual = bool(config.hf.get("norm_before_residual"))
         root = "model." if load.checkpoint.has("model.fc.weight") else ""
@@ -92,6 +94,32 @@ class Eagle3Head:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.output.forward(rms_norm(hidden, self.norm, self.norm_eps))
 
+    def to_draft_network(self) -> DraftNetwork | None:
+        norms = self.hidden_norm, self.mlp_norm, None, None
+        layer = make_dense_layer(self.attention, self.mlp, norms, self.norm_eps, [self.rope_key])
+        output, combination = self.output.whole_weight, packed_weight(self.fc)
+        if self.comm.size > 1 or layer is None or output is None or combination is None:
+            return None
+        return DraftNetwork(
+            layers=[layer],
+            rotary_tables=[self.rotary.table],
+            embedding=self.embedding.weight,
+            embedding_scale=self.embedding.scale,
+            output=output,
+            output_ids=self.output.columns if isinstance(self.output, PartialVocabularyHead) else None,
+            vocab_size=self.vocab_size,
+            last_norm=self.norm,
+            feeds_normed=False,
+            eps=self.norm_eps,
+            hidden_input=HiddenInput(
+                combination=combination,
+                projection=None,
+                embedding_norm=self.embedding_norm,
+                hidden_norm=self.hidden_norm,
+                is_normed_residual=self.is_normed_residual,
+            ),
+        )
+
 
 class PartialVocabularyHead:
     """Output layer for a part of the target's vocabulary; a rank computes the logits of its own tokens.
@@ -103,13 +131,18 @@ class PartialVocabularyHead:
     """
 
     def __init__(self, weight: LinearWeight, columns: Tensor, num_columns: int) -> None:
-        self._weight, self._columns, self._num_columns = weight, columns, num_columns
+        self._weight, self.columns, self._num_columns = weight, columns, num_columns
+
+    @property
+    def whole_weight(self) -> PackedWeight | None:
+        """The weight of this rank's tokens; None if it is not packed."""
+        return packed_weight(self._weight) if len(self.columns) else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, E] -> [N, num_columns] float32; -inf where the head has no token."""
         logits = x.new_full((len(x), self._num_columns), -torch.inf, dtype=torch.float32)
-        if len(self._columns):
-            logits.index_copy_(1, self._columns, self._weight.multiply(x).float())
+        if len(self.columns):
+            logits.index_copy_(1, self.columns, self._weight.multiply(x).float())
         return logits
 
 

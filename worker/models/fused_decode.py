@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ...kernels.decode_layers import DecodeLayers, DenseLayer
-from ...kernels.norm import rms_norm
 from ..attention import AttentionInputs, LayerCache
 from ..comm.communicator import Communicator
 from .aux_states import AuxStates
@@ -26,7 +25,6 @@ class FusedDecode:
     """
 
     def __init__(self, layers: Sequence[DenseLayer], last_norm: Tensor, comm: Communicator) -> None:
-        self._dense = layers
         self._layers = DecodeLayers(layers, last_norm)
         self._comm = comm
         self._caches: list[LayerCache] | None = None
@@ -54,33 +52,16 @@ class FusedDecode:
             self._caches = kv_caches
         x = torch.empty_like(hidden)
         step = rotations, inputs.slot_mapping, inputs.block_tables, inputs.seq_lens
+        features = None if aux is None else aux.allocate(hidden)
+        aux_layers = frozenset[int]() if aux is None else aux.layers
         last, start = self._layers.num_sublayers - 1, 0
-        for stop in self._stops(aux):
-            if stop:
-                self._layers.run(range(start, stop), x, hidden, *step)
-                if self._comm.size > 1:
-                    x = self._comm.all_reduce(x)
+        # Ranks must sum after each sublayer but the last norm.
+        for stop in range(1, last + 1) if self._comm.size > 1 else ():
+            self._layers.run(range(start, stop), x, hidden, *step, features, aux_layers)
+            x = self._comm.all_reduce(x)
             start = stop
-            if aux is not None and stop % 2 == 0 and stop // 2 in aux.layers:
-                aux.states.append(self._hidden_at(stop // 2, x, hidden))
-        self._layers.run(range(start, last + 1), x, hidden, *step)
+        self._layers.run(range(start, last + 1), x, hidden, *step, features, aux_layers)
         return x
-
-    def _stops(self, aux: AuxStates | None) -> list[int]:
-        """Return the numbers of sublayers after which something reads the result."""
-        if self._comm.size > 1:
-            own = 1 if aux is None or 0 not in aux.layers else 0
-            return list(range(own, self._layers.num_sublayers))
-        return [] if aux is None else [2 * layer for layer in sorted(aux.layers)]
-
-    def _hidden_at(self, index: int, x: Tensor, residual: Tensor) -> Tensor:
-        """Return the input of a layer: the residual, and the finished output of the layer before, which is in x."""
-        if index == 0:
-            return residual.clone()
-        before = self._dense[index - 1]
-        if before.after_mlp is not None:
-            x = rms_norm(x, before.after_mlp, before.eps)
-        return torch.add(residual, x, alpha=before.residual_scale)
 
 
 def plan_fused_decode(

@@ -199,16 +199,20 @@ class LayerNorm:
 
 
 class RotaryTable:
-    """Cosines and sines of every position, in the layout of kernels.rope."""
+    """Cosines and sines of every position, in the layout of kernels.rope.
+
+    Attributes:
+        table: [P, 2, R].
+    """
 
     def __init__(self, load: LoadContext, rope: Rope, num_positions: int) -> None:
         frequencies = torch.tensor(rope.frequencies, dtype=torch.float32)
         angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
         cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
         table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
-        self._table = table.to(load.device, load.dtype)
+        self.table = table.to(load.device, load.dtype)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[T] -> cosines and sines, each [T, R], where R dimensions of a head are rotated."""
-        cos, sin = self._table.index_select(0, positions).unbind(1)
+        cos, sin = self.table.index_select(0, positions).unbind(1)
         return cos, sin

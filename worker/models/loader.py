@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ...kernels.draft_chain import DraftNetwork
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
 from ..attention import AttentionInputs, LayerCache
@@ -53,6 +54,10 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return this rank's logits of [N, E] hidden states, [N, padded part of the vocabulary] float32."""
+        ...
+
+    def to_draft_network(self) -> DraftNetwork | None:
+        """Return the model for kernels.draft_chain. Returns None if a DraftNetwork cannot represent it."""
         ...
 
     def selfcheck(self) -> None:

@@ -7,15 +7,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...kernels.draft_chain import DraftNetwork, HiddenInput
 from ...kernels.norm import rms_norm
 from ...proto.config import ModelConfig
 from ..attention import AttentionInputs, LayerCache
+from ..weights.linear_weight import packed_weight
 from ..weights.weight_slice import WeightSlice
 from .decoder import Decoder, DecoderLayer
 from .load_context import LoadContext
 from .mtp_layouts import mtp_layout
 from .registry import FAMILIES
 from .spec import read_spec
+from .vocab_parallel import NoHead
 
 
 class MtpHead:
@@ -75,3 +78,29 @@ class MtpHead:
         if not self.feeds_normed:
             hidden = rms_norm(hidden, self.norm, self.norm_eps)
         return self.target.logits(hidden)
+
+    def to_draft_network(self) -> DraftNetwork | None:
+        target, rope = self.target, self.layer.attention.rope
+        layer = self.layer.to_dense_layer([] if rope is None else [rope])
+        output = None if isinstance(target.head, NoHead) else target.head.whole_weight
+        projection = packed_weight(self.projection)
+        if target.comm.size > 1 or layer is None or output is None or projection is None:
+            return None
+        return DraftNetwork(
+            layers=[layer],
+            rotary_tables=[] if rope is None else [target.rotary[rope].table],
+            embedding=target.embedding.weight,
+            embedding_scale=target.embedding.scale,
+            output=output,
+            vocab_size=target.head.shard.full_len,
+            last_norm=self.norm,
+            feeds_normed=self.feeds_normed,
+            eps=self.norm_eps,
+            hidden_input=HiddenInput(
+                combination=None,
+                projection=projection,
+                embedding_norm=self.embedding_norm,
+                hidden_norm=self.hidden_norm,
+                is_hidden_first=self.is_hidden_first,
+            ),
+        )

@@ -98,6 +98,9 @@ class TransformersModel:
         logits: Tensor = self._causal(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
         return self.head.pad(logits.float())
 
+    def to_draft_network(self) -> None:
+        """Return None: the modules of transformers compute the layers."""
+
     def selfcheck(self) -> None:
         """Run a few tokens in chunks and batches. Raises ConfigError if the hidden states depend on the split."""
         shape = self._model.num_kv_heads // self._load.comm.size, self._model.head_dim

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.linear import PackedWeight, embed, pack
-from ..weights.linear_weight import LinearWeight, PlainWeight
+from ..weights.linear_weight import LinearWeight, PlainWeight, packed_weight
 from ..weights.weight_slice import WeightSlice
 from .load_context import LoadContext
 
@@ -83,6 +83,13 @@ class VocabParallelHead:
         if bias:
             self.bias = load.empty(len(self.shard))
             load.checkpoint.read_into(self.bias, f"{name}.bias", (vocab_size,), 0, self.shard.start)
+
+    @property
+    def whole_weight(self) -> PackedWeight | None:
+        """The weight [V, E] if logits are its products with hidden states; None if they are not or it is sharded."""
+        is_plain = self.scale == 1.0 and not self.soft_cap and self.bias is None
+        is_whole = len(self.shard) == self.shard.full_len
+        return packed_weight(self.weight) if is_plain and is_whole else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, E] -> [N, padded_len of the shard] float32; -inf where the padded vocabulary has no token."""

@@ -23,7 +23,8 @@ from ..memory.host_to_device import to_device
 from ..models.loader import Model
 from ..sampling.sampler import Sampler
 from .draft_chain import sample_drafts
-from .draft_inputs import gather_draft_inputs
+from .draft_inputs import MAX_DECODED_TOKENS, gather_draft_inputs
+from .fused_chain import plan_fused_chain
 
 # Known tokens that the draft model computes in a step, of all rows together. Rows with more to compute draft later.
 MAX_CATCH_UP_TOKENS = 512
@@ -46,6 +47,7 @@ class DraftModelProposer:
     ) -> None:
         self._rows, self._model, self._sampler = rows, model, sampler
         self._layers, self._block_size = layers, block_size
+        self._fused = plan_fused_chain(rows, model, layers, token_offset=0)
         # Tokens whose KV the draft model has, if those that were drafted are accepted.
         self._num_computed: IntArray = np.zeros_like(rows.lens)
 
@@ -59,17 +61,27 @@ class DraftModelProposer:
         before = np.cumsum(lens - starts) - (lens - starts)
         counts = np.clip(MAX_CATCH_UP_TOKENS - before, 0, lens - starts)
         has_some = counts > 0
-        hidden = self._forward(rows[has_some], starts[has_some], counts[has_some])
-        self._num_computed[rows] = starts + counts
         is_ready = (starts + counts == lens)[has_some]
-        drafting, limits = rows[has_some][is_ready], max_lens[has_some][is_ready]
-        self._draft(drafting, limits, hidden[to_device(np.flatnonzero(is_ready), hidden.device, torch.int64)])
+        catching_up, own_starts, own_counts = rows[has_some], starts[has_some], counts[has_some]
+        limits = max_lens[has_some][is_ready]
+        self._num_computed[rows] = starts + counts
+        if self._fused is not None and is_ready.any() and own_counts.max() <= MAX_DECODED_TOKENS:
+            self._fused.compute_and_draft(catching_up, own_starts, own_counts, is_ready, limits, None)
+            self._num_computed[catching_up[is_ready]] += limits - 1
+        else:
+            hidden = self._forward(catching_up, own_starts, own_counts)
+            index = to_device(np.flatnonzero(is_ready), hidden.device, torch.int64)
+            self._draft(catching_up[is_ready], limits, hidden[index])
         drafted: IntArray = np.where(has_some & (starts + counts == lens), max_lens, 0).astype(np.int32)
         return drafted
 
     def _draft(self, rows: IntArray, limits: IntArray, hidden: Tensor) -> None:
         """Draft up to `limits` tokens of each row; `hidden` is [n, E], of the newest token of each row."""
-        sample_drafts(self._rows, self._sampler, rows, limits, hidden, self._model.logits, self._advance)
+        if self._fused is not None and rows.size:
+            self._fused.continue_from(rows, limits, hidden)
+            self._num_computed[rows] += limits - 1
+        else:
+            sample_drafts(self._rows, self._sampler, rows, limits, hidden, self._model.logits, self._advance)
 
     def _advance(self, rows: IntArray, positions: IntArray, hidden: Tensor) -> Tensor:
         hidden = self._forward(rows, positions, np.ones_like(positions))

@@ -35,7 +35,7 @@ class FeatureTap:
         """Return the hidden states after the last norm, [T, E], as Model.forward does."""
         aux = AuxStates(self._layers) if self._layers and self.is_open else None
         hidden = self._model.forward(token_ids, positions, kv_caches, inputs, aux)
-        features = hidden if aux is None else torch.cat(aux.states, dim=-1)
+        features = hidden if aux is None else aux.join()
         self._features = features if self.is_open else None
         return hidden
 

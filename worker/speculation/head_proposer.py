@@ -27,7 +27,8 @@ from ..memory.host_to_device import to_device
 from ..models.draft_head import DraftHead
 from ..sampling.sampler import Sampler
 from .draft_chain import sample_drafts
-from .draft_inputs import gather_draft_inputs
+from .draft_inputs import MAX_DECODED_TOKENS, gather_draft_inputs
+from .fused_chain import plan_fused_chain
 
 # Hidden states that are kept for pairs to compute, of all rows.
 MAX_PENDING_BYTES = 64 << 20
@@ -53,6 +54,21 @@ class _Pairs:
         return self.features.nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class _KnownPairs:
+    """Pairs of n distinct rows that follow those in the head's cache.
+
+    Attributes:
+        rows, starts, counts: [n] int32, ascending rows, positions of their first pairs, and numbers of pairs.
+        features: [sum of counts, F].
+    """
+
+    rows: IntArray
+    starts: IntArray
+    counts: IntArray
+    features: Tensor
+
+
 class HeadProposer:
     """Drafts of one rank's part of a head.
 
@@ -70,6 +86,7 @@ class HeadProposer:
     ) -> None:
         self._rows, self._head, self._sampler = rows, head, sampler
         self._layers, self._block_size = layers, block_size
+        self._fused = plan_fused_chain(rows, head, layers, token_offset=1)
         # Pairs of each row that are in the head's cache, or are missing; _UNKNOWN until hidden states are kept.
         self._num_computed: IntArray = np.full_like(rows.lens, _UNKNOWN)
         self._pending: deque[_Pairs] = deque()
@@ -114,31 +131,51 @@ class HeadProposer:
         self._pending.append(_Pairs(rows.copy(), positions, features))
         self._pending_bytes += self._pending[-1].num_bytes
         if self._pending_bytes > MAX_PENDING_BYTES:
-            self._compute(np.arange(self._rows.lens.size, dtype=np.int32))
+            known = self._take_known(np.arange(self._rows.lens.size, dtype=np.int32))
+            if known is not None:
+                self._compute(known)
 
     def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
         self._num_idle_steps = 0
-        computed, hidden = self._compute(rows)
-        is_ready = np.isin(rows, computed) & (self._num_computed[rows] == self._rows.lens[rows] - 1)
-        drafted: IntArray = np.where(is_ready, max_lens, 0).astype(np.int32)
-        if hidden is None or not is_ready.any():
-            return np.zeros_like(drafted)
-        drafting = rows[is_ready]
-        index = to_device(np.searchsorted(computed, drafting), hidden.device, torch.int64)
-        limits = max_lens[is_ready]
-        sample_drafts(
-            self._rows, self._sampler, drafting, limits, hidden[index], self._head.logits, self._advance
-        )
-        return drafted
+        known = self._take_known(rows)
+        if known is None:
+            return np.zeros(rows.size, np.int32)
+        limit_of = np.zeros_like(self._rows.lens)
+        limit_of[rows] = max_lens
+        is_ready = self._num_computed[known.rows] == self._rows.lens[known.rows] - 1
+        drafting = known.rows[is_ready]
+        limits = limit_of[drafting]
+        if self._fused is not None and known.counts.max() <= MAX_DECODED_TOKENS and is_ready.any():
+            self._fused.compute_and_draft(
+                known.rows, known.starts, known.counts, is_ready, limits, known.features
+            )
+        else:
+            hidden = _select(self._compute(known), np.flatnonzero(is_ready))
+            self._draft(drafting, limits, hidden)
+        limit_of[known.rows[~is_ready]] = 0
+        limit_of[rows[~np.isin(rows, known.rows)]] = 0
+        return limit_of[rows]
+
+    def _draft(self, rows: IntArray, limits: IntArray, hidden: Tensor) -> None:
+        """Draft up to `limits` tokens of each row; `hidden` is [n, E], of the newest pair of each row."""
+        if self._fused is not None and rows.size:
+            self._fused.continue_from(rows, limits, hidden)
+        else:
+            sample_drafts(self._rows, self._sampler, rows, limits, hidden, self._head.logits, self._advance)
 
     def _advance(self, rows: IntArray, positions: IntArray, hidden: Tensor) -> Tensor:
         """Compute the pairs of drafted tokens and the head's own hidden states."""
         return self._forward(rows, positions - 1, np.ones_like(positions), hidden)
 
-    def _compute(self, rows: IntArray) -> tuple[IntArray, Tensor | None]:
-        """Compute the pending pairs of rows; return the rows that have some, ascending, and [n, E] of their last."""
+    def _compute(self, known: _KnownPairs) -> Tensor:
+        """Compute pairs; return the head's hidden states of each row's last one, [n, E]."""
+        hidden = self._forward(known.rows, known.starts, known.counts, self._head.combine(known.features))
+        return _select(hidden, np.cumsum(known.counts, dtype=np.int64) - 1)
+
+    def _take_known(self, rows: IntArray) -> _KnownPairs | None:
+        """Remove the pending pairs of rows, to be computed now. Returns None if there are none."""
         if not self._pending:
-            return rows[:0], None
+            return None
         wanted = np.zeros(self._rows.lens.size + 1, np.bool_)  # the last one is that of _NO_ROW
         wanted[rows] = True
         chosen = [np.flatnonzero(wanted[pairs.rows]) for pairs in self._pending]
@@ -150,16 +187,12 @@ class HeadProposer:
         )
         self._keep_others(chosen)
         if token_rows.size == 0:
-            return rows[:0], None
+            return None
         order = np.argsort(token_rows, kind="stable")
         own_rows, counts = np.unique(token_rows, return_counts=True)
         starts = self._num_computed[own_rows]
-        if (order[1:] < order[:-1]).any():
-            features = _select(features, order)
-        hidden = self._forward(own_rows, starts, counts.astype(np.int32), self._head.combine(features))
         self._num_computed[own_rows] = starts + counts
-        last = np.cumsum(counts) - 1
-        return own_rows, _select(hidden, last)
+        return _KnownPairs(own_rows, starts, counts.astype(np.int32), _select(features, order))
 
     def _keep_others(self, chosen: list[RowArray]) -> None:
         """Remove pairs that are computed now and those of sequences that have ended."""

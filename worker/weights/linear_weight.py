@@ -54,6 +54,11 @@ class PlainWeight:
         return gated_linear(x, self.packed, gate, bias)
 
 
+def packed_weight(weight: LinearWeight) -> PackedWeight | None:
+    """Return the packed matrix of a PlainWeight. Returns None for other weights."""
+    return weight.packed if isinstance(weight, PlainWeight) else None
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedLinearWeight:
     """A quantized weight whose kernel dequantizes while reading (weight-only quantization)."""

@@ -11,12 +11,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from draft_contexts import assert_same_drafts
 from draft_heads import Eagle3, HeadReference, Mtp, add_mtp, write_eagle3
 from ranked_driver import RankedDriver
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
+from quire.kernels.native.library import is_available
 from quire.proto.block_tables import IntArray
 from quire.proto.config import SpeculativeConfig
 from quire.worker.speculation import head_proposer
@@ -79,10 +81,12 @@ class Recorder(HeadProposer):
     Attributes:
         known: prompt and output of all sequences.
         drafts: known tokens and drafted ones, of rows without a temperature.
+        of_contexts: known tokens and seed |-> drafted tokens, of all rows.
     """
 
     known: ClassVar[list[list[int]]] = []
     drafts: ClassVar[list[tuple[list[int], list[int]]]] = []
+    of_contexts: ClassVar[dict[tuple[tuple[int, ...], int], list[int]]] = {}
 
     def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
         lens = super().propose(rows, max_lens)
@@ -96,6 +100,7 @@ class Recorder(HeadProposer):
             tokens = text.tolist()
             if table.sampling.greedy[row]:
                 self.drafts.append((tokens[:start], tokens[start:]))
+            self.of_contexts[tuple(tokens[:start]), int(table.sampling.seed[row])] = tokens[start:]
             whole = next((own for own in self.known if own[:start] == tokens[:start]), [])
             right = np.array(whole[start : start + length], np.int32)
             if right.size and rng.random() < 0.75:
@@ -105,7 +110,7 @@ class Recorder(HeadProposer):
 
 @pytest.fixture(autouse=True)
 def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
-    Recorder.known, Recorder.drafts = [], []
+    Recorder.known, Recorder.drafts, Recorder.of_contexts = [], [], {}
     # The reference has the hidden states of all tokens.
     monkeypatch.setattr(head_proposer, "MAX_IDLE_STEPS", 1_000_000)
 
@@ -167,7 +172,15 @@ def check_drafts(reference: HeadReference) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tp"), [("eagle3", 1), ("eagle3-own-vocabulary", 2), ("mtp", 2), ("mtp-mimo", 1)]
+    ("kind", "tp"),
+    [
+        ("eagle3", 1),
+        ("eagle3-own-vocabulary", 2),
+        ("eagle3", 4),
+        ("mtp", 2),
+        ("mtp-mimo", 1),
+        ("mtp-mimo", 4),
+    ],
 )
 def test_drafts_equal_reference_and_outputs_those_without(
     make_recording_engine: Any, kind: str, tp: int
@@ -181,6 +194,27 @@ def test_drafts_equal_reference_and_outputs_those_without(
     assert sum(stats.num_accepted) > 0.3 * stats.num_draft_tokens > 0
     assert len(drafted.plans) < 0.8 * len(plain.plans)
     assert check_drafts(reference_type(head, transformers_model(engine))) > 10
+
+
+@pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3-own-vocabulary", "mtp-mimo"])
+def test_drafts_of_one_call_equal_those_of_ops_one_by_one(
+    make_recording_engine: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, _ = make_recording_engine(kind, 1)
+    head = engine.runners[0]._speculator._head
+    assert head._fused is not None
+    fused = run(engine, NUM_BLOCKS, engine.config.speculative)
+    of_one_call = dict(Recorder.of_contexts)
+    Recorder.of_contexts.clear()
+    monkeypatch.setattr(head, "_fused", None)
+    assert run(engine, NUM_BLOCKS, engine.config.speculative).outputs == fused.outputs
+    # A fork copies a block whose pairs its parent may compute before or after that.
+    forked = tuple(PROMPTS[2])
+    for drafts in (of_one_call, Recorder.of_contexts):
+        for context in [key for key in drafts if key[0][: len(forked)] == forked]:
+            del drafts[context]
+    assert_same_drafts(of_one_call, Recorder.of_contexts)
 
 
 def test_preempted_moved_and_rebuilt_sequences_continue_with_same_tokens(make_recording_engine: Any) -> None:

@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draft_contexts import assert_same_drafts
 from ranked_driver import RankedDriver
 
 from quire.cluster.config.model_config import describe_model
+from quire.kernels.native.library import is_available
 from quire.proto.config import SpeculativeConfig
 from quire.worker.speculation import draft_model
+from quire.worker.speculation.draft_model import DraftModelProposer
 
 PROMPTS = [np.random.default_rng(seed).integers(2, 380, 3 + 11 * seed).tolist() for seed in range(5)]
 SETTINGS: list[dict[str, Any]] = [
@@ -74,3 +77,30 @@ def test_outputs_equal_those_without_drafts(
     assert run(engine, 30, config).outputs == plain.outputs
     engine.on_all(lambda runner: runner.reset(), engine.runners)
     assert run(engine, 160, config).outputs == plain.outputs
+
+
+@pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
+def test_drafts_of_one_call_equal_those_of_ops_one_by_one(
+    engines: Callable[[int, bool], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(1, False)
+    proposer = engine.runners[0]._speculator._proposer._other
+    assert proposer._fused is not None
+    drafts: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def record(rows: Any, max_lens: Any) -> Any:
+        lens = DraftModelProposer.propose(proposer, rows, max_lens)
+        table = proposer._rows
+        starts = table.lens[rows]
+        texts = table.read_tokens(rows, np.zeros_like(rows), starts + lens)
+        for row, start, text in zip(rows, starts, texts, strict=True):
+            drafts[tuple(text[:start].tolist()), int(table.sampling.seed[row])] = text[start:].tolist()
+        return lens
+
+    monkeypatch.setattr(proposer, "propose", record)
+    fused = run(engine, 160, engine.config.speculative)
+    of_one_call = drafts.copy()
+    drafts.clear()
+    monkeypatch.setattr(proposer, "_fused", None)
+    assert run(engine, 160, engine.config.speculative).outputs == fused.outputs
+    assert_same_drafts(of_one_call, drafts)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from chi_square import assert_chi_square
-from draft_heads import write_eagle3
+from draft_heads import add_mtp, write_eagle3
 from ranked_driver import RankedDriver
 
 from quire.cluster.config.engine_options import EngineOptions
@@ -20,6 +20,7 @@ from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
 from quire.proto.config import SpeculativeConfig
 from quire.scheduler.speculation.draft_lengths import DraftLengths
+from quire.worker.speculation import draft_model, head_proposer
 
 # The sampled tokens follow in the prompt on each other, so that repeated text is drafted as well.
 ALLOWED = (5, 6, 7)
@@ -62,7 +63,7 @@ def speculative(kind: str, target: Path, make_model: Callable[..., Path], folder
     return config
 
 
-@pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3"])
+@pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3", "mtp"])
 def test_sampled_tokens_have_the_distribution_of_the_model(
     kind: str,
     target: Path,
@@ -74,7 +75,11 @@ def test_sampled_tokens_have_the_distribution_of_the_model(
 ) -> None:
     monkeypatch.setattr(DraftLengths, "is_due", lambda self, num_rows: True)
     monkeypatch.setattr(DraftLengths, "_best", lambda self, rows, limits, most: limits.clip(0, 2))
+    if kind == "mtp":
+        target = add_mtp(target, tmp_path / "with-head", mimo=False)
     config = speculative(kind, target, make_model, tmp_path)
+    for module in (draft_model, head_proposer):  # one native call would not see the restriction below
+        monkeypatch.setattr(module, "plan_fused_chain", lambda *arguments, **named: None)
     engine = make_engine(target, 1, 1000, max_model_len=64, block_size=4, max_num_seqs=64, speculative=config)
     driver = RankedDriver(replace(engine.config.with_num_blocks(1000), speculative=config), engine.step)
     # Drafts see the same restriction, so that some are right.

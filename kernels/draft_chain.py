@@ -1,0 +1,239 @@
+"""A chain of drafted tokens in one call into C++ (native/draft_chain.cpp): a small network, sampling, and so on.
+
+A network of one layer takes less time for a token than the calls of its ops from Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .decode_layers import DenseLayer, bind_caches, native_layer, native_linear
+from .linear import Layout, PackedWeight
+from .native import draft_chain as native
+from .native import ops as cpu
+from .native.decode_layers import Layer
+from .native.library import dtype_codes, library
+
+IntArray = npt.NDArray[np.int32]
+LongArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenInput:
+    """The hidden states that a draft head reads beside the embeddings of tokens.
+
+    Attributes:
+        combination: [E, F], applied to the hidden states of the target model; None if they are read as they are.
+        projection: [E, 2 E], applied to embedding and hidden state side by side; None if the attention of the one
+            layer reads them so, and its norms before attention are these.
+        embedding_norm, hidden_norm: [E], weights of the RMSNorm of each.
+        is_hidden_first: of the two side by side.
+        is_normed_residual: without a projection, the residual is the normalized hidden state.
+    """
+
+    combination: PackedWeight | None
+    projection: PackedWeight | None
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    is_hidden_first: bool = False
+    is_normed_residual: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DraftNetwork:
+    """A network that drafts: token ids, and hidden states if it is a head, to hidden states to logits.
+
+    Attributes:
+        layers: as for DecodeLayers.
+        rotary_tables: cosines and sines of all positions, [P, 2, R], by the layers' `rope` indices.
+        embedding, output: [V, E] and [V', E].
+        embedding_scale: multiplies every embedding.
+        output_ids: [V'] int64, the token of each output; None if these are all V in order.
+        vocab_size: V.
+        last_norm: [E], weights of the RMSNorm before the output.
+        feeds_normed: the next token reads hidden states after this norm.
+        eps: of the norms.
+        hidden_input: of a head; None for a model.
+    """
+
+    layers: Sequence[DenseLayer]
+    rotary_tables: Sequence[Tensor]
+    embedding: PackedWeight
+    output: PackedWeight
+    vocab_size: int
+    last_norm: Tensor
+    feeds_normed: bool
+    eps: float
+    embedding_scale: float = 1.0
+    output_ids: Tensor | None = None
+    hidden_input: HiddenInput | None = None
+
+    def missing_op(self) -> str | None:
+        """Return why the C++ op cannot compute the network. Returns None if it can."""
+        reasons = [reason for layer in self.layers if (reason := layer.missing_op()) is not None]
+        own = self.hidden_input
+        weights = [self.output]
+        if own is not None:
+            weights += [weight for weight in (own.combination, own.projection) if weight is not None]
+        if any(weight.panels is None for weight in weights) or not self.embedding.can_embed:
+            reasons.append("a weight is not packed in panels")
+        if self.embedding.layout is Layout.PLAIN and self.embedding.weight.dtype != self.last_norm.dtype:
+            reasons.append(f"the embedding is in {self.embedding.weight.dtype}")
+        if not cpu.supports(self.last_norm, len(self.last_norm)):
+            reasons.append(f"rows of {len(self.last_norm)} numbers are not whole vectors")
+        return reasons[0] if reasons else None
+
+
+class DraftRows(NamedTuple):
+    """Rows of the running sequences.
+
+    Attributes:
+        token_ids: [R, L] int32; drafted tokens are written here.
+        block_tables: [R, M] int32.
+        temperature: [R] float32; 0 for rows that take the most likely token.
+        top_k: [R] int64; V or more: off.
+        top_p, min_p: [R] float32; above 1, and 0: off.
+        seeds: [R] int64; with the position they determine the random numbers, as in kernels.gumbel.
+    """
+
+    token_ids: Tensor
+    block_tables: Tensor
+    temperature: npt.NDArray[np.float32]
+    top_k: LongArray
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    seeds: LongArray
+
+
+class DraftInputs(NamedTuple):
+    """Known tokens that the network computes first, T of them; those of a row are adjacent.
+
+    Attributes:
+        rows: [T] int32.
+        positions: [T] int64.
+        features: [T, F], the target model's hidden states; None for a model.
+        last: [n] int64 ascending, index of the last one of each row that drafts.
+    """
+
+    rows: IntArray
+    positions: LongArray
+    features: Tensor | None
+    last: LongArray
+
+
+class DraftChain:
+    """A DraftNetwork on one rank.
+
+    Args:
+        network: without a missing_op.
+        token_offset: places by which the tokens of the network's inputs follow their positions: 1 for a head.
+    """
+
+    def __init__(self, network: DraftNetwork, token_offset: int) -> None:
+        assert network.missing_op() is None
+        native.check_layout()
+        self._network = network  # keeps the memory alive
+        self._token_offset = token_offset
+        self._dtype = network.last_norm.dtype
+        self._layers = (Layer * len(network.layers))(*map(native_layer, network.layers))
+        self._ropes = (native.RotaryTable * len(network.rotary_tables))(
+            *(native.RotaryTable(table.data_ptr(), table.shape[2]) for table in network.rotary_tables)
+        )
+        self._native = _native_network(network, self._layers, self._ropes)
+        self._caches: Sequence[tuple[Tensor, Tensor | None]] = ()
+
+    def bind(self, caches: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """Set each layer's KV cache and scales, as DecodeLayers.bind does."""
+        self._caches = caches
+        bind_caches(self._layers, caches, self._dtype)
+
+    def draft(
+        self,
+        rows: DraftRows,
+        drafting: IntArray,
+        lens: IntArray,
+        limits: IntArray,
+        known: DraftInputs | Tensor,
+    ) -> None:
+        """Draft `limits` tokens of each row, at least 1, and write them from position `lens` on.
+
+        Args:
+            drafting, lens, limits: [n].
+            known: what the network computes first, or its hidden states of each row's last input, [n, E].
+        """
+        assert self._caches
+        assert rows.token_ids.dtype == rows.block_tables.dtype == torch.int32
+        assert limits.min() >= 1
+        block_size = self._caches[0][0].shape[3]
+        native_rows = native.Rows(
+            rows.token_ids.data_ptr(), rows.block_tables.data_ptr(), _address(rows.temperature, np.float32),
+            _address(rows.top_k, np.int64), _address(rows.top_p, np.float32), _address(rows.min_p, np.float32),
+            _address(rows.seeds, np.int64), rows.token_ids.stride(0), rows.block_tables.stride(0), block_size,
+            self._token_offset,
+        )  # fmt: skip
+        inputs: tuple[Any, ...]
+        if isinstance(known, Tensor):
+            assert known.shape == (len(drafting), len(self._network.last_norm))
+            inputs, last, hidden = (0, None, None, None), None, self._check(known)
+        else:
+            features = None if known.features is None else self._check(known.features)
+            input_rows, positions = _address(known.rows, np.int32), _address(known.positions, np.int64)
+            inputs = len(known.rows), input_rows, positions, features
+            last, hidden = _address(known.last, np.int64), None
+        library().quire_draft(
+            ctypes.addressof(self._native), ctypes.addressof(native_rows), dtype_codes()[self._dtype], *inputs,
+            len(drafting), _address(drafting, np.int32), _address(lens, np.int32), _address(limits, np.int32), last,
+            hidden, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def _check(self, states: Tensor) -> int:
+        assert states.dtype == self._dtype
+        assert states.is_contiguous()
+        return states.data_ptr()
+
+
+def _address(array: npt.NDArray[Any], dtype: type[np.generic]) -> int:
+    assert array.dtype == dtype
+    assert array.flags.c_contiguous
+    return array.ctypes.data
+
+
+def _native_network(network: DraftNetwork, layers: Any, ropes: Any) -> native.Network:
+    own, embedding = network.hidden_input, network.embedding
+    merge = native.Merge.EMBEDDING
+    result = native.Network(
+        output=native_linear(network.output.panels),
+        layers=ctypes.addressof(layers),
+        ropes=ctypes.addressof(ropes),
+        last_norm=network.last_norm.data_ptr(),
+        output_ids=cpu.address_of(network.output_ids),
+        num_layers=len(network.layers),
+        num_ropes=len(network.rotary_tables),
+        hidden_size=len(network.last_norm),
+        vocab_size=network.vocab_size,
+        feeds_normed=network.feeds_normed,
+        eps=network.eps,
+        embedding_scale=network.embedding_scale,
+    )
+    if embedding.layout is Layout.PLAIN:
+        result.embedding_rows = embedding.weight.data_ptr()
+    else:
+        result.embedding = native_linear(embedding.panels)
+    if own is not None:
+        merge = native.Merge.BESIDE if own.projection is None else native.Merge.PROJECTED
+        result.embedding_norm, result.hidden_norm = own.embedding_norm.data_ptr(), own.hidden_norm.data_ptr()
+        result.is_hidden_first, result.is_normed_residual = own.is_hidden_first, own.is_normed_residual
+        if own.combination is not None:
+            result.combination = native_linear(own.combination.panels)
+        if own.projection is not None:
+            result.projection = native_linear(own.projection.panels)
+    result.merge = merge
+    return result

@@ -1,0 +1,107 @@
+"""FusedChain: drafts all tokens of a step in one native call, which saves a CPU the time of Python."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from ...kernels.draft_chain import DraftChain, DraftInputs, DraftNetwork, DraftRows
+from ...proto.block_tables import IntArray
+from ..attention import LayerCache
+from ..device_rows import DeviceRows
+from ..models.draft_head import DraftHead
+from ..models.loader import Model
+
+_log = logging.getLogger(__name__)
+
+
+class FusedChain:
+    """Drafts as `sample_drafts` does, except that rows whose top_k, top_p and min_p keep many tokens keep all.
+
+    Args:
+        layers: returns the network's KV cache, which is allocated later.
+        token_offset: as for DraftChain.
+    """
+
+    def __init__(
+        self,
+        rows: DeviceRows,
+        network: DraftNetwork,
+        layers: Callable[[], list[LayerCache]],
+        token_offset: int,
+    ) -> None:
+        self._rows, self._layers = rows, layers
+        self._chain = DraftChain(network, token_offset)
+        self._caches: list[LayerCache] | None = None
+
+    def continue_from(self, drafting: IntArray, limits: IntArray, hidden: Tensor) -> None:
+        """Draft tokens of rows whose known tokens are computed.
+
+        Args:
+            drafting, limits: [n]; limits are at least 1.
+            hidden: [n, E], of the newest known token of each row.
+        """
+        self._draft(drafting, limits, hidden.contiguous())
+
+    def compute_and_draft(
+        self,
+        rows: IntArray,
+        starts: IntArray,
+        counts: IntArray,
+        is_drafting: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
+        limits: IntArray,
+        features: Tensor | None,
+    ) -> None:
+        """Compute `counts` tokens of distinct rows, from position `starts` on, and draft.
+
+        Args:
+            is_drafting: rows that draft, at least one; their tokens are the last known ones.
+            limits: of the rows that draft; at least 1.
+            features: [sum of counts, F], as for DraftInputs.
+        """
+        ends = np.cumsum(counts)
+        positions = np.arange(ends[-1]) + np.repeat(starts + counts - ends, counts)
+        known = DraftInputs(
+            np.repeat(rows, counts),
+            positions,
+            None if features is None else features.contiguous(),
+            (ends - 1)[is_drafting].astype(np.int64),
+        )
+        self._draft(rows[is_drafting], limits, known)
+
+    def _draft(self, drafting: IntArray, limits: IntArray, known: DraftInputs | Tensor) -> None:
+        caches = self._layers()
+        if caches is not self._caches:
+            self._chain.bind([(cache.blocks, cache.scales) for cache in caches])
+            self._caches = caches
+        rows, sampling = self._rows, self._rows.sampling
+        own = DraftRows(
+            rows.token_ids,
+            rows.device_tables.ids,
+            np.where(sampling.greedy, np.float32(0), sampling.temperature),
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.seed,
+        )
+        self._chain.draft(own, drafting, rows.lens[drafting], limits.astype(np.int32), known)
+
+
+def plan_fused_chain(
+    rows: DeviceRows,
+    model: Model | DraftHead,
+    layers: Callable[[], list[LayerCache]],
+    token_offset: int,
+) -> FusedChain | None:
+    """Return a FusedChain. Returns None, and logs why on a CPU, if the native ops do not support the model."""
+    if not rows.token_ids.is_cpu:
+        return None
+    network = model.to_draft_network()
+    missing = "it is not a dense decoder on one rank" if network is None else network.missing_op()
+    if network is None or missing is not None:
+        _log.info("drafts are computed op by op, which is slower with few sequences: %s", missing)
+        return None
+    return FusedChain(rows, network, layers, token_offset)
