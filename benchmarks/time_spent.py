@@ -62,16 +62,20 @@ class ModelSize:
 
     Attributes:
         layers: weights of the linear layers.
+        last: of these, the weights of the last layer that multiply only the tokens that rows sample from.
         head: weights of the LM head.
         kv: numbers in the KV cache per token.
         attention: products per token and context token.
+        num_layers: in the last one, only the tokens that rows sample from attend.
     """
 
     layers: int
+    last: int
     head: int
     kv: int
     attention: int
     itemsize: int
+    num_layers: int
 
     @classmethod
     def of(cls, config: EngineConfig) -> ModelSize:
@@ -82,15 +86,19 @@ class ModelSize:
         counts = {name: shape[0] * shape[1] for name, shape in shapes.items() if len(shape) == 2}
         embedding = next(count for name, count in counts.items() if "embed_tokens" in name)
         head = counts.get("lm_head.weight", embedding)
-        layers = sum(count for name, count in counts.items() if ".layers." in name)
         model = config.model
+        layers = {name: count for name, count in counts.items() if ".layers." in name}
+        last = f".layers.{model.num_layers - 1}."
+        for_keys = "q_proj", "k_proj", "v_proj", "qkv_proj"
         head_numbers = model.num_layers * model.head_dim
         return cls(
-            layers,
+            sum(layers.values()),
+            sum(n for name, n in layers.items() if last in name and not any(own in name for own in for_keys)),
             head,
             2 * head_numbers * model.num_kv_heads,
             2 * head_numbers * model.num_heads,
             DTYPES[model.dtype].itemsize,
+            model.num_layers,
         )
 
 
@@ -105,8 +113,9 @@ class Limits:
         """Return the least seconds of a step that are bound by arithmetic, and those bound by memory."""
         lens, num_sampled = batch.lens.astype(int), len(batch.sampled_rows)
         num_new, contexts = len(batch.token_ids), int((batch.positions + 1).sum())
+        contexts -= (contexts - int(batch.sampled_positions.sum())) // size.num_layers
         work = (
-            (2 * (num_new * size.layers + num_sampled * size.head),
+            (2 * (num_new * (size.layers - size.last) + num_sampled * (size.last + size.head)),
              size.itemsize * (size.layers + (size.head if num_sampled else 0))),
             (2 * contexts * size.attention, size.itemsize * size.kv * int(lens.sum())),
         )  # fmt: skip

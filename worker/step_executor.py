@@ -21,6 +21,7 @@ from .memory.cache_engine import CacheEngine
 from .memory.device_to_host import HostCopy
 from .memory.host_to_device import to_device
 from .models.loader import Model
+from .output_tokens import OutputTokens, select_output_tokens
 from .pooling.pooler import Pooler
 from .sampling.prompt_logprobs import compute_prompt_logprobs
 from .sampling.sampler import Sampler
@@ -80,12 +81,19 @@ class StepExecutor:
 
     def _forward(self, batch: Batch, result: StepResult) -> tuple[Tensor | None, LaunchedStep]:
         """Return the logits of the sampled rows, None if no row samples, and rank 0's results of the prompts."""
-        run = self.model.forward if self.tap is None else self.tap.forward
+        sampled_index, outputs = batch.sampled_index, self._output_tokens(batch)
         # A graph splits its decodes itself.
         attention = with_splits(
             batch.attention, self.config.cache.block_size, fixed_item_len(self.config.parallel)
         )
-        hidden = run(batch.token_ids, batch.positions, self.cache.layers, attention)
+        step_inputs = batch.token_ids, batch.positions, self.cache.layers, attention
+        if outputs is not None:
+            hidden = self.model.forward(*step_inputs, outputs=outputs)
+            sampled_index = outputs.sampled_index
+        elif self.tap is not None:
+            hidden = self.tap.forward(*step_inputs)
+        else:
+            hidden = self.model.forward(*step_inputs)
         is_first = self.rank == 0
         vectors = None
         if batch.pooled is not None and is_first:  # every rank has all hidden states
@@ -99,9 +107,22 @@ class StepExecutor:
         step = LaunchedStep(result, vectors=vectors)
         if batch.sampled_rows.size == 0:
             return None, step
-        if batch.sampled_index is not None:
-            hidden = hidden.index_select(0, batch.sampled_index)
+        if sampled_index is not None:
+            hidden = hidden.index_select(0, sampled_index)
         return self.model.logits(hidden), step
+
+    def _output_tokens(self, batch: Batch) -> OutputTokens | None:
+        """Return the only tokens of the step whose hidden states are needed. Returns None for all.
+
+        Adapters refer to tokens by their indices in the step. On a GPU all are computed, since chunks of one token
+        could need kernel variants that are not compiled yet.
+        """
+        reads_all = self.tap is not None or batch.scored is not None or batch.pooled is not None
+        if reads_all or batch.lora is not None or batch.sampled_index is None:
+            return None
+        if self.device.type != "cpu" or not self.model.supports_outputs:
+            return None
+        return select_output_tokens(batch.sampled_index, len(batch.token_ids), batch.attention)
 
     def _sample(self, batch: Batch, logits: Tensor, step: LaunchedStep) -> LaunchedStep:
         rows, positions = batch.sampled_rows, batch.sampled_positions

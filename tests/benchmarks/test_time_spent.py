@@ -41,8 +41,9 @@ def batch(num_sampled: int, *contexts: tuple[int, int]) -> Batch:
 
 
 def test_limits_are_arithmetic_for_many_tokens_and_memory_for_few() -> None:
-    size = ModelSize(layers=1000, head=100, kv=10, attention=20, itemsize=4)
-    linear, attention = 2 * 64 * 1000 / 1e9, 2 * (64 * 65 // 2) * 20 / 1e9
+    size = ModelSize(layers=1000, last=300, head=100, kv=10, attention=20, itemsize=4, num_layers=2)
+    # Of two layers, the last one computes nothing but keys and values: no row samples.
+    linear, attention = 2 * 64 * 700 / 1e9, 64 * 65 // 2 * 20 / 1e9
     assert LIMITS.seconds(size, batch(0, (0, 64))) == pytest.approx((linear + attention, 0.0))
     linear, attention = 4 * (1000 + 100) / 1e9, 2 * 51 * 20 / 1e9
     kv = 4 * 10 * 51 / 1e9
@@ -57,6 +58,9 @@ def test_size_of_the_demo_model(demo_model_dir: Path) -> None:
     hidden_size = json.loads((demo_model_dir / "config.json").read_text())["hidden_size"]
     assert size.head == model.vocab_size * hidden_size
     assert size.layers > model.num_layers * hidden_size**2
+    per_layer = size.layers // model.num_layers
+    assert per_layer // 2 < size.last < per_layer
+    assert size.num_layers == model.num_layers
     assert size.itemsize == 4
 
 

@@ -144,7 +144,7 @@ def test_wrong_digest_fails_before_computing(script: Script) -> None:
 def test_failure_reason_is_one_short_line(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's errors contain a C++ stack, and the reason goes into a gRPC trailer."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no kernel " + 9000 * "x" + "\nException raised from at::empty\nframe #0")
 
     monkeypatch.setattr(script.runner._model, "forward", fail)

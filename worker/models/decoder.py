@@ -18,6 +18,7 @@ from ...kernels.rope import apply_rope
 from ..attention import AttentionInputs, LayerCache, paged_attention
 from ..comm.all_reduce_choice import choose_all_reduce
 from ..comm.symmetric_memory import open_symmetric_memory
+from ..output_tokens import OutputTokens
 from ..weights.linear_weight import packed_weight
 from ..weights.weight_slice import Interleaving
 from .aux_states import AuxStates
@@ -92,8 +93,13 @@ class Attention:
         rotations: Rotations,
         kv_cache: LayerCache,
         inputs: AttentionInputs,
+        queries: Tensor | None = None,
     ) -> Tensor | PartialSum:
-        """[T, E] -> [T, E]; writes the tokens' keys and values to the cache before attention reads them."""
+        """[T, E] -> [T, E]; writes the tokens' keys and values to the cache before attention reads them.
+
+        Args:
+            queries: [N] int64, the tokens that `inputs` has as queries; the result is [N, E]. None for all.
+        """
         projected = self.qkv.forward(x)
         num_tokens = projected.shape[0]
         start = 0
@@ -121,8 +127,10 @@ class Attention:
             self.norm_eps,
             kv_cache.scales,
         )
+        if queries is not None:
+            q = q.index_select(0, queries)
         attended = paged_attention(q, kv_cache, inputs, self.scale, self.variant)
-        return self.output.forward_partial(attended.view(num_tokens, -1))
+        return self.output.forward_partial(attended.view(len(q), -1))
 
 
 class DecoderLayer:
@@ -185,7 +193,34 @@ class DecoderLayer:
         if self.is_parallel:
             return self._forward_parallel(x, residual, rotations, kv_cache, inputs)
         normed = self._add_and_quantize(self.attention.qkv, x, residual, self.before_attention)
-        x = self._finish(self.attention.forward(normed, rotations, kv_cache, inputs), self.after_attention)
+        return self._feed_forward(self.attention.forward(normed, rotations, kv_cache, inputs), residual)
+
+    @property
+    def supports_outputs(self) -> bool:
+        """Whether the layer can compute the output of some tokens only."""
+        return isinstance(self.attention, Attention) and not self.is_parallel
+
+    def forward_outputs(
+        self,
+        x: Tensor | PartialSum | None,
+        residual: Tensor,
+        rotations: Rotations,
+        kv_cache: LayerCache,
+        outputs: OutputTokens,
+    ) -> tuple[Tensor | PartialSum, Tensor]:
+        """As `forward`, but only keys and values are computed for all tokens; requires `supports_outputs`.
+
+        Returns:
+            the layer's output and the residual of these tokens, each [N, E].
+        """
+        assert isinstance(self.attention, Attention)
+        normed = self._add_and_quantize(self.attention.qkv, x, residual, self.before_attention)
+        attended = self.attention.forward(normed, rotations, kv_cache, outputs.inputs, outputs.index)
+        residual = residual.index_select(0, outputs.index)
+        return self._feed_forward(attended, residual), residual
+
+    def _feed_forward(self, attended: Tensor | PartialSum, residual: Tensor) -> Tensor | PartialSum:
+        x = self._finish(attended, self.after_attention)
         if isinstance(self.mlp, Mlp):
             x = self.mlp.forward(self._add_and_quantize(self.mlp.gate_up, x, residual, self.before_mlp))
         else:
@@ -343,6 +378,7 @@ class Decoder:
         self.hidden_size = spec.hidden_size
         self.reserved_bytes = 0 if spec.latent is None else EXPANDED_BYTES
         self.supports_graphs = not any(layer.reads_back for layer in self.layers)
+        self.supports_outputs = self.layers[-1].supports_outputs
         self.norm = _read_norm(load, spec, "model.norm")
         dense = [layer.to_dense_layer(list(self.rotary)) for layer in self.layers]
         self.fused_decode: FusedDecode | None = None
@@ -362,8 +398,9 @@ class Decoder:
         kv_caches: list[LayerCache],
         inputs: AttentionInputs,
         aux: AuxStates | None = None,
+        outputs: OutputTokens | None = None,
     ) -> Tensor:
-        """Return hidden states after the last norm, [T, E]; add those between layers to `aux`."""
+        """Return hidden states after the last norm, [T, E] or [N, E]; add those between layers to `aux`."""
         hidden = self.embedding.forward(token_ids)
         rotated = {key: table.at(positions) for key, table in self.rotary.items()}
         fused = self.fused_decode
@@ -373,10 +410,14 @@ class Decoder:
         rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {None: (None, None)}
         rotations.update(rotated.items())
         x: Tensor | PartialSum | None = None
+        last = len(self.layers) - 1
         for index, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
             if aux is not None and index in aux.layers:
                 aux.states.append(layer.input_of(x, hidden))
-            x = layer.forward(x, hidden, rotations, kv_cache, inputs)
+            if outputs is not None and index == last:
+                x, hidden = layer.forward_outputs(x, hidden, rotations, kv_cache, outputs)
+            else:
+                x = layer.forward(x, hidden, rotations, kv_cache, inputs)
         if aux is not None and len(self.layers) in aux.layers:
             aux.states.append(self.layers[-1].input_of(x, hidden))
         return self.layers[-1].add(x, hidden, self.norm)

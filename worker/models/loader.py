@@ -10,6 +10,7 @@ from ...kernels.draft_chain import DraftNetwork
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
 from ..attention import AttentionInputs, LayerCache
+from ..output_tokens import OutputTokens
 from .aux_states import AuxStates
 from .decoder import Decoder
 from .load_context import LoadContext
@@ -23,10 +24,12 @@ class Model(Protocol):
 
     Attributes:
         supports_graphs: a step can be recorded as a graph, because launching it reads nothing back from the device.
+        supports_outputs: `forward` can compute the hidden states of some tokens only.
         reserved_bytes: of a GPU, that a step may need beyond one of as many tokens in short sequences.
     """
 
     supports_graphs: bool
+    supports_outputs: bool
     reserved_bytes: int
 
     @property
@@ -41,6 +44,7 @@ class Model(Protocol):
         kv_caches: list[LayerCache],
         inputs: AttentionInputs,
         aux: AuxStates | None = None,
+        outputs: OutputTokens | None = None,
     ) -> Tensor:
         """Return hidden states of a step's tokens after the last norm, [T, E].
 
@@ -49,6 +53,7 @@ class Model(Protocol):
             positions: [T] int64.
             kv_caches: by layer.
             aux: collects hidden states between layers; only for models that quire defines itself.
+            outputs: return the hidden states of these tokens only, [N, E]; requires `supports_outputs`.
         """
         ...
 

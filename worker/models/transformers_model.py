@@ -23,6 +23,7 @@ from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, first_line
 from ..attention import AttentionInputs, LayerCache
 from ..comm.shard import Shard
+from ..output_tokens import OutputTokens
 from ..weights.checkpoint import Checkpoint
 from ..weights.weight_slice import WeightSlice
 from .attention_adapters import ADAPTERS
@@ -50,6 +51,7 @@ class TransformersModel:
     """
 
     supports_graphs = False  # the modules may read results back from the device
+    supports_outputs = False
     reserved_bytes = 0
 
     def __init__(self, load: LoadContext, spec: TransformersSpec, model: ModelConfig) -> None:
@@ -80,9 +82,11 @@ class TransformersModel:
         kv_caches: list[LayerCache],
         inputs: AttentionInputs,
         aux: AuxStates | None = None,
+        outputs: OutputTokens | None = None,
     ) -> Tensor:
         """Return hidden states after the last norm, [T, E]."""
         assert aux is None, "modules of transformers do not show hidden states between layers"
+        assert outputs is None, "modules of transformers compute all tokens"
         with self._step.bind(kv_caches, inputs):
             out = self._body(
                 input_ids=token_ids.long().unsqueeze(0),

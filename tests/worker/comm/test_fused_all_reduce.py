@@ -27,11 +27,14 @@ PROMPT = [7, 21, 300, 45, 11]
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_fused"), [("llama", 6), ("gemma2", 0), ("qwen3_moe", 3)], ids=["llama", "gemma2", "moe"]
+    ("kind", "num_fused", "num_last"),
+    [("llama", 6, 2), ("gemma2", 0, 0), ("qwen3_moe", 3, 1)],
+    ids=["llama", "gemma2", "moe"],
 )
 def test_fused_all_reduce_gives_tokens_of_separate_ops(
     kind: str,
     num_fused: int,
+    num_last: int,
     make_model: Any,
     make_engine: Any,
     planned: Any,
@@ -39,8 +42,8 @@ def test_fused_all_reduce_gives_tokens_of_separate_ops(
 ) -> None:
     """One rank, whose partial sum is the sum. Of three layers, five norms and the last norm follow a sum.
 
-    The prompt is too long for a fused sum. Sums with a norm before the residual addition and sums of MoE layers are
-    not fused.
+    The prompt is too long for a fused sum, except in the last layer, which computes its last token only. Sums with a
+    norm before the residual addition and sums of MoE layers are not fused.
     """
     folder = make_model(kind, seed=3)
     calls: list[int] = []
@@ -71,7 +74,7 @@ def test_fused_all_reduce_gives_tokens_of_separate_ops(
 
     monkeypatch.setattr(load_context.LoadContext, "__init__", with_fused)
     assert generate() == expected
-    assert calls == [1] * (5 * num_fused)
+    assert calls == [1] * (num_last + 5 * num_fused)
 
 
 def test_fused_all_reduce_without_gpus_raises_config_error(demo_model_dir: Any) -> None:
