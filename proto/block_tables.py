@@ -89,12 +89,21 @@ class BlockTables:
         self.digest = (self.digest + int(values.sum(dtype=np.uint64))) & _MASK
 
 
+def runs_of(rows: IntArray | RowArray) -> tuple[RowArray, RowArray]:
+    """Return the start and the length of each run of equal rows, both [number of runs]."""
+    is_start = np.ones(rows.size, np.bool_)
+    np.not_equal(rows[1:], rows[:-1], out=is_start[1:])
+    starts = np.flatnonzero(is_start)
+    ends = np.empty_like(starts)
+    ends[:-1], ends[-1:] = starts[1:], rows.size
+    return starts, ends - starts
+
+
 def _run_offsets(rows: RowArray) -> IntArray:
     """Return each entry's position in its run of equal entries: [3, 3, 5] -> [0, 1, 0]."""
     if rows[0] == rows[-1]:  # one row, as when a sequence starts: 0.5 us, not 10 us
         return np.arange(rows.size, dtype=np.int32)
-    starts = np.flatnonzero(np.diff(rows, prepend=-1))
-    lengths = np.diff(starts, append=rows.size)
+    starts, lengths = runs_of(rows)
     return (np.arange(rows.size) - np.repeat(starts, lengths)).astype(np.int32)
 
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.block_tables import IntArray, RowArray
+from ...proto.block_tables import IntArray, RowArray, runs_of
 from ...proto.errors import ProtocolError
 from ...proto.pooling import Pooled
 from ...proto.step import Logprobs, PromptLogprobs, StepResult
@@ -201,12 +201,11 @@ class ResultProcessor:
             for end in sorted(ends):
                 keep[end + 1 :][rows[end + 1 :] == rows[end]] = False
             rows, token_ids, logprobs = _select(keep, rows, token_ids, logprobs)
-        is_first = np.append(True, rows[1:] != rows[:-1])[: rows.size]
-        starts = np.flatnonzero(is_first)
-        lens = np.diff(starts, append=rows.size)
-        for place in range(int(lens.max(initial=0))):
-            tokens = starts[lens > place] + place
-            self._append(rows[tokens], token_ids[tokens])
+        starts, lens = runs_of(rows)
+        if not self._state.rows.append_runs(rows, token_ids, starts, lens):
+            for place in range(int(lens.max(initial=0))):
+                tokens = starts[lens > place] + place
+                self._append(rows[tokens], token_ids[tokens])
         return rows, token_ids, logprobs, starts + lens - 1
 
     def _append(self, rows: RowArray, token_ids: IntArray) -> None:

@@ -166,6 +166,22 @@ class RowState:
         self._tail[rows, known % self.block_size] = token_ids
         self._num_tokens[rows] = known + 1
 
+    def append_runs(self, rows: RowArray, token_ids: IntArray, starts: RowArray, lens: RowArray) -> bool:
+        """Append runs of known tokens, unless a tail lacks room for its run; return whether they were appended.
+
+        Args:
+            rows: [n], the row of each token; those of a row are adjacent.
+            starts, lens: [m], of the run of each distinct row.
+        """
+        owners = rows[starts]
+        known = self._num_tokens[owners]
+        if np.count_nonzero(known - self._num_flushed[owners] + lens > self.block_size):
+            return False
+        positions = np.arange(rows.size) + np.repeat(known - starts, lens)
+        self._tail[rows, positions % self.block_size] = token_ids
+        self._num_tokens[owners] = known + lens
+        return True
+
     def full_tails(self, rows: RowArray) -> RowArray:
         """Return those rows whose tail must be flushed before the next `append`."""
         full: RowArray = rows[self._num_tokens[rows] - self._num_flushed[rows] == self.block_size]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...proto.block_tables import IntArray, RowArray
+from ...proto.block_tables import IntArray, RowArray, runs_of
 from ..attention import LayerCache
 from ..batch import Batch
 from ..device_rows import DeviceRows
@@ -140,21 +140,20 @@ class HeadProposer:
         known = self._take_known(rows)
         if known is None:
             return np.zeros(rows.size, np.int32)
-        limit_of = np.zeros_like(self._rows.lens)
-        limit_of[rows] = max_lens
         is_ready = self._num_computed[known.rows] == self._rows.lens[known.rows] - 1
         drafting = known.rows[is_ready]
+        limit_of = np.zeros_like(self._rows.lens)
+        limit_of[rows] = max_lens
         limits = limit_of[drafting]
-        if self._fused is not None and known.counts.max() <= MAX_DECODED_TOKENS and is_ready.any():
+        if self._fused is not None and drafting.size and known.counts.max() <= MAX_DECODED_TOKENS:
             self._fused.compute_and_draft(
                 known.rows, known.starts, known.counts, is_ready, limits, known.features
             )
         else:
-            hidden = _select(self._compute(known), np.flatnonzero(is_ready))
-            self._draft(drafting, limits, hidden)
-        limit_of[known.rows[~is_ready]] = 0
-        limit_of[rows[~np.isin(rows, known.rows)]] = 0
-        return limit_of[rows]
+            self._draft(drafting, limits, _select(self._compute(known), np.flatnonzero(is_ready)))
+        drafted = np.zeros_like(limit_of)
+        drafted[drafting] = limits
+        return drafted[rows]
 
     def _draft(self, rows: IntArray, limits: IntArray, hidden: Tensor) -> None:
         """Draft up to `limits` tokens of each row; `hidden` is [n, E], of the newest pair of each row."""
@@ -179,20 +178,22 @@ class HeadProposer:
         wanted = np.zeros(self._rows.lens.size + 1, np.bool_)  # the last one is that of _NO_ROW
         wanted[rows] = True
         chosen = [np.flatnonzero(wanted[pairs.rows]) for pairs in self._pending]
-        token_rows = np.concatenate(
-            [pairs.rows[own] for pairs, own in zip(self._pending, chosen, strict=True)]
-        )
-        features = torch.cat(
-            [_select(pairs.features, own) for pairs, own in zip(self._pending, chosen, strict=True)]
-        )
+        parts = [(pairs.rows[own], pairs, own) for pairs, own in zip(self._pending, chosen, strict=True)]
+        token_rows, features = parts[0][0], _select(parts[0][1].features, parts[0][2])
+        if len(parts) > 1:
+            token_rows = np.concatenate([part_rows for part_rows, _, _ in parts])
+            features = torch.cat([_select(pairs.features, own) for _, pairs, own in parts])
         self._keep_others(chosen)
         if token_rows.size == 0:
             return None
-        order = np.argsort(token_rows, kind="stable")
-        own_rows, counts = np.unique(token_rows, return_counts=True)
+        if np.count_nonzero(token_rows[1:] < token_rows[:-1]):
+            order = np.argsort(token_rows, kind="stable")
+            token_rows, features = token_rows[order], _select(features, order)
+        firsts, counts = runs_of(token_rows)
+        own_rows = token_rows[firsts]
         starts = self._num_computed[own_rows]
         self._num_computed[own_rows] = starts + counts
-        return _KnownPairs(own_rows, starts, counts.astype(np.int32), _select(features, order))
+        return _KnownPairs(own_rows, starts, counts.astype(np.int32), features)
 
     def _keep_others(self, chosen: list[RowArray]) -> None:
         """Remove pairs that are computed now and those of sequences that have ended."""

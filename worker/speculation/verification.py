@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.block_tables import IntArray, RowArray
+from ...proto.block_tables import IntArray, RowArray, runs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,7 @@ def verify(rows: IntArray, is_match: npt.NDArray[np.bool_]) -> Verdict:
         rows: [N], the row of each sample; those of a row are adjacent, by ascending position.
         is_match: [N], the sample equals the drafted token; any value for the last of a row.
     """
-    starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
-    lens = np.diff(starts, append=rows.size)
+    starts, lens = runs_of(rows)
     num_misses: IntArray = np.cumsum(~is_match) - ~is_match  # before each sample
     is_kept: npt.NDArray[np.bool_] = num_misses == np.repeat(num_misses[starts], lens)
     token_counts = np.add.reduceat(is_kept, starts, dtype=np.int32)

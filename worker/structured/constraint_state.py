@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import IntArray, runs_of
 from ...proto.config import ModelConfig
 from ...proto.errors import first_line
 from ...proto.step import NewSequence
@@ -116,8 +116,7 @@ class ConstraintState:
         if not self.has_effect(rows):
             return found
         self._settle()
-        starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
-        counts = np.diff(starts, append=rows.size)
+        starts, counts = runs_of(rows)
         for first, count, row in zip(starts.tolist(), counts.tolist(), rows[starts].tolist(), strict=True):
             constraint = self._rows[row]
             if constraint is None or not constraint.is_active:
