@@ -32,8 +32,9 @@ from .fused_chain import plan_fused_chain
 
 # Hidden states that are kept for pairs to compute, of all rows.
 MAX_PENDING_BYTES = 64 << 20
-# Steps without planned drafts after which hidden states are no longer kept.
-MAX_IDLE_STEPS = 16
+# Steps without planned drafts after which hidden states of at most so many tokens are kept. One sequence can draft
+# again at any time; for many sequences, computing the tokens of a pause would cost more than the drafts gain.
+MAX_IDLE_STEPS, MAX_IDLE_TOKENS = 16, 1024
 _UNKNOWN = -1
 _NO_ROW = -1
 
@@ -90,18 +91,19 @@ class HeadProposer:
         # Pairs of each row that are in the head's cache, or are missing; _UNKNOWN until hidden states are kept.
         self._num_computed: IntArray = np.full_like(rows.lens, _UNKNOWN)
         self._pending: deque[_Pairs] = deque()
-        self._pending_bytes = 0
+        self._num_pending = self._pending_bytes = 0
         self._num_idle_steps = 0
+        self._is_paused = False
 
     @property
     def wants_features(self) -> bool:
         """Return whether the next step is to keep the hidden states that the head reads."""
-        return self._num_idle_steps <= MAX_IDLE_STEPS
+        return not self._is_paused
 
     def forget(self, rows: IntArray) -> None:
         self._num_computed[rows] = _UNKNOWN
-        for pairs in self._pending:
-            pairs.rows[np.isin(pairs.rows, rows)] = _NO_ROW
+        if self._pending:
+            self._drop(self._chosen(rows))
 
     def record(self, batch: Batch, features: Tensor | None) -> None:
         """Keep the hidden states of a step, whose sampled tokens the rows have.
@@ -112,8 +114,7 @@ class HeadProposer:
         self._num_idle_steps += 1
         if features is None:
             self._num_computed.fill(_UNKNOWN)
-            self._pending.clear()
-            self._pending_bytes = 0
+            self._drop([])
             return
         rows, positions = batch.token_rows, batch.token_positions
         if batch.has_drafts:
@@ -129,7 +130,9 @@ class HeadProposer:
             )  # the last assignment counts: the first token's
             self._num_computed[first_of[0]] = first_of[1]
         self._pending.append(_Pairs(rows.copy(), positions, features))
+        self._num_pending += rows.size
         self._pending_bytes += self._pending[-1].num_bytes
+        self._is_paused = self._num_idle_steps > MAX_IDLE_STEPS and self._num_pending > MAX_IDLE_TOKENS
         if self._pending_bytes > MAX_PENDING_BYTES:
             known = self._take_known(np.arange(self._rows.lens.size, dtype=np.int32))
             if known is not None:
@@ -137,6 +140,7 @@ class HeadProposer:
 
     def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
         self._num_idle_steps = 0
+        self._is_paused = False
         known = self._take_known(rows)
         if known is None:
             return np.zeros(rows.size, np.int32)
@@ -175,15 +179,13 @@ class HeadProposer:
         """Remove the pending pairs of rows, to be computed now. Returns None if there are none."""
         if not self._pending:
             return None
-        wanted = np.zeros(self._rows.lens.size + 1, np.bool_)  # the last one is that of _NO_ROW
-        wanted[rows] = True
-        chosen = [np.flatnonzero(wanted[pairs.rows]) for pairs in self._pending]
+        chosen = self._chosen(rows)
         parts = [(pairs.rows[own], pairs, own) for pairs, own in zip(self._pending, chosen, strict=True)]
         token_rows, features = parts[0][0], _select(parts[0][1].features, parts[0][2])
         if len(parts) > 1:
             token_rows = np.concatenate([part_rows for part_rows, _, _ in parts])
             features = torch.cat([_select(pairs.features, own) for _, pairs, own in parts])
-        self._keep_others(chosen)
+        self._drop(chosen)
         if token_rows.size == 0:
             return None
         if np.count_nonzero(token_rows[1:] < token_rows[:-1]):
@@ -195,14 +197,22 @@ class HeadProposer:
         self._num_computed[own_rows] = starts + counts
         return _KnownPairs(own_rows, starts, counts.astype(np.int32), features)
 
-    def _keep_others(self, chosen: list[RowArray]) -> None:
-        """Remove pairs that are computed now and those of sequences that have ended."""
+    def _chosen(self, rows: IntArray) -> list[RowArray]:
+        """Return the indices of the pairs of rows in each of the pending ones."""
+        wanted = np.zeros(self._rows.lens.size + 1, np.bool_)  # the last one is that of _NO_ROW
+        wanted[rows] = True
+        return [np.flatnonzero(wanted[pairs.rows]) for pairs in self._pending]
+
+    def _drop(self, chosen: list[RowArray]) -> None:
+        """Remove some of the pending pairs; all of them if `chosen` is empty."""
         kept: deque[_Pairs] = deque()
-        for pairs, own in zip(self._pending, chosen, strict=True):
+        for pairs, own in zip(self._pending, chosen, strict=bool(chosen)):
             pairs.rows[own] = _NO_ROW
             if (pairs.rows != _NO_ROW).any():
                 kept.append(pairs)
-        self._pending, self._pending_bytes = kept, sum(pairs.num_bytes for pairs in kept)
+        self._pending = kept
+        self._num_pending = sum(pairs.rows.size for pairs in kept)
+        self._pending_bytes = sum(pairs.num_bytes for pairs in kept)
 
     def _forward(self, rows: IntArray, starts: IntArray, counts: IntArray, hidden: Tensor) -> Tensor:
         inputs = gather_draft_inputs(self._rows, rows, starts, counts, self._block_size, token_offset=1)

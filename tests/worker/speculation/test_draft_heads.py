@@ -273,6 +273,26 @@ def test_sequences_without_hidden_states_do_not_draft_and_later_ones_do(
     assert sum(run(engine, NUM_BLOCKS, engine.config.speculative).scheduler.stats.num_accepted) > 0
 
 
+def test_pause_keeps_hidden_states_of_few_tokens(
+    make_recording_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, _ = make_recording_engine("eagle3", 1)
+    monkeypatch.setattr(head_proposer, "MAX_IDLE_STEPS", 2)
+    (runner,) = engine.runners
+    speculator = runner._speculator
+    for most, is_kept in ((1000, True), (3, False)):
+        monkeypatch.setattr(head_proposer, "MAX_IDLE_TOKENS", most)
+        driver = RankedDriver(
+            replace(engine.config.with_num_blocks(NUM_BLOCKS), speculative=None), engine.step
+        )
+        driver.add(0, PROMPTS[0], max_tokens=12, ignore_eos=True, temperature=0.0)
+        for _ in range(10):
+            driver.step(1)
+        assert speculator.wants_features == is_kept
+        driver.run(1)
+        driver.empty_ranks()
+
+
 def test_prefix_hit_drafts_like_reference(make_recording_engine: Any) -> None:
     engine, reference_type, head = make_recording_engine("eagle3", 1)
     prompt = PROMPTS[-1]
