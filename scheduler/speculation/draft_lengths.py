@@ -19,13 +19,16 @@ _PRIOR_TRIALS = 2.0
 # Factors of the trials per step, of a row and of all: new ones count more, and what was given up is tried again.
 _DECAY, _DECAY_OF_ALL = 0.95, 0.998
 # Drafts must promise this much more than a step without: the price of a token near the present number is uncertain.
-# Trials (DraftTrials) decide whether drafts pay at all. With 1.15, one sequence of the demo model drafted in a third of
-# the steps in which drafts paid.
+# Trials (DraftTrials) decide whether drafts pay at all. With 1.15, one sequence of the demo model drafted in a third
+# of the steps in which drafts paid.
 _MIN_GAIN = 1.05
 # A step without drafts is planned at least every so many steps, to measure what drafts cost.
 PLAIN_INTERVAL_STEPS = 100
 # Steps until drafts are considered again where none paid.
 _PAUSE_STEPS = 8
+# A draft counts at most as this many times the expected time: other processes delay single steps. The expectation
+# shrinks by the second factor whenever drafts are not worth it, so that it is measured again.
+_MAX_DRAFT_RATIO, _DRAFT_DECAY = 2.0, 0.97
 
 
 class DraftLengths:
@@ -94,7 +97,9 @@ class DraftLengths:
         chosen = None
         if most > 0 and self._times.is_known and self._num_drafted_steps < PLAIN_INTERVAL_STEPS:
             chosen = self._best(rows, limits, most)
-            self._num_pause_steps = _PAUSE_STEPS if chosen is None else 0
+            if chosen is None:
+                self._num_pause_steps = _PAUSE_STEPS
+                self._draft_s *= _DRAFT_DECAY
         self._num_drafted_steps = 0 if chosen is None else self._num_drafted_steps + 1
         return chosen
 
@@ -156,6 +161,8 @@ class DraftLengths:
         self._times.observe(num_tokens, max(0.0, seconds - draft_s))
         if num_rounds and not self._is_first_draft:
             measured = draft_s / num_rounds
+            if self._draft_s:
+                measured = min(measured, _MAX_DRAFT_RATIO * self._draft_s)
             self._draft_s += (measured - self._draft_s) * (0.1 if self._draft_s else 1.0)
 
     def _reset_changed(self, rows: RowArray, first_steps: npt.NDArray[np.int64]) -> None:

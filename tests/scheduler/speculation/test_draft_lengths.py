@@ -24,12 +24,21 @@ def compute_bound(num_tokens: int) -> float:
 
 
 def simulate(
-    num_rows: int, acceptance: float, step_s: StepTime, num_steps: int = 400, draft_s: float = 0.0
+    num_rows: int,
+    acceptance: float,
+    step_s: StepTime,
+    num_steps: int = 400,
+    draft_s: float = 0.0,
+    stall_s: float = 0.0,
 ) -> float:
-    """Return the tokens per second relative to those without drafts."""
+    """Return the tokens per second relative to those without drafts.
+
+    Args:
+        stall_s: time by which the first drafts appear to take longer; it does not count in the result.
+    """
     lengths, rows = DraftLengths(num_rows, NUM_DRAFTED), np.arange(num_rows)
     limits, first_steps = np.full(num_rows, 100, np.int32), np.ones(num_rows, np.int64)
-    rng, num_tokens, seconds = np.random.default_rng(0), 0, 0.0
+    rng, num_tokens, seconds, num_stalls = np.random.default_rng(0), 0, 0.0, 3
     for _ in range(num_steps):
         chosen = None
         if lengths.is_due(num_rows):
@@ -41,8 +50,12 @@ def simulate(
         spent = step_s(num_rows + int(drafted.sum())) + draft_s * rounds
         noisy = spent * rng.uniform(0.9, 1.3)
         num_gained = num_rows + int(accepted.sum())
+        own_draft_s = draft_s * rounds
+        if rounds and num_stalls:
+            num_stalls -= 1
+            noisy, own_draft_s = noisy + stall_s, own_draft_s + stall_s
         lengths.observe_rate(num_rows, chosen is not None, num_gained, noisy)
-        lengths.observe_step(num_rows + int(drafted.sum()), noisy, draft_s * rounds, rounds)
+        lengths.observe_step(num_rows + int(drafted.sum()), noisy, own_draft_s, rounds)
         has_some = drafted > 0
         lengths.observe(rows[has_some], drafted[has_some], accepted[has_some])
         num_tokens += num_rows + int(accepted.sum())
@@ -68,6 +81,10 @@ def test_rejected_drafts_never_cost_two_percent(num_rows: int) -> None:
 
 def test_expensive_drafts_are_left_out() -> None:
     assert simulate(1, 0.5, memory_bound, draft_s=4e-3) > 0.98
+
+
+def test_stalled_drafts_do_not_end_drafts_for_good() -> None:
+    assert simulate(1, 0.8, memory_bound, num_steps=6000, draft_s=2e-4, stall_s=0.2) > 1.8
 
 
 def test_no_row_drafts_beyond_its_limit_or_the_budget() -> None:
