@@ -339,6 +339,7 @@ class StepResult:
         lora_reports: adapters that the rank has read, or failed to read, since its previous result.
         pooled: vectors of the pooled rows whose last token was computed in the step.
         command_error: why the step's command was not carried out, on no rank; empty if it was.
+        failed_rows: rows whose structured output cannot go on, and why.
     """
 
     step_id: int
@@ -354,6 +355,7 @@ class StepResult:
     lora_reports: tuple[LoraReport, ...] = ()
     pooled: Pooled | None = None
     command_error: str = ""
+    failed_rows: tuple[tuple[int, str], ...] = ()
 
     def encode(self) -> bytes:
         logprobs = None if self.logprobs is None else self.logprobs.pack()
@@ -363,7 +365,7 @@ class StepResult:
         reports = [field_values(report) for report in self.lora_reports]
         pooled = None if self.pooled is None else self.pooled.pack()
         others = logprobs, self.stage_times, of_prompts, self.num_compilations, reports, pooled
-        return _codec.encode(("ok", *step, *tokens, *others, self.command_error))
+        return _codec.encode(("ok", *step, *tokens, *others, self.command_error, self.failed_rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,7 +466,7 @@ def _decode_reply(fields: Any) -> StepResult | StepFailure:
     if kind != "ok":
         raise ValueError(f"unknown kind {kind!r}")
     step_id, epoch, rank, token_ids, token_counts, num_drafted, *others = rest
-    logprobs, stage_times, of_prompts, num_compilations, reports, pooled, command_error = others
+    logprobs, stage_times, of_prompts, num_compilations, reports, pooled, command_error, *more = others
     return StepResult(
         step_id,
         epoch,
@@ -479,4 +481,5 @@ def _decode_reply(fields: Any) -> StepResult | StepFailure:
         tuple(LoraReport(*report) for report in reports),
         Pooled.unpack(pooled),
         command_error,
+        tuple((int(row), str(reason)) for row, reason in (more[0] if more else ())),
     )

@@ -129,6 +129,9 @@ class StepExecutor:
         token_ids, logprobs = self.sampler.sample(
             logits, self.rows.sampling, rows, positions, self.rows.logits_processors
         )
+        failed_rows = self.rows.logits_processors.take_failures()
+        if failed_rows:
+            step = replace(step, launched=replace(step.launched, failed_rows=failed_rows))
         if batch.has_drafts:
             verdict = verify(rows, self.rows.equals_known(rows, positions, token_ids))
             rows, positions = rows[verdict.kept], positions[verdict.kept]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...proto.block_tables import IntArray, RowArray, runs_of
-from ...proto.errors import ProtocolError
+from ...proto.errors import InvalidRequest, ProtocolError
 from ...proto.pooling import Pooled
 from ...proto.step import Logprobs, PromptLogprobs, StepResult
 from ...proto.stream import Finish, FinishReason, TokenBatch
@@ -56,6 +56,7 @@ class ResultProcessor:
         self._observe_cost(step, result)
         if state.draft_lengths is not None:
             self._apply_drafts(state.draft_lengths, step, result, seconds)
+        self._fail_rows(step, result)
         rows, token_ids, logprobs = _rows_of_tokens(step, result), result.token_ids, result.logprobs
         if rows_state.num_freed != step.num_freed:
             alive = rows_state.entered_at_step[rows] <= step.step_id
@@ -126,6 +127,14 @@ class ResultProcessor:
             drafted = alive & (result.num_drafted > 0)
             lengths.observe(step.rows[drafted], result.num_drafted[drafted], accepted[drafted])
             self._state.stats.count_drafts(result.num_drafted, accepted)
+
+    def _fail_rows(self, step: InFlightStep, result: StepResult) -> None:
+        """End the requests whose structured output cannot go on; the other rows of the step are not affected."""
+        for row, reason in result.failed_rows:
+            if self._state.rows.entered_at_step[row] <= step.step_id:
+                sequence = self._state.running[row]
+                error = InvalidRequest("structured_outputs", f"the output cannot go on: {reason}")
+                self._state.fail_request((sequence.gateway, sequence.handle), error)
 
     def _clear_suspects(self, step: InFlightStep) -> None:
         done = (*step.rows.tolist(), *step.pooled_rows)

@@ -52,6 +52,56 @@ def test_constrained_rows_get_the_same_tokens_on_any_number_of_ranks(
     assert outputs[1][1] != outputs[1][0]
 
 
+@pytest.mark.parametrize("stage", ["fill_mask", "accept"])
+def test_failing_constraint_is_reported_and_other_rows_are_unchanged(
+    make_model: Callable[..., Path],
+    make_engine: Any,
+    planned: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+) -> None:
+    engine = make_engine(make_model("llama"), 2)
+    model = engine.config.model
+    settings = settings_of(GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids))
+    whole, others = ([planned(PROMPT, 12, sampling) for sampling in settings] for _ in range(2))
+    engine.generate(whole)
+    reported: list[tuple[int, str]] = []
+    for runner in engine.runners:
+        constraints = runner._rows.logits_processors._constraints
+        monkeypatch.setattr(constraints, "put", planted(constraints, stage))
+        monkeypatch.setattr(runner, "launch", recorded(runner, reported))
+    engine.generate(others)
+    assert reported == [(0, "planted")] * 2
+    assert [own.generated for own in others[1:]] == [own.generated for own in whole[1:]]
+
+
+def planted(constraints: ConstraintState, stage: str) -> Callable[[Any], None]:
+    """Return `put`, after which a method of row 0's constraint raises."""
+    put = constraints.put
+
+    def fail(*arguments: Any) -> None:
+        raise ValueError("planted")
+
+    def put_failing(sequence: Any) -> None:
+        put(sequence)
+        if sequence.row == 0:
+            setattr(constraints._rows[0], stage, fail)
+
+    return put_failing
+
+
+def recorded(runner: Any, reported: list[tuple[int, str]]) -> Callable[[Any], Any]:
+    """Return `launch`, which keeps the failures that it reports."""
+    launch = runner.launch
+
+    def launch_recorded(plan: Any) -> Any:
+        step = launch(plan)
+        reported.extend(step.launched.failed_rows)
+        return step
+
+    return launch_recorded
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_masks_of_ranks_are_the_parts_of_one(
     make_model: Callable[..., Path], make_engine: Any, size: int

@@ -127,6 +127,10 @@ class LogitsProcessorState:
         """Return the next tokens that the constraint of a row leaves no choice of."""
         return [] if self._constraints is None else self._constraints.forced_ids(row, max_tokens)
 
+    def take_failures(self) -> tuple[tuple[int, str], ...]:
+        """Return the rows whose constraints have failed since the last call, with the reasons."""
+        return () if self._constraints is None else self._constraints.take_failures()
+
     def gather(self, rows: IntArray, lens: IntArray) -> LogitsProcessors | None:
         """Return the processors of rows for one step. Returns None if no row has any in effect.
 

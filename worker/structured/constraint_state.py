@@ -19,7 +19,7 @@ from ...proto.structured_outputs import OutputConstraint
 from ..comm.shard import Shard
 from ..memory.device_to_host import HostCopy
 from .compilation import GrammarLibrary
-from .grammar import CompiledGrammar, Matcher, UnsupportedConstraint, add_to_mask, num_words, set_only
+from .grammar import CompiledGrammar, Matcher, MatcherFailed, UnsupportedConstraint, add_to_mask, num_words
 from .row_constraint import RowConstraint
 
 # Bytes of compiled grammars that are kept for later sequences.
@@ -62,6 +62,7 @@ class ConstraintState:
         self._grammars = GrammarCache(self._library)
         self._stops: IntArray | None = None  # mask of the tokens that end an output
         # Sampled tokens that the device may still compute, and the constraints that they advance.
+        self._failures: list[tuple[int, str]] = []
         self._pending: list[tuple[list[RowConstraint | None], HostCopy]] = []
 
     def put(self, sequence: NewSequence) -> None:
@@ -71,7 +72,7 @@ class ConstraintState:
             return
         row = self._make(constraint)
         for token_id in sequence.token_ids[constraint.num_prompt_tokens :].tolist():
-            row.accept(token_id)
+            _accept(row, token_id)
         self._rows[sequence.row] = row
         self._is_constrained[sequence.row] = True
         self._num_rows += 1
@@ -99,7 +100,7 @@ class ConstraintState:
             constraint = self._rows[row]
             if constraint is not None:
                 constraint.rollback(1)
-                constraint.accept(token_id)
+                _accept(constraint, token_id)
 
     def has_effect(self, rows: IntArray) -> bool:
         """Return whether any of the rows may have a mask."""
@@ -119,14 +120,16 @@ class ConstraintState:
         starts, counts = runs_of(rows)
         for first, count, row in zip(starts.tolist(), counts.tolist(), rows[starts].tolist(), strict=True):
             constraint = self._rows[row]
-            if constraint is None or not constraint.is_active:
+            if constraint is None or not (constraint.is_active or constraint.failure):
                 continue
             words = np.empty((count, num_words(self._shard.full_len)), dtype=np.int32)
-            if count == 1:
-                if not constraint.fill_mask(words[0]):
-                    continue
-            else:
-                constraint.fill_masks(read_drafts(first, count - 1), words)
+            try:
+                has_mask = _fill(constraint, words, read_drafts, first)
+            except Exception as error:  # of one output, which must not end the step of all
+                self._fail(row, first_line(error))
+                continue
+            if not has_mask:
+                continue
             for place, mask in enumerate(words):
                 found.words[first + place] = self._local(mask)
                 if self._allows_only_stops(mask):
@@ -139,7 +142,11 @@ class ConstraintState:
         if constraint is None:
             return []
         self._settle()
-        return constraint.forced_ids(max_tokens)
+        try:
+            return constraint.forced_ids(max_tokens)
+        except Exception as error:
+            constraint.failure = constraint.failure or first_line(error)
+            return []
 
     def _settle(self) -> None:
         """Advance by the tokens that were sampled since."""
@@ -147,8 +154,20 @@ class ConstraintState:
             (token_ids,) = copied.wait()
             for constraint, token_id in zip(constraints, token_ids.tolist(), strict=True):
                 if constraint is not None:
-                    constraint.accept(token_id)
+                    _accept(constraint, token_id)
         self._pending.clear()
+
+    def _fail(self, row: int, reason: str) -> None:
+        """Remove the constraint of a row, whose request the scheduler ends."""
+        self._rows[row] = None
+        self._failures.append((row, reason))
+        _log.error("a structured output cannot go on: %s", reason)
+
+    def take_failures(self) -> tuple[tuple[int, str], ...]:
+        """Return the rows whose constraints have failed since the last call, with the reasons."""
+        failures = tuple(self._failures)
+        self._failures.clear()
+        return failures
 
     def _make(self, constraint: OutputConstraint) -> RowConstraint:
         matcher: Matcher | None = None
@@ -157,8 +176,9 @@ class ConstraintState:
                 matcher = self._grammars.load(constraint.grammar).new_matcher()
             except (ValueError, ImportError, UnsupportedConstraint) as error:
                 # The gateway has loaded it, so the libraries of this rank are missing or of another version.
-                _log.error("a grammar cannot be read, its output is left empty: %s", first_line(error))
-                matcher = Nothing(self._library.vocabulary.stop_ids)
+                row = RowConstraint(constraint, None, self._library.vocabulary)
+                row.failure = f"the rank cannot read the grammar: {first_line(error)}"
+                return row
         return RowConstraint(constraint, matcher, self._library.vocabulary)
 
     def _allows_only_stops(self, words: IntArray) -> bool:
@@ -200,22 +220,26 @@ class GrammarCache:
         return grammar
 
 
-class Nothing:
-    """Matcher of the empty output."""
+def _accept(constraint: RowConstraint, token_id: int) -> None:
+    """Advance a constraint, or note why that failed."""
+    try:
+        constraint.accept(token_id)
+    except Exception as error:
+        constraint.failure = constraint.failure or first_line(error)
 
-    def __init__(self, stop_ids: tuple[int, ...]) -> None:
-        self._stop_ids = stop_ids
 
-    def accept(self, token_id: int) -> bool:
-        return token_id in self._stop_ids
+def _fill(constraint: RowConstraint, words: IntArray, read_drafts: DraftReader, first: int) -> bool:
+    """Set the masks of a row, [1 + drafts, ceil(V / 32)]. Returns False if all tokens are allowed.
 
-    def rollback(self, num_tokens: int) -> None: ...
-
-    def fill_mask(self, words: IntArray) -> None:
-        set_only(words, self._stop_ids)
-
-    def forced_bytes(self) -> bytes:
-        return b""
+    Raises:
+        MatcherFailed: the constraint has failed.
+    """
+    if constraint.failure:
+        raise MatcherFailed(constraint.failure)
+    if len(words) == 1:
+        return constraint.fill_mask(words[0])
+    constraint.fill_masks(read_drafts(first, len(words) - 1), words)
+    return True
 
 
 def stack_masks(masks: list[IntArray], device: torch.device) -> Tensor:

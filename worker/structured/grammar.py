@@ -17,6 +17,10 @@ class UnsupportedConstraint(Exception):
     """A backend does not support the constraint, or it is invalid; the message names the part."""
 
 
+class MatcherFailed(UnsupportedConstraint):
+    """A matcher cannot go on with its output, for example because it exceeds the library's limits."""
+
+
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """A constraint as compilers take it; the fields are those of StructuredOutputsParams.
@@ -44,7 +48,7 @@ class Matcher(Protocol):
         ...
 
     def fill_mask(self, words: IntArray) -> None:
-        """Set the bits of the allowed next tokens, [ceil(V / 32)] int32 contiguous."""
+        """Set the bits of the allowed next tokens, [ceil(V / 32)] int32 contiguous. Raises MatcherFailed."""
         ...
 
     def forced_bytes(self) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from typing import Any
 
@@ -11,12 +10,10 @@ import llguidance
 import numpy as np
 
 from ...proto.block_tables import IntArray
-from .grammar import GrammarSpec, UnsupportedConstraint, num_words
+from .grammar import GrammarSpec, MatcherFailed, UnsupportedConstraint, num_words
 from .json_schema import close_objects
 from .lark_tags import WHITESPACE, lark_of_tag
 from .vocabulary import Vocabulary
-
-_log = logging.getLogger(__name__)
 
 # Limits of one step: about 15 ms each. A mask that needs more allows only the end of the output.
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
@@ -30,7 +27,6 @@ class GuidanceMatcher:
         self._stop_ids = frozenset(stop_ids)
         self._words = np.zeros(num_words(vocab_size), dtype=np.int32)
         self._num_stops = 0  # stop tokens at the end of what was accepted
-        self._has_failed = False
 
     def accept(self, token_id: int) -> bool:
         if self._num_stops:
@@ -53,9 +49,8 @@ class GuidanceMatcher:
             words[:] = 0
             return
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if self._matcher.is_error() and not self._has_failed:
-            self._has_failed = True
-            _log.error("an output ends before its form is complete: %s", _shown(self._matcher.get_error()))
+        if self._matcher.is_error():
+            raise MatcherFailed(_shown(self._matcher.get_error()))
 
     def forced_bytes(self) -> bytes:
         return b"" if self._num_stops else bytes(self._matcher.compute_ff_bytes())

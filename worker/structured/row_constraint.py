@@ -43,9 +43,13 @@ class RowConstraint:
 
     Args:
         matcher: of the grammar; None without one.
+
+    Attributes:
+        failure: why the matcher cannot go on; empty if it can.
     """
 
     def __init__(self, constraint: OutputConstraint, matcher: Matcher | None, vocabulary: Vocabulary) -> None:
+        self.failure = ""
         self._constraint = constraint
         self._matcher = matcher
         self._vocabulary = vocabulary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 
 from quire import LLM, RepetitionDetectionParams, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire.proto.block_tables import IntArray
 from quire.proto.errors import InvalidRequest
 from quire.scheduler.speculation.draft_lengths import DraftLengths
+from quire.worker.structured.row_constraint import RowConstraint
 
 SCHEMA = {
     "type": "object",
@@ -170,6 +173,22 @@ class TestReasoning:
 
 def _most_drafts(lengths: DraftLengths, rows: Any, first_steps: Any, limits: Any, most: int) -> Any:
     return np.minimum(limits, 4).astype(np.int32) if limits.any() else None
+
+
+def test_form_that_fails_ends_its_request_with_the_reason(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = StructuredOutputsParams(regex="[a-z ]{30,}")
+    expected = texts(llm.generate(PROMPTS[:1], sampled(form)))
+    fill_mask, num_masks = RowConstraint.fill_mask, itertools.count()
+
+    def failing(constraint: RowConstraint, words: IntArray) -> bool:
+        if next(num_masks) == 7:
+            raise ValueError("planted")
+        return fill_mask(constraint, words)
+
+    monkeypatch.setattr(RowConstraint, "fill_mask", failing)
+    with pytest.raises(InvalidRequest, match=r"structured_outputs.*planted"):
+        llm.generate(PROMPTS[:1], sampled(form))
+    assert texts(llm.generate(PROMPTS[:1], sampled(form))) == expected
 
 
 def test_drafted_tokens_leave_the_output_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,13 @@ from grammars import EOS, VOCAB_SIZE, allowed_ids, demo_library, random_walk
 
 from quire.worker.structured import guidance_backend
 from quire.worker.structured.compilation import GUIDANCE, XGRAMMAR, GrammarLibrary
-from quire.worker.structured.grammar import GrammarSpec, Matcher, UnsupportedConstraint, num_words
+from quire.worker.structured.grammar import (
+    GrammarSpec,
+    Matcher,
+    MatcherFailed,
+    UnsupportedConstraint,
+    num_words,
+)
 
 BACKENDS = (XGRAMMAR, GUIDANCE)
 PERSON = {
@@ -77,17 +83,17 @@ def test_constraint_allows_its_texts_only(
 ONE_TEXT = {"type": "object", "properties": {"a": {"type": "string"}}}
 
 
-def test_mask_beyond_the_limits_allows_only_the_end_and_is_logged_once(
-    library: GrammarLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_mask_beyond_the_limits_fails_with_the_reason(
+    library: GrammarLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = library.compile(GrammarSpec("json", json.dumps(ONE_TEXT)), GUIDANCE)
     few = llguidance.LLParserLimits(verbose_errors=False, step_max_items=1)
     monkeypatch.setattr(guidance_backend, "_LIMITS", few)
     matcher = library.load(compiled).new_matcher()
     matcher.accept(mask(matcher)[0])
-    assert mask(matcher) == mask(matcher) == [EOS]
-    (record,) = caplog.records
-    assert "Too many items" in record.message
+    for _ in range(2):
+        with pytest.raises(MatcherFailed, match="Too many items"):
+            mask(matcher)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
