@@ -42,6 +42,7 @@ def test_drain_that_has_not_begun_is_taken_back() -> None:
             with pytest.raises(InvalidRequest, match="waits for no other replica"):
                 fleet.fleet.undrain(first.replica_id)
             before = fleet.fleet.state().version
+            launcher.may_place.clear()  # the drain begins once another replica is ready
             await fleet.fleet.drain(first.replica_id)
             state = await fleet.fleet.watch(before, DEADLINE_S)  # gateways learn of it at once
             assert state is not None
@@ -55,6 +56,7 @@ def test_drain_that_has_not_begun_is_taken_back() -> None:
             assert not any(entry.drain_reason for entry in fleet.entries())
             await fleet.fleet.step()
             assert [entry.replica_id for entry in fleet.ready()] == [first.replica_id]
+            launcher.may_place.set()
             await fleet.fleet.drain(first.replica_id)
             await fleet.until(lambda: first.replica_id not in launcher.known())
             await fleet.until_ready(1)

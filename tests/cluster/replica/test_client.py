@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from quire.cluster.replica import client as module
 from quire.cluster.replica.client import ReplicaClient
 from quire.cluster.requests.request import Request
 from quire.cluster.requests.sequence_update import SequenceUpdate
@@ -108,26 +110,54 @@ class Receiver:
         """See `UpdateReceiver`; the client is closed while the sequence runs."""
 
 
-def test_updates_of_messages_that_have_arrived_are_merged() -> None:
+class Arrived:
+    """A connection on which all frames have arrived that a test puts into it."""
+
+    def __init__(self) -> None:
+        self.frames: deque[bytes] = deque()
+        self.may_receive = asyncio.Event()
+
+    def open(self) -> None: ...
+
+    def send(self, frame: bytes) -> None: ...
+
+    async def receive(self) -> bytes:
+        await self.may_receive.wait()
+        while not self.frames:
+            await asyncio.sleep(LONG_S)
+        return self.frames.popleft()
+
+    def receive_arrived(self) -> bytes | None:
+        return self.frames.popleft() if self.frames else None
+
+    async def wait_until_lost(self) -> None:
+        await asyncio.sleep(LONG_S)
+
+    async def close(self, linger_ms: int) -> None: ...
+
+
+def test_updates_of_messages_that_have_arrived_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     num_steps = 500
     steps = [np.array([step], np.int32) for step in range(num_steps)]
+    monkeypatch.setattr(module, "MAX_TURN_S", LONG_S)
 
     async def scenario() -> None:
-        async with connection() as (client, scheduler):
-            handles: list[range] = []
+        connection, handles = Arrived(), list[range]()
+        client = ReplicaClient("nowhere", "replica-0", connection=connection)
+        client.start()
 
-            def make_receiver(given: range) -> Receiver:
-                handles.append(given)
-                return Receiver(num_steps)
+        def make_receiver(given: range) -> Receiver:
+            handles.append(given)
+            return Receiver(num_steps)
 
-            request = Request("r", np.array([1], np.int32), SamplingParams())
-            receiver = client.submit_with(request, make_receiver)
-            handle = np.array([handles[0].start], np.int32)
-            # All are sent before the client's event loop runs again.
-            await scheduler.send(*[encode(TokenBatch(1, handle, token_id)) for token_id in steps])
-            await receiver.has_all.wait()
-            assert [token_id for update in receiver.updates for token_id in update] == list(range(num_steps))
-            assert len(receiver.updates) < num_steps // 2
+        request = Request("r", np.array([1], np.int32), SamplingParams())
+        receiver = client.submit_with(request, make_receiver)
+        handle = np.array([handles[0].start], np.int32)
+        connection.frames.extend(encode(TokenBatch(1, handle, token_id)) for token_id in steps)
+        connection.may_receive.set()
+        await receiver.has_all.wait()
+        assert receiver.updates == [list(range(num_steps))]
+        await client.close()
 
     run(scenario)
 
@@ -188,7 +218,7 @@ def test_last_messages_before_a_lost_connection_are_read() -> None:
             submitted = client.submit(request)
             end = error_finish(submitted.handles[0], ReplicaUnavailable("rank 1 was killed by SIGKILL"))
             await scheduler.send(encode(TokenBatch(0, finished=(end,))))
-            scheduler.close(linger_ms=1000)
+            scheduler.close(linger_ms=60_000)
             _, update = await anext(submitted)
             assert update.finish is not None
             assert update.finish.error == "rank 1 was killed by SIGKILL"

@@ -23,6 +23,8 @@ from quire.proto.sampling import SamplingParams
 
 DEADLINE_S = 60.0
 PROMPT = list(range(2, 20))
+# Of a replica that is to end while it runs a request of 100 tokens.
+SLOW_STEP_S = 0.1
 PARAMS = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True, seed=1)
 
 
@@ -89,9 +91,10 @@ async def follow(running: MigratingRequest, on_tokens: Callable[[int], None]) ->
 def test_request_continues_after_its_scheduler_was_replaced() -> None:
     async def scenario(server: Server) -> None:
         first = server.supervisor.replica
+        first.group.step_s = SLOW_STEP_S
 
         def kill(num_tokens: int) -> None:
-            if num_tokens >= 5:
+            if num_tokens >= 3:
                 first.kill("the scheduler's process died")
 
         assert await follow(server.submit(), kill) == oracle(PROMPT, 100, stops=())
@@ -103,6 +106,7 @@ def test_request_continues_after_its_scheduler_was_replaced() -> None:
 
 def test_replica_that_gave_up_on_a_rank_is_not_replaced() -> None:
     async def scenario(server: Server) -> None:
+        server.supervisor.replica.group.step_s = SLOW_STEP_S
         running = server.submit()
         server.supervisor.replica.failure.set_result(RankFailed(1, "killed; given up"))
         error = await server.given_up

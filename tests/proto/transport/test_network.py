@@ -9,7 +9,7 @@ import zmq
 
 from quire.proto.transport.network import CurveGuard, CurveKeys, bind, connect, tcp_endpoint
 
-RECEIVE_TIMEOUT_MS = 10_000
+RECEIVE_TIMEOUT_MS = 60_000
 SILENCE_MS = 500
 
 

@@ -154,8 +154,9 @@ def test_abort_ends_a_request() -> None:
 
 
 def test_failed_rank_ends_the_loop_and_all_requests() -> None:
-    mailbox = FakeMailbox([[(b"a", submit(1, [5], max_tokens=30))]])
-    loop, _, group = make_loop(mailbox)
+    mailbox, config = FakeMailbox([[(b"a", submit(1, [5], max_tokens=30))]]), small_config()
+    group = FakeWorkerGroup(config)
+    loop = StepLoop(Scheduler(config), group, mailbox, "replica-0", clock=lambda: 7.0)
     group.failure = RankFailed(1, "killed by signal 9", step_id=1)
     with pytest.raises(
         RankFailed, match=r"rank 1 failed at step 1: killed by signal 9; given up: .* 11 times in 0 s"
