@@ -36,6 +36,7 @@ from quire.proto.errors import (
     PermissionDenied,
     ReplicaUnavailable,
 )
+from quire.proto.faults import Fault, FaultKind
 from quire.proto.sampling import SamplingParams
 
 DEADLINE_S = 60.0
@@ -305,6 +306,7 @@ def test_only_operators_see_and_change_the_fleet(serve: Callable[..., Any]) -> N
                 user.drain("replica"),
                 user.fleet(),
                 user.status(),
+                user.inject_fault(Fault(FaultKind.KILL), rank=0),
             ):
                 with pytest.raises(PermissionDenied, match="needs a token with the role operator"):
                     await call
