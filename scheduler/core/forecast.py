@@ -60,12 +60,11 @@ class Forecast:
         """Return the error with which to refuse a new request that cannot be complete in time, or None."""
         if not self._state.step_costs.has_measured:
             return None
+        if not self._state.running and not self._state.waiting:
+            return _hopeless(request_id, self._least_s(job), time_left_s)
         predicted = self.predict(job)
-        if predicted.alone_s > time_left_s:
-            return DeadlineExpired(
-                f"request {request_id}: computing it takes {predicted.alone_s:.3g} s, and its deadline is in "
-                f"{time_left_s:.3g} s"
-            )
+        if error := _hopeless(request_id, predicted.alone_s, time_left_s):
+            return error
         is_too_long = predicted.queue_s > max(
             CONGESTED_SHARE * time_left_s, CONGESTED_STEPS * self._state.step_costs.mean_s
         )
@@ -102,6 +101,8 @@ class Forecast:
         if not self._state.step_costs.has_measured:
             return None
         job = self._state.waiting.backlog.job_of(sequence)
+        if not self._state.running:
+            return _hopeless(sequence.request_id, self._least_s(job), time_left_s)
         num_rows = min(len(self._state.running) + job.num_sequences, self._state.rows.num_rows)
         compute_s = self._compute_s(job, num_rows, self._state.step_costs.mean_prompt_tokens)
         if compute_s <= time_left_s:
@@ -163,8 +164,20 @@ class Forecast:
         step_s = self._state.step_costs.predict_s(num_rows, num_prompt_tokens)
         return self._prefill_s(job, num_rows) + max(job.num_steps - 1, 0.0) * step_s
 
+    def _least_s(self, job: Job) -> float:
+        """Return the time of a job if its steps are as short as the shortest of late.
+
+        Used while nothing else runs. Predictions that became too long while the machine was busy with other work
+        would otherwise refuse all requests, and no step would ever show that they are wrong.
+        """
+        num_prefills = self._num_prefills(job)
+        return (num_prefills + max(job.num_steps - 1, 0.0)) * self._state.step_costs.least_s
+
+    def _num_prefills(self, job: Job) -> int:
+        return math.ceil(job.num_prompt_tokens / self._state.config.scheduler.max_num_batched_tokens)
+
     def _prefill_s(self, job: Job, num_rows: float) -> float:
-        num_steps = math.ceil(job.num_prompt_tokens / self._state.config.scheduler.max_num_batched_tokens)
+        num_steps = self._num_prefills(job)
         return num_steps * self._state.step_costs.predict_s(
             num_rows, job.num_prompt_tokens / max(num_steps, 1)
         )
@@ -185,3 +198,12 @@ class Forecast:
             for sequence in state.prefilling
         )
         return work
+
+
+def _hopeless(request_id: str, needed_s: float, time_left_s: float) -> DeadlineExpired | None:
+    """Return the error of a request that would be too late even alone, or None."""
+    if needed_s <= time_left_s:
+        return None
+    return DeadlineExpired(
+        f"request {request_id}: computing it takes {needed_s:.3g} s, and its deadline is in {time_left_s:.3g} s"
+    )

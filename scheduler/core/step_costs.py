@@ -17,6 +17,8 @@ _RIDGE = 1e-3
 _SOLVE_STEPS = 16
 # A step that took this many times the prediction was interrupted, and teaches no more than if it took that long.
 _MAX_SURPRISE = 4.0
+# Growth of `least_s` per step, so that it follows a model whose steps become longer.
+_LEAST_GROWTH = 1.001
 
 
 @dataclass(slots=True)
@@ -33,12 +35,14 @@ class StepCosts:
     Attributes:
         mean_prompt_tokens: prompt tokens per step, recent steps first.
         mean_s: seconds per step, recent steps first; 0 before the first.
+        least_s: seconds of the shortest of the recent steps; 0 before the first.
     """
 
     max_rows: int
     max_tokens: int
     mean_prompt_tokens: float = 0.0
     mean_s: float = 0.0
+    least_s: float = 0.0
     _num_steps: int = 0
     _correction: float = 1.0
     # Sums of weight, rows, tokens, rows^2, rows * tokens, tokens^2, and of the seconds times 1, rows and tokens.
@@ -89,7 +93,9 @@ class StepCosts:
         )  # fmt: skip
         self._sums = [_DECAY * total + term for total, term in zip(self._sums, terms, strict=True)]
         share = max(_LATEST_SHARE, 1 / (self._num_steps + 1))
-        self.mean_s += share * (seconds / steps - self.mean_s)
+        step_s = seconds / steps
+        self.mean_s += share * (step_s - self.mean_s)
+        self.least_s = min(step_s, self.least_s * _LEAST_GROWTH) if self._num_steps else step_s
         self._num_steps += 1
         if self._num_steps < _SOLVE_STEPS or self._num_steps % _SOLVE_STEPS == 0:
             self._costs = None

@@ -72,6 +72,24 @@ def test_request_that_takes_too_long_by_itself_is_refused_for_good() -> None:
     assert add(driver, 1, 30, timeout_s=4.0) == ""
 
 
+def test_idle_replica_that_was_slow_serves_again() -> None:
+    """Only a request shows that steps are short again; predictions alone would refuse all of them for good."""
+    driver = measured_driver()
+    for _ in range(100):
+        driver.scheduler._state.step_costs.observe(1, 0, 100 * STEP_S)
+    driver.scheduler._state.step_costs.observe(1, 0, STEP_S)
+    assert driver.scheduler._state.step_costs.predict_s(1) > 10 * STEP_S
+    assert add(driver, 0, 30, timeout_s=4.0) == ""
+    assert add(driver, 1, 30, timeout_s=4.0) == "DEADLINE_EXCEEDED"  # one request is enough to measure
+    while 0 not in driver.finishes:
+        driver.plan()
+        driver.now += STEP_S
+        driver.apply_result()
+    assert len(driver.outputs[0]) == 30
+    assert add(driver, 2, 50, timeout_s=4.0) == "DEADLINE_EXCEEDED"  # 5 s at best
+    assert add(driver, 3, 20, timeout_s=4.0) == ""
+
+
 def test_output_that_may_stop_early_is_expected_to_be_as_long_as_others() -> None:
     driver = measured_driver(max_model_len=400, num_blocks=400)
     assert (
