@@ -27,6 +27,7 @@ class Call:
         num_tokens: of a complete output; 0 otherwise.
         error: reason of its failure as quire names it; empty without one.
         retry_s: delay that the error names; None if it names none.
+        timeout_s: its deadline; None without one.
     """
 
     began_at: float
@@ -34,6 +35,12 @@ class Call:
     num_tokens: int = 0
     error: str = ""
     retry_s: float | None = None
+    timeout_s: float | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """The call took until its deadline and was not complete."""
+        return self.timeout_s is not None and not self.is_complete and self.seconds >= self.timeout_s
 
     @property
     def is_complete(self) -> bool:
@@ -82,7 +89,7 @@ async def send(door: Door, timeout_s: float | None) -> Call:
     began_at = time.monotonic()
     async with asyncio.timeout(HANG_S):
         num_tokens, error, retry_s = await door(timeout_s)
-    return Call(began_at, time.monotonic() - began_at, num_tokens, error, retry_s)
+    return Call(began_at, time.monotonic() - began_at, num_tokens, error, retry_s, timeout_s)
 
 
 async def closed_loop(door: Door, num_at_once: int, seconds: float) -> list[Call]:
