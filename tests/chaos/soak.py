@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from benchmarks.common import Figure, make_parser
 from benchmarks.common import report as print_figures
+from quire.proto.errors import QuireError
 
 from .single_server import SingleServer
 from .site import Resources, held_when_idle, until_answered
@@ -58,6 +59,7 @@ class Soak:
             await self._run_batch(is_due)
 
     async def _run_batch(self, has_fault: bool) -> None:
+        num_problems = len(self.problems)
         work = Work(self._site.doors, make_jobs(JOBS_PER_BATCH, self._rng), may_repeat=False)
         await work.run_undisturbed()
         self._site.choose_poison(work.used_token_ids)
@@ -68,6 +70,8 @@ class Soak:
         self.num_requests += work.tally.num_done
         self.samples.append(self._site.resources())
         _log.info("%d requests, %d faults, %s", self.num_requests, self.num_faults, self.samples[-1])
+        for problem in self.problems[num_problems:]:
+            _log.error("problem: %s", problem)
 
     async def _harm(self) -> None:
         kind = self._rng.choice(sorted(self._site.faults))
@@ -98,13 +102,18 @@ async def soak(minutes: float, interval_s: float, seed: int) -> tuple[dict[str, 
     run = Soak(site, rng, interval_s)
     try:
         await site.start()
-        await run.run(60 * minutes)
+        started = time.monotonic()
+        try:
+            await run.run(60 * minutes)
+        except (QuireError, TimeoutError) as error:
+            run.problems.append(f"the server did not recover: {error!r}")
+        minutes = (time.monotonic() - started) / 60
         problems = [*run.problems, *growth_of(run.samples)]
     finally:
         left = await site.close()
     first, last = run.samples[len(run.samples) // 4], run.samples[-1]
     figures = {
-        "soak.requests": Figure(run.num_requests, "requests", f"in {minutes:g} min"),
+        "soak.requests": Figure(run.num_requests, "requests", f"in {minutes:.0f} min"),
         "soak.faults": Figure(run.num_faults, "faults"),
         "soak.problems": Figure(len(problems) + len(left), "problems"),
     }

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import random
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -172,6 +173,8 @@ class Work:
         self._doors = doors
         self._jobs = jobs
         self._may_repeat = may_repeat
+        # A gateway keeps the answers of finished requests under their ids, also those of the work before.
+        self._name = f"chaos-{secrets.token_hex(4)}"
 
     async def run_undisturbed(self) -> None:
         """Record the answer of each different job, over gRPC, which shows the most of it."""
@@ -209,7 +212,7 @@ class Work:
             self.tally.changed.append(f"{number} {job}: {answer} instead of {expected}")
 
     async def _answer(self, number: int, job: Job) -> Answer:
-        request_id = f"chaos-{number}"
+        request_id = f"{self._name}-{number}"
         if not self._may_repeat:
             return await self._doors[0].answer(job, request_id)
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
