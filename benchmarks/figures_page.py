@@ -112,6 +112,21 @@ def time_spent(figures: Figures) -> list[str]:
     return [*lines, "", f"Limits of the machine in the same run: {stated}."]
 
 
+def speculation(figures: Figures) -> list[str]:
+    """Methods, workloads and numbers of sequences as rows."""
+    columns = {"speedup": "speed-up", "acceptance": "accepted", "tokens_per_step": "tokens per step"}
+    lines = _header(
+        ["method", "workload", "sequences", *columns.values(), "pairs, least and largest speed-up"]
+    )
+    for name, figure in figures.items():
+        if name.endswith(".speedup"):
+            _, method, workload, size, _ = name.split(".")
+            place = name.removesuffix(".speedup")
+            cells = [_number(figures[f"{place}.{key}"]["value"]) for key in columns]
+            lines.append(_row([method, workload, size, *cells, figure["note"]]))
+    return lines
+
+
 def everything(figures: Figures) -> list[str]:
     """All figures, with their notes."""
     rows = [
@@ -167,6 +182,15 @@ SECTIONS = (
         "A decode step of 64 rows of the 60M-parameter shape in float32, with adapters of every projection: none, "
         "one on all rows, and one of 64 per row.",
         everything,
+    ),
+    Section(
+        "Speculative decoding",
+        "speculation",
+        "The demo model in float32 with repeated text (ngram) and with its EAGLE-3 head, beside the same engine "
+        "without drafts, in turns. Prompts of quote repeat their beginning; prose is continued text, greedy; "
+        "sampled is prose at temperature 1. C++ ops for AVX-512, real-time priority, on cores that other work kept "
+        "busy (load 50): the speed-ups vary more than they differ.",
+        speculation,
     ),
     Section(
         "Gateway",

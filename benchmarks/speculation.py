@@ -8,6 +8,8 @@ Workloads, greedy unless noted:
 - `prose`: the beginning of a passage, which the model continues;
 - `sampled`: as prose, at temperature 1, where little repeats.
 
+With --fixed N, every step drafts N tokens per sequence, whatever it costs.
+
 Each runs with 1 and with 16 sequences at once. One engine decodes with drafts and one without; they take turns, batch
 by batch, so that both see the same machine. Ratios are medians over these pairs. Outputs are compared: they must be
 the same.
@@ -22,10 +24,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
 
 from benchmarks.common import Figure, make_parser, median, names_from, report
 from quire import LLM, SamplingParams
 from quire.cluster.offline.in_process import InProcessEngine
+from quire.proto.block_tables import IntArray, RowArray
+from quire.scheduler.speculation.draft_lengths import DraftLengths
 
 TEXTS = Path(__file__).parent / "held_out"
 PASSAGE_LEN, REPEATED_LEN, NUM_TOKENS = 280, 40, 200  # tokens
@@ -130,15 +138,36 @@ def figures(
     }
 
 
+@contextmanager
+def fixed_lengths(count: int | None) -> Iterator[None]:
+    """Let every step draft `count` tokens per sequence, instead of the number that measurements recommend."""
+
+    if count is None:
+        yield
+        return
+    most_per_row = count
+
+    def choose(lengths: DraftLengths, rows: RowArray, first_steps: Any, limits: IntArray, most: int) -> Any:
+        return np.minimum(limits, most_per_row).astype(np.int32) if limits.any() else None
+
+    with (
+        patch.object(DraftLengths, "is_due", lambda lengths, num_rows: True),
+        patch.object(DraftLengths, "choose", choose),
+    ):
+        yield
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--model", default="demo", help="model directory (default: the demo model)")
     parser.add_argument("--methods", type=names_from(METHODS), default=[*METHODS], metavar="NAME,...")
     parser.add_argument("--workloads", type=names_from(WORKLOADS), default=[*WORKLOADS], metavar="NAME,...")
     parser.add_argument("--pairs", type=int, default=8, help="of batches (default: %(default)s)")
+    parser.add_argument("--fixed", type=int, metavar="N", help="drafted tokens of every step and sequence")
     arguments = parser.parse_args()
     found: dict[str, Figure] = {}
     with ExitStack() as stack:
+        stack.enter_context(fixed_lengths(arguments.fixed))
         plain = stack.enter_context(engine(arguments.model, None))
         for method in arguments.methods:
             with engine(arguments.model, method) as drafted:

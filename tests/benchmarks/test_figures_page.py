@@ -47,6 +47,14 @@ def test_time_spent_is_shown_as_shares_of_the_wall_time() -> None:
     assert limits == "Limits of the machine in the same run: 400 GFLOP/s and 30 GB/s."
 
 
+def test_speculation_is_shown_by_method_workload_and_number_of_sequences() -> None:
+    values = {"speedup": 1.25, "acceptance": 0.5, "tokens_per_step": 2.0}
+    figures = {
+        f"speculation.ngram.quote.16.{key}": {"value": own, "note": "3 pairs"} for key, own in values.items()
+    }
+    assert figures_page.speculation(figures)[-1] == "| ngram | quote | 16 | 1.25 | 0.5 | 2 | 3 pairs |"
+
+
 def test_page_shows_results_of_gpus(tmp_path: Path) -> None:
     folder = tmp_path / "h200-2026-12-01"
     folder.mkdir()
