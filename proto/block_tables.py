@@ -20,28 +20,54 @@ _FEW = 8
 
 
 class BlockTables:
-    """row |-> block ids.
+    """row |-> block ids, in each cache group (see proto.cache_groups).
+
+    The table of row r in group g is number ``g * num_rows + r``. The tables of a row have the same length in all
+    groups. A group with a window needs only the last entries of a table; the others are stale.
 
     Attributes:
-        ids: [num_rows, max_blocks] int32; row r's blocks are ``ids[r, :lens[r]]``.
-        lens: [num_rows] int32.
-        num_blocks: entries of all rows together: the sum of `lens`.
-        digest: 64-bit number of all (row, index, block id) together; 0 when every row is empty.
+        ids: [num_groups * num_rows, max_blocks] int32; table t has the blocks ``ids[t, :lens[t]]``.
+        lens: [num_groups * num_rows] int32.
+        num_blocks: entries of all tables together: the sum of `lens`.
+        digest: 64-bit number of all (table, index, block id) together; 0 when every table is empty.
     """
 
-    def __init__(self, num_rows: int, max_blocks: int) -> None:
-        self.ids: IntArray = np.zeros((num_rows, max_blocks), dtype=np.int32)
-        self.lens: IntArray = np.zeros(num_rows, dtype=np.int32)
-        self._row_digests = np.zeros(num_rows, dtype=np.uint64)
+    def __init__(self, num_rows: int, max_blocks: int, num_groups: int = 1) -> None:
+        self.num_rows, self.num_groups = num_rows, num_groups
+        self.ids: IntArray = np.zeros((num_groups * num_rows, max_blocks), dtype=np.int32)
+        self.lens: IntArray = np.zeros(num_groups * num_rows, dtype=np.int32)
+        self._row_digests = np.zeros(num_groups * num_rows, dtype=np.uint64)
         self.num_blocks = 0
         self.digest = 0
 
     def row(self, row: int) -> IntArray:
-        """Return the row's block ids, [lens[row]]; a view."""
+        """Return the block ids of a table, [lens[row]]; a view."""
         return self.ids[row, : self.lens[row]]
 
+    def ids_of_row(self, row: int) -> IntArray:
+        """Return a copy of the row's block ids, those of each group in turn."""
+        if self.num_groups == 1:
+            return self.row(row).copy()
+        return self.ids[row :: self.num_rows, : self.lens[row]].ravel()
+
+    def tables_of(self, rows: IntArray | RowArray) -> IntArray | RowArray:
+        """Return the numbers of the tables of rows, those of each group in turn."""
+        if self.num_groups == 1:
+            return rows
+        return (np.arange(self.num_groups, dtype=np.intp)[:, None] * self.num_rows + rows).ravel()
+
+    def put(self, row: int, block_ids: IntArray) -> None:
+        """Append blocks to the tables of a row: equally many for each group, one group after the other."""
+        tables = np.arange(row, self.lens.size, self.num_rows, dtype=np.intp)
+        repeated: RowArray = np.repeat(tables, block_ids.size // self.num_groups)
+        self.append(repeated, block_ids)
+
     def append(self, rows: IntArray | RowArray, block_ids: IntArray) -> None:
-        """Append one block per entry. The entries of a row that repeats must be adjacent and in order."""
+        """Append one block per entry. The entries of a table that repeats must be adjacent and in order.
+
+        Args:
+            rows: numbers of tables.
+        """
         if rows.size == 0:
             return
         rows = rows.astype(np.intp, copy=False)
@@ -56,7 +82,7 @@ class BlockTables:
         self._add(rows, _mix(rows, index, block_ids))
 
     def replace(self, rows: IntArray | RowArray, index: IntArray, block_ids: IntArray) -> None:
-        """Replace ``ids[rows, index]`` by other blocks, for copy-on-write."""
+        """Replace ``ids[rows, index]`` by other blocks, for copy-on-write; `rows` are numbers of tables."""
         if rows.size == 0:
             return
         change = _mix(rows, index, block_ids) - _mix(rows, index, self.ids[rows, index])
@@ -64,9 +90,11 @@ class BlockTables:
         self._add(rows, change)
 
     def trim(self, rows: IntArray | RowArray, lens: IntArray) -> None:
-        """Shorten the tables of distinct rows to their first `lens` blocks."""
+        """Shorten the tables of distinct rows to their first `lens` blocks, in all groups."""
         if rows.size == 0:
             return
+        if self.num_groups > 1:
+            rows, lens = self.tables_of(rows), np.tile(lens, self.num_groups)
         counts = self.lens[rows] - lens
         repeated = np.repeat(rows.astype(np.intp, copy=False), counts)
         ends = np.cumsum(counts)
@@ -76,9 +104,10 @@ class BlockTables:
         self.lens[rows] = lens
 
     def release(self, rows: IntArray | RowArray) -> None:
-        """Empty the rows, which must be distinct."""
+        """Empty the rows, which must be distinct, in all groups."""
         if rows.size == 0:
             return
+        rows = self.tables_of(rows)
         self.num_blocks -= int(self.lens[rows].sum())
         self.digest = (self.digest - int(self._row_digests[rows].sum(dtype=np.uint64))) & _MASK
         self._row_digests[rows] = 0

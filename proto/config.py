@@ -7,8 +7,10 @@ process of a replica gets an equal object, and none changes it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
+from .cache_groups import CacheLayout, make_layout
 from .errors import ConfigError
 from .lora import LoraReference
 from .sampling import SamplingDefaults
@@ -62,6 +64,8 @@ class ModelConfig:
         pooling: None for a model whose prompts are not pooled.
         latent_dim: numbers that a token is cached as in each layer of a model with multi-head latent attention, the
             same on every rank; 0 for models that cache keys and values of heads.
+        layer_windows: tokens that a token attends to in each layer, 0 for all; empty if the cache holds all tokens of
+            every layer.
     """
 
     path: str
@@ -84,6 +88,7 @@ class ModelConfig:
     generates: bool = True
     pooling: PoolingConfig | None = None
     latent_dim: int = 0
+    layer_windows: tuple[int, ...] = ()
 
     def kv_shape(self, tensor_parallel_size: int) -> tuple[int, int, int]:
         """Return how a rank caches a token in a layer: parts, heads, and numbers of each.
@@ -102,7 +107,7 @@ class CacheConfig:
     Attributes:
         block_size: tokens per block.
         num_blocks: blocks of the pool, block 0 (scratch for padding rows) included; None until the ranks
-            have reported their memory.
+            have reported their memory. A block holds tokens of one cache group.
         memory_bytes: bytes of KV cache per rank; None to use ``gpu_memory_utilization`` on a GPU and
             ``DEFAULT_CPU_KV_BYTES`` on a CPU.
         gpu_memory_utilization: share of a GPU's memory for weights, activations and KV together.
@@ -290,12 +295,24 @@ class EngineConfig:
         return None if self.speculative is None else self.speculative.draft
 
     @property
+    def cache_layout(self) -> CacheLayout:
+        """The cache groups of the model."""
+        model, draft, draft_layers = self.model, self.speculative_draft, 0.0
+        if draft is not None:
+            draft_layers = draft.num_layers * prod(draft.kv_shape(1)) / prod(model.kv_shape(1))
+        return make_layout(model.num_layers, model.layer_windows, model.max_model_len, draft_layers)
+
+    @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.model.max_model_len // self.cache.block_size)
 
     @property
     def max_servable_tokens(self) -> int:
         """Maximum number of tokens of prompt and output: limited by the context length and by the pool."""
-        if self.cache.num_blocks is None:
+        cache, step_tokens = self.cache, self.scheduler.max_num_batched_tokens
+        if cache.num_blocks is None:
             return self.model.max_model_len
-        return min(self.model.max_model_len, (self.cache.num_blocks - 1) * self.cache.block_size)
+        num_blocks = self.cache_layout.max_blocks_per_seq(
+            cache.num_blocks - 1, self.max_blocks_per_seq, step_tokens, cache.block_size
+        )
+        return min(self.model.max_model_len, num_blocks * cache.block_size)

@@ -143,7 +143,8 @@ class NewSequence:
     Attributes:
         token_ids: the prompt, then every token generated before.
         num_computed_tokens: leading tokens of token_ids whose KV the blocks already hold (a prefix cache hit).
-        block_ids: its block table so far.
+        block_ids: its block tables so far: equally many blocks of each cache group, one group after the other. Those
+            behind a group's window are 0.
         lora_slot: the slot of its adapter; NO_SLOT for none.
         pooling: the sequence is pooled, and ends with its prompt; None if it generates tokens.
     """
@@ -166,7 +167,8 @@ class StepPlan:
         step_id: counts the steps of an epoch from 1.
         epoch: counts the restarts of the worker group; results of an earlier epoch are dropped.
         digest: of the block tables after points 1 to 3.
-        trimmed_lens: number of blocks that the tables of `trimmed_rows` keep.
+        trimmed_lens: number of blocks that the tables of `trimmed_rows` keep, in all cache groups.
+        appended_rows: numbers of tables (see BlockTables): rows, if there is one cache group.
         draft_lens: most drafted tokens of each of `draft_rows`, which decode in this step; at least 1.
         copies: [n, 2] source and destination block ids; no block is both (copy-on-write).
         swap_out: [n, 2] device block id, host block id that receives its copy.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...proto.cache_groups import CacheLayout, make_layout
 from ...proto.config import ModelConfig
 
 GIB = 1 << 30
@@ -34,18 +35,22 @@ class Capacity:
 
     Attributes:
         weight_bytes: of one rank.
-        kv_token_bytes: of one token on one rank.
-        num_kv_tokens: of the whole replica; 0 if the weights do not fit.
+        kv_token_bytes: of one token on one rank, the mean of a sequence as long as the context: layers with a window
+            keep its last tokens only.
+        num_kv_tokens: of such sequences, in the whole replica; 0 if the weights do not fit.
+        num_slots: tokens of all blocks, each of which holds the layers of one cache group.
     """
 
     tensor_parallel_size: int
     weight_bytes: int
     kv_token_bytes: int
     num_kv_tokens: int
+    num_slots: int
+    layout: CacheLayout
 
     def concurrency(self, num_tokens: int) -> float:
         """Return how many sequences of that length fit at once."""
-        return self.num_kv_tokens / num_tokens
+        return self.num_slots / self.layout.num_slots(num_tokens)
 
 
 def capacity(
@@ -61,10 +66,20 @@ def capacity(
     num_parts, num_heads, dim = model.kv_shape(tensor_parallel_size)
     scale_bytes = _FLOAT32_BYTES if workload.kv_bytes < workload.dtype_bytes else 0
     head_bytes = dim * workload.kv_bytes + scale_bytes
-    kv_token_bytes = num_parts * model.num_layers * num_heads * head_bytes
+    layout = make_layout(model.num_layers, model.layer_windows, model.max_model_len, 0)
+    slot_bytes = num_parts * layout.layers_per_block * num_heads * head_bytes
+    slots_per_token = layout.num_slots(model.max_model_len) / model.max_model_len
     used = of_rank + FIXED_BYTES + _activation_bytes(model, tensor_parallel_size, workload)
     num_free = int(gpu_bytes * workload.utilization) - used
-    return Capacity(tensor_parallel_size, of_rank, kv_token_bytes, max(0, num_free // kv_token_bytes))
+    num_slots = max(0, num_free // slot_bytes)
+    return Capacity(
+        tensor_parallel_size,
+        of_rank,
+        round(slot_bytes * slots_per_token),
+        int(num_slots / slots_per_token),
+        num_slots,
+        layout,
+    )
 
 
 def _activation_bytes(model: ModelConfig, tensor_parallel_size: int, workload: Workload) -> int:

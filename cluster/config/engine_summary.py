@@ -9,10 +9,11 @@ def engine_summary(config: EngineConfig) -> str:
     """Return the model, its data types, and how many tokens and sequences fit."""
     model, cache, parallel = config.model, config.cache, config.parallel
     assert cache.num_blocks is not None, "the pool has no size yet"
-    num_kv_tokens = (cache.num_blocks - 1) * cache.block_size
+    num_slots = (cache.num_blocks - 1) * cache.block_size
+    num_sequences = num_slots / config.cache_layout.num_slots(model.max_model_len)
+    num_kv_tokens = int(num_sequences * model.max_model_len)
     ranks = f"{parallel.tensor_parallel_size} {'rank' if parallel.tensor_parallel_size == 1 else 'ranks'}"
     kv_dtype = "" if cache.kv_dtype == "auto" else f" in {cache.kv_dtype}"
-    num_sequences = num_kv_tokens / model.max_model_len
     return (
         f"{model.name}: {model.architecture} in {model.dtype} on {ranks} ({parallel.device}), "
         f"KV for {num_kv_tokens:,} tokens{kv_dtype}, which are {num_sequences:.1f} sequences of "

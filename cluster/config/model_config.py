@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, ModelLoadError, first_line
-from ...worker.models.registry import FAMILIES, check_architecture, latent_dim
+from ...worker.models.registry import FAMILIES, check_architecture, latent_dim, layer_windows
 from ...worker.models.transformers_names import MODEL_TYPE_ALIASES
 from .generation_config import end_token_ids, read_generation_config, sampling_defaults
 from .model_checks import read_config_file
@@ -48,7 +49,7 @@ def describe_model(
         )
     context_len = _context_len(hf, path, has_own_decoder=architecture in FAMILIES)
     num_heads = _positive_int(hf, "num_attention_heads", path)
-    return ModelConfig(
+    model = ModelConfig(
         path=str(path.resolve()),
         name=name,
         architecture=architecture,
@@ -66,6 +67,7 @@ def describe_model(
         pooling=task.pooling,
         latent_dim=latent_dim(architecture, fields),
     )
+    return replace(model, layer_windows=layer_windows(model))
 
 
 def _load_hf_config(path: Path, stored: dict[str, Any]) -> Any:

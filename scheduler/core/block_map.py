@@ -20,7 +20,7 @@ def make_block_map(state: SchedulerState, query_id: int) -> BlockMap:
     shown = range(1, blocks.num_blocks + 1, stride)
     rows = np.full(len(shown), NO_ROW, np.int32)
     for row in state.running:
-        held = blocks.tables.row(row) - 1
+        held = blocks.held_ids(row) - 1
         rows[held[held % stride == 0] // stride] = row
     by_size = sorted(state.running.items(), key=lambda item: -int(blocks.tables.lens[item[0]]))
     return BlockMap(
@@ -33,7 +33,7 @@ def make_block_map(state: SchedulerState, query_id: int) -> BlockMap:
             MappedSequence(
                 row=row,
                 request_id=sequence.request_id,
-                num_blocks=int(blocks.tables.lens[row]),
+                num_blocks=blocks.held_ids(row).size,
                 num_tokens=int(state.rows.num_scheduled[row]),
                 num_prompt_tokens=sequence.num_prompt_tokens,
             )

@@ -137,7 +137,7 @@ class Forecast:
         blocks, rows = self._state.blocks, self._state.rows
         num_sequences = before.num_sequences + running.num_sequences + job.num_sequences
         mean_tokens = (before.num_kv_tokens + running.num_kv_tokens + job.num_kv_tokens) / num_sequences
-        in_memory = blocks.num_blocks * blocks.block_size / max(mean_tokens, 1.0)
+        in_memory = blocks.num_blocks * blocks.block_size / max(blocks.layout.num_slots(mean_tokens), 1.0)
         return max(1.0, min(float(rows.num_rows), in_memory))
 
     def _queue_s(

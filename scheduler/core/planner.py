@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from ...proto.block_tables import IntArray, RowArray
 from ...proto.errors import DeadlineExpired
 from ...proto.lora import NO_SLOT
 from ...proto.step import NO_INTS, NO_PAIRS, NewSequence, StepPlan
-from ..kv.block_manager import Prefix
+from ..kv.prefix_lookup import Prefix
 from ..sequences.sequence import Sequence
 from .forecast import Forecast
 from .in_flight import NO_ROWS, InFlightStep
@@ -28,8 +28,10 @@ class _Draft:
 
     Attributes:
         num_tokens_left: tokens that the step may still compute.
-        grown_rows, grown_ids: rows at a block boundary, and the next block of each. They go before `appended_rows`.
-            Arrays, which a plan with nothing else appended takes as they are (64 rows: 0.4 us, through lists 7 us).
+        grown_rows, grown_ids: tables of rows at a block boundary, and the next block of each. They go before
+            `appended_rows`. Arrays, which a plan with nothing else appended takes as they are (64 rows: 0.4 us,
+            through lists 7 us).
+        appended_rows, appended_ids: tables that grow, and their blocks.
         first_rows: rows that will sample their first token after a prefill.
         pooled_rows: pooled rows whose last token is in the step.
         num_drafted: drafted tokens that the step may compute after the newest token of each row that decodes; None
@@ -39,7 +41,7 @@ class _Draft:
     step_id: int
     now: float
     num_tokens_left: int
-    grown_rows: RowArray = field(default_factory=lambda: NO_ROWS)
+    grown_rows: IntArray | RowArray = field(default_factory=lambda: NO_ROWS)
     grown_ids: IntArray = field(default_factory=lambda: NO_INTS)
     new: list[NewSequence] = field(default_factory=list)
     appended_rows: list[int] = field(default_factory=list)
@@ -182,21 +184,23 @@ class Planner:
             place.
         """
         blocks, num_scheduled = self._state.blocks, self._state.rows.num_scheduled
+        full = blocks.tables.lens[advancing] * blocks.block_size == num_scheduled[advancing]
+        at_boundary = advancing[full]
+        if blocks.layout.has_windows:
+            self._release_behind_windows(np.append(at_boundary, list(chunks)).astype(np.intp))
         needs = {
             row: blocks.num_lacking_blocks(row, int(num_scheduled[row]) + n) for row, n in chunks.items()
         }
         num_left = blocks.num_free_blocks - sum(needs.values())
-        full = blocks.tables.lens[advancing] * blocks.block_size == num_scheduled[advancing]
-        at_boundary = advancing[full]
         growing = at_boundary if draft.num_drafted is None else self._growing(advancing, draft.num_drafted)
-        if growing.size > num_left:
+        if growing.size * blocks.num_groups > num_left:
             self._drop_drafts(draft)
             growing = at_boundary
-        if growing.size <= num_left:
+        if growing.size * blocks.num_groups <= num_left:
             if growing.size:
-                draft.grown_rows, draft.grown_ids = growing, blocks.grow_by_one(growing)
+                draft.grown_rows, draft.grown_ids = blocks.grow_by_one(growing)
             return advancing, set()
-        needs |= dict.fromkeys(at_boundary.tolist(), 1)
+        needs |= dict.fromkeys(at_boundary.tolist(), blocks.num_groups)
         preempted, stalled = self._ration_blocks(draft, needs, chunks)
         out = preempted | stalled
         staying = advancing[~np.isin(advancing, list(out))]
@@ -205,6 +209,15 @@ class Planner:
         if staying.size or chunks or self._state.in_flight:
             draft.num_tokens_left = 0  # the pool is full: admit no sequence
         return staying, preempted
+
+    def _release_behind_windows(self, rows: RowArray) -> None:
+        """Release the blocks that are behind the windows of rows that grow.
+
+        After a preemption or a rejected draft a row continues at its newest known token, so its window begins there.
+        """
+        state = self._state
+        positions = np.minimum(state.rows.num_scheduled[rows], state.rows.num_tokens[rows] - 1)
+        state.blocks.release_behind_windows(rows, positions, state.in_flight.newest_id)
 
     def _growing(self, advancing: RowArray, num_drafted: IntArray) -> RowArray:
         """Return the rows that lack blocks for their next and drafted tokens, each as often as it lacks one."""
@@ -254,7 +267,8 @@ class Planner:
         preemption delays nothing.
         """
         rows = self._state.rows
-        in_plan = {*draft.grown_rows.tolist(), *draft.appended_rows, *draft.chunk_rows}
+        tables, num_rows = (*draft.grown_rows.tolist(), *draft.appended_rows), rows.num_rows
+        in_plan = {*(table % num_rows for table in tables), *draft.chunk_rows}
         others = [sequence for row, sequence in self._state.running.items() if row not in in_plan]
         victim = choose_victim(
             others, beneficiary, lambda sequence: int(rows.num_scheduled[row_of(sequence)])
@@ -266,8 +280,8 @@ class Planner:
 
     def _grow(self, draft: _Draft, row: int, num_tokens: int) -> None:
         """Allocate the blocks that a row's table lacks for its next `num_tokens`."""
-        ids = self._state.blocks.grow(row, int(self._state.rows.num_scheduled[row]) + num_tokens)
-        draft.appended_rows += [row] * len(ids)
+        tables, ids = self._state.blocks.grow(row, int(self._state.rows.num_scheduled[row]) + num_tokens)
+        draft.appended_rows += tables
         draft.appended_ids += ids
 
     def _plan_chunks(self, draft: _Draft, chunks: dict[int, int]) -> None:
@@ -304,6 +318,8 @@ class Planner:
         for parent in state.parents:
             if not state.rows.decoding[row_of(parent)] or not self._may_run(parent):
                 continue
+            if not state.blocks.can_fork(row_of(parent), parent.num_prompt_tokens - 1):
+                state.detach_children(parent)  # a window has moved past the end of the prompt
             for child in tuple(parent.children):
                 if not self._start_fork(draft, child, parent, parent.num_prompt_tokens - 1):
                     break
@@ -315,12 +331,11 @@ class Planner:
         Returns False if there is no row, no block or no token left, or the parent does not run.
         """
         state = self._state
-        needed = state.blocks.num_blocks_for(num_tokens + 1) - num_tokens // state.blocks.block_size
         if (
             parent.row is None
             or draft.num_tokens_left < 1
             or not state.rows.num_free
-            or needed > state.blocks.num_free_blocks
+            or state.blocks.num_blocks_to_fork(num_tokens) > state.blocks.num_free_blocks
         ):
             return False
         row = state.start(child, draft.step_id)
@@ -378,7 +393,7 @@ class Planner:
         num_needed = blocks.num_blocks_to_open(prefix, num_tokens)
         if prefix.partial is not None and num_needed > blocks.num_free_blocks:
             # While it is copied, the source of a copy is held as well: one block more than there may be.
-            prefix = Prefix(prefix.blocks)
+            prefix = replace(prefix, partial=None)
             num_needed = blocks.num_blocks_to_open(prefix, num_tokens)
         return prefix, num_needed
 
@@ -418,7 +433,7 @@ class Planner:
         row = state.start(sequence, draft.step_id)
         if sequence.host_blocks:
             num_cached_tokens = sequence.num_host_tokens
-            blocks.swap_in(row, sequence.host_blocks)
+            blocks.swap_in(row, sequence.host_blocks, num_cached_tokens)
             sequence.host_blocks = []
         else:
             num_cached_tokens = blocks.open(row, sequence, prefix)
@@ -444,7 +459,7 @@ class Planner:
                 seq_id=sequence.seq_id,
                 token_ids=np.frombuffer(sequence.token_ids.tobytes(), np.int32),
                 num_computed_tokens=num_cached_tokens,
-                block_ids=state.blocks.tables.row(row).copy(),
+                block_ids=state.blocks.tables.ids_of_row(row),
                 sampling=sequence.row_sampling(),
                 lora_slot=self._lora_slot(sequence),
                 pooling=sequence.pooling,
@@ -494,7 +509,7 @@ class Planner:
         released, chosen_rows, chosen_ids = state.deltas.take()
         loads, drops, slots = ((), NO_INTS, NO_PAIRS) if state.lora is None else state.lora.take_orders()
         tables = state.blocks.tables
-        num_slots = tables.num_blocks * state.blocks.block_size
+        num_slots = tables.num_blocks // tables.num_groups * state.blocks.block_size
         state.stats.count_step(state.blocks.num_held_blocks, num_slots, rows.num_scheduled_tokens)
         return StepPlan(
             step_id=draft.step_id,

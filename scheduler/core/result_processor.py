@@ -228,14 +228,14 @@ class ResultProcessor:
         """Move a full block of tokens out of each row and publish the block; its KV has been computed."""
         state, block_size = self._state, self._state.blocks.block_size
         raw, starts = state.rows.flush(rows)
-        block_ids = state.blocks.tables.ids[rows, starts // block_size]
+        block_ids = state.blocks.blocks_at(rows, starts // block_size)
         running, publish_next, width, end = state.running, state.blocks.publish_next, 4 * block_size, 0
-        for row, start, block_id in zip(rows.tolist(), starts.tolist(), block_ids.tolist(), strict=True):
+        for row, start, of_groups in zip(rows.tolist(), starts.tolist(), block_ids, strict=True):
             sequence, tokens = running[row], raw[end : end + width]
             end += width
             del sequence.token_ids[start:]
             sequence.token_ids.frombytes(tokens)
-            publish_next(sequence, block_id, tokens)
+            publish_next(sequence, of_groups, tokens)
             if self._is_fair:
                 self._charge(sequence, start, start + block_size)
 

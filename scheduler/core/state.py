@@ -237,6 +237,17 @@ class SchedulerState:
         if not parent.children and parent in self._parents:
             self._parents.remove(parent)
 
+    def detach_children(self, parent: Sequence) -> None:
+        """Let children wait on their own: their parent has lost its row or blocks, or ended."""
+        if not parent.children:
+            return
+        children, parent.children = parent.children, []
+        for child in children:
+            child.parent = None
+            self.waiting.push(child)
+        if parent in self._parents:
+            self._parents.remove(parent)
+
     def fork(self, parent: Sequence, token_id: int) -> Sequence:
         """Make a beam that has the tokens of `parent` so far, and then `token_id`; the next plan starts it."""
         tokens = self.known_tokens(parent)
@@ -265,7 +276,7 @@ class SchedulerState:
         # A prompt that is being scored is recomputed: scores in flight are dropped with the row. So is a prompt that
         # is pooled as a whole: the ranks have added up hidden states for the row.
         may_swap = num_tokens > 0 and not sequence.is_scoring and not sequence.pools_all_tokens
-        if may_swap and self.costs.swap_is_cheaper(self.blocks.num_blocks_for(num_tokens), num_tokens):
+        if may_swap and self.costs.swap_is_cheaper(self.blocks.num_blocks_to_swap(num_tokens), num_tokens):
             sequence.host_blocks = self.blocks.swap_out(row, num_tokens) or []
             sequence.num_host_tokens = num_tokens if sequence.host_blocks else 0
         sequence.preempted_at = now
@@ -340,7 +351,7 @@ class SchedulerState:
         self._discard_lora(sequence)
         self.blocks.drop_host_blocks(sequence.host_blocks)
         sequence.host_blocks = []
-        self._detach_children(sequence)
+        self.detach_children(sequence)
         if sequence.is_suspended:
             return
         if sequence.parent is not None:
@@ -406,22 +417,11 @@ class SchedulerState:
         self.detectors.pop(row, None)
         sequence.row = None
         self.prefilling.discard(sequence)
-        self._detach_children(sequence)
+        self.detach_children(sequence)
 
     def _discard_lora(self, sequence: Sequence) -> None:
         if self.lora is not None:
             self.lora.discard(sequence)
-
-    def _detach_children(self, parent: Sequence) -> None:
-        """Let children wait on their own: their parent lost its row or ended."""
-        if not parent.children:
-            return
-        children, parent.children = parent.children, []
-        for child in children:
-            child.parent = None
-            self.waiting.push(child)
-        if parent in self._parents:
-            self._parents.remove(parent)
 
 
 def row_of(sequence: Sequence) -> int:

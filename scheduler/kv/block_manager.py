@@ -10,29 +10,11 @@ from ...proto.block_tables import BlockTables, IntArray, RowArray
 from ...proto.config import EngineConfig
 from ...proto.step import NO_PAIRS
 from ..sequences.sequence import Sequence
-from .block_pool import BlockPool
+from .block_pool import SCRATCH_BLOCK, BlockPool
 from .cache_journal import CacheJournal
 from .host_tier import HostTier
-from .prefix_cache import CacheKey, PrefixCache, child_digest
-
-# A partial match is copied if it covers at least this share of a block.
-MIN_PARTIAL_SHARE = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """The cached beginning of a sequence.
-
-    Attributes:
-        blocks: full blocks in order, as (block, whether it is a host block).
-        partial: block whose first tokens continue the prefix, and the number of these tokens; to be copied.
-    """
-
-    blocks: tuple[tuple[int, bool], ...] = ()
-    partial: tuple[int, int] | None = None
-
-    def num_tokens(self, block_size: int) -> int:
-        return len(self.blocks) * block_size + (self.partial[1] if self.partial else 0)
+from .prefix_cache import CacheKey, PrefixCache, child_digest, make_caches
+from .prefix_lookup import MIN_PARTIAL_SHARE, Prefix, PrefixLookup
 
 
 @dataclass(slots=True)
@@ -47,6 +29,9 @@ class Transfers:
 class BlockManager:
     """The owner of the blocks of all rows.
 
+    A row has a table of blocks in each cache group, and needs `num_groups` blocks for the same tokens. A block that
+    is behind the window of its group is released; its entry in the table stays, and is not read.
+
     Attributes:
         tables: row |-> block ids; the ranks keep copies.
         journal: changes of the set of cached prefixes, in device or host memory.
@@ -57,13 +42,23 @@ class BlockManager:
     def __init__(self, config: EngineConfig) -> None:
         cache = config.cache
         assert cache.num_blocks is not None, "cache.num_blocks must be resolved before the scheduler is made"
+        num_rows, layout = config.scheduler.max_num_seqs, config.cache_layout
         self.block_size = cache.block_size
-        self.tables = BlockTables(config.scheduler.max_num_seqs, config.max_blocks_per_seq)
+        self.layout, self.num_groups = layout, len(layout.groups)
+        self.tables = BlockTables(num_rows, config.max_blocks_per_seq, self.num_groups)
+        # table |-> index of its first block that is not released.
+        self._first_live: IntArray = np.zeros(self.num_groups * num_rows, np.int32)
+        self._max_held = layout.max_held_blocks(config.scheduler.max_num_batched_tokens, cache.block_size)
         self.journal = CacheJournal()
         self.host = (
-            HostTier(cache.num_host_blocks, cache.block_size, self.journal) if cache.num_host_blocks else None
+            HostTier(cache.num_host_blocks, cache.block_size, self.num_groups, self.journal)
+            if cache.num_host_blocks
+            else None
         )
-        self._cache = PrefixCache(cache.block_size, self.journal) if cache.prefix_caching else None
+        self._caches = (
+            make_caches(cache.block_size, self.num_groups, self.journal) if cache.prefix_caching else []
+        )
+        self._lookup = PrefixLookup(layout, cache.block_size, self._caches, self.host)
         self._pool = BlockPool(cache.num_blocks, on_evict=self._evict)
         self._transfers = Transfers()
         # Blocks that the next plan reads, held until it is made: an allocation must not evict them.
@@ -110,8 +105,30 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def num_lacking_blocks(self, row: int, num_tokens: int) -> int:
-        """Return the number of blocks that a row's table lacks to hold `num_tokens`."""
-        return max(0, self.num_blocks_for(num_tokens) - int(self.tables.lens[row]))
+        """Return the number of blocks that a row's tables lack to hold `num_tokens`."""
+        return self.num_groups * max(0, self.num_blocks_for(num_tokens) - int(self.tables.lens[row]))
+
+    def num_blocks_to_swap(self, num_tokens: int) -> int:
+        """Return the number of blocks that a sequence needs to continue after its first `num_tokens`."""
+        num_blocks = self.num_blocks_for(num_tokens)
+        return sum(num_blocks - first for first in self._first_blocks(num_tokens))
+
+    def num_blocks_to_fork(self, num_tokens: int) -> int:
+        """Return the free blocks that a fork after `num_tokens` takes for its next token."""
+        return self.num_groups * (self.num_blocks_for(num_tokens + 1) - num_tokens // self.block_size)
+
+    def held_ids(self, row: int) -> IntArray:
+        """Return the blocks that a row holds, those with the latest tokens first."""
+        length = int(self.tables.lens[row])
+        if not self.layout.has_windows and self.num_groups == 1:
+            return self.tables.row(row)[::-1]
+        ids, first = (
+            self.tables.ids[row :: self.tables.num_rows, :length],
+            self._first_live[row :: self.tables.num_rows],
+        )
+        is_live = np.arange(length) >= first[:, None]
+        held: IntArray = ids[:, ::-1].T[is_live[:, ::-1].T]
+        return held
 
     # Lookups
 
@@ -120,60 +137,70 @@ class BlockManager:
 
         The last known token is always computed again, since the next token is sampled from its logits.
         """
-        if self._cache is None:
+        if not self._caches:
             return Prefix()
         tokens, num_reusable = sequence.token_ids, sequence.num_reusable_tokens
         num_full = num_reusable // self.block_size
-        self._cache.extend(sequence.root, sequence.block_digests, tokens, num_full)
-        blocks = tuple(self._find_blocks(sequence.block_digests[:num_full]))
-        start = len(blocks) * self.block_size
-        parent = sequence.block_digests[len(blocks) - 1] if blocks else sequence.root
+        self._caches[0].extend(sequence.root, sequence.block_digests, tokens, num_full)
+        blocks, num_blocks = self._lookup.find_blocks(sequence.block_digests[:num_full])
+        start = num_blocks * self.block_size
+        parent = sequence.block_digests[num_blocks - 1] if num_blocks else sequence.root
         partial = None
         if start < num_reusable:
             end = min(num_reusable, start + self.block_size)
-            partial = self._cache.closest_child(parent, tokens[start:end])
-        if partial is not None and not self._is_worth_a_copy(*partial):
-            partial = None
-        return Prefix(blocks, partial)
-
-    def _is_worth_a_copy(self, block_id: int, num_tokens: int) -> bool:
-        return block_id not in self._filling and num_tokens >= MIN_PARTIAL_SHARE * self.block_size
+            partial = self._lookup.find_partial(parent, tokens[start:end], self._filling)
+        return Prefix(num_blocks, blocks, partial)
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         return self.find_prefix(sequence).num_tokens(self.block_size)
 
     def num_blocks_to_open(self, prefix: Prefix, num_tokens: int) -> int:
         """Return the free blocks that a row with this prefix and `num_tokens` takes, including shared cached ones."""
-        shared = [block_id for block_id, on_host in prefix.blocks if not on_host]
-        unheld = sum(self._pool.is_cached(block_id) for block_id in shared)
+        shared = [block_id for block_id, on_host in prefix.places() if not on_host]
+        unheld = sum(map(self._pool.is_cached, shared))
         if prefix.partial is not None:
-            unheld += self._pool.is_cached(prefix.partial[0])
-        return self.num_blocks_for(num_tokens) - len(shared) + unheld
+            unheld += sum(map(self._pool.is_cached, prefix.partial[0]))
+        return self._num_held_blocks_for(num_tokens) - len(shared) + unheld
+
+    def _num_held_blocks_for(self, num_tokens: int) -> int:
+        """Return the most blocks that a sequence holds at once until it has `num_tokens`."""
+        num_blocks = self.num_blocks_for(num_tokens)
+        return sum(num_blocks if most is None else min(num_blocks, most) for most in self._max_held)
 
     # Allocation
 
     def open(self, row: int, sequence: Sequence, prefix: Prefix) -> int:
-        """Put a prefix into an empty row's table; return the number of tokens whose KV the row has then."""
-        assert self._cache is not None or not prefix.blocks
+        """Put a prefix into an empty row's tables; return the number of tokens whose KV the row has then."""
+        assert self._caches or not prefix.num_blocks
         self._hold_sources(prefix)
-        blocks: list[int] = []
-        for block_id, on_host in prefix.blocks:
-            if on_host:
-                blocks += self._load_host_blocks([block_id])
-            else:
-                self._pool.share([block_id])
-                blocks.append(block_id)
-        if prefix.partial is not None:
-            blocks.append(self._copy(prefix.partial[0]))
-        self._append(row, blocks)
-        for index, (_, on_host) in enumerate(prefix.blocks):
-            if on_host:
-                self._publish(row, sequence, index)
+        tables = list[list[int]]()
+        for group, places in enumerate(prefix.blocks):
+            blocks = [SCRATCH_BLOCK] * (prefix.num_blocks - len(places))
+            self._first_live[self._table(row, group)] = len(blocks)
+            for block_id, on_host in places:
+                if on_host:
+                    blocks += self._load_host_blocks([block_id])
+                else:
+                    self._pool.share([block_id])
+                    blocks.append(block_id)
+            if prefix.partial is not None:
+                blocks.append(self._copy(prefix.partial[0][group]))
+            tables.append(blocks)
+        self._put(row, tables)
+        for group, places in enumerate(prefix.blocks):
+            for index, (_, on_host) in enumerate(places, prefix.num_blocks - len(places)):
+                if on_host:
+                    self._publish(row, sequence, index, group)
         num_tokens = prefix.num_tokens(self.block_size)
-        if self._cache is not None:
+        if self._caches:
             self.num_query_tokens += len(sequence.token_ids)
             self.num_hit_tokens += num_tokens
         return num_tokens
+
+    def can_fork(self, source_row: int, num_tokens: int) -> bool:
+        """Return whether a row still has the blocks that a fork after its first `num_tokens` needs."""
+        firsts = enumerate(self._first_blocks(num_tokens))
+        return all(first >= self._first_live[self._table(source_row, group)] for group, first in firsts)
 
     def open_fork(self, row: int, source_row: int, num_tokens: int) -> None:
         """Give an empty row the first `num_tokens` of another: share full blocks, copy the block to write.
@@ -182,26 +209,56 @@ class BlockManager:
         Kwon et al., SOSP 2023).
         """
         num_full, rest = divmod(num_tokens, self.block_size)
-        blocks = self.tables.row(source_row)[:num_full].tolist()
-        self._pool.share(blocks)
-        if rest:
-            blocks.append(self._copy(int(self.tables.ids[source_row, num_full])))
-        self._append(row, blocks)
+        tables = list[list[int]]()
+        for group, first in enumerate(self._first_blocks(num_tokens)):
+            source, table = self._table(source_row, group), self._table(row, group)
+            assert first >= self._first_live[source], f"row {source_row} has released what a fork needs"
+            self._first_live[table] = first
+            shared = self.tables.ids[source, first:num_full].tolist()
+            self._pool.share(shared)
+            blocks = [SCRATCH_BLOCK] * first + shared
+            if rest:
+                blocks.append(self._copy(int(self.tables.ids[source, num_full])))
+            tables.append(blocks)
+        self._put(row, tables)
 
-    def grow(self, row: int, num_tokens: int) -> list[int]:
-        """Extend a row's table to hold `num_tokens`; return the new blocks. The pool must have them."""
+    def grow(self, row: int, num_tokens: int) -> tuple[list[int], list[int]]:
+        """Extend a row's tables to hold `num_tokens`; return the table and the block of each new entry.
+
+        The pool must have the blocks.
+        """
         blocks = self._pool.allocate(self.num_lacking_blocks(row, num_tokens))
-        self._append(row, blocks)
-        return blocks
+        of_each = len(blocks) // self.num_groups
+        tables = [self._table(row, group) for group in range(self.num_groups) for _ in range(of_each)]
+        self.tables.append(np.array(tables, np.intp), np.array(blocks, np.int32))
+        return tables, blocks
 
-    def grow_by_one(self, rows: RowArray) -> IntArray:
-        """Allocate one more block for each entry; return the blocks. The pool must have them.
+    def grow_by_one(self, rows: RowArray) -> tuple[IntArray | RowArray, IntArray]:
+        """Allocate one more block in each group for each entry; return tables and blocks. The pool must have them.
 
         The entries of a row that repeats must be adjacent.
         """
-        blocks = np.asarray(self._pool.allocate(rows.size), np.int32)
-        self.tables.append(rows, blocks)
-        return blocks
+        tables = self.tables.tables_of(rows)
+        blocks = np.asarray(self._pool.allocate(tables.size), np.int32)
+        self.tables.append(tables, blocks)
+        return tables, blocks
+
+    def release_behind_windows(self, rows: RowArray, positions: IntArray, fence_step: int | None) -> None:
+        """Release the blocks of distinct rows that no token at `positions` or later attends to.
+
+        Args:
+            fence_step: as for BlockPool.release: steps in flight may compute earlier tokens.
+        """
+        for group, kind in enumerate(self.layout.groups):
+            if not kind.window:
+                continue
+            tables = rows + group * self.tables.num_rows
+            first = np.maximum(positions + 1 - kind.window, 0) // self.block_size
+            passed = np.flatnonzero(first > self._first_live[tables])
+            for table, end in zip(tables[passed].tolist(), first[passed].tolist(), strict=True):
+                start = int(self._first_live[table])
+                self._pool.release(self.tables.ids[table, start:end].tolist(), fence_step)
+                self._first_live[table] = end
 
     def publish(self, row: int, sequence: Sequence, first_token: int, end_token: int) -> None:
         """Add the blocks that tokens `first_token` to `end_token` fill up to the prefix cache.
@@ -209,40 +266,61 @@ class BlockManager:
         Called when the computation is planned: steps run in order, and a step writes its KV before it reads any,
         so a sequence that finds a block in this plan or a later one reads it after it was written.
         """
-        if self._cache is None:
+        if not self._caches:
             return
         first, end = first_token // self.block_size, end_token // self.block_size
-        self._cache.extend(sequence.root, sequence.block_digests, sequence.token_ids, end)
-        for index in range(first, end):
-            self._publish(row, sequence, index)
-            self._filling.add(int(self.tables.ids[row, index]))
+        self._caches[0].extend(sequence.root, sequence.block_digests, sequence.token_ids, end)
+        for group in range(self.num_groups):
+            for index in range(first, end):
+                self._filling.add(self._publish(row, sequence, index, group))
 
-    def publish_next(self, sequence: Sequence, block_id: int, tokens: bytes) -> None:
+    def blocks_at(self, rows: RowArray, index: IntArray) -> list[list[int]]:
+        """Return block number `index` of each row, in each group; the scratch block for one that was released."""
+        if self.num_groups == 1 and not self.layout.has_windows:
+            whole: list[list[int]] = self.tables.ids[rows, index][:, None].tolist()
+            return whole
+        tables = rows[:, None] + np.arange(self.num_groups) * self.tables.num_rows
+        is_live = index[:, None] >= self._first_live[tables]
+        found: list[list[int]] = np.where(
+            is_live, self.tables.ids[tables, index[:, None]], SCRATCH_BLOCK
+        ).tolist()
+        return found
+
+    def publish_next(self, sequence: Sequence, block_ids: list[int], tokens: bytes) -> None:
         """Add the block after those whose digests the sequence has to the prefix cache; its KV is computed.
 
         Args:
+            block_ids: of each group, as `blocks_at` returns them.
             tokens: the block's tokens, int32.
         """
-        if self._cache is None:
+        if not self._caches:
             return
         digests = sequence.block_digests
         parent = digests[-1] if digests else sequence.root
         digest = child_digest(parent, tokens)
         digests.append(digest)
-        if self._cache.insert(CacheKey(digest, parent, tokens), block_id):
-            self._pool.keep_content(block_id)
+        key = CacheKey(digest, parent, tokens)
+        for cache, block_id in zip(self._caches, block_ids, strict=True):
+            if block_id != SCRATCH_BLOCK and cache.insert(key, block_id):
+                self._pool.keep_content(block_id)
 
     # Release
 
     def close(self, row: int, fence_step: int | None) -> None:
         """Release all of a row's blocks, the last first, so that prefixes are evicted from their ends."""
-        self._pool.release(self.tables.row(row)[::-1].tolist(), fence_step)
+        self._pool.release(self.held_ids(row).tolist(), fence_step)
         self.tables.release(np.array([row], np.int32))
+        self._first_live[row :: self.tables.num_rows] = 0
 
     def trim(self, rows: RowArray, lens: IntArray, fence_step: int | None) -> None:
-        """Shorten the tables of distinct rows to `lens` blocks, and release the others."""
+        """Shorten the tables of distinct rows to `lens` blocks, which are not behind a window; release the others."""
         for row, length in zip(rows.tolist(), lens.tolist(), strict=True):
-            self._pool.release(self.tables.row(row)[length:][::-1].tolist(), fence_step)
+            for group in range(self.num_groups):
+                table = self._table(row, group)
+                assert length >= self._first_live[table], (
+                    f"row {row} is shortened to blocks that it has released"
+                )
+                self._pool.release(self.tables.row(table)[length:][::-1].tolist(), fence_step)
         self.tables.trim(rows, lens)
 
     def keep_partial(self, row: int, sequence: Sequence, index: int, last_tokens: IntArray) -> None:
@@ -251,16 +329,21 @@ class BlockManager:
         Args:
             last_tokens: the block's tokens whose KV is computed, fewer than a block.
         """
-        if self._cache is None or last_tokens.size < MIN_PARTIAL_SHARE * self.block_size:
+        if not self._caches or last_tokens.size < MIN_PARTIAL_SHARE * self.block_size:
             return
         parent = sequence.block_digests[index - 1] if index else sequence.root
         tokens = last_tokens.tobytes()
-        self._insert(CacheKey(child_digest(parent, tokens), parent, tokens), int(self.tables.ids[row, index]))
+        key = CacheKey(child_digest(parent, tokens), parent, tokens)
+        for group, cache in enumerate(self._caches):
+            table = self._table(row, group)
+            if index >= self._first_live[table]:
+                self._insert(cache, key, int(self.tables.ids[table, index]))
 
     def flush_cache(self) -> None:
         """Forget the content of all blocks, on the device and on the host. Held blocks stay with their sequences."""
-        if self._cache is not None:
-            self._cache.clear()
+        if self._caches:
+            for cache in self._caches:
+                cache.clear()
             self._pool.forget_content()
         if self.host is not None:
             self.host.flush_cache()
@@ -277,20 +360,36 @@ class BlockManager:
         self.flush_cache()
 
     def swap_out(self, row: int, num_tokens: int) -> list[int] | None:
-        """Copy a row's first `num_tokens` to host memory; return the host blocks, or None if too few are free."""
+        """Copy a row's first `num_tokens` to host memory; return the host blocks, or None if too few are free.
+
+        Of a group with a window only the blocks are copied that later tokens attend to.
+        """
         if self.host is None:
             return None
-        num_blocks = self.num_blocks_for(num_tokens)
-        host_blocks = self.host.reserve(num_blocks)
+        host_blocks = self.host.reserve(self.num_blocks_to_swap(num_tokens))
         if host_blocks is not None:
-            blocks = self.tables.row(row)[:num_blocks].tolist()
+            end, blocks = self.num_blocks_for(num_tokens), list[int]()
+            for group, first in enumerate(self._first_blocks(num_tokens)):
+                table = self._table(row, group)
+                assert first >= self._first_live[table], f"row {row} has released what it needs to continue"
+                blocks += self.tables.ids[table, first:end].tolist()
             self._transfers.swap_out += zip(blocks, host_blocks, strict=True)
         return host_blocks
 
-    def swap_in(self, row: int, host_blocks: list[int]) -> None:
-        """Copy a preempted sequence's host blocks back into an empty row, and release them."""
+    def swap_in(self, row: int, host_blocks: list[int], num_tokens: int) -> None:
+        """Copy a preempted sequence's host blocks back into an empty row, and release them.
+
+        Args:
+            num_tokens: as for `swap_out`.
+        """
         assert self.host is not None
-        self._append(row, self._load_host_blocks(host_blocks))
+        blocks, end = self._load_host_blocks(host_blocks), self.num_blocks_for(num_tokens)
+        tables, start = list[list[int]](), 0
+        for group, first in enumerate(self._first_blocks(num_tokens)):
+            self._first_live[self._table(row, group)] = first
+            tables.append([SCRATCH_BLOCK] * first + blocks[start : start + end - first])
+            start += end - first
+        self._put(row, tables)
         self._held_on_host += host_blocks
 
     def drop_host_blocks(self, host_blocks: list[int]) -> None:
@@ -330,13 +429,16 @@ class BlockManager:
         """
         tables = self.tables
         assert tables.num_blocks == tables.lens.sum(), "the entries of the block tables are miscounted"
-        held = np.concatenate([tables.row(row) for row in range(len(tables.lens))])
+        lens = tables.lens.reshape(self.num_groups, -1)
+        assert (lens == lens[0]).all(), "the tables of a row differ in length"
+        assert (self._first_live <= tables.lens).all(), "a table has released more blocks than it has"
+        held = np.concatenate([self.held_ids(row) for row in range(tables.num_rows)])
         blocks, counts = np.unique(np.concatenate([held, np.array(self._held, np.int32)]), return_counts=True)
         self._pool.check_integrity(dict(zip(blocks.tolist(), counts.tolist(), strict=True)))
-        digests = self._cache.full_digests() if self._cache is not None else []
+        digests = self._caches[0].full_digests() if self._caches else []
         self.journal.check_integrity(digests + (self.host.full_digests() if self.host is not None else []))
-        if self._cache is not None:
-            self._cache.check_integrity()
+        for cache in self._caches:
+            cache.check_integrity()
         if self.host is not None:
             expected: dict[int, int] = {}
             for block_id in (*host_blocks, *self._held_on_host):
@@ -345,26 +447,18 @@ class BlockManager:
 
     # Details
 
-    def _find_blocks(self, digests: list[bytes]) -> list[tuple[int, bool]]:
-        assert self._cache is not None
-        found: list[tuple[int, bool]] = []
-        for digest in digests:
-            block_id = self._cache.find(digest)
-            on_host = block_id is None
-            if block_id is None and self.host is not None:
-                block_id = self.host.find(digest)
-            if block_id is None:
-                break
-            found.append((block_id, on_host))
-        return found
+    def _first_blocks(self, position: int) -> list[int]:
+        """Return the index of the first block that a token at `position` attends to, in each group."""
+        return [kind.first_block(position, self.block_size) for kind in self.layout.groups]
 
     def _hold_sources(self, prefix: Prefix) -> None:
         """Hold all blocks of a prefix until the plan is made."""
-        device = [block_id for block_id, on_host in prefix.blocks if not on_host]
+        places = prefix.places()
+        device = [block_id for block_id, on_host in places if not on_host]
         if prefix.partial is not None:
-            device.append(prefix.partial[0])
+            device += prefix.partial[0]
         self._hold(device)
-        host = [block_id for block_id, on_host in prefix.blocks if on_host]
+        host = [block_id for block_id, on_host in places if on_host]
         if host:
             assert self.host is not None
             self.host.hold(host)
@@ -386,31 +480,37 @@ class BlockManager:
         self._transfers.swap_in += zip(host_blocks, blocks, strict=True)
         return blocks
 
-    def _append(self, row: int, blocks: list[int]) -> None:
-        self.tables.append(np.full(len(blocks), row, np.int32), np.asarray(blocks, np.int32))
+    def _table(self, row: int, group: int) -> int:
+        return group * self.tables.num_rows + row
 
-    def _publish(self, row: int, sequence: Sequence, index: int) -> None:
-        """Add a row's full block `index`, whose digest the sequence has, to the prefix cache."""
-        assert self._cache is not None
+    def _put(self, row: int, tables: list[list[int]]) -> None:
+        """Put blocks into the empty tables of a row, equally many in each group."""
+        if tables and tables[0]:
+            self.tables.put(row, np.array(tables, np.int32).ravel())
+
+    def _publish(self, row: int, sequence: Sequence, index: int, group: int) -> int:
+        """Add a row's full block `index`, whose digest the sequence has, to a group's prefix cache; return it."""
         parent = sequence.block_digests[index - 1] if index else sequence.root
         start = index * self.block_size
         tokens = sequence.token_ids[start : start + self.block_size].tobytes()
         key = CacheKey(sequence.block_digests[index], parent, tokens)
-        self._insert(key, int(self.tables.ids[row, index]))
+        block_id = int(self.tables.ids[self._table(row, group), index])
+        self._insert(self._caches[group], key, block_id)
+        return block_id
 
-    def _insert(self, key: CacheKey, block_id: int) -> None:
-        assert self._cache is not None
-        if self._cache.insert(key, block_id):
+    def _insert(self, cache: PrefixCache, key: CacheKey, block_id: int) -> None:
+        if cache.insert(key, block_id):
             self._pool.keep_content(block_id)
 
     def _evict(self, block_id: int) -> None:
         """Evict a cached block: move its content to host memory if there is room."""
-        assert self._cache is not None
-        key = self._cache.key_of(block_id)
-        self._cache.forget(block_id)
+        group = next(group for group, cache in enumerate(self._caches) if block_id in cache)
+        cache = self._caches[group]
+        key = cache.key_of(block_id)
+        cache.forget(block_id)
         if self.host is None or len(key.tokens) < 4 * self.block_size:
             return
-        host_block = self.host.insert(key)
+        host_block = self.host.insert(group, key)
         if host_block is not None:
             self._transfers.swap_out.append((block_id, host_block))
             self._held_on_host.append(host_block)

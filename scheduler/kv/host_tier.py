@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from .block_pool import BlockPool
 from .cache_journal import CacheJournal
-from .prefix_cache import CacheKey, PrefixCache
+from .prefix_cache import CacheKey, make_caches
 
 
 class HostTier:
-    """A second block pool, with a prefix cache of its own. Its block 0 is never used, as in the device pool.
+    """A second block pool, with prefix caches of its own. Its block 0 is never used, as in the device pool.
 
     Args:
         num_blocks: usable blocks.
         block_size: tokens per block.
-        journal: see PrefixCache.
+        num_groups: cache groups.
+        journal: see make_caches.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, journal: CacheJournal) -> None:
-        self._cache = PrefixCache(block_size, journal)
-        self._pool = BlockPool(num_blocks + 1, on_evict=self._cache.forget)
+    def __init__(self, num_blocks: int, block_size: int, num_groups: int, journal: CacheJournal) -> None:
+        self._caches = make_caches(block_size, num_groups, journal)
+        self._pool = BlockPool(num_blocks + 1, on_evict=self._forget)
 
     @property
     def num_blocks(self) -> int:
@@ -32,19 +33,19 @@ class HostTier:
     def num_held(self) -> int:
         return self._pool.num_held
 
-    def find(self, digest: bytes) -> int | None:
-        """Return the host block with that chain digest, or None."""
-        return self._cache.find(digest)
+    def find(self, group: int, digest: bytes) -> int | None:
+        """Return the host block with that chain digest in a cache group, or None."""
+        return self._caches[group].find(digest)
 
-    def insert(self, key: CacheKey) -> int | None:
+    def insert(self, group: int, key: CacheKey) -> int | None:
         """Allocate a host block for an evicted prefix block; None if none is free or the content is cached already.
 
         The caller holds the block until the plan that fills it is made, and then calls `release`.
         """
-        if self._pool.num_free == 0 or self._cache.find(key.digest) is not None:
+        if self._pool.num_free == 0 or self._caches[group].find(key.digest) is not None:
             return None
         (block_id,) = self._pool.allocate(1)
-        self._cache.insert(key, block_id)
+        self._caches[group].insert(key, block_id)
         self._pool.keep_content(block_id)
         return block_id
 
@@ -61,12 +62,13 @@ class HostTier:
 
     def flush_cache(self) -> None:
         """Forget the content of all blocks. Held blocks stay held."""
-        self._cache.clear()
+        for cache in self._caches:
+            cache.clear()
         self._pool.forget_content()
 
     def full_digests(self) -> list[bytes]:
-        """Return the digests of all cached full blocks."""
-        return self._cache.full_digests()
+        """Return the digests of all cached full blocks of the first cache group."""
+        return self._caches[0].full_digests()
 
     def check_integrity(self, held: dict[int, int]) -> None:
         """Recount the pool.
@@ -75,4 +77,8 @@ class HostTier:
             held: block |-> references that sequences and plans have.
         """
         self._pool.check_integrity(held)
-        self._cache.check_integrity()
+        for cache in self._caches:
+            cache.check_integrity()
+
+    def _forget(self, block_id: int) -> None:
+        next(cache for cache in self._caches if block_id in cache).forget(block_id)

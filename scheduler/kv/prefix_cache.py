@@ -60,13 +60,13 @@ class PrefixCache:
 
     Args:
         block_size: tokens per block.
-        journal: records each full block that is added or removed.
+        journal: records each full block that is added or removed; None for no record.
     """
 
     def __init__(self, block_size: int, journal: CacheJournal | None = None) -> None:
         self.block_size = block_size
         self._full_width = 4 * block_size
-        self._journal = CacheJournal() if journal is None else journal
+        self._journal = journal
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, CacheKey] = {}
         # parent digest + first token |-> blocks. With a tuple as the key and a list of blocks, an insert takes 1.6 us
@@ -75,6 +75,9 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._key_of)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._key_of
 
     def extend(self, root: bytes, digests: list[bytes], token_ids: array[int], num_blocks: int) -> None:
         """Append the digests that a chain lacks for the first `num_blocks` full blocks of `token_ids`."""
@@ -109,7 +112,7 @@ class PrefixCache:
         self._key_of[block_id] = key
         child = parent + tokens[:4]
         self._children[child] = (*self._children.get(child, ()), block_id)
-        if len(tokens) == self._full_width:
+        if self._journal is not None and len(tokens) == self._full_width:
             self._journal.add(digest)
         return True
 
@@ -125,7 +128,7 @@ class PrefixCache:
         others = self._children.pop(child)
         if len(others) > 1:
             self._children[child] = tuple(other for other in others if other != block_id)
-        if len(key.tokens) == self._full_width:
+        if self._journal is not None and len(key.tokens) == self._full_width:
             self._journal.remove(key.digest)
 
     def clear(self) -> None:
@@ -147,6 +150,11 @@ class PrefixCache:
         assert digests == self._block_of, "the prefix cache's digests disagree with its blocks"
         listed = sorted(block_id for blocks in self._children.values() for block_id in blocks)
         assert listed == sorted(self._key_of), "the prefix cache's children disagree with its blocks"
+
+
+def make_caches(block_size: int, num_groups: int, journal: CacheJournal) -> list[PrefixCache]:
+    """Return a prefix cache for each cache group; the journal records the blocks of the first one."""
+    return [PrefixCache(block_size, None if group else journal) for group in range(num_groups)]
 
 
 def child_digest(parent: bytes, tokens: bytes | memoryview) -> bytes:

@@ -36,6 +36,7 @@ def small_config(
     eos: tuple[int, ...] = (EOS,),
     num_speculative_tokens: int = 0,
     pooling_type: str | None = None,
+    layer_windows: tuple[int, ...] = (0,),
     **scheduler: Any,
 ) -> EngineConfig:
     """Return a configuration for tests of the control plane; its model does not exist.
@@ -43,10 +44,12 @@ def small_config(
     Args:
         num_speculative_tokens: 0 for no speculative decoding.
         pooling_type: of a model that pools prompts beside generating; None for one that generates only.
+        layer_windows: of each layer, 0 for none.
     """
     model = ModelConfig(
         path="", name="fake", architecture="Fake", hf={}, dtype="float32", max_model_len=max_model_len,
-        vocab_size=VOCAB_SIZE, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, eos_token_ids=eos,
+        vocab_size=VOCAB_SIZE, num_layers=len(layer_windows), num_heads=1, num_kv_heads=1, head_dim=1,
+        eos_token_ids=eos, layer_windows=layer_windows,
         pooling=None if pooling_type is None else PoolingConfig(pooling_type, 2),
     )  # fmt: skip
     defaults: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_queue_len": 1000}
@@ -149,7 +152,7 @@ def beam_oracle(
 def _apply_to_tables(tables: BlockTables, plan: StepPlan) -> None:
     tables.release(plan.released_rows)
     for new in plan.new:
-        tables.append(np.full(new.block_ids.size, new.row, np.int32), new.block_ids)
+        tables.put(new.row, new.block_ids)
     tables.trim(plan.trimmed_rows, plan.trimmed_lens)
     tables.append(plan.appended_rows, plan.appended_ids)
 
@@ -161,6 +164,8 @@ def _pooled(vectors: dict[int, list[float]]) -> Pooled:
 
 class FakeWorkerGroup:
     """A worker group whose KV cache holds digests. It executes plans as a rank does and checks every read.
+
+    A block holds the digests of one cache group. Of a group with a window only the tokens in it are read.
 
     `broadcast` only queues a plan, which is executed when its result is gathered, as late as possible. `broadcast`
     checks the fences: no plan may allocate a block that a plan in flight reads or writes. Of the drafted tokens, the
@@ -179,6 +184,7 @@ class FakeWorkerGroup:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        self.groups = config.cache_layout.groups
         self.failure: RankFailed | None = None
         self.closed = False
         self.num_executed_tokens = 0
@@ -193,11 +199,16 @@ class FakeWorkerGroup:
 
     def _reset(self) -> None:
         self._forget()
-        config = self._config
         self.plans: deque[bytes] = deque()
         self.touched: deque[set[int]] = deque()  # by each plan in flight
-        rows = config.scheduler.max_num_seqs
-        self.planned_tables = BlockTables(rows, config.max_blocks_per_seq)  # after the plans in flight
+        rows = self._config.scheduler.max_num_seqs
+        self.planned_tables = self._make_tables()  # after the plans in flight
+        # Of each row: tokens known at its start, and computed after the plans in flight if no draft is accepted.
+        self.planned_prompt, self.planned_computed = [0] * rows, [0] * rows
+
+    def _make_tables(self) -> BlockTables:
+        config = self._config
+        return BlockTables(config.scheduler.max_num_seqs, config.max_blocks_per_seq, len(self.groups))
 
     def _forget(self) -> None:
         """Empty the rows and the KV."""
@@ -205,9 +216,10 @@ class FakeWorkerGroup:
         assert config.cache.num_blocks is not None
         rows, block_size = config.scheduler.max_num_seqs, config.cache.block_size
         self.block_size = block_size
-        self.tables = BlockTables(rows, config.max_blocks_per_seq)
-        self.kv: list[list[bytes]] = [[b""] * block_size for _ in range(config.cache.num_blocks)]
-        self.host_kv: list[list[bytes]] = [[] for _ in range(config.cache.num_host_blocks + 1)]
+        self.tables = self._make_tables()
+        empty = [(-1, b"")] * block_size
+        self.kv: list[list[tuple[int, bytes]]] = [list(empty) for _ in range(config.cache.num_blocks)]
+        self.host_kv: list[list[tuple[int, bytes]]] = [[] for _ in range(config.cache.num_host_blocks + 1)]
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self.num_computed = [0] * rows
         self.decoding = [False] * rows
@@ -219,24 +231,46 @@ class FakeWorkerGroup:
     def broadcast(self, plan: StepPlan) -> None:
         if plan.command is not None:
             assert not self.plans, "a command comes beside a step in flight"
-            self.planned_tables = BlockTables(
-                self._config.scheduler.max_num_seqs, self._config.max_blocks_per_seq
-            )
+            self.planned_tables = self._make_tables()
         self._check_fences(plan)
         self.plans.append(plan.encode())
 
     def _check_fences(self, plan: StepPlan) -> None:
         fresh = {*plan.appended_ids.tolist(), *plan.copies[:, 1].tolist(), *plan.swap_in[:, 1].tolist()}
         for new in plan.new:
-            fresh |= set(new.block_ids[new.num_computed_tokens // self.block_size :].tolist())
+            tables = new.block_ids.reshape(len(self.groups), -1)
+            fresh |= set(tables[:, new.num_computed_tokens // self.block_size :].ravel().tolist())
         for touched in self.touched:
             assert not fresh & touched, (
                 f"step {plan.step_id} takes blocks {fresh & touched} of a step in flight"
             )
         _apply_to_tables(self.planned_tables, plan)
-        rows = self.planned_tables.lens.nonzero()[0].tolist()
-        self.touched.append({int(block) for row in rows for block in self.planned_tables.row(row)})
+        for row in plan.released_rows.tolist():
+            self.planned_prompt[row] = self.planned_computed[row] = 0
+        for new in plan.new:
+            self.planned_prompt[new.row] = new.token_ids.size
+            self.planned_computed[new.row] = new.num_computed_tokens
+        rows = self.planned_tables.lens[: self.planned_tables.num_rows].nonzero()[0].tolist()
+        self.touched.append({block for row in rows for block in self._attended(row)})
         self.touched[-1] |= {*plan.copies.ravel().tolist(), *plan.swap_out[:, 0].tolist()}
+        decoding = {
+            row
+            for row in rows
+            if self.planned_computed[row] >= self.planned_prompt[row] and row not in plan.held_rows
+        }
+        for row, count in (
+            *dict.fromkeys(decoding, 1).items(),
+            *zip(plan.chunk_rows, plan.chunk_lens, strict=True),
+        ):
+            self.planned_computed[row] += int(count)
+
+    def _attended(self, row: int) -> set[int]:
+        """Return the blocks that the next plan's tokens of a row attend to."""
+        tables, blocks = self.planned_tables, set[int]()
+        for group, kind in enumerate(self.groups):
+            first = kind.first_block(self.planned_computed[row], self.block_size)
+            blocks |= set(tables.row(group * tables.num_rows + row)[first:].tolist())
+        return blocks
 
     def gather(self, timeout_s: float) -> StepResult:
         self.check()
@@ -292,7 +326,7 @@ class FakeWorkerGroup:
         sampled, states, counts, num_drafted = [], [], [], []
         pooled: dict[int, list[float]] = {}
         for row in sorted(scheduled):
-            state = self._read(row)
+            state = self._read(row, scheduled[row])
             self.num_hidden[row] += scheduled[row]
             if self.num_computed[row] < len(self.tokens[row]):
                 continue
@@ -339,11 +373,12 @@ class FakeWorkerGroup:
         for place, token_id in enumerate(drafts, start):
             state = chain(state, token_id)
             assert place < self.tables.lens[row] * self.block_size, f"row {row} has no block for its drafts"
-            self.kv[self.tables.ids[row, place // self.block_size]][place % self.block_size] = state
+            self._store(row, place, state)
             if next_token(states[-1]) == token_id and len(states) == place - start + 1:
                 states.append(state)
         self.tokens[row] += [next_token(each) for each in states]
         self.num_computed[row] += len(states) - 1
+        self.planned_computed[row] += len(states) - 1
         return states
 
     def _scores(self, plan: StepPlan) -> PromptLogprobs | None:
@@ -409,24 +444,38 @@ class FakeWorkerGroup:
         state = self._state_before(row)
         for position in range(self.num_computed[row], self.num_computed[row] + count):
             state = chain(state, self.tokens[row][position])
-            self.kv[self.tables.ids[row, position // self.block_size]][position % self.block_size] = state
+            self._store(row, position, state)
         self.num_computed[row] += count
         assert self.num_computed[row] <= self.tables.lens[row] * self.block_size, f"row {row} has no block"
 
-    def _state_before(self, row: int) -> bytes:
-        last = self.num_computed[row] - 1
-        if last < 0:
-            return b""
-        block: int = self.tables.ids[row, last // self.block_size]
-        return self.kv[block][last % self.block_size]
+    def _store(self, row: int, position: int, state: bytes) -> None:
+        """Store the KV of a token in all groups."""
+        index, offset = divmod(position, self.block_size)
+        for group in range(len(self.groups)):
+            block = self.tables.ids[group * self.tables.num_rows + row, index]
+            assert block != 0, "a live row writes the scratch block"
+            self.kv[block][offset] = group, state
 
-    def _read(self, row: int) -> bytes:
-        """Every computed position, as attention reads them; each must hold the KV of this row's own prefix."""
+    def _state_before(self, row: int) -> bytes:
         state = b""
-        for position in range(self.num_computed[row]):
+        for token_id in self.tokens[row][: self.num_computed[row]]:
+            state = chain(state, token_id)
+        return state
+
+    def _read(self, row: int, num_queries: int) -> bytes:
+        """Every position that the last `num_queries` tokens read; each must hold the KV of this row's own prefix."""
+        state, end = b"", self.num_computed[row]
+        firsts = [max(0, end - num_queries + 1 - kind.window) if kind.window else 0 for kind in self.groups]
+        for position in range(end):
             state = chain(state, self.tokens[row][position])
-            block = self.tables.ids[row, position // self.block_size]
-            assert block != 0, "a live row reads the scratch block"
-            found = self.kv[block][position % self.block_size]
-            assert found == state, f"row {row} finds foreign KV at position {position}, block {block}"
+            index, offset = divmod(position, self.block_size)
+            for group, first in enumerate(firsts):
+                if position < first:
+                    continue
+                block = self.tables.ids[group * self.tables.num_rows + row, index]
+                assert block != 0, "a live row reads the scratch block"
+                found = self.kv[block][offset]
+                assert found == (group, state), (
+                    f"row {row} finds foreign KV at position {position}, block {block} of group {group}"
+                )
         return state

@@ -10,7 +10,7 @@ from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, first_line
 from ..weights.quantization import read_quantization
 from . import transformers_spec
-from .spec import DecoderSpec, Family, Norms, read_spec
+from .spec import DecoderSpec, Family, Norms, read_layers, read_spec
 from .transformers_spec import TransformersSpec, read_transformers_spec
 
 # Norms before and after attention and feed-forward network, and norms after them only.
@@ -170,6 +170,21 @@ def latent_dim(architecture: str, hf: Mapping[str, Any]) -> int:
     if architecture not in FAMILIES or not FAMILIES[architecture].is_latent:
         return 0
     return int(hf.get("kv_lora_rank") or 0) + int(hf.get("qk_rope_head_dim") or 0)
+
+
+def layer_windows(model: ModelConfig) -> tuple[int, ...]:
+    """Return the window of each layer if all layers are known to have the same one, otherwise ().
+
+    The ranks have one block table per row, so that all layers of a model must be in one cache group.
+    """
+    family = FAMILIES.get(model.architecture)
+    if family is None or family.is_latent:
+        return ()
+    try:
+        windows = tuple(layer.window for layer in read_layers(model, family))
+    except (ConfigError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return ()  # `check_supported` states the reason
+    return windows if len(set(windows)) == 1 and windows[0] else ()
 
 
 def check_supported(model: ModelConfig, tensor_parallel_size: int) -> DecoderSpec | TransformersSpec:

@@ -268,7 +268,7 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
             f"{model.name}: {family.activation_field} {activation!r} is not supported, only {known}"
         )
     latent = _read_latent(model) if family.is_latent else None
-    layers = _read_layers(model, family)
+    layers = read_layers(model, family)
     rotated_dim = model.head_dim if latent is None else latent.shared_dim
     ropes = _read_ropes(model, {layer.rope for layer in layers if layer.rope is not None}, rotated_dim)
     return DecoderSpec(
@@ -353,7 +353,7 @@ def _latent_scale(model: ModelConfig, latent: LatentSpec) -> float:
     return scale * yarn_scale(float(settings["factor"]), float(weight)) ** 2
 
 
-def _read_layers(model: ModelConfig, family: Family) -> tuple[LayerSpec, ...]:
+def read_layers(model: ModelConfig, family: Family) -> tuple[LayerSpec, ...]:
     """Return each layer's window, positions and experts, from the fields of all families."""
     hf = model.hf
     window = (hf.get("sliding_window") or 0) if hf.get("use_sliding_window", True) else 0

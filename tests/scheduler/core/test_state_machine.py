@@ -34,12 +34,15 @@ from quire.scheduler.kv.block_manager import BlockManager
 from quire.scheduler.kv.block_pool import BlockPool
 
 HEADS = [[(7 * head + index) % (VOCAB_SIZE - 2) + 2 for index in range(24)] for head in range(3)]
+# Of each layer: one cache group, with or without a window, up to four groups of several windows.
+WINDOWS = [(0,), (0,), (6,), (0, 5), (0, 1), (0, 9, 9), (0, 7, 3, 3)]
 POLICIES = ["fcfs", "priority", "fair", "shortest-prefill", "longest-prefix"]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(8, 24),
+        layer_windows=st.sampled_from(WINDOWS),
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(1, 24),
         prefix_caching=st.booleans(),
