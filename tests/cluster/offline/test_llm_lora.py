@@ -98,8 +98,12 @@ def test_prefix_is_shared_within_an_adapter_only(llm: LLM, adapted: Adapted) -> 
 
 
 def test_preempted_sequences_equal_merged_models(adapted: Adapted) -> None:
+    """All adapters are in memory at first, so that the six sequences run together, however long a load takes."""
     indices = [0, 1, 2, 0, 3, 2]
-    with open_llm(adapted.model, num_kv_blocks=22, num_host_kv_blocks=12, prefix_caching=False) as llm:
+    options = {"max_loras": 3, "num_kv_blocks": 22, "num_host_kv_blocks": 12, "prefix_caching": False}
+    with open_llm(adapted.model, **options) as llm:
+        for request in adapted.requests[:3]:
+            llm.generate(prompts_of([5], seed=1), SamplingParams(max_tokens=1), lora_request=request)
         requests = [adapted.requests[index] for index in indices]
         results = llm.generate(prompts_of([20] * 6, seed=3), GREEDY, lora_request=requests)
         check(results, adapted, indices)
