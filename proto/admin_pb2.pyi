@@ -7,6 +7,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAUSE_MODE_UNSPECIFIED: _ClassVar[PauseMode]
+    PAUSE_MODE_KEEP: _ClassVar[PauseMode]
+    PAUSE_MODE_WAIT: _ClassVar[PauseMode]
+    PAUSE_MODE_ABORT: _ClassVar[PauseMode]
+
 class FaultKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FAULT_KIND_UNSPECIFIED: _ClassVar[FaultKind]
@@ -24,6 +31,10 @@ class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REPLICA_STATE_DRAINING: _ClassVar[ReplicaState]
     REPLICA_STATE_STOPPED: _ClassVar[ReplicaState]
     REPLICA_STATE_FAILED: _ClassVar[ReplicaState]
+PAUSE_MODE_UNSPECIFIED: PauseMode
+PAUSE_MODE_KEEP: PauseMode
+PAUSE_MODE_WAIT: PauseMode
+PAUSE_MODE_ABORT: PauseMode
 FAULT_KIND_UNSPECIFIED: FaultKind
 FAULT_KIND_KILL: FaultKind
 FAULT_KIND_STOP: FaultKind
@@ -82,6 +93,68 @@ class LoraAdapter(_message.Message):
     path: str
     model: str
     def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class SleepRequest(_message.Message):
+    __slots__ = ("model", "level", "mode")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    level: int
+    mode: PauseMode
+    def __init__(self, model: _Optional[str] = ..., level: _Optional[int] = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+
+class SleepResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WakeUpRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class WakeUpResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ("model", "mode")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    mode: PauseMode
+    def __init__(self, model: _Optional[str] = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+
+class PauseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class ResumeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UpdateWeightsRequest(_message.Message):
+    __slots__ = ("model", "path", "version", "mode")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    path: str
+    version: str
+    mode: PauseMode
+    def __init__(self, model: _Optional[str] = ..., path: _Optional[str] = ..., version: _Optional[str] = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+
+class UpdateWeightsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ("cached",)
@@ -511,7 +584,7 @@ class Node(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., draining: _Optional[bool] = ..., resources: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Replica(_message.Message):
-    __slots__ = ("replica_id", "model", "ready", "problem", "ranks", "kv", "queue", "num_steps", "uptime_s", "state", "version", "node_ids", "mean_plan_wait_s", "silence_s", "num_computed_tokens", "busy_s", "queued_tokens", "oldest_wait_s", "tokens_per_s", "num_compilations", "activity", "activity_s", "num_recoveries")
+    __slots__ = ("replica_id", "model", "ready", "problem", "ranks", "kv", "queue", "num_steps", "uptime_s", "state", "version", "node_ids", "mean_plan_wait_s", "silence_s", "num_computed_tokens", "busy_s", "queued_tokens", "oldest_wait_s", "tokens_per_s", "num_compilations", "activity", "activity_s", "num_recoveries", "weights_version", "paused", "sleep_level")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -535,6 +608,9 @@ class Replica(_message.Message):
     ACTIVITY_FIELD_NUMBER: _ClassVar[int]
     ACTIVITY_S_FIELD_NUMBER: _ClassVar[int]
     NUM_RECOVERIES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    SLEEP_LEVEL_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     model: str
     ready: bool
@@ -558,7 +634,10 @@ class Replica(_message.Message):
     activity: str
     activity_s: float
     num_recoveries: int
-    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., ready: _Optional[bool] = ..., problem: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., kv: _Optional[_Union[KvUse, _Mapping]] = ..., queue: _Optional[_Union[Queue, _Mapping]] = ..., num_steps: _Optional[int] = ..., uptime_s: _Optional[float] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., version: _Optional[str] = ..., node_ids: _Optional[_Iterable[str]] = ..., mean_plan_wait_s: _Optional[float] = ..., silence_s: _Optional[float] = ..., num_computed_tokens: _Optional[int] = ..., busy_s: _Optional[float] = ..., queued_tokens: _Optional[int] = ..., oldest_wait_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., num_compilations: _Optional[int] = ..., activity: _Optional[str] = ..., activity_s: _Optional[float] = ..., num_recoveries: _Optional[int] = ...) -> None: ...
+    weights_version: str
+    paused: bool
+    sleep_level: int
+    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., ready: _Optional[bool] = ..., problem: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., kv: _Optional[_Union[KvUse, _Mapping]] = ..., queue: _Optional[_Union[Queue, _Mapping]] = ..., num_steps: _Optional[int] = ..., uptime_s: _Optional[float] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., version: _Optional[str] = ..., node_ids: _Optional[_Iterable[str]] = ..., mean_plan_wait_s: _Optional[float] = ..., silence_s: _Optional[float] = ..., num_computed_tokens: _Optional[int] = ..., busy_s: _Optional[float] = ..., queued_tokens: _Optional[int] = ..., oldest_wait_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., num_compilations: _Optional[int] = ..., activity: _Optional[str] = ..., activity_s: _Optional[float] = ..., num_recoveries: _Optional[int] = ..., weights_version: _Optional[str] = ..., paused: _Optional[bool] = ..., sleep_level: _Optional[int] = ...) -> None: ...
 
 class Rank(_message.Message):
     __slots__ = ("rank", "pid", "node", "device", "stage")

@@ -100,6 +100,31 @@ class AdminStub:
                 request_serializer=quire_dot_proto_dot_admin__pb2.ListLorasRequest.SerializeToString,
                 response_deserializer=quire_dot_proto_dot_admin__pb2.ListLorasResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/quire.v1.Admin/Sleep',
+                request_serializer=quire_dot_proto_dot_admin__pb2.SleepRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/quire.v1.Admin/WakeUp',
+                request_serializer=quire_dot_proto_dot_admin__pb2.WakeUpRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.WakeUpResponse.FromString,
+                _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/quire.v1.Admin/Pause',
+                request_serializer=quire_dot_proto_dot_admin__pb2.PauseRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.PauseResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/quire.v1.Admin/Resume',
+                request_serializer=quire_dot_proto_dot_admin__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.ResumeResponse.FromString,
+                _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/quire.v1.Admin/UpdateWeights',
+                request_serializer=quire_dot_proto_dot_admin__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_admin__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
         self.WatchEvents = channel.unary_stream(
                 '/quire.v1.Admin/WatchEvents',
                 request_serializer=quire_dot_proto_dot_admin__pb2.WatchEventsRequest.SerializeToString,
@@ -203,6 +228,42 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Frees the memory of weights and KV cache on all replicas of a model. Requests are refused until WakeUp.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Ends Sleep. After a sleep at level 2, UpdateWeights must have named other weights.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pause(self, request, context):
+        """Holds the steps of all replicas of a model. New requests wait.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Ends Pause.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeights(self, request, context):
+        """Has all replicas of a model read other weights of the same shapes. Returns when all have read them. Replicas that
+        start later, or are restarted, read them before they get requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchEvents(self, request, context):
         """Streams the fleet's changes as they happen, after one event for each of the present deployments, replicas and nodes.
         """
@@ -277,6 +338,31 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListLoras,
                     request_deserializer=quire_dot_proto_dot_admin__pb2.ListLorasRequest.FromString,
                     response_serializer=quire_dot_proto_dot_admin__pb2.ListLorasResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.SleepRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.SleepResponse.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.WakeUpRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.WakeUpResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.PauseRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.PauseResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.ResumeRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.ResumeResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=quire_dot_proto_dot_admin__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_admin__pb2.UpdateWeightsResponse.SerializeToString,
             ),
             'WatchEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchEvents,
@@ -636,6 +722,141 @@ class Admin:
             '/quire.v1.Admin/ListLoras',
             quire_dot_proto_dot_admin__pb2.ListLorasRequest.SerializeToString,
             quire_dot_proto_dot_admin__pb2.ListLorasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/Sleep',
+            quire_dot_proto_dot_admin__pb2.SleepRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/WakeUp',
+            quire_dot_proto_dot_admin__pb2.WakeUpRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.WakeUpResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/Pause',
+            quire_dot_proto_dot_admin__pb2.PauseRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.PauseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/Resume',
+            quire_dot_proto_dot_admin__pb2.ResumeRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/UpdateWeights',
+            quire_dot_proto_dot_admin__pb2.UpdateWeightsRequest.SerializeToString,
+            quire_dot_proto_dot_admin__pb2.UpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,7 @@ class EngineCommand:
             named by UPDATE_WEIGHTS before WAKE_UP.
         path: of UPDATE_WEIGHTS: a model directory with the same tensors, on every node of the replica.
         version: of UPDATE_WEIGHTS: the name of these weights, which outputs report.
+        stamp: of UPDATE_WEIGHTS by a gateway: updates sort by stamp, and a replica carries out the latest one once.
     """
 
     action: Action
@@ -47,6 +48,7 @@ class EngineCommand:
     level: int = 1
     path: str = ""
     version: str = ""
+    stamp: str = ""
 
     @staticmethod
     def unpack(value: Any) -> EngineCommand | None:

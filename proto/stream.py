@@ -167,7 +167,7 @@ class LoraLoaded:
 
 @dataclass(frozen=True, slots=True)
 class ControlEngine:
-    """Orders a command; an EngineControlled answers when it is carried out."""
+    """Orders a command; an EngineControlled answers when it is carried out, unless `query_id` is 0."""
 
     query_id: int
     command: EngineCommand
@@ -379,6 +379,9 @@ class ReplicaStatus:
         num_accepted_tokens: drafts of which the first, the second, ... token was accepted.
         generates: the model generates text; False if it only pools prompts.
         loras: the replica's registry of adapters.
+        weights_version, weights_path, weights_stamp: of the latest UPDATE_WEIGHTS; empty before the first.
+        is_paused: no step is planned until an operator resumes the replica.
+        sleep_level: of the present sleep; 0 while it is awake.
     """
 
     query_id: int
@@ -427,6 +430,11 @@ class ReplicaStatus:
     num_recoveries: int = 0
     generates: bool = True
     loras: tuple[LoraReference, ...] = ()
+    weights_version: str = ""
+    weights_path: str = ""
+    weights_stamp: str = ""
+    is_paused: bool = False
+    sleep_level: int = 0
 
 
 GatewayMessage = (

@@ -135,6 +135,7 @@ def _completion_from_message(message: inference_pb2.Output) -> CompletionOutput:
         score=finished.score,
         usage=finished.usage,
         timings=finished.timings,
+        weights_version=finished.weights_version,
         message=assistant_from_message(message.message) if message.HasField("message") else None,
     )
 
@@ -223,6 +224,7 @@ def _finished_to_message(finished: CompletionFinished | CompletionOutput) -> inf
         ),
         cumulative_logprob=finished.cumulative_logprob,
         score=finished.score,
+        weights_version=finished.weights_version,
     )
 
 
@@ -253,4 +255,5 @@ def _finished_from_message(message: inference_pb2.Finished) -> CompletionFinishe
         ),
         cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
         score=message.score if message.HasField("score") else None,
+        weights_version=message.weights_version,
     )

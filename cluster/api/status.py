@@ -90,6 +90,9 @@ class ReplicaInfo:
             longer than expected) or ``recovering`` (its ranks are being rebuilt).
         activity_s: how long it has done that.
         num_recoveries: times that its ranks were rebuilt after a failure.
+        weights_version: name of its weights; empty for those that it started with.
+        paused: an operator holds its steps.
+        sleep_level: 0 while it is awake.
     """
 
     replica_id: str
@@ -115,6 +118,9 @@ class ReplicaInfo:
     activity: str = ""
     activity_s: float = 0.0
     num_recoveries: int = 0
+    weights_version: str = ""
+    paused: bool = False
+    sleep_level: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,9 @@ def replica_to_message(status: ReplicaStatus, problem: str, silence_s: float = 0
         activity=status.activity,
         activity_s=status.activity_s + silence_s,
         num_recoveries=status.num_recoveries,
+        weights_version=status.weights_version,
+        paused=status.is_paused,
+        sleep_level=status.sleep_level,
     )
 
 

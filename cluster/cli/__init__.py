@@ -14,6 +14,7 @@ from .chat import chat
 from .deploy import delete, deploy, drain
 from .doctor import doctor
 from .download import download
+from .engine import engine
 from .exit_status import FAILED, INTERRUPTED, WRONG_USE
 from .fit import fit
 from .generate import generate
@@ -58,6 +59,7 @@ for _command in (
     chaos,
 ):
     app.command(cls=Command)(_command)
+app.add_typer(engine, name="engine")
 
 
 def _show_version(is_asked: bool) -> None:

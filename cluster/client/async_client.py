@@ -177,6 +177,36 @@ class AsyncClient:
         """Return the LoRA adapters that the server knows."""
         return await self._wait(self._calls.loras())
 
+    async def sleep(
+        self, level: int = 1, *, mode: str = "keep", model: str = "", timeout_s: float | None = None
+    ) -> None:
+        """See `Client.sleep`."""
+        await self._wait(self._calls.sleep(level, mode, model, timeout_s))
+
+    async def wake_up(self, *, model: str = "", timeout_s: float | None = None) -> None:
+        """See `Client.wake_up`."""
+        await self._wait(self._calls.wake_up(model, timeout_s))
+
+    async def pause(self, *, mode: str = "keep", model: str = "", timeout_s: float | None = None) -> None:
+        """See `Client.pause`."""
+        await self._wait(self._calls.pause(mode, model, timeout_s))
+
+    async def resume(self, *, model: str = "", timeout_s: float | None = None) -> None:
+        """See `Client.resume`."""
+        await self._wait(self._calls.resume(model, timeout_s))
+
+    async def update_weights(
+        self,
+        path: str,
+        *,
+        version: str,
+        mode: str = "keep",
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """See `Client.update_weights`."""
+        await self._wait(self._calls.update_weights(path, version, mode, model, timeout_s))
+
     async def inject_fault(
         self, fault: Fault, *, rank: int | None = None, replica_id: str = ""
     ) -> tuple[str, int]:

@@ -17,6 +17,7 @@ from ...proto.errors import ConfigError
 from ...proto.faults import Fault
 from ...proto.sampling import SamplingParams
 from ..api.deployment_messages import deployment_to_message
+from ..api.engine_messages import mode_to_message
 from ..api.grpc_status import from_grpc_error
 from ..api.request_messages import as_invalid_request, sampling_to_message, set_prompt
 from ..api.response_messages import event_from_message, output_from_message
@@ -272,6 +273,32 @@ class Calls:
             self._options(),
             lambda response: [LoraInfo(each.name, each.path, each.model) for each in response.adapters],
         )
+
+    def sleep(self, level: int, mode: str, model: str, timeout_s: float | None) -> Call[None]:
+        with as_invalid_request("level"):
+            request = admin_pb2.SleepRequest(model=model, level=level, mode=mode_to_message(mode))
+        return Call(self._admin.Sleep, request, self._options(timeout_s), lambda response: None)
+
+    def wake_up(self, model: str, timeout_s: float | None) -> Call[None]:
+        request = admin_pb2.WakeUpRequest(model=model)
+        return Call(self._admin.WakeUp, request, self._options(timeout_s), lambda response: None)
+
+    def pause(self, mode: str, model: str, timeout_s: float | None) -> Call[None]:
+        request = admin_pb2.PauseRequest(model=model, mode=mode_to_message(mode))
+        return Call(self._admin.Pause, request, self._options(timeout_s), lambda response: None)
+
+    def resume(self, model: str, timeout_s: float | None) -> Call[None]:
+        request = admin_pb2.ResumeRequest(model=model)
+        return Call(self._admin.Resume, request, self._options(timeout_s), lambda response: None)
+
+    def update_weights(
+        self, path: str, version: str, mode: str, model: str, timeout_s: float | None
+    ) -> Call[None]:
+        with as_invalid_request("path"):
+            request = admin_pb2.UpdateWeightsRequest(
+                model=model, path=path, version=version, mode=mode_to_message(mode)
+            )
+        return Call(self._admin.UpdateWeights, request, self._options(timeout_s), lambda response: None)
 
     def inject_fault(self, fault: Fault, rank: int | None, replica_id: str) -> Call[tuple[str, int]]:
         with as_invalid_request("fault"):

@@ -213,6 +213,56 @@ class Client:
         """Return the LoRA adapters that the server knows."""
         return self._wait(self._calls.loras())
 
+    def sleep(
+        self, level: int = 1, *, mode: str = "keep", model: str = "", timeout_s: float | None = None
+    ) -> None:
+        """Free the memory of weights and KV cache on all replicas of a model; requests are refused until `wake_up`.
+
+        Args:
+            level: 1, `wake_up` reads the same weights again. 2, they are discarded: `update_weights` must name
+                others first.
+            mode: ``keep`` lets running requests continue afterwards, ``wait`` lets them finish first, ``abort`` ends
+                them with RequestAborted.
+            model: not needed if the server serves one.
+
+        Raises:
+            InvalidRequest: the engine has adapters or a draft model, or a value is not allowed.
+        """
+        self._wait(self._calls.sleep(level, mode, model, timeout_s))
+
+    def wake_up(self, *, model: str = "", timeout_s: float | None = None) -> None:
+        """End `sleep`. Raises InvalidRequest if the weights were discarded."""
+        self._wait(self._calls.wake_up(model, timeout_s))
+
+    def pause(self, *, mode: str = "keep", model: str = "", timeout_s: float | None = None) -> None:
+        """Hold the steps of all replicas of a model; new requests wait until `resume`. `mode` is that of `sleep`."""
+        self._wait(self._calls.pause(mode, model, timeout_s))
+
+    def resume(self, *, model: str = "", timeout_s: float | None = None) -> None:
+        """End `pause`."""
+        self._wait(self._calls.resume(model, timeout_s))
+
+    def update_weights(
+        self,
+        path: str,
+        *,
+        version: str,
+        mode: str = "keep",
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Replace the weights of all replicas of a model, as after a training step.
+
+        Args:
+            path: a directory of safetensors files with the tensors of the model, on every node of the ranks.
+            version: a new name of the weights, which outputs report as `weights_version`.
+            mode: as for `sleep`.
+
+        Raises:
+            InvalidRequest: tensors are missing or have other shapes or types; the weights have not changed.
+        """
+        self._wait(self._calls.update_weights(path, version, mode, model, timeout_s))
+
     def inject_fault(self, fault: Fault, *, rank: int | None = None, replica_id: str = "") -> tuple[str, int]:
         """Cause a fault in a rank of a replica, or in its scheduler; the server must permit it.
 

@@ -89,6 +89,13 @@ class ServerOptions:
         group=_SERVER,
     )
 
+    server_dev_mode: bool = option(
+        False,
+        help="Serve /sleep, /wake_up, /pause, /resume and /update_weights, whose callers stop the engine and name "
+        "files that ranks open. For trainers.",
+        group=_SERVER,
+    )
+
     enable_auto_tool_choice: bool = option(
         False,
         help="Accepted for the command lines of vLLM; tool calls need no switch.",

@@ -7,10 +7,13 @@ from typing import Any
 import grpc.aio
 
 from ...proto import admin_pb2, admin_pb2_grpc
+from ...proto.engine_command import Action, EngineCommand
 from ...proto.errors import ConfigError, ShuttingDown
 from ...proto.stream import FlushCache
 from ..api.deployment_messages import deployment_from_message
+from ..api.engine_messages import mode_from_message
 from ..api.status_messages import block_map_to_message
+from .engine_control import control_replicas, sleep_command, update_command
 from .fault_injection import inject_fault
 from .fleet_events import FleetEvents
 from .fleet_interface import Fleet
@@ -131,6 +134,44 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return current_load(self._services.models)
 
     @convert_errors
+    async def Sleep(
+        self, message: admin_pb2.SleepRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.SleepResponse:
+        command = sleep_command(message.level or 1, mode_from_message(message.mode))
+        await self._control(message.model, command)
+        return admin_pb2.SleepResponse()
+
+    @convert_errors
+    async def WakeUp(
+        self, message: admin_pb2.WakeUpRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.WakeUpResponse:
+        await self._control(message.model, EngineCommand(Action.WAKE_UP))
+        return admin_pb2.WakeUpResponse()
+
+    @convert_errors
+    async def Pause(
+        self, message: admin_pb2.PauseRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.PauseResponse:
+        command = EngineCommand(Action.PAUSE, mode_from_message(message.mode))
+        await self._control(message.model, command)
+        return admin_pb2.PauseResponse()
+
+    @convert_errors
+    async def Resume(
+        self, message: admin_pb2.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.ResumeResponse:
+        await self._control(message.model, EngineCommand(Action.RESUME))
+        return admin_pb2.ResumeResponse()
+
+    @convert_errors
+    async def UpdateWeights(
+        self, message: admin_pb2.UpdateWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.UpdateWeightsResponse:
+        command = update_command(message.path, message.version, mode_from_message(message.mode))
+        await self._control(message.model, command)
+        return admin_pb2.UpdateWeightsResponse()
+
+    @convert_errors
     async def WatchEvents(
         self, message: admin_pb2.WatchEventsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
@@ -147,6 +188,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         """End the streams of events."""
         self._is_closing = True
         self._services.models.notify_change()
+
+    async def _control(self, model: str, command: EngineCommand) -> None:
+        await control_replicas(self._services.models.find(model).pool, command)
 
     def _writable_fleet(self) -> Fleet:
         """Raises ConfigError if there is no fleet."""

@@ -8,8 +8,6 @@ the adapters from the others, and any process may fail.
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from ...proto.lora import (
 from ...proto.stream import ReplicaStatus
 from ..replica.client import ReplicaClient
 from ..requests.json_values import check_text
+from .stamp import new_stamp
 
 # For all ranks of a replica to read an adapter.
 LOAD_TIMEOUT_S = 120.0
@@ -77,7 +76,7 @@ class LoraRegistry:
             ReplicaUnavailable: no replica answers.
         """
         self._check(name, path, replace)
-        entry = LoraReference(name, str(Path(path).absolute()), _new_version())
+        entry = LoraReference(name, str(Path(path).absolute()), new_stamp())
         previous = self._entries.get(name)
         clients = list(clients)
         results = await asyncio.gather(
@@ -98,7 +97,7 @@ class LoraRegistry:
         """
         if self.find(name) is None:
             raise ModelNotFound(f"adapter {name!r} is not loaded")
-        entry = LoraReference(name, "", _new_version())
+        entry = LoraReference(name, "", new_stamp())
         merge_references(self._entries, [entry])
         for client in clients:
             client.register_lora(entry)
@@ -121,7 +120,7 @@ class LoraRegistry:
     ) -> None:
         """Have replicas that may have read an adapter forget it, and know the previous one of the name again."""
         path = "" if previous is None else previous.path
-        restored = LoraReference(entry.name, path, _new_version())
+        restored = LoraReference(entry.name, path, new_stamp())
         merge_references(self._entries, [restored])
         for client in clients:
             client.register_lora(restored)
@@ -142,8 +141,3 @@ class LoraRegistry:
             )
         if len(self.adapters) >= MAX_REGISTERED_LORAS:
             raise LoraLoadError(f"{MAX_REGISTERED_LORAS} adapters are loaded, which is the most; unload one")
-
-
-def _new_version() -> str:
-    """Return a version that sorts after those of earlier calls, on clocks that agree, and is unique."""
-    return f"{time.time_ns():020d}-{secrets.token_hex(4)}"

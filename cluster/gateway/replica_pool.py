@@ -23,6 +23,7 @@ from ..requests.request import Request
 from .lora_registry import LoraRegistry
 from .request_migration import MigratingRequest, MoveListener, ignore_move
 from .router import ReplicaLoad, Router
+from .weights_registry import WeightsRegistry
 
 CANARY_TIMEOUT_S = 60.0
 CANARY_RETRY_S = 1.0
@@ -43,20 +44,39 @@ class _Member:
         is_draining: the replica must get no more requests.
         cache_version: version of the replica's prefix cache that the router has.
         num_sent_tokens: prompt tokens to compute that were sent to the replica since its last status.
+        was_held_by: `held_by` at the last status.
     """
 
     client: ReplicaClient
+    weights: WeightsRegistry
     is_ready: bool = False
     is_draining: bool = False
     cache_version: int = 0
     num_sent_tokens: int = 0
+    was_held_by: str = ""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
     def takes_requests(self) -> bool:
         status = self.client.latest_status
         drains = self.is_draining or (status is not None and status.draining)
-        return self.is_ready and not drains and not self.client.problem
+        return self.is_ready and not drains and not self.client.problem and not self.held_by
+
+    @property
+    def held_by(self) -> str:
+        """Return the command of an operator that keeps requests away; empty if none does."""
+        status = self.client.latest_status
+        if status is None:
+            return ""
+        if status.sleep_level:
+            return "the engine sleeps; wake it up first"
+        return "" if self.weights.is_current(status) else "it has not loaded the latest weights yet"
+
+    @property
+    def proves_itself(self) -> bool:
+        """Return whether a canary may run: no operator holds the steps."""
+        status = self.client.latest_status
+        return not self.held_by and (status is None or not status.is_paused)
 
     @property
     def may_become_ready(self) -> bool:
@@ -86,6 +106,7 @@ class ReplicaPool:
 
     Attributes:
         adapters: the LoRA adapters that its replicas serve.
+        weights: those that its replicas must have.
     """
 
     def __init__(
@@ -113,6 +134,7 @@ class ReplicaPool:
         self._members: dict[str, _Member] = {}
         self._router = Router(block_size)
         self.adapters = LoraRegistry(model)
+        self.weights = WeightsRegistry()
         self._num_arrived_requests = self._num_arrived_tokens = 0
         self._num_waiting = self._num_waiting_tokens = 0
         self._changes = ChangeNotifier()
@@ -142,6 +164,12 @@ class ReplicaPool:
         """replica_id |-> its client."""
         return {replica_id: member.client for replica_id, member in self._members.items()}
 
+    @property
+    def statuses(self) -> list[ReplicaStatus]:
+        """Latest status of each replica that has sent one."""
+        found = (member.client.latest_status for member in self._members.values())
+        return [status for status in found if status is not None]
+
     def why_unavailable(self, replica_id: str) -> str:
         """Return why the replica gets no requests; empty if it gets requests."""
         member = self._members.get(replica_id)
@@ -149,11 +177,13 @@ class ReplicaPool:
             return "removed from the pool"
         if member.takes_requests:
             return ""
-        return "draining" if member.is_draining else "no canary token has come through all ranks yet"
+        if member.is_draining:
+            return "draining"
+        return member.held_by or "no canary token has come through all ranks yet"
 
     def add(self, client: ReplicaClient) -> None:
         """Add a replica whose client has been started. It gets requests after its first canary token."""
-        member = _Member(client)
+        member = _Member(client, self.weights)
         self._members[client.replica_id] = member
         client.add_listener(lambda message: self._on_message(member, message))
         member.tasks = [
@@ -177,6 +207,7 @@ class ReplicaPool:
         """Close the client of a replica that has ended or will end; its running requests move to other replicas."""
         member = self._members.pop(replica_id)
         self._router.remove_replica(replica_id)
+        self.weights.forget(member.client)
         closing = run_in_background(self._close_member(member, reason), f"closing the client of {replica_id}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -260,7 +291,10 @@ class ReplicaPool:
             )
 
     def _check_may_become_ready(self) -> None:
-        """Raise ReplicaUnavailable if no replica can become ready."""
+        """Raise ReplicaUnavailable if no replica can become ready, or an operator has put all of them to sleep."""
+        statuses = self.statuses
+        if statuses and all(status.sleep_level for status in statuses):
+            raise ReplicaUnavailable(f"all replicas of {self.model} sleep; wake them up first")
         if not self.is_fixed or any(member.may_become_ready for member in self._members.values()):
             return
         problems = [member.client.problem for member in self._members.values()]
@@ -286,6 +320,10 @@ class ReplicaPool:
     def _on_status(self, member: _Member, status: ReplicaStatus) -> None:
         """Reset the load estimate, and query the replica's cache unless it is the only replica."""
         member.num_sent_tokens = 0
+        self.weights.on_status(member.client, status)
+        if member.held_by != member.was_held_by:
+            member.was_held_by = member.held_by
+            self._notify_change()
         if self.adapters.on_status(member.client, status):
             self._on_change()
         if len(self._members) > 1 and status.cache_version != member.cache_version:
@@ -302,6 +340,8 @@ class ReplicaPool:
         while True:
             await client.wait_until_healthy()
             try:
+                while not member.proves_itself:
+                    await client.next_status(CANARY_TIMEOUT_S)
                 await run_canary(client, CANARY_TIMEOUT_S)
             except QuireError as error:
                 if member.is_draining:
@@ -312,18 +352,19 @@ class ReplicaPool:
             member.is_ready = True
             self._notify_change()
             try:
-                await self._until_unhealthy(client)
+                await self._until_unhealthy(member)
             except QuireError as error:
                 _log.warning("the canary request of an idle replica failed: %s", error)
             member.is_ready = False
             self._notify_change()
 
-    async def _until_unhealthy(self, client: ReplicaClient) -> None:
+    async def _until_unhealthy(self, member: _Member) -> None:
         """Return once the replica has a problem. While it is idle, run canaries: a hung rank shows only in a step.
 
         Raises:
             QuireError: a canary failed.
         """
+        client = member.client
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_CANARY_S):
@@ -331,7 +372,7 @@ class ReplicaPool:
                     return
             status = client.latest_status
             is_idle = status is not None and not status.num_running + status.num_waiting
-            if is_idle and time.monotonic() - client.proved_at >= IDLE_CANARY_S:
+            if is_idle and member.proves_itself and time.monotonic() - client.proved_at >= IDLE_CANARY_S:
                 await run_canary(client, CANARY_TIMEOUT_S)
 
     async def _notify_on_failures(self, client: ReplicaClient) -> None:

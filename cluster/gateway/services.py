@@ -27,6 +27,7 @@ class GatewayServices:
         fleet: changed by operators; None if nothing can be changed.
         faults: causes faults that operators ask for; None if they are refused.
         allows_lora_updates: HTTP callers may load and unload adapters.
+        allows_engine_control: HTTP callers may pause engines, put them to sleep and change their weights.
         closing: set when a server begins to stop, for streams that would not end by themselves.
     """
 
@@ -38,6 +39,7 @@ class GatewayServices:
     fleet: Fleet | None = None
     faults: FaultInjector | None = None
     allows_lora_updates: bool = False
+    allows_engine_control: bool = False
     closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -55,6 +57,7 @@ class GatewayServices:
         retention: RetentionLimits | None = None,
         faults: FaultInjector | None = None,
         allows_lora_updates: bool = False,
+        allows_engine_control: bool = False,
     ) -> GatewayServices:
         """Return the services over these models.
 
@@ -74,4 +77,5 @@ class GatewayServices:
             fleet,
             faults,
             allows_lora_updates,
+            allows_engine_control,
         )

@@ -26,6 +26,7 @@ from ..requests.outputs import (
 from .errors import anthropic_error
 from .json_text import json_text, quoted
 from .response_head import ResponseHead
+from .usage_json import version_json
 
 _STOP_REASONS = {
     "stop": "end_turn",
@@ -129,9 +130,10 @@ def _empty_message(id: str, model: str) -> dict[str, Any]:
 
 
 def _stop(completion: CompletionOutput | CompletionFinished) -> dict[str, Any]:
+    version = version_json(completion)
     if isinstance(completion.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
-    return {"stop_reason": _STOP_REASONS[completion.finish_reason], "stop_sequence": None}
+        return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason, **version}
+    return {"stop_reason": _STOP_REASONS[completion.finish_reason], "stop_sequence": None, **version}
 
 
 def _usage(usage: Usage) -> dict[str, int]:

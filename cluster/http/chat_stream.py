@@ -12,7 +12,7 @@ from .completion_stream import DONE
 from .json_text import json_text, quoted
 from .response_head import ResponseHead
 from .schema.chat_completion import ChatCompletionRequest
-from .usage_json import timings_json, usage_json
+from .usage_json import ending_json, timings_json, usage_json
 
 
 class ChatStream:
@@ -96,7 +96,7 @@ class ChatStream:
         self._num_tokens[event.index] = event.usage.completion_tokens
         self._num_reasoning_tokens += event.usage.reasoning_tokens
         self._num_cached_tokens = event.usage.cached_tokens
-        stop = json_text({"finish_reason": event.finish_reason, "stop_reason": event.stop_reason})
+        stop = json_text(ending_json(event))
         timings = json_text(timings_json(event.timings))
         return (
             f'{self._starts[event.index]}}},"logprobs":null,{stop[1:-1]}}}],"timings":{timings}'

@@ -19,7 +19,7 @@ from .choice_logprobs import CompletionLogprobs
 from .json_text import json_text, quoted
 from .response_head import ResponseHead
 from .schema.completion import CompletionRequest
-from .usage_json import timings_json, total_usage, usage_json
+from .usage_json import ending_json, timings_json, total_usage, usage_json
 
 DONE = b"data: [DONE]\n\n"
 
@@ -153,7 +153,7 @@ class _Choice:
         return self._chunk(event.text, event.token_ids, list(event.logprobs), usage)
 
     def finished(self, event: CompletionFinished, usage: str) -> bytes:
-        stop = json_text({"finish_reason": event.finish_reason, "stop_reason": event.stop_reason})
+        stop = json_text(ending_json(event))
         timings = json_text(timings_json(event.timings))
         text = f'{self.start}"","logprobs":null,{stop[1:-1]}}}],"timings":{timings}{usage}}}\n\n'
         return text.encode()

@@ -29,6 +29,13 @@ ROLE_OF_PATH = {
     EVENTS_PATH: Role.OPERATOR,
     "/v1/load_lora_adapter": Role.OPERATOR,
     "/v1/unload_lora_adapter": Role.OPERATOR,
+    "/sleep": Role.OPERATOR,
+    "/wake_up": Role.OPERATOR,
+    "/is_sleeping": Role.OPERATOR,
+    "/pause": Role.OPERATOR,
+    "/resume": Role.OPERATOR,
+    "/is_paused": Role.OPERATOR,
+    "/update_weights": Role.OPERATOR,
 }
 
 

@@ -71,7 +71,8 @@ class Probes:
         known = self._progress.get(client.replica_id)
         has_work = status.num_running + status.num_waiting > 0
         is_recovering = status.activity is Activity.RECOVERING  # with bounded attempts
-        if known is None or not has_work or is_recovering or known.num_steps != status.num_steps:
+        is_held = status.is_paused or status.sleep_level > 0  # by an operator
+        if known is None or not has_work or is_recovering or is_held or known.num_steps != status.num_steps:
             self._progress[client.replica_id] = _Progress(status.num_steps, now)
         elif now - known.since > limit_s:
             raise ReplicaUnavailable(

@@ -12,6 +12,7 @@ from .errors import openai_error
 from .json_text import json_text
 from .response_head import ResponseHead
 from .schema.response_request import ResponseRequest
+from .usage_json import version_json
 
 Item = dict[str, Any]
 
@@ -134,6 +135,7 @@ class ResponseBuilder:
         if is_cut:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         self.response["usage"] = _usage(event.usage)
+        self.response |= version_json(event)
         return ended + self._event(f"response.{status}", response=self.response)
 
     @property

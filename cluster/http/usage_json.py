@@ -1,4 +1,4 @@
-"""Usage and timings as JSON."""
+"""The end of a completion, its usage and its timings as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,21 @@ from dataclasses import asdict
 from typing import Any
 
 from ...proto.stream import Timings
-from ..requests.outputs import Usage
+from ..requests.outputs import CompletionFinished, CompletionOutput, Usage
+
+
+def ending_json(completion: CompletionOutput | CompletionFinished) -> dict[str, Any]:
+    """Return why a choice ended, and the version of the weights if an operator has changed them."""
+    return {
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        **version_json(completion),
+    }
+
+
+def version_json(completion: CompletionOutput | CompletionFinished) -> dict[str, str]:
+    """Return the member `weights_version`; none for the weights that the server started with."""
+    return {"weights_version": completion.weights_version} if completion.weights_version else {}
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:

@@ -88,6 +88,7 @@ async def _serve(
         observers=observers,
         faults=RayFaultInjector(DEFAULT_NAMESPACE) if server_options.enable_chaos else None,
         allows_lora_updates=server_options.allow_runtime_lora_updating,
+        allows_engine_control=server_options.server_dev_mode,
     )
     servers = GatewayServers(services, server_options)
     try:

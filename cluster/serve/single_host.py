@@ -115,6 +115,7 @@ async def _serve_replica(
         observers=observers,
         faults=RayFaultInjector(replica.record.namespace) if server_options.enable_chaos else None,
         allows_lora_updates=server_options.allow_runtime_lora_updating,
+        allows_engine_control=server_options.server_dev_mode,
     )
     servers = GatewayServers(services, server_options)
     try:

@@ -32,6 +32,7 @@ class EngineControl:
         self._state = state
         self._orders: deque[tuple[EngineCommand, Caller | None]] = deque()
         self._answers: list[tuple[Caller, str]] = []
+        self._problems: list[str] = []  # of commands without a caller
         self._under_way: tuple[EngineCommand, Caller | None] | None = None
         self._update: EngineCommand | None = None  # the latest that was carried out
         self._level = 0  # of the present sleep
@@ -45,6 +46,16 @@ class EngineControl:
     @property
     def weights_version(self) -> str:
         return "" if self._update is None else self._update.version
+
+    @property
+    def update(self) -> EngineCommand | None:
+        """Return the latest update of weights that was carried out; None before the first."""
+        return self._update
+
+    @property
+    def sleep_level(self) -> int:
+        """Return the level of the present sleep; 0 while the replica is awake."""
+        return self._level
 
     @property
     def holds_steps(self) -> bool:
@@ -66,7 +77,15 @@ class EngineControl:
         return command.mode is PauseMode.WAIT and may_run and bool(self._state.running)
 
     def order(self, command: EngineCommand, caller: Caller | None) -> None:
-        """Queue a command; `take_answers` has the outcome later."""
+        """Queue a command; `take_answers` has the outcome later.
+
+        An update that this replica has carried out, or that another gateway has ordered already, is not repeated.
+        """
+        if command.stamp and command.stamp == (self._update.stamp if self._update else ""):
+            self._answer(caller, "")
+            return
+        if caller is None and self._is_ordered(command):
+            return
         error = self._refusal(command)
         if error:
             self._answer(caller, error)
@@ -83,6 +102,11 @@ class EngineControl:
         """Return the outcomes since the last call, as (caller, error); the error is empty after a success."""
         answers, self._answers = self._answers, []
         return answers
+
+    def take_problems(self) -> list[str]:
+        """Return why commands without a caller failed since the last call, for the log."""
+        problems, self._problems = self._problems, []
+        return problems
 
     def plan(self, epoch: int, now: float) -> StepPlan | None:
         """Return the step of the next command, if it is due. Applies those that do not concern the ranks."""
@@ -125,11 +149,18 @@ class EngineControl:
             return f"{len(self._orders)} commands wait already"
         config = self._state.config
         changes_weights = command.action in (Action.SLEEP, Action.WAKE_UP, Action.UPDATE_WEIGHTS)
+        if command.stamp and self._update is not None and command.stamp < self._update.stamp:
+            return f"weights {self._update.version!r} were ordered later, and are in use"
         if changes_weights and (config.lora is not None or config.speculative_draft is not None):
             return "weights cannot be changed or dropped with enable_lora or a draft model"
         if command.action is Action.WAKE_UP and not self._has_weights:
             return "the weights were discarded by sleep at level 2; update_weights must name others first"
         return ""
+
+    def _is_ordered(self, command: EngineCommand) -> bool:
+        """Return whether the same update waits or is carried out."""
+        under_way = () if self._under_way is None else (self._under_way,)
+        return any(command.stamp == other.stamp for other, _ in (*under_way, *self._orders))
 
     def _apply(self, command: EngineCommand) -> None:
         if command.action is Action.SLEEP:
@@ -155,3 +186,5 @@ class EngineControl:
     def _answer(self, caller: Caller | None, error: str) -> None:
         if caller is not None:
             self._answers.append((caller, error))
+        elif error:
+            self._problems.append(error)

@@ -248,7 +248,8 @@ class StepLoop:
                 self._order_adapter(gateway, message)
             case ControlEngine():
                 _log.info("%s: %s", self._replica_id, message.command.action)
-                self._scheduler.control.order(message.command, (gateway, message.query_id))
+                caller = (gateway, message.query_id) if message.query_id else None
+                self._scheduler.control.order(message.command, caller)
             case Drain():
                 _log.info("%s is draining: running sequences have %g s", self._replica_id, message.grace_s)
                 self._scheduler.drain(message.grace_s, self._clock())
@@ -263,6 +264,8 @@ class StepLoop:
         self._send_lora_answers()
 
     def _send_control_answers(self) -> None:
+        for problem in self._scheduler.control.take_problems():
+            _log.error("%s: %s", self._replica_id, problem)
         for (gateway, query_id), error in self._scheduler.control.take_answers():
             self._mailbox.send(gateway, EngineControlled(query_id, error))
 
@@ -328,7 +331,8 @@ class StepLoop:
     def status(self, query_id: int = 0) -> ReplicaStatus:
         """Return the replica's state in numbers."""
         scheduler, stats, blocks = self._scheduler, self._scheduler.stats, self._scheduler.blocks
-        host, now = blocks.host, self._clock()
+        host, now, control = blocks.host, self._clock(), scheduler.control
+        update = control.update
         return ReplicaStatus(
             query_id=query_id,
             replica_id=self._replica_id,
@@ -376,4 +380,9 @@ class StepLoop:
             num_recoveries=self._recovery.num_recoveries,
             generates=self._config.model.generates,
             loras=() if scheduler.lora is None else scheduler.lora.registry,
+            weights_version=control.weights_version,
+            weights_path="" if update is None else update.path,
+            weights_stamp="" if update is None else update.stamp,
+            is_paused=control.is_paused,
+            sleep_level=control.sleep_level,
         )

@@ -76,6 +76,7 @@ async def local_server(
     http_limits: ConnectionLimits | None = None,
     silence_timeout_s: float = 65.0,
     allows_lora_updates: bool = False,
+    allows_engine_control: bool = False,
     **options: Any,
 ) -> AsyncIterator[Server]:
     """Run the servers of a gateway.
@@ -98,6 +99,7 @@ async def local_server(
             http=http,
             http_limits=http_limits,
             allows_lora_updates=allows_lora_updates,
+            allows_engine_control=allows_engine_control,
         ) as servers:
             try:
                 if ready:
@@ -140,13 +142,18 @@ async def local_gateway(
     http: bool = False,
     http_limits: ConnectionLimits | None = None,
     allows_lora_updates: bool = False,
+    allows_engine_control: bool = False,
 ) -> AsyncIterator[LocalGateway]:
     """Run the servers of a gateway of the replica, which is started and closed with them."""
     replica.start()
     tokenizer = Tokenizer(config.model.path)
     models = serve_single_replica(config, tokenizer, replica)
     services = GatewayServices.compose(
-        models, security=security, retention=retention, allows_lora_updates=allows_lora_updates
+        models,
+        security=security,
+        retention=retention,
+        allows_lora_updates=allows_lora_updates,
+        allows_engine_control=allows_engine_control,
     )
     gateway = Gateway(services)
     http_server = HttpServer(services, limits=http_limits) if http else None

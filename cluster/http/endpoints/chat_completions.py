@@ -21,7 +21,7 @@ from ..generations import collect_all
 from ..response_head import ResponseHead
 from ..schema.chat_completion import ChatCompletionRequest
 from ..schema.error_body import OPENAI_ERRORS, WHOLE_OR_STREAM
-from ..usage_json import timings_json, usage_json
+from ..usage_json import ending_json, timings_json, usage_json
 
 
 def router(services: GatewayServices) -> APIRouter:
@@ -89,8 +89,7 @@ def _choice(
         "index": completion.index,
         "message": message_json(completion.message or AssistantMessage()),
         "logprobs": logprobs,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
+        **ending_json(completion),
     }
     if body.return_token_ids:
         choice["token_ids"] = completion.token_ids

@@ -21,7 +21,7 @@ from ..generations import collect_all, numbered_events, run_all
 from ..response_head import ResponseHead
 from ..schema.completion import CompletionRequest
 from ..schema.error_body import OPENAI_ERRORS, WHOLE_OR_STREAM
-from ..usage_json import timings_json, total_usage, usage_json
+from ..usage_json import ending_json, timings_json, total_usage, usage_json
 
 # field of quire.v1 |-> field of this endpoint
 _FIELDS = {"sampling.beam_width": "n", "sampling.prompt_logprobs": "logprobs"}
@@ -103,8 +103,7 @@ def _choice(
     choice: dict[str, Any] = {
         "text": echoed_text(prompt, generation) + text if body.echo else text,
         "logprobs": _logprobs(body, generation, output, token_ids, completion),
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
+        **ending_json(completion),
     }
     if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
         choice["prompt_logprobs"] = prompt_logprobs_json(generation.model.tokenizer, output.prompt_logprobs)

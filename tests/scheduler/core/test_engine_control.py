@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from driver import Driver
 from fakes import oracle, random_prompt, small_config
@@ -162,3 +164,26 @@ def test_commands_that_wait_are_bounded(driver: Driver) -> None:
     for _ in range(MAX_ORDERS + 1):
         order(driver, PAUSE)
     assert outcomes(driver) == [f"{MAX_ORDERS} commands wait already"]
+
+
+def test_stamped_update_is_carried_out_once_and_never_replaces_a_later_one(driver: Driver) -> None:
+    control = driver.scheduler.control
+    first, second = (replace(UPDATE, version=each, stamp=each) for each in ("1", "2"))
+    for _ in range(3):
+        control.order(second, None)  # of gateways whose replicas lack it
+    order(driver, second)
+    driver.run(depth=2)
+    order(driver, second)
+    order(driver, first)
+    assert outcomes(driver) == ["", "", "weights '2' were ordered later, and are in use"]
+    assert [command.version for command in driver.group.commands] == ["2", "2"]
+    assert control.update == second
+    check_outputs(driver)
+
+
+def test_failed_update_without_a_caller_is_reported_for_the_log(driver: Driver) -> None:
+    driver.group.command_error = "no such file"
+    driver.scheduler.control.order(replace(UPDATE, stamp="1"), None)
+    driver.run(depth=2)
+    assert driver.scheduler.control.take_problems() == ["no such file"]
+    assert driver.scheduler.control.take_problems() == []

@@ -1,0 +1,66 @@
+"""Weights of two tensor-parallel ranks, changed while they serve: over HTTP and gRPC, from files and from tensors."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from reference import Reference
+from safetensors.torch import load_file
+
+from quire import LLM, Client, SamplingParams
+from quire.cluster.demo.server import ServerProcess
+
+pytestmark = pytest.mark.cluster
+
+PROMPT = [5, 9, 11, 40, 7]
+LENGTH = 12
+GREEDY = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+TWO_RANKS = ("--tensor-parallel-size", "2", "--num-kv-blocks", "64", "--max-num-seqs", "4", "--audit")
+
+
+@pytest.fixture(scope="module")
+def folders(make_model: Callable[..., Path]) -> tuple[Path, Path]:
+    return make_model("llama", seed=21), make_model("llama", seed=22)
+
+
+def check(client: Client, folder: Path, version: str) -> None:
+    (output,) = client.generate(PROMPT, GREEDY).outputs
+    Reference(folder).check_greedy(PROMPT, output.token_ids)
+    assert output.weights_version == version
+
+
+def test_ranks_of_a_server_sleep_wake_and_change_their_weights(
+    folders: tuple[Path, Path], serve: Callable[..., ServerProcess]
+) -> None:
+    first, second = folders
+    server = serve(str(first), *TWO_RANKS, "--server-dev-mode")
+    with Client(server.address) as client, httpx.Client(base_url=server.http_url, timeout=120) as http:
+        check(client, first, "")
+        body = {"path": str(second), "version": "step-1"}
+        assert http.post("/update_weights", json=body).json() == {"weights_version": "step-1"}
+        check(client, second, "step-1")
+        assert http.post("/sleep").status_code == 200
+        assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert http.post("/wake_up").status_code == 200
+        check(client, second, "step-1")
+        (replica,) = client.status()
+        os.kill(
+            replica.ranks[1].pid, signal.SIGKILL
+        )  # another rank loads the first weights, then the latest ones
+        check(client, second, "step-1")
+        client.update_weights(str(first), version="step-2")
+        check(client, first, "step-2")
+
+
+def test_tensors_of_a_trainer_reach_two_ranks(folders: tuple[Path, Path]) -> None:
+    first, second = folders
+    with LLM(str(first), device="cpu", tensor_parallel_size=2, num_kv_blocks=64) as llm:
+        llm.update_weights(tensors=load_file(second / "model.safetensors"), version="step-1")
+        (output,) = llm.generate([PROMPT], GREEDY)
+        Reference(second).check_greedy(PROMPT, output.outputs[0].token_ids)
+        assert output.outputs[0].weights_version == "step-1"
