@@ -17,6 +17,11 @@ MIN_RANK = 16
 # Inputs per iteration and outputs per program. Chosen by the compiler's report, not yet by measurement.
 BLOCK_INPUTS = 128
 BLOCK_OUTPUTS = 128
+# Bytes of a tile of A, and numbers of a tile of B, which is converted to float32; larger ones spill on 8.0.
+MAX_A_BYTES = 16384
+MAX_B_LEN = 4096
+# Most rows of B per iteration.
+BLOCK_RANKS = 64
 
 
 @triton.jit
@@ -88,16 +93,20 @@ def _expand(
     offs_t = tl.load(starts_ptr + group) + tl.arange(0, BLOCK_T)
     mask_t = offs_t < tl.load(starts_ptr + group + 1)
     tokens = tl.load(order_ptr + offs_t, mask=mask_t, other=0)
-    offs_r = tl.arange(0, BLOCK_R)
-    mask_r = offs_r < rank
-    low_ptrs = low_ptr + (offs_t[:, None] * num_parts + part) * MAX_RANK + offs_r[None, :]
-    low = tl.load(low_ptrs, mask=mask_t[:, None] & mask_r[None, :], other=0.0)
-    b_ptrs = b_ptr + (slot.to(tl.int64) * MAX_RANK + offs_r[:, None]) * out_features + offs_n[None, :]
-    b = tl.load(b_ptrs, mask=mask_r[:, None] & mask_n[None, :], other=0.0).to(tl.float32)
     mask = mask_t[:, None] & mask_n[None, :]
     y_ptrs = y_ptr + tokens[:, None].to(tl.int64) * out_features + offs_n[None, :]
-    y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptrs, tl.dot(low, b, y, input_precision="tf32x3").to(y_ptr.dtype.element_ty), mask=mask)
+    sums = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+    low_ptrs = low_ptr + (offs_t[:, None] * num_parts + part) * MAX_RANK
+    b_ptrs = b_ptr + slot.to(tl.int64) * MAX_RANK * out_features + offs_n[None, :]
+    for start in range(0, rank, BLOCK_R):
+        offs_r = start + tl.arange(0, BLOCK_R)
+        mask_r = offs_r < rank
+        low = tl.load(low_ptrs + offs_r[None, :], mask=mask_t[:, None] & mask_r[None, :], other=0.0)
+        b = tl.load(
+            b_ptrs + offs_r[:, None] * out_features, mask=mask_r[:, None] & mask_n[None, :], other=0.0
+        )
+        sums = tl.dot(low, b.to(tl.float32), sums, input_precision="tf32x3")
+    tl.store(y_ptrs, sums.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def add_lora(y: Tensor, x: Tensor, factors: LoraFactors, groups: LoraGroups) -> None:
@@ -110,24 +119,17 @@ def add_lora(y: Tensor, x: Tensor, factors: LoraFactors, groups: LoraGroups) -> 
     assert x.dtype == y.dtype == factors.a.dtype == factors.b.dtype
     low = torch.empty(len(groups.order), num_parts, max_rank, dtype=torch.float32, device=x.device)
     block_rank = max(MIN_RANK, triton.next_power_of_2(max_rank))
+    block_inputs = max(16, min(BLOCK_INPUTS, MAX_A_BYTES // (block_rank * x.element_size())))
     _shrink[len(groups.slots), num_parts](
         x, factors.a, factors.ranks, groups.order, groups.starts, groups.slots, low, in_features,
-        MAX_RANK=max_rank, BLOCK_T=MAX_GROUP_LEN, BLOCK_R=block_rank, BLOCK_K=_block_inputs(block_rank),
+        MAX_RANK=max_rank, BLOCK_T=MAX_GROUP_LEN, BLOCK_R=block_rank, BLOCK_K=block_inputs,
         UPCAST=INTERPRETED, num_warps=4, num_stages=3,
     )  # fmt: skip
     longest = max(end - start for start, end in zip(factors.bounds, factors.bounds[1:], strict=False))
-    _expand[len(groups.slots), num_parts, triton.cdiv(longest, _block_outputs(block_rank))](
+    block_rank = min(block_rank, BLOCK_RANKS)
+    block_outputs = min(BLOCK_OUTPUTS, MAX_B_LEN // block_rank)
+    _expand[len(groups.slots), num_parts, triton.cdiv(longest, block_outputs)](
         y, low, factors.b, factors.ranks, factors.starts, groups.order, groups.starts, groups.slots,
         y.shape[1], MAX_RANK=max_rank, BLOCK_T=MAX_GROUP_LEN, BLOCK_R=block_rank,
-        BLOCK_N=_block_outputs(block_rank), num_warps=4,
+        BLOCK_N=block_outputs, num_warps=4, num_stages=2,
     )  # fmt: skip
-
-
-def _block_inputs(block_rank: int) -> int:
-    """Return the inputs per iteration: the tile of A has at most 8,192 numbers."""
-    return max(16, min(BLOCK_INPUTS, 8192 // block_rank))
-
-
-def _block_outputs(block_rank: int) -> int:
-    """Return the outputs per program: the tile of B has at most 8,192 numbers."""
-    return max(16, min(BLOCK_OUTPUTS, 8192 // block_rank))
