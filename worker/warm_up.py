@@ -2,7 +2,8 @@
 
 A variant depends on which arguments a kernel gets, not on their values: on the kinds of sampling that are in a step
 together, on logits processors, and on log-probabilities; attention, quantized layers and experts have tiles for few
-and for many tokens.
+and for many tokens. Rows decode once after their prompts, with drafted tokens if the engine drafts: a step that no
+graph replays launches the decode kernels one by one. Adapters are launched with empty slots.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 
 from ..proto.block_tables import BlockTables, IntArray
 from ..proto.config import EngineConfig
+from ..proto.lora import NO_SLOT
 from ..proto.pooling import PoolingParams
 from ..proto.step import NewSequence, PromptScoring, RowLogitsProcessors, RowSampling, StepPlan
 
@@ -52,6 +54,8 @@ def warm_up_plans(config: EngineConfig, num_blocks: int) -> Iterator[StepPlan]:
         yield from plans.run(samplings, PROMPT_LENS[0])
         processed = [replace(each, logits_processors=_PROCESSORS, scoring=None) for each in samplings]
         yield from plans.run(processed, PROMPT_LENS[0])
+    if config.lora is not None:
+        yield from plans.run((_GREEDY,), PROMPT_LENS[0], lora_slot=0)
 
 
 class _Plans:
@@ -63,7 +67,12 @@ class _Plans:
         self._num_blocks = num_blocks
         self._max_tokens = config.scheduler.max_num_batched_tokens
         self._max_rows = min(config.scheduler.max_num_seqs, self._max_tokens)
-        self._max_len = config.model.max_model_len - 1
+        self._num_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+        # Tokens that a row gets after its prompt: the first one, drafts, and the one after them.
+        num_generated = 2 + self._num_drafts
+        can_decode = config.model.generates and num_generated < config.model.max_model_len
+        self._num_generated = num_generated if can_decode else 0
+        self._max_len = config.model.max_model_len - max(1, self._num_generated)
         self._pooling = None if config.model.generates else PoolingParams()
         self._step_id = 0
 
@@ -72,11 +81,13 @@ class _Plans:
         num_rows = -(-num_tokens // self._max_len)
         yield from self.run([_GREEDY] * num_rows, num_tokens // num_rows)
 
-    def run(self, samplings: Sequence[RowSampling], prompt_len: int) -> Iterator[StepPlan]:
-        """Yield a step that computes a prompt per sampling, and one that releases the rows."""
+    def run(
+        self, samplings: Sequence[RowSampling], prompt_len: int, lora_slot: int = NO_SLOT
+    ) -> Iterator[StepPlan]:
+        """Yield a step that computes a prompt per sampling, one that decodes, and one that releases the rows."""
         samplings = samplings[: self._max_rows]
         prompt_len = max(1, min(prompt_len, self._max_len, self._max_tokens // len(samplings)))
-        num_blocks = -(-prompt_len // self._block_size)
+        num_blocks = -(-(prompt_len + self._num_generated) // self._block_size)
         if 1 + num_blocks * len(samplings) > self._num_blocks:
             return  # a pool for tests
         new = []
@@ -84,15 +95,19 @@ class _Plans:
             ids = np.arange(1 + row * num_blocks, 1 + (row + 1) * num_blocks, dtype=np.int32)
             if sampling.scoring is not None and prompt_len < sampling.scoring.end:
                 sampling = replace(sampling, scoring=None)
-            new.append(
-                NewSequence(row, row, np.zeros(prompt_len, np.int32), 0, ids, sampling, pooling=self._pooling)
-            )
+            prompt = np.zeros(prompt_len, np.int32)
+            new.append(NewSequence(row, row, prompt, 0, ids, sampling, lora_slot, self._pooling))
             self._tables.append(np.full(num_blocks, row, dtype=np.int32), ids)
         rows = np.arange(len(samplings), dtype=np.int32)
         copies = _ints([[1, self._num_blocks - 1]]) if self._num_blocks > 2 else None
         plan = self._plan()
         plan = replace(plan, new=tuple(new), chunk_rows=rows, chunk_lens=np.full_like(rows, prompt_len))
         yield plan if copies is None else replace(plan, copies=copies)
+        if self._num_generated:
+            plan = self._plan()
+            if self._num_drafts:
+                plan = replace(plan, draft_rows=rows, draft_lens=np.full_like(rows, self._num_drafts))
+            yield plan
         self._tables.release(rows)
         yield replace(self._plan(), released_rows=rows)
 

@@ -1,4 +1,6 @@
-"""Counts the kernel variants that Triton would compile while requests run: ``python count_variants.py MODEL``.
+"""Counts the kernel variants that Triton would compile while requests run: ``count_variants.py MODEL [FEATURE]``.
+
+The feature is ``lora``, ``draft_model`` (the model drafts for itself), ``eager`` (no graphs), or none.
 
 The whole worker runs on a stand-in GPU. Each launch binds and specializes its arguments as on a GPU of compute
 capability 9.0, and computes its result by the PyTorch twin; nothing is compiled. Prints the number of variants before
@@ -12,6 +14,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +23,21 @@ import torch
 import triton
 from compile_kernels import StandInDriver
 from kernel_twins import find_twin
+from ranked_driver import RankedDriver
 from stand_in_gpu import installed
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from quire.cluster.config.model_config import describe_model
 from quire.kernels import decode_splits, dispatch
+from quire.proto.config import LoraConfig, SpeculativeConfig
+from quire.proto.lora import NO_SLOT
 from quire.proto.step import RowLogitsProcessors, RowSampling
 
 CAPABILITY = 90
 NUM_SEQUENCES = 60
 MAX_LEN = 120
+NUM_BLOCKS = 512
 
 
 class Variants:
@@ -82,7 +90,49 @@ def random_sampling(rng: random.Random) -> RowSampling:
     return rng.choice(kinds)
 
 
-def main(folder: Path) -> None:
+def settings_of(feature: str, folder: Path) -> dict[str, Any]:
+    """Return the settings of the engine."""
+    if feature == "lora":
+        return {"lora": LoraConfig(max_loras=2, max_lora_rank=8, max_cpu_loras=2)}
+    if feature == "draft_model":
+        draft = replace(describe_model(folder, "draft"), dtype="float32", max_model_len=256)
+        return {"speculative": SpeculativeConfig("draft_model", 3, draft=draft)}
+    return {"cuda_graphs": feature != "eager"}
+
+
+def run_random_load(engine: Any, make_sequence: Callable[..., Any], feature: str) -> None:
+    """Run sequences of all kinds. With drafts, the scheduler plans their steps; otherwise Planner does."""
+    rng = random.Random(0)
+    prompts = [
+        [rng.randrange(1, 300) for _ in range(rng.choice([1, 2, 5, 17, 33, MAX_LEN]))]
+        for _ in range(NUM_SEQUENCES)
+    ]
+    if feature == "draft_model":
+        driver = RankedDriver(engine.config.with_num_blocks(NUM_BLOCKS), engine.step)
+        for index, prompt in enumerate(prompts):
+            sampling: dict[str, Any] = {
+                "temperature": rng.choice([0.0, 0.9]),
+                "top_p": rng.choice([1.0, 0.9]),
+                "seed": index,
+            }
+            driver.add(index, prompt, max_tokens=rng.randrange(1, 20), ignore_eos=True, **sampling)
+        driver.run()
+        return
+    slots = (NO_SLOT, 0, 1) if feature == "lora" else (NO_SLOT,)
+    sequences = [
+        make_sequence(
+            prompt,
+            rng.randrange(1, 20),
+            random_sampling(rng),
+            arrival=rng.randrange(40),
+            lora_slot=rng.choice(slots),
+        )
+        for prompt in prompts
+    ]
+    engine.generate(sequences, chunk_len=16)
+
+
+def main(folder: Path, feature: str) -> None:
     path = Path(__file__).parent.parent / "worker" / "conftest.py"
     spec = importlib.util.spec_from_file_location("worker_conftest", path)
     assert spec is not None
@@ -91,28 +141,20 @@ def main(folder: Path) -> None:
     sys.modules["worker_conftest"] = worker
     spec.loader.exec_module(worker)
     os.environ.pop("TRITON_INTERPRET", None)  # which triton_device sets
-    variants, rng = Variants(), random.Random(0)
+    variants = Variants()
     variants.install()
     decode_splits.NUM_EXTRA_ITEMS = 4
     dispatch.has_kernels = lambda tensor: getattr(tensor, "device", None) == torch.device("cuda", 0)
     with pytest.MonkeyPatch.context() as patch, installed(patch, stand_in=stand_in):
-        engine = worker.Engine(folder, device="cuda", num_blocks=512, block_size=4, max_num_seqs=24)
+        settings = {"block_size": 4, "max_num_seqs": 24, **settings_of(feature, folder)}
+        engine = worker.Engine(folder, device="cuda", num_blocks=NUM_BLOCKS, **settings)
         print("ready", len(variants.new))
         variants.new.clear()
-        sequences = [
-            worker.Planned(
-                [rng.randrange(1, 300) for _ in range(rng.choice([1, 2, 5, 17, 33, MAX_LEN]))],
-                rng.randrange(1, 20),
-                random_sampling(rng),
-                arrival=rng.randrange(40),
-            )
-            for _ in range(NUM_SEQUENCES)
-        ]
-        engine.generate(sequences, chunk_len=16)
+        run_random_load(engine, worker.Planned, feature)
         for variant in variants.new:
             print("new", variant)
         engine.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:] or [""])

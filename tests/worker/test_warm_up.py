@@ -17,15 +17,27 @@ SCRIPT = Path(__file__).parent.parent / "support" / "count_variants.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
-def test_no_variant_is_compiled_after_ready(make_model: Any, kind: str) -> None:
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("kind", "feature"),
+    [
+        ("llama", ""),
+        ("llama", "eager"),
+        ("llama", "lora"),
+        ("llama", "draft_model"),
+        ("gemma2", ""),
+        ("qwen3_moe", ""),
+        ("deepseek_v3", ""),
+    ],
+)
+def test_no_variant_is_compiled_after_ready(make_model: Any, kind: str, feature: str) -> None:
     """A random load on a stand-in GPU, whose launches go through Triton's binder."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     folders = [str(SCRIPT.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    command = [sys.executable, str(SCRIPT), str(make_model(kind, num_hidden_layers=2))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    command = [sys.executable, str(SCRIPT), str(make_model(kind, num_hidden_layers=2)), feature]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stderr[-3000:]
     (ready,) = done.stdout.splitlines()
     assert int(ready.split()[1]) > 20
