@@ -9,7 +9,8 @@ from torch import Tensor
 BLOCK_WORDS = 1024
 
 
-@triton.jit
+# The ids of one copy are columns of one matrix, of which the second is not aligned; those of several are copied.
+@triton.jit(do_not_specialize_on_alignment=["source_ids_ptr", "destination_ids_ptr"])
 def _copy_blocks(
     caches_ptr,  # [L, N, W] words
     source_ids_ptr,  # [n]
