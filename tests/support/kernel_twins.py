@@ -10,6 +10,8 @@ from quire.kernels.dispatch import twin_of
 
 # Module of a wrapper |-> that of its twin, where their names differ.
 _MODULES = {
+    "latent_decode": "latent_attention",
+    "latent_prefill": "latent_attention",
     "paged_decode": "paged_attention",
     "paged_prefill": "paged_attention",
     "process_logits": "logits",

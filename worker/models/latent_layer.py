@@ -128,6 +128,6 @@ class LatentAttention:
         token = torch.arange(len(q), dtype=torch.int32, device=q.device)
         chunk = torch.searchsorted(query_start, token, right=True) - 1
         is_padding = chunk >= len(seq_lens)
-        chunk = chunk.clamp_(max=len(seq_lens) - 1)
+        chunk = chunk.clamp(max=len(seq_lens) - 1)
         lens = (seq_lens[chunk] - query_start[chunk + 1] + token + 1).masked_fill_(is_padding, 0)
         return self._attend_absorbed(q, kv_cache, block_tables.index_select(0, chunk), lens)
