@@ -16,6 +16,10 @@ from .paged_decode import MERGED_ITEMS, merge_items
 from .quantized_kv import as_stored, widen
 from .tile_configs import INTERPRETED, LATENT_DECODE_TILES, find_latent_tile
 
+# Numbers of a query in float32 that are multiplied at a time. A whole one is 2 KB per head, which every warp of a
+# product holds: 2 KB per thread spilled.
+FLOAT32_BLOCK_Q = 64
+
 
 # The batch size and the width of its block tables change from step to step.
 @triton.jit(do_not_specialize=["num_seqs", "stride_table"])
@@ -43,6 +47,7 @@ def _attend_latents(
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     BLOCK_R: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -67,13 +72,14 @@ def _attend_latents(
     mask_c = offs_c < LATENT_DIM
     mask_r = offs_r < SHARED_DIM
     q_ptrs = q_ptr + seq * stride_q_seq + offs_h[:, None] * stride_q_head
-    q = tl.load(q_ptrs + offs_c[None, :], mask=mask_h[:, None] & mask_c[None, :], other=0.0)
     q_shared = tl.load(
         q_ptrs + LATENT_DIM + offs_r[None, :], mask=mask_h[:, None] & mask_r[None, :], other=0.0
     )
     if UPCAST:
-        q = q.to(tl.float32)
         q_shared = q_shared.to(tl.float32)
+    if BLOCK_Q == BLOCK_C:
+        q = tl.load(q_ptrs + offs_c[None, :], mask=mask_h[:, None] & mask_c[None, :], other=0.0)
+        q = q.to(q_shared.dtype)
 
     table_ptr = tables_ptr + seq * stride_table
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -89,9 +95,18 @@ def _attend_latents(
         shared = tl.load(
             row_ptrs + LATENT_DIM + offs_r[None, :], mask=live[:, None] & mask_r[None, :], other=0.0
         )
-        latents = widen(latents, q.dtype)
-        scores = tl.dot(q, tl.trans(latents), input_precision="tf32x3")
-        scores = tl.dot(q_shared, tl.trans(widen(shared, q.dtype)), scores, input_precision="tf32x3")
+        latents = widen(latents, q_shared.dtype)
+        if BLOCK_Q == BLOCK_C:
+            scores = tl.dot(q, tl.trans(latents), input_precision="tf32x3")
+        else:
+            scores = tl.zeros([BLOCK_H, BLOCK_K], tl.float32)
+            for first in range(0, LATENT_DIM, BLOCK_Q):
+                offs_q = first + tl.arange(0, BLOCK_Q)
+                mask_q = offs_q < LATENT_DIM
+                q = tl.load(q_ptrs + offs_q[None, :], mask=mask_h[:, None] & mask_q[None, :], other=0.0)
+                part = tl.load(row_ptrs + offs_q[None, :], mask=live[:, None] & mask_q[None, :], other=0.0)
+                scores = tl.dot(q, tl.trans(widen(part, q_shared.dtype)), scores, input_precision="tf32x3")
+        scores = tl.dot(q_shared, tl.trans(widen(shared, q_shared.dtype)), scores, input_precision="tf32x3")
         scores *= score_scale
         if scales_ptr is not None:
             row_scales = tl.load(scales_ptr + slots, mask=live, other=0.0)
@@ -104,7 +119,7 @@ def _attend_latents(
         out = out * decay[:, None]
         if scales_ptr is not None:
             weights *= row_scales[None, :]
-        out = tl.dot(weights.to(q.dtype), latents, out, input_precision="tf32x3")
+        out = tl.dot(weights.to(q_shared.dtype), latents, out, input_precision="tf32x3")
         top = new_top
     out = out / total[:, None]
     mask = mask_h[:, None] & mask_c[None, :]
@@ -142,11 +157,13 @@ def latent_decode_attention(
     num_rows = num_items * num_heads
     partial = float_workspace(num_rows * (value_dim + 1), q.device)
     log_sums = partial[num_rows * value_dim :]
+    block_c = max(16, triton.next_power_of_2(value_dim))
+    block_q = min(block_c, FLOAT32_BLOCK_Q) if q.dtype == torch.float32 else block_c
     _attend_latents[(num_items, triton.cdiv(num_heads, tile.num_rows))](
         q, as_stored(latents), scales, block_tables, seq_lens, *splits, out, partial, log_sums,
         scale * LOG2_E.value, num_heads, num_seqs, q.stride(0), q.stride(1), block_tables.stride(0),
         LATENT_DIM=value_dim, SHARED_DIM=dim - value_dim, CACHE_BLOCK=block_size,
-        BLOCK_H=tile.num_rows, BLOCK_K=tile.num_keys, BLOCK_C=max(16, triton.next_power_of_2(value_dim)),
+        BLOCK_H=tile.num_rows, BLOCK_K=tile.num_keys, BLOCK_C=block_c, BLOCK_Q=block_q,
         BLOCK_R=max(16, triton.next_power_of_2(dim - value_dim)), UPCAST=INTERPRETED,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
