@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_fleet import FakeLauncher, FakeReplica
+from fake_fleet import FakeLauncher, FakeReplica, SlowWorkers
 from fakes import beam_oracle, oracle
 
 from quire.cluster.config.deployment import Deployment
@@ -26,8 +26,9 @@ from quire.proto.stream import Drain, Finish, FinishReason
 
 DEADLINE_S = 60.0
 PROMPT = list(range(2, 40))
-# Enough tokens for a replica to change while the request runs, on a busy machine too.
+# Enough tokens for a replica to change while the request runs: 20 s at a slow replica, on a busy machine too.
 NUM_TOKENS = 200
+SLOW_STEP_S = 0.1
 LONG = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, seed=1)
 EXPECTED = oracle(PROMPT, NUM_TOKENS, stops=())
 
@@ -61,6 +62,21 @@ class Fleet:
         async with asyncio.timeout(DEADLINE_S):
             while not all(self.pool.why_unavailable(replica_id) == "" for replica_id in replica_ids):
                 await asyncio.sleep(0.01)
+
+    def slow_down(self, *replica_ids: str) -> None:
+        """Let the steps of these replicas take so long that a test can interfere."""
+        for replica_id in replica_ids:
+            self.replicas[replica_id].group.step_s = SLOW_STEP_S
+
+    def submit_at_slow_replica(self, request: Request) -> tuple[MigratingRequest, str]:
+        """Submit the only request; return it and its replica, which alone is slow from then on."""
+        self.slow_down(*self.replicas)
+        running = self.pool.submit(request)
+        busy = self.busy_replica()
+        for replica_id, replica in self.replicas.items():
+            if replica_id != busy:
+                replica.group.step_s = SlowWorkers.step_s
+        return running, busy
 
     def busy_replica(self) -> str:
         """Return the id of the replica that runs the only request."""
@@ -114,9 +130,8 @@ async def follow(
 def test_request_resumes_after_its_replica_drained(launcher: FakeLauncher) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a", "b")
-        running = fleet.pool.submit(request())
-        first = fleet.busy_replica()
-        (tokens,), (finish,) = await follow(running, after={10: lambda: fleet.drain(first)})
+        running, first = fleet.submit_at_slow_replica(request())
+        (tokens,), (finish,) = await follow(running, after={3: lambda: fleet.drain(first)})
         assert tokens == EXPECTED
         assert finish.reason is FinishReason.LENGTH
         assert finish.num_completion_tokens == NUM_TOKENS
@@ -133,10 +148,9 @@ def test_request_resumes_after_its_replica_drained(launcher: FakeLauncher) -> No
 def test_request_resumes_after_its_replica_failed(launcher: FakeLauncher) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a", "b")
-        running = fleet.pool.submit(request())
-        first = fleet.busy_replica()
+        running, first = fleet.submit_at_slow_replica(request())
         (tokens,), (finish,) = await follow(
-            running, after={10: lambda: fleet.replicas[first].kill("rank 0 was killed")}
+            running, after={3: lambda: fleet.replicas[first].kill("rank 0 was killed")}
         )
         assert tokens == EXPECTED
         assert finish.timings.num_moves == 1
@@ -151,15 +165,14 @@ def test_outputs_of_one_request_move_separately(
 ) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a", "b")
-        running = fleet.pool.submit(
+        running, first = fleet.submit_at_slow_replica(
             request(SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=4, **options))
         )
-        first = fleet.busy_replica()
         events = {
             "drain": lambda: fleet.drain(first),
             "kill": lambda: fleet.replicas[first].kill("rank 0 was killed"),
         }
-        tokens, ends = await follow(running, 3, after={5: events[how]})
+        tokens, ends = await follow(running, 3, after={3: events[how]})
         assert tokens == [EXPECTED] * 3
         assert all(finish.timings.num_moves == 1 for finish in ends)
 
@@ -172,8 +185,8 @@ def test_beam_search_restarts_at_another_replica(launcher: FakeLauncher) -> None
 
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a", "b")
-        running = fleet.pool.submit(request(params))
-        fleet.drain(fleet.busy_replica())
+        running, first = fleet.submit_at_slow_replica(request(params))
+        fleet.drain(first)
         tokens, ends = await follow(running, params.num_sequences)
         assert tokens[:2] == expected
         assert all(finish.timings.num_moves == 1 for finish in ends[:2])
@@ -184,6 +197,7 @@ def test_beam_search_restarts_at_another_replica(launcher: FakeLauncher) -> None
 def test_many_requests_survive_replica_changes(launcher: FakeLauncher) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("r0", "r1")
+        fleet.slow_down("r0")  # whose requests then run or wait when it drains
         brief, expected = replace(LONG, max_tokens=60), EXPECTED[:60]
 
         def submit(count: int) -> list[asyncio.Future[Any]]:
@@ -255,6 +269,7 @@ def test_request_fails_after_too_many_failed_replicas(launcher: FakeLauncher) ->
     async def scenario(fleet: Fleet) -> None:
         names = [f"r{number}" for number in range(MAX_FAILED_REPLICAS + 1)]
         await fleet.ready(*names)
+        fleet.slow_down(*names)
         task = asyncio.ensure_future(follow(fleet.pool.submit(request())))
         killed: set[str] = set()
         while not task.done():
@@ -275,7 +290,7 @@ def test_request_fails_after_too_many_failed_replicas(launcher: FakeLauncher) ->
 def test_output_stopped_between_replicas_finishes(launcher: FakeLauncher) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a")
-        running = fleet.pool.submit(request())
+        running, _ = fleet.submit_at_slow_replica(request())
         tokens: list[int] = []
         async for _, update in running:
             tokens += update.token_ids
@@ -297,9 +312,9 @@ def test_output_stopped_between_replicas_finishes(launcher: FakeLauncher) -> Non
 def test_request_fails_with_a_fixed_replica(launcher: FakeLauncher) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a")
-        running = fleet.pool.submit(request())
+        running, _ = fleet.submit_at_slow_replica(request())
         with pytest.raises(ReplicaUnavailable, match="rank 0 was killed"):
-            await follow(running, after={5: lambda: fleet.replicas["a"].kill("rank 0 was killed")})
+            await follow(running, after={3: lambda: fleet.replicas["a"].kill("rank 0 was killed")})
         with pytest.raises(ReplicaUnavailable, match="rank 0 was killed"):
             fleet.pool.submit(request())
 
@@ -344,8 +359,7 @@ def test_requests_of_a_recovering_replica_move_to_a_ready_one(
 ) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a", "b")
-        running = fleet.pool.submit(request())
-        busy = fleet.busy_replica()
+        running, busy = fleet.submit_at_slow_replica(request())
         group = fleet.replicas[busy].group
         is_over = threading.Event()
         monkeypatch.setattr(group, "rebuild", lambda epoch: is_over.wait(DEADLINE_S))
@@ -353,7 +367,7 @@ def test_requests_of_a_recovering_replica_move_to_a_ready_one(
         def lose_a_rank() -> None:
             group.error = RankFailed(1, "its process was killed by SIGKILL")
 
-        (tokens,), (finish,) = await follow(running, after={5: lose_a_rank})
+        (tokens,), (finish,) = await follow(running, after={3: lose_a_rank})
         assert tokens == EXPECTED
         assert finish.timings.num_moves == 1
         assert "the ranks are being rebuilt" in fleet.pool.clients[busy].problem
