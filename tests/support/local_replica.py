@@ -19,10 +19,12 @@ from quire.scheduler.service.loop import StepLoop
 from quire.scheduler.service.zmq_mailbox import ZmqMailbox
 
 DEADLINE_S = 60.0
+# A request of 400 tokens takes 40 s then: longer than a busy machine keeps a test from running.
+SLOW_STEP_S = 0.1
 
 
 class Brake:
-    """Holds the ranks before their next step.
+    """Holds the ranks before their next step, or slows their steps down.
 
     Attributes:
         steps: plans that passed the brake.
@@ -32,6 +34,8 @@ class Brake:
         self._may_go = threading.Event()
         self._may_go.set()
         self._stands = threading.Event()
+        self._is_fast = threading.Event()
+        self._is_fast.set()
         self.steps: list[StepPlan] = []
 
     def hold(self) -> None:
@@ -46,6 +50,13 @@ class Brake:
     def release(self) -> None:
         self._may_go.set()
 
+    def slow_down(self) -> None:
+        """Let each further step take SLOW_STEP_S, so that a long request still runs when the test interferes."""
+        self._is_fast.clear()
+
+    def speed_up(self) -> None:
+        self._is_fast.set()
+
     def install(self, group: InProcessGroup) -> None:
         broadcast = group.broadcast
 
@@ -53,6 +64,7 @@ class Brake:
             if not self._may_go.is_set():
                 self._stands.set()
             assert self._may_go.wait(DEADLINE_S), "the test did not release the brake"
+            self._is_fast.wait(SLOW_STEP_S)
             self.steps.append(plan)
             broadcast(plan)
 
@@ -60,10 +72,15 @@ class Brake:
 
 
 class Script:
-    """Replaces the tokens that the ranks sample, for outputs of a known text. For one running sequence."""
+    """Replaces the tokens that the ranks sample, for outputs of a known text. For one running sequence.
+
+    A step samples from the output that was the latest when the step was planned: the last step of an aborted request
+    may still be in flight when the next output is written.
+    """
 
     def __init__(self) -> None:
         self._token_ids: deque[int] = deque()
+        self._planned: dict[int, deque[int]] = {}  # step_id |-> its output, of the steps in flight
 
     def write(self, token_ids: Iterable[int]) -> None:
         """Let the next tokens be these, with the end of sequence after them. Replaces what was not sampled yet."""
@@ -71,18 +88,24 @@ class Script:
 
     def clear(self) -> None:
         """Forget what was not sampled yet, such as the tokens after a stop string."""
-        self._token_ids.clear()
+        self._token_ids = deque()
 
     def install(self, group: InProcessGroup) -> None:
-        gather = group.gather
+        broadcast, gather = group.broadcast, group.gather
+
+        def scripted_broadcast(plan: StepPlan) -> None:
+            self._planned[plan.step_id] = self._token_ids
+            broadcast(plan)
 
         def scripted_gather(timeout_s: float) -> StepResult:
             result = gather(timeout_s)
-            if self._token_ids and len(result.token_ids) == 1:
-                written = np.array([self._token_ids.popleft()], dtype=result.token_ids.dtype)
+            token_ids = self._planned.pop(result.step_id)
+            if token_ids and len(result.token_ids) == 1:
+                written = np.array([token_ids.popleft()], dtype=result.token_ids.dtype)
                 return replace(result, token_ids=written)
             return result
 
+        group.broadcast = scripted_broadcast  # type: ignore[method-assign]
         group.gather = scripted_gather  # type: ignore[method-assign]
 
 
@@ -114,6 +137,7 @@ def local_replica(config: EngineConfig, replica_id: str = "replica-0") -> Iterat
 
         def stop() -> None:
             brake.release()
+            brake.speed_up()
             loop.stop()
             thread.join(DEADLINE_S)
             assert not thread.is_alive(), f"the step loop did not end in {DEADLINE_S:g} s"

@@ -28,6 +28,8 @@ from quire.proto.config import EngineConfig
 from quire.scheduler.core.scheduler import Scheduler
 
 T = TypeVar("T")
+# Longer than a busy machine keeps the replica's thread from running; see `Server.be_silent`.
+SILENCE_TIMEOUT_S = 65.0
 
 
 @dataclass
@@ -55,6 +57,15 @@ class Server:
     services: GatewayServices
     stop_replica: Callable[[], None]
 
+    def be_silent(self) -> None:
+        """Hold the replica before its next step, and let its client miss it soon."""
+        self.brake.hold()
+        self.replica._silence_timeout_s = 0.5
+
+    def speak_again(self) -> None:
+        self.replica._silence_timeout_s = SILENCE_TIMEOUT_S
+        self.brake.release()
+
     @property
     def models(self) -> ServedModels:
         return self.services.models
@@ -74,7 +85,6 @@ async def local_server(
     ready: bool = True,
     http: bool = False,
     http_limits: ConnectionLimits | None = None,
-    silence_timeout_s: float = 65.0,
     allows_lora_updates: bool = False,
     allows_engine_control: bool = False,
     **options: Any,
@@ -89,7 +99,7 @@ async def local_server(
     config = local_config(model_dir, **options)
     with local_replica(config) as local:
         replica = ReplicaClient(
-            local.address, "replica-0", silence_timeout_s=silence_timeout_s, heartbeat_s=0.1
+            local.address, "replica-0", silence_timeout_s=SILENCE_TIMEOUT_S, heartbeat_s=0.1
         )
         async with local_gateway(
             local.config,
@@ -110,6 +120,7 @@ async def local_server(
                 )  # fmt: skip
             finally:
                 local.brake.release()
+                local.brake.speed_up()
 
 
 def local_config(model_dir: Path, **options: Any) -> EngineConfig:

@@ -13,7 +13,9 @@ from quire.proto.errors import ServerUnreachable
 ServerFactory = Callable[..., Any]
 
 PROMPT = "The quick brown fox"
-ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True)
+# They take less than a second, unless the test has called `server.brake.slow_down()`.
+NUM_ENDLESS_TOKENS = 400
+ENDLESS = SamplingParams(max_tokens=NUM_ENDLESS_TOKENS, ignore_eos=True)
 DEADLINE_S = 60.0
 
 

@@ -297,12 +297,12 @@ def test_generate_prints_completions_logprobs_and_json(serve: ServerFactory) -> 
 def test_generate_streams_text_and_ctrl_c_aborts_the_request(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server:
-            process = await run_quire(
-                "generate", "The quick", "--target", server.target, "--max-tokens", "400"
-            )
+            server.brake.slow_down()
+            arguments = ("--target", server.target, "--max-tokens", "400", "--ignore-eos", "--seed", "1")
+            process = await run_quire("generate", "The quick", *arguments)
             assert process.stdout is not None
             assert await asyncio.wait_for(process.stdout.read(1), 60)
-            server.brake.hold()  # half-way: it cannot finish by itself
+            server.brake.hold()
             assert server.replica.num_running == 1
             process.send_signal(signal.SIGINT)
             _, errors = await asyncio.wait_for(process.communicate(), 60)

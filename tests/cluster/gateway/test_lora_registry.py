@@ -83,6 +83,7 @@ def test_request_keeps_its_adapter_when_it_moves_to_a_replica_that_joined_later(
             await until(lambda: pool.is_ready)
             await pool.adapters.load([first], "sql", adapted.path)
             reference = pool.adapters.find("sql")
+            replicas[0].brake.slow_down()
             running = pool.submit(Request("mine", np.array(PROMPT, np.int32), GREEDY, lora=reference))
             tokens: list[int] = []
             async with asyncio.timeout(DEADLINE_S):

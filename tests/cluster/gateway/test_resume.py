@@ -9,7 +9,18 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from serving import ENDLESS, PROMPT, ServerFactory, drain, eventually, first_delta, run, until_free
+from serving import (
+    DEADLINE_S,
+    ENDLESS,
+    NUM_ENDLESS_TOKENS,
+    PROMPT,
+    ServerFactory,
+    drain,
+    eventually,
+    first_delta,
+    run,
+    until_free,
+)
 from tcp_proxy import TcpProxy, tcp_proxy
 
 from quire import AsyncClient, Client, SamplingParams
@@ -132,6 +143,7 @@ def test_other_content_or_unknown_request_is_refused(
 def test_failed_request_runs_again_but_its_resume_raises_the_error(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
+            server.brake.slow_down()
             events = client.generate_stream(PROMPT, ENDLESS, request_id="r")
             await first_delta(events)
             await client.abort("r")
@@ -157,6 +169,7 @@ def test_resumable_request_without_reader_ends_after_the_window(serve: ServerFac
             AsyncClient(server.target) as observer,
             tcp_proxy(server.target) as proxy,
         ):
+            server.brake.slow_down()
             client = AsyncClient(proxy.address)
             await first_delta(client.generate_stream(PROMPT, ENDLESS, request_id="r"))
             await client.close()
@@ -169,14 +182,16 @@ def test_resumable_request_without_reader_ends_after_the_window(serve: ServerFac
 
 
 def test_request_that_is_not_resumable_ends_with_its_connection(serve: ServerFactory) -> None:
-    """The default window is longer than the test's deadline for it."""
+    """A resumable request would run to its end, because the window is longer."""
 
     async def scenario() -> None:
-        async with serve() as server, AsyncClient(server.target) as observer:
+        limits = RetentionLimits(resume_window_s=3600.0)
+        async with serve(retention=limits) as server, AsyncClient(server.target) as observer:
+            server.brake.slow_down()
             async with AsyncClient(server.target) as client:
                 await first_delta(client.generate_stream(PROMPT, ENDLESS, request_id="r", resumable=False))
-            async with asyncio.timeout(5):
-                await until_free(observer)
+            await until_free(observer)
+            assert len(server.brake.steps) < NUM_ENDLESS_TOKENS
 
     run(scenario())
 
@@ -268,6 +283,7 @@ def test_client_gives_up_where_the_server_has_forgotten_the_request(serve: Serve
             AsyncClient(proxy.address) as client,
             AsyncClient(server.target) as observer,
         ):
+            server.brake.slow_down()
             events = client.generate_stream(PROMPT, ENDLESS)
             await first_delta(events)
             proxy.break_connections()
@@ -283,7 +299,7 @@ def test_client_gives_up_where_the_server_has_forgotten_the_request(serve: Serve
 def test_client_raises_at_once_where_no_server_runs() -> None:
     async def scenario() -> None:
         async with AsyncClient("127.0.0.1:1") as client:
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(DEADLINE_S):
                 with pytest.raises(ServerUnreachable, match=r"127\.0\.0\.1:1"):
                     await client.generate(PROMPT)
 
@@ -299,7 +315,9 @@ def test_closed_stream_aborts_its_request_at_once(serve: ServerFactory) -> None:
 
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
+            server.brake.slow_down()
             await asyncio.to_thread(close, server.target)
+            await until_free(client)
             task = asyncio.create_task(client.generate(PROMPT, ENDLESS))
 
             async def is_running() -> bool:
@@ -308,8 +326,8 @@ def test_closed_stream_aborts_its_request_at_once(serve: ServerFactory) -> None:
             await eventually(is_running)
             task.cancel()
             await asyncio.wait((task,))
-            async with asyncio.timeout(5):
-                await until_free(client)
+            await until_free(client)
+            assert len(server.brake.steps) < NUM_ENDLESS_TOKENS
 
     run(scenario())
 

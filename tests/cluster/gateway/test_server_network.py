@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from serving import PROMPT, ServerFactory, run
+from serving import DEADLINE_S, PROMPT, ServerFactory, run
 
 from quire.cluster.api.tokens import Token, TokenSet
 from quire.cluster.client.async_client import AsyncClient
@@ -51,7 +51,7 @@ def test_reflection_lists_the_services(serve: ServerFactory) -> None:
 
     async def scenario() -> None:
         async with (
-            serve(ready=False, silence_timeout_s=3.0) as server,
+            serve(ready=False) as server,
             grpc.aio.insecure_channel(server.target) as channel,
         ):
             stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
@@ -75,9 +75,10 @@ def test_port_in_use_raises(serve: ServerFactory) -> None:
 
 
 def test_unreachable_server_raises_replica_unavailable() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with Client(f"127.0.0.1:{port}", timeout_s=20) as client:
-        assert not client.is_ready()
-        with pytest.raises(ReplicaUnavailable, match=f"127.0.0.1:{port}"):
-            client.generate("hello")
+    with socket.socket() as bound:  # and not listening, so that no other process gets the port
+        bound.bind(("127.0.0.1", 0))
+        target = f"127.0.0.1:{bound.getsockname()[1]}"
+        with Client(target, timeout_s=DEADLINE_S) as client:
+            assert not client.is_ready()
+            with pytest.raises(ReplicaUnavailable, match=target):
+                client.generate("hello")

@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from narrowing import instance_of
-from serving import ENDLESS, PROMPT, ServerFactory, eventually, first_delta, run, until_free
+from serving import DEADLINE_S, ENDLESS, PROMPT, ServerFactory, eventually, first_delta, run, until_free
 from tcp_proxy import tcp_proxy
 
 from quire import AsyncClient, Chat, Client, SamplingParams
@@ -73,11 +73,13 @@ def test_flush_cache_empties_the_prefix_cache(serve: ServerFactory) -> None:
             assert await client.flush_cache() == ("replica-0",)
             assert await num_cached_tokens() == 0
             assert await num_cached_tokens() > 0
+            server.brake.slow_down()
             running = client.generate_stream(LONG_PROMPT, ENDLESS)
             await first_delta(running)
             server.replica.send(FlushCache())  # while blocks are held; the scheduler audits itself
             await running.aclose()
             await until_free(client)
+            server.brake.speed_up()
             assert await num_cached_tokens() == 0
 
     run(scenario())
@@ -85,13 +87,14 @@ def test_flush_cache_empties_the_prefix_cache(serve: ServerFactory) -> None:
 
 def test_events_report_the_replica_and_its_changes(serve: ServerFactory) -> None:
     async def scenario() -> None:
-        async with serve(silence_timeout_s=1.0) as server, AsyncClient(server.target) as client:
+        async with serve() as server, AsyncClient(server.target) as client:
             events = client.watch_events()
             first = instance_of(ReplicaInfo, (await anext(events)).object)
             assert (first.replica_id, first.ready) == ("replica-0", True)
+            server.brake.slow_down()
             running = client.generate_stream(PROMPT, ENDLESS)
             await first_delta(running)
-            server.brake.hold()
+            server.be_silent()
             while instance_of(ReplicaInfo, (event := await anext(events)).object).ready:
                 pass
             assert "silent" in instance_of(ReplicaInfo, event.object).problem
@@ -146,6 +149,7 @@ def test_shutdown_waits_for_requests_and_then_ends_them_with_its_reason(serve: S
             await watch.read()
             fleet_events = client.watch_events()
             await anext(fleet_events)
+            server.brake.slow_down()
             endless = client.generate_stream(PROMPT, ENDLESS)
             await first_delta(endless)
             server.brake.hold()
@@ -188,7 +192,7 @@ def test_shutdown_lets_a_running_request_finish(serve: ServerFactory) -> None:
             events = client.generate_stream(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True))
             await first_delta(events)
             stopping = asyncio.create_task(server.gateway.stop(60))
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(DEADLINE_S):
                 num_events = len([event async for event in events])
                 await stopping
             assert num_events > 0

@@ -104,6 +104,7 @@ def test_stop_string_ends_only_its_own_output(serve: ServerFactory) -> None:
 def test_canceled_call_ends_all_its_outputs(serve: ServerFactory, params: SamplingParams, how: str) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
+            server.brake.slow_down()
             events = client.generate_stream(PROMPT, params, request_id="several")
             assert isinstance(await anext(events), RequestStarted)
             async with asyncio.timeout(DEADLINE_S):
@@ -134,6 +135,7 @@ def test_requests_run_by_priority(serve: ServerFactory) -> None:
                 await client.generate(PROMPT, replace(SAMPLED, max_tokens=4), priority=priority)
                 order.append(priority)
 
+            server.brake.slow_down()
             running = client.generate_stream(PROMPT, ENDLESS, priority=10)
             await first_delta(running)
             server.brake.hold()
@@ -152,6 +154,7 @@ def test_requests_run_by_priority(serve: ServerFactory) -> None:
 def test_queue_limit_counts_requests_not_outputs(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve(max_num_seqs=1, max_queue_len=2) as server, AsyncClient(server.target) as client:
+            server.brake.slow_down()
             first = client.generate_stream(PROMPT, ENDLESS)
             await first_delta(first)
             server.brake.catch()
@@ -160,8 +163,10 @@ def test_queue_limit_counts_requests_not_outputs(serve: ServerFactory) -> None:
                 while server.replica.num_running < 1 + 3 * 3:
                     await asyncio.sleep(0.01)
             server.brake.release()
-            results = await asyncio.gather(*calls, return_exceptions=True)
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)  # the one that is refused
             await first.aclose()
+            server.brake.speed_up()
+            results = await asyncio.gather(*calls, return_exceptions=True)
             rejected = [result for result in results if isinstance(result, BaseException)]
             assert len(rejected) == 1
             assert isinstance(rejected[0], Overloaded)
@@ -178,6 +183,7 @@ def test_deadline_ends_a_request_and_frees_its_blocks(serve: ServerFactory) -> N
             checker = RequestChecker(server.config, server.tokenizer)
             request = checker.check(PROMPT, replace(ENDLESS, n=2), timeout_s=0.3)
             server.brake.hold()
+            server.brake.slow_down()
             running = server.replica.submit(request)
             started = RequestStarted(request.request_id, "tiny", len(request.prompt_token_ids))
             log = RequestLog(started, running, OutputProcessor(request, server.tokenizer))

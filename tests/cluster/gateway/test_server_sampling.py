@@ -136,6 +136,7 @@ def test_only_the_own_tenant_can_abort_a_request(serve: ServerFactory) -> None:
             AsyncClient(server.target, token="tinny") as tin,
             AsyncClient(server.target, token="plain") as plain,
         ):
+            server.brake.slow_down()
             events = gold.generate_stream(PROMPT, ENDLESS, request_id="mine")
             await anext(events)
             assert not await tin.abort("mine")

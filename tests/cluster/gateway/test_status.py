@@ -19,6 +19,7 @@ def test_status_shows_replica_traffic_and_blocks(make_model: Callable[..., Path]
     async def scenario() -> None:
         async with local_server(make_model("llama")) as server, AsyncClient(server.target) as client:
             server.services.monitor.sample()
+            server.brake.slow_down()
             events = client.generate_stream(PROMPT, ENDLESS, request_id="mine")
             await first_delta(events)
             server.services.monitor.sample()

@@ -168,12 +168,14 @@ def test_limits_hold_over_grpc_and_other_tenants_are_served(serve: ServerFactory
             serve(security=Security(tenants=constant(tenants))) as server,
             AsyncClient(server.target) as client,
         ):
+            server.brake.slow_down()
             events = client.generate_stream(PROMPT, endless, tenant="gold")
             await first_delta(events)
             with pytest.raises(QuotaExceeded) as caught:
                 await client.generate(PROMPT, SamplingParams(max_tokens=1), tenant="gold")
             assert (caught.value.tenant, caught.value.quota) == ("gold", "concurrent_requests")
             await client.generate(PROMPT, SamplingParams(max_tokens=1), tenant="tin")
+            server.brake.speed_up()
             async for _ in events:
                 pass
             with pytest.raises(QuotaExceeded) as caught:

@@ -83,6 +83,7 @@ def test_shutdown_ends_running_requests_with_its_error(model: Path) -> None:
             httpx.AsyncClient(base_url=server.url, timeout=60) as http,
             AsyncClient(server.target) as client,
         ):
+            server.brake.slow_down()
             endless = client.generate_stream(PROMPT, ENDLESS)
             await first_delta(endless)
             begun = [asyncio.Event() for _ in CALLS]
