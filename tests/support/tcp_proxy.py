@@ -16,6 +16,7 @@ class TcpProxy:
         num_bytes: of the server that were passed on so far.
         delay_s: returns the delay of the next bytes, in either direction; None passes them on at once.
         cut_after: the next connection breaks once it has passed on this many bytes of the server; None passes on all.
+        num_cuts: connections that broke so.
     """
 
     def __init__(self, target: str) -> None:
@@ -24,7 +25,7 @@ class TcpProxy:
         self._writers: set[asyncio.StreamWriter] = set()
         self._handlers: set[asyncio.Task[None]] = set()
         self.address = ""
-        self.num_connections = self.num_bytes = 0
+        self.num_connections = self.num_bytes = self.num_cuts = 0
         self.cut_after: int | None = None
         self.delay_s: Callable[[], float] | None = None
         self._may_pass = asyncio.Event()
@@ -84,6 +85,7 @@ class TcpProxy:
             writer.write(data)
             await writer.drain()
             if num_bytes is not None and num_bytes <= 0:
+                self.num_cuts += 1
                 break
         raise EOFError
 

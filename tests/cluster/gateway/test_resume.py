@@ -226,12 +226,13 @@ def test_async_client_survives_a_connection_cut_at_any_byte(serve: ServerFactory
                 whole = [event async for event in client.generate_stream(PROMPT, GREEDY)]
             for num_bytes in range(0, proxy.num_bytes - CLOSING_BYTES, 50):
                 async with AsyncClient(proxy.address) as client:
-                    proxy.cut_after, before = num_bytes, proxy.num_connections
+                    proxy.cut_after, before = num_bytes, proxy.num_connections - proxy.num_cuts
                     proxy.break_connections()  # gRPC may still have that of the last client
                     events = [event async for event in client.generate_stream(PROMPT, GREEDY)]
-                    assert proxy.num_connections >= before + 2
+                    assert proxy.num_connections - proxy.num_cuts > before
                 assert joined(events) == joined(whole)
                 assert numbers(events) == list(range(1, len(numbers(events)) + 1))
+            assert proxy.num_cuts > 1  # fewer than there are places, if a slow machine sends fewer bytes
 
     run(scenario())
 
@@ -243,11 +244,12 @@ def test_unary_call_survives_a_connection_cut_at_any_byte(serve: ServerFactory) 
                 whole = await client.generate(PROMPT, GREEDY)
             for num_bytes in range(0, proxy.num_bytes - CLOSING_BYTES, 100):
                 async with AsyncClient(proxy.address) as client:
-                    proxy.cut_after, before = num_bytes, proxy.num_connections
+                    proxy.cut_after, before = num_bytes, proxy.num_connections - proxy.num_cuts
                     proxy.break_connections()  # gRPC may still have that of the last client
                     output = await client.generate(PROMPT, GREEDY)
-                    assert proxy.num_connections >= before + 2
+                    assert proxy.num_connections - proxy.num_cuts > before
                 assert output.outputs == whole.outputs
+            assert proxy.num_cuts > 1
 
     run(scenario())
 

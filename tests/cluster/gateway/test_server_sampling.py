@@ -54,7 +54,9 @@ def test_prompt_logprobs_over_the_network(serve: ServerFactory) -> None:
             assert whole.prompt_logprobs is not None
             assert whole.prompt_logprobs[0] is None
             assert len(whole.prompt_logprobs) == len(prompt)
+            server.brake.slow_down()
             events = [event async for event in client.generate_stream(PROMPT, params)]
+            server.brake.speed_up()
             parts = [event for event in events if isinstance(event, PromptLogprobsDelta)]
             assert len(parts) > 1  # one event per chunk
             kinds = [type(event) for event in events]

@@ -24,7 +24,8 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 TOOL: Any = {"type": "function", "function": {"name": "paint", "parameters": SCHEMA}}
-RANDOM: Any = {"temperature": 1, "seed": 4, "max_tokens": 300}
+SEEDED: Any = {"seed": 4}
+RANDOM: Any = {"temperature": 1, "max_tokens": 300, **SEEDED}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,9 @@ def test_completion_has_the_form(client: openai.OpenAI, wanted: Any) -> None:
 
 def test_response_has_the_form(client: openai.OpenAI) -> None:
     text: Any = {"format": {"type": "json_schema", "name": "paint", "schema": SCHEMA}}
-    made = client.responses.create(model="tiny", input="Hi", text=text, max_output_tokens=300)
+    made = client.responses.create(
+        model="tiny", input="Hi", text=text, max_output_tokens=300, extra_body=SEEDED
+    )
     jsonschema.validate(json.loads(made.output_text), SCHEMA)
 
 
@@ -80,6 +83,7 @@ def test_response_may_be_forced_to_call_a_function(client: openai.OpenAI) -> Non
         tool_choice={"type": "function", "name": "paint"},
         parallel_tool_calls=False,
         max_output_tokens=300,
+        extra_body=SEEDED,
     )
     (call,) = (item for item in made.output if item.type == "function_call")
     jsonschema.validate(json.loads(call.arguments), SCHEMA)
@@ -94,6 +98,7 @@ def test_anthropic_message_uses_the_tool(server: ThreadedServer) -> None:
             messages=MESSAGES,
             tools=[tool],
             tool_choice={"type": "any", "disable_parallel_tool_use": True},
+            extra_body=SEEDED,
         )
     (block,) = (block for block in made.content if block.type == "tool_use")
     jsonschema.validate(block.input, SCHEMA)
