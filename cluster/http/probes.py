@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...proto.errors import QuireError, ReplicaUnavailable
+from ...proto.errors import ReplicaUnavailable
 from ...proto.stream import Activity, ReplicaStatus
 from ..gateway.served_models import ServedModel, ServedModels
 from ..replica.canary import run_canary
-from ..replica.client import SILENCE_MARGIN_S, ReplicaClient
+from ..replica.client import SILENCE_MARGIN_S, UNANSWERED_S, ReplicaClient
 
 # A token that came through all ranks proves for this long that requests are served.
 PROOF_S = 30.0
 CANARY_TIMEOUT_S = 10.0
+# A probe is answered after this time, whatever the replica does. Kubernetes waits 1 s for one by default.
+READY_WAIT_S = 0.3
 
 
 @dataclass(slots=True)
@@ -89,10 +92,26 @@ class Probes:
             return
         if any(self._clock() - client.proved_at <= PROOF_S for client in clients):
             return
-        try:
-            await asyncio.shield(self._canary(clients[0]))
-        except QuireError as error:
+        canary = self._canary(clients[0])
+        await asyncio.wait((canary,), timeout=READY_WAIT_S)
+        if not canary.done():
+            self._check_steps(clients[0])
+        elif (error := canary.exception()) is not None:
             raise ReplicaUnavailable(f"the canary of {clients[0].replica_id} failed: {error}") from error
+
+    def _check_steps(self, client: ReplicaClient) -> None:
+        """Raises ReplicaUnavailable unless the replica, whose canary waits, computes a step of an expected length."""
+        status = client.latest_status
+        is_busy = status is not None and status.activity in (Activity.BUSY, Activity.PREFILL)
+        if is_busy and client.silence_s <= UNANSWERED_S:
+            return
+        since_s = self._clock() - client.proved_at
+        waited = "no token has come yet" if math.isinf(since_s) else f"no token has come for {since_s:.1f} s"
+        doing = "unknown" if status is None else f"{status.activity} for {status.activity_s:.1f} s"
+        raise ReplicaUnavailable(
+            f"{client.replica_id}: {waited}, and its canary waits; the replica is {doing}, and was last heard from "
+            f"{client.silence_s:.1f} s ago"
+        )
 
     def _canary(self, client: ReplicaClient) -> asyncio.Task[None]:
         """Return the canary that runs now, or start one."""

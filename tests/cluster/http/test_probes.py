@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 from fakes import small_config
 from local_server import local_server
-from serving import run
+from serving import DEADLINE_S, eventually, run
 
 from quire.cluster.http.probes import PROOF_S, Probes, load_of
-from quire.cluster.replica.client import SILENCE_MARGIN_S
+from quire.cluster.replica.client import SILENCE_MARGIN_S, UNANSWERED_S
 from quire.proto.errors import ReplicaUnavailable
 from quire.proto.stream import Activity
 
@@ -60,6 +61,54 @@ def test_replica_with_work_and_without_steps_is_not_alive() -> None:
     client.has_failed, client.problem = True, "it burned"
     with pytest.raises(ReplicaUnavailable, match="it burned"):
         probes.check_alive()
+
+
+def test_readiness_is_answered_while_the_canary_waits(make_model: Callable[..., Path]) -> None:
+    async def scenario() -> None:
+        async with local_server(make_model("llama")) as server:
+            clock = Clock(server.replica.proved_at + PROOF_S + 1)
+            probes = Probes(server.models, clock)
+
+            async def is_idle() -> bool:
+                return (await server.replica.next_status(DEADLINE_S)).activity is Activity.IDLE
+
+            await eventually(is_idle)  # a replica that was busy a moment ago counts as ready
+            server.brake.hold()
+            for _ in range(2):
+                with pytest.raises(ReplicaUnavailable, match=r"no token has come for .* its canary waits"):
+                    await probes.check_ready()
+            server.brake.release()
+
+            async def is_ready() -> bool:
+                try:
+                    await probes.check_ready()
+                except ReplicaUnavailable:
+                    return False
+                return True
+
+            await eventually(is_ready)
+
+    run(scenario())
+
+
+def test_replica_with_a_long_step_is_ready_while_it_answers() -> None:
+    async def scenario() -> None:
+        status = SimpleNamespace(activity=Activity.PREFILL, activity_s=5.0)
+        client: Any = SimpleNamespace(
+            replica_id="replica-0", latest_status=status, silence_s=0.1, proved_at=-math.inf
+        )
+        probes = Probes([], Clock(0.0))  # type: ignore[arg-type]
+        probes._check_steps(client)
+        client.silence_s = UNANSWERED_S + 1
+        with pytest.raises(
+            ReplicaUnavailable, match=r"no token has come yet.* prefill for 5.0 s.* 4.0 s ago"
+        ):
+            probes._check_steps(client)
+        client.silence_s, status.activity = 0.1, Activity.LATE
+        with pytest.raises(ReplicaUnavailable, match="late for 5"):
+            probes._check_steps(client)
+
+    run(scenario())
 
 
 def test_readiness_runs_one_canary_when_the_last_token_is_old(make_model: Callable[..., Path]) -> None:
