@@ -4,8 +4,8 @@ A gateway numbers its sequences with *handles*. The scheduler sends one TokenBat
 message per request.
 
     gateway -> scheduler    Submit, Abort, Stop, StatusQuery, CacheQuery, BlockMapQuery, Drain, FlushCache, LoadLora,
-                            ControlEngine
-    scheduler -> gateway    TokenBatch, ReplicaStatus, CacheReport, BlockMap, LoraLoaded, EngineControlled
+                            ControlEngine, Recall
+    scheduler -> gateway    TokenBatch, ReplicaStatus, CacheReport, BlockMap, LoraLoaded, EngineControlled, Recalled
 
 Gateways and replicas of neighboring releases work together. A field may be added at the end of a message, with a
 default for senders that do not know it. Receivers ignore later fields, except those of a Submit: what a request asks
@@ -243,6 +243,47 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class Recall:
+    """Requests the tokens that a request has so far, of a gateway that may have died; a Recalled answers.
+
+    Attributes:
+        seed: of the request's first output.
+        num_outputs: of the request.
+        content: what else determines the tokens, see `retained_outputs.content_digest`.
+    """
+
+    query_id: int
+    tenant: str
+    request_id: str
+    seed: int
+    num_outputs: int
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RecalledOutput:
+    """The tokens of an output so far.
+
+    Attributes:
+        index: of the output within its request.
+        token_ids: [n] int32, the generated ones.
+        finish: with reason MOVED if the output is not complete. Its handle means nothing.
+    """
+
+    index: int
+    token_ids: IntArray
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """The outputs that the replica knows of a request, running or ended; an output may be there twice."""
+
+    query_id: int
+    outputs: tuple[RecalledOutput, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TokenBatch:
     """The updates of one step for one gateway.
 
@@ -448,8 +489,11 @@ GatewayMessage = (
     | FlushCache
     | LoadLora
     | ControlEngine
+    | Recall
 )
-ReplicaMessage = TokenBatch | ReplicaStatus | CacheReport | BlockMap | LoraLoaded | EngineControlled
+ReplicaMessage = (
+    TokenBatch | ReplicaStatus | CacheReport | BlockMap | LoraLoaded | EngineControlled | Recalled
+)
 
 
 def encode(message: GatewayMessage | ReplicaMessage) -> bytes:
@@ -612,6 +656,22 @@ def _decode_block_map(values: list[Any]) -> BlockMap:
     return BlockMap(query_id, num_blocks, stride, states, unpack_ints(rows), holders)
 
 
+def _encode_recalled(message: Recalled) -> tuple[Any, ...]:
+    outputs = [(each.index, pack_ints(each.token_ids), astuple(each.finish)) for each in message.outputs]
+    return "recalled", message.query_id, outputs
+
+
+def _decode_recalled(values: list[Any]) -> Recalled:
+    query_id, outputs, *_ = values
+    return Recalled(
+        query_id,
+        tuple(
+            RecalledOutput(index, unpack_ints(token_ids), _decode_finish(finish))
+            for index, token_ids, finish, *_ in outputs
+        ),
+    )
+
+
 _UNSET_SAMPLING = field_values(SamplingParams())
 _ENCODERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Submit: _encode_submit,
@@ -626,6 +686,8 @@ _ENCODERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     LoraLoaded: lambda message: ("lora", *astuple(message)),
     ControlEngine: lambda message: ("control", message.query_id, field_values(message.command)),
     EngineControlled: lambda message: ("controlled", *astuple(message)),
+    Recall: lambda message: ("recall", *astuple(message)),
+    Recalled: _encode_recalled,
     TokenBatch: _encode_batch,
     ReplicaStatus: lambda message: ("status", *astuple(message)),
     CacheReport: lambda message: ("cache", *astuple(message)),
@@ -644,6 +706,8 @@ _DECODERS: dict[str, Callable[[list[Any]], GatewayMessage | ReplicaMessage]] = {
     "lora": partial(_known, LoraLoaded),
     "control": lambda values: ControlEngine(values[0], _command(values[1])),
     "controlled": partial(_known, EngineControlled),
+    "recall": partial(_known, Recall),
+    "recalled": _decode_recalled,
     "tokens": _decode_batch,
     "status": _decode_status,
     "cache": partial(_known, CacheReport),

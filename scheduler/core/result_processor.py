@@ -276,6 +276,7 @@ class ResultProcessor:
                 stop_token_id=stop,
             )
             finished.append((sequence.gateway, finish))
+            self._state.retained.keep(sequence, self._state.known_tokens(sequence), finish, now)
             self._state.end_request((sequence.gateway, sequence.handle))
         self._state.stats.count_finished(len(finished))
         return finished

@@ -15,7 +15,7 @@ import numpy as np
 from ...proto.config import EngineConfig
 from ...proto.errors import QuireError, RankFailed, RequestQuarantined
 from ...proto.step import StepPlan, StepResult
-from ...proto.stream import BlockMap, Finish, FinishReason, Submit
+from ...proto.stream import BlockMap, Finish, FinishReason, Recall, Recalled, Submit
 from ..kv.block_manager import BlockManager
 from ..kv.prefix_cache import make_root
 from ..sequences.beam_group import BeamGroup
@@ -32,6 +32,7 @@ from .metrics import SchedulerStats, Throughput
 from .outbox import Outgoing, error_finish
 from .planner import Planner
 from .result_processor import ResultProcessor
+from .retained_outputs import KnownOutput
 from .state import SchedulerState, row_of
 from .step_times import StepDeadlines
 
@@ -151,10 +152,13 @@ class Scheduler:
         self._state.add_request(sequences, None if width is None else self._make_beams(sequences[0], width))
         return None
 
-    def abort(self, gateway: bytes, handle: int) -> bool:
+    def abort(self, gateway: bytes, handle: int, now: float) -> bool:
         """Abort a sequence, a beam search as a whole; sends no Finish. Returns False for an unknown handle."""
-        if (gateway, handle) not in self._state.requests:
+        sequence = self._state.requests.get((gateway, handle))
+        if sequence is None:
             return False
+        if not isinstance(sequence, BeamGroup):
+            self._state.retained.keep(sequence, *self._interrupted(sequence, now), now)
         self._state.end_request((gateway, handle))
         return True
 
@@ -165,17 +169,34 @@ class Scheduler:
             return None
         num_tokens = len(self._state.known_tokens(sequence))
         self._state.lengths.add(num_tokens - sequence.num_prompt_tokens, has_stopped=True)
-        self.abort(gateway, handle)
+        self.abort(gateway, handle, now)
         self.stats.count_finished(1)
         return sequence.finish(FinishReason.STOP, num_tokens, now)
 
-    def drop_gateway(self, gateway: bytes) -> list[int]:
+    def drop_gateway(self, gateway: bytes, now: float) -> list[int]:
         """Abort all sequences of a gateway that does not read; return their handles."""
         handles = self._state.requests.handles_of(gateway)
         for handle in handles:
-            self.abort(gateway, handle)
+            self.abort(gateway, handle, now)
         self._state.requests.forget_gateway(gateway)
         return handles
+
+    def recall(self, recall: Recall, now: float) -> Recalled:
+        """Return the tokens of a request's outputs that run, or ended a while ago at most."""
+        state = self._state
+        state.retained.drop_expired(now)
+        found = state.retained.find(recall)
+        for sequence in state.alive.values():
+            if sequence.request_id == recall.request_id:
+                output = KnownOutput.of(sequence, *self._interrupted(sequence, now))
+                answer = None if output is None else output.answer(recall)
+                found += [] if answer is None else [answer]
+        return Recalled(recall.query_id, tuple(found))
+
+    def _interrupted(self, sequence: Sequence, now: float) -> tuple[array[int], Finish]:
+        """Return the tokens of a sequence that has not ended, and the Finish with which another replica continues."""
+        token_ids = self._state.known_tokens(sequence)
+        return token_ids, sequence.finish(FinishReason.MOVED, len(token_ids), now)
 
     def schedule(self, now: float) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed now."""

@@ -38,6 +38,7 @@ from .plan_deltas import PlanDeltas
 from .policy import CostModel, by_precedence
 from .quarantine import Quarantine
 from .requests import RequestKey, RequestTable
+from .retained_outputs import RetainedOutputs
 from .row_state import RowState
 from .step_costs import StepCosts
 from .step_times import StepTimes
@@ -112,6 +113,7 @@ class SchedulerState:
         )
         self.step_times: Final = StepTimes()
         self.quarantine: Final = Quarantine()
+        self.retained: Final = RetainedOutputs()
         self._deadlines = DeadlineQueue(self._alive)
 
     @property

@@ -23,6 +23,7 @@ from ...proto.stream import (
     GatewayMessage,
     LoadLora,
     LoraLoaded,
+    Recall,
     ReplicaStatus,
     StatusQuery,
     Stop,
@@ -232,7 +233,7 @@ class StepLoop:
             case Submit():
                 self._send_finish(gateway, self._scheduler.add(gateway, message, self._clock()))
             case Abort():
-                self._scheduler.abort(gateway, message.handle)
+                self._scheduler.abort(gateway, message.handle, self._clock())
             case Stop():
                 self._send_finish(gateway, self._scheduler.stop(gateway, message.handle, self._clock()))
             case StatusQuery():
@@ -241,6 +242,8 @@ class StepLoop:
                 self._mailbox.send(gateway, self._scheduler.blocks.journal.report(message.since))
             case BlockMapQuery():
                 self._mailbox.send(gateway, self._scheduler.block_map(message.query_id))
+            case Recall():
+                self._mailbox.send(gateway, self._scheduler.recall(message, self._clock()))
             case FlushCache():
                 _log.info("%s empties its prefix cache", self._replica_id)
                 self._scheduler.blocks.flush_cache()
@@ -291,7 +294,8 @@ class StepLoop:
 
     def _drop_gateway(self, gateway: bytes, unsent: TokenBatch) -> None:
         """End the requests of a gateway that does not read; `_report_dropped` reports them if it comes back."""
-        handles = [finish.handle for finish in unsent.finished] + self._scheduler.drop_gateway(gateway)
+        ended = self._scheduler.drop_gateway(gateway, self._clock())
+        handles = [finish.handle for finish in unsent.finished] + ended
         self._dropped[gateway] = self._dropped.pop(gateway, []) + handles
         if len(self._dropped) > MAX_DROPPED_GATEWAYS:
             del self._dropped[next(iter(self._dropped))]

@@ -35,6 +35,9 @@ from quire.proto.stream import (
     LoraLoaded,
     MappedSequence,
     RankStatus,
+    Recall,
+    Recalled,
+    RecalledOutput,
     ReplicaMessage,
     ReplicaStatus,
     StatusQuery,
@@ -109,11 +112,21 @@ REPORT = CacheReport(12, 5, b"12345678abcdefgh", b"ABCDEFGH")
         FlushCache(),
         LoadLora(3, LORA),
         LoraLoaded(3, "why"),
+        Recall(3, "tenant", "r", 2**63 - 1, 2, b"digest"),
+        Recalled(3),
     ],
     ids=type,
 )
 def test_plain_messages_round_trip(message: GatewayMessage | ReplicaMessage) -> None:
     assert decode(encode(message)) == message
+
+
+def test_recalled_outputs_round_trip() -> None:
+    finish = Finish(0, FinishReason.MOVED, timings=Timings(0.5), num_cached_tokens=4)
+    got = decode(encode(Recalled(3, (RecalledOutput(1, np.array([5, 6], np.int32), finish),))))
+    assert isinstance(got, Recalled)
+    (output,) = got.outputs
+    assert (output.index, output.token_ids.tolist(), output.finish) == (1, [5, 6], finish)
 
 
 def test_block_map_round_trips() -> None:
@@ -249,6 +262,8 @@ def with_values(message: GatewayMessage | ReplicaMessage, change: Callable[[list
         Drain(2.5),
         FlushCache(),
         LoraLoaded(3),
+        Recall(3, "", "r", 5, 1, b""),
+        Recalled(3),
     ],
     ids=type,
 )

@@ -53,7 +53,7 @@ class Driver:
         return rejection
 
     def abort(self, handle: int, gateway: bytes = GATEWAY) -> bool:
-        return self.scheduler.abort(gateway, handle)
+        return self.scheduler.abort(gateway, handle, self.now)
 
     def fail(self, error: QuireError) -> None:
         """Lose the worker group and continue with a new scheduler and group."""

@@ -43,7 +43,7 @@ def test_block_map_shows_fenced_blocks() -> None:
     driver = Driver(small_config(num_blocks=32))
     driver.add(0, random_prompt(16), max_tokens=8, ignore_eos=True)
     driver.scheduler.schedule(0.0)
-    driver.scheduler.abort(b"gateway", 0)
+    driver.scheduler.abort(b"gateway", 0, 0.0)
     shown = driver.scheduler.block_map(1)
     assert count(shown.states, BlockState.FENCED) == driver.scheduler.blocks.num_fenced_blocks == 4
 

@@ -100,7 +100,7 @@ def test_gateway_numbers_are_not_reused() -> None:
     driver = Driver(small_config())
     requests: RequestTable = driver.scheduler._state.requests
     driver.add(0, [5], gateway=b"a", max_tokens=3)
-    driver.scheduler.drop_gateway(b"a")
+    driver.scheduler.drop_gateway(b"a", 0.0)
     driver.add(1, [5], gateway=b"b", max_tokens=3)
     assert dict(requests.gateways) == {b"b": 1}
     assert len(requests) == 1
