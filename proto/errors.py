@@ -129,7 +129,7 @@ class LoraLoadError(QuireError):
 
 
 class RequestNotFound(QuireError):
-    """The request to resume is not retained here: it was never started, or its output was dropped."""
+    """The request to resume cannot be: it was never started, its output was dropped, or the weights were changed."""
 
     reason, grpc_status, http_status = "REQUEST_NOT_FOUND", "NOT_FOUND", 404
 

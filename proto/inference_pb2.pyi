@@ -33,7 +33,7 @@ FINISH_REASON_TOOL_CALLS: FinishReason
 FINISH_REASON_REPETITION: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "tenant", "priority", "cache_salt", "add_special_tokens", "after_sequence_number", "resumable")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "tenant", "priority", "cache_salt", "add_special_tokens", "after_sequence_number", "resumable", "received")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class GenerateRequest(_message.Message):
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     AFTER_SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -58,7 +59,32 @@ class GenerateRequest(_message.Message):
     add_special_tokens: bool
     after_sequence_number: int
     resumable: bool
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., add_special_tokens: _Optional[bool] = ..., after_sequence_number: _Optional[int] = ..., resumable: _Optional[bool] = ...) -> None: ...
+    received: Received
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., add_special_tokens: _Optional[bool] = ..., after_sequence_number: _Optional[int] = ..., resumable: _Optional[bool] = ..., received: _Optional[_Union[Received, _Mapping]] = ...) -> None: ...
+
+class Received(_message.Message):
+    __slots__ = ("outputs", "num_prompt_logprobs", "num_deltas")
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DELTAS_FIELD_NUMBER: _ClassVar[int]
+    outputs: _containers.RepeatedCompositeFieldContainer[ReceivedOutput]
+    num_prompt_logprobs: int
+    num_deltas: int
+    def __init__(self, outputs: _Optional[_Iterable[_Union[ReceivedOutput, _Mapping]]] = ..., num_prompt_logprobs: _Optional[int] = ..., num_deltas: _Optional[int] = ...) -> None: ...
+
+class ReceivedOutput(_message.Message):
+    __slots__ = ("index", "num_tokens", "checksum", "has_last", "has_finished")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    HAS_LAST_FIELD_NUMBER: _ClassVar[int]
+    HAS_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    num_tokens: int
+    checksum: int
+    has_last: bool
+    has_finished: bool
+    def __init__(self, index: _Optional[int] = ..., num_tokens: _Optional[int] = ..., checksum: _Optional[int] = ..., has_last: _Optional[bool] = ..., has_finished: _Optional[bool] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
     __slots__ = ("model", "prompts", "dimensions", "use_activation", "truncate_prompt_tokens", "add_special_tokens", "tenant", "priority", "cache_salt")
@@ -320,20 +346,22 @@ class Started(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("sequence_number", "index", "text", "token_ids", "logprobs", "chat")
+    __slots__ = ("sequence_number", "index", "text", "token_ids", "logprobs", "chat", "is_last")
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
     sequence_number: int
     index: int
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     chat: ChatUpdate
-    def __init__(self, sequence_number: _Optional[int] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., chat: _Optional[_Union[ChatUpdate, _Mapping]] = ...) -> None: ...
+    is_last: bool
+    def __init__(self, sequence_number: _Optional[int] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., chat: _Optional[_Union[ChatUpdate, _Mapping]] = ..., is_last: _Optional[bool] = ...) -> None: ...
 
 class ChatUpdate(_message.Message):
     __slots__ = ("deltas",)

@@ -15,6 +15,7 @@ from ...proto.sampling import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
+    MAX_OUTPUTS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
@@ -37,6 +38,7 @@ def check_counts(message: inference_pb2.GenerateRequest, max_prompt_tokens: int)
         ("sampling.bad_words", sampling.bad_words, MAX_BAD_WORDS),
         ("sampling.bad_token_ids", sampling.bad_token_ids, 2 * MAX_BAD_WORDS),
         ("sampling.allowed_token_ids", sampling.allowed_token_ids.ids, MAX_ALLOWED_TOKEN_IDS),
+        ("received.outputs", message.received.outputs, MAX_OUTPUTS),
     ):
         _check(field, given, limit, "entries")
     for index, word in enumerate(sampling.bad_token_ids):

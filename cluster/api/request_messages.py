@@ -11,6 +11,7 @@ from ...proto.errors import InvalidRequest
 from ...proto.sampling import SamplingParams
 from ...proto.structured_outputs import RepetitionDetectionParams, StructuredOutputsParams
 from ..requests.chat import Chat
+from ..requests.received import Received, ReceivedOutput
 from ..requests.request import Prompt
 from .chat_messages import chat_from_message, chat_to_message
 
@@ -141,3 +142,33 @@ def prompt_from_message(message: inference_pb2.GenerateRequest | inference_pb2.T
     if isinstance(message, inference_pb2.TokenizeRequest) or kind == "text":
         return message.text
     return list(message.token_ids.ids)
+
+
+def received_to_message(received: Received) -> inference_pb2.Received:
+    return inference_pb2.Received(
+        outputs=[
+            inference_pb2.ReceivedOutput(
+                index=index,
+                num_tokens=output.num_tokens,
+                checksum=output.checksum,
+                has_last=output.has_last,
+                has_finished=output.has_finished,
+            )
+            for index, output in received.outputs.items()
+        ],
+        num_prompt_logprobs=received.num_prompt_logprobs,
+        num_deltas=received.num_deltas,
+    )
+
+
+def received_from_message(message: inference_pb2.Received) -> Received:
+    """Raises InvalidRequest for a negative number."""
+    numbers = [message.num_prompt_logprobs, message.num_deltas]
+    numbers += [number for each in message.outputs for number in (each.index, each.num_tokens)]
+    if min(numbers) < 0:
+        raise InvalidRequest("received", f"has the number {min(numbers)}, must be at least 0")
+    outputs = {
+        each.index: ReceivedOutput(each.num_tokens, each.checksum, each.has_last, each.has_finished)
+        for each in message.outputs
+    }
+    return Received(outputs, message.num_prompt_logprobs, message.num_deltas)

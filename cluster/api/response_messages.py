@@ -148,6 +148,7 @@ def _delta_to_message(delta: CompletionDelta, num_top: int | None) -> inference_
         token_ids=delta.token_ids,
         logprobs=_logprobs_to_messages(delta.token_ids, delta.logprobs, num_top),
         chat=None if delta.chat is None else deltas_to_message(delta.chat),
+        is_last=delta.is_last,
     )
 
 
@@ -155,7 +156,8 @@ def _delta_from_message(message: inference_pb2.Delta) -> CompletionDelta:
     token_ids = list(message.token_ids)
     logprobs = _logprobs_from_messages(token_ids, message.logprobs)
     chat = deltas_from_message(message.chat) if message.HasField("chat") else None
-    return CompletionDelta(message.index, message.text, token_ids, logprobs, message.sequence_number, chat)
+    number, is_last = message.sequence_number, message.is_last
+    return CompletionDelta(message.index, message.text, token_ids, logprobs, number, chat, is_last)
 
 
 def _prompt_logprobs_to_message(

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 CLIENT_CERT = "QUIRE_CLIENT_CERT"
 DEFAULT_TARGET = ServerOptions().listen
 
-Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the server.")]
+Target = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Address of the server; of several gateways of a fleet, separated by commas, the first that answers.",
+    ),
+]
 TokenFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="File whose first line is the bearer token of each call.")
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -41,6 +42,7 @@ from .calls import (
     split_chat,
 )
 from .resume import ResumableCall
+from .servers import Servers, split_target
 
 T = TypeVar("T")
 
@@ -58,11 +60,15 @@ class AsyncClient:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         self.target = target
-        if tls_ca is None:
-            self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(target, load_tls(tls_ca, tls_cert), CHANNEL_OPTIONS)
-        self._calls = Calls(self._channel, target, token, timeout_s)
+        servers = Servers(split_target(target))
+        credentials = None if tls_ca is None else load_tls(tls_ca, tls_cert)
+        self._channels = [
+            grpc.aio.insecure_channel(each, CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.aio.secure_channel(each, credentials, CHANNEL_OPTIONS)
+            for each in servers.targets
+        ]
+        self._calls = Calls(servers, self._channels, token, timeout_s)
 
     async def generate(
         self,
@@ -248,7 +254,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection. Running calls are canceled."""
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -259,8 +266,14 @@ class AsyncClient:
         await self.close()
 
     async def _wait(self, call: Call[T]) -> T:
-        with self._calls.errors():
-            return call.read(await call.start())
+        for num_tried in itertools.count(1):
+            try:
+                return call.read(await call.start())
+            except grpc.RpcError as error:
+                failure = self._calls.next_after(error, num_tried)
+                if failure is not None:
+                    raise failure from error
+        raise AssertionError("the loop ends with a response or an error")
 
     async def _read_fleet_events(
         self, call: Call[FleetEvent], stream: Any

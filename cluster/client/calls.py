@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ...proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from ...proto.errors import ConfigError
+from ...proto.errors import ConfigError, QuireError, ServerUnreachable
 from ...proto.faults import Fault
 from ...proto.sampling import SamplingParams
 from ..api.deployment_messages import deployment_to_message
@@ -45,7 +45,8 @@ from ..requests.chat import Chat, Tool
 from ..requests.chat_messages import Message
 from ..requests.outputs import RequestOutput, StreamEvent
 from ..requests.request import Prompt
-from .resume import ResumableCall
+from .resume import ResumableCall, was_never_connected
+from .servers import SelectedStub, Servers
 
 DEFAULT_TIMEOUT_S = 600.0
 ABORT_TIMEOUT_S = 2.0
@@ -134,23 +135,42 @@ class Call(Generic[T]):
 
 
 class Calls:
-    """Builds the calls to one server.
+    """Builds the calls to the selected one of several servers.
 
     Args:
-        channel: a gRPC channel, synchronous or asynchronous.
-        target: the server's ``HOST:PORT``.
-        token: bearer token, if the server requires one.
+        servers: the selection.
+        channels: one gRPC channel per server, all synchronous or all asynchronous.
+        token: bearer token, if the servers require one.
         timeout_s: default deadline of a call; None means no deadline.
     """
 
-    def __init__(self, channel: Any, target: str, token: str | None, timeout_s: float | None) -> None:
-        self._target = target
+    def __init__(
+        self, servers: Servers, channels: Sequence[Any], token: str | None, timeout_s: float | None
+    ) -> None:
+        self._servers = servers
         self._metadata = () if token is None else (bearer(token),)
         self._timeout_s = timeout_s
         # The generated stubs accept both kinds of channel and return what the channel's kind returns.
-        self._inference: Any = inference_pb2_grpc.InferenceStub(channel)
-        self._admin: Any = admin_pb2_grpc.AdminStub(channel)
-        self._health: Any = health_pb2_grpc.HealthStub(channel)
+        self._inference: Any = SelectedStub(servers, [inference_pb2_grpc.InferenceStub(c) for c in channels])
+        self._admin: Any = SelectedStub(servers, [admin_pb2_grpc.AdminStub(c) for c in channels])
+        self._health: Any = SelectedStub(servers, [health_pb2_grpc.HealthStub(c) for c in channels])
+
+    def next_after(self, error: grpc.RpcError, num_tried: int) -> QuireError | None:
+        """Return None if another server gets the call, which the selected one never received, or the call's error.
+
+        Args:
+            num_tried: servers that the call was sent to.
+        """
+        server = self._servers.selected
+        failure = from_grpc_error(error, self._servers.target)
+        if (
+            num_tried >= len(self._servers)
+            or not isinstance(failure, ServerUnreachable)
+            or not was_never_connected(error)
+        ):
+            return failure
+        self._servers.leave(server)
+        return None
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -158,7 +178,7 @@ class Calls:
         try:
             yield
         except grpc.RpcError as error:
-            raise from_grpc_error(error, self._target) from error
+            raise from_grpc_error(error, self._servers.target) from error
 
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None, options: RequestOptions
@@ -188,7 +208,7 @@ class Calls:
 
     def resumable(self, call: Call[T]) -> ResumableCall[T]:
         """Return a generation as a call that continues after its connection broke."""
-        return ResumableCall(call, self._target)
+        return ResumableCall(call, self._servers)
 
     def abort_left(self, left: ResumableCall[Any]) -> Call[bool] | None:
         """Return the call that ends a request of which the caller wants no more; None if it ends by itself."""

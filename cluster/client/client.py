@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -40,6 +41,7 @@ from .calls import (
     split_chat,
 )
 from .resume import ResumableCall
+from .servers import Servers, split_target
 
 T = TypeVar("T")
 
@@ -48,7 +50,8 @@ class Client:
     """Connection to a quire server. Threads may share one client.
 
     Args:
-        target: the server's ``HOST:PORT``.
+        target: the server's ``HOST:PORT``, or those of several gateways of one fleet, separated by commas. The next
+            one is called when one cannot be reached; streams continue there.
         token: bearer token, if the server requires one.
         tls_ca: PEM file of the authority that signed the server's certificate; None connects without TLS.
         tls_cert: PEM file of the client's own certificate and its key, if the server asks for one.
@@ -68,11 +71,15 @@ class Client:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         self.target = target
-        if tls_ca is None:
-            self._channel = grpc.insecure_channel(target, CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(target, load_tls(tls_ca, tls_cert), CHANNEL_OPTIONS)
-        self._calls = Calls(self._channel, target, token, timeout_s)
+        servers = Servers(split_target(target))
+        credentials = None if tls_ca is None else load_tls(tls_ca, tls_cert)
+        self._channels = [
+            grpc.insecure_channel(each, CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.secure_channel(each, credentials, CHANNEL_OPTIONS)
+            for each in servers.targets
+        ]
+        self._calls = Calls(servers, self._channels, token, timeout_s)
 
     def generate(
         self,
@@ -304,7 +311,8 @@ class Client:
 
     def close(self) -> None:
         """Close the connection. Running calls are canceled."""
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -315,8 +323,14 @@ class Client:
         self.close()
 
     def _wait(self, call: Call[T]) -> T:
-        with self._calls.errors():
-            return call.read(call.start())
+        for num_tried in itertools.count(1):
+            try:
+                return call.read(call.start())
+            except grpc.RpcError as error:
+                failure = self._calls.next_after(error, num_tried)
+                if failure is not None:
+                    raise failure from error
+        raise AssertionError("the loop ends with a response or an error")
 
     def _read_fleet_events(self, call: Call[FleetEvent], stream: Any) -> Generator[FleetEvent, None, None]:
         try:

@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import grpc
 
 from ...proto import inference_pb2
-from ...proto.errors import RequestNotFound, ServerUnreachable
+from ...proto.errors import QuireError, RequestNotFound, ServerUnreachable, ShuttingDown
 from ..api.grpc_status import from_grpc_error
+from ..api.request_messages import received_to_message
 from ..host.backoff import Backoff
+from ..requests.outputs import CompletionDelta, CompletionFinished, PromptLogprobsDelta
+from ..requests.received import Received
+from .servers import Servers
 
 if TYPE_CHECKING:
     from .calls import Call
@@ -27,24 +31,27 @@ T = TypeVar("T")
 class ResumableCall(Generic[T]):
     """A generation across its connections. Decides if and when to connect again; waits for nothing itself.
 
-    The server runs a request once however often a call with its request_id is sent, so sending it again is safe.
+    A server runs a request once however often a call with its request_id is sent, so sending it again is safe.
+    Another server continues it after what was received.
 
     Args:
         call: Generate or GenerateStream; it is resumed if its request is marked as resumable.
-        target: the server's name, for errors.
+        servers: the next one is tried when one cannot be reached, or shuts down.
         clock: monotonic time in seconds.
     """
 
-    def __init__(self, call: Call[T], target: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, call: Call[T], servers: Servers, clock: Callable[[], float] = time.monotonic) -> None:
         self._call = call
         self._request: inference_pb2.GenerateRequest = call.request
-        self._target = target
+        self._servers = servers
+        self._server = servers.selected
         self._clock = clock
         timeout_s = call.options["timeout"]
         self._deadline = None if timeout_s is None else clock() + timeout_s
         self._is_resumable = bool(self._request.resumable)
         self._last: int | None = None  # number of the last event received
-        self._broken_by: ServerUnreachable | None = None
+        self._received = Received()
+        self._broken_by: QuireError | None = None
         self._backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
 
     @property
@@ -58,6 +65,7 @@ class ResumableCall(Generic[T]):
 
     def start(self) -> Any:
         """Send the request; see `Call.start`."""
+        self._server = self._servers.selected
         return self._call.method(self._request, **{**self._call.options, "timeout": self._time_left_s()})
 
     def read(self, message: Any) -> T:
@@ -68,7 +76,12 @@ class ResumableCall(Generic[T]):
         """
         if isinstance(message, inference_pb2.GenerateEvent):
             self._take_number(message.sequence_number)
-        return self._call.read(message)
+        event = self._call.read(message)
+        if self._is_resumable and isinstance(
+            event, CompletionDelta | CompletionFinished | PromptLogprobsDelta
+        ):
+            self._received.take(event)
+        return event
 
     def delay_after(self, error: grpc.RpcError) -> float:
         """Return the seconds after which to connect again.
@@ -77,18 +90,28 @@ class ResumableCall(Generic[T]):
             QuireError: the call has failed: by the server's error, or by its connection if the call cannot be sent
                 again or was sent often enough.
         """
-        failure = from_grpc_error(error, self._target)
+        failure = from_grpc_error(error, self._servers.targets[self._server])
         if isinstance(failure, RequestNotFound) and self._broken_by is not None:
             raise ServerUnreachable(f"{self._broken_by}; it cannot be resumed: {failure}") from error
-        if not isinstance(failure, ServerUnreachable) or not self._is_resumable:
-            raise failure from error
-        if self._broken_by is None and _was_never_connected(error):
+        if not self._may_send_again(failure, error):
             raise failure from error
         self._broken_by = failure
+        self._servers.leave(self._server)
+        self._request.received.CopyFrom(received_to_message(self._received))
         delay_s, left_s = self._backoff.fail(self._clock()), self._time_left_s()
         if self._backoff.num_failures > MAX_FAILURES or (left_s is not None and left_s <= delay_s):
             raise failure from error
         return delay_s
+
+    def _may_send_again(self, failure: QuireError, error: grpc.RpcError) -> bool:
+        has_others = len(self._servers) > 1
+        if not self._is_resumable:
+            return False
+        if isinstance(failure, ShuttingDown):
+            return has_others
+        # A single server that never answered: its address is wrong, or no server runs there.
+        is_known = has_others or self._broken_by is not None or not was_never_connected(error)
+        return isinstance(failure, ServerUnreachable) and is_known
 
     def _take_number(self, number: int) -> None:
         expected = 0 if self._last is None else self._last + 1
@@ -107,7 +130,7 @@ class ResumableCall(Generic[T]):
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
 
-def _was_never_connected(error: grpc.RpcError) -> bool:
+def was_never_connected(error: grpc.RpcError) -> bool:
     """Return whether there was no connection that could break: the address is wrong, or no server runs there."""
     details = (error.details() or "").lower()
     has_broken = "socket closed" in details or "reset" in details

@@ -1,8 +1,8 @@
 """GenerationService: checks, runs, resumes and aborts the requests of every server of a gateway.
 
 A call with a request_id is idempotent: while its request runs, and for a while after that, a call with the same id
-and content reads the same events. A resume repeats the whole call, so that a gateway without the request has
-everything that it takes to look for it elsewhere.
+and content reads the same events. A resume repeats the whole call and tells what the client has of the output, so
+that a gateway without the request continues it: from the tokens that a replica has of it, or by computing it again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 import numpy as np
 
@@ -26,14 +26,17 @@ from ...proto.errors import (
     ShuttingDown,
 )
 from ...proto.pooling import PoolingParams
-from ...proto.sampling import SamplingParams
+from ...proto.sampling import RANDOM_SEED, SamplingParams
+from ...proto.stream import RecalledOutput
 from ..config.tenants import Tenants
 from ..host.change_notifier import ChangeNotifier
 from ..host.watched_file import Source
 from ..requests.chat import Chat
 from ..requests.observer import Observers, RequestObserver, RequestWatch
 from ..requests.output_processor import OutputProcessor
+from ..requests.output_rest import OutputRest
 from ..requests.outputs import OutputEvent, RequestStarted, StreamEvent
+from ..requests.received import Received
 from ..requests.request import AnyPrompt, Request, TextPair
 from .active_request import ActiveRequest
 from .request_log import RequestLog
@@ -45,7 +48,7 @@ from .tenant_limits import NO_TENANTS, Admission, TenantLimiter
 LONG_PROMPT_CHARS = 4096
 
 # Fields of a call that do not belong to its content.
-_NOT_CONTENT = frozenset({"timeout_s", "trace_headers", "after_event", "is_resumable"})
+_NOT_CONTENT = frozenset({"timeout_s", "trace_headers", "after_event", "is_resumable", "received"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class GenerationCall:
         after_event: read on after the event with this number; None for a call that may start the request.
         is_resumable: without readers the request runs on for `RetentionLimits.resume_window_s`.
         pooling: the prompt's pooled vector is wanted; None to generate.
+        received: what the caller has of the output, in a call that is sent again; None in the first.
     """
 
     prompt: AnyPrompt
@@ -78,6 +82,7 @@ class GenerationCall:
     after_event: int | None = None
     is_resumable: bool = False
     pooling: PoolingParams | None = None
+    received: Received | None = None
 
     @property
     def key(self) -> RequestKey:
@@ -94,7 +99,7 @@ class GenerationCall:
         return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
     def check(self) -> None:
-        """Raises InvalidRequest for a resumable call, or a resume, without a request_id."""
+        """Raises InvalidRequest for a resumable call, or a resume, without what it needs."""
         for name, is_set in (
             ("resumable", self.is_resumable),
             ("after_sequence_number", self.after_event is not None),
@@ -103,6 +108,17 @@ class GenerationCall:
                 raise InvalidRequest(name, "needs a request_id")
         if self.after_event is not None and self.after_event < 0:
             raise InvalidRequest("after_sequence_number", f"is {self.after_event}, must be at least 0")
+        if self.received is not None and not self.is_resumable:
+            raise InvalidRequest("received", "needs resumable")
+        if self.received is not None and self.received != Received() and self.after_event is None:
+            raise InvalidRequest("received", "needs after_sequence_number")
+
+    def seeded(self) -> SamplingParams:
+        """Return the sampling parameters. A resumable call has a seed, the same one at each gateway."""
+        if not self.is_resumable or self.sampling.seed not in (None, RANDOM_SEED):
+            return self.sampling
+        digest = hashlib.blake2b(repr(self.key).encode(errors="surrogatepass"), digest_size=8).digest()
+        return replace(self.sampling, seed=int.from_bytes(digest) >> 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +236,15 @@ class GenerationService:
         known = self._running.get(call.key) or self._finished.get(call.key)
         if call.after_event is None and (known is None or known.log.error is not None):
             return None  # a failed request is run again
-        if known is None:
+        if known is None and call.received is None:
             raise RequestNotFound(f"request {call.request_id!r} is not known here, or not any more")
+        if known is None:
+            return None
         if known.digest != call.digest():
             raise DuplicateRequest(
                 f"request_id {call.request_id!r} belongs to a request of this tenant with other content"
             )
-        return known
+        return known if _can_serve(known.log, call) else None
 
     async def _start(self, call: GenerationCall) -> ActiveRequest:
         """Check the request and submit it to a replica."""
@@ -237,12 +255,13 @@ class GenerationService:
                 admission = cleanup.enter_context(self._limiter.admit(call.tenant))
                 model = self._models.find(call.model)
                 request = await self._check(model, call)
+                recalled = {} if call.received is None else await model.pool.recall(request)
                 known = self._repeated(call)  # it may have started while a long prompt was tokenized
                 if self._end_reason:
                     raise ShuttingDown(self._end_reason)
                 if known is None:
                     admission.accept(request)
-                    return self._submit(call, model, request, watch, admission, cleanup)
+                    return self._submit(call, model, request, watch, admission, cleanup, recalled)
         except BaseException as error:
             watch.on_end(error)
             raise
@@ -260,19 +279,29 @@ class GenerationService:
         watch: RequestWatch,
         admission: Admission,
         cleanup: ExitStack,
+        recalled: Mapping[int, RecalledOutput],
     ) -> ActiveRequest:
-        """Submit the request to a replica; its end closes `cleanup`."""
+        """Submit the request to a replica; its end closes `cleanup`.
+
+        Args:
+            recalled: see MigratingRequest.
+        """
         key = request.tenant, request.request_id
-        stream = model.pool.submit(request, watch.on_moved)
+        stream = model.pool.submit(request, watch.on_moved, recalled)
 
         def on_event(event: OutputEvent) -> None:
             watch.on_event(event)
             admission.charge(event)
 
+        started = RequestStarted(request.request_id, _name_of(model, request), len(request.prompt_token_ids))
+        processor = OutputProcessor(request, model.tokenizer)
+        received = call.received if call.after_event is not None else None
         log = RequestLog(
-            RequestStarted(request.request_id, _name_of(model, request), len(request.prompt_token_ids)),
+            started if received is None else None,
             stream,
-            OutputProcessor(request, model.tokenizer),
+            processor if received is None else OutputRest(processor, received, request),
+            end=0 if received is None or call.after_event is None else call.after_event + 1,
+            received=received,
             max_bytes=self.limits.max_request_bytes if call.request_id else 0,
             on_event=on_event,
         )
@@ -299,7 +328,7 @@ class GenerationService:
         check = functools.partial(
             model.checker.check,
             call.prompt,
-            call.sampling,
+            call.seeded(),
             request_id=call.request_id,
             tenant=call.tenant,
             priority=call.priority,
@@ -313,6 +342,13 @@ class GenerationService:
         is_short = not isinstance(call.prompt, Chat) and len(call.prompt) <= LONG_PROMPT_CHARS
         is_short = is_short and call.sampling.structured_outputs is None  # compiling takes a while
         return check() if is_short else await asyncio.to_thread(check)
+
+
+def _can_serve(log: RequestLog, call: GenerationCall) -> bool:
+    """Return whether the log continues the events that the caller has; it may have those of another gateway."""
+    if call.after_event is None:
+        return log.begins_with_request
+    return call.received is None or log.has_sent(call.after_event, call.received)
 
 
 def _name_of(model: ServedModel, request: Request) -> str:

@@ -12,7 +12,7 @@ import grpc.aio
 from ...proto import inference_pb2, inference_pb2_grpc
 from ...proto.errors import QuireError
 from ..api.request_limits import check_counts
-from ..api.request_messages import prompt_from_message, sampling_from_message
+from ..api.request_messages import prompt_from_message, received_from_message, sampling_from_message
 from ..api.response_messages import event_to_message, output_to_message
 from ..requests.outputs import collect_output
 from .authentication import authorization_of
@@ -147,6 +147,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
             after_event=message.after_sequence_number if message.HasField("after_sequence_number") else None,
             is_resumable=message.resumable,
+            received=received_from_message(message.received) if message.HasField("received") else None,
             trace_headers=trace_headers(context),
         )
 

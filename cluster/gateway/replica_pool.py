@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...proto.errors import Overloaded, QuireError, ReplicaUnavailable
-from ...proto.stream import Activity, CacheQuery, CacheReport, ReplicaStatus
+from ...proto.stream import Activity, CacheQuery, CacheReport, RecalledOutput, ReplicaStatus
+from ...scheduler.core.retained_outputs import best_outputs
 from ...scheduler.kv.prefix_cache import make_root, prefix_hashes
 from ..controller_api.demand import Demand
 from ..host.background import run_in_background
@@ -29,6 +30,8 @@ CANARY_TIMEOUT_S = 60.0
 CANARY_RETRY_S = 1.0
 # An idle replica that is ready has generated a token within this time.
 IDLE_CANARY_S = 10.0
+# A replica that does not answer in this time may hang: the request is computed again, which takes as long at most.
+RECALL_TIMEOUT_S = 1.0
 # Blocks of a prompt that are hashed for routing, at most.
 MAX_HASHED_BLOCKS = 4096
 
@@ -220,11 +223,25 @@ class ReplicaPool:
             # Unlike gather, a canceled wait leaves its tasks alone: a client that is not closed blocks the collector.
             await asyncio.wait(self._closing)
 
-    def submit(self, request: Request, on_move: MoveListener = ignore_move) -> MigratingRequest:
+    async def recall(self, request: Request) -> dict[int, RecalledOutput]:
+        """Return index |-> what the replicas know of the request's outputs from another gateway's run of it."""
+        if not request.may_be_recalled:
+            return {}
+        clients = [client for client in self.clients.values() if not client.has_failed]
+        queries = (client.recall(request, RECALL_TIMEOUT_S) for client in clients)
+        answers = await asyncio.gather(*queries, return_exceptions=True)
+        return best_outputs(each for answer in answers if isinstance(answer, tuple) for each in answer)
+
+    def submit(
+        self,
+        request: Request,
+        on_move: MoveListener = ignore_move,
+        recalled: Mapping[int, RecalledOutput] | None = None,
+    ) -> MigratingRequest:
         """Run the request.
 
         Args:
-            on_move: see MigratingRequest.
+            on_move, recalled: see MigratingRequest.
 
         Raises:
             Overloaded: too many requests wait for a replica already.
@@ -234,7 +251,7 @@ class ReplicaPool:
         self._num_arrived_tokens += len(request.prompt_token_ids)
         if not self.is_ready:
             self._check_may_wait()
-        running = MigratingRequest(request, self, on_move=on_move)
+        running = MigratingRequest(request, self, on_move=on_move, recalled=recalled)
         running.start()
         return running
 

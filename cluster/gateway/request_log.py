@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Callable
 
 from ...proto.errors import InvalidRequest, RequestNotFound
 from ..requests.output_processor import OutputProcessor
+from ..requests.output_rest import OutputRest
 from ..requests.outputs import CompletionDelta, OutputEvent, PromptLogprobsDelta, RequestStarted, StreamEvent
+from ..requests.received import Received
 from ..requests.request_stream import RequestStream
 
 # Estimates of an event's memory, measured with sys.getsizeof.
@@ -20,7 +22,12 @@ class RequestLog:
     The reader that needs the next event takes the next update of the request. So updates merge while no reader waits,
     and an event that was given a number never changes. For one event loop.
 
+    The log of a request that began at another gateway has the events after those that its client received there.
+
     Args:
+        started: the event 0; None if the client has it.
+        end: number of the first event, without `started`.
+        received: what the client has of the events before `end`.
         max_bytes: about how much of the past is kept for later readers, from the newest back. With 0 only the newest
             events are kept, for one reader.
         on_event: called once with each event after `started`.
@@ -28,15 +35,18 @@ class RequestLog:
     Attributes:
         has_ended: the last event is in the log, or `error` ended the request.
         error: see `has_ended`.
+        begins_with_request: the first event is or was the request's first.
         num_bytes: estimated memory of the events, if any are kept.
     """
 
     def __init__(
         self,
-        started: RequestStarted,
+        started: RequestStarted | None,
         stream: RequestStream,
-        processor: OutputProcessor,
+        processor: OutputProcessor | OutputRest,
         *,
+        end: int = 0,
+        received: Received | None = None,
         max_bytes: int = 0,
         on_event: Callable[[OutputEvent], None] = lambda event: None,
     ) -> None:
@@ -45,8 +55,10 @@ class RequestLog:
         self._max_bytes = max_bytes
         self._on_event = on_event
         self._updates = aiter(stream)
-        self._events: list[StreamEvent] = [started]
-        self._first = 0  # number of the oldest event that is kept
+        self._events: list[StreamEvent] = [] if started is None else [started]
+        self._first = end  # number of the oldest event that is kept
+        self.begins_with_request = started is not None
+        self._before_first = Received() if received is None else received.copy()
         self._pulling = asyncio.Lock()
         self.has_ended = False
         self.error: Exception | None = None
@@ -56,6 +68,15 @@ class RequestLog:
     def end(self) -> int:
         """Number of the next event."""
         return self._first + len(self._events)
+
+    def has_sent(self, after: int, received: Received) -> bool:
+        """Return whether a client with the events up to number `after` of this log has received this output."""
+        if not self._first - 1 <= after < self.end:
+            return False
+        sent = self._before_first.copy()
+        for event in self._events[: after + 1 - self._first]:
+            sent.take(event)
+        return sent == received
 
     async def read(self, after: int = -1) -> AsyncIterator[tuple[int, StreamEvent]]:
         """Yield the events after the one with number `after`, with their numbers, until the request has ended.
@@ -129,6 +150,9 @@ class RequestLog:
             self._drop(num_dropped)
 
     def _drop(self, num_dropped: int) -> None:
+        if self._max_bytes:
+            for event in self._events[:num_dropped]:
+                self._before_first.take(event)
         del self._events[:num_dropped]
         self._first += num_dropped
 

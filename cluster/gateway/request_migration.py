@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
 from ...proto.errors import DeadlineExpired, ProtocolError, QuireError, ReplicaUnavailable
-from ...proto.stream import Finish, FinishReason, Timings
+from ...proto.stream import Finish, FinishReason, RecalledOutput, Timings
 from ..host.background import run_in_background
 from ..replica.client import ReplicaClient
 from ..requests.observer import MoveCause
@@ -132,6 +132,7 @@ class MigratingRequest(UpdateQueue):
         picker: chooses the replicas.
         clock: monotonic time in seconds.
         on_move: called with a replica's id for each sequence that the replica loses before its end.
+        recalled: index |-> what an output has from another gateway's run of the request.
     """
 
     def __init__(
@@ -140,6 +141,8 @@ class MigratingRequest(UpdateQueue):
         picker: ReplicaPicker,
         clock: Callable[[], float] = time.monotonic,
         on_move: MoveListener = ignore_move,
+        *,
+        recalled: Mapping[int, RecalledOutput] | None = None,
     ) -> None:
         super().__init__(request.sampling.num_sequences)
         self._request = request
@@ -154,9 +157,13 @@ class MigratingRequest(UpdateQueue):
         # Replicas that failed since something was placed there: every attempt at a replica reports the same failure.
         self._failed_replicas: set[str] = set()
         self._placing: asyncio.Task[None] | None = None
+        for index, output in (recalled or {}).items():
+            self._take_recalled(index, output)
 
     def start(self) -> None:
         """Submit the request to a replica, immediately if one is ready."""
+        if not self._unplaced():
+            return
         client = self._picker.choose(self._request)
         if client is None or not self._place(client):
             self._start_placing()
@@ -205,6 +212,16 @@ class MigratingRequest(UpdateQueue):
             self._on_moved(attempt, index, finish)
         elif finish is not None and is_lost:
             self._on_replica_lost(attempt, finish.to_error())
+
+    def _take_recalled(self, index: int, recalled: RecalledOutput) -> None:
+        output, finish, token_ids = self._outputs[index], recalled.finish, recalled.token_ids.tolist()
+        output.token_ids += token_ids
+        if finish.reason is FinishReason.MOVED:
+            output.num_cached_tokens = finish.num_cached_tokens
+            output.unplace(self._clock(), finish.timings)
+            self.add(index, SequenceUpdate(token_ids))
+        else:
+            self.add(index, SequenceUpdate(token_ids, finish=self._merge(output, finish)))
 
     def _on_moved(self, attempt: _Attempt, index: int, finish: Finish) -> None:
         """A draining replica handed the sequence off."""

@@ -33,6 +33,9 @@ from ...proto.stream import (
     GatewayMessage,
     LoadLora,
     LoraLoaded,
+    Recall,
+    Recalled,
+    RecalledOutput,
     ReplicaMessage,
     ReplicaStatus,
     StatusQuery,
@@ -269,6 +272,15 @@ class ReplicaClient:
         query_id = next(self._query_ids)
         return cast(BlockMap, await self._ask(BlockMapQuery(query_id), timeout_s))
 
+    async def recall(self, request: Request, timeout_s: float) -> tuple[RecalledOutput, ...]:
+        """Return the tokens that the replica knows of a request, which another gateway may have submitted.
+
+        Raises:
+            ReplicaUnavailable: the replica does not answer in time, or has failed.
+        """
+        answer = cast(Recalled, await self._ask(request.recall_message(next(self._query_ids)), timeout_s))
+        return answer.outputs
+
     async def load_lora(self, reference: LoraReference, timeout_s: float) -> None:
         """Have the replica's ranks read an adapter.
 
@@ -298,7 +310,7 @@ class ReplicaClient:
             raise InvalidRequest("command", answer.error)
 
     async def _ask(
-        self, query: StatusQuery | BlockMapQuery | LoadLora | ControlEngine, timeout_s: float
+        self, query: StatusQuery | BlockMapQuery | LoadLora | ControlEngine | Recall, timeout_s: float
     ) -> Any:
         """Send a query and return its answer."""
         self._check_open()
@@ -308,7 +320,11 @@ class ReplicaClient:
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
-            kinds = {LoadLora: "the load of an adapter", ControlEngine: "a command"}
+            kinds = {
+                LoadLora: "the load of an adapter",
+                ControlEngine: "a command",
+                Recall: "a query for a request's tokens",
+            }
             kind = kinds.get(type(query), "a status query")
             reason = f"replica {self.replica_id} did not answer {kind} in {timeout_s:g} s"
             raise ReplicaUnavailable(reason) from None
@@ -463,7 +479,7 @@ class ReplicaClient:
     def _on_message(self, message: GatewayMessage | ReplicaMessage) -> None:
         if isinstance(message, ReplicaStatus):
             self._on_status(message)
-        elif isinstance(message, BlockMap | LoraLoaded | EngineControlled):
+        elif isinstance(message, BlockMap | LoraLoaded | EngineControlled | Recalled):
             self._answer(message)
         if isinstance(message, ReplicaStatus | CacheReport):
             for listener in self._listeners:
@@ -498,7 +514,7 @@ class ReplicaClient:
             if not waiting.done():
                 waiting.set_result(status)
 
-    def _answer(self, message: ReplicaStatus | BlockMap | LoraLoaded | EngineControlled) -> None:
+    def _answer(self, message: ReplicaStatus | BlockMap | LoraLoaded | EngineControlled | Recalled) -> None:
         """Pass an answer to the caller that waits for it, if it still does."""
         query = self._queries.get(message.query_id)
         if query is not None and not query.done():

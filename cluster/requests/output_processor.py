@@ -168,7 +168,8 @@ class _SequenceOutput:
             num_tokens += num_without_text
             if finish is not None:
                 text += self._rest()
-        chat = self._parse(text, is_last=self.has_stop_string or finish is not None)
+        is_last = self.has_stop_string or finish is not None
+        chat = self._parse(text, is_last=is_last)
         if not num_tokens and not text and not chat:
             return None
         self._num_tokens += num_tokens
@@ -176,7 +177,7 @@ class _SequenceOutput:
         for entry in entries:
             self.logprob_sum += entry.chosen
         logprobs = self._logprobs(token_ids, entries)
-        return CompletionDelta(self._index, text, token_ids, logprobs, number, chat)
+        return CompletionDelta(self._index, text, token_ids, logprobs, number, chat, is_last)
 
     def _detokenize(self, token_ids: list[int]) -> tuple[str, int]:
         """Return the new text, and the number of tokens that belong to the sequence."""

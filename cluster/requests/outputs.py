@@ -82,6 +82,7 @@ class CompletionDelta:
         logprobs: one entry per token of `token_ids`; empty unless requested.
         sequence_number: number of the delta within its stream, from 1.
         chat: what the delta adds to the message of a chat; None for other prompts.
+        is_last: the completion has no further delta.
     """
 
     index: int
@@ -90,6 +91,7 @@ class CompletionDelta:
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     sequence_number: int = 0
     chat: tuple[ChatDelta, ...] | None = None
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

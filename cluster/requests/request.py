@@ -17,8 +17,9 @@ from ...proto.lora import LoraReference
 from ...proto.pooling import PoolingParams
 from ...proto.sampling import RANDOM_SEED, SamplingParams
 from ...proto.step import NO_INTS
-from ...proto.stream import Submit
+from ...proto.stream import Recall, Submit
 from ...proto.structured_outputs import OutputConstraint, StructuredOutputsParams
+from ...scheduler.core.retained_outputs import content_digest
 from ..chat_format.chat_format import OpenReasoning
 from ..chat_format.output_parser import ChatOutputParser
 from .chat import Chat
@@ -100,6 +101,24 @@ class Request:
             constraint=self.constraint,
             lora=self.lora,
             pooling=self.pooling,
+        )
+
+    @property
+    def may_be_recalled(self) -> bool:
+        """Return whether replicas keep what its output needs: they keep no log-probabilities, and no beams."""
+        sampling = self.sampling
+        has_logprobs = self.reports_logprobs or sampling.prompt_logprobs is not None
+        return not has_logprobs and sampling.beam_width is None and self.pooling is None
+
+    def recall_message(self, query_id: int) -> Recall:
+        """Return the query for the tokens that a replica knows of the request."""
+        return Recall(
+            query_id,
+            self.tenant,
+            self.request_id,
+            self.sampling.seed or 0,
+            self.sampling.num_sequences,
+            content_digest(self.prompt_token_ids, self.sampling, self.lora),
         )
 
     def resumed(self, index: int, token_ids: Sequence[int]) -> Request:

@@ -1,4 +1,4 @@
-"""A fleet on a real Ray cluster: draining, an update, and a killed controller."""
+"""A fleet on a real Ray cluster: draining, an update, and a killed controller, gateway and scheduler."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ray_nodes import RayNodes
 
 from quire import Client, SamplingParams
 from quire.cluster.demo.server import ServerProcess
+from quire.cluster.requests.outputs import CompletionDelta, StreamEvent
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -95,6 +96,58 @@ def test_a_fleet_serves_drains_updates_and_outlives_its_controller(
         assert shown.returncode == 0, shown.stdout
         assert "2 of 2" in shown.stdout
         assert version in shown.stdout
+
+
+def test_streams_survive_a_killed_gateway_and_a_killed_scheduler(
+    nodes: RayNodes, server: ServerProcess, demo_model_dir: Path
+) -> None:
+    """The client has two gateways, and no other way to the replicas."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in nodes.environment.items():
+            patch.setenv(name, value)
+        doomed = ServerProcess("demo", "--address", nodes.address, *OPTIONS)
+    try:
+        doomed.wait_ready(READY_TIMEOUT_S)
+        with (
+            Client(f"{doomed.address},{server.address}") as client,
+            Load(client, PROMPTS, PARAMS, num_threads=2) as load,
+        ):
+            stream = client.generate_stream(PROMPTS[0], PARAMS)
+            tokens = first_tokens(stream)
+            doomed.process.kill()
+            tokens += all_tokens(stream)
+            stream = client.generate_stream(PROMPTS[1], PARAMS)
+            others = first_tokens(stream)
+            replicas = {replica.replica_id for replica in ready(client.fleet())}
+            os.kill(scheduler_pids(nodes)[0], signal.SIGKILL)
+            others += all_tokens(stream)
+            status = wait_for(client, lambda s: len(ready(s)) == 2, READY_TIMEOUT_S)
+            assert {replica.replica_id for replica in ready(status)} == replicas
+    finally:
+        doomed.close()
+    greedy = Greedy(demo_model_dir)
+    outputs = {*load.outputs, (PROMPTS[0], tuple(tokens)), (PROMPTS[1], tuple(others))}
+    for prompt, answer in outputs:
+        assert len(answer) == PARAMS.max_tokens
+        greedy.check(prompt, answer)
+
+
+def first_tokens(stream: Iterator[StreamEvent]) -> list[int]:
+    """Return the tokens of the first delta."""
+    return next(event.token_ids for event in stream if isinstance(event, CompletionDelta))
+
+
+def all_tokens(stream: Iterator[StreamEvent]) -> list[int]:
+    return [token for event in stream if isinstance(event, CompletionDelta) for token in event.token_ids]
+
+
+def scheduler_pids(nodes: RayNodes) -> list[int]:
+    """Return the pids of this cluster's schedulers; the machine may run others."""
+    return [
+        process.pid
+        for process in psutil.Process(nodes.head_pid).children(recursive=True)
+        if "ray::SchedulerActor" in " ".join(process.cmdline())
+    ]
 
 
 def controller_pid(nodes: RayNodes) -> int:

@@ -86,7 +86,7 @@ def test_output_is_the_same_after_the_wire(output: RequestOutput) -> None:
         RequestStarted("id", "tiny", 3),
         PromptLogprobsDelta(1, [7, 8], LOGPROBS),
         CompletionDelta(1, "ab", [7, 8], LOGPROBS, sequence_number=4),
-        CompletionDelta(0, "text without a token", []),
+        CompletionDelta(0, "text without a token", [], is_last=True),
         CompletionFinished(1, "stop", 42, Usage(3, 2, 1), Timings(0.5), -5.5, -2.0),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 
 from quire import AsyncClient, Client, SamplingParams
 from quire.cluster.client.calls import Calls
+from quire.cluster.client.servers import Servers
 
 ServerFactory = Callable[..., Any]
 
@@ -61,7 +62,7 @@ def test_call_has_the_client_s_deadline_unless_it_has_its_own() -> None:
         def __getattr__(self, name: str) -> Any:
             return lambda *args, **options: None
 
-    calls = Calls(Channel(), "127.0.0.1:1", "secret", 7.0)
+    calls = Calls(Servers(["127.0.0.1:1"]), [Channel()], "secret", 7.0)
     assert calls.generate("a", None, {}).options["timeout"] == 7.0
     assert calls.generate("a", None, {"timeout_s": None}).options["timeout"] == 7.0
     assert calls.generate("a", None, {"timeout_s": 2.0}).options["timeout"] == 2.0

@@ -275,7 +275,7 @@ def test_synchronous_client_survives_a_break_after_every_event(serve: ServerFact
     run(scenario())
 
 
-def test_client_gives_up_where_the_server_has_forgotten_the_request(serve: ServerFactory) -> None:
+def test_server_that_has_forgotten_the_request_computes_it_again(serve: ServerFactory) -> None:
     limits = RetentionLimits(resume_window_s=0.0, retention_s=0.0)
 
     async def scenario() -> None:
@@ -283,17 +283,35 @@ def test_client_gives_up_where_the_server_has_forgotten_the_request(serve: Serve
             serve(retention=limits) as server,
             tcp_proxy(server.target) as proxy,
             AsyncClient(proxy.address) as client,
-            AsyncClient(server.target) as observer,
         ):
+            sampling = SamplingParams(max_tokens=100, ignore_eos=True, logprobs=0)
+            whole = [event async for event in client.generate_stream(PROMPT, sampling, request_id="r")]
             server.brake.slow_down()
-            events = client.generate_stream(PROMPT, ENDLESS)
-            await first_delta(events)
+            stream = client.generate_stream(PROMPT, sampling, request_id="r")
+            events = [await anext(stream), await anext(stream)]
+            await asyncio.to_thread(server.brake.catch)
             proxy.break_connections()
-            with pytest.raises(
-                ServerUnreachable, match=r"it cannot be resumed: request '.*' is not known here"
-            ):
-                await drain(events)
-            await until_free(observer)
+
+            async def has_ended() -> bool:
+                return not server.replica.num_running
+
+            await eventually(has_ended)
+            server.brake.speed_up()
+            server.brake.release()
+            events += [event async for event in stream]
+            assert joined(events) == joined(whole)
+
+    run(scenario())
+
+
+def test_client_gives_up_where_the_request_cannot_be_continued(serve: ServerFactory) -> None:
+    """A call that does not tell what it has received, as that of an earlier release."""
+
+    async def scenario() -> None:
+        async with serve() as server:
+            with pytest.raises(RequestNotFound, match="is not known here"):
+                async with inference(server.target) as stub:
+                    await read(stub.GenerateStream(request(resumable=True, after_sequence_number=3)))
 
     run(scenario())
 

@@ -1,0 +1,74 @@
+"""Selection of one of several gateways."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from serving import PROMPT, ServerFactory, run
+
+from quire import AsyncClient, Client, SamplingParams
+from quire.cluster.client.servers import SelectedStub, Servers, split_target
+from quire.proto.errors import ServerUnreachable
+
+NOWHERE = "127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("a:1", ["a:1"]),
+        ("a:1, b:2,", ["a:1", "b:2"]),
+        ("ipv4:10.0.0.1:1,10.0.0.2:1", ["ipv4:10.0.0.1:1,10.0.0.2:1"]),
+        ("[::1]:1,a:2", ["[::1]:1", "a:2"]),
+        ("", [""]),
+    ],
+)
+def test_target_is_split_at_commas(target: str, expected: list[str]) -> None:
+    assert split_target(target) == expected
+
+
+def test_server_is_left_once_by_calls_that_fail_together() -> None:
+    servers = Servers(["a", "b", "c"])
+    for _ in range(3):
+        servers.leave(0)
+    assert servers.target == "b"
+    servers.leave(1)
+    servers.leave(2)
+    assert servers.target == "a"
+
+
+def test_stub_calls_the_selected_server() -> None:
+    class Stub:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def Generate(self, request: str, **options: Any) -> tuple[str, str, dict[str, Any]]:
+            return self.name, request, options
+
+    servers = Servers(["a", "b"])
+    generate = SelectedStub(servers, [Stub("a"), Stub("b")]).Generate
+    assert generate("request", timeout=1) == ("a", "request", {"timeout": 1})
+    servers.leave(0)
+    assert generate("request") == ("b", "request", {})
+
+
+def test_calls_pass_over_a_server_that_is_not_there(serve: ServerFactory) -> None:
+    def check(target: str) -> None:
+        with Client(f"{NOWHERE},{target}") as client:
+            assert [model.name for model in client.models()] == ["tiny"]
+
+    async def scenario() -> None:
+        sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+        async with serve() as server:
+            async with AsyncClient(f"{NOWHERE},{server.target}") as client:
+                assert len((await client.generate(PROMPT, sampling)).outputs[0].token_ids) == 2
+            async with AsyncClient(f"{NOWHERE},{server.target}") as client:
+                assert [model.name for model in await client.models()] == ["tiny"]
+            await asyncio.to_thread(check, server.target)
+        async with AsyncClient(f"{NOWHERE},127.0.0.1:2") as client:
+            with pytest.raises(ServerUnreachable):
+                await client.models()
+
+    run(scenario())
