@@ -31,6 +31,7 @@ from .engine import OutputCollector
 _log = logging.getLogger(__name__)
 
 _GATEWAY = b"in-process"
+_QUERY_ID = 1  # 0 asks for no answer
 
 
 class InProcessGroup:
@@ -141,7 +142,7 @@ class InProcessEngine:
                 loop.stop()
 
         mailbox.connect(_GATEWAY, on_message)
-        mailbox.post(_GATEWAY, ControlEngine(0, command))
+        mailbox.post(_GATEWAY, ControlEngine(_QUERY_ID, command))
         with self._stepping:
             self._thread.submit(loop.run).result()
         if outcomes[0].error:
