@@ -189,10 +189,12 @@ def test_client_of_two_gateways_continues_at_the_next_one(model: Path) -> None:
             AsyncClient(f"{proxy.address}, {second}") as client,
             AsyncClient(second) as observer,
         ):
+            replica.brake.slow_down()
             stream = client.generate_stream(PROMPT, sampling, request_id="r")
             events: list[StreamEvent] = [await anext(stream), await first_delta(stream)]
             await asyncio.to_thread(replica.brake.catch)
             proxy.break_connections()
+            replica.brake.speed_up()
             replica.brake.release()
             events += [event async for event in stream]
             assert proxy.num_connections == 1
@@ -214,12 +216,14 @@ def test_client_of_two_gateways_survives_the_kill_of_one(model: Path) -> None:
             AsyncClient(f"{address}, {survivor.target}") as client,
         ):
             whole = [event async for event in observer.generate_stream(PROMPT, sampling)]
+            replica.brake.slow_down()
             stream = client.generate_stream(PROMPT, sampling)
             events: list[StreamEvent] = [await anext(stream), await first_delta(stream)]
             output = asyncio.create_task(client.generate(PROMPT, sampling))
             await asyncio.to_thread(replica.brake.catch)  # the stream cannot end before its gateway does
             process.send_signal(signal.SIGKILL)
             await asyncio.to_thread(process.wait, DEADLINE_S)
+            replica.brake.speed_up()
             replica.brake.release()
             events += [event async for event in stream]
             assert outcome(events) == outcome(whole)
