@@ -69,19 +69,20 @@ class Fleet:
             self.replicas[replica_id].group.step_s = SLOW_STEP_S
 
     def submit_at_slow_replica(self, request: Request) -> tuple[MigratingRequest, str]:
-        """Submit the only request; return it and its replica, which alone is slow from then on."""
+        """Submit a request; return it and its replica, which alone is slow from then on."""
         self.slow_down(*self.replicas)
-        running = self.pool.submit(request)
-        busy = self.busy_replica()
+        running, busy = self.submit(request)
         for replica_id, replica in self.replicas.items():
             if replica_id != busy:
                 replica.group.step_s = SlowWorkers.step_s
         return running, busy
 
-    def busy_replica(self) -> str:
-        """Return the id of the replica that runs the only request."""
-        (name,) = [name for name, client in self.pool.clients.items() if client.num_running]
-        return name
+    def submit(self, request: Request) -> tuple[MigratingRequest, str]:
+        """Submit a request; return it and the id of its replica. Others may run a canary."""
+        before = {name: client.num_running for name, client in self.pool.clients.items()}
+        running = self.pool.submit(request)
+        (name,) = [name for name, client in self.pool.clients.items() if client.num_running > before[name]]
+        return running, name
 
     def drain(self, replica_id: str, grace_s: float = 0.0) -> None:
         self.pool.clients[replica_id].send(Drain(grace_s))
@@ -347,8 +348,8 @@ def test_requests_with_a_common_prefix_use_the_same_replica(launcher: FakeLaunch
             short = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)
             chosen = set()
             for _ in range(4):
-                running = fleet.pool.submit(Request("mine", prompt, short))
-                chosen.add(fleet.busy_replica())
+                running, replica_id = fleet.submit(Request("mine", prompt, short))
+                chosen.add(replica_id)
                 await follow(running)
             assert len(chosen) == 1
 
