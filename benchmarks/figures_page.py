@@ -338,6 +338,22 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Cold starts",
+        "cold_start",
+        "From asking for a replica of the demo model to its first token; its weights are in the page cache. The "
+        "server starts Ray as well.",
+        chosen(
+            replica_total_s="a replica whose processes are prepared",
+            replica_processes_s="its processes",
+            replica_load_s="its weights and KV memory",
+            replica_canary_s="its first token",
+            replica_unprepared_total_s="a replica whose processes are not prepared",
+            replica_unprepared_processes_s="its processes",
+            serve_total_s="`quire serve demo`, from the command to ready",
+            serve_stop_s="from SIGTERM to its end",
+        ),
+    ),
+    Section(
         "Recovery",
         "recovery",
         "Time from `kill -9` to the next token of the slowest stream, on a machine at a load of 15.",

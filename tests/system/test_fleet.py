@@ -120,7 +120,7 @@ def test_streams_survive_a_killed_gateway_and_a_killed_scheduler(
             others = first_tokens(stream)
             os.kill(scheduler_pids(nodes)[0], signal.SIGKILL)
             others += all_tokens(stream)
-            # The scheduler has a successor, or its replica has one if that is late.
+            # The scheduler has a successor, or the replica if its ranks did not answer in time.
             wait_for(client, lambda s: len(ready(s)) == 2, READY_TIMEOUT_S)
     finally:
         doomed.close()
