@@ -86,7 +86,7 @@ class _Layout:
 
     @property
     def samples_all(self) -> bool:
-        """Whether every token of the step is sampled from, in order."""
+        """Return whether every token of the step is sampled from, in order."""
         return self.sampled.size == self.rows.size == self.num_decodes
 
 

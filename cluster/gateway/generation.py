@@ -11,7 +11,7 @@ import asyncio
 import functools
 import hashlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 
@@ -38,6 +38,7 @@ from ..requests.output_rest import OutputRest
 from ..requests.outputs import OutputEvent, RequestStarted, StreamEvent
 from ..requests.received import Received
 from ..requests.request import AnyPrompt, Request, TextPair
+from ..requests.request_stream import RequestStream
 from .active_request import ActiveRequest
 from .request_log import RequestLog
 from .retention import RequestKey, RetainedRequests, RetentionLimits
@@ -293,18 +294,7 @@ class GenerationService:
             watch.on_event(event)
             admission.charge(event)
 
-        started = RequestStarted(request.request_id, _name_of(model, request), len(request.prompt_token_ids))
-        processor = OutputProcessor(request, model.tokenizer)
-        received = call.received if call.after_event is not None else None
-        log = RequestLog(
-            started if received is None else None,
-            stream,
-            processor if received is None else OutputRest(processor, received, request),
-            end=0 if received is None or call.after_event is None else call.after_event + 1,
-            received=received,
-            max_bytes=self.limits.max_request_bytes if call.request_id else 0,
-            on_event=on_event,
-        )
+        log = self._open_log(call, model, request, stream, on_event)
         cleanup = cleanup.pop_all()
 
         def on_end(active: ActiveRequest, error: BaseException | None) -> None:
@@ -322,6 +312,32 @@ class GenerationService:
         self._finished.discard(key)
         watch.on_accepted(model.name, request)
         return active
+
+    def _open_log(
+        self,
+        call: GenerationCall,
+        model: ServedModel,
+        request: Request,
+        stream: RequestStream,
+        on_event: Callable[[OutputEvent], None],
+    ) -> RequestLog:
+        """Return the log of the request, without the events that its client received from another gateway."""
+        processor = OutputProcessor(request, model.tokenizer)
+        max_bytes = self.limits.max_request_bytes if call.request_id else 0
+        if call.received is None or call.after_event is None:
+            started = RequestStarted(
+                request.request_id, _name_of(model, request), len(request.prompt_token_ids)
+            )
+            return RequestLog(started, stream, processor, max_bytes=max_bytes, on_event=on_event)
+        return RequestLog(
+            None,
+            stream,
+            OutputRest(processor, call.received, request),
+            end=call.after_event + 1,
+            received=call.received,
+            max_bytes=max_bytes,
+            on_event=on_event,
+        )
 
     async def _check(self, model: ServedModel, call: GenerationCall) -> Request:
         """Return the validated and tokenized request."""

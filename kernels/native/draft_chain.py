@@ -10,7 +10,7 @@ from .library import library
 
 
 class Merge(enum.IntEnum):
-    """How a network reads the embedding of a token and a hidden state; see native/draft_chain.cpp."""
+    """Ways in which a network combines the embedding of a token with a hidden state; see native/draft_chain.cpp."""
 
     EMBEDDING = 0
     BESIDE = 1

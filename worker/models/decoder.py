@@ -197,7 +197,7 @@ class DecoderLayer:
 
     @property
     def supports_outputs(self) -> bool:
-        """Whether the layer can compute the output of some tokens only."""
+        """Return whether the layer can compute the output of some tokens only."""
         return isinstance(self.attention, Attention) and not self.is_parallel
 
     def forward_outputs(

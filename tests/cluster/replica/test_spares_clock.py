@@ -1,4 +1,4 @@
-"""When spare processes are started: after the first step, in an idle moment or after a while, and once."""
+"""Start of spare processes: after the first step, in an idle moment or after a while, and once."""
 
 from __future__ import annotations
 
