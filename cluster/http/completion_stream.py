@@ -19,6 +19,7 @@ from .choice_logprobs import CompletionLogprobs
 from .json_text import json_text, quoted
 from .response_head import ResponseHead
 from .schema.completion import CompletionRequest
+from .stream_position import StreamPosition
 from .usage_json import ending_json, timings_json, total_usage, usage_json
 
 DONE = b"data: [DONE]\n\n"
@@ -36,10 +37,17 @@ class CompletionStream:
 
     Chunks are put together from prepared text around the new text: encoding each as an object takes three times as
     long.
+
+    Args:
+        position: of the client before the events; that of several prompts is the beginning.
     """
 
     def __init__(
-        self, head: ResponseHead, body: CompletionRequest, generations: Sequence[Generation]
+        self,
+        head: ResponseHead,
+        body: CompletionRequest,
+        generations: Sequence[Generation],
+        position: StreamPosition,
     ) -> None:
         self._body = body
         self._generations = generations
@@ -54,7 +62,13 @@ class CompletionStream:
             for index in range(self._num_choices * len(generations))
         ]
         self._prompt_logprobs: list[list[PositionLogprobs | None]] = [[None] for _ in generations]
-        self._usages = [Usage(len(each.request.prompt_token_ids)) for each in generations]
+        for index, received in position.received.outputs.items():
+            self._choices[index].num_tokens = received.num_tokens
+        num_tokens = sum(choice.num_tokens for choice in self._choices)
+        self._usages = [
+            Usage(len(each.request.prompt_token_ids), num_tokens, position.cached_tokens)
+            for each in generations
+        ]
         self._null_usage = ',"usage":null' if body.includes_usage else ""
         self._is_plain = not (
             body.echo or body.return_token_ids or body.logprobs is not None or body.has_continuous_usage

@@ -21,6 +21,7 @@ from ..generations import collect_all
 from ..response_head import ResponseHead
 from ..schema.chat_completion import ChatCompletionRequest
 from ..schema.error_body import OPENAI_ERRORS, WHOLE_OR_STREAM
+from ..stream_position import StreamPosition, chunks_of
 from ..usage_json import ending_json, timings_json, usage_json
 
 
@@ -32,8 +33,11 @@ def router(services: GatewayServices) -> APIRouter:
         head = ResponseHead.new("chatcmpl-", body.request_id)
         with preparing(services, body.field_names):
             call = with_context(body.call(body.chat(), body.sampling()), request, services)
+            position = StreamPosition.of_headers(request.headers, call)
         if body.stream:
-            return EventStream(_stream(services, call, body, head), openai_error_event, head.headers)
+            return EventStream(
+                _stream(services, call, body, head, position), openai_error_event, head.headers
+            )
         async with unless_client_leaves(request.receive):
             with renamed_fields(body.field_names):
                 async with services.generation.run(call) as generation:
@@ -44,14 +48,17 @@ def router(services: GatewayServices) -> APIRouter:
 
 
 async def _stream(
-    services: GatewayServices, call: GenerationCall, body: ChatCompletionRequest, head: ResponseHead
+    services: GatewayServices,
+    call: GenerationCall,
+    body: ChatCompletionRequest,
+    head: ResponseHead,
+    position: StreamPosition,
 ) -> AsyncGenerator[bytes, None]:
     with renamed_fields(body.field_names):
-        async with services.generation.run(call) as generation:
-            stream = ChatStream(head, body, generation)
-            async for event in generation.events:
-                if chunk := stream.event(event):
-                    yield chunk
+        async with services.generation.run(position.resumed(call)) as generation:
+            stream = ChatStream(head, body, generation, position)
+            async for chunk in chunks_of(generation, stream.event, position if body.resumable else None):
+                yield chunk
             yield stream.end()
 
 

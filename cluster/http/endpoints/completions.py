@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -21,6 +22,7 @@ from ..generations import collect_all, numbered_events, run_all
 from ..response_head import ResponseHead
 from ..schema.completion import CompletionRequest
 from ..schema.error_body import OPENAI_ERRORS, WHOLE_OR_STREAM
+from ..stream_position import StreamPosition, chunks_of
 from ..usage_json import ending_json, timings_json, total_usage, usage_json
 
 # field of quire.v1 |-> field of this endpoint
@@ -35,8 +37,11 @@ def router(services: GatewayServices) -> APIRouter:
         head = ResponseHead.new("cmpl-", body.request_id)
         with preparing(services, _FIELDS):
             calls = [with_context(call, request, services) for call in _calls(body)]
+            position = StreamPosition.of_headers(request.headers, calls[0])
         if body.stream:
-            return EventStream(_stream(services, calls, body, head), openai_error_event, head.headers)
+            return EventStream(
+                _stream(services, calls, body, head, position), openai_error_event, head.headers
+            )
         async with unless_client_leaves(request.receive):
             with renamed_fields(_FIELDS):
                 async with run_all(services.generation, calls) as generations:
@@ -50,18 +55,30 @@ def _calls(body: CompletionRequest) -> Sequence[GenerationCall]:
     sampling, prompts = body.sampling(), body.prompts
     if len(prompts) > 1 and body.request_id:
         raise InvalidRequest("request_id", "identifies one prompt, must be unset with several")
+    if body.resumable and body.stream and (body.echo or body.logprobs is not None):
+        raise InvalidRequest(
+            "resumable", "cannot be combined with echo or logprobs in a stream of completions"
+        )
     return [body.call(prompt, sampling, add_special_tokens=body.add_special_tokens) for prompt in prompts]
 
 
 async def _stream(
-    services: GatewayServices, calls: Sequence[GenerationCall], body: CompletionRequest, head: ResponseHead
+    services: GatewayServices,
+    calls: Sequence[GenerationCall],
+    body: CompletionRequest,
+    head: ResponseHead,
+    position: StreamPosition,
 ) -> AsyncGenerator[bytes, None]:
     with renamed_fields(_FIELDS):
-        async with run_all(services.generation, calls) as generations:
-            stream = CompletionStream(head, body, generations)
-            async for prompt_index, event in numbered_events(generations):
-                if chunk := stream.event(prompt_index, event):
+        async with run_all(services.generation, [position.resumed(call) for call in calls]) as generations:
+            stream = CompletionStream(head, body, generations, position)
+            if body.resumable:
+                async for chunk in chunks_of(generations[0], partial(stream.event, 0), position):
                     yield chunk
+            else:
+                async for prompt_index, event in numbered_events(generations):
+                    if chunk := stream.event(prompt_index, event):
+                        yield chunk
             yield stream.end()
 
 

@@ -64,6 +64,10 @@ class SamplingFields(RequestModel):
     use_beam_search: bool = Field(False, description="Beam search with n beams, of which all are returned.")
     user: str | None = Field(None, description="Has no effect; tenants come from tokens.")
     request_id: str = Field("", description="Identifies the request in quire.v1; chosen if missing.")
+    resumable: bool = Field(
+        False,
+        description="The stream has event ids, from which Last-Event-ID continues it; needs request_id.",
+    )
     priority: int = Field(0, ge=-(2**31) + 1, lt=2**31, description="As in vLLM, lower runs first.")
     cache_salt: str = Field("", description="Prefixes are shared only with equal salts.")
     return_token_ids: bool = Field(False, description="Send token ids beside the text.")
@@ -80,6 +84,7 @@ class SamplingFields(RequestModel):
             priority=-self.priority,  # in quire.v1, higher runs first
             cache_salt=self.cache_salt,
             add_special_tokens=add_special_tokens,
+            is_resumable=self.resumable,
         )
 
     def sampling_params(self, **others: Any) -> SamplingParams:
