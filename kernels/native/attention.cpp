@@ -326,27 +326,51 @@ void matmul(const float* a, int64_t a_stride, const float* b, int64_t b_stride, 
   }
 }
 
+// Zeros that begin at a cache line: a vector that crosses two lines takes two loads.
+class Floats {
+ public:
+  explicit Floats(int64_t count) : lines_((count + LINE_LEN - 1) / LINE_LEN), count_(count) {}
+
+  float* data() { return lines_.data()->numbers; }
+  float& operator[](int64_t i) { return data()[i]; }
+  void fill(float value) { std::fill(data(), data() + count_, value); }
+
+ private:
+  static constexpr int64_t LINE_LEN = 16;
+  struct alignas(64) Line {
+    float numbers[LINE_LEN];
+  };
+
+  std::vector<Line> lines_;
+  int64_t count_;
+};
+
 // One thread's buffers for a tile of queries.
 template <int D>
 struct Tile {
   int64_t rows;
-  std::vector<float> queries, scratch, keys, values, scores, acc;
-  std::vector<Softmax> states;
+  Floats queries, scratch, keys, values, scores, acc;
+  Floats maxima, sums;  // of each row's softmax
 
+  // The softmax reads whole groups of LANES rows.
   explicit Tile(int64_t num_rows)
       : rows((num_rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS),
         queries(rows * D),
         scratch(KEY_TILE * D),
         keys(D * KEY_TILE),
         values(KEY_TILE * D),
-        scores(rows * KEY_TILE),
+        scores((rows + LANES) * KEY_TILE),
         acc(rows * D),
-        states(rows) {}
+        maxima(rows + LANES),
+        sums(rows + LANES) {}
 
   // Begins with the queries of `group` heads from `first_head` on.
   void reset(const Variant& variant, int64_t first_head, int64_t group) {
-    std::fill(acc.begin(), acc.end(), 0.f);
-    for (int64_t row = 0; row < rows; row++) states[row] = initial_state(variant, first_head + row % group);
+    acc.fill(0.f);
+    for (int64_t row = 0; row < rows; row++) {
+      const Softmax state = initial_state(variant, first_head + row % group);
+      maxima[row] = state.max, sums[row] = state.sum;
+    }
   }
 
   // Transposes n rows of D numbers to columns; rows of the result are KEY_TILE apart.
@@ -383,30 +407,42 @@ struct Tile {
     }
   }
 
-  // Replaces one row of scores by softmax weights; the row attends to the first `visible` keys of the tile.
-  void softmax(int64_t row, int64_t visible) {
-    float* s = &scores[row * KEY_TILE];
-    const IntVec lanes = lane_indices();
-    Vec top = broadcast(-INFINITY);
-    for (int i = 0; i < KEY_TILE; i += LANES) {
-      const Vec masked = lanes < int(visible) - i ? load(s + i) : broadcast(-INFINITY);
-      store(s + i, masked);
-      top = larger(masked, top);
+  // Replaces the scores of up to LANES rows from `first` on by softmax weights. Row first + r attends to the first
+  // visible[r] of `count` keys. The rows are folded together, since each reduction of one row waits for itself.
+  void softmax(int64_t first, int64_t num_rows, int64_t count, const IntVec& visible, bool is_masked) {
+    const int num_vectors = int((count + LANES - 1) / LANES);
+    const auto vector_of = [&](int r, int i) { return &scores[(first + r) * KEY_TILE + i * LANES]; };
+    Vec tops[LANES];
+    for (int r = 0; r < LANES; r++) {
+      tops[r] = broadcast(-INFINITY);
+      for (int i = 0; i < num_vectors; i++) {
+        Vec s = load(vector_of(r, i));
+        if (is_masked) {
+          s = lane_indices() + i * LANES < visible[r] ? s : broadcast(-INFINITY);
+          store(vector_of(r, i), s);
+        }
+        tops[r] = larger(s, tops[r]);
+      }
     }
-    if (max_of(top) == -INFINITY) {
-      std::fill(s, s + KEY_TILE, 0.f);
-      return;
+    const Vec before = load(&maxima[first]), now = larger(maxima_of(tops), before);
+    // Rows without any key so far have no maximum; their weights are 0.
+    const Vec shift = now == -INFINITY ? Vec{} : now, decay = exp_of(before - shift);
+    Vec weight_sums[LANES];
+    for (int r = 0; r < LANES; r++) {
+      weight_sums[r] = Vec{};
+      for (int i = 0; i < num_vectors; i++) {
+        const Vec weights = exp_of(load(vector_of(r, i)) - shift[r]);
+        store(vector_of(r, i), weights);
+        weight_sums[r] += weights;
+      }
     }
-    const float decay = raise_max(states[row], max_of(top));
-    Vec sum = {};
-    for (int i = 0; i < KEY_TILE; i += LANES) {
-      const Vec weights = exp_of(load(s + i) - states[row].max);
-      store(s + i, weights);
-      sum += weights;
+    store(&maxima[first], now);
+    store(&sums[first], load(&sums[first]) * decay + sums_of(weight_sums));
+    for (int r = 0; r < num_rows; r++) {
+      if (decay[r] == 1.f) continue;
+      float* row = &acc[(first + r) * D];
+      for (int d = 0; d < D; d += LANES) store(row + d, load(row + d) * decay[r]);
     }
-    states[row].sum += sum_of(sum);
-    if (decay != 1.f)
-      for (int d = 0; d < D; d += LANES) store(&acc[row * D + d], load(&acc[row * D + d]) * decay);
   }
 };
 
@@ -445,19 +481,26 @@ void prefill(int dtype, const void* q, const Cache& pool, const int32_t* tables,
       for (int64_t at = variant.first_visible(before + task.begin); at < before + task.end; at += KEY_TILE) {
         const int64_t count = std::min<int64_t>(KEY_TILE, before + task.end - at);
         tile.load_kv(cache, at, count);
+        const int64_t columns = (count + LANES - 1) / LANES * LANES;
         matmul(tile.queries.data(), D, tile.keys.data(), KEY_TILE, tile.scores.data(), KEY_TILE, padded_rows, D,
-                KEY_TILE, false);
-        for (int64_t row = 0; row < padded_rows; row++) {
-          const int64_t position = before + task.begin + row / group;
-          if (!variant.is_plain()) tile.apply_variant(row, variant, task.head * group + row % group, at - position);
-          tile.softmax(row, row < rows ? std::min(position + 1 - at, count) : 0);
+               columns, false);
+        for (int64_t row = 0; !variant.is_plain() && row < rows; row++)
+          tile.apply_variant(row, variant, task.head * group + row % group, at - before - task.begin - row / group);
+        for (int64_t row = 0; row < padded_rows; row += LANES) {
+          IntVec visible;
+          for (int r = 0; r < LANES; r++) {
+            const int64_t position = before + task.begin + (row + r) / group;
+            visible[r] = row + r < rows ? std::min(position + 1 - at, count) : 0;
+          }
+          const bool is_masked = count < columns || visible[0] < count || visible[LANES - 1] < count;
+          tile.softmax(row, std::min<int64_t>(LANES, padded_rows - row), count, visible, is_masked);
         }
         matmul(tile.scores.data(), KEY_TILE, tile.values.data(), D, tile.acc.data(), D, padded_rows, count, D, true);
       }
       for (int64_t row = 0; row < rows; row++) {
         const int64_t to = ((start + task.begin + row / group) * num_heads + task.head * group + row % group) * D;
         for (int d = 0; d < D; d += LANES)
-          store_as(dtype, out, to + d, load(&tile.acc[row * D + d]) / tile.states[row].sum);
+          store_as(dtype, out, to + d, load(&tile.acc[row * D + d]) / tile.sums[row]);
       }
     }
   });

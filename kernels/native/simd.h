@@ -178,25 +178,33 @@ inline float max_of(Vec v) {
   return fold(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// Sums of adjacent pairs: of `a` in the lower half, of `b` in the upper half.
-inline Vec add_pairs(Vec a, Vec b) {
+// Folds adjacent pairs: those of `a` in the lower half, those of `b` in the upper half.
+template <typename Fold>
+inline Vec fold_pairs(Vec a, Vec b, Fold with) {
 #if defined(__AVX512F__)
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  return with(__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+              __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
 #elif defined(__AVX__)
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
-         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+  return with(__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14),
+              __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15));
 #else
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+  return with(__builtin_shufflevector(a, b, 0, 2, 4, 6), __builtin_shufflevector(a, b, 1, 3, 5, 7));
 #endif
 }
 
-// Returns the sums of LANES vectors, one per lane; overwrites the vectors.
-inline Vec sums_of(Vec* v) {
+// Folds each of LANES vectors to one number, which is its lane of the result; overwrites the vectors.
+template <typename Fold>
+inline Vec fold_each(Vec* v, Fold with) {
   for (int count = LANES; count > 1; count /= 2)
-    for (int i = 0; i < count / 2; i++) v[i] = add_pairs(v[2 * i], v[2 * i + 1]);
+    for (int i = 0; i < count / 2; i++) v[i] = fold_pairs(v[2 * i], v[2 * i + 1], with);
   return v[0];
 }
+
+inline Vec sums_of(Vec* v) {
+  return fold_each(v, [](Vec a, Vec b) { return a + b; });
+}
+
+inline Vec maxima_of(Vec* v) { return fold_each(v, larger); }
 
 // One step of a recursive transpose: swaps the upper right and lower left quarters of each square of 2 HALF rows, then
 // transposes the quarters.

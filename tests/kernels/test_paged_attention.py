@@ -60,6 +60,17 @@ def test_prefill(
 
 
 @pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("length", [61, 64, 125])
+def test_one_query_of_many_heads_ignores_the_padding_after_its_last_key(length: int) -> None:
+    paged = Paged([length], 16, num_kv_heads=1, head_dim=32, dtype=torch.float32)
+    q = torch.randn(1, 32, 32)
+    out = paged_prefill_attention(
+        q, paged.cache, paged.tables, torch.tensor([0, 1], dtype=torch.int32), paged.lens, 0.3
+    )
+    close(out, paged.expected(0, q, 0.3))
+
+
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("dtype", TOLERANCE)
