@@ -1,4 +1,4 @@
-"""Variants of causal softmax attention: sliding window, soft cap, ALiBi and sinks."""
+"""Variants of causal softmax attention: sliding window, chunks, soft cap, ALiBi and sinks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionVariant:
-    """Changes to the scores of attention, applied in the order: scale, soft cap, linear bias, window.
+    """Changes to the scores of attention, applied in the order: scale, soft cap, linear bias, hidden keys.
 
     Attributes:
         window: a query attends to the last `window` tokens, its own included; 0: to all.
@@ -18,12 +18,15 @@ class AttentionVariant:
             Test Long*, 2022); None: no bias.
         sinks: [Hq] float32, the score of one more key per head, whose value is 0 (gpt-oss, 2025): the weights of the
             sequence's keys sum to less than 1; None: no such key.
+        chunk: a query attends to the keys from the last multiple of `chunk` on, its own included (Llama 4, 2025);
+            0: to all.
     """
 
     window: int = 0
     soft_cap: float = 0.0
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    chunk: int = 0
 
 
 PLAIN = AttentionVariant()

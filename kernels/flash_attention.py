@@ -83,6 +83,7 @@ def _is_supported(q: Tensor, variant: AttentionVariant, kv_scales: Tensor | None
         kv_scales is None
         and variant.alibi_slopes is None
         and variant.sinks is None
+        and not variant.chunk
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] <= MAX_HEAD_DIM
     )

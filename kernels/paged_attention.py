@@ -2,7 +2,7 @@
 
 The PyTorch twins gather blocks into contiguous keys and values, dequantize them to the dtype of the queries, and run
 softmax attention on the result. Slots without a token of the sequence may hold NaN. Blocks that lie wholly before the
-window are not read.
+window or the chunk are not read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def paged_decode_attention(
         block_tables: [S, M] int32; entries past a sequence's blocks are ignored.
         seq_lens: [S] int32, the new token included; 0 for padding, whose output is undefined.
         splits: work items on a GPU; None: computed here.
-        variant: window, soft cap, ALiBi and sinks.
+        variant: window, chunk, soft cap, ALiBi and sinks.
         kv_scales: [N, 2, Hkv, B] float32, scales of a quantized cache (see kernels.quantized_kv).
 
     Returns:
@@ -57,7 +57,7 @@ def paged_decode_attention(
         return cpu.paged_decode_attention(q, kv_cache, block_tables, seq_lens, scale, variant, kv_scales)
     cache = _Cache(kv_cache, kv_scales, q.dtype)
     block_size = kv_cache.shape[3]
-    first_blocks = _first_positions(seq_lens, variant.window) // block_size
+    first_blocks = _first_visible(seq_lens - 1, variant) // block_size
     num_blocks = (-(-seq_lens // block_size) - first_blocks).tolist()
     out = torch.empty_like(q)
     for members in _group_by_length(num_blocks):
@@ -104,7 +104,7 @@ def paged_prefill_attention(
     bounds = pairwise(query_start.tolist())
     for block_table, (start, end), seq_len in zip(block_tables, bounds, seq_lens.tolist(), strict=True):
         if end > start:
-            first = max(0, seq_len - (end - start) + 1 - variant.window) if variant.window else 0
+            first = int(_first_visible(torch.tensor(seq_len - (end - start)), variant))
             keys, values = cache.gather_sequence(block_table, first, seq_len)
             _attend_chunk(q[start:end], keys, values, seq_len, scale, variant, out[start:end])
     return out
@@ -150,9 +150,10 @@ def _gather_blocks(blocks: Tensor, block_tables: Tensor) -> Tensor:
     return flat.index_select(0, index.view(-1)).view(num_seqs, 2, num_kv_heads, width * block_size, *rest)
 
 
-def _first_positions(seq_lens: Tensor, window: int) -> Tensor:
-    """Return the first position that each sequence's newest token attends to."""
-    return (seq_lens - window).clamp_(min=0) if window else torch.zeros_like(seq_lens)
+def _first_visible(positions: Tensor, variant: AttentionVariant) -> Tensor:
+    """Return the first position that the query of each position attends to."""
+    first = (positions + 1 - variant.window).clamp_(min=0) if variant.window else torch.zeros_like(positions)
+    return torch.maximum(first, positions // variant.chunk * variant.chunk) if variant.chunk else first
 
 
 def _group_by_length(num_blocks: list[int]) -> Iterator[list[int]]:
@@ -190,8 +191,9 @@ def _decode_group(
     positions = (
         torch.arange(keys_values.shape[3], device=q.device) + (first_blocks * cache.block_size)[:, None]
     )
-    distances = positions - (seq_lens[:, None] - 1)
-    visible = _visible(distances, variant.window)
+    queries = seq_lens[:, None] - 1
+    distances = positions - queries
+    visible = _visible(positions, queries, variant)
     dead_seqs, dead_slots = (~visible).nonzero(as_tuple=True)
     keys_values[dead_seqs, :, :, dead_slots] = 0
     # The query heads of a KV head become queries of one head; SDPA's enable_gqa was 2 to 4 times slower.
@@ -233,12 +235,13 @@ def _attend_chunk(
         end = min(start + QUERY_TILE_LEN, chunk_len)
         num_visible = num_keys - chunk_len + end
         shape = num_kv_heads, group_len, num_visible, head_dim
-        distances = positions[:num_visible] - positions[num_keys - chunk_len + start : num_visible, None]
+        queries = positions[num_keys - chunk_len + start : num_visible, None]
+        distances = positions[:num_visible] - queries
         attended = _attend(
             grouped[:, :, start:end],
             keys[:, None, :num_visible].expand(shape),
             values[:, None, :num_visible].expand(shape),
-            _visible(distances, variant.window),
+            _visible(positions[:num_visible], queries, variant),
             None if slopes is None else slopes.view(num_kv_heads, group_len, 1, 1) * distances,
             None if sinks is None else sinks.view(num_kv_heads, group_len, 1, 1),
             scale,
@@ -247,9 +250,9 @@ def _attend_chunk(
         out[start:end] = attended.permute(2, 0, 1, 3).reshape(end - start, num_heads, head_dim)
 
 
-def _visible(distances: Tensor, window: int) -> Tensor:
-    """Return the mask of visible keys; `distances` are key positions minus query positions."""
-    return (distances <= 0) & (distances > -window) if window else distances <= 0
+def _visible(keys: Tensor, queries: Tensor, variant: AttentionVariant) -> Tensor:
+    """Return the mask of visible keys, from the positions of keys and of queries."""
+    return (keys <= queries) & (keys >= _first_visible(queries, variant))
 
 
 def _attend(

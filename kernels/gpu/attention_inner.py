@@ -13,12 +13,23 @@ from .quantized_kv import widen
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-def score_arguments(scale: float, variant: AttentionVariant) -> tuple[float, float | None, int | None]:
-    """Return the arguments `score_scale`, `cap_log2` and `window` of attend_keys."""
-    log2_e, window = LOG2_E.value, variant.window or None
+def score_arguments(scale: float, variant: AttentionVariant) -> tuple[float, float | None]:
+    """Return the arguments `score_scale` and `cap_log2` of attend_keys."""
+    log2_e = LOG2_E.value
     if not variant.soft_cap:
-        return scale * log2_e, None, window
-    return scale / variant.soft_cap * 2 * log2_e, variant.soft_cap * log2_e, window
+        return scale * log2_e, None
+    return scale / variant.soft_cap * 2 * log2_e, variant.soft_cap * log2_e
+
+
+@triton.jit
+def first_visible(positions, window, chunk):
+    """Return the first key that the query of each position attends to; both numbers may be None."""
+    first = positions * 0
+    if window is not None:
+        first = tl.maximum(first, positions + 1 - window)
+    if chunk is not None:
+        first = tl.maximum(first, positions // chunk * chunk)
+    return first
 
 
 @triton.jit
@@ -42,7 +53,7 @@ def attend_keys(
     score_scale,
     cap_log2,
     slopes,
-    window,
+    first_keys,
     stride_cache_block,
     stride_cache_kv,
     MASKED: tl.constexpr,
@@ -64,8 +75,8 @@ def attend_keys(
         score_scale: scales products to scores in base 2; with a soft cap, to 2 * score / cap in base 2.
         cap_log2: the soft cap of scores in base 2, or None.
         slopes: [R], from load_per_head, or None without ALiBi.
-        window: largest number of keys visible to a row. None: no window, and every row must see a key of the first
-            tile.
+        first_keys: [R], position of the first key visible to each row. None: all keys from `start` on are, and every
+            row must see a key of the first tile.
 
     Returns:
         out, top and total.
@@ -98,12 +109,12 @@ def attend_keys(
             scores += slopes[:, None] * (positions[None, :] - last_keys[:, None]).to(tl.float32)
         if MASKED:
             visible = (positions[None, :] <= last_keys[:, None]) & live[None, :]
-            if window is not None:
-                visible &= positions[None, :] > last_keys[:, None] - window
+            if first_keys is not None:
+                visible &= positions[None, :] >= first_keys[:, None]
             scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         finite_top = new_top
-        if window is not None:
+        if first_keys is not None:
             # For rows without a visible key so far, -inf - -inf would be NaN.
             finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores - finite_top[:, None])

@@ -168,7 +168,7 @@ def latent_decode_attention(
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     merge_items[(num_seqs, num_heads)](
-        partial, log_sums, seq_lens, splits.item_len, splits.first_items, out, None,
+        partial, log_sums, seq_lens, splits.item_len, splits.first_items, out, None, None,
         HEAD_DIM=value_dim, BLOCK_I=MERGED_ITEMS, BLOCK_D=triton.next_power_of_2(value_dim),
     )  # fmt: skip
     return out

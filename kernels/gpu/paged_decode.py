@@ -12,7 +12,7 @@ from torch import Tensor
 from ..attention_variant import PLAIN, AttentionVariant
 from ..decode_splits import DecodeSplits, split_decodes
 from ..workspace import float_workspace
-from .attention_inner import attend_keys, load_per_head, score_arguments
+from .attention_inner import attend_keys, first_visible, load_per_head, score_arguments
 from .quantized_kv import as_stored
 from .tile_configs import DECODE_TILES, INTERPRETED, find_tile
 
@@ -21,14 +21,14 @@ MERGED_ITEMS = 16
 
 
 @triton.jit
-def _find_items(first_items_ptr, item_len_ptr, seq, seq_len, window):
-    """Return a sequence's first item, its first item within the window, and the end of its items."""
+def _find_items(first_items_ptr, item_len_ptr, seq, seq_len, window, chunk):
+    """Return a sequence's first item, its first item with a visible key, and the end of its items."""
     first_item = tl.load(first_items_ptr + seq)
     end_item = tl.load(first_items_ptr + seq + 1)
-    if window is None:
+    if window is None and chunk is None:
         return first_item, first_item, end_item
     else:
-        skipped = tl.maximum(seq_len - window, 0) // tl.load(item_len_ptr)
+        skipped = first_visible(seq_len - 1, window, chunk) // tl.load(item_len_ptr)
         return first_item, first_item + skipped, end_item
 
 
@@ -51,6 +51,7 @@ def _attend_items(
     score_scale,
     cap_log2,
     window,
+    chunk,
     num_seqs,
     stride_q_seq,
     stride_q_head,
@@ -73,14 +74,15 @@ def _attend_items(
     if seq >= num_seqs:
         return
     seq_len = tl.load(seq_lens_ptr + seq)
-    first_item, first_visible, end_item = _find_items(first_items_ptr, item_len_ptr, seq, seq_len, window)
-    if item < first_visible:
+    first_item, visible_item, end_item = _find_items(
+        first_items_ptr, item_len_ptr, seq, seq_len, window, chunk
+    )
+    if item < visible_item:
         return
     item_len = tl.load(item_len_ptr)
     start = (item - first_item) * item_len
     end = tl.minimum(start + item_len, seq_len)
-    if window is not None:
-        start = tl.maximum(start, seq_len - window)
+    start = tl.maximum(start, first_visible(seq_len - 1, window, chunk))
 
     offs_g = tl.arange(0, BLOCK_G)
     offs_d = tl.arange(0, BLOCK_D)
@@ -102,19 +104,19 @@ def _attend_items(
     total = tl.zeros([BLOCK_G], tl.float32)
     if sinks_ptr is not None:
         # A key whose value is 0, in one of the items.
-        is_first = item == first_visible
+        is_first = item == visible_item
         top = tl.where(is_first, load_per_head(sinks_ptr, heads, offs_g < GROUP), top)
         total = tl.where(is_first, 1.0, total)
     out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     last_keys = tl.full([BLOCK_G], 0, tl.int32) + (seq_len - 1)
-    # A window needs no mask: all rows belong to one token, whose window begins at `start`.
+    # A window or chunk needs no mask: all rows belong to one token, whose visible keys begin at `start`.
     out, top, total = attend_keys(
         q, out, top, total, head_ptr, scales_ptr, tables_ptr + seq * stride_table, start, end, last_keys,
         score_scale, cap_log2, slopes, None, stride_cache_block, stride_cache_kv, True,
         HEAD_DIM, CACHE_BLOCK, BLOCK_K, BLOCK_D,
     )  # fmt: skip
     out = out / total[:, None]
-    if end_item - first_visible == 1:
+    if end_item - visible_item == 1:
         rows = seq * num_heads + heads
         tl.store(out_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :], out, mask=mask_q)
     else:
@@ -132,6 +134,7 @@ def merge_items(
     first_items_ptr,  # [S + 1]
     out_ptr,  # [S, Hq, D]
     window,
+    chunk,
     HEAD_DIM: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -141,15 +144,15 @@ def merge_items(
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_heads = tl.num_programs(1)
     seq_len = tl.load(seq_lens_ptr + seq)
-    _, first_visible, end_item = _find_items(first_items_ptr, item_len_ptr, seq, seq_len, window)
-    if end_item - first_visible == 1:
+    _, visible_item, end_item = _find_items(first_items_ptr, item_len_ptr, seq, seq_len, window, chunk)
+    if end_item - visible_item == 1:
         return
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
     out = tl.zeros([BLOCK_D], tl.float32)
-    for tile_start in range(first_visible, end_item, BLOCK_I):
+    for tile_start in range(visible_item, end_item, BLOCK_I):
         items = tile_start + tl.arange(0, BLOCK_I)
         live = items < end_item
         rows = items.to(tl.int64) * num_heads + head
@@ -196,17 +199,18 @@ def paged_decode_attention(
     num_rows = num_items * num_heads
     partial = float_workspace(num_rows * (head_dim + 1), q.device)
     log_sums = partial[num_rows * head_dim :]
-    score_scale, cap_log2, window = score_arguments(scale, variant)
+    score_scale, cap_log2 = score_arguments(scale, variant)
+    window, chunk = variant.window or None, variant.chunk or None
     _attend_items[(num_items, num_kv_heads)](
         q, as_stored(kv_cache), kv_scales, block_tables, seq_lens, *splits, out, partial, log_sums,
-        variant.alibi_slopes, variant.sinks, score_scale, cap_log2, window,
+        variant.alibi_slopes, variant.sinks, score_scale, cap_log2, window, chunk,
         num_seqs, q.stride(0), q.stride(1), *kv_cache.stride()[:3], block_tables.stride(0),
         GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, CACHE_BLOCK=block_size,
         BLOCK_G=tile.num_rows, BLOCK_K=tile.num_keys, BLOCK_D=block_d, UPCAST=INTERPRETED,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     merge_items[(num_seqs, num_heads)](
-        partial, log_sums, seq_lens, splits.item_len, splits.first_items, out, window,
+        partial, log_sums, seq_lens, splits.item_len, splits.first_items, out, window, chunk,
         HEAD_DIM=head_dim, BLOCK_I=MERGED_ITEMS, BLOCK_D=block_d,
     )  # fmt: skip
     return out

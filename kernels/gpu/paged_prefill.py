@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention_variant import PLAIN, AttentionVariant
-from .attention_inner import attend_keys, load_per_head, score_arguments
+from .attention_inner import attend_keys, first_visible, load_per_head, score_arguments
 from .quantized_kv import as_stored
 from .tile_configs import INTERPRETED, LARGE_PREFILL_TILES, SMALL_PREFILL_TILES, find_tile
 
@@ -51,6 +51,7 @@ def _attend_chunks(
     score_scale,
     cap_log2,
     window,
+    chunk,
     num_seqs,
     stride_q_token,
     stride_q_head,
@@ -110,13 +111,15 @@ def _attend_chunks(
     # Keys from `full_start` to `full_end` are visible to every query of the tile; the others need a mask.
     visible_to_first = num_cached + first_query + 1
     full_start = 0
-    if window is not None:
-        start = tl.maximum(visible_to_first - window, 0)
-        num_partly_visible = tl.maximum(num_keys - window, 0) - start
+    first_keys = None
+    if window is not None or chunk is not None:
+        first_keys = first_visible(last_keys, window, chunk)
+        start = first_visible(visible_to_first - 1, window, chunk)
+        num_partly_visible = first_visible(num_keys - 1, window, chunk) - start
         full_start = tl.minimum(start + tl.cdiv(num_partly_visible, BLOCK_K) * BLOCK_K, num_keys)
         out, top, total = attend_keys(
             q, out, top, total, head_ptr, scales_ptr, table_ptr, start, full_start, last_keys,
-            score_scale, cap_log2, slopes, window, stride_cache_block, stride_cache_kv, True,
+            score_scale, cap_log2, slopes, first_keys, stride_cache_block, stride_cache_kv, True,
             HEAD_DIM, CACHE_BLOCK, BLOCK_K, BLOCK_D,
         )  # fmt: skip
     full_end = full_start + tl.maximum(visible_to_first - full_start, 0) // BLOCK_K * BLOCK_K
@@ -127,7 +130,7 @@ def _attend_chunks(
     )  # fmt: skip
     out, top, total = attend_keys(
         q, out, top, total, head_ptr, scales_ptr, table_ptr, full_end, num_keys, last_keys,
-        score_scale, cap_log2, slopes, window, stride_cache_block, stride_cache_kv, True,
+        score_scale, cap_log2, slopes, first_keys, stride_cache_block, stride_cache_kv, True,
         HEAD_DIM, CACHE_BLOCK, BLOCK_K, BLOCK_D,
     )  # fmt: skip
     # Rows past the chunk's end may have no visible key.
@@ -161,7 +164,8 @@ def paged_prefill_attention(
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     _attend_chunks[(num_tiles, num_kv_heads)](
         q, as_stored(kv_cache), kv_scales, block_tables, query_start, seq_lens, out,
-        variant.alibi_slopes, variant.sinks, *score_arguments(scale, variant), num_seqs,
+        variant.alibi_slopes, variant.sinks, *score_arguments(scale, variant),
+        variant.window or None, variant.chunk or None, num_seqs,
         q.stride(0), q.stride(1), *kv_cache.stride()[:3], block_tables.stride(0),
         GROUP=group, HEAD_DIM=head_dim, CACHE_BLOCK=block_size,
         BLOCK_R=tile.num_rows, BLOCK_K=tile.num_keys, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),

@@ -99,16 +99,21 @@ struct Cache {
 
 // See kernels/attention_variant.py.
 struct Variant {
-  int64_t window;
+  int64_t window, chunk;
   float soft_cap;
   const float* slopes;
   const float* sinks;
 
   // Changes no score and hides no key before the query's own.
-  bool is_plain() const { return window == 0 && soft_cap == 0 && slopes == nullptr; }
+  bool is_plain() const { return !hides_keys() && soft_cap == 0 && slopes == nullptr; }
+
+  bool hides_keys() const { return window != 0 || chunk != 0; }
 
   // The first position that a query attends to.
-  int64_t first_visible(int64_t position) const { return window ? std::max<int64_t>(0, position + 1 - window) : 0; }
+  int64_t first_visible(int64_t position) const {
+    const int64_t first = window ? std::max<int64_t>(0, position + 1 - window) : 0;
+    return chunk ? std::max(first, position / chunk * chunk) : first;
+  }
 
   // Soft cap and ALiBi of LANES scores. `distance` is key position minus query position of the first.
   Vec apply(Vec scores, int64_t head, int64_t distance) const {
@@ -250,7 +255,7 @@ void decode(int dtype, const void* q, const Cache& pool, const int32_t* tables, 
     num_parts += num_splits[s] * num_kv_heads;
   }
   for (int32_t s = 0, count; s < num_seqs; s += count) {
-    count = variant.window ? 1 : run_length(s, num_seqs, tables, lens, table_stride, pool.block_size);
+    count = variant.hides_keys() ? 1 : run_length(s, num_seqs, tables, lens, table_stride, pool.block_size);
     const int32_t start = variant.first_visible(lens[s] - 1), stop = lens[s + count - 1];
     for (int32_t h = 0; h < num_kv_heads; h++)
       for (int32_t begin = start, split = 0, end; begin < stop; begin = end, split++) {
@@ -397,9 +402,10 @@ struct Tile {
     }
   }
 
-  // Applies the variant to one row of scores. `distance` is that of the tile's first key.
-  void apply_variant(int64_t row, const Variant& variant, int64_t head, int64_t distance) {
-    const int hidden = variant.window ? std::max<int64_t>(0, 1 - variant.window - distance) : 0;
+  // Applies the variant to one row of scores. The query is at `position`, the tile's first key at `start`.
+  void apply_variant(int64_t row, const Variant& variant, int64_t head, int64_t position, int64_t start) {
+    const int64_t distance = start - position;
+    const int hidden = std::max<int64_t>(0, variant.first_visible(position) - start);
     for (int i = 0; i < KEY_TILE; i += LANES) {
       float* s = &scores[row * KEY_TILE + i];
       const Vec applied = variant.apply(load(s), head, distance + i);
@@ -485,7 +491,7 @@ void prefill(int dtype, const void* q, const Cache& pool, const int32_t* tables,
         matmul(tile.queries.data(), D, tile.keys.data(), KEY_TILE, tile.scores.data(), KEY_TILE, padded_rows, D,
                columns, false);
         for (int64_t row = 0; !variant.is_plain() && row < rows; row++)
-          tile.apply_variant(row, variant, task.head * group + row % group, at - before - task.begin - row / group);
+          tile.apply_variant(row, variant, task.head * group + row % group, before + task.begin + row / group, at);
         for (int64_t row = 0; row < padded_rows; row += LANES) {
           IntVec visible;
           for (int r = 0; r < LANES; r++) {
@@ -515,9 +521,9 @@ extern "C" {
 int quire_paged_decode(int dtype, int cache_dtype, const void* q, const void* kv, const float* scales,
                        const int32_t* tables, const int32_t* lens, void* out, int64_t num_seqs, int64_t num_heads,
                        int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t table_stride,
-                       int64_t q_stride, float scale, int64_t window, float soft_cap, const float* slopes,
-                       const float* sinks, int threads) {
-  const Variant variant{window, soft_cap, slopes, sinks};
+                       int64_t q_stride, float scale, int64_t window, int64_t chunk, float soft_cap,
+                       const float* slopes, const float* sinks, int threads) {
+  const Variant variant{window, chunk, soft_cap, slopes, sinks};
   const Cache pool{cache_dtype, kv, scales, nullptr, num_kv_heads, block_size, head_dim, 0};
 #define DECODE(D)                                                                                             \
   case D:                                                                                                     \
@@ -552,8 +558,8 @@ int quire_paged_prefill(int dtype, int cache_dtype, const void* q, const void* k
                         const int32_t* tables, const int32_t* query_start, const int32_t* lens, void* out,
                         int64_t num_seqs, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                         int64_t block_size, int64_t table_stride, int64_t q_stride, float scale, int64_t window,
-                        float soft_cap, const float* slopes, const float* sinks, int threads) {
-  const Variant variant{window, soft_cap, slopes, sinks};
+                        int64_t chunk, float soft_cap, const float* slopes, const float* sinks, int threads) {
+  const Variant variant{window, chunk, soft_cap, slopes, sinks};
   const Cache pool{cache_dtype, kv, scales, nullptr, num_kv_heads, block_size, head_dim, 0};
 #define PREFILL(D)                                                                                                 \
   case D:                                                                                                          \

@@ -79,8 +79,8 @@ void attend(const Layer& layer, const Step& step, const void* normed, void* out,
   write_kv(keys, layer, step);
   quire_paged_decode(step.dtype, int(layer.cache_dtype), queries, layer.cache, layer.cache_scales, step.tables,
                      step.lens, attended, step.num_tokens, layer.num_heads, layer.num_kv_heads, layer.head_dim,
-                     layer.block_size, step.table_stride, stride, layer.scale, layer.window, layer.soft_cap, nullptr,
-                     nullptr, step.threads);
+                     layer.block_size, step.table_stride, stride, layer.scale, layer.window, 0, layer.soft_cap,
+                     nullptr, nullptr, step.threads);
   multiply(layer.output, attended, out, step);
 }
 

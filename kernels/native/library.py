@@ -22,7 +22,7 @@ _INT: _CType = ctypes.c_int
 _LONG: _CType = ctypes.c_int64
 _FLOAT: _CType = ctypes.c_float
 # Sizes, scale, variant and threads.
-_ATTENTION = [_LONG] * 7 + [_FLOAT, _LONG, _FLOAT, _POINTER, _POINTER, _INT]
+_ATTENTION = [_LONG] * 7 + [_FLOAT, _LONG, _LONG, _FLOAT, _POINTER, _POINTER, _INT]
 # Layers and last norm, sublayers, dtype, tokens, rotations, step inputs, activations, auxiliary states, scratch and
 # threads.
 _DECODE_LAYERS = (

@@ -34,7 +34,7 @@ void quire_write_kv_quantized(int dtype, int cache_dtype, const void* kv, void* 
 int quire_paged_decode(int dtype, int cache_dtype, const void* q, const void* kv, const float* scales,
                        const int32_t* tables, const int32_t* lens, void* out, int64_t num_seqs, int64_t num_heads,
                        int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t table_stride,
-                       int64_t q_stride, float scale, int64_t window, float soft_cap, const float* slopes,
+                       int64_t q_stride, float scale, int64_t window, int64_t chunk, float soft_cap, const float* slopes,
                        const float* sinks, int threads);
 
 void quire_gather_rows(int weight_dtype, int dtype, const void* panels, const float* scales, const int64_t* ids,

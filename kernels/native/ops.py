@@ -195,8 +195,9 @@ def _check_per_head(numbers: Tensor | None) -> None:
     assert numbers is None or (numbers.dtype == torch.float32 and numbers.is_contiguous())
 
 
-def _native_variant(variant: AttentionVariant) -> tuple[int, float, int | None, int | None]:
-    return variant.window, variant.soft_cap, address_of(variant.alibi_slopes), address_of(variant.sinks)
+def _native_variant(variant: AttentionVariant) -> tuple[int, int, float, int | None, int | None]:
+    slopes, sinks = address_of(variant.alibi_slopes), address_of(variant.sinks)
+    return variant.window, variant.chunk, variant.soft_cap, slopes, sinks
 
 
 def sample_greedy(logits: Tensor, vocab_start: int) -> tuple[Tensor, Tensor]:

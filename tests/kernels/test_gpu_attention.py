@@ -9,7 +9,7 @@ import pytest
 import torch
 from paged import Paged
 from torch import Tensor
-from variants import VARIANTS
+from variants import VARIANTS, first_visible
 
 from quire.kernels import decode_splits
 from quire.kernels.attention_variant import PLAIN, AttentionVariant
@@ -81,8 +81,7 @@ def test_decode_of_variants(
     paged = Paged(lens, 16, 2, 32, dtype, device, STORED[stored])
     q = random_queries(len(lens), 6, 32, torch.empty(0, dtype=dtype, device=device))
     made = VARIANTS[variant](6, device)
-    if made.window:
-        paged.poison_before([max(0, length - made.window) for length in lens])
+    paged.poison_before([first_visible(made, length - 1) for length in lens])
     out = decode(q, paged.cache, paged.tables, paged.lens, SCALE, None, made, paged.scales)
     expect_decoded(paged, q, out, made)
 
@@ -225,8 +224,7 @@ def expect_prefilled(
     """Chunks are (length, cached prefix)."""
     num_heads, num_kv_heads, head_dim, block_size = shape
     paged = Paged([sum(chunk) for chunk in chunks], block_size, num_kv_heads, head_dim, dtype, device, stored)
-    if variant.window:
-        paged.poison_before([max(0, cached + 1 - variant.window) for _, cached in chunks])
+    paged.poison_before([first_visible(variant, cached) for _, cached in chunks])
     starts = [0]
     for chunk_len, _ in chunks:
         starts.append(starts[-1] + chunk_len)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from paged import Paged
 from torch import Tensor
-from variants import VARIANTS
+from variants import VARIANTS, first_visible
 
 from quire.kernels import paged_attention
 from quire.kernels.native import ops as cpu
@@ -78,8 +78,7 @@ def test_decode_of_variants(dtype: torch.dtype, stored: str, variant: str) -> No
     paged = Paged(LENGTHS, 16, 2, 32, dtype, stored=STORED[stored])
     made = VARIANTS[variant](6, "cpu")
     q = torch.randn(len(LENGTHS), 6, 32).to(dtype)
-    if made.window:
-        paged.poison_before([max(0, length - made.window) for length in LENGTHS])
+    paged.poison_before([first_visible(made, length - 1) for length in LENGTHS])
     out = paged_decode_attention(
         q, paged.cache, paged.tables, paged.lens, 0.3, variant=made, kv_scales=paged.scales
     )
@@ -99,9 +98,8 @@ def test_prefill_of_variants(
     made = VARIANTS[variant](6, "cpu")
     chunk_lens = [1, 15, 3, 0, 31, 1, 64, 129]
     q = torch.randn(sum(chunk_lens), 6, 32).to(dtype)
-    if made.window:
-        firsts = [length - n + 1 - made.window for length, n in zip(LENGTHS, chunk_lens, strict=True)]
-        paged.poison_before([max(0, first) for first in firsts])
+    firsts = [first_visible(made, length - n) for length, n in zip(LENGTHS, chunk_lens, strict=True)]
+    paged.poison_before(firsts)
     bounds = torch.tensor([0, *torch.tensor(chunk_lens).cumsum(0)], dtype=torch.int32)
     out = paged_prefill_attention(q, paged.cache, paged.tables, bounds, paged.lens, 0.3, made, paged.scales)
     for row in range(len(LENGTHS)):

@@ -123,6 +123,7 @@ def launch_everything() -> None:
     launch_attention(4, 1, 256, 64, torch.float32)
     everything = AttentionVariant(4096, 50.0, torch.zeros(8), torch.zeros(8))
     launch_attention(8, 2, 96, 16, torch.bfloat16, AttentionVariant(window=4096))
+    launch_attention(40, 8, 128, 16, torch.bfloat16, AttentionVariant(chunk=8192))
     launch_attention(8, 2, 256, 16, torch.bfloat16, everything)
     launch_attention(32, 8, 128, 16, torch.bfloat16, stored=torch.float8_e4m3fn)
     launch_attention(8, 2, 256, 32, torch.bfloat16, everything, torch.float8_e4m3fn)

@@ -86,6 +86,9 @@ class Paged:
         hidden = distances > 0
         if variant.window:
             hidden |= distances <= -variant.window
+        if variant.chunk:
+            keys_at = torch.arange(num_keys)
+            hidden |= keys_at < ((keys_at - distances) // variant.chunk * variant.chunk)
         scores = scores.masked_fill(hidden, -torch.inf)
         if variant.sinks is not None:
             sinks = variant.sinks.cpu().double()[:, None, None].expand(-1, num_queries, 1)
