@@ -223,12 +223,24 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
         "logits_scaling": 0.5,
     },
+    "llama4_text": {
+        "intermediate_size": 48,
+        "intermediate_size_mlp": 96,
+        "num_hidden_layers": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_layers": [0, 2],
+        "attention_chunk_size": 20,
+        "floor_scale": 16,
+        "attn_scale": 0.5,
+    },
+    "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 512, "rotary_dim": 4},
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
 }
 # Fields of TINY that the configurations of these kinds lack.
 _KINDS_LACK = dict.fromkeys(("olmo", "olmoe", "phi3", "stablelm"), ("head_dim",)) | dict.fromkeys(
-    ("gpt2", "gpt_neox", "opt", "bloom", "falcon"), ("head_dim", "num_key_value_heads")
+    ("gpt2", "gptj", "gpt_neox", "opt", "bloom", "falcon"), ("head_dim", "num_key_value_heads")
 )
 
 

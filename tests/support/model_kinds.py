@@ -101,6 +101,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "starcoder2": {},
     "stablelm": {"use_qkv_bias": True},
     "stablelm-parallel": {"use_parallel_residual": True, "qk_layernorm": True},
+    "llama4_text": {},
+    "llama4_text-every-layer": {
+        "moe_layers": None,
+        "use_qk_norm": False,
+        "num_experts_per_tok": 1,
+    },
+    "gptj": {},
     # Served with the modules of transformers.
     "gpt2": {},
     "gpt_neox": {},

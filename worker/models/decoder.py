@@ -25,6 +25,7 @@ from .aux_states import AuxStates
 from .fused_decode import FusedDecode, plan_fused_decode
 from .latent_layer import LatentAttention
 from .layers import (
+    TEMPERATURE,
     ColumnParallelLinear,
     LayerNorm,
     PartialSum,
@@ -32,6 +33,7 @@ from .layers import (
     RotaryTable,
     Rotations,
     RowParallelLinear,
+    TemperatureTable,
     WholeProjectionNorm,
 )
 from .load_context import LoadContext
@@ -67,7 +69,10 @@ class Attention:
         sinks = None
         if spec.attention_sinks:
             sinks = load.part(f"{name}.sinks", load.head_shard(spec.num_heads, 1)).float()
-        self.variant = AttentionVariant(window=layer.window, soft_cap=spec.attention_soft_cap, sinks=sinks)
+        self.has_temperature = spec.query_temperature is not None and layer.rope is None
+        self.variant = AttentionVariant(
+            window=layer.window, chunk=layer.chunk, soft_cap=spec.attention_soft_cap, sinks=sinks
+        )
         self.qkv = ColumnParallelLinear(
             load,
             _qkv_projections(load, spec, layer, name),
@@ -76,14 +81,21 @@ class Attention:
         )
         q_size = spec.num_heads * spec.head_dim
         self.output = RowParallelLinear(
-            load, f"{name}.o_proj", q_size, spec.hidden_size, bias=spec.output_bias, peers=peers
+            load,
+            f"{name}.{spec.names.attention_output}",
+            q_size,
+            spec.hidden_size,
+            bias=spec.output_bias,
+            peers=peers,
         )
-        self.rotates_first = spec.qk_norm == "rotated_head"
+        self.rotates_first = spec.qk_norm in ("rotated_head", "rotated_unweighted")
         self.q_norm = self.k_norm = None
         if spec.qk_norm in ("head", "rotated_head"):
             self.q_norm, self.k_norm = (
                 load.norm(f"{name}.{own}", spec.head_dim, spec.norm_offset) for own in spec.qk_norm_names
             )
+        if spec.qk_norm == "rotated_unweighted" and layer.rope is not None:
+            self.q_norm = self.k_norm = load.empty(spec.head_dim).fill_(1)
         self.layer_norms = _head_layer_norms(load, spec, layer, name) if spec.qk_norm == "layer_norm" else []
         self.projection_norms = _projection_norms(load, spec, name) if spec.qk_norm == "projection" else []
 
@@ -112,6 +124,10 @@ class Attention:
             own = heads[:, start : start + len(layer_norm.weight)]
             own.copy_(layer_norm.apply(own))
             start += len(layer_norm.weight)
+        if self.has_temperature:
+            factors, _ = rotations[TEMPERATURE]
+            assert factors is not None
+            heads[:, : -2 * kv_cache.blocks.shape[2]] *= factors
         cos, sin = rotations[self.rope]
         if self.rotates_first and cos is not None and sin is not None:
             apply_rope(heads[:, : -kv_cache.blocks.shape[2]], cos, sin)
@@ -154,7 +170,7 @@ class DecoderLayer:
         self.residual_scale = spec.residual_scale
         self.before_attention = norm(spec.norms.before_attention)
         make_attention = Attention if spec.latent is None else LatentAttention
-        self.attention = make_attention(load, spec, layer, f"{name}.self_attn", peers)
+        self.attention = make_attention(load, spec, layer, f"{name}.{spec.names.attention}", peers)
         self.after_attention = norm(spec.norms.after_attention)
         self.before_mlp = norm(spec.norms.before_mlp)
         self.is_parallel = spec.parallel_residual
@@ -163,9 +179,9 @@ class DecoderLayer:
             assert spec.experts is not None
             self.mlp = MixtureOfExperts(load, spec.experts, spec.hidden_size, spec.activation, name)
         elif spec.mlp_names is not None:
-            self.mlp = UngatedMlp(load, spec, spec.mlp_names, f"{name}.mlp", peers)
+            self.mlp = UngatedMlp(load, spec, spec.mlp_names, f"{name}.{spec.names.mlp}", peers)
         else:
-            self.mlp = Mlp(load, spec, f"{name}.mlp", peers)
+            self.mlp = Mlp(load, spec, f"{name}.{spec.names.mlp}", peers)
         self.after_mlp = norm(spec.norms.after_mlp)
 
     @property
@@ -319,6 +335,8 @@ def make_dense_layer(
         bool(attention.projection_norms)
         or bool(attention.layer_norms)
         or attention.rotates_first
+        or attention.has_temperature
+        or attention.variant.chunk > 0
         or attention.variant.sinks is not None
         or attention.output.bias is not None
         or mlp.down.bias is not None
@@ -367,11 +385,14 @@ class Decoder:
             peers = open_symmetric_memory(load.comm, spec.hidden_size, load.dtype, load.device)
             choose_all_reduce(peers, load.comm)
         self.rotary = {key: RotaryTable(load, rope, num_positions) for key, rope in spec.ropes.items()}
+        self.temperature: TemperatureTable | None = None
+        if spec.query_temperature is not None:
+            self.temperature = TemperatureTable(load, spec.query_temperature, num_positions)
         self.embedding = VocabParallelEmbedding(
-            load, "model.embed_tokens", spec.vocab_size, spec.hidden_size, spec.embedding_scale
+            load, spec.names.embedding, spec.vocab_size, spec.hidden_size, spec.embedding_scale
         )
         self.layers = [
-            DecoderLayer(load, spec, layer, f"model.layers.{index}", peers)
+            DecoderLayer(load, spec, layer, f"{spec.names.layers}.{index}", peers)
             for index, layer in enumerate(spec.layers)
         ]
         self.comm, self.lora = load.comm, load.lora
@@ -379,7 +400,7 @@ class Decoder:
         self.reserved_bytes = 0 if spec.latent is None else EXPANDED_BYTES
         self.supports_graphs = not any(layer.reads_back for layer in self.layers)
         self.supports_outputs = self.layers[-1].supports_outputs
-        self.norm = _read_norm(load, spec, "model.norm")
+        self.norm = _read_norm(load, spec, spec.names.last_norm)
         dense = [layer.to_dense_layer(list(self.rotary)) for layer in self.layers]
         self.fused_decode: FusedDecode | None = None
         if isinstance(self.norm, Tensor):
@@ -409,6 +430,8 @@ class Decoder:
             return fused.forward(hidden, list(rotated.values()), kv_caches, inputs, aux)
         rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {None: (None, None)}
         rotations.update(rotated.items())
+        if self.temperature is not None:
+            rotations[TEMPERATURE] = self.temperature.at(positions), None
         x: Tensor | PartialSum | None = None
         last = len(self.layers) - 1
         for index, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
@@ -458,6 +481,7 @@ def _make_head(load: LoadContext, spec: DecoderSpec, embedding: VocabParallelEmb
         spec.hidden_size,
         spec.vocab_size,
         tied=embedding if spec.tied_embeddings else None,
+        bias=spec.head_bias,
         scale=spec.logits_scale,
         soft_cap=spec.logits_soft_cap,
     )

@@ -68,6 +68,9 @@ def choose_experts(logits: Tensor, correction: Tensor | None, experts: Experts) 
     if experts.score == "softmax_of_chosen":
         chosen, expert_ids = logits.float().topk(experts.per_token, dim=-1)
         return chosen.softmax(dim=-1), expert_ids
+    if experts.score == "sigmoid_of_chosen":
+        chosen, expert_ids = logits.topk(experts.per_token, dim=-1)
+        return chosen.float().sigmoid(), expert_ids
     scores = logits.sigmoid().float() if experts.score == "sigmoid" else logits.softmax(-1, torch.float32)
     by = scores if correction is None else scores + correction
     if experts.num_groups > 1:

@@ -22,9 +22,12 @@ from ..weights.linear_weight import Float8Weight, PlainWeight
 from ..weights.weight_slice import Interleaving, WeightSlice
 from .load_context import LoadContext
 from .rope import Rope
+from .spec import QueryTemperature
 
-# Rope key |-> cosines and sines of a step's tokens; the key None is for layers without positions.
+# Rope key |-> cosines and sines of a step's tokens. The key None is for layers without positions; TEMPERATURE has the
+# factors of their queries, [T, 1, 1], if there are some.
 Rotations = Mapping[str | None, tuple[Tensor | None, Tensor | None]]
+TEMPERATURE = "temperature"
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,3 +219,15 @@ class RotaryTable:
         """[T] -> cosines and sines, each [T, R], where R dimensions of a head are rotated."""
         cos, sin = self.table.index_select(0, positions).unbind(1)
         return cos, sin
+
+
+class TemperatureTable:
+    """The factor of queries for every position, [P] float32; see QueryTemperature."""
+
+    def __init__(self, load: LoadContext, temperature: QueryTemperature, num_positions: int) -> None:
+        steps = torch.floor(torch.arange(1, num_positions + 1, dtype=torch.float32) / temperature.interval)
+        self._table = (1 + temperature.scale * torch.log1p(steps)).to(load.device)
+
+    def at(self, positions: Tensor) -> Tensor:
+        """[T] -> [T, 1, 1]."""
+        return self._table.index_select(0, positions).view(-1, 1, 1)

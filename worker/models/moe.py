@@ -33,6 +33,7 @@ class ExpertLayers:
         gate_up, down: of each expert.
         activation: [T, 2 I] -> [T, I].
         gate_up_bias, down_bias: [X, 2 I] and [X, E], or None.
+        scaled_inputs: as in Experts.
     """
 
     gate_up: Sequence[LinearWeight]
@@ -40,6 +41,7 @@ class ExpertLayers:
     activation: Activation
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    scaled_inputs: bool = False
 
     def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:
         """Return the sum of the experts' results, [T, E]; reads the number of each expert's tokens on the host.
@@ -56,14 +58,17 @@ class ExpertLayers:
         for index, own in enumerate(expert_ids.argsort(stable=True).split_with_sizes(counts)):
             if len(own):
                 tokens = own // per_token
-                y.index_add_(0, tokens, self._run_expert(index, x[tokens]).mul_(factors[own]))
+                y.index_add_(0, tokens, self._run_expert(index, x[tokens], factors[own]))
         return y
 
-    def _run_expert(self, index: int, x: Tensor) -> Tensor:
+    def _run_expert(self, index: int, x: Tensor, factors: Tensor) -> Tensor:
+        if self.scaled_inputs:
+            x = x * factors
         gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[index]
         down_bias = None if self.down_bias is None else self.down_bias[index]
         inner = self.activation(self.gate_up[index].multiply(x, gate_up_bias))
-        return self.down[index].multiply(inner, down_bias)
+        out = self.down[index].multiply(inner, down_bias)
+        return out if self.scaled_inputs else out.mul_(factors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +78,17 @@ class GroupedExperts:
     gate_up: ExpertWeights
     down: ExpertWeights
     activation: Activation
+    scaled_inputs: bool = False
 
     def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:
         """As ExpertLayers, but the host reads nothing from the device."""
         choices = sort_choices(expert_ids, len(self.down.codes))
-        inner = self.activation(scatter_linear(x, self.gate_up, choices))
+        gate_up = scatter_linear(x, self.gate_up, choices)
+        if self.scaled_inputs:
+            # The layer has no bias, so its results may be scaled instead of its inputs.
+            gate_up *= factors.view(-1, 1).index_select(0, choices.order)
+            factors = torch.ones_like(factors)
+        inner = self.activation(gate_up)
         return gather_linear(inner, self.down, choices, factors.contiguous())
 
 
@@ -85,7 +96,9 @@ def group_experts(layers: ExpertLayers) -> GroupedExperts | None:
     """Return the layers for a GPU. Returns None if the experts are stored in different formats."""
     gate_up = stack_experts(layers.gate_up, layers.gate_up_bias)
     down = stack_experts(layers.down, layers.down_bias)
-    return None if gate_up is None or down is None else GroupedExperts(gate_up, down, layers.activation)
+    if gate_up is None or down is None:
+        return None
+    return GroupedExperts(gate_up, down, layers.activation, layers.scaled_inputs)
 
 
 class SharedExperts:
@@ -138,11 +151,15 @@ class MixtureOfExperts:
             load, experts, hidden_size, router, find_correction(load.checkpoint, block)
         )
         slices = expert_slices(load, experts, hidden_size, block)
+        biases: tuple[Tensor | None, Tensor | None] = None, None
+        if experts.interleaved:
+            biases = read_expert_biases(load, experts, hidden_size, block)
         layers = ExpertLayers(
             [load.linear(expert.gate_up) for expert in slices],
             [load.linear(expert.down) for expert in slices],
             _activation(experts, gate),
-            *(read_expert_biases(load, experts, hidden_size, block) if experts.interleaved else ()),
+            *biases,
+            scaled_inputs=experts.scaled_inputs,
         )
         grouped = group_experts(layers) if has_kernels(self.router.weight) else None
         self.experts: ExpertLayers | GroupedExperts = layers if grouped is None else grouped

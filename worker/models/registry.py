@@ -10,7 +10,8 @@ from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, first_line
 from ..weights.quantization import read_quantization
 from . import transformers_spec
-from .spec import DecoderSpec, Family, Norms, read_layers, read_spec
+from .field_names import gptj_fields, llama4_fields
+from .spec import DecoderSpec, Family, Names, Norms, read_layers, read_spec
 from .transformers_spec import TransformersSpec, read_transformers_spec
 
 # Norms before and after attention and feed-forward network, and norms after them only.
@@ -153,6 +154,30 @@ FAMILIES = {
         qk_norm="layer_norm",
         qk_norm_field="qk_layernorm",
         qk_norm_names=("q_layernorm.norms.{}", "k_layernorm.norms.{}"),
+    ),
+    "GPTJForCausalLM": Family(
+        qkv_bias=False,
+        eps_field="layer_norm_epsilon",
+        norms=Norms("ln_1", before_mlp=None),
+        norm_kind="layer",
+        activation_field="activation_function",
+        mlp_names=("fc_in", "fc_out"),
+        interleaved_rope=True,
+        parallel_residual=True,
+        adapt=gptj_fields,
+        names=Names("transformer.wte", "transformer.h", "attn", "out_proj", last_norm="transformer.ln_f"),
+        head_bias=True,
+    ),
+    "Llama4ForCausalLM": Family(
+        qk_norm="rotated_unweighted",
+        qk_norm_field="use_qk_norm",
+        interleaved_rope=True,
+        expert_fields=("num_local_experts", "moe_intermediate_size"),
+        shared_size_field="moe_intermediate_size",
+        experts_normalized=False,
+        routing="llama4",
+        adapt=llama4_fields,
+        names=Names(mlp="feed_forward"),
     ),
     "DeepseekV2ForCausalLM": replace(_DEEPSEEK, experts_normalized=False, routing="group_limited"),
     "DeepseekV3ForCausalLM": replace(_DEEPSEEK, routing="corrected_sigmoid"),

@@ -11,7 +11,7 @@ from ...proto.errors import ConfigError
 from .mtp_layouts import mtp_prefixes
 from .rope import DEFAULT_THETA, Rope, RopeContext, make_rope, yarn_scale
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 # Activation in a Hugging Face configuration |-> name in DecoderSpec.
 ACTIVATIONS = {
     "silu": "silu",
@@ -34,6 +34,18 @@ class Norms:
 
 
 @dataclass(frozen=True, slots=True)
+class Names:
+    """Checkpoint names of a decoder's parts; those of attention and feed-forward network are within a layer."""
+
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    attention: str = "self_attn"
+    attention_output: str = "o_proj"
+    mlp: str = "mlp"
+    last_norm: str = "model.norm"
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """Mixture of experts that replaces a feed-forward network (Shazeer et al., 2017; Jiang et al., 2024).
 
@@ -42,8 +54,8 @@ class Experts:
         per_token: experts per token (top k of the router).
         intermediate_size: of one expert.
         normalized: scale the weights of a token's experts to sum to 1.
-        score: function of the router's logits: ``softmax`` over all experts, ``softmax_of_chosen`` over the chosen
-            ones, or ``sigmoid`` of each.
+        score: function of the router's logits: ``softmax`` over all experts, ``softmax_of_chosen`` or
+            ``sigmoid_of_chosen`` over the chosen ones, or ``sigmoid`` of each.
         router_bias: the router's linear layer has a bias.
         num_groups, num_top_groups: a token's experts are chosen from its best `num_top_groups` of `num_groups` groups
             of equal size (group-limited routing; DeepSeek-AI, *DeepSeek-V2*, 2024).
@@ -55,6 +67,7 @@ class Experts:
         shared_gate: each token's result of that network is multiplied by the sigmoid of a linear layer.
         interleaved: the experts are stored as in gpt-oss: rows of gate and up alternate, and all layers have biases.
         transposed: stacks of all experts store each matrix as [inputs, outputs].
+        scaled_inputs: a token's weights multiply the inputs of its experts instead of their results.
         clamp: `alpha` and `limit` of kernels.activation.clamped_silu_and_mul; None for the model's own activation.
     """
 
@@ -73,6 +86,7 @@ class Experts:
     shared_gate: bool = False
     interleaved: bool = False
     transposed: bool = False
+    scaled_inputs: bool = False
     clamp: tuple[float, float] | None = None
 
 
@@ -115,16 +129,29 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryTemperature:
+    """Factors of the queries of layers without positions, which grow with the position (Nakanishi, 2025).
+
+    The factor of position p is ``1 + scale * log(1 + floor((p + 1) / interval))``.
+    """
+
+    scale: float
+    interval: float
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """The differences between layers of one model.
 
     Attributes:
         window: tokens that a token attends to, itself included; 0 for all.
+        chunk: a token attends to those from the last multiple of `chunk` on, itself included; 0 for all.
         rope: key of the layer's rotary embedding in DecoderSpec.ropes; None for layers without positions.
         has_experts: its feed-forward network is a mixture of experts.
     """
 
     window: int = 0
+    chunk: int = 0
     rope: str | None = FULL
     has_experts: bool = False
 
@@ -139,7 +166,8 @@ class DecoderSpec:
         attention_soft_cap, logits_soft_cap: ``cap * tanh(x / cap)`` bounds scores and logits; 0 for unbounded.
         attention_sinks: each head has one more key, whose value is 0 (kernels.attention_variant).
         qk_norm: norm of queries and keys: RMSNorm before the rotation over each ``head`` or the whole ``projection``,
-            or after it over each ``rotated_head``; LayerNorm with weights per head, ``layer_norm``; None for no norm.
+            or after it over each ``rotated_head``, or ``rotated_unweighted`` in layers with positions only;
+            LayerNorm with weights per head, ``layer_norm``; None for no norm.
         qk_norm_names: of the norms of queries and keys in the checkpoint; with a ``{}``, each head has its own.
         fused_qkv, fused_gate_up: checkpoints store q, k and v as one ``qkv_proj``, gate and up as one
             ``gate_up_proj``.
@@ -152,6 +180,9 @@ class DecoderSpec:
             and the logits.
         draft_prefixes: names of tensors of the checkpoint that only draft heads use begin with one of these.
         latent: multi-head latent attention; None for attention to keys and values of heads.
+        names: of the parts in the checkpoint.
+        head_bias: the head has a bias.
+        query_temperature: of layers without positions; None for none.
     """
 
     vocab_size: int
@@ -188,6 +219,9 @@ class DecoderSpec:
     tied_embeddings: bool = False
     draft_prefixes: tuple[str, ...] = ()
     latent: LatentSpec | None = None
+    names: Names = field(default_factory=Names)
+    head_bias: bool = False
+    query_temperature: QueryTemperature | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +247,7 @@ class Family:
         full_layers_unrotated: layers without a window have no positions, unless no layer has a window.
         is_latent: has multi-head latent attention.
         all_layers_windowed: ``sliding_window`` applies to every layer, regardless of ``layer_types``.
+        adapt: returns a configuration with the field names that the other families have.
 
     The other fields are those of DecoderSpec.
     """
@@ -245,6 +280,9 @@ class Family:
     is_latent: bool = False
     all_layers_windowed: bool = False
     attention_sinks: bool = False
+    adapt: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    names: Names = field(default_factory=Names)
+    head_bias: bool = False
 
 
 def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
@@ -253,6 +291,7 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
     Raises:
         ConfigError: the configuration has an option that Decoder does not support; names it.
     """
+    model = _adapted(model, family)
     hf = model.hf
     qkv_bias, output_bias = bool(family.qkv_bias), False
     if family.qkv_bias is None:
@@ -268,7 +307,7 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
             f"{model.name}: {family.activation_field} {activation!r} is not supported, only {known}"
         )
     latent = _read_latent(model) if family.is_latent else None
-    layers = read_layers(model, family)
+    layers = _read_layers(model, family)
     rotated_dim = model.head_dim if latent is None else latent.shared_dim
     ropes = _read_ropes(model, {layer.rope for layer in layers if layer.rope is not None}, rotated_dim)
     return DecoderSpec(
@@ -308,7 +347,25 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
         draft_prefixes=mtp_prefixes(model),
         latent=latent,
+        names=family.names,
+        head_bias=family.head_bias,
+        query_temperature=_read_temperature(hf),
     )
+
+
+def read_layers(model: ModelConfig, family: Family) -> tuple[LayerSpec, ...]:
+    """Return each layer's window, positions and experts. Raises ConfigError if an option is not supported."""
+    return _read_layers(_adapted(model, family), family)
+
+
+def _adapted(model: ModelConfig, family: Family) -> ModelConfig:
+    return model if family.adapt is None else replace(model, hf=family.adapt(model.hf))
+
+
+def _read_temperature(hf: dict[str, Any]) -> QueryTemperature | None:
+    if not hf.get("attn_temperature_tuning"):
+        return None
+    return QueryTemperature(float(hf["attn_scale"]), float(hf["floor_scale"]))
 
 
 def _required(model: ModelConfig, field: str) -> Any:
@@ -353,8 +410,8 @@ def _latent_scale(model: ModelConfig, latent: LatentSpec) -> float:
     return scale * yarn_scale(float(settings["factor"]), float(weight)) ** 2
 
 
-def read_layers(model: ModelConfig, family: Family) -> tuple[LayerSpec, ...]:
-    """Return each layer's window, positions and experts, from the fields of all families."""
+def _read_layers(model: ModelConfig, family: Family) -> tuple[LayerSpec, ...]:
+    """Read the fields of all families."""
     hf = model.hf
     window = (hf.get("sliding_window") or 0) if hf.get("use_sliding_window", True) else 0
     layer_types = _read_layer_types(model, family, window)
@@ -370,10 +427,12 @@ def read_layers(model: ModelConfig, family: Family) -> tuple[LayerSpec, ...]:
             f"{model.name}: config.json describes {len(layer_types)} layers and has {model.num_layers}"
         )
     ropes_per_layer_type = _has_ropes_per_layer_type(hf)
+    chunk = hf.get("attention_chunk_size") or 0
     return tuple(
         LayerSpec(
-            # A window that no sequence exceeds has no effect.
+            # A window or chunk that no sequence exceeds has no effect.
             window=window if layer_type == SLIDING and window < model.max_model_len else 0,
+            chunk=chunk if layer_type == CHUNKED and chunk < model.max_model_len else 0,
             rope=(layer_type if ropes_per_layer_type else FULL) if has_position else None,
             has_experts=family.expert_fields is not None and _has_experts(hf, index),
         )
@@ -385,13 +444,16 @@ def _read_layer_types(model: ModelConfig, family: Family, window: int) -> list[s
     if family.all_layers_windowed:
         return [SLIDING if window else FULL] * model.num_layers
     layer_types: list[str] = model.hf.get("layer_types") or [FULL] * model.num_layers
-    unknown = sorted(set(layer_types) - {FULL, SLIDING})
+    known = {FULL, SLIDING, CHUNKED} if model.hf.get("attention_chunk_size") else {FULL, SLIDING}
+    unknown = sorted(set(layer_types) - known)
     if unknown:
         raise ConfigError(f"{model.name}: layers of type {unknown[0]!r} are not supported")
     return layer_types
 
 
 def _has_experts(hf: dict[str, Any], index: int) -> bool:
+    if (listed := hf.get("moe_layers")) is not None:
+        return index in listed
     first = hf.get("first_k_dense_replace") or hf.get("moe_layer_start_index") or 0
     last = hf.get("moe_layer_end_index", -1)
     if index < first or 0 <= last < index:
@@ -480,12 +542,18 @@ def _gpt_oss_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
     return replace(experts, score="softmax_of_chosen", router_bias=True, interleaved=True, clamp=clamp)
 
 
+def _llama4_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
+    """Routing of Llama 4: the sigmoids of the chosen logits multiply the inputs of experts."""
+    return replace(experts, score="sigmoid_of_chosen", scaled_inputs=True, transposed=True)
+
+
 # Family.routing |-> function that adds the settings of a configuration.
 ROUTINGS: dict[str, Callable[[Experts, dict[str, Any]], Experts]] = {
     "softmax": lambda experts, hf: experts,
     "group_limited": _group_limited_routing,
     "corrected_sigmoid": _corrected_sigmoid_routing,
     "gpt_oss": _gpt_oss_routing,
+    "llama4": _llama4_routing,
     "corrected_softmax": lambda experts, hf: replace(experts, correction_bias=True),
     "gated_sharing": lambda experts, hf: replace(experts, shared_gate=True),
 }

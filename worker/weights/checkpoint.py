@@ -18,7 +18,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 # Stored in some checkpoints, but ignored: quire computes these constants.
-_COMPUTED_SUFFIXES = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
+_COMPUTED_SUFFIXES = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".attn.bias", ".attn.masked_bias")
 
 CPU = torch.device("cpu")
 

@@ -22,6 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {},
     "qwen3_moe": {},
     "gpt_oss": {},
+    "llama4_text": {},
     "deepseek_v3": {},
     "opt": {},
     "bloom": {},
