@@ -11,7 +11,17 @@ import torch
 import triton_device
 from fakes import small_config
 from kernel_twins import find_twin
-from stand_in_gpu import GARBAGE, DeviceTensor, HostWaitError, StandInGpu, Stream, StreamError, installed
+from stand_in_gpu import (
+    GARBAGE,
+    DeviceTensor,
+    HostWaitError,
+    StandInGpu,
+    Stream,
+    StreamError,
+    current_gpu,
+    installed,
+    is_installed,
+)
 from torch import Tensor
 
 from quire.kernels import decode_splits
@@ -127,8 +137,8 @@ def test_worker_gives_tokens_of_cpu(
         samplings = (GREEDY, SAMPLED, KEPT, PROCESSED, REPORTED)
         sequences = [planned(list(prompt), 4, each) for prompt, each in zip(PROMPTS, samplings, strict=True)]
         engine = make_engine(folder, **{**settings, **more})
-        if StandInGpu.current is not None:
-            StandInGpu.current.num_syncs.clear()
+        if is_installed():
+            current_gpu().num_syncs.clear()
         engine.generate(sequences, chunk_len=8)
         engine.close()
         return [sequence.generated for sequence in sequences]
@@ -201,9 +211,7 @@ def break_stream(patch: pytest.MonkeyPatch) -> None:
     forward, stream = Decoder.forward, Stream()
 
     def launch(*args: Any) -> Any:
-        gpu = StandInGpu.current
-        assert gpu is not None
-        with gpu.on_stream(stream):
+        with current_gpu().on_stream(stream):
             return forward(*args)
 
     patch.setattr(Decoder, "forward", launch)
@@ -239,8 +247,8 @@ def test_fault_of_the_worker_fails(
     def generate(**more: Any) -> list[int]:
         sequence = planned([5, 17, 99, 3], 4, GREEDY)
         engine = make_engine(folder, **settings, **more)
-        if StandInGpu.current is not None:
-            StandInGpu.current.num_syncs.clear()
+        if is_installed():
+            current_gpu().num_syncs.clear()
         engine.generate([sequence], chunk_len=8)
         tokens: list[int] = sequence.generated
         return tokens
@@ -252,8 +260,7 @@ def test_fault_of_the_worker_fails(
             tokens = generate(device="cuda")
         except (AssertionError, RankFailed, RuntimeError) as error:
             return str(error)
-        gpu = StandInGpu.current
-        assert gpu is not None
+        gpu = current_gpu()
         if tokens != expected:
             return "other tokens"
         if not gpu.num_replays:
