@@ -28,10 +28,16 @@ class FlashAttention:
 
     Args:
         attend: its ``flash_attn_with_kvcache``.
+
+    Attributes:
+        num_calls: calls that FlashAttention computed.
+        unsupported: features for which the kernels of quire computed other calls.
     """
 
     def __init__(self, attend: Callable[..., Tensor]) -> None:
         self._attend = attend
+        self.num_calls = 0
+        self.unsupported: set[str] = set()
 
     def __call__(
         self,
@@ -45,10 +51,13 @@ class FlashAttention:
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         """See kernels.paged_attention."""
-        if not _is_supported(q, variant, kv_scales):
+        feature = _find_unsupported(q, variant, kv_scales)
+        if feature is not None:
+            self.unsupported.add(feature)
             return paged_prefill_attention(
                 q, kv_cache, block_tables, query_start, seq_lens, scale, variant, kv_scales
             )
+        self.num_calls += 1
         keys, values = kv_cache.transpose(2, 3).unbind(1)  # [N, B, Hkv, D] each
         return self._attend(
             q,
@@ -78,12 +87,14 @@ def load_flash_attention() -> FlashAttention:
     raise ImportError(f"there is no module {' or '.join(MODULES)}")
 
 
-def _is_supported(q: Tensor, variant: AttentionVariant, kv_scales: Tensor | None) -> bool:
-    return (
-        kv_scales is None
-        and variant.alibi_slopes is None
-        and variant.sinks is None
-        and not variant.chunk
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[2] <= MAX_HEAD_DIM
-    )
+def _find_unsupported(q: Tensor, variant: AttentionVariant, kv_scales: Tensor | None) -> str | None:
+    """Return a feature that FlashAttention does not support. Returns None if it supports all."""
+    features = {
+        "a quantized KV cache": kv_scales is not None,
+        "linear biases (ALiBi)": variant.alibi_slopes is not None,
+        "attention sinks": variant.sinks is not None,
+        "chunks of a sequence": bool(variant.chunk),
+        f"dtype {q.dtype}": q.dtype not in (torch.bfloat16, torch.float16),
+        f"heads of {q.shape[2]} dimensions": q.shape[2] > MAX_HEAD_DIM,
+    }
+    return next((feature for feature, is_present in features.items() if is_present), None)

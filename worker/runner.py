@@ -22,7 +22,7 @@ from ..proto.errors import ConfigError, ModelLoadError, RankFailed, in_one_line
 from ..proto.lora import LoraReport
 from ..proto.step import StepPlan, StepResult
 from .attention import LayerCache, fixed_item_len
-from .attention_backend import load_chunk_attention
+from .attention_backend import load_chunk_attention, log_chunk_attention
 from .batch import Batch, gather_batch
 from .comm.communicator import Communicator
 from .device import compute_device
@@ -206,6 +206,7 @@ class ModelRunner:
             self._executor = self._make_executor(self._kv_cache)
         if self._device.type != "cpu":
             self._warm_up(num_blocks)
+            log_chunk_attention(self._attend_chunks)
         self._num_compilations = num_compilations()
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -104,6 +104,12 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
         if options.attention_backend != "triton" and device != "cuda":
             raise ConfigError(f"attention_backend {options.attention_backend} is for GPUs")
     with problems:
+        if options.attention_backend != "triton" and options.batch_invariant:
+            raise ConfigError(
+                f"attention_backend is {options.attention_backend}, whose bits depend on the batch; batch_invariant "
+                "needs triton"
+            )
+    with problems:
         if options.tenant_weights and options.policy != "fair":
             raise ConfigError(
                 f"tenant weights are shares of the policy fair, but the policy is {options.policy}"

@@ -106,13 +106,21 @@ def test_chunks_equal_those_of_the_reference(module: FakeInterface, variant: Att
     q = torch.randn(19, 4, 16).bfloat16()
     starts = torch.tensor([0, 9, 10, 15], dtype=torch.int32)
     arguments = q, paged.cache, paged.tables, starts, paged.lens, 0.3, variant
-    found, expected = load_flash_attention()(*arguments), paged_prefill_attention(*arguments)
-    assert module.num_calls == 1
+    attention = load_flash_attention()
+    found, expected = attention(*arguments), paged_prefill_attention(*arguments)
+    assert (module.num_calls, attention.num_calls, attention.unsupported) == (1, 1, set())
     torch.testing.assert_close(found[:15].float(), expected[:15].float(), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("reason", ["alibi", "quantized", "float32"])
-def test_others_are_computed_by_the_reference(module: FakeInterface, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("reason", "feature"),
+    [
+        ("alibi", "linear biases (ALiBi)"),
+        ("quantized", "a quantized KV cache"),
+        ("float32", "dtype torch.float32"),
+    ],
+)
+def test_others_are_computed_by_the_reference(module: FakeInterface, reason: str, feature: str) -> None:
     dtype = torch.float32 if reason == "float32" else torch.bfloat16
     stored = torch.int8 if reason == "quantized" else None
     paged = Paged([9], BLOCK_SIZE, 2, 16, dtype, "cpu", stored)
@@ -120,8 +128,9 @@ def test_others_are_computed_by_the_reference(module: FakeInterface, reason: str
     starts = torch.tensor([0, 5], dtype=torch.int32)
     q = torch.randn(5, 4, 16).to(dtype)
     arguments: Any = q, paged.cache, paged.tables, starts, paged.lens, 0.3, variant, paged.scales
-    assert torch.equal(load_flash_attention()(*arguments), paged_prefill_attention(*arguments))
-    assert module.num_calls == 0
+    attention = load_flash_attention()
+    assert torch.equal(attention(*arguments), paged_prefill_attention(*arguments))
+    assert (module.num_calls, attention.num_calls, attention.unsupported) == (0, 0, {feature})
 
 
 def test_missing_module_is_named() -> None:

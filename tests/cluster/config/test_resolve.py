@@ -248,3 +248,11 @@ def test_resolve_refuses_flash_attention_on_a_cpu() -> None:
         resolve_on_cpu("demo", attention_backend="flash_attn")
     on_gpu = resolve(EngineOptions("demo", attention_backend="flash_attn"), Machine(2, 1))
     assert on_gpu.parallel.attention_backend == "flash_attn"
+
+
+def test_resolve_refuses_flash_attention_that_must_be_batch_invariant() -> None:
+    options = EngineOptions("demo", attention_backend="flash_attn", batch_invariant=True)
+    with pytest.raises(
+        ConfigError, match="flash_attn, whose bits depend on the batch; batch_invariant needs triton"
+    ):
+        resolve(options, Machine(2, 1))
