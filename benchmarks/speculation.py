@@ -24,16 +24,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
-
-import numpy as np
 
 from benchmarks.common import Figure, make_parser, median, names_from, report
+from benchmarks.draft_lengths import fixed_lengths
 from quire import LLM, SamplingParams
 from quire.cluster.offline.in_process import InProcessEngine
-from quire.proto.block_tables import IntArray, RowArray
-from quire.scheduler.speculation.draft_lengths import DraftLengths
 
 TEXTS = Path(__file__).parent / "held_out"
 PASSAGE_LEN, REPEATED_LEN, NUM_TOKENS = 280, 40, 200  # tokens
@@ -136,25 +131,6 @@ def figures(
         "acceptance": Figure(num_accepted / max(1, num_drafted), "", f"of {num_drafted} drafted tokens"),
         "tokens_per_step": Figure(num_tokens / (num_tokens - num_accepted), "tokens", "per sequence"),
     }
-
-
-@contextmanager
-def fixed_lengths(count: int | None) -> Iterator[None]:
-    """Let every step draft `count` tokens per sequence, instead of the number that measurements recommend."""
-
-    if count is None:
-        yield
-        return
-    most_per_row = count
-
-    def choose(lengths: DraftLengths, rows: RowArray, first_steps: Any, limits: IntArray, most: int) -> Any:
-        return np.minimum(limits, most_per_row).astype(np.int32) if limits.any() else None
-
-    with (
-        patch.object(DraftLengths, "is_due", lambda lengths, num_rows: True),
-        patch.object(DraftLengths, "choose", choose),
-    ):
-        yield
 
 
 def main() -> None:

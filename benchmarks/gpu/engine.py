@@ -135,6 +135,13 @@ def measure_decode(
     server.abort()
 
 
+def measure_rows(server: Server, handles: list[int], num_steps: int) -> float:
+    """Return the median seconds of a step of these requests, once all of them decode."""
+    server.prefill(handles)
+    server.run(NUM_WARM_UP)
+    return statistics.median(server.run(num_steps))
+
+
 def _add_device_time(record: Record, case: str, found: DeviceTime) -> None:
     record.add(f"engine.{case}.host_gap_us", 1e6 * found.gap_s, "us", "device idle per step, profiled")
     record.add(f"engine.{case}.busy_ms", 1e3 * found.busy_s, "ms", "device busy per step, profiled")

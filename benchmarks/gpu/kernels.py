@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import ops
+from benchmarks.gpu.op_case import MakeOp, OpCase
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.timing import copy_rate, matmul_rate, num_copies, roof, seconds_per_call
@@ -41,7 +42,7 @@ def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
         sweep(record, sizes)
 
 
-def measure(record: Record, case: ops.OpCase, copy: float, matmul: float, sizes: Sizes) -> None:
+def measure(record: Record, case: OpCase, copy: float, matmul: float, sizes: Sizes) -> None:
     """Measure an op and its peers; add the share of the roof that bounds it."""
     seconds = time_op(case.make, case.num_bytes, sizes)
     is_compute = case.flops * copy > case.num_bytes * matmul
@@ -56,7 +57,7 @@ def measure(record: Record, case: ops.OpCase, copy: float, matmul: float, sizes:
             record.add(f"kernels.{case.name}.{name}_us", 1e6 * time_op(make, case.num_bytes, sizes), "us")
 
 
-def time_op(make: ops.MakeOp, num_bytes: int, sizes: Sizes) -> float:
+def time_op(make: MakeOp, num_bytes: int, sizes: Sizes) -> float:
     """Return the seconds of an op, over as many sets of inputs as the L2 cache requires."""
     torch.manual_seed(0)
     rotating = [make(index) for index in range(num_copies(num_bytes, sizes.device))]
@@ -83,7 +84,7 @@ def sweep(record: Record, sizes: Sizes) -> None:
 
 
 def _try_expert_tiles(
-    record: Record, case: ops.OpCase, tiles: tuple[tuple[int, int, int, int, int], ...], sizes: Sizes
+    record: Record, case: OpCase, tiles: tuple[tuple[int, int, int, int, int], ...], sizes: Sizes
 ) -> None:
     from quire.kernels.gpu import moe
     from quire.kernels.gpu.quantized_linear import TileConfig
@@ -99,7 +100,7 @@ def _try_expert_tiles(
 
 
 def _try_tiles(
-    record: Record, case: ops.OpCase, table: str, tiles: tuple[tuple[int, int, int, int], ...], sizes: Sizes
+    record: Record, case: OpCase, table: str, tiles: tuple[tuple[int, int, int, int], ...], sizes: Sizes
 ) -> None:
     from quire.kernels.gpu import paged_decode, paged_prefill, tile_configs
 

@@ -6,55 +6,32 @@ prompts where it is installed; those of other ops are PyTorch's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu.adapter_ops import adapter_cases
+from benchmarks.gpu.latent_ops import latent_cases
+from benchmarks.gpu.op_case import BLOCK_SIZE, Op, OpCase, random, shuffled_tables, slots_of
+from benchmarks.gpu.sampler_ops import random_processors, sampler_cases
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.kernel_peers import norm_by_torch, swiglu_by_torch
-from quire.kernels.activation import silu_and_mul
+from quire.kernels.activation import clamped_silu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from quire.kernels.block_tables import update_block_tables
 from quire.kernels.decode_splits import split_decodes
 from quire.kernels.flash_attention import load_flash_attention
 from quire.kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
-from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
+from quire.kernels.gumbel import random_keys
+from quire.kernels.logits import process_logits
 from quire.kernels.moe import ExpertWeights, gather_linear, scatter_linear, sort_choices
-from quire.kernels.norm import add_rms_norm, rms_norm
+from quire.kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
 from quire.kernels.paged_cache import copy_blocks
 from quire.kernels.quantized_kv import quantize as quantize_kv
 from quire.kernels.quantized_linear import FLOAT8, float8_linear, quantize, quantized_linear
-from quire.kernels.sampling import sample_full, sample_greedy, sample_top_k_top_p, topk_tokens
-
-Op = Callable[[], object]
-# Index of a set of inputs |-> a call on inputs of its own.
-MakeOp = Callable[[int], Op]
-# Logits, temperatures and keys.
-Inputs = tuple[Tensor, Tensor, Tensor]
-
-BLOCK_SIZE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class OpCase:
-    """One op at one shape.
-
-    Attributes:
-        num_bytes: bytes that the op must read and write.
-        flops: floating-point operations; 0 if negligible beside the bytes.
-        peers: other implementations of the same op.
-    """
-
-    name: str
-    device: str
-    num_bytes: int
-    flops: int
-    make: MakeOp
-    peers: Mapping[str, MakeOp] = field(default_factory=dict)
 
 
 def cases(sizes: Sizes) -> Iterator[OpCase]:
@@ -62,10 +39,13 @@ def cases(sizes: Sizes) -> Iterator[OpCase]:
     yield from decodes(sizes)
     yield from prefills(sizes)
     yield from small_ops(sizes)
-    yield from samplers(sizes)
+    yield from sampler_cases(sizes)
     yield from quantized_layers(sizes)
     for tokens in (16, 4096) if sizes.device == "cuda" else (4,):
         yield expert_case(sizes, tokens)
+    yield from latent_cases(sizes)
+    yield from adapter_cases(sizes)
+    yield from rarer_ops(sizes)
 
 
 def decodes(sizes: Sizes) -> Iterator[OpCase]:
@@ -180,8 +160,7 @@ def small_ops(sizes: Sizes) -> Iterator[OpCase]:
             heads = random(sizes, tokens, num_heads, model.head_dim)
             angles = random(sizes, tokens, model.head_dim)
             cache, _, tables = random_cache(sizes, 1, tokens, None)
-            offsets = torch.arange(BLOCK_SIZE, device=device)
-            slots = (tables.long().view(-1, 1) * BLOCK_SIZE + offsets).view(-1)[:tokens].contiguous()
+            slots = slots_of(tables, tokens)
             return partial(fused_qk_norm_rope_kv_write, heads, cache, slots, angles, angles)
 
         row = tokens * itemsize
@@ -200,49 +179,35 @@ def small_ops(sizes: Sizes) -> Iterator[OpCase]:
     yield OpCase("update_block_tables.64", device, 64 * 16, 0, partial(_make_update, sizes))
 
 
-def samplers(sizes: Sizes) -> Iterator[OpCase]:
-    """Yield sampling of one step's rows; bytes are those of one pass over the logits."""
-    vocab, device = sizes.model.vocab_size, sizes.device
-    for rows in sizes.num_sampled:
-        logits_bytes = 4 * rows * vocab
+def rarer_ops(sizes: Sizes) -> Iterator[OpCase]:
+    """Yield ops of some models only, and ops that read little, at one size each."""
+    hidden, inner, device = sizes.model.hidden_size, sizes.model.intermediate_size, sizes.device
+    tokens, rows, vocab = sizes.prefill_lens[-1], sizes.num_sampled[-1], sizes.model.vocab_size
+    row = tokens * getattr(torch, sizes.dtype).itemsize
 
-        def inputs(rows: int = rows) -> Inputs:
-            logits = 3 * torch.randn(rows, vocab, device=device)
-            keys = torch.arange(2 * rows, dtype=torch.int32, device=device).view(-1, 2)
-            return logits, torch.ones(rows, device=device), keys
+    def make_geglu(index: int) -> Op:
+        return partial(gelu_tanh_and_mul, random(sizes, tokens, 2 * inner))
 
-        def make_greedy(index: int, inputs: Callable[[], Inputs] = inputs) -> Op:
-            return partial(sample_greedy, inputs()[0])
+    def make_clamped(index: int) -> Op:
+        return partial(clamped_silu_and_mul, random(sizes, tokens, 2 * inner), 1.702, 7.0)
 
-        def make_argmax(index: int, inputs: Callable[[], Inputs] = inputs) -> Op:
-            return partial(inputs()[0].max, dim=-1)
+    def make_float8_norm(index: int) -> Op:
+        x, residual = random(sizes, tokens, hidden), random(sizes, tokens, hidden)
+        return partial(add_rms_norm_float8, x, residual, random(sizes, hidden), 1e-5)
 
-        def make_full(index: int, inputs: Callable[[], Inputs] = inputs) -> Op:
-            return partial(sample_full, *inputs())
+    def make_processed_logits(index: int) -> Op:
+        logits, members = torch.randn(rows, vocab, device=device), torch.arange(rows, device=device)
+        return partial(process_logits, logits, members, random_processors(rows, vocab, device))
 
-        def make_processed(index: int, inputs: Callable[[], Inputs] = inputs) -> Op:
-            logits, ones, keys = inputs()
-            processors = random_processors(len(logits), vocab, device)
-            return lambda: sample_full(logits, ones, keys, logits_processors=processors)
+    def make_keys(index: int) -> Op:
+        seeds = torch.arange(rows, device=device)
+        return partial(random_keys, seeds, seeds + 1)
 
-        def make_kept(index: int, inputs: Callable[[], Inputs] = inputs, top_k: int = 50) -> Op:
-            logits, ones, keys = inputs()
-            ks = torch.full((len(logits),), top_k, device=device)
-            return partial(sample_top_k_top_p, logits, ones, ks, 0.9 * ones.double(), 0 * ones, keys)
-
-        def make_top(index: int, inputs: Callable[[], Inputs] = inputs) -> Op:
-            return partial(topk_tokens, inputs()[0], 20)
-
-        def make_topk(index: int, inputs: Callable[[], Inputs] = inputs) -> Op:
-            return partial(inputs()[0].topk, 20)
-
-        yield OpCase(f"sample_greedy.{rows}", device, logits_bytes, 0, make_greedy, {"torch": make_argmax})
-        yield OpCase(f"sample_full.{rows}", device, logits_bytes, 0, make_full)
-        yield OpCase(f"sample_full.logits_processors.{rows}", device, logits_bytes, 0, make_processed)
-        yield OpCase(f"sample_top_k_top_p.{rows}", device, logits_bytes, 0, make_kept)
-        nucleus = partial(make_kept, top_k=vocab)
-        yield OpCase(f"sample_top_k_top_p.nucleus.{rows}", device, logits_bytes, 0, nucleus)
-        yield OpCase(f"topk_tokens.{rows}", device, logits_bytes, 0, make_top, {"torch": make_topk})
+    yield OpCase(f"gelu_tanh_and_mul.{tokens}", device, 3 * row * inner, 0, make_geglu)
+    yield OpCase(f"clamped_silu_and_mul.{tokens}", device, 3 * row * inner, 0, make_clamped)
+    yield OpCase(f"add_rms_norm_float8.{tokens}", device, int(3.5 * row * hidden), 0, make_float8_norm)
+    yield OpCase(f"process_logits.{rows}", device, 10 * rows * vocab, 0, make_processed_logits)
+    yield OpCase(f"random_keys.{rows}", device, 24 * rows, 0, make_keys)
 
 
 def quantized_layers(sizes: Sizes) -> Iterator[OpCase]:
@@ -327,37 +292,17 @@ def _make_update(sizes: Sizes, index: int) -> Op:
     return update
 
 
-def random_processors(num_rows: int, vocab_size: int, device: str) -> LogitsProcessors:
-    """Return a mask of half the vocabulary, penalties and ten biases for every row."""
-    rows = torch.arange(num_rows, device=device)
-    counts = torch.randint(0, 2, (num_rows, vocab_size), dtype=torch.int16, device=device)
-    words = torch.randint(-(2**31), 2**31, (num_rows, -(-vocab_size // 32)), dtype=torch.int32, device=device)
-    columns = torch.randint(vocab_size, (num_rows, 10), dtype=torch.int32, device=device).sort(dim=1).values
-    starts = 10 * torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-    return LogitsProcessors(
-        vocab_size,
-        Biases(starts, columns.flatten(), torch.ones(10 * num_rows, device=device)),
-        Penalties(rows, counts, words, torch.full((num_rows, 3), 1.1, device=device)),
-        Masks(rows, words),
-    )
-
-
-def random(sizes: Sizes, *shape: int) -> Tensor:
-    return torch.randn(shape, device=sizes.device).to(getattr(torch, sizes.dtype))
-
-
 def random_cache(
     sizes: Sizes, rows: int, length: int, stored: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return a cache in shuffled blocks, the scales of a quantized one, and the block tables."""
     model = sizes.model
-    num_blocks = rows * -(-length // BLOCK_SIZE)
-    shape = num_blocks + 1, 2, model.num_key_value_heads, BLOCK_SIZE, model.head_dim
-    tables = (torch.randperm(num_blocks, device=sizes.device) + 1).int().view(rows, -1)
+    tables, num_blocks = shuffled_tables(sizes, rows, length)
+    shape = num_blocks, 2, model.num_key_value_heads, BLOCK_SIZE, model.head_dim
     cache = torch.empty(shape, dtype=stored or getattr(torch, sizes.dtype), device=sizes.device)
     scales = None if stored is None else torch.empty(shape[:-1], device=sizes.device)
     # In parts, because the float32 numbers of the largest cache would need twice its memory.
-    for part in range(0, num_blocks + 1, 4096):
+    for part in range(0, num_blocks, 4096):
         numbers = torch.randn(cache[part : part + 4096].shape, device=sizes.device)
         if scales is None or stored is None:
             cache[part : part + 4096] = numbers

@@ -14,6 +14,8 @@ from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
 from quire.cluster.offline.in_process import load_in_process
 from quire.cluster.requests.sequence_update import updates_by_handle
+from quire.proto.lora import LoraReference
+from quire.proto.pooling import PoolingParams
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Abort, FinishReason, ReplicaMessage, Submit, TokenBatch
 from quire.scheduler.core.scheduler import Scheduler
@@ -32,6 +34,7 @@ class Server:
 
     Attributes:
         tokens: handle |-> the tokens sampled so far.
+        num_vectors: vectors of pooled prompts so far.
         running: handles of requests that have not ended.
         load_s: seconds from the start to ready.
     """
@@ -48,15 +51,29 @@ class Server:
         self._num_submitted = 0
         self.tokens: dict[int, list[int]] = {}
         self.running: set[int] = set()
+        self.num_vectors = 0
 
-    def submit(self, prompt: np.ndarray[Any, Any], max_tokens: int, sampling: SamplingParams = GREEDY) -> int:
-        """Submit a request; return its handle."""
+    def submit(
+        self,
+        prompt: np.ndarray[Any, Any],
+        max_tokens: int,
+        sampling: SamplingParams = GREEDY,
+        lora: LoraReference | None = None,
+    ) -> int:
+        """Submit a request for tokens; return its handle."""
+        return self._submit(prompt, replace(sampling, max_tokens=max_tokens), lora=lora)
+
+    def submit_pooled(self, prompt: np.ndarray[Any, Any]) -> int:
+        """Submit a request for the vector of a prompt; return its handle."""
+        return self._submit(prompt, replace(GREEDY, max_tokens=1), pooling=PoolingParams())
+
+    def _submit(self, prompt: np.ndarray[Any, Any], sampling: SamplingParams, **settings: Any) -> int:
         handle = self._num_submitted
         self._num_submitted += 1
         self.tokens[handle] = []
         self.running.add(handle)
-        params = replace(sampling, max_tokens=max_tokens)
-        self._mailbox.post(_GATEWAY, Submit(handle, f"request-{handle}", prompt.astype(np.int32), params))
+        ids = prompt.astype(np.int32)
+        self._mailbox.post(_GATEWAY, Submit(handle, f"request-{handle}", ids, sampling, **settings))
         self._loop.handle_messages(0.0)
         return handle
 
@@ -97,6 +114,7 @@ class Server:
 
     def _on_message(self, message: ReplicaMessage) -> None:
         assert isinstance(message, TokenBatch)
+        self.num_vectors += 0 if message.pooled is None else len(message.pooled.lens)
         for handle, update in updates_by_handle(message):
             self.tokens[handle] += update.token_ids
             if update.finish is not None:

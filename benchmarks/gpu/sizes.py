@@ -33,6 +33,49 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Shape of a DeepSeek without experts, with the names of its config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    max_position_embeddings: int
+
+    @property
+    def cached_dim(self) -> int:
+        """Numbers of a token's latent and shared key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def qk_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        return float(self.qk_dim**-0.5)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters without the embedding, which a step reads a row of."""
+        heads, rank = self.num_attention_heads, self.kv_lora_rank
+        attention = self.hidden_size * (heads * (self.qk_dim + self.v_head_dim) + self.cached_dim)
+        attention += rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size
+        return self.num_hidden_layers * layer + self.vocab_size * self.hidden_size
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers in the cache per token."""
+        return self.num_hidden_layers * self.cached_dim
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes of all stages.
 
@@ -42,12 +85,16 @@ class Sizes:
         mixed_s: seconds of the mixed load, of `mixed_rows` concurrent requests.
         matmul_len: of the square matmul that gives the roof.
         num_timed: decode steps per measurement.
+        num_adapters, adapter_rank: LoRA adapters that one step uses, and their rank.
+        num_drafts: drafted tokens per sequence and step.
+        num_embedded, embedded_len: prompts that are embedded together, and their tokens.
         options: engine options.
     """
 
     device: str
     dtype: str
     model: ModelShape
+    latent_model: LatentShape
     decodes: tuple[tuple[int, int], ...]
     prefill_lens: tuple[int, ...]
     mixed_rows: int
@@ -59,16 +106,25 @@ class Sizes:
     num_timed: int
     num_sampled: tuple[int, ...]
     repeat_s: float
+    num_adapters: int
+    adapter_rank: int
+    num_drafts: int
+    num_embedded: int
+    embedded_len: int
     options: dict[str, Any]
 
 
 LLAMA_8B = ModelShape(128256, 4096, 14336, 32, 32, 8, 128, 131072)
 TINY = ModelShape(512, 64, 128, 2, 4, 2, 16, 256)
+# The attention and width of DeepSeek-V2-Lite, and in all layers the feed-forward network of its first.
+LATENT_2B = LatentShape(102400, 2048, 10944, 27, 16, 512, 128, 64, 128, 131072)
+TINY_LATENT = LatentShape(512, 64, 128, 2, 4, 32, 16, 16, 16, 256)
 
 GPU = Sizes(
     device="cuda",
     dtype="bfloat16",
     model=LLAMA_8B,
+    latent_model=LATENT_2B,
     decodes=((1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 65536)),
     prefill_lens=(512, 2048, 8192),
     mixed_rows=128,
@@ -80,12 +136,18 @@ GPU = Sizes(
     num_timed=64,
     num_sampled=(1, 64, 256),
     repeat_s=0.05,
+    num_adapters=8,
+    adapter_rank=16,
+    num_drafts=3,
+    num_embedded=256,
+    embedded_len=512,
     options={"max_num_seqs": 256, "max_num_batched_tokens": 8192},
 )
 CPU = Sizes(
     device="cpu",
     dtype="float32",
     model=TINY,
+    latent_model=TINY_LATENT,
     decodes=((1, 24), (4, 24), (1, 96)),
     prefill_lens=(32, 64),
     mixed_rows=4,
@@ -97,6 +159,11 @@ CPU = Sizes(
     num_timed=8,
     num_sampled=(1, 4),
     repeat_s=0.002,
+    num_adapters=2,
+    adapter_rank=4,
+    num_drafts=3,
+    num_embedded=6,
+    embedded_len=24,
     options={"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_kv_blocks": 128},
 )
 SIZES = {"cuda": GPU, "cpu": CPU}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import ops
+from benchmarks.gpu.op_case import OpCase
 from benchmarks.gpu.random_llama import write_llama
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.server import Server
@@ -39,7 +40,7 @@ def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
             _compare_graphs(record, Path(model), sizes)
 
 
-def _compare_with_twin(record: Record, case: ops.OpCase) -> None:
+def _compare_with_twin(record: Record, case: OpCase) -> None:
     """Run an op on the device and its PyTorch twin on equal inputs there."""
     found = _results(case, uses_twin=False)
     torch.accelerator.synchronize() if case.device == "cuda" else None
@@ -50,7 +51,7 @@ def _compare_with_twin(record: Record, case: ops.OpCase) -> None:
     record.notes.setdefault("passed", []).append(case.name)
 
 
-def _results(case: ops.OpCase, uses_twin: bool) -> list[Tensor]:
+def _results(case: OpCase, uses_twin: bool) -> list[Tensor]:
     torch.manual_seed(0)
     op = case.make(0)
     with patch.object(dispatch, "has_kernels", lambda tensor: False) if uses_twin else nullcontext():

@@ -37,6 +37,10 @@ STAGES = (
     Stage("collectives", 40),
     Stage("reference", 90),
     Stage("variants", 110),
+    Stage("adapters", 60),
+    Stage("latents", 60),
+    Stage("drafts", 80),
+    Stage("embeddings", 40),
     Stage("checks", 120),
 )
 

@@ -1,4 +1,4 @@
-"""Stage `variants`: the 8B Llama with float8 and int8 weights, and with a quantized KV cache."""
+"""Stage `variants`: the 8B Llama with float8 and int8 weights, with a quantized KV cache, and with FlashAttention."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.engine import MODEL, measure_decode, random_prompt, serving
+from benchmarks.gpu.ops import has_flash_attention
 from benchmarks.gpu.random_llama import write_llama
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.sizes import Sizes
@@ -17,6 +18,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
     "int8_kv": {"kv_cache_dtype": "int8"},
 }
+if has_flash_attention():
+    VARIANTS["flash_attn"] = {"attention_backend": "flash_attn"}
 # Load, record graphs, measure.
 VARIANT_S = 20.0
 

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from kernel_twins import find_twin
+from launched_kernels import ops_with_kernels
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import table
+from benchmarks.gpu import ops, table
 from benchmarks.gpu.device_time import summarize
 from benchmarks.gpu.record import Record, read_figure
 from benchmarks.gpu.sizes import CPU, LLAMA_8B
 from benchmarks.gpu.stages import STAGES, Stage
+from quire.kernels import dispatch
 
 ROOT = Path(__file__).parents[2]
 SMALLEST = replace(
@@ -62,7 +69,9 @@ socket.socket.connect = connect_here
 """
 # The stage `checks` runs pytest.
 IN_PROCESS = [stage.name for stage in STAGES if stage.name != "checks"]
-LONG = ("smoke", "reference", "variants")
+# Ends of figures that a dry run does not have.
+ON_GPU_ONLY = ("host_gap_us", "over_budget", "fp8_fast", ".tflops")
+LONG = ("smoke", "reference", "variants", "adapters", "drafts")
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +92,37 @@ def test_stage_runs_on_cpu_without_problems(stage: str, tmp_path: Path, work: Pa
     assert written["figures"] or stage == "collectives"
 
 
+def test_stages_and_table_agree() -> None:
+    """Each row belongs to a stage. The stages without rows pass or fail, or have theirs beside those of `engine`."""
+    owners = {"roof": "environment"}
+    with_rows = {owners.get(prefix, prefix) for prefix in (goal.figure.split(".")[0] for goal in table.GOALS)}
+    names = {stage.name for stage in STAGES}
+    assert with_rows == names - {"smoke", "collectives", "variants", "checks"}
+    assert all(importlib.util.find_spec(f"benchmarks.gpu.{name}") for name in names)
+
+
+def test_smoke_runs_every_op_that_has_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the fused all-reduce, which the stage `collectives` runs on two streams."""
+    launched = set()
+
+    class Kernels:
+        def __init__(self, module: str) -> None:
+            self._module = module
+
+        def __getattr__(self, name: str) -> Any:
+            launched.add(name)
+            return find_twin(self._module, name)
+
+    monkeypatch.setattr(dispatch, "has_kernels", lambda tensor: True)
+    monkeypatch.setattr(dispatch, "_load", Kernels)
+    with torch.inference_mode():
+        for case in ops.cases(SMALLEST):
+            case.make(0)()
+    assert launched == ops_with_kernels() - {"all_reduce_add_rms_norm"}
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_command_runs_all_stages_without_other_packages(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     for name in MISSING:
@@ -93,12 +132,20 @@ def test_command_runs_all_stages_without_other_packages(tmp_path: Path) -> None:
     out = tmp_path / "out"
     path = os.pathsep.join((str(missing), os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--device", "cpu", "--minutes", "8",
+        [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--device", "cpu", "--minutes", "15",
          "--stages", ",".join(IN_PROCESS)],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=280,
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=880,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.stem for path in out.glob("*.json")} == set(IN_PROCESS)
+    # A dry run has other sizes.
+    measured = {without_sizes(name) for result in table.read_results(out) for name in result["figures"]}
+    unmeasured = {goal.figure for goal in table.GOALS if without_sizes(f"gpu.{goal.figure}") not in measured}
+    assert all(figure.endswith(ON_GPU_ONLY) for figure in unmeasured), unmeasured
+
+
+def without_sizes(figure: str) -> str:
+    return re.sub(r"\d+", "#", figure)
 
 
 def run_stage(stage: Stage, out: Path, **environment: str) -> dict[str, object]:

@@ -1,0 +1,31 @@
+"""Fixed numbers of drafted tokens, instead of those that measurements recommend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from quire.proto.block_tables import IntArray, RowArray
+from quire.scheduler.speculation.draft_lengths import DraftLengths
+
+
+@contextmanager
+def fixed_lengths(count: int | None) -> Iterator[None]:
+    """Let every step draft `count` tokens per sequence; with None, as many as measurements recommend."""
+    if count is None:
+        yield
+        return
+    most_per_row = count
+
+    def choose(lengths: DraftLengths, rows: RowArray, first_steps: Any, limits: IntArray, most: int) -> Any:
+        return np.minimum(limits, most_per_row).astype(np.int32) if limits.any() else None
+
+    with (
+        patch.object(DraftLengths, "is_due", lambda lengths, num_rows: True),
+        patch.object(DraftLengths, "choose", choose),
+    ):
+        yield
