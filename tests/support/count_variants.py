@@ -1,6 +1,6 @@
 """Counts the kernel variants that Triton would compile while requests run: ``count_variants.py MODEL [FEATURE]``.
 
-The feature is ``lora``, ``draft_model`` (the model drafts for itself), ``eager`` (no graphs), or none.
+The feature is one of FEATURES, or none.
 
 The whole worker runs on a stand-in GPU. Each launch binds and specializes its arguments as on a GPU of compute
 capability 9.0, and computes its result by the PyTorch twin; nothing is compiled. Prints the number of variants before
@@ -10,6 +10,7 @@ the first step, and then each variant that a random load needs in addition.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import random
 import sys
@@ -22,17 +23,23 @@ import pytest
 import torch
 import triton
 from compile_kernels import StandInDriver
+from draft_heads import write_eagle3
 from kernel_twins import find_twin
 from ranked_driver import RankedDriver
 from stand_in_gpu import installed
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from quire.cluster.config.model_config import describe_model
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
 from quire.kernels import decode_splits, dispatch
-from quire.proto.config import LoraConfig, SpeculativeConfig
+from quire.proto.config import LoraConfig, ModelConfig
 from quire.proto.lora import NO_SLOT
 from quire.proto.step import RowLogitsProcessors, RowSampling
+from quire.proto.structured_outputs import OutputConstraint
+from quire.worker.structured.compilation import GrammarLibrary
+from quire.worker.structured.grammar import GrammarSpec
 
 CAPABILITY = 90
 NUM_SEQUENCES = 60
@@ -90,14 +97,34 @@ def random_sampling(rng: random.Random) -> RowSampling:
     return rng.choice(kinds)
 
 
-def settings_of(feature: str, folder: Path) -> dict[str, Any]:
-    """Return the settings of the engine."""
-    if feature == "lora":
-        return {"lora": LoraConfig(max_loras=2, max_lora_rank=8, max_cpu_loras=2)}
-    if feature == "draft_model":
-        draft = replace(describe_model(folder, "draft"), dtype="float32", max_model_len=256)
-        return {"speculative": SpeculativeConfig("draft_model", 3, draft=draft)}
-    return {"cuda_graphs": feature != "eager"}
+def drafts(method: str, folder: Path, **settings: Any) -> dict[str, Any]:
+    """Return the settings of an engine that drafts by a method, three tokens per step."""
+    text = json.dumps({"method": method, "num_speculative_tokens": 3, **settings})
+    options = EngineOptions(
+        str(folder), device="cpu", dtype="float32", max_model_len=256, speculative_config=text
+    )
+    return {"speculative": resolve(options, Machine(1, 0)).speculative}
+
+
+def drafts_by_eagle3(folder: Path) -> dict[str, Any]:
+    config = json.loads((folder / "config.json").read_text())
+    sizes = {"num_layers": config["num_hidden_layers"], "draft_vocab_size": 90}
+    head = write_eagle3(folder.with_name(f"{folder.name}-eagle3"), config["vocab_size"], **sizes)
+    return drafts("eagle3", folder, model=str(head))
+
+
+# feature |-> model directory |-> settings of the engine
+FEATURES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "": lambda folder: {},
+    "eager": lambda folder: {"cuda_graphs": False},
+    "lora": lambda folder: {"lora": LoraConfig(max_loras=2, max_lora_rank=8, max_cpu_loras=2)},
+    "structured": lambda folder: {},
+    "int8_kv": lambda folder: {"kv_dtype": "int8"},
+    "ngram": lambda folder: drafts("ngram", folder),
+    "draft_model": lambda folder: drafts("draft_model", folder, model=str(folder)),
+    "eagle3": drafts_by_eagle3,
+    "mtp": lambda folder: drafts("mtp", folder),
+}
 
 
 def run_random_load(engine: Any, make_sequence: Callable[..., Any], feature: str) -> None:
@@ -107,29 +134,39 @@ def run_random_load(engine: Any, make_sequence: Callable[..., Any], feature: str
         [rng.randrange(1, 300) for _ in range(rng.choice([1, 2, 5, 17, 33, MAX_LEN]))]
         for _ in range(NUM_SEQUENCES)
     ]
-    if feature == "draft_model":
-        driver = RankedDriver(engine.config.with_num_blocks(NUM_BLOCKS), engine.step)
-        for index, prompt in enumerate(prompts):
-            sampling: dict[str, Any] = {
-                "temperature": rng.choice([0.0, 0.9]),
-                "top_p": rng.choice([1.0, 0.9]),
-                "seed": index,
-            }
-            driver.add(index, prompt, max_tokens=rng.randrange(1, 20), ignore_eos=True, **sampling)
-        driver.run()
+    if engine.config.speculative is not None:
+        run_scheduled(engine, prompts, rng)
         return
     slots = (NO_SLOT, 0, 1) if feature == "lora" else (NO_SLOT,)
-    sequences = [
-        make_sequence(
-            prompt,
-            rng.randrange(1, 20),
-            random_sampling(rng),
-            arrival=rng.randrange(40),
-            lora_slot=rng.choice(slots),
-        )
-        for prompt in prompts
-    ]
+    grammar = compile_grammar(engine.config.model) if feature == "structured" else None
+    sequences = []
+    for prompt in prompts:
+        sampling = random_sampling(rng)
+        if grammar is not None and rng.random() < 0.5:
+            sampling = replace(sampling, constraint=OutputConstraint(len(prompt), grammar))
+        lens = {"max_tokens": rng.randrange(1, 20), "arrival": rng.randrange(40)}
+        sequences.append(make_sequence(prompt=prompt, sampling=sampling, lora_slot=rng.choice(slots), **lens))
     engine.generate(sequences, chunk_len=16)
+
+
+def run_scheduled(engine: Any, prompts: list[list[int]], rng: random.Random) -> None:
+    """Run sequences whose steps the scheduler plans, with as many drafts as it may plan."""
+    drafter = RankedDriver(engine.config.with_num_blocks(NUM_BLOCKS), engine.step)
+    for index, prompt in enumerate(prompts):
+        sampling: dict[str, Any] = {
+            "temperature": rng.choice([0.0, 0.9]),
+            "top_p": rng.choice([1.0, 0.9]),
+            "seed": index,
+            "logprobs": rng.choice([None, 2]),
+        }
+        drafter.add(index, prompt, max_tokens=rng.randrange(1, 20), ignore_eos=True, **sampling)
+    drafter.run()
+    assert any(plan.draft_rows.size for plan in drafter.plans), "the scheduler planned no drafts"
+
+
+def compile_grammar(model: ModelConfig) -> bytes:
+    library = GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids)
+    return library.compile(GrammarSpec("regex", "([a-z]{2}[0-9]){40,}"))
 
 
 def main(folder: Path, feature: str) -> None:
@@ -146,7 +183,7 @@ def main(folder: Path, feature: str) -> None:
     decode_splits.NUM_EXTRA_ITEMS = 4
     dispatch.has_kernels = lambda tensor: getattr(tensor, "device", None) == torch.device("cuda", 0)
     with pytest.MonkeyPatch.context() as patch, installed(patch, stand_in=stand_in):
-        settings = {"block_size": 4, "max_num_seqs": 24, **settings_of(feature, folder)}
+        settings = {"block_size": 4, "max_num_seqs": 24, **FEATURES[feature](folder)}
         engine = worker.Engine(folder, device="cuda", num_blocks=NUM_BLOCKS, **settings)
         print("ready", len(variants.new))
         variants.new.clear()

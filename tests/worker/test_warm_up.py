@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draft_heads import add_mtp
 
 from quire.proto.step import RowSampling
 from quire.worker.warm_up import warm_up_plans
@@ -24,19 +25,27 @@ SCRIPT = Path(__file__).parent.parent / "support" / "count_variants.py"
         ("llama", ""),
         ("llama", "eager"),
         ("llama", "lora"),
+        ("llama", "structured"),
+        ("llama", "int8_kv"),
+        ("llama", "ngram"),
         ("llama", "draft_model"),
+        ("llama", "eagle3"),
+        ("llama", "mtp"),
         ("gemma2", ""),
         ("qwen3_moe", ""),
         ("deepseek_v3", ""),
     ],
 )
-def test_no_variant_is_compiled_after_ready(make_model: Any, kind: str, feature: str) -> None:
+def test_no_variant_is_compiled_after_ready(make_model: Any, tmp_path: Path, kind: str, feature: str) -> None:
     """A random load on a stand-in GPU, whose launches go through Triton's binder."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     folders = [str(SCRIPT.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    command = [sys.executable, str(SCRIPT), str(make_model(kind, num_hidden_layers=2)), feature]
+    model = make_model(kind, num_hidden_layers=3 if feature == "eagle3" else 2)
+    if feature == "mtp":
+        model = add_mtp(model, tmp_path / "with-head", mimo=False)
+    command = [sys.executable, str(SCRIPT), str(model), feature]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stderr[-3000:]
     (ready,) = done.stdout.splitlines()

@@ -1,0 +1,235 @@
+"""Launches of every Triton kernel at serving shapes, on CPU tensors, for compile_kernels.py."""
+
+from __future__ import annotations
+
+import torch
+from launched_kernels import FLOAT8_CAPABILITY
+
+from quire.kernels.all_reduce_norm import NUM_SIGNALS, Peers
+from quire.kernels.attention_variant import PLAIN, AttentionVariant
+from quire.kernels.decode_splits import split_decodes
+from quire.kernels.gpu import (
+    activation,
+    all_reduce_norm,
+    block_tables,
+    fused_latent_norm_rope_write,
+    fused_qk_norm_rope_kv_write,
+    gumbel,
+    latent_decode,
+    latent_prefill,
+    lora,
+    moe,
+    norm,
+    paged_cache,
+    paged_decode,
+    paged_prefill,
+    process_logits,
+    quantize_tokens,
+    quantized_linear,
+    sample_full,
+    sample_top_k_top_p,
+    topk_tokens,
+)
+from quire.kernels.latent_attention import ChunkBounds
+from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
+from quire.kernels.lora import LoraGroups, make_factors
+from quire.kernels.moe import ExpertWeights
+from quire.kernels.quantized_linear import FLOAT4, QuantizedWeight
+
+
+def launch_everything(capability: int) -> None:
+    """Launch every kernel that a GPU of this compute capability can run."""
+    launch_all_attention()
+    launch_small_ops()
+    launch_sampler()
+    launch_quantized_linear(capability)
+    launch_experts(capability)
+    launch_adapters()
+
+
+def launch_all_attention() -> None:
+    launch_attention(32, 8, 128, 16, torch.bfloat16)
+    launch_attention(14, 2, 64, 32, torch.bfloat16)
+    launch_attention(8, 8, 80, 16, torch.float16)
+    launch_attention(4, 1, 256, 64, torch.bfloat16)
+    launch_attention(32, 8, 128, 16, torch.float32)
+    launch_attention(4, 1, 256, 64, torch.float32)
+    everything = AttentionVariant(4096, 50.0, torch.zeros(8), torch.zeros(8))
+    launch_attention(8, 2, 96, 16, torch.bfloat16, AttentionVariant(window=4096))
+    launch_attention(40, 8, 128, 16, torch.bfloat16, AttentionVariant(chunk=8192))
+    launch_attention(8, 2, 256, 16, torch.bfloat16, everything)
+    launch_attention(32, 8, 128, 16, torch.bfloat16, stored=torch.float8_e4m3fn)
+    launch_attention(8, 2, 256, 32, torch.bfloat16, everything, torch.float8_e4m3fn)
+    launch_attention(8, 2, 64, 16, torch.float16, everything, torch.int8)
+    launch_attention(8, 2, 128, 16, torch.float32, everything, torch.int8)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        launch_latent_attention(16, dtype)
+    launch_latent_attention(128, torch.bfloat16)
+    launch_latent_attention(16, torch.bfloat16, torch.float8_e4m3fn)
+
+
+def launch_small_ops() -> None:
+    """Launch norms, sums over ranks, activations, copies of blocks and updates of block tables."""
+    x, weight = torch.zeros(3, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
+    norm.rms_norm(x, weight, 1e-5)
+    norm.add_rms_norm(x, x, weight, 1e-5)
+    buffer = torch.zeros(2, 8, 4096, dtype=torch.bfloat16)
+    for size in (2, 4, 8):
+        peers = Peers(1, [buffer] * size, [torch.zeros(size * NUM_SIGNALS, dtype=torch.int32)] * size)
+        for two_shots_from in (1, 8):
+            peers.two_shots_from = two_shots_from
+            all_reduce_norm.all_reduce_add_rms_norm(x, x, weight, 1e-5, peers)
+    activation.silu_and_mul(x)
+    activation.gelu_tanh_and_mul(x)
+    activation.clamped_silu_and_mul(x, 1.702, 7.0)
+    ids = torch.zeros(3, dtype=torch.int64)
+    paged_cache.copy_blocks(torch.zeros(2, 4, 2, 2, 16, 64), ids, ids)
+    tables = torch.zeros(3, 64, dtype=torch.int32)
+    block_tables.update_block_tables(tables, torch.zeros(5, 3, dtype=torch.int32))
+
+
+def launch_sampler() -> None:
+    """Launch the sampling kernels for all rows, and for some rows with logits processors."""
+    logits, ones, ids = torch.zeros(3, 32000), torch.ones(3), torch.zeros(3, dtype=torch.int64)
+    keys = torch.zeros(3, 2, dtype=torch.int32)
+    counts, words = torch.zeros(3, 32000, dtype=torch.int16), torch.zeros(3, 1000, dtype=torch.int32)
+    biases = Biases(torch.zeros(4, dtype=torch.int32), torch.zeros(5, dtype=torch.int32), torch.ones(5))
+    penalties = Penalties(ids, counts, words, torch.ones(3, 3))
+    gumbel.random_keys(ids, ids)
+    for rows, logits_processors in (
+        (None, None),
+        (ids, LogitsProcessors(32000, biases, penalties, Masks(ids, words))),
+    ):
+        sample_full.sample_greedy(logits, 0, rows, logits_processors)
+        sample_full.sample_full(logits, ones, keys, 0, rows, logits_processors)
+        sample_top_k_top_p.sample_top_k_top_p(
+            logits, ones, ids, ones.double(), ones, keys, rows, logits_processors
+        )
+        topk_tokens.topk_tokens(logits, 128, ones, rows, logits_processors)
+        topk_tokens.topk_tokens(logits, 20, None, rows, logits_processors)
+        process_logits.process_logits(logits, ids, logits_processors)
+
+
+def launch_quantized_linear(capability: int) -> None:
+    """Launch few, some and many tokens with weights of 8 and 4 bits, and float8 if the GPU converts it."""
+    for num_tokens in (3, 40, 300):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            x, bias = torch.zeros(num_tokens, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
+            groups, zeros = torch.zeros(32, 4096).half(), torch.zeros(32, 4096, dtype=torch.int16)
+            index = torch.zeros(4096, dtype=torch.int32)
+            int8 = torch.zeros(4096, 4096, dtype=torch.int8)
+            int4 = torch.zeros(4096, 2048, dtype=torch.uint8)
+            weights = [
+                QuantizedWeight(int8, torch.zeros(1, 4096)),
+                QuantizedWeight(int8, groups),
+                QuantizedWeight(int4, groups, zeros),
+                QuantizedWeight(int4, groups, zeros, index),
+                QuantizedWeight(int4.view(FLOAT4), torch.zeros(128, 4096).bfloat16()),
+            ]
+            if capability >= FLOAT8_CAPABILITY:
+                weights.append(QuantizedWeight(int8.to(torch.float8_e4m3fn), groups))
+            for weight in weights:
+                quantized_linear.quantized_linear(x, weight, bias)
+    if capability >= FLOAT8_CAPABILITY:
+        tokens = torch.zeros(3, 4096, dtype=torch.bfloat16)
+        quantize_tokens.quantize_tokens(tokens)
+        norm.add_rms_norm_float8(tokens, tokens, tokens[0], 1e-5)
+
+
+def launch_experts(capability: int) -> None:
+    """Launch few, some and many tokens per expert with weights in full precision and quantized."""
+    for num_tokens in (2, 100, 300):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            launch_expert_linears(num_tokens, ExpertWeights(torch.zeros(8, 256, 512, dtype=dtype)), dtype)
+        int8, groups = torch.zeros(8, 256, 512, dtype=torch.int8), torch.zeros(8, 4, 256).half()
+        int4, zeros = torch.zeros(8, 256, 256, dtype=torch.uint8), torch.zeros(8, 4, 256, dtype=torch.int16)
+        weights = [
+            ExpertWeights(int8, torch.zeros(8, 1, 256)),
+            ExpertWeights(int4, groups, zeros),
+            ExpertWeights(int4, groups, zeros, torch.zeros(8, 512, dtype=torch.int32)),
+            ExpertWeights(
+                int4.view(FLOAT4), torch.zeros(8, 16, 256).bfloat16(), bias=torch.zeros(8, 256).bfloat16()
+            ),
+        ]
+        if capability >= FLOAT8_CAPABILITY:
+            weights.append(ExpertWeights(int8.to(torch.float8_e4m3fn), torch.zeros(8, 1, 256)))
+        for each in weights:
+            launch_expert_linears(num_tokens, each, torch.bfloat16)
+
+
+def launch_adapters() -> None:
+    """Launch adapters of small and large ranks on a fused layer and on a layer of one part."""
+    ids = torch.zeros(3, dtype=torch.int32)
+    groups = LoraGroups(ids, ids, ids[:2])
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for max_rank, part_lens in ((8, [4096, 1024, 1024]), (16, [4096]), (64, [4096]), (256, [4096])):
+            factors = make_factors(2, max_rank, 4096, part_lens, dtype, torch.device("cpu"))
+            x, y = torch.zeros(3, 4096, dtype=dtype), torch.zeros(3, sum(part_lens), dtype=dtype)
+            lora.add_lora(y, x, factors, groups)
+
+
+def launch_expert_linears(num_tokens: int, weights: ExpertWeights, dtype: torch.dtype) -> None:
+    per_token, x = 2, torch.zeros(num_tokens, 512, dtype=dtype)
+    choices = moe.sort_choices(torch.zeros(num_tokens, per_token, dtype=torch.int64), len(weights.codes))
+    moe.scatter_linear(x, weights, choices)
+    rows = x.repeat_interleave(per_token, dim=0)
+    moe.gather_linear(rows, weights, choices, torch.zeros(num_tokens, per_token))
+
+
+def launch_attention(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    variant: AttentionVariant = PLAIN,
+    stored: torch.dtype | None = None,
+) -> None:
+    num_seqs, num_tokens = 16, 2048
+    heads = torch.zeros(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    cache = torch.zeros(32, 2, num_kv_heads, block_size, head_dim, dtype=stored or dtype)
+    scales = None if stored is None else torch.zeros(cache.shape[:-1])
+    angles, weight = torch.zeros(num_tokens, head_dim, dtype=dtype), torch.zeros(head_dim, dtype=dtype)
+    slots = torch.zeros(num_tokens, dtype=torch.int64)
+    q = fused_qk_norm_rope_kv_write.fused_qk_norm_rope_kv_write(
+        heads, cache, slots, angles, angles, kv_scales=scales
+    )
+    half = angles[:, : head_dim // 2]
+    norm_weights = weight, weight, 1e-6
+    fused_qk_norm_rope_kv_write.fused_qk_norm_rope_kv_write(
+        heads, cache, slots, half, half, *norm_weights, kv_scales=scales
+    )
+    fused_qk_norm_rope_kv_write.fused_qk_norm_rope_kv_write(
+        heads, cache, slots, None, None, *norm_weights, kv_scales=scales
+    )
+    tables = torch.zeros(num_seqs, 32, dtype=torch.int32)
+    lens = torch.full((num_seqs,), 32, dtype=torch.int32)
+    splits = split_decodes(lens, 512)
+    paged_decode.paged_decode_attention(q[:num_seqs], cache, tables, lens, 0.1, splits, variant, scales)
+    starts = torch.zeros(num_seqs + 1, dtype=torch.int32)
+    for some in (q, q[: 2 * num_seqs]):
+        paged_prefill.paged_prefill_attention(some, cache, tables, starts, lens, 0.1, variant, scales)
+
+
+def launch_latent_attention(num_heads: int, dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
+    """Launch latent attention with the sizes of DeepSeek-V3."""
+    num_seqs, num_tokens, block_size = 16, 512, 16
+    latents = torch.zeros(32, 1, 1, block_size, 576, dtype=stored or dtype)
+    scales = None if stored is None else torch.zeros(latents.shape[:-1])
+    q = torch.zeros(num_tokens, num_heads, 192, dtype=dtype)
+    projected, slots = torch.zeros(num_tokens, 2112, dtype=dtype), torch.zeros(num_tokens, dtype=torch.int64)
+    angles, weight = torch.zeros(num_tokens, 64, dtype=dtype), torch.zeros(512, dtype=dtype)
+    for interleaved in (False, True):
+        fused_latent_norm_rope_write.fused_latent_norm_rope_write(
+            q, projected[:, 1536:], latents, slots, angles, angles, weight, 1e-6, interleaved, scales
+        )
+    tables = torch.zeros(num_seqs, 32, dtype=torch.int32)
+    lens = torch.full((num_seqs,), 32, dtype=torch.int32)
+    absorbed = torch.zeros(num_seqs, num_heads, 576, dtype=dtype)
+    latent_decode.latent_decode_attention(
+        absorbed, latents, tables, lens, 0.1, 512, split_decodes(lens, 512), scales
+    )
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32) * 32
+    expansion = torch.zeros(num_heads, 256, 512, dtype=dtype)
+    bounds = ChunkBounds([32] * num_seqs, [32] * num_seqs)
+    latent_prefill.latent_prefill_attention(q, latents, tables, starts, lens, bounds, 0.1, expansion, scales)
