@@ -5,6 +5,7 @@ Each function takes the field's name, for the error, and the value, and raises I
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 from collections.abc import Iterable, Mapping, Set
@@ -104,6 +105,22 @@ def biases(field: str, given: Any) -> tuple[tuple[int, float], ...]:
         token_id = whole_number(field, token_id)
         bias_of[token_id] = real_number(f"{field}[{token_id}]", bias)
     return tuple(sorted(bias_of.items()))
+
+
+def json_arguments(field: str, given: Any) -> tuple[tuple[str, str], ...]:
+    """Return pairs of name and JSON text, sorted by name, from a mapping of JSON values or from such pairs."""
+    if not isinstance(given, Mapping):
+        pairs = tuple((str(name), str(text)) for name, text in _parts(field, given))
+        return tuple(sorted(pairs))
+    encoded = []
+    for name, value in given.items():
+        if not isinstance(name, str):
+            raise InvalidType(field, f"has a name {_kind(name)}, must have text")
+        try:
+            encoded.append((name, json.dumps(value, allow_nan=False, separators=(",", ":"))))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidType(f"{field}[{name!r}]", f"is not a value of JSON: {error}") from None
+    return tuple(sorted(encoded))
 
 
 def _parts(field: str, given: Any) -> tuple[Any, ...]:

@@ -144,6 +144,7 @@ class ParallelConfig:
         attention_backend: on a GPU, ``flash_attn`` computes the attention of prompts by FlashAttention 3; ``triton``
             computes all attention by the kernels of quire.
         spare_processes: idle processes on each node, for ranks and schedulers that are replaced.
+        logits_processors: names of custom logits processors, separated by commas; None for none.
     """
 
     tensor_parallel_size: int
@@ -154,6 +155,12 @@ class ParallelConfig:
     fused_all_reduce: bool
     attention_backend: str = "triton"
     spare_processes: int = 0
+    logits_processors: str | None = None
+
+    @property
+    def logits_processor_names(self) -> tuple[str, ...]:
+        """Return the names of custom logits processors, in the order of application."""
+        return tuple((self.logits_processors or "").split(",")) if self.logits_processors else ()
 
 
 @dataclass(frozen=True, slots=True)

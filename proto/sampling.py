@@ -31,6 +31,8 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 128
 MAX_BAD_WORD_TOKENS = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 16
+MAX_EXTRA_ARGS = 8
+MAX_EXTRA_ARGS_CHARS = 1 << 16
 # Of an invalid value in an error: the error must fit into a gRPC trailer.
 MAX_SHOWN_CHARS = 200
 
@@ -113,6 +115,9 @@ class SamplingParams:
             limit.
         repetition_detection: ends an output that repeats itself, with the finish reason ``repetition``; None for
             outputs that may repeat themselves.
+        extra_args: name of a custom logits processor |-> its arguments, a value of JSON. The engine option
+            logits_processors must have the name. They see the logits before all that is named above. Stored as pairs
+            of name and JSON text.
 
     Raises:
         InvalidRequest: a value is out of range; the message names the value and the range.
@@ -148,6 +153,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
+    extra_args: Mapping[str, Any] | tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         for field, convert in _CONVERTERS.items():
@@ -223,10 +229,19 @@ class SamplingParams:
                 _in(bias, -limit, limit), f"logit_bias[{token_id}]", bias, f"from {-limit:g} to {limit:g}"
             )
         self._check_bad_words()
+        self._check_extra_args()
         _require(
             allowed is None or 0 < len(allowed) <= MAX_ALLOWED_TOKEN_IDS,
             "allowed_token_ids", f"{len(allowed or ())} tokens", f"1 to {MAX_ALLOWED_TOKEN_IDS} tokens",
         )  # fmt: skip
+
+    def _check_extra_args(self) -> None:
+        pairs = self.extra_arg_pairs
+        most = MAX_EXTRA_ARGS
+        _require(len(pairs) <= most, "extra_args", f"{len(pairs)} processors", f"at most {most} processors")
+        num_chars = sum(len(name) + len(text) for name, text in pairs)
+        allowed = f"at most {MAX_EXTRA_ARGS_CHARS} characters of JSON"
+        _require(num_chars <= MAX_EXTRA_ARGS_CHARS, "extra_args", f"{num_chars} characters of JSON", allowed)
 
     def _check_bad_words(self) -> None:
         texts = [word for word in self.bad_words if isinstance(word, str)]
@@ -272,6 +287,7 @@ class SamplingParams:
             "allowed_token_ids": (None,),
             "repetition_detection": (None,),
             "structured_outputs": (None,),
+            "extra_args": ((),),
         }
         for field, values in unset.items():
             given = getattr(self, field)
@@ -291,6 +307,11 @@ class SamplingParams:
     def bias_pairs(self) -> tuple[tuple[int, float], ...]:
         """logit_bias as (token id, value), sorted by token id."""
         return cast(tuple[tuple[int, float], ...], self.logit_bias)
+
+    @property
+    def extra_arg_pairs(self) -> tuple[tuple[str, str], ...]:
+        """extra_args as (name, JSON text), sorted by name."""
+        return cast(tuple[tuple[str, str], ...], self.extra_args)
 
     def clone(self) -> SamplingParams:
         """Return a copy, with the fields checked."""
@@ -350,6 +371,7 @@ _CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
     "allowed_token_ids": plain.distinct_token_ids,
     "structured_outputs": StructuredOutputsParams.of,
     "repetition_detection": RepetitionDetectionParams.of,
+    "extra_args": plain.json_arguments,
 }  # fmt: skip
 # Fields that are converted even if they are None: None is an empty sequence or invalid.
 _NEVER_NONE = {

@@ -51,6 +51,7 @@ class RowLogitsProcessors:
         min_len: while the sequence (prompt included) is shorter than this, `stop_token_ids` cannot be
             sampled. Implements min_tokens.
         stop_token_ids: tokens that would end the sequence; empty unless min_len needs them.
+        extra_args: names of custom processors with their arguments as JSON.
     """
 
     num_prompt_tokens: int = 0
@@ -62,6 +63,7 @@ class RowLogitsProcessors:
     allowed_token_ids: tuple[int, ...] | None = None
     min_len: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    extra_args: tuple[tuple[str, str], ...] = ()
 
     @property
     def has_penalties(self) -> bool:
@@ -69,7 +71,7 @@ class RowLogitsProcessors:
 
     @staticmethod
     def unpack(value: Any) -> RowLogitsProcessors:
-        prompt_len, repetition, frequency, presence, bias, words, allowed, min_len, stops = value
+        prompt_len, repetition, frequency, presence, bias, words, allowed, min_len, stops, extra = value
         return RowLogitsProcessors(
             prompt_len,
             repetition,
@@ -80,6 +82,7 @@ class RowLogitsProcessors:
             None if allowed is None else tuple(allowed),
             min_len,
             tuple(stops),
+            tuple((name, arguments) for name, arguments in extra),
         )
 
 
@@ -326,6 +329,20 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class FailedRow:
+    """A row whose request cannot go on.
+
+    Attributes:
+        parameter: of the request, whose effect failed.
+        reason: one line.
+    """
+
+    row: int
+    parameter: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """A rank's reply to a step. Rank 0's carries the tokens; other ranks sample the same tokens and only confirm.
 
@@ -341,7 +358,7 @@ class StepResult:
         lora_reports: adapters that the rank has read, or failed to read, since its previous result.
         pooled: vectors of the pooled rows whose last token was computed in the step.
         command_error: why the step's command was not carried out, on no rank; empty if it was.
-        failed_rows: rows whose structured output cannot go on, and why.
+        failed_rows: rows whose structured output or custom logits processor failed.
     """
 
     step_id: int
@@ -357,7 +374,7 @@ class StepResult:
     lora_reports: tuple[LoraReport, ...] = ()
     pooled: Pooled | None = None
     command_error: str = ""
-    failed_rows: tuple[tuple[int, str], ...] = ()
+    failed_rows: tuple[FailedRow, ...] = ()
 
     def encode(self) -> bytes:
         logprobs = None if self.logprobs is None else self.logprobs.pack()
@@ -367,7 +384,8 @@ class StepResult:
         reports = [field_values(report) for report in self.lora_reports]
         pooled = None if self.pooled is None else self.pooled.pack()
         others = logprobs, self.stage_times, of_prompts, self.num_compilations, reports, pooled
-        return _codec.encode(("ok", *step, *tokens, *others, self.command_error, self.failed_rows))
+        failed = [field_values(row) for row in self.failed_rows]
+        return _codec.encode(("ok", *step, *tokens, *others, self.command_error, failed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,7 +486,7 @@ def _decode_reply(fields: Any) -> StepResult | StepFailure:
     if kind != "ok":
         raise ValueError(f"unknown kind {kind!r}")
     step_id, epoch, rank, token_ids, token_counts, num_drafted, *others = rest
-    logprobs, stage_times, of_prompts, num_compilations, reports, pooled, command_error, *more = others
+    logprobs, stage_times, of_prompts, num_compilations, reports, pooled, command_error, failed = others
     return StepResult(
         step_id,
         epoch,
@@ -483,5 +501,5 @@ def _decode_reply(fields: Any) -> StepResult | StepFailure:
         tuple(LoraReport(*report) for report in reports),
         Pooled.unpack(pooled),
         command_error,
-        tuple((int(row), str(reason)) for row, reason in (more[0] if more else ())),
+        tuple(FailedRow(*row) for row in failed),
     )

@@ -13,8 +13,10 @@ from ..proto.config import EngineConfig
 from ..proto.lora import NO_SLOT
 from ..proto.pooling import PoolingParams
 from ..proto.step import NewSequence, StepPlan
+from .comm.communicator import Communicator
 from .comm.shard import Shard
 from .memory.host_to_device import to_device, to_device_together
+from .sampling.custom_processors import load_custom_processors
 from .sampling.logits_processors import LogitsProcessorState
 from .sampling.sampling_table import SamplingTable
 from .structured.constraint_state import ConstraintState
@@ -42,9 +44,12 @@ class DeviceRows:
 
     Args:
         shard: this rank's part of the vocabulary.
+        comm: the tensor-parallel group, which custom logits processors need; None without them.
     """
 
-    def __init__(self, config: EngineConfig, shard: Shard, device: torch.device) -> None:
+    def __init__(
+        self, config: EngineConfig, shard: Shard, device: torch.device, comm: Communicator | None = None
+    ) -> None:
         num_rows, max_len = config.scheduler.max_num_seqs, config.model.max_model_len
         self.max_len = max_len
         self.tables = BlockTables(num_rows, config.max_blocks_per_seq)
@@ -57,8 +62,9 @@ class DeviceRows:
         self.sampling = SamplingTable(num_rows, config.model.vocab_size)
         self.pooling: list[PoolingParams | None] = [None] * num_rows
         self.pools = np.zeros(num_rows, dtype=np.bool_)
+        custom = None if comm is None else load_custom_processors(config, comm, shard, self.token_ids)
         self.logits_processors = LogitsProcessorState(
-            shard, self.token_ids, ConstraintState(config.model, shard, num_rows)
+            shard, self.token_ids, ConstraintState(config.model, shard, num_rows), custom
         )
 
     def apply(self, plan: StepPlan) -> None:

@@ -104,7 +104,7 @@ class ModelRunner:
             layers = None if self._adapters is None else self._adapters.layers
             self._model, self._pooler = self._models.load(config.model, on_progress, layers)
             self._sampler = Sampler(self._model.head.shard, comm, self._device)
-            self._rows = DeviceRows(config, self._model.head.shard, self._device)
+            self._rows = DeviceRows(config, self._model.head.shard, self._device, comm)
             self._tap: FeatureTap | None = None
             self._speculator: Speculator | None = None
             if config.speculative is not None:

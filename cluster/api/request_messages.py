@@ -48,6 +48,7 @@ def sampling_to_message(params: SamplingParams) -> inference_pb2.SamplingParams:
             stop=params.stop,
             stop_token_ids=params.stop_token_ids,
             logit_bias=dict(params.bias_pairs),
+            extra_args=dict(params.extra_arg_pairs),
             bad_words=[word for word in words if isinstance(word, str)],
             bad_token_ids=[inference_pb2.TokenIds(ids=word) for word in words if not isinstance(word, str)],
         )
@@ -72,6 +73,7 @@ def sampling_from_message(message: inference_pb2.SamplingParams) -> SamplingPara
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         logit_bias=dict(message.logit_bias),
+        extra_args=tuple(message.extra_args.items()),
         bad_words=(*message.bad_words, *(tuple(word.ids) for word in message.bad_token_ids)),
         allowed_token_ids=tuple(message.allowed_token_ids.ids) if has_allowed else None,
         structured_outputs=(

@@ -67,6 +67,17 @@ def web_origins(name: str, value: str) -> str | None:
     return None
 
 
+def processor_names(name: str, value: str) -> str | None:
+    """Check names of logits processors, separated by commas."""
+    names = value.split(",")
+    for each in names:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", each):
+            return f"{name} has {each!r}, must be a name of up to 64 letters, digits, '_', '.' and '-'"
+        if names.count(each) > 1:
+            return f"{name} has {each!r} {names.count(each)} times, must have it once"
+    return None
+
+
 positive = Range(lambda value: value > 0, "above 0")
 positive_finite = Range(lambda value: 0 < value < math.inf, "above 0 and finite")
 not_negative_finite = Range(lambda value: 0 <= value < math.inf, "at least 0 and finite")

@@ -13,6 +13,7 @@ from .checks import (
     positive_amounts,
     positive_finite,
     positive_up_to,
+    processor_names,
     share,
 )
 from .lora_options import LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, check_lora_modules
@@ -135,6 +136,14 @@ class EngineOptions:
         help="Attention of prompts on a GPU: triton is quire's own kernel, flash_attn is FlashAttention 3, which "
         "must be installed (not yet run).",
         check=one_of("triton", "flash_attn"),
+        group=_EXECUTION,
+    )
+    logits_processors: str | None = option(
+        None,
+        help="Custom logits processors that requests may ask for: names of entry points in the group "
+        "quire.logits_processors of installed packages, separated by commas.",
+        metavar="NAMES",
+        check=processor_names,
         group=_EXECUTION,
     )
     fused_all_reduce: bool = option(

@@ -250,6 +250,7 @@ class RequestChecker:
         for index, text in enumerate(sampling.stop):
             check_text(f"sampling.stop[{index}]", text)
         self._check_beams(sampling.beam_width)
+        self._check_extra_args(sampling)
         return replace(
             sampling.with_defaults(self._config.model.sampling_defaults),
             max_tokens=min(sampling.max_tokens or max_new_tokens, max_new_tokens),
@@ -397,6 +398,15 @@ class RequestChecker:
                 raise InvalidRequest(
                     f"{field}[{position}]", f"is {token_id!r}, must be a token id from 0 to {vocab_size - 1}"
                 )
+
+    def _check_extra_args(self, sampling: SamplingParams) -> None:
+        known = self._config.parallel.logits_processor_names
+        for name, _ in sampling.extra_arg_pairs:
+            if name not in known:
+                served = (
+                    f"must be of {', '.join(known)}" if known else "and the engine has no logits_processors"
+                )
+                raise InvalidRequest("sampling.extra_args", f"has the processor {name[:64]!r}, {served}")
 
     def _check_beams(self, width: int | None) -> None:
         most = self._config.scheduler.max_num_seqs

@@ -129,11 +129,11 @@ class ResultProcessor:
             self._state.stats.count_drafts(result.num_drafted, accepted)
 
     def _fail_rows(self, step: InFlightStep, result: StepResult) -> None:
-        """End the requests whose structured output cannot go on; the other rows of the step are not affected."""
-        for row, reason in result.failed_rows:
-            if self._state.rows.entered_at_step[row] <= step.step_id:
-                sequence = self._state.running[row]
-                error = InvalidRequest("structured_outputs", f"the output cannot go on: {reason}")
+        """End the requests that cannot go on; the other rows of the step are not affected."""
+        for failed in result.failed_rows:
+            if self._state.rows.entered_at_step[failed.row] <= step.step_id:
+                sequence = self._state.running[failed.row]
+                error = InvalidRequest(failed.parameter, f"the output cannot go on: {failed.reason}")
                 self._state.fail_request((sequence.gateway, sequence.handle), error)
 
     def _clear_suspects(self, step: InFlightStep) -> None:

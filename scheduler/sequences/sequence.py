@@ -154,6 +154,7 @@ class Sequence:
             allowed_token_ids=params.allowed_token_ids,
             min_len=num_prompt_tokens + params.min_tokens if guarded else 0,
             stop_token_ids=self.eos_token_ids + params.stop_token_ids if guarded else (),
+            extra_args=params.extra_arg_pairs,
         )
         return None if logits_processors == RowLogitsProcessors(num_prompt_tokens) else logits_processors
 

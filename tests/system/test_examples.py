@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,22 @@ def test_reinforcement_learning_names_the_weights() -> None:
     assert first.startswith("initial: [")
     assert second.startswith("step-1: [")
     assert first.removeprefix("initial") == second.removeprefix("step-1")  # the weights are the same
+
+
+def test_custom_logits_processor_is_found_as_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = EXAMPLES / "logits_processor"
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    info = tmp_path / "quire_even_tokens-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1.0\n")
+    ((name, value),) = project["entry-points"]["quire.logits_processors"].items()
+    (info / "entry_points.txt").write_text(f"[quire.logits_processors]\n{name} = {value}\n")
+    paths = [str(tmp_path), str(package), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    _, even = map(json.loads, run_example("custom_logits_processor.py").splitlines())
+    assert not any(token % 2 for token in even)
 
 
 def test_embeddings_rank_every_text() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.proto.step import RowSampling
+from quire.proto.step import FailedRow, RowSampling
 from quire.proto.structured_outputs import OutputConstraint
 from quire.worker.comm.shard import Shard
 from quire.worker.structured.compilation import GrammarLibrary
@@ -65,13 +65,13 @@ def test_failing_constraint_is_reported_and_other_rows_are_unchanged(
     settings = settings_of(GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids))
     whole, others = ([planned(PROMPT, 12, sampling) for sampling in settings] for _ in range(2))
     engine.generate(whole)
-    reported: list[tuple[int, str]] = []
+    reported: list[FailedRow] = []
     for runner in engine.runners:
         constraints = runner._rows.logits_processors._constraints
         monkeypatch.setattr(constraints, "put", planted(constraints, stage))
         monkeypatch.setattr(runner, "launch", recorded(runner, reported))
     engine.generate(others)
-    assert reported == [(0, "planted")] * 2
+    assert reported == [FailedRow(0, "structured_outputs", "planted")] * 2
     assert [own.generated for own in others[1:]] == [own.generated for own in whole[1:]]
 
 
@@ -90,7 +90,7 @@ def planted(constraints: ConstraintState, stage: str) -> Callable[[Any], None]:
     return put_failing
 
 
-def recorded(runner: Any, reported: list[tuple[int, str]]) -> Callable[[Any], Any]:
+def recorded(runner: Any, reported: list[FailedRow]) -> Callable[[Any], Any]:
     """Return `launch`, which keeps the failures that it reports."""
     launch = runner.launch
 

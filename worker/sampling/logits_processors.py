@@ -18,10 +18,11 @@ from torch import Tensor
 from ...kernels.logits import Biases, LogitsProcessors, Masks, Penalties
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.codec import FloatArray
-from ...proto.step import NewSequence, RowLogitsProcessors
+from ...proto.step import FailedRow, NewSequence, RowLogitsProcessors
 from ..comm.shard import Shard
 from ..memory.host_to_device import to_device, to_device_together
 from ..structured.constraint_state import ConstraintMasks, ConstraintState, stack_masks
+from .custom_processors import CustomProcessors
 from .token_counts import TokenCounts, num_mask_words, pack_mask
 
 _ANY_TOKEN = -1
@@ -63,13 +64,21 @@ class LogitsProcessorState:
         shard: this rank's part of the vocabulary; logits are [N, shard.padded_len].
         token_ids: [R, L] int32 on the device, the tokens of all rows, kept up to date by DeviceRows.
         constraints: of the rows' outputs; None for none.
+        custom: processors of others; None for none.
     """
 
-    def __init__(self, shard: Shard, token_ids: Tensor, constraints: ConstraintState | None = None) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        token_ids: Tensor,
+        constraints: ConstraintState | None = None,
+        custom: CustomProcessors | None = None,
+    ) -> None:
         num_rows, max_len = token_ids.shape
         self._shard = shard
         self._token_ids = token_ids
         self._constraints = constraints
+        self._custom = custom
         self._device = token_ids.device
         self._rows: list[_RowProcessors | None] = [None] * num_rows
         self._is_permanent = np.zeros(num_rows, dtype=np.bool_)  # rows with a processor besides min_len
@@ -83,6 +92,8 @@ class LogitsProcessorState:
         self.release(np.array([row], dtype=np.int32))
         if self._constraints is not None:
             self._constraints.put(sequence)
+        if self._custom is not None:
+            self._custom.put(sequence)
         if processors is None:
             return
         self._num_active += 1
@@ -101,6 +112,8 @@ class LogitsProcessorState:
         """Remove the processors of rows."""
         if self._constraints is not None:
             self._constraints.release(rows)
+        if self._custom is not None:
+            self._custom.release(rows)
         if not self._num_active:
             return
         for row in rows.tolist():
@@ -127,9 +140,14 @@ class LogitsProcessorState:
         """Return the next tokens that the constraint of a row leaves no choice of."""
         return [] if self._constraints is None else self._constraints.forced_ids(row, max_tokens)
 
-    def take_failures(self) -> tuple[tuple[int, str], ...]:
-        """Return the rows whose constraints have failed since the last call, with the reasons."""
-        return () if self._constraints is None else self._constraints.take_failures()
+    def apply_custom(self, logits: Tensor, rows: IntArray, lens: IntArray) -> Tensor:
+        """Return the logits after the custom processors of rows; see CustomProcessors.apply."""
+        return logits if self._custom is None else self._custom.apply(logits, rows, lens)
+
+    def take_failures(self) -> tuple[FailedRow, ...]:
+        """Return the rows whose constraints or custom processors have failed since the last call."""
+        of_constraints = () if self._constraints is None else self._constraints.take_failures()
+        return of_constraints if self._custom is None else of_constraints + self._custom.take_failures()
 
     def gather(self, rows: IntArray, lens: IntArray) -> LogitsProcessors | None:
         """Return the processors of rows for one step. Returns None if no row has any in effect.

@@ -110,10 +110,10 @@ class Sampler:
             token ids [N] int32, the same on every rank, and the log-probabilities that rows report, if any do.
         """
         processors = None if processor_state is None else processor_state.gather(rows, lens)
-        processed = logits
+        processed = logits if processor_state is None else processor_state.apply_custom(logits, rows, lens)
         if processors is not None and not dispatch.has_kernels(logits):
             # Applied once for all kinds of rows.
-            processed, processors = apply_logits_processors(logits, processors), None
+            processed, processors = apply_logits_processors(processed, processors), None
         token_ids = self.sample_tokens(processed, processors, table, rows, lens)
         reporting = np.flatnonzero(table.num_logprobs[rows] >= 0).astype(np.int32)
         if reporting.size == 0:

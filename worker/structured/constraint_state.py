@@ -14,7 +14,7 @@ from torch import Tensor
 from ...proto.block_tables import IntArray, runs_of
 from ...proto.config import ModelConfig
 from ...proto.errors import first_line
-from ...proto.step import NewSequence
+from ...proto.step import FailedRow, NewSequence
 from ...proto.structured_outputs import OutputConstraint
 from ..comm.shard import Shard
 from ..memory.device_to_host import HostCopy
@@ -62,7 +62,7 @@ class ConstraintState:
         self._grammars = GrammarCache(self._library)
         self._stops: IntArray | None = None  # mask of the tokens that end an output
         # Sampled tokens that the device may still compute, and the constraints that they advance.
-        self._failures: list[tuple[int, str]] = []
+        self._failures: list[FailedRow] = []
         self._pending: list[tuple[list[RowConstraint | None], HostCopy]] = []
 
     def put(self, sequence: NewSequence) -> None:
@@ -160,11 +160,11 @@ class ConstraintState:
     def _fail(self, row: int, reason: str) -> None:
         """Remove the constraint of a row, whose request the scheduler ends."""
         self._rows[row] = None
-        self._failures.append((row, reason))
+        self._failures.append(FailedRow(row, "structured_outputs", reason))
         _log.error("a structured output cannot go on: %s", reason)
 
-    def take_failures(self) -> tuple[tuple[int, str], ...]:
-        """Return the rows whose constraints have failed since the last call, with the reasons."""
+    def take_failures(self) -> tuple[FailedRow, ...]:
+        """Return the rows whose constraints have failed since the last call."""
         failures = tuple(self._failures)
         self._failures.clear()
         return failures

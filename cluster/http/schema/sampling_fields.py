@@ -57,6 +57,9 @@ class SamplingFields(RequestModel):
         None,
         description="max_pattern_size, min_pattern_size and min_count of a repetition that ends the output.",
     )
+    vllm_xargs: dict[str, Any] | None = Field(
+        None, description="Name of a custom logits processor and its arguments."
+    )
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool | None = None
@@ -95,6 +98,8 @@ class SamplingFields(RequestModel):
         """
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         given |= {name: value for name, value in others.items() if value is not None}
+        if self.vllm_xargs is not None:
+            given["extra_args"] = self.vllm_xargs
         form = requested_form(self.response_format, self.structured_outputs)
         if form is not None:
             given["structured_outputs"] = form

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from quire import LLM
 from quire.cluster import cli
 from quire.cluster.cli.deployments import read_deployments
-from quire.cluster.config.checks import OneOf, bearer_token, web_origins
+from quire.cluster.config.checks import OneOf, bearer_token, processor_names, web_origins
 from quire.cluster.config.cluster_options import ClusterOptions
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.config.engine_options import EngineOptions
@@ -79,6 +79,8 @@ def sample(option: Option) -> tuple[Any, str]:
         return "secret", "secret"
     if option.check is web_origins:
         return "https://example.com", "https://example.com"
+    if option.check is processor_names:
+        return "first,second", "first,second"
     return (Path("/some/text"), "/some/text") if option.kind is PATH else ("some text", "some text")
 
 
