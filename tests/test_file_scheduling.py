@@ -54,31 +54,35 @@ class Run:
         self.ran: list[str] = []
         self.crashed: list[str] = []
         for _ in range(2):
-            self._add_node()
+            self._scheduling.add_node_collection(self._add_node(), TESTS)
         self._scheduling.schedule()
 
     def run(self, crashing: set[str]) -> None:
         while runs := [(node, test) for node in self._nodes if (test := node.next_test()) is not None]:
+            starting = []
             for node, index in runs:
                 self.ran.append(TESTS[index])
                 if TESTS[index] in crashing:
-                    self._crash(node)
+                    starting.append(self._replace(node))
                 else:
                     self._scheduling.mark_test_complete(node, index)
+            for node in starting:
+                self._scheduling.add_node_collection(node, TESTS)
+                self._scheduling.schedule()
 
-    def _add_node(self) -> None:
+    def _add_node(self) -> Node:
         node = Node(len(self._nodes))
         self._nodes.append(node)
         self._scheduling.add_node(node)
-        self._scheduling.add_node_collection(node, TESTS)
+        return node
 
-    def _crash(self, node: Node) -> None:
+    def _replace(self, node: Node) -> Node:
+        """Replace a process that has ended; the new one has yet to collect the tests."""
         crashed = self._scheduling.remove_node(node)
         assert crashed is not None
         self.crashed.append(crashed)
         self._nodes.remove(node)
-        self._add_node()
-        self._scheduling.schedule()
+        return self._add_node()
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,12 @@ class FileScheduling(LoadScopeScheduling):  # type: ignore[misc]
         return scope_of(nodeid)
 
     def _reschedule(self, node: Any) -> None:
-        """Assign work; a process begins its last test only once it has another one, or is to end after it."""
+        """Assign work; a process begins its last test only once it has another one, or is to end after it.
+
+        A process that still collects the tests gets none: `schedule` is called again when it has.
+        """
+        if node not in self.registered_collections:
+            return
         super()._reschedule(node)
         while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
             super()._reschedule(node)
