@@ -1,8 +1,11 @@
-"""Fixture `serve`: a gateway with a local replica, which has the real step loop and a tiny model."""
+"""Fixture `serve`: a gateway with a local replica, which has the real step loop and a tiny model.
+
+Gateways of these tests send an idle replica no canaries, which would count among a slow test's own requests.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,14 @@ import pytest
 from local_server import Server, local_server
 
 ServerFactory = Callable[..., AbstractAsyncContextManager[Server]]
+LONGER_THAN_ANY_TEST_S = 3600.0
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_idle_canaries() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire.cluster.gateway.replica_pool.IDLE_CANARY_S", LONGER_THAN_ANY_TEST_S)
+        yield
 
 
 @pytest.fixture
