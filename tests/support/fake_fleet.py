@@ -33,15 +33,19 @@ class SlowWorkers(FakeWorkerGroup):
     """Fake ranks whose steps take time, so that a test can interfere.
 
     Attributes:
-        error: raised by the next step; None if it succeeds.
+        error: raised by the next step, or without a step at once; None if they succeed.
+        step_error: raised by the next step.
     """
 
     step_s = 0.004
     error: QuireError | None = None
+    step_error: QuireError | None = None
 
     def gather(self, timeout_s: float) -> StepResult:
         time.sleep(self.step_s)
         self.check()
+        if self.step_error is not None:
+            raise self.step_error
         return super().gather(timeout_s)
 
     def check(self) -> None:
@@ -72,6 +76,10 @@ class FakeReplica:
     def kill(self, reason: str) -> None:
         """End the replica with an error."""
         self.group.error = ReplicaUnavailable(reason)
+
+    def kill_in_step(self, reason: str) -> None:
+        """End the replica with an error while it computes a request."""
+        self.group.step_error = ReplicaUnavailable(reason)
 
     def close(self) -> None:
         if self._is_closed:

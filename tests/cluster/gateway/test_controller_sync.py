@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -43,6 +44,8 @@ DEADLINE_S = 60.0
 PROMPT = list(range(2, 30))
 PARAMS = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
 EXPECTED = oracle(PROMPT, 30, stops=())
+# Users that each send one request after the other.
+NUM_USERS = 8
 
 
 class ServedFleet:
@@ -121,6 +124,10 @@ def serve(make_model: Callable[..., Path]) -> Callable[..., Any]:
     return serving
 
 
+def has_moved(output: RequestOutput) -> bool:
+    return output.outputs[0].timings.num_moves > 0
+
+
 def run(scenario: Callable[[FakeLauncher], Coroutine[Any, Any, None]]) -> None:
     launcher = FakeLauncher()
     try:
@@ -193,45 +200,56 @@ def test_requests_survive_updates_drains_failures_and_controller_loss(serve: Cal
         async with serve(launcher) as served:
             await served.client.deploy(served.deployment(min_replicas=2, max_replicas=2))
             await served.until_ready(2)
-            tasks: list[asyncio.Task[RequestOutput]] = []
+            outputs: list[tuple[list[int], RequestOutput]] = []
+            numbers, may_stop = itertools.count(), asyncio.Event()
 
             async def load() -> None:
-                while True:
-                    tasks.append(asyncio.create_task(served.generate()))
-                    await asyncio.sleep(0.02)
+                while not may_stop.is_set():
+                    # Each request has another beginning, so that no replica has it in its cache.
+                    turn, number = divmod(next(numbers), 26)
+                    prompt = [2 + number, 2 + turn % 26, *PROMPT]
+                    outputs.append((prompt, await served.client.generate(prompt, PARAMS)))
 
-            loading = asyncio.create_task(load())
-            before = {replica.replica_id for replica in (await served.client.fleet()).replicas}
-            await served.client.deploy(served.deployment(min_replicas=2, max_replicas=2, weights_version="2"))
-            await served.until(
-                lambda status: (
-                    sum(replica.ready for replica in status.replicas) == 2
-                    and not before & {replica.replica_id for replica in status.replicas if replica.ready}
-                )
-            )
-            (drained, *_) = [each for each in (await served.client.fleet()).replicas if each.ready]
-            assert await served.client.drain(drained.replica_id) == (drained.replica_id,)
-            await served.until(
-                lambda status: not any(r.ready for r in status.replicas if r.replica_id == drained.replica_id)
-            )
-            await served.until_ready(2)
-            served.controller.fleet = None
-            dead = next(each for each in (await served.client.fleet()).replicas if each.ready)
-            launcher.launched[dead.replica_id].kill("rank 1 was killed")
-            status = await served.until(lambda status: "away" in status.problem)
-            assert len(status.replicas) > 0
-            with pytest.raises(ReplicaUnavailable, match="away"):
-                await served.client.drain(dead.replica_id)
-            served.controller.fleet = served.fleet
-            await served.until(lambda status: not status.problem)
-            await served.until_ready(2)
-            loading.cancel()
-            outputs = await asyncio.gather(*tasks)
-            assert len(outputs) > 50
-            assert all(output.outputs[0].token_ids == EXPECTED for output in outputs)
-            assert any(output.outputs[0].timings.num_moves for output in outputs)
+            async with asyncio.TaskGroup() as users:
+                for _ in range(NUM_USERS):
+                    users.create_task(load())
+                await update_drain_and_kill(served, launcher)
+                async with asyncio.timeout(DEADLINE_S):  # the requests of the killed replica move
+                    while len(outputs) <= 50 or not any(has_moved(output) for _, output in outputs):
+                        await asyncio.sleep(0.01)
+                may_stop.set()
+            for prompt, output in outputs:
+                assert output.outputs[0].token_ids == oracle(prompt, 30, stops=())
 
     run(scenario)
+
+
+async def update_drain_and_kill(served: ServedFleet, launcher: FakeLauncher) -> None:
+    """Update two replicas, drain one, and kill one while the controller is away."""
+    before = {replica.replica_id for replica in (await served.client.fleet()).replicas}
+    await served.client.deploy(served.deployment(min_replicas=2, max_replicas=2, weights_version="2"))
+    await served.until(
+        lambda status: (
+            sum(replica.ready for replica in status.replicas) == 2
+            and not before & {replica.replica_id for replica in status.replicas if replica.ready}
+        )
+    )
+    (drained, *_) = [each for each in (await served.client.fleet()).replicas if each.ready]
+    assert await served.client.drain(drained.replica_id) == (drained.replica_id,)
+    await served.until(
+        lambda status: not any(r.ready for r in status.replicas if r.replica_id == drained.replica_id)
+    )
+    await served.until_ready(2)
+    served.controller.fleet = None
+    dead = next(each for each in (await served.client.fleet()).replicas if each.ready)
+    launcher.launched[dead.replica_id].kill_in_step("rank 1 was killed")
+    status = await served.until(lambda status: "away" in status.problem)
+    assert len(status.replicas) > 0
+    with pytest.raises(ReplicaUnavailable, match="away"):
+        await served.client.drain(dead.replica_id)
+    served.controller.fleet = served.fleet
+    await served.until(lambda status: not status.problem)
+    await served.until_ready(2)
 
 
 def test_operator_scales_a_model_and_watches_the_fleet(serve: Callable[..., Any]) -> None:
