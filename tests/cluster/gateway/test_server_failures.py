@@ -25,6 +25,7 @@ from serving import (
 )
 
 from quire.cluster.client.async_client import AsyncClient
+from quire.cluster.gateway.retention import RetentionLimits
 from quire.proto.errors import (
     DeadlineExpired,
     DuplicateRequest,
@@ -41,7 +42,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 @pytest.mark.parametrize("how", ["close", "disconnect", "deadline"])
 def test_broken_stream_frees_its_blocks(serve: ServerFactory, how: str) -> None:
     async def scenario() -> None:
-        async with serve() as server, AsyncClient(server.target) as observer:
+        limits = RetentionLimits(resume_window_s=0.3)
+        async with serve(retention=limits) as server, AsyncClient(server.target) as observer:
             before = (await observer.status())[0].kv.num_used_blocks
             client = AsyncClient(server.target)
             server.brake.slow_down()
