@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,9 +92,20 @@ def check(chat: Chat) -> InvalidRequest | None:
     return None
 
 
-@settings(max_examples=2000)
+@settings(max_examples=300)
 @given(CHATS)
 def test_any_conversation_is_rendered_or_refused(chat: Chat) -> None:
+    render_or_refuse(chat)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000)
+@given(CHATS)
+def test_any_of_many_conversations_is_rendered_or_refused(chat: Chat) -> None:
+    render_or_refuse(chat)
+
+
+def render_or_refuse(chat: Chat) -> None:
     problem = check(chat)
     if problem is not None:
         assert problem.field.startswith("chat")
