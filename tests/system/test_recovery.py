@@ -20,8 +20,8 @@ from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished
 pytestmark = pytest.mark.cluster
 
 DEADLINE_S = 120.0
-# A status must come within 0.5 s whatever hangs; this allows for a busy machine.
-STATUS_S = 5.0
+# A status comes within 0.5 s whatever hangs, and not with the end of the step, whose deadline is 60 s.
+STATUS_S = 30.0
 NUM_TOKENS = 300
 PROMPT = "It was"
 KINDS = {
@@ -160,10 +160,10 @@ def test_streams_continue_after_the_scheduler_was_killed(
     undisturbed: Any,
     scheduler_pid: Callable[[ServerProcess], int],
 ) -> None:
-    before = status_of(client)
-    streams = disturb(client, undisturbed, lambda: os.kill(scheduler_pid(server), signal.SIGKILL))
+    before, pid = status_of(client), scheduler_pid(server)
+    streams = disturb(client, undisturbed, lambda: os.kill(pid, signal.SIGKILL))
     moved = [each.timings.num_moves for stream in streams.values() for each in stream.finished]
     assert max(moved) == 1
     after = status_of(client)
-    assert after.uptime_s < before.uptime_s + 1
+    assert scheduler_pid(server) != pid
     assert [each.pid for each in after.ranks] == [each.pid for each in before.ranks]  # with their weights
