@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,67 @@ TEMPLATE = """{% for message in messages %}{{ message.role }}: {{ message.conten
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 
 
-def run_example(name: str, *arguments: str, timeout_s: float = 180.0) -> str:
-    """Run a program of examples/ and return its output."""
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
+# Runs programs in turn, each as `__main__` with its own arguments; to import torch and transformers takes 3 s.
+_RUN_PROGRAMS = """
+import contextlib, io, json, runpy, sys, traceback
+
+for line in sys.stdin:
+    sys.argv = json.loads(line)
+    output, error = io.StringIO(), ""
+    with contextlib.redirect_stdout(output):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except (Exception, SystemExit):
+            error = traceback.format_exc()
+    print(json.dumps([output.getvalue(), error]), flush=True)
+"""
+
+RunExample = Callable[..., str]
+
+
+def run_alone(name: str, timeout_s: float = 180.0) -> str:
+    """Return the output of a program of examples/ that needs a process of its own."""
+    command = [sys.executable, str(EXAMPLES / name)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
 
-def test_offline_prints_a_completion_for_every_prompt() -> None:
+@pytest.fixture(scope="module")
+def run_example() -> Iterator[RunExample]:
+    """`run_example(name, *arguments) -> str`: the output of a program of examples/, in a process that they share."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _RUN_PROGRAMS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+
+        def run(name: str, *arguments: str) -> str:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(json.dumps([str(EXAMPLES / name), *arguments]) + "\n")
+            process.stdin.flush()
+            output, error = json.loads(process.stdout.readline())
+            assert not error, output + error
+            return str(output)
+
+        try:
+            yield run
+            process.communicate(timeout=60)  # the end of its input ends it
+            assert process.returncode == 0
+        finally:
+            process.kill()
+
+
+def test_offline_prints_a_completion_for_every_prompt(run_example: RunExample) -> None:
     printed = run_example("offline.py")
     assert printed.count("->") == 3
     assert printed.count("log-probability -") == 3
 
 
-def test_speculative_decoding_gives_the_same_text() -> None:
+def test_speculative_decoding_gives_the_same_text(run_example: RunExample) -> None:
     assert "same text with drafts" in run_example("speculative_decoding.py")
 
 
-def test_reinforcement_learning_names_the_weights() -> None:
+def test_reinforcement_learning_names_the_weights(run_example: RunExample) -> None:
     first, second = run_example("reinforcement_learning.py").splitlines()
     assert first.startswith("initial: [")
     assert second.startswith("step-1: [")
@@ -59,11 +102,11 @@ def test_custom_logits_processor_is_found_as_an_installed_package(
     (info / "entry_points.txt").write_text(f"[quire.logits_processors]\n{name} = {value}\n")
     paths = [str(tmp_path), str(package), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-    _, even = map(json.loads, run_example("custom_logits_processor.py").splitlines())
+    _, even = map(json.loads, run_alone("custom_logits_processor.py").splitlines())
     assert not any(token % 2 for token in even)
 
 
-def test_embeddings_rank_every_text() -> None:
+def test_embeddings_rank_every_text(run_example: RunExample) -> None:
     printed = run_example("embeddings.py")
     assert re.match(r"\d+ dimensions\n", printed)
     scores = [float(score) for score in re.findall(r"^([+-][01]\.\d{3}) ", printed, re.MULTILINE)]
@@ -71,14 +114,14 @@ def test_embeddings_rank_every_text() -> None:
     assert scores == sorted(scores, reverse=True)
 
 
-def test_structured_outputs_have_their_forms() -> None:
+def test_structured_outputs_have_their_forms(run_example: RunExample) -> None:
     printed = run_example("structured_outputs.py")
     assert re.search(r"^choice: (calm|stormy) \(stop\)$", printed, re.MULTILINE)
     assert re.search(r"^grammar: [a-h][1-8]-[a-h][1-8]", printed, re.MULTILINE)
     assert printed.startswith('schema: {"ship":')
 
 
-def test_rag_answers_from_the_nearest_passages() -> None:
+def test_rag_answers_from_the_nearest_passages(run_example: RunExample) -> None:
     question = "It rains on the fields in the north."  # is a passage itself
     first, second, answer, *_ = run_example("rag.py", "demo", question).splitlines()
     assert first == f"source +1.000 {question}"
@@ -86,13 +129,13 @@ def test_rag_answers_from_the_nearest_passages() -> None:
     assert answer.startswith("answer: ")
 
 
-def test_lora_adapters_give_different_texts() -> None:
+def test_lora_adapters_give_different_texts(run_example: RunExample) -> None:
     lines = run_example("lora.py").splitlines()
     assert [line.partition(":")[0] for line in lines] == ["no adapter", "red", "blue"]
     assert len({line.partition(":")[2] for line in lines}) == 3
 
 
-def test_chat_answers_every_question(demo_model_dir: Path, tmp_path: Path) -> None:
+def test_chat_answers_every_question(run_example: RunExample, demo_model_dir: Path, tmp_path: Path) -> None:
     model = shutil.copytree(demo_model_dir, tmp_path / "model")
     (model / "chat_template.jinja").write_text(TEMPLATE)
     printed = run_example("chat.py", str(model))
@@ -101,21 +144,23 @@ def test_chat_answers_every_question(demo_model_dir: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.cluster
-def test_streaming_client_prints_tokens_usage_and_timings(server: ServerProcess) -> None:
+def test_streaming_client_prints_tokens_usage_and_timings(
+    run_example: RunExample, server: ServerProcess
+) -> None:
     printed = run_example("streaming_client.py", server.address)
     assert "Usage(" in printed
     assert "Timings(" in printed
 
 
 @pytest.mark.cluster
-def test_async_client_completes_all_and_cancels_one(server: ServerProcess) -> None:
+def test_async_client_completes_all_and_cancels_one(run_example: RunExample, server: ServerProcess) -> None:
     printed = run_example("async_client.py", server.address)
     assert printed.count("->") == 3
     assert "canceled after" in printed
 
 
 @pytest.mark.cluster
-def test_benchmark_reports_throughput_and_latency(server: ServerProcess) -> None:
+def test_benchmark_reports_throughput_and_latency(run_example: RunExample, server: ServerProcess) -> None:
     printed = run_example("benchmark.py", server.address, "4")
     assert "tokens/s, 4 requests" in printed
     assert "time between tokens" in printed
@@ -136,7 +181,7 @@ def test_batch_file_is_answered_and_not_asked_again(server: ServerProcess, tmp_p
         assert len(out.read_text().splitlines()) == 3
 
 
-def test_autoscaling_follows_the_load_and_draws_it(tmp_path: Path) -> None:
+def test_autoscaling_follows_the_load_and_draws_it(run_example: RunExample, tmp_path: Path) -> None:
     printed = run_example("autoscaling.py", str(tmp_path / "scaling.png"))
     assert "12 at most" in printed
     share = re.search(r"waits within 5 s: ([\d.]+)%", printed)
@@ -172,7 +217,7 @@ def test_fleet_file_holds_two_models_with_limits_of_their_own() -> None:
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_fleet_on_one_machine_continues_a_stream_after_a_failure() -> None:
-    printed = run_example("fleet_on_one_machine.py", timeout_s=800.0)
+    printed = run_alone("fleet_on_one_machine.py", timeout_s=800.0)
     assert "2 replicas are ready" in printed
     assert "killed rank 0 of replica-" in printed
     ended = re.search(r"^600 tokens came: (\d+) moves, (\d+) recoveries$", printed, re.MULTILINE)
