@@ -527,10 +527,17 @@ class ReplicaClient:
             self._fail_replica("the connection to it was lost")
 
     async def _send_heartbeats(self) -> None:
-        """Query the status at intervals, and fail a replica that stays silent."""
+        """Query the status at intervals, and fail a replica that stays silent.
+
+        The time in which this process was stopped, or did not get to its heartbeat, is not the replica's silence:
+        messages of the replica may wait in the socket.
+        """
         while True:
             self.send(StatusQuery(next(self._query_ids)))
+            due_at = time.monotonic() + self._heartbeat_s
             await asyncio.sleep(self._heartbeat_s)
+            now = time.monotonic()
+            self._received_at = min(now, self._received_at + max(0.0, now - due_at))
             if self.is_silent:
                 self._fail_replica(f"it has been silent for {self.silence_s:.0f} s")
             elif self.silence_s > UNANSWERED_S and not self.has_failed:

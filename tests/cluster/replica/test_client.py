@@ -7,6 +7,7 @@ import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from quire.proto.stream import CacheReport, TokenBatch, encode
 from quire.scheduler.core.outbox import error_finish
 
 LONG_S = 600.0
+HEARTBEAT_S = 0.05
 
 
 class Scheduler:
@@ -49,11 +51,13 @@ class Scheduler:
 
 
 @asynccontextmanager
-async def connection() -> AsyncIterator[tuple[ReplicaClient, Scheduler]]:
+async def connection(silence_timeout_s: float = 65.0) -> AsyncIterator[tuple[ReplicaClient, Scheduler]]:
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         endpoint = f"ipc://{folder}/replica"
         scheduler = Scheduler(endpoint)
-        client = ReplicaClient(endpoint, "replica-0", heartbeat_s=0.05)
+        client = ReplicaClient(
+            endpoint, "replica-0", silence_timeout_s=silence_timeout_s, heartbeat_s=HEARTBEAT_S
+        )
         client.start()
         try:
             yield client, scheduler
@@ -89,6 +93,25 @@ def test_waiting_calls_fail_once_the_replica_failed_or_the_client_is_closed(end:
             for begin in waiting_calls(client):
                 with pytest.raises(ReplicaUnavailable, match=reason):
                     await begin()
+
+    run(scenario)
+
+
+def test_pause_of_the_gateway_is_not_the_silence_of_its_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    async def scenario() -> None:
+        async with connection(silence_timeout_s=10 * HEARTBEAT_S) as (client, scheduler):
+            await scheduler.receive()
+            clock.now += LONG_S  # as if the process had been stopped between two heartbeats
+            for _ in range(3):
+                await scheduler.receive()
+            assert client.problem == "replica replica-0 has not answered yet"
+            while not client.has_failed:  # `run` has a deadline
+                clock.now += HEARTBEAT_S
+                await scheduler.receive()
+            assert "it has been silent" in client.problem
 
     run(scenario)
 
