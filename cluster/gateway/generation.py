@@ -11,6 +11,7 @@ import asyncio
 import functools
 import hashlib
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 import numpy as np
 
 from ...proto.errors import (
+    DeadlineExpired,
     DuplicateRequest,
     InvalidRequest,
     QuireError,
@@ -250,6 +252,7 @@ class GenerationService:
     async def _start(self, call: GenerationCall) -> ActiveRequest:
         """Check the request and submit it to a replica."""
         watch = self._observer.watch(call)
+        arrived_at = time.monotonic()
         self._num_starting += 1
         try:
             with ExitStack() as cleanup:
@@ -261,6 +264,7 @@ class GenerationService:
                 if self._end_reason:
                     raise ShuttingDown(self._end_reason)
                 if known is None:
+                    request = _with_time_left(request, time.monotonic() - arrived_at)
                     admission.accept(request)
                     return self._submit(call, model, request, watch, admission, cleanup, recalled)
         except BaseException as error:
@@ -358,6 +362,24 @@ class GenerationService:
         is_short = not isinstance(call.prompt, Chat) and len(call.prompt) <= LONG_PROMPT_CHARS
         is_short = is_short and call.sampling.structured_outputs is None  # compiling takes a while
         return check() if is_short else await asyncio.to_thread(check)
+
+
+def _with_time_left(request: Request, elapsed_s: float) -> Request:
+    """Return the request as it is `elapsed_s` after its call arrived.
+
+    Under overload tokenizing a prompt may wait; a replica that did not know would compute tokens for nobody.
+
+    Raises:
+        DeadlineExpired: no time is left.
+    """
+    if request.timeout_s is None:
+        return request
+    if request.timeout_s <= elapsed_s:
+        raise DeadlineExpired(
+            f"request {request.request_id}: checking it took {elapsed_s:.3g} s, and its deadline was in "
+            f"{request.timeout_s:.3g} s"
+        )
+    return replace(request, timeout_s=request.timeout_s - elapsed_s)
 
 
 def _can_serve(log: RequestLog, call: GenerationCall) -> bool:
