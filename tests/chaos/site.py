@@ -86,9 +86,9 @@ class Resources:
     def of(gateways: Sequence[psutil.Process], others: Sequence[psutil.Process]) -> Resources:
         """Return the resources of gateways, and the processes and shared memory of their replicas.
 
-        Ray's own processes are many or few as Ray likes, and are no part of it.
+        Processes that Ray keeps for later actors are as many as Ray likes, and no part of it.
         """
-        processes = [*gateways, *others]
+        processes = [*gateways, *(each for each in others if not is_spare(each))]
         schedulers = [each for each in others if "SchedulerActor" in command_of(each)]
         shared = {path for path in shared_memory_of(each.pid for each in processes) if path.exists()}
         return Resources(
@@ -142,6 +142,12 @@ def process_with(name: str, pids: Iterable[int]) -> list[psutil.Process]:
     """Return the processes below these ones whose command line has the name."""
     children = (child for pid in pids for child in psutil.Process(pid).children(recursive=True))
     return [child for child in children if name in command_of(child)]
+
+
+def is_spare(process: psutil.Process) -> bool:
+    """Return whether it is a process of Ray that executes nothing, or one that is being started for that."""
+    command = command_of(process)
+    return command.startswith("ray::IDLE") or "default_worker.py" in command
 
 
 def command_of(process: psutil.Process) -> str:
