@@ -54,11 +54,13 @@ class RankProcess:
     Attributes:
         host: host name.
         stderr: path of the file that its standard error goes to, on that host; empty if it is no file.
+        raylet_pid: of its parent, the manager of its Ray node; 0 if unknown.
     """
 
     pid: int
     host: str
     stderr: str = ""
+    raylet_pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,8 @@ class WorkerActor:
     def process(self) -> RankProcess:
         """Return the process of the rank."""
         target = os.readlink("/proc/self/fd/2")
-        return RankProcess(os.getpid(), socket.gethostname(), target if target.startswith("/") else "")
+        stderr = target if target.startswith("/") else ""
+        return RankProcess(os.getpid(), socket.gethostname(), stderr, os.getppid())
 
     def cause(self, fault: Fault) -> None:
         """Cause a fault in this rank: does not return if it ends or stops the process."""

@@ -53,10 +53,29 @@ class ProcessExit:
             return stat.rpartition(")")[2].split()[0] in "Tt"
         return False
 
+    def open_parent(self) -> ProcessExit:
+        """Return the process's parent. Raises OSError if either has ended."""
+        stat = Path(f"/proc/{self.pid}/stat").read_text()
+        parent = ProcessExit(int(stat.rpartition(")")[2].split()[1]))
+        if self.has_ended:  # the number may have been another process's
+            parent.close()
+            raise ProcessLookupError(f"process {self.pid} has ended")
+        return parent
+
+    def wait(self) -> None:
+        """Return when the process has ended. Another thread may call `close` meanwhile."""
+        pidfd = os.dup(self._pidfd)
+        try:
+            poller = select.poll()
+            poller.register(pidfd, select.POLLIN)
+            poller.poll()
+        finally:
+            os.close(pidfd)
+
     def describe(self) -> str:
         """Return how the process ended; that it has ended, if the system tells no more."""
         deadline = time.monotonic() + _REAP_TIMEOUT_S
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # ValueError after `close`
             while time.monotonic() < deadline:
                 info = fcntl.ioctl(self._pidfd, _GET_INFO, _INFO.pack(_INFO_EXIT, *[0] * 13))
                 mask, *_, status = _INFO.unpack(info)

@@ -59,6 +59,9 @@ class _ShieldedPopen(services.ConsolePopen):  # type: ignore[misc]
 
     `timeout` and a terminal signal the whole process group, and systemd every process of the unit. If Ray's processes
     ended first, this process would wait 60 s for them. The signal mask is inherited by all processes of the instance.
+
+    Nothing waits for these processes before the instance ends, so the pid of a raylet that died stays in use. Ray's
+    other processes look for it every second, and would end without it.
     """
 
     def __init__(self, *arguments: Any, preexec_fn: Callable[[], None], **options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 POLL_INTERVAL_S = 0.5
+# In Ray's words for an actor whose node's manager, the raylet, has ended or does not answer.
+_DEAD_NODE = re.compile(r"its node has died\. Node Id: (\w+)")
 
 
 def describe(error: BaseException) -> str:
@@ -22,7 +25,8 @@ def describe(error: BaseException) -> str:
     if isinstance(error, RayTaskError):
         error = error.cause
     if isinstance(error, (RayActorError, ActorDiedError, WorkerCrashedError)):
-        return "its process died"
+        node = _DEAD_NODE.search(str(error))
+        return f"its process died with its Ray node {node[1]}" if node else "its process died"
     return in_one_line(error)
 
 

@@ -6,8 +6,10 @@ its own, so that no frame of an earlier life can arrive.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +22,10 @@ from ...proto.lora import LoraReport
 from ...proto.step import StepFailure, StepPlan, StepResult, decode_reply
 from ...proto.stream import RankStatus
 from ...proto.transport.channel import ChannelAddress, StepSender
-from .rank_processes import RankHandles, RankProcesses
+from .rank_processes import Rank, RankHandles, RankProcesses
 from .spares_clock import SparesClock
+
+_log = logging.getLogger(__name__)
 
 # Seconds to wait for the root cause of a failure. One rank's death fails the collectives of the others, whose reports
 # come first: Ray reports a killed process 12 to 29 ms later.
@@ -175,6 +179,7 @@ class _Life:
     def examine(self, waited_s: float, *, is_overdue: bool) -> None:
         step_id = self._gathered_step + 1
         late = [rank for rank, replied in enumerate(self._replied_steps) if replied < step_id]
+        self._raise_ended(late)
         # A rank whose process is stopped blocks the others in a collective, so it is named first.
         for rank in late:
             if self._ranks[rank].has_stopped_process:
@@ -210,12 +215,25 @@ class _Life:
         while (frame := self._sender.receive(0)) is not None:
             self._on_frame(frame)
         self._raise_failure()
+        self._raise_ended(range(len(self._ranks)))
+
+    def _raise_ended(self, ranks: Iterable[int]) -> None:
+        """Raise RankFailed for a rank whose process has ended, although Ray has not reported it yet."""
+        for rank in ranks:
+            if self._ranks[rank].has_ended:
+                self.failed_ranks.add(rank)
+                reason = self._ranks[rank].describe_end() + self._on_node(rank)
+                raise RankFailed(rank, reason, self._step_in_flight, self._stage_of_step)
 
     def statuses(self) -> tuple[RankStatus, ...]:
         return tuple(
-            replace(each.status, stage="idle" if step_id >= self._broadcast_step else "step")
+            replace(each.status, stage=self._stage_of(each, step_id))
             for each, step_id in zip(self._ranks, self._replied_steps, strict=True)
         )
+
+    def _stage_of(self, rank: Rank, replied_step: int) -> str:
+        stage = "idle" if replied_step >= self._broadcast_step else "step"
+        return f"{stage}; {lost} died" if (lost := rank.lost_raylet) else stage
 
     def close(self) -> None:
         self._closed = True
@@ -238,6 +256,9 @@ class _Life:
         """Record a process that died, on a thread of Ray's. A rank whose run() returned has sent its own reason."""
         error = end.exception()
         if error is None or self._closed:
+            return
+        if self._ranks[rank].outlives_raylet:
+            _log.error("rank %d goes on, though %s died", rank, self._ranks[rank].lost_raylet)
             return
         self._deaths[rank] = self._ranks[rank].describe_end(error)
         self.failed_ranks.add(rank)

@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
+# For a process to start: on two busy cores Python and torch take up to 13 s, on starved ones more than 45 s.
 PROCESS_TIMEOUT_S = 120.0
 LOAD_TIMEOUT_S = 1800.0
-# For a replaced rank's process to start. On two busy cores Python and torch take up to 13 s.
-REPLACE_TIMEOUT_S = 45.0
 # For the ranks that live to leave the group. A collective notices within 0.1 s that a rank has ended.
 LEAVE_TIMEOUT_S = 3.0
 
@@ -57,7 +56,7 @@ class RankHandles:
     is_one_host: bool = True
 
 
-class _Rank:
+class Rank:
     """One rank's process, as its scheduler sees it.
 
     Attributes:
@@ -72,6 +71,7 @@ class _Rank:
         self.is_usable = worker is not None
         self._stderr = ""
         self.exit: ProcessExit | None = None
+        self._raylet: ProcessExit | None = None
         if process is not None:
             self.watch(process)
 
@@ -81,6 +81,7 @@ class _Rank:
             self._stderr = process.stderr
             with suppress(OSError):
                 self.exit = ProcessExit(process.pid)
+                self._raylet = ProcessExit(process.raylet_pid) if process.raylet_pid else None
 
     @property
     def worker(self) -> ActorHandle:
@@ -91,13 +92,39 @@ class _Rank:
     def has_stopped_process(self) -> bool:
         return self.exit is not None and self.exit.is_stopped
 
-    def describe_end(self, error: BaseException) -> str:
-        """Return how the process ended, with the last lines that it printed."""
-        how = describe(error) if self.exit is None else self.exit.describe()
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the process is known to have ended. Without a raylet, Ray reports that 10 s later."""
+        return self.exit is not None and self.exit.has_ended
+
+    @property
+    def lost_raylet(self) -> str:
+        """The manager of its Ray node, if that process has ended; empty otherwise."""
+        if self._raylet is None or not self._raylet.has_ended:
+            return ""
+        return f"its Ray node on {self.status.node} (raylet pid {self._raylet.pid})"
+
+    @property
+    def outlives_raylet(self) -> bool:
+        """Return whether the process goes on, though Ray takes it for ended since its node's manager has."""
+        return bool(self.lost_raylet) and not self.has_ended
+
+    def describe_end(self, error: BaseException | None = None) -> str:
+        """Return how the process ended, with the last lines that it printed.
+
+        Args:
+            error: of the call that ended with the process, if Ray has reported its end.
+        """
+        how = "its process ended" if error is None else describe(error)
+        how = how if self.exit is None else self.exit.describe()
+        how += f", after {lost} had died" if (lost := self.lost_raylet) else ""
         lines = last_lines(self._stderr) if self.exit is not None and self._stderr else ""
         return f"{how}; last lines of its stderr: {lines}" if lines else how
 
     def kill(self) -> None:
+        if self._raylet is not None:
+            self._raylet.close()
+            self._raylet = None
         if self.exit is not None:
             self.exit.kill()  # Ray's own message is not read by a stopped process
             self.exit.close()
@@ -122,7 +149,7 @@ class RankProcesses:
         check_open: Callable[[], None] = lambda: None,
     ) -> None:
         processes: Sequence[RankProcess | None] = handles.processes or [None] * len(handles.workers)
-        self.ranks = [_Rank(*each) for each in zip(handles.workers, handles.statuses, processes, strict=True)]
+        self.ranks = [Rank(*each) for each in zip(handles.workers, handles.statuses, processes, strict=True)]
         self._handles = handles
         self._keeps_survivors = keeps_survivors
         self._check_open = check_open
@@ -143,6 +170,9 @@ class RankProcesses:
         starter = self._handles.starter
         if starter is None:
             raise ReplicaUnavailable("these ranks cannot be replaced")
+        lost = next(filter(None, (each.lost_raylet for each in self.ranks)), "")
+        if lost:
+            raise ReplicaUnavailable(f"no rank can be replaced: {lost} died, which would start the process")
         for rank in failed:
             self.ranks[rank].is_usable = False
             self.ranks[rank].kill()  # first: the others may wait for a stopped process in a collective
@@ -177,11 +207,11 @@ class RankProcesses:
         for rank in ranks:
             self.ranks[rank].kill()
         for rank in ranks:
-            self.ranks[rank] = _Rank(starter.start_rank(rank), self.ranks[rank].status, None)
+            self.ranks[rank] = Rank(starter.start_rank(rank), self.ranks[rank].status, None)
             self.ranks[rank].is_usable = False  # not loaded yet
         calls = {f"rank {rank}": self.ranks[rank].worker.process.remote() for rank in ranks}
         for rank, process in zip(
-            ranks, self._await(calls, REPLACE_TIMEOUT_S, "starting its process"), strict=True
+            ranks, self._await(calls, PROCESS_TIMEOUT_S, "starting its process"), strict=True
         ):
             self.ranks[rank].watch(process)
 

@@ -6,9 +6,11 @@ contain the replica's id, so any process can find them by the id, even after the
 
 from __future__ import annotations
 
+import logging
 import secrets
+import threading
 from concurrent.futures import Future
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import ray
@@ -28,6 +30,8 @@ from .replica_names import actor_name, placement_name
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+_log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
 _ADOPT_TIMEOUT_S = 30.0
@@ -57,6 +61,12 @@ class Replica(Closing):
         self.target = target
         self.failure: Future[QuireError | None] = Future()
         self._scheduler = scheduler
+        self._process: ProcessExit | None = None
+        self._raylet: ProcessExit | None = None
+        if self._is_local:
+            with suppress(OSError):
+                self._process = ProcessExit(record.pids[0])
+                self._raylet = self._process.open_parent()
         self._scheduler_end: Future[None] = (
             scheduler.wait_ended.options(concurrency_group=WATCH_GROUP).remote().future()
         )
@@ -73,17 +83,21 @@ class Replica(Closing):
 
     def kill_scheduler(self) -> None:
         """End the scheduler's process, also if it does not answer. Does nothing if it has ended."""
-        is_local = self.target is not None and not self.target.is_detached
-        if (
-            is_local and not self._scheduler_end.done()
-        ):  # otherwise its number may be another process's by now
-            with suppress(OSError), closing(ProcessExit(self.record.pids[0])) as process:
-                process.kill()
+        if self._process is not None:
+            self._process.kill()
+        self._close_processes()
         with suppress(RayError, ValueError):
             ray.kill(self._scheduler)
 
+    def _close_processes(self) -> None:
+        for process in (self._process, self._raylet):
+            if process is not None:
+                process.close()
+        self._process = self._raylet = None
+
     def close(self) -> None:
         """End every process of the replica; running requests fail as UNAVAILABLE. Safe to call twice."""
+        self._close_processes()
         if (
             not ray.is_initialized()
         ):  # at the interpreter's exit Ray may have ended first, and the processes with it
@@ -94,9 +108,35 @@ class Replica(Closing):
                 self._scheduler_end.result(_STOP_TIMEOUT_S)
         remove_replica(self.replica_id, self.record.namespace)
 
+    @property
+    def _is_local(self) -> bool:
+        """Return whether the scheduler's process is on this machine."""
+        return self.target is not None and not self.target.is_detached
+
+    @property
+    def lost_raylet(self) -> str:
+        """The manager of the scheduler's Ray node, if it is on this machine and has ended; empty otherwise."""
+        raylet = self._raylet
+        return f"its Ray node (raylet pid {raylet.pid})" if raylet is not None and raylet.has_ended else ""
+
     def _on_scheduler_end(self, end: Future[None]) -> None:
         error = end.exception()
-        failure = None if error is None else unwrap(error, f"the scheduler of {self.replica_id}")
+        if error is not None and self.lost_raylet and self._process is not None:
+            # Ray takes the scheduler for ended, since its node's manager has: 13 s after that.
+            if not self._process.has_ended:
+                _log.error("%s goes on without %s, which died", self.replica_id, self.lost_raylet)
+            arguments = self._process, self.lost_raylet
+            threading.Thread(target=self._fail_at_end, args=arguments, name="raylet", daemon=True).start()
+            return
+        self._set_failure(None if error is None else unwrap(error, f"the scheduler of {self.replica_id}"))
+
+    def _fail_at_end(self, scheduler: ProcessExit, lost_raylet: str) -> None:
+        """Wait for the end of the scheduler, which Ray does not report any more."""
+        scheduler.wait()
+        how = f"{scheduler.describe()}, after {lost_raylet} had died"
+        self._set_failure(ReplicaUnavailable(f"the scheduler of {self.replica_id} failed: {how}"))
+
+    def _set_failure(self, failure: QuireError | None) -> None:
         if self.failure.set_running_or_notify_cancel():  # false if the future was canceled
             self.failure.set_result(failure)
 

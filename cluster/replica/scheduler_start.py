@@ -20,7 +20,7 @@ from ..ray_runtime.errors import await_all
 from ..ray_runtime.launch_target import LaunchTarget
 from .channel_group import ChannelGroupFactory
 from .process_starter import ProcessStarter
-from .rank_processes import LOAD_TIMEOUT_S, PROCESS_TIMEOUT_S, REPLACE_TIMEOUT_S, RankHandles
+from .rank_processes import LOAD_TIMEOUT_S, PROCESS_TIMEOUT_S, RankHandles
 from .replica import Replica
 from .replica_names import actor_name
 
@@ -79,8 +79,11 @@ def replace_scheduler(replica: Replica, number: int) -> Replica:
     starter, target = replica.starter, replica.target
     if starter is None or target is None:
         raise ReplicaUnavailable(f"{replica.replica_id} was launched by another process")
+    lost_raylet = replica.lost_raylet
     stopwatch = Stopwatch()
     replica.kill_scheduler()
+    if lost_raylet:
+        raise ReplicaUnavailable(f"{lost_raylet} died, which would start the process")
     workers = [_find_rank(starter, rank) for rank in range(replica.record.tensor_parallel_size)]
     handles = _rank_handles(replica, starter, workers)
     if target.is_detached and not any(handles.workers):
@@ -89,7 +92,7 @@ def replace_scheduler(replica: Replica, number: int) -> Replica:
     scheduler = starter.start_scheduler()
     stopwatch.lap("ask for a process")
     calls = {"the scheduler": scheduler.where.remote()}
-    ((host, pid),) = await_all(calls, REPLACE_TIMEOUT_S, "starting its process")
+    ((host, pid),) = await_all(calls, PROCESS_TIMEOUT_S, "starting its process")
     target.on_processes_started()
     stopwatch.lap("start")
     endpoint = start_serving(

@@ -33,6 +33,7 @@ class SchedulerActor:
 
     def __init__(self, replica_id: str) -> None:
         self._replica_id = replica_id
+        self._raylet_pid = os.getppid()
         self._config: EngineConfig | None = None
         self._make_group: Callable[[], WorkerGroup] | None = None
         self._loop: StepLoop | None = None
@@ -110,3 +111,8 @@ class SchedulerActor:
             self._error = error
         finally:
             self._ended.set()
+            if (
+                os.getppid() != self._raylet_pid
+            ):  # it has died: Ray passes no call's result to the owner any more
+                _log.error("%s ends its process, since its raylet died: %s", self._replica_id, self._error)
+                os._exit(1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import psutil
 import pytest
 
 from quire import Client, SamplingParams
@@ -91,3 +94,43 @@ def test_sigkill_of_the_server_leaves_nothing(serve: Serve, follow: Callable[...
         follower.join()
         assert isinstance(follower.error, ReplicaUnavailable)
     assert server.leftovers() == []
+
+
+@pytest.mark.slow
+def test_death_of_the_raylet_is_named_and_ends_no_stream(
+    serve: Serve, follow: Callable[..., list[Follower]]
+) -> None:
+    server = serve("demo", "--tensor-parallel-size", "2")
+    (raylet,) = [each for each in psutil.Process(server.process.pid).children() if each.name() == "raylet"]
+    followers = follow(server)
+    raylet.kill()
+    named = f"(raylet pid {raylet.pid})"
+    with Client(server.address) as client:
+        until(lambda: all(named in rank.stage for replica in client.status() for rank in replica.ranks))
+        until(
+            lambda: f"goes on without its Ray node {named}, which died" in server.log
+        )  # Ray has reported it
+        for follower in followers:
+            follower.is_running.clear()
+        for follower in followers:
+            assert follower.is_running.wait(END_TIMEOUT_S), "the stream does not go on"
+        (replica,) = client.status()
+        assert replica.num_recoveries == 0
+        assert [follower.error for follower in followers] == [None] * len(followers)
+        os.kill(replica.ranks[1].pid, signal.SIGKILL)
+    for follower in followers:
+        follower.join()
+        assert "replaced" in str(follower.error)
+        assert named in str(follower.error)
+    server.process.wait(END_TIMEOUT_S)
+    assert server.process.returncode == 1
+    assert "no rank can be replaced" in server.log
+    assert "Traceback" not in server.log
+    assert server.leftovers() == []
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was not met"
+        time.sleep(0.1)
