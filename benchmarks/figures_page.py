@@ -170,6 +170,25 @@ SECTIONS = (
         engines,
     ),
     Section(
+        "Offline throughput with AVX2",
+        "offline_peers_avx2",
+        "The 60M-parameter shape with the instruction sets that a processor without AVX-512 has: QUIRE_CPU_ISA=avx2, "
+        "ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2 for all engines.",
+        engines,
+    ),
+    Section(
+        "Offline throughput with AVX2, two tensor-parallel ranks",
+        "offline_peers_tp2_avx2",
+        "The same on two ranks of one core each.",
+        engines,
+    ),
+    Section(
+        "Offline throughput with AVX2, a shape of 0.5B parameters",
+        "offline_m_avx2",
+        "The shape of Qwen2.5-0.5B, float32, with the same three variables.",
+        engines,
+    ),
+    Section(
         "Where the time goes",
         "time_spent",
         "The 60M-parameter shape in float32. Arithmetic and memory are the least time of linear layers and attention "
