@@ -9,17 +9,29 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .attention_variant import AttentionVariant
 from .linear import PackedWeight
+from .lora import LoraFactors, LoraGroups
 from .native import decode_layers as native
+from .native import lora as native_lora
 from .native import ops as cpu
 from .native.library import dtype_codes, gate_codes, head_dims, library
 from .native.panels import Panels
 from .quantized_kv import LIMITS, MIN_MAGNITUDE
+
+
+class LayerAdapters(NamedTuple):
+    """The adapters of a layer's linear layers."""
+
+    qkv: LoraFactors
+    output: LoraFactors
+    gate_up: LoraFactors
+    down: LoraFactors
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +50,7 @@ class DenseLayer:
         gate: activation of the feed-forward network, "silu" or "gelu_tanh".
         head_dim: D.
         scale, variant: of attention, as for kernels.paged_attention; without ALiBi.
+        adapters: None without adapters.
     """
 
     qkv: PackedWeight
@@ -59,6 +72,7 @@ class DenseLayer:
     head_dim: int
     scale: float
     variant: AttentionVariant
+    adapters: LayerAdapters | None = None
 
     def missing_op(self) -> str | None:
         """Return why the C++ ops cannot compute the whole layer. Returns None if they can."""
@@ -86,8 +100,11 @@ class DecodeLayers:
     def __init__(self, layers: Sequence[DenseLayer], last_norm: Tensor) -> None:
         assert all(layer.missing_op() is None for layer in layers)
         native.check_layout()
+        native_lora.check_layout()
         self._layers, self._last_norm = layers, last_norm  # keep the memory alive
         self._native = (native.Layer * len(layers))(*map(native_layer, layers))
+        self._factors = bind_adapters(self._native, [layer.adapters for layer in layers])
+        self._groups: native_lora.Groups | None = None
         self._caches: Sequence[tuple[Tensor, Tensor | None]] = ()
         self._dtype = layers[0].before_attention.dtype
         self._scratch_len = max(map(_scratch_len, self._native))
@@ -102,6 +119,10 @@ class DecodeLayers:
         """Set each layer's KV cache and scales for the following steps, as for kernels.paged_attention."""
         self._caches = caches
         bind_caches(self._native, caches, self._dtype)
+
+    def set_groups(self, groups: LoraGroups | None) -> None:
+        """Set the tokens of the following calls of `run` that have adapters; None for none."""
+        self._groups = None if groups is None else groups.native()
 
     def run(
         self,
@@ -148,7 +169,7 @@ class DecodeLayers:
             sublayers.stop, dtype_codes()[self._dtype], num_tokens, ctypes.addressof(native_rotations),
             slot_mapping.data_ptr(), block_tables.data_ptr(), block_tables.stride(0), seq_lens.data_ptr(),
             x.data_ptr(), residual.data_ptr(), cpu.address_of(aux), columns, aux_stride, scratch.data_ptr(),
-            torch.get_num_threads(),
+            torch.get_num_threads(), None if self._groups is None else ctypes.addressof(self._groups),
         )  # fmt: skip
 
     def _columns_of(self, aux_layers: frozenset[int]) -> ctypes.Array[ctypes.c_int64]:
@@ -181,8 +202,21 @@ def bind_caches(
             layer.cache_limit, layer.cache_min_magnitude = LIMITS[blocks.dtype], MIN_MAGNITUDE
 
 
+def bind_adapters(
+    layers: Iterable[native.Layer], adapters: Sequence[LayerAdapters | None]
+) -> list[native_lora.Factors]:
+    """Write the addresses of the adapters to each layer's struct; return what is at them, for the caller to keep."""
+    kept = []
+    for layer, own in zip(layers, adapters, strict=True):
+        if own is not None:
+            for name, factors in own._asdict().items():
+                kept.append(factors.native())
+                getattr(layer, name).lora = ctypes.addressof(kept[-1])
+    return kept
+
+
 def native_layer(layer: DenseLayer) -> native.Layer:
-    """Return the struct of a layer, without its KV cache."""
+    """Return the struct of a layer, without its KV cache and its adapters."""
     qkv, output = native_linear(layer.qkv.panels, layer.qkv_bias), native_linear(layer.output.panels)
     num_heads = output.in_features // layer.head_dim
     return native.Layer(

@@ -50,6 +50,7 @@ void copy_residual(const char* residual, char* aux, int64_t aux_stride, int64_t 
 void multiply(const Linear& weight, const void* x, void* y, const Step& step) {
   quire_linear(int(weight.dtype), step.dtype, x, weight.panels, weight.scales, weight.bias, y, step.num_tokens,
                weight.in_features, weight.out_features, weight.stride, step.threads);
+  if (step.lora && weight.lora) quire_add_lora(step.dtype, weight.lora, step.lora, x, y, step.threads);
 }
 
 void finish(void* x, const void* norm, const Layer& layer, const Step& step) {
@@ -103,12 +104,13 @@ int64_t quire_decode_layer_bytes() { return sizeof(Layer); }
 // normalized residual to x.
 //
 // The input of layer i, and for i = num_layers the output of the last one, is copied to column aux_columns[i] of
-// aux [T, aux_stride] unless that is negative. `aux_columns` may be null.
+// aux [T, aux_stride] unless that is negative. `aux_columns` may be null. `lora` has the tokens with adapters, or is null.
 void quire_decode_layers(const Layer* layers, int64_t num_layers, const void* last_norm, int64_t begin, int64_t end,
                          int dtype, int64_t num_tokens, const Rotation* rotations, const int64_t* slots,
                          const int32_t* tables, int64_t table_stride, const int32_t* lens, void* x, void* residual,
-                         void* aux, const int64_t* aux_columns, int64_t aux_stride, void* scratch, int threads) {
-  const Step step{dtype, num_tokens, rotations, slots, tables, table_stride, lens, threads};
+                         void* aux, const int64_t* aux_columns, int64_t aux_stride, void* scratch, int threads,
+                         const LoraGroups* lora) {
+  const Step step{dtype, num_tokens, rotations, slots, tables, table_stride, lens, threads, lora};
   for (int64_t i = begin; i < end; i++) {
     const bool attends = i % 2 == 0, is_last = i == 2 * num_layers;
     const Layer& finished = layers[std::max<int64_t>(i - 1, 0) / 2];  // of sublayer i - 1

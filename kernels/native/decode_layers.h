@@ -2,13 +2,15 @@
 #pragma once
 
 #include "constants.h"
+#include "lora.h"
 #include "ops.h"
 
-// The arguments of quire_linear that describe a weight.
+// The arguments of quire_linear that describe a weight, and the adapters of the layer or null.
 struct Linear {
   const void* panels;
   const float* scales;
   const void* bias;
+  const LoraFactors* lora;
   int64_t dtype, in_features, out_features, stride;
 };
 
@@ -43,6 +45,7 @@ struct Step {
   int64_t table_stride;
   const int32_t* lens;  // [T]
   int threads;
+  const LoraGroups* lora;  // the tokens with adapters; null: none
 };
 
 // Bump allocator for intermediate results.
@@ -73,5 +76,6 @@ extern "C" {
 void quire_decode_layers(const Layer* layers, int64_t num_layers, const void* last_norm, int64_t begin, int64_t end,
                          int dtype, int64_t num_tokens, const Rotation* rotations, const int64_t* slots,
                          const int32_t* tables, int64_t table_stride, const int32_t* lens, void* x, void* residual,
-                         void* aux, const int64_t* aux_columns, int64_t aux_stride, void* scratch, int threads);
+                         void* aux, const int64_t* aux_columns, int64_t aux_stride, void* scratch, int threads,
+                         const LoraGroups* lora);
 }

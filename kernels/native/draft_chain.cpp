@@ -117,7 +117,7 @@ class Chain {
     const int64_t end = 2 * net_.num_layers + net_.feeds_normed;
     quire_decode_layers(net_.layers, net_.num_layers, net_.last_norm, 0, end, dtype_, count, step.rotations, step.slots,
                         step.tables, step.table_stride, step.lens, x, residual, nullptr, nullptr, 0,
-                        scratch_.resize(bytes(count * scratch_len())), threads_);
+                        scratch_.resize(bytes(count * scratch_len())), threads_, nullptr);
     if (net_.feeds_normed) {
       memcpy(hidden, x, bytes(count * length_));
     } else {

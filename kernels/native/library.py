@@ -32,7 +32,7 @@ _DECODE_LAYERS = (
     + [_POINTER] * 3
     + [_LONG]
     + [_POINTER] * 5
-    + [_LONG, _POINTER, _INT]
+    + [_LONG, _POINTER, _INT, _POINTER]
 )
 # Network and rows, dtype, inputs, sequences and threads.
 _DRAFT = [_POINTER] * 2 + [_INT, _LONG] + [_POINTER] * 3 + [_LONG] + [_POINTER] * 5 + [_INT]

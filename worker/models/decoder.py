@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...kernels.all_reduce_norm import Peers, all_reduce_add_rms_norm
 from ...kernels.attention_variant import AttentionVariant
-from ...kernels.decode_layers import DenseLayer
+from ...kernels.decode_layers import DenseLayer, LayerAdapters
 from ...kernels.draft_chain import DraftNetwork
 from ...kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 from ...kernels.latent_attention import EXPANDED_BYTES
@@ -365,7 +365,14 @@ def make_dense_layer(
         head_dim=attention.head_dim,
         scale=attention.scale,
         variant=attention.variant,
+        adapters=_layer_adapters(attention, mlp),
     )
+
+
+def _layer_adapters(attention: Attention, mlp: Mlp) -> LayerAdapters | None:
+    layers = attention.qkv, attention.output, mlp.gate_up, mlp.down
+    factors = [layer.lora.factors for layer in layers if layer.lora is not None]
+    return LayerAdapters(*factors) if len(factors) == len(layers) else None
 
 
 class Decoder:
@@ -425,9 +432,9 @@ class Decoder:
         hidden = self.embedding.forward(token_ids)
         rotated = {key: table.at(positions) for key, table in self.rotary.items()}
         fused = self.fused_decode
-        has_adapters = self.lora is not None and self.lora.groups is not None
-        if fused is not None and not has_adapters and fused.supports(len(hidden), inputs):
-            return fused.forward(hidden, list(rotated.values()), kv_caches, inputs, aux)
+        if fused is not None and fused.supports(len(hidden), inputs):
+            groups = None if self.lora is None else self.lora.groups
+            return fused.forward(hidden, list(rotated.values()), kv_caches, inputs, aux, groups)
         rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {None: (None, None)}
         rotations.update(rotated.items())
         if self.temperature is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.decode_layers import DecodeLayers, DenseLayer
+from ...kernels.lora import LoraGroups
 from ..attention import AttentionInputs, LayerCache
 from ..comm.communicator import Communicator
 from .aux_states import AuxStates
@@ -40,13 +41,16 @@ class FusedDecode:
         kv_caches: list[LayerCache],
         inputs: AttentionInputs,
         aux: AuxStates | None = None,
+        lora: LoraGroups | None = None,
     ) -> Tensor:
         """Return hidden states after the last norm, [T, E]; add those between layers to `aux`.
 
         Args:
             hidden: [T, E], the embedded tokens; overwritten.
             rotations: cosines and sines of the tokens, in the order of the layers' `rope` indices.
+            lora: the tokens with adapters; None for none.
         """
+        self._layers.set_groups(lora)
         if self._caches is not kv_caches:
             self._layers.bind([(cache.blocks, cache.scales) for cache in kv_caches])
             self._caches = kv_caches

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from narrowing import instance_of, not_none
 from torch import Tensor
 
 from quire.cluster.config.model_config import describe_model
+from quire.kernels.lora import LoraGroups, group_tokens
 from quire.kernels.native.library import is_available
 from quire.proto.step import RowSampling
 from quire.worker.attention import AttentionInputs, LayerCache
 from quire.worker.comm.communicator import SingleRank
+from quire.worker.lora.layers import LoraLayers, PartFactors
 from quire.worker.memory.cache_engine import QUANTIZED_DTYPES
 from quire.worker.models.decoder import Decoder
 from quire.worker.models.load_context import LoadContext
@@ -23,6 +27,7 @@ from quire.worker.models.registry import check_supported
 from quire.worker.models.spec import DecoderSpec
 from quire.worker.weights.checkpoint import Checkpoint
 from quire.worker.weights.quantization import Quantization
+from quire.worker.weights.weight_slice import WeightSlice
 
 BLOCK_SIZE, NUM_BLOCKS, TABLE_LEN, NUM_POSITIONS = 8, 40, 5, 128
 
@@ -69,11 +74,16 @@ def two_threads() -> Any:
 @pytest.fixture
 def make_decoder(make_model: Any) -> MakeDecoder:
     def make(
-        kind: str, dtype: torch.dtype = torch.float32, quantization: Quantization | None = None
+        kind: str,
+        dtype: torch.dtype = torch.float32,
+        quantization: Quantization | None = None,
+        lora: LoraLayers | None = None,
     ) -> Decoder:
         folder = make_model(kind.split("-")[0], seed=3, **(SUPPORTED | UNSUPPORTED)[kind])
         spec = instance_of(DecoderSpec, check_supported(describe_model(folder, kind), 1))
-        load = LoadContext(Checkpoint(folder), SingleRank(), dtype, torch.device("cpu"), quantization)
+        load = LoadContext(
+            Checkpoint(folder), SingleRank(), dtype, torch.device("cpu"), quantization, lora=lora
+        )
         return Decoder(load, spec, NUM_POSITIONS)
 
     return make
@@ -118,13 +128,15 @@ def clone(caches: list[LayerCache]) -> list[LayerCache]:
     ]
 
 
-def assert_equal_bits(decoder: Decoder, dtype: torch.dtype, stored: torch.dtype) -> None:
+def assert_equal_bits(
+    decoder: Decoder, dtype: torch.dtype, stored: torch.dtype, batch_sizes: Sequence[int] = (1, 2, 7)
+) -> None:
     """Compare fused and op-by-op steps of several batch sizes: hidden states and cache contents."""
     fused = decoder.fused_decode
     assert fused is not None
     caches = make_caches(decoder, dtype, stored)
     by_ops = clone(caches)
-    for num_tokens in (1, 2, 7):
+    for num_tokens in batch_sizes:
         token_ids, positions, inputs = make_step(num_tokens)
         assert fused.supports(num_tokens, inputs)
         hidden = decoder.forward(token_ids, positions, caches, inputs)
@@ -153,6 +165,42 @@ def test_fused_decode_is_bit_identical_with_quantized_cache_and_weights(
 ) -> None:
     decoder = make_decoder("llama", dtype, Quantization("int8"))
     assert_equal_bits(decoder, dtype, QUANTIZED_DTYPES[kv_dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
+def test_fused_decode_with_adapters_is_bit_identical_to_ops(
+    kind: str, dtype: torch.dtype, make_decoder: MakeDecoder
+) -> None:
+    """Of three slots: one with several ranks, one that changes parts of layers, and one that is not used."""
+    lora = LoraLayers(3, 6, dtype, torch.device("cpu"))
+    decoder = make_decoder(kind, dtype, None, lora)
+    without = hidden_of(decoder, dtype)
+    for slot, layer in itertools.product((0, 2), lora):
+        layer.put(slot, [random_factors(part, slot, index, dtype) for index, part in enumerate(layer.parts)])
+    for slots in ([0], [2, -1], [0, 2, 2, -1, 0, 0, 2]):
+        lora.groups = LoraGroups(*map(torch.from_numpy, group_tokens(np.array(slots, np.int32))))
+        assert_equal_bits(decoder, dtype, dtype, [len(slots)])
+    assert not torch.equal(hidden_of(decoder, dtype), without)
+    lora.groups = None
+    assert torch.equal(hidden_of(decoder, dtype), without)
+
+
+def random_factors(part: WeightSlice, slot: int, index: int, dtype: torch.dtype) -> PartFactors | None:
+    """Return factors of one part of a layer; slot 2 changes every other part alone."""
+    rank, (_, num_inputs), (_, num_outputs) = 4 + index, part.inputs, part.outputs
+    if slot == 2 and index % 2:
+        return None
+    return PartFactors(
+        (torch.randn(rank, num_inputs) / num_inputs**0.5).to(dtype), torch.randn(rank, num_outputs).to(dtype)
+    )
+
+
+def hidden_of(decoder: Decoder, dtype: torch.dtype) -> Tensor:
+    token_ids, positions, inputs = make_step(7)
+    assert decoder.fused_decode is not None
+    assert decoder.fused_decode.supports(7, inputs)
+    return decoder.forward(token_ids, positions, make_caches(decoder, dtype, dtype), inputs)
 
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
