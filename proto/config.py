@@ -64,8 +64,10 @@ class ModelConfig:
         pooling: None for a model whose prompts are not pooled.
         latent_dim: numbers that a token is cached as in each layer of a model with multi-head latent attention, the
             same on every rank; 0 for models that cache keys and values of heads.
-        layer_windows: tokens that a token attends to in each layer, 0 for all; empty if the cache holds all tokens of
-            every layer.
+        kv_layers: KV heads and head dim of each layer with keys and values of its own, which are the first layers;
+            empty if these are all layers, with `num_kv_heads` and `head_dim`.
+        layer_windows: tokens that a token attends to in each of these layers, 0 for all; empty if the cache holds all
+            tokens of every layer.
     """
 
     path: str
@@ -89,6 +91,18 @@ class ModelConfig:
     pooling: PoolingConfig | None = None
     latent_dim: int = 0
     layer_windows: tuple[int, ...] = ()
+    kv_layers: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Number of layers with keys and values of their own."""
+        return len(self.kv_layers) or self.num_layers
+
+    def kv_shapes(self, tensor_parallel_size: int) -> list[tuple[int, int, int]]:
+        """Return how a rank caches a token in each layer with keys and values of its own; see `kv_shape`."""
+        if not self.kv_layers:
+            return [self.kv_shape(tensor_parallel_size)] * self.num_layers
+        return [(2, max(1, heads // tensor_parallel_size), dim) for heads, dim in self.kv_layers]
 
     def kv_shape(self, tensor_parallel_size: int) -> tuple[int, int, int]:
         """Return how a rank caches a token in a layer: parts, heads, and numbers of each.
@@ -307,7 +321,7 @@ class EngineConfig:
         model, draft, draft_layers = self.model, self.speculative_draft, 0.0
         if draft is not None:
             draft_layers = draft.num_layers * prod(draft.kv_shape(1)) / prod(model.kv_shape(1))
-        return make_layout(model.num_layers, model.layer_windows, model.max_model_len, draft_layers)
+        return make_layout(model.num_kv_layers, model.layer_windows, model.max_model_len, draft_layers)
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -226,6 +226,19 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
         "logits_scaling": 0.5,
     },
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "vocab_size_per_layer_input": 400,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "sliding_window": 11,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "final_logit_softcapping": 5.0,
+    },
     "llama4_text": {
         "intermediate_size": 48,
         "intermediate_size_mlp": 96,
@@ -257,7 +270,8 @@ def _randomize(model: PreTrainedModel, seed: int) -> None:
         return torch.randn(like.shape, generator=generator) * std
 
     head_std = 2 / model.config.hidden_size**0.5
-    norm_offset = 1.0 if model.config.model_type.startswith("gemma") else 0.0
+    is_gemma = model.config.model_type.startswith("gemma")
+    norm_offset = 1.0 if is_gemma and not model.config.model_type.startswith(("gemma3n", "gemma4")) else 0.0
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
@@ -277,6 +291,8 @@ def _randomize(model: PreTrainedModel, seed: int) -> None:
         for name, buffer in sorted(model.named_buffers()):
             if name.endswith("correction_bias"):
                 buffer.copy_(normal(buffer, 0.1))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + normal(buffer, 0.1))
 
 
 # Weights that are drawn larger, so that attention concentrates on few tokens.

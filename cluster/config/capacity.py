@@ -63,11 +63,14 @@ def capacity(
         gpu_bytes: memory of one GPU.
     """
     of_rank = -(-weight_bytes // tensor_parallel_size)
-    num_parts, num_heads, dim = model.kv_shape(tensor_parallel_size)
     scale_bytes = _FLOAT32_BYTES if workload.kv_bytes < workload.dtype_bytes else 0
-    head_bytes = dim * workload.kv_bytes + scale_bytes
-    layout = make_layout(model.num_layers, model.layer_windows, model.max_model_len, 0)
-    slot_bytes = num_parts * layout.layers_per_block * num_heads * head_bytes
+    of_layers = [
+        num_parts * num_heads * (dim * workload.kv_bytes + scale_bytes)
+        for num_parts, num_heads, dim in model.kv_shapes(tensor_parallel_size)
+    ]
+    layout = make_layout(model.num_kv_layers, model.layer_windows, model.max_model_len, 0)
+    # Layers differ only if there is one group, of which a block has all layers.
+    slot_bytes = sum(of_layers[: layout.layers_per_block])
     slots_per_token = layout.num_slots(model.max_model_len) / model.max_model_len
     used = of_rank + FIXED_BYTES + _activation_bytes(model, tensor_parallel_size, workload)
     num_free = int(gpu_bytes * workload.utilization) - used

@@ -216,6 +216,7 @@ def _block_bytes(options: EngineOptions, fields: dict[str, Any], dtype_bytes: in
     hidden_size = _whole(fields, "hidden_size")
     if num_layers is None or num_heads is None or hidden_size is None:
         return 0
+    num_layers -= min(_whole(fields, "num_kv_shared_layers") or 0, num_layers - 1)
     value_bytes = dtype_bytes if options.kv_cache_dtype == "auto" else 1
     if dim := latent_dim(str((fields.get("architectures") or [None])[0]), fields):
         return num_layers * options.block_size * dim * value_bytes

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, ModelLoadError, first_line
-from ...worker.models.registry import FAMILIES, check_architecture, latent_dim, layer_windows
+from ...worker.models.registry import FAMILIES, check_architecture, kv_layers, latent_dim, layer_windows
 from ...worker.models.transformers_names import MODEL_TYPE_ALIASES
 from .generation_config import end_token_ids, read_generation_config, sampling_defaults
 from .model_checks import read_config_file
@@ -40,6 +40,8 @@ def describe_model(
     stored = read_config_file(path / "config.json")
     hf, recommended = _load_hf_config(path, stored), read_generation_config(path)
     fields = hf.to_dict()
+    # Otherwise sizes that differ between layers raise; those are read from `fields`.
+    hf.allow_global_per_layer_attribute_access = True
     task = read_task(path, fields, _architecture(hf, path), runner)
     architecture = task.architecture
     check(name, architecture, fields)
@@ -67,6 +69,7 @@ def describe_model(
         pooling=task.pooling,
         latent_dim=latent_dim(architecture, fields),
     )
+    model = replace(model, kv_layers=kv_layers(model))
     return replace(model, layer_windows=layer_windows(model))
 
 

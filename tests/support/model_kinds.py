@@ -108,6 +108,20 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
     },
     "gptj": {},
+    "gemma4_text": {},
+    "gemma4_text-experts": {
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 48,
+    },
+    "gemma4_text-plain": {
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": False,
+    },
     # Served with the modules of transformers.
     "gpt2": {},
     "gpt_neox": {},

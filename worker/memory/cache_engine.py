@@ -60,20 +60,19 @@ class CacheEngine:
         self._parts, self._host_parts = list[Tensor](), list[Tensor]()
         layers = []
         for model in _models(config):
-            own = []
-            for block, part_dtype in _block_parts(config, model, dtype):
-                shape = model.num_layers, num_blocks, *block
-                own.append(_zeros(shape, part_dtype, device, touches_pages=touches_pages))
-                if num_host_blocks:
-                    shape = model.num_layers, num_host_blocks + 1, *block
-                    self._host_parts.append(_host_zeros(shape, part_dtype, device))
-            self._parts += own
-            layers.append(
-                [
-                    LayerCache(blocks, scales[0] if scales else None, attend_chunks)
-                    for blocks, *scales in zip(*own, strict=True)
-                ]
-            )
+            caches = {}
+            for heads, indices in _layers_by_shape(config, model).items():
+                own = []
+                for block, part_dtype in _block_parts(config, heads, dtype):
+                    shape = len(indices), num_blocks, *block
+                    own.append(_zeros(shape, part_dtype, device, touches_pages=touches_pages))
+                    if num_host_blocks:
+                        shape = len(indices), num_host_blocks + 1, *block
+                        self._host_parts.append(_host_zeros(shape, part_dtype, device))
+                self._parts += own
+                for index, (blocks, *scales) in zip(indices, zip(*own, strict=True), strict=True):
+                    caches[index] = LayerCache(blocks, scales[0] if scales else None, attend_chunks)
+            layers.append([caches[index] for index in sorted(caches)])
         self.layers, *drafts = layers
         self.draft_layers = drafts[0] if drafts else []
         self._swap_stream: torch.cuda.Stream | None = None
@@ -149,9 +148,10 @@ class CacheEngine:
 def bytes_per_block(config: EngineConfig, dtype: torch.dtype) -> int:
     """Return the KV bytes of a block on one rank, in all layers, for a model of `dtype`."""
     return sum(
-        model.num_layers * math.prod(shape) * part.itemsize
+        len(indices) * math.prod(shape) * part.itemsize
         for model in _models(config)
-        for shape, part in _block_parts(config, model, dtype)
+        for heads, indices in _layers_by_shape(config, model).items()
+        for shape, part in _block_parts(config, heads, dtype)
     )
 
 
@@ -161,11 +161,23 @@ def _models(config: EngineConfig) -> list[ModelConfig]:
     return [config.model] if draft is None else [config.model, draft]
 
 
+def _layers_by_shape(config: EngineConfig, model: ModelConfig) -> dict[tuple[int, int, int], list[int]]:
+    """Return how a token is cached |-> the layers that cache it in this way; see ModelConfig.kv_shape."""
+    layers: dict[tuple[int, int, int], list[int]] = {}
+    for index, heads in enumerate(model.kv_shapes(config.parallel.tensor_parallel_size)):
+        layers.setdefault(heads, []).append(index)
+    return layers
+
+
 def _block_parts(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype
+    config: EngineConfig, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of each part of a block in one layer."""
-    num_parts, num_heads, dim = model.kv_shape(config.parallel.tensor_parallel_size)
+    """Return shape and dtype of each part of a block in one layer.
+
+    Args:
+        heads: as returned by ModelConfig.kv_shape.
+    """
+    num_parts, num_heads, dim = heads
     slots = num_parts, num_heads, config.cache.block_size
     quantized = QUANTIZED_DTYPES.get(config.cache.kv_dtype)
     if quantized is None:

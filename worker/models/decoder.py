@@ -22,6 +22,7 @@ from ..output_tokens import OutputTokens
 from ..weights.linear_weight import packed_weight
 from ..weights.weight_slice import Interleaving
 from .aux_states import AuxStates
+from .experts_beside_dense import ExpertsBesideDense
 from .fused_decode import FusedDecode, plan_fused_decode
 from .latent_layer import LatentAttention
 from .layers import (
@@ -39,6 +40,8 @@ from .layers import (
 from .load_context import LoadContext
 from .mlp import Mlp, UngatedMlp
 from .moe import MixtureOfExperts
+from .per_layer_inputs import LayerEnd, PerLayerEmbedding
+from .shared_attention import SharedAttention
 from .spec import DecoderSpec, LayerSpec
 from .vocab_parallel import NoHead, VocabParallelEmbedding, VocabParallelHead
 
@@ -80,14 +83,8 @@ class Attention:
             bias=spec.qkv_bias,
         )
         q_size = spec.num_heads * spec.head_dim
-        self.output = RowParallelLinear(
-            load,
-            f"{name}.{spec.names.attention_output}",
-            q_size,
-            spec.hidden_size,
-            bias=spec.output_bias,
-            peers=peers,
-        )
+        output = f"{name}.{spec.names.attention_output}"
+        self.output = RowParallelLinear(load, output, q_size, spec.hidden_size, spec.output_bias, peers)
         self.rotates_first = spec.qk_norm in ("rotated_head", "rotated_unweighted")
         self.q_norm = self.k_norm = None
         if spec.qk_norm in ("head", "rotated_head"):
@@ -96,6 +93,7 @@ class Attention:
             )
         if spec.qk_norm == "rotated_unweighted" and layer.rope is not None:
             self.q_norm = self.k_norm = load.empty(spec.head_dim).fill_(1)
+        self.value_norm: Tensor | None = load.empty(spec.head_dim).fill_(1) if spec.value_norm else None
         self.layer_norms = _head_layer_norms(load, spec, layer, name) if spec.qk_norm == "layer_norm" else []
         self.projection_norms = _projection_norms(load, spec, name) if spec.qk_norm == "projection" else []
 
@@ -128,6 +126,9 @@ class Attention:
             factors, _ = rotations[TEMPERATURE]
             assert factors is not None
             heads[:, : -2 * kv_cache.blocks.shape[2]] *= factors
+        if self.value_norm is not None:
+            values = heads[:, -kv_cache.blocks.shape[2] :]
+            values.copy_(rms_norm(values, self.value_norm, self.norm_eps))
         cos, sin = rotations[self.rope]
         if self.rotates_first and cos is not None and sin is not None:
             apply_rope(heads[:, : -kv_cache.blocks.shape[2]], cos, sin)
@@ -169,15 +170,19 @@ class DecoderLayer:
         self.norm_eps = spec.norm_eps
         self.residual_scale = spec.residual_scale
         self.before_attention = norm(spec.norms.before_attention)
-        make_attention = Attention if spec.latent is None else LatentAttention
+        make_attention = _attention_of(spec, layer)
         self.attention = make_attention(load, spec, layer, f"{name}.{spec.names.attention}", peers)
         self.after_attention = norm(spec.norms.after_attention)
-        self.before_mlp = norm(spec.norms.before_mlp)
+        is_beside_dense = layer.has_experts and spec.experts is not None and spec.experts.beside_dense
+        self.before_mlp = None if is_beside_dense else norm(spec.norms.before_mlp)
         self.is_parallel = spec.parallel_residual
-        self.mlp: Mlp | UngatedMlp | MixtureOfExperts
+        self.mlp: Mlp | UngatedMlp | MixtureOfExperts | ExpertsBesideDense
         if layer.has_experts:
             assert spec.experts is not None
-            self.mlp = MixtureOfExperts(load, spec.experts, spec.hidden_size, spec.activation, name)
+            if is_beside_dense:
+                self.mlp = ExpertsBesideDense(load, spec, spec.experts, name)
+            else:
+                self.mlp = MixtureOfExperts(load, spec.experts, spec.hidden_size, spec.activation, name)
         elif spec.mlp_names is not None:
             self.mlp = UngatedMlp(load, spec, spec.mlp_names, f"{name}.{spec.names.mlp}", peers)
         else:
@@ -187,7 +192,7 @@ class DecoderLayer:
     @property
     def reads_back(self) -> bool:
         """True if `forward` reads values back from the device."""
-        return isinstance(self.mlp, MixtureOfExperts) and self.mlp.reads_back
+        return isinstance(self.mlp, MixtureOfExperts | ExpertsBesideDense) and self.mlp.reads_back
 
     def forward(
         self,
@@ -335,6 +340,7 @@ def make_dense_layer(
         bool(attention.projection_norms)
         or bool(attention.layer_norms)
         or attention.rotates_first
+        or attention.value_norm is not None
         or attention.has_temperature
         or attention.variant.chunk > 0
         or attention.variant.sinks is not None
@@ -399,19 +405,29 @@ class Decoder:
             load, spec.names.embedding, spec.vocab_size, spec.hidden_size, spec.embedding_scale
         )
         self.layers = [
-            DecoderLayer(load, spec, layer, f"{spec.names.layers}.{index}", peers)
+            DecoderLayer(load, spec.of_layer(layer), layer, f"{spec.names.layers}.{index}", peers)
             for index, layer in enumerate(spec.layers)
         ]
+        # Index of the layer whose cache each layer reads.
+        self.cached_by = [
+            index if layer.kv_source is None else layer.kv_source for index, layer in enumerate(spec.layers)
+        ]
+        self.per_layer_embedding: PerLayerEmbedding | None = None
+        if spec.per_layer_inputs is not None:
+            self.per_layer_embedding = PerLayerEmbedding(load, spec, spec.per_layer_inputs)
+        self.layer_ends: list[LayerEnd] = []
+        if spec.per_layer_inputs is not None or spec.layer_scalars:
+            names = (f"{spec.names.layers}.{index}" for index in range(len(spec.layers)))
+            self.layer_ends = [LayerEnd(load, spec, name) for name in names]
         self.comm, self.lora = load.comm, load.lora
         self.hidden_size = spec.hidden_size
         self.reserved_bytes = 0 if spec.latent is None else EXPANDED_BYTES
         self.supports_graphs = not any(layer.reads_back for layer in self.layers)
         self.supports_outputs = self.layers[-1].supports_outputs
         self.norm = _read_norm(load, spec, spec.names.last_norm)
-        dense = [layer.to_dense_layer(list(self.rotary)) for layer in self.layers]
         self.fused_decode: FusedDecode | None = None
         if isinstance(self.norm, Tensor):
-            self.fused_decode = plan_fused_decode(dense, self.norm, load.comm)
+            self.fused_decode = plan_fused_decode(self._dense_layers(), self.norm, load.comm)
         self.head = _make_head(load, spec, self.embedding) if has_head else NoHead(load, spec.vocab_size)
         # Some checkpoints store the head even though it is tied.
         unused = [name for name in load.checkpoint.names() if name.startswith(spec.draft_prefixes)]
@@ -440,14 +456,23 @@ class Decoder:
         if self.temperature is not None:
             rotations[TEMPERATURE] = self.temperature.at(positions), None
         x: Tensor | PartialSum | None = None
+        layer_inputs = None
+        if self.per_layer_embedding is not None:
+            layer_inputs = self.per_layer_embedding.forward(token_ids, hidden)
         last = len(self.layers) - 1
-        for index, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
+        for index, layer in enumerate(self.layers):
+            kv_cache = kv_caches[self.cached_by[index]]
             if aux is not None and index in aux.layers:
                 aux.states.append(layer.input_of(x, hidden))
             if outputs is not None and index == last:
                 x, hidden = layer.forward_outputs(x, hidden, rotations, kv_cache, outputs)
+                layer_inputs = None if layer_inputs is None else layer_inputs.index_select(0, outputs.index)
             else:
                 x = layer.forward(x, hidden, rotations, kv_cache, inputs)
+            if self.layer_ends:
+                assert isinstance(x, Tensor)  # a norm follows the feed-forward network
+                own = None if layer_inputs is None else layer_inputs[:, index]
+                x = self.layer_ends[index].forward(x, hidden, own)
         if aux is not None and len(self.layers) in aux.layers:
             aux.states.append(self.layers[-1].input_of(x, hidden))
         return self.layers[-1].add(x, hidden, self.norm)
@@ -459,7 +484,7 @@ class Decoder:
     def to_draft_network(self) -> DraftNetwork | None:
         """Return the model for kernels.draft_chain. Returns None if a DraftNetwork cannot represent it."""
         output = None if isinstance(self.head, NoHead) else self.head.whole_weight
-        dense = [layer.to_dense_layer(list(self.rotary)) for layer in self.layers]
+        dense = self._dense_layers()
         layers = [layer for layer in dense if layer is not None]
         if self.comm.size > 1 or output is None or len(layers) < len(dense):
             return None
@@ -477,8 +502,22 @@ class Decoder:
             eps=self.layers[-1].norm_eps,
         )
 
+    def _dense_layers(self) -> list[DenseLayer | None]:
+        """Return the layers for kernels.decode_layers, and None for those that a DenseLayer cannot represent."""
+        if self.layer_ends:
+            return [None] * len(self.layers)
+        return [layer.to_dense_layer(list(self.rotary)) for layer in self.layers]
+
     def selfcheck(self) -> None:
         """Do nothing: the decoder is written for paged caches."""
+
+
+def _attention_of(
+    spec: DecoderSpec, layer: LayerSpec
+) -> type[Attention] | type[LatentAttention] | type[SharedAttention]:
+    if layer.kv_source is not None:
+        return SharedAttention
+    return Attention if spec.latent is None else LatentAttention
 
 
 def _make_head(load: LoadContext, spec: DecoderSpec, embedding: VocabParallelEmbedding) -> VocabParallelHead:
@@ -514,9 +553,10 @@ def _qkv_projections(load: LoadContext, spec: DecoderSpec, layer: LayerSpec, nam
     shards = [load.head_shard(count, spec.head_dim) for count in counts]
     if not spec.fused_qkv:
         interleaving = _interleaving(spec, layer)
+        parts = "qkk" if layer.values_are_keys else "qkv"
         return [
-            Projection(f"{name}.{part}_proj", shard, interleaving=None if part == "v" else interleaving)
-            for part, shard in zip("qkv", shards, strict=True)
+            Projection(f"{name}.{part}_proj", shard, interleaving=None if place == 2 else interleaving)
+            for place, (part, shard) in enumerate(zip(parts, shards, strict=True))
         ]
     stored_len = sum(counts) * spec.head_dim
     starts = [sum(counts[:index]) * spec.head_dim for index in range(3)]

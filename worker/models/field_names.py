@@ -17,6 +17,21 @@ def gptj_fields(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def gemma4_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration of Gemma 4, whose layers that share keys and values may be twice as wide."""
+    num_layers, width = hf["num_hidden_layers"], hf["intermediate_size"]
+    num_own = num_layers - (hf.get("num_kv_shared_layers") or 0)
+    wide = 2 * width if hf.get("use_double_wide_mlp") else width
+    # "vision" concerns the tokens of images only.
+    attention = hf.get("use_bidirectional_attention")
+    return hf | {
+        "embedding_multiplier": hf["hidden_size"] ** 0.5,
+        "attention_multiplier": 1.0,
+        "layer_intermediate_sizes": [width if index < num_own else wide for index in range(num_layers)],
+        "use_bidirectional_attention": None if attention == "vision" else attention,
+    }
+
+
 def llama4_fields(hf: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration of Llama 4, which names the size of its dense layers after that of its experts."""
     return hf | {

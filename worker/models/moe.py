@@ -150,19 +150,7 @@ class MixtureOfExperts:
         self.router = ExpertRouter(
             load, experts, hidden_size, router, find_correction(load.checkpoint, block)
         )
-        slices = expert_slices(load, experts, hidden_size, block)
-        biases: tuple[Tensor | None, Tensor | None] = None, None
-        if experts.interleaved:
-            biases = read_expert_biases(load, experts, hidden_size, block)
-        layers = ExpertLayers(
-            [load.linear(expert.gate_up) for expert in slices],
-            [load.linear(expert.down) for expert in slices],
-            _activation(experts, gate),
-            *biases,
-            scaled_inputs=experts.scaled_inputs,
-        )
-        grouped = group_experts(layers) if has_kernels(self.router.weight) else None
-        self.experts: ExpertLayers | GroupedExperts = layers if grouped is None else grouped
+        self.experts = read_experts(load, experts, hidden_size, gate, block)
         self.shared: SharedExperts | None = None
         if experts.shared_intermediate_size:
             name = find_shared(load.checkpoint, block)
@@ -178,6 +166,30 @@ class MixtureOfExperts:
         if self.shared is not None:
             part += self.shared.forward_partial(x)
         return self.comm.all_reduce(part)
+
+
+def read_experts(
+    load: LoadContext, experts: Experts, hidden_size: int, gate: str, block: str
+) -> ExpertLayers | GroupedExperts:
+    """Read this rank's part of the experts; on a GPU all experts are computed at once, if they are stored alike.
+
+    Args:
+        gate: as for MixtureOfExperts.
+        block: name of the mixture.
+    """
+    slices = expert_slices(load, experts, hidden_size, block)
+    biases: tuple[Tensor | None, Tensor | None] = None, None
+    if experts.interleaved:
+        biases = read_expert_biases(load, experts, hidden_size, block)
+    layers = ExpertLayers(
+        [load.linear(expert.gate_up) for expert in slices],
+        [load.linear(expert.down) for expert in slices],
+        _activation(experts, gate),
+        *biases,
+        scaled_inputs=experts.scaled_inputs,
+    )
+    grouped = group_experts(layers) if has_kernels(load.empty(0)) else None
+    return layers if grouped is None else grouped
 
 
 def _activation(experts: Experts, gate: str) -> Activation:

@@ -10,7 +10,7 @@ from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, first_line
 from ..weights.quantization import read_quantization
 from . import transformers_spec
-from .field_names import gptj_fields, llama4_fields
+from .field_names import gemma4_fields, gptj_fields, llama4_fields
 from .spec import DecoderSpec, Family, Names, Norms, read_layers, read_spec
 from .transformers_spec import TransformersSpec, read_transformers_spec
 
@@ -65,6 +65,19 @@ FAMILIES = {
     ),
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": replace(_GEMMA, qk_norm="head"),
+    "Gemma4ForCausalLM": Family(
+        qk_norm="head",
+        norms=_SANDWICH,
+        activation_field="hidden_activation",
+        expert_fields=("num_experts", "moe_intermediate_size"),
+        experts_flag="enable_moe_block",
+        per_token_field="top_k_experts",
+        experts_normalized=True,
+        routing="beside_dense",
+        adapt=gemma4_fields,
+        value_norm=True,
+        layer_scalars=True,
+    ),
     "Phi3ForCausalLM": Family(qkv_bias=False, fused_qkv=True, fused_gate_up=True, all_layers_windowed=True),
     "Olmo2ForCausalLM": Family(qk_norm="projection", norms=_AFTER_ONLY),
     "Olmo3ForCausalLM": Family(qk_norm="projection", norms=_AFTER_ONLY),
@@ -203,13 +216,32 @@ def layer_windows(model: ModelConfig) -> tuple[int, ...]:
     The ranks have one block table per row, so that all layers of a model must be in one cache group.
     """
     family = FAMILIES.get(model.architecture)
+    if family is None or family.is_latent or len(set(model.kv_layers)) > 1:
+        return ()
+    try:
+        layers = read_layers(model, family)
+    except (ConfigError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return ()  # `check_supported` states the reason
+    windows = tuple(layer.window for layer in layers if layer.kv_source is None)
+    return windows if len(set(windows)) == 1 and windows[0] else ()
+
+
+def kv_layers(model: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """Return KV heads and head dim of each layer with keys and values of its own, as ModelConfig has them."""
+    family = FAMILIES.get(model.architecture)
     if family is None or family.is_latent:
         return ()
     try:
-        windows = tuple(layer.window for layer in read_layers(model, family))
+        layers = read_layers(model, family)
     except (ConfigError, TypeError, ValueError, AttributeError, ArithmeticError):
         return ()  # `check_supported` states the reason
-    return windows if len(set(windows)) == 1 and windows[0] else ()
+    uniform = model.num_kv_heads, model.head_dim
+    sizes = [
+        (layer.num_kv_heads or model.num_kv_heads, layer.head_dim or model.head_dim)
+        for layer in layers
+        if layer.kv_source is None
+    ]
+    return () if sizes == [uniform] * model.num_layers else tuple(sizes)
 
 
 def check_supported(model: ModelConfig, tensor_parallel_size: int) -> DecoderSpec | TransformersSpec:
@@ -242,7 +274,8 @@ def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int, multiple: int
     """
     # The heads of latent attention have keys and values of their own, computed from latents on each rank.
     num_kv_heads = spec.num_kv_heads if spec.latent is None else spec.num_heads
-    check_heads(model.name, spec.num_heads, num_kv_heads, size)
+    for count in {num_kv_heads, *(layer.num_kv_heads or num_kv_heads for layer in spec.layers)}:
+        check_heads(model.name, spec.num_heads, count, size)
     lengths = {"intermediate_size": (spec.intermediate_size, 1), "vocab_size": (spec.vocab_size, 1)}
     if spec.experts is not None:
         lengths["intermediate size of experts"] = spec.experts.intermediate_size, multiple

@@ -158,6 +158,15 @@ def _longrope(frequencies: list[float], theta: float, settings: dict[str, Any], 
     return Rope(tuple(frequency / factor for frequency, factor in pairs), float(scale))
 
 
+def _proportional(
+    frequencies: list[float], theta: float, settings: dict[str, Any], context: RopeContext
+) -> Rope:
+    """Rotate the first pairs of a head with the frequencies of the whole head, and no others (Gemma 4, 2026)."""
+    factor, head_dim = float(settings.get("factor") or 1.0), context.head_dim
+    rotated = [theta ** (-2 * pair / head_dim) / factor for pair in range(len(frequencies))]
+    return Rope((*rotated, *[0.0] * (head_dim // 2 - len(rotated))))
+
+
 _KINDS: dict[str, Callable[[list[float], float, dict[str, Any], RopeContext], Rope]] = {
     "default": _default,
     "linear": _linear,
@@ -165,6 +174,7 @@ _KINDS: dict[str, Callable[[list[float], float, dict[str, Any], RopeContext], Ro
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
     "su": _longrope,
 }
 

@@ -68,6 +68,7 @@ class Experts:
         interleaved: the experts are stored as in gpt-oss: rows of gate and up alternate, and all layers have biases.
         transposed: stacks of all experts store each matrix as [inputs, outputs].
         scaled_inputs: a token's weights multiply the inputs of its experts instead of their results.
+        beside_dense: the result is added to that of the layer's dense network, each with norms of its own.
         clamp: `alpha` and `limit` of kernels.activation.clamped_silu_and_mul; None for the model's own activation.
     """
 
@@ -87,6 +88,7 @@ class Experts:
     interleaved: bool = False
     transposed: bool = False
     scaled_inputs: bool = False
+    beside_dense: bool = False
     clamp: tuple[float, float] | None = None
 
 
@@ -148,12 +150,33 @@ class LayerSpec:
         chunk: a token attends to those from the last multiple of `chunk` on, itself included; 0 for all.
         rope: key of the layer's rotary embedding in DecoderSpec.ropes; None for layers without positions.
         has_experts: its feed-forward network is a mixture of experts.
+        num_kv_heads, head_dim, intermediate_size: of the layer; None for those of DecoderSpec.
+        kv_source: index of the layer whose keys and values it attends to; None if it has its own.
+        values_are_keys: the projected keys are its values too, before norm and rotation.
     """
 
     window: int = 0
     chunk: int = 0
     rope: str | None = FULL
     has_experts: bool = False
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    kv_source: int | None = None
+    values_are_keys: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerInputs:
+    """Embeddings of their own that each layer adds its part of, per token (Gemma 3n, 2025).
+
+    Attributes:
+        size: P, numbers per layer.
+        vocab_size: of these embeddings; other tokens have those of token 0.
+    """
+
+    size: int
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +206,9 @@ class DecoderSpec:
         names: of the parts in the checkpoint.
         head_bias: the head has a bias.
         query_temperature: of layers without positions; None for none.
+        value_norm: values are normalized per head, by an RMSNorm without weights.
+        per_layer_inputs: None for none.
+        layer_scalars: the residual is multiplied by a stored number after each layer.
     """
 
     vocab_size: int
@@ -222,6 +248,18 @@ class DecoderSpec:
     names: Names = field(default_factory=Names)
     head_bias: bool = False
     query_temperature: QueryTemperature | None = None
+    value_norm: bool = False
+    per_layer_inputs: PerLayerInputs | None = None
+    layer_scalars: bool = False
+
+    def of_layer(self, layer: LayerSpec) -> DecoderSpec:
+        """Return the spec with the sizes of a layer."""
+        return replace(
+            self,
+            num_kv_heads=layer.num_kv_heads or self.num_kv_heads,
+            head_dim=layer.head_dim or self.head_dim,
+            intermediate_size=layer.intermediate_size or self.intermediate_size,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +277,7 @@ class Family:
             and ``query_pre_attn_scalar`` replaces head_dim in the attention scale.
         expert_fields: fields of the configuration with the number of experts and their intermediate size; None for
             dense architectures.
+        experts_flag: field of the configuration that tells whether there are experts; None if there always are.
         per_token_field: field of the configuration with the number of experts per token.
         shared_count_field, shared_size_field: fields with the number of shared experts, of the size of the others, or
             with the size of one shared network.
@@ -272,6 +311,7 @@ class Family:
     full_layers_unrotated: bool = False
     is_gemma: bool = False
     expert_fields: tuple[str, str] | None = None
+    experts_flag: str | None = None
     per_token_field: str = "num_experts_per_tok"
     shared_count_field: str = "n_shared_experts"
     shared_size_field: str | None = None
@@ -283,6 +323,8 @@ class Family:
     adapt: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     names: Names = field(default_factory=Names)
     head_bias: bool = False
+    value_norm: bool = False
+    layer_scalars: bool = False
 
 
 def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
@@ -308,8 +350,15 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         )
     latent = _read_latent(model) if family.is_latent else None
     layers = _read_layers(model, family)
-    rotated_dim = model.head_dim if latent is None else latent.shared_dim
-    ropes = _read_ropes(model, {layer.rope for layer in layers if layer.rope is not None}, rotated_dim)
+    shared_dim = None if latent is None else latent.shared_dim
+    ropes = _read_ropes(
+        model,
+        {
+            layer.rope: shared_dim or layer.head_dim or model.head_dim
+            for layer in layers
+            if layer.rope is not None
+        },
+    )
     return DecoderSpec(
         vocab_size=model.vocab_size,
         hidden_size=_required(model, "hidden_size"),
@@ -350,6 +399,9 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         names=family.names,
         head_bias=family.head_bias,
         query_temperature=_read_temperature(hf),
+        value_norm=family.value_norm,
+        per_layer_inputs=_read_per_layer_inputs(hf),
+        layer_scalars=family.layer_scalars,
     )
 
 
@@ -366,6 +418,11 @@ def _read_temperature(hf: dict[str, Any]) -> QueryTemperature | None:
     if not hf.get("attn_temperature_tuning"):
         return None
     return QueryTemperature(float(hf["attn_scale"]), float(hf["floor_scale"]))
+
+
+def _read_per_layer_inputs(hf: dict[str, Any]) -> PerLayerInputs | None:
+    size = hf.get("hidden_size_per_layer_input")
+    return PerLayerInputs(size, hf["vocab_size_per_layer_input"]) if size else None
 
 
 def _required(model: ModelConfig, field: str) -> Any:
@@ -428,16 +485,40 @@ def _read_layers(model: ModelConfig, family: Family) -> tuple[LayerSpec, ...]:
         )
     ropes_per_layer_type = _has_ropes_per_layer_type(hf)
     chunk = hf.get("attention_chunk_size") or 0
+    sources, own_sizes = _kv_sources(model, layer_types), hf.get("per_layer_config") or {}
+    own_sizes = {int(index): sizes for index, sizes in own_sizes.items()}
+    widths = hf.get("layer_intermediate_sizes") or [None] * model.num_layers
     return tuple(
         LayerSpec(
             # A window or chunk that no sequence exceeds has no effect.
             window=window if layer_type == SLIDING and window < model.max_model_len else 0,
             chunk=chunk if layer_type == CHUNKED and chunk < model.max_model_len else 0,
             rope=(layer_type if ropes_per_layer_type else FULL) if has_position else None,
-            has_experts=family.expert_fields is not None and _has_experts(hf, index),
+            has_experts=_is_mixture(hf, family) and _has_experts(hf, index),
+            num_kv_heads=own_sizes.get(index, {}).get("num_key_value_heads"),
+            head_dim=own_sizes.get(index, {}).get("head_dim"),
+            intermediate_size=widths[index],
+            kv_source=sources[index],
+            values_are_keys=bool(hf.get("attention_k_eq_v")) and layer_type == FULL,
         )
         for index, (layer_type, has_position) in enumerate(zip(layer_types, has_positions, strict=True))
     )
+
+
+def _kv_sources(model: ModelConfig, layer_types: list[str]) -> list[int | None]:
+    """Return the layer whose keys and values each layer attends to, or None: the last one of the same type.
+
+    Raises:
+        ConfigError: there is no such layer.
+    """
+    num_own = model.num_layers - (model.hf.get("num_kv_shared_layers") or 0)
+    last_of = {layer_type: index for index, layer_type in enumerate(layer_types[: max(num_own, 0)])}
+    missing = sorted(set(layer_types) - set(last_of))
+    if missing:
+        raise ConfigError(
+            f"{model.name}: num_kv_shared_layers leaves no layer of type {missing[0]!r} with keys and values"
+        )
+    return [None if index < num_own else last_of[kind] for index, kind in enumerate(layer_types)]
 
 
 def _read_layer_types(model: ModelConfig, family: Family, window: int) -> list[str]:
@@ -449,6 +530,11 @@ def _read_layer_types(model: ModelConfig, family: Family, window: int) -> list[s
     if unknown:
         raise ConfigError(f"{model.name}: layers of type {unknown[0]!r} are not supported")
     return layer_types
+
+
+def _is_mixture(hf: dict[str, Any], family: Family) -> bool:
+    has_flag = family.experts_flag is None or bool(hf.get(family.experts_flag))
+    return family.expert_fields is not None and has_flag
 
 
 def _has_experts(hf: dict[str, Any], index: int) -> bool:
@@ -463,7 +549,7 @@ def _has_experts(hf: dict[str, Any], index: int) -> bool:
 
 
 def _read_experts(model: ModelConfig, family: Family) -> Experts | None:
-    if family.expert_fields is None:
+    if family.expert_fields is None or not _is_mixture(model.hf, family):
         return None
     count_field, size_field = family.expert_fields
     # Newer configurations have num_local_experts, which transformers maps to the older name.
@@ -555,6 +641,7 @@ ROUTINGS: dict[str, Callable[[Experts, dict[str, Any]], Experts]] = {
     "gpt_oss": _gpt_oss_routing,
     "llama4": _llama4_routing,
     "corrected_softmax": lambda experts, hf: replace(experts, correction_bias=True),
+    "beside_dense": lambda experts, hf: replace(experts, beside_dense=True),
     "gated_sharing": lambda experts, hf: replace(experts, shared_gate=True),
 }
 
@@ -564,12 +651,16 @@ def _has_ropes_per_layer_type(hf: dict[str, Any]) -> bool:
     return any(isinstance(settings.get(kind), dict) for kind in (FULL, SLIDING))
 
 
-def _read_ropes(model: ModelConfig, keys: set[str], head_dim: int) -> dict[str, Rope]:
-    """Read ``rope_parameters`` (Transformers 5; per layer type or for all) or ``rope_scaling``, ``rope_theta``."""
+def _read_ropes(model: ModelConfig, head_dims: dict[str, int]) -> dict[str, Rope]:
+    """Read ``rope_parameters`` (Transformers 5; per layer type or for all) or ``rope_scaling``, ``rope_theta``.
+
+    Args:
+        head_dims: key |-> numbers of a head that has the rotary embedding.
+    """
     hf = model.hf
     settings: dict[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     context = RopeContext(
-        head_dim=head_dim,
+        head_dim=model.head_dim,
         max_model_len=model.max_model_len,
         context_len=hf.get("max_position_embeddings") or model.max_model_len,
         original_len=hf.get("original_max_position_embeddings"),
@@ -579,7 +670,8 @@ def _read_ropes(model: ModelConfig, keys: set[str], head_dim: int) -> dict[str, 
     per_layer_type = _has_ropes_per_layer_type(hf)
     try:
         return {
-            key: make_rope(settings[key] if per_layer_type else settings, context) for key in sorted(keys)
+            key: make_rope(settings[key] if per_layer_type else settings, replace(context, head_dim=head_dim))
+            for key, head_dim in sorted(head_dims.items())
         }
     except KeyError as error:
         raise ConfigError(f"{model.name}: its rope settings lack layers of type {error}") from error

@@ -96,6 +96,24 @@ def test_negative_size_raises_model_load_error(describe: Any) -> None:
         describe("bloom", "BloomForCausalLM", seq_length=-5)
 
 
+def test_layers_that_differ_are_cached_in_their_own_sizes(describe: Any) -> None:
+    model = describe(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        num_key_value_heads=4,
+        head_dim=16,
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        num_kv_shared_layers=2,
+    )
+    assert model.kv_layers == ((4, 16), (1, 32)) * 2
+    assert model.num_kv_layers == 4
+    assert model.kv_shapes(2) == [(2, 2, 16), (2, 1, 32)] * 2
+
+
 @pytest.mark.parametrize("architectures", [5, True, {"a": 1}])
 def test_architectures_that_are_not_a_list_raise_model_load_error(tmp_path: Path, architectures: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": architectures}))

@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "gpt_oss": {},
     "llama4_text": {},
+    "gemma4_text": {},
     "deepseek_v3": {},
     "opt": {},
     "bloom": {},

@@ -17,11 +17,18 @@ NUM_BLOCKS, NUM_HOST_BLOCKS = 9, 7
 KV_DTYPES = {"auto": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
-@pytest.fixture(params=KV_DTYPES)
+# KV heads and head dim of layers that differ; see ModelConfig.kv_layers.
+UNEVEN = (2, 8), (1, 32), (2, 8)
+
+
+@pytest.fixture(params=[*KV_DTYPES, "auto, layers that differ", "int8, layers that differ"])
 def config(request: pytest.FixtureRequest) -> EngineConfig:
     base = small_config(num_host_blocks=NUM_HOST_BLOCKS)
+    kv_dtype, _, differ = request.param.partition(", ")
     model = replace(base.model, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
-    return replace(base, model=model, cache=replace(base.cache, kv_dtype=request.param))
+    if differ:
+        model = replace(model, num_layers=5, kv_layers=UNEVEN)
+    return replace(base, model=model, cache=replace(base.cache, kv_dtype=kv_dtype))
 
 
 @pytest.fixture
@@ -56,7 +63,8 @@ def test_block_has_kv_dtype_and_scales(
 ) -> None:
     engine = make_engine("cpu")
     layer = engine.layers[0]
-    assert len(engine.layers) == config.model.num_layers
+    sizes = [(layer.blocks.shape[2], layer.blocks.shape[4]) for layer in engine.layers]
+    assert sizes == list(config.model.kv_layers or [(2, 8)] * 2)
     assert layer.blocks.dtype == KV_DTYPES[config.cache.kv_dtype]
     assert layer.blocks.shape == (NUM_BLOCKS, 2, 2, config.cache.block_size, config.model.head_dim)
     if config.cache.kv_dtype == "auto":

@@ -51,7 +51,6 @@ def with_architecture(architecture: str, model_type: str, model: Any, **settings
         ("Zamba2ForCausalLM", "zamba2", "recurrent state"),
         ("CodeGenForCausalLM", "codegen", "does not go through transformers' attention interface"),
         ("Gemma3nForCausalLM", "gemma3n_text", "share the keys and values of others"),
-        ("Gemma4ForCausalLM", "gemma4_text", "heads of different sizes"),
         ("BertForMaskedLM", "bert", "has no causal language model of that name"),
         ("NeverForCausalLM", "never", "has no causal language model of that name"),
         ("LongcatFlashForCausalLM", "longcat_flash", "multi-head latent attention"),
