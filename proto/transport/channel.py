@@ -165,7 +165,7 @@ class StepReceiver:
         self._replies = self._context.socket(zmq.PUSH)
         self._replies.setsockopt(zmq.SNDHWM, 0)
         connect(self._replies, address.replies, address.keys)
-        self._greeted = False
+        self._greeted = self._is_interrupted = False
 
     def receive(self) -> bytes | None:
         """Return the next frame, or None if the sender has closed or after `interrupt`. Replies to greetings.
@@ -189,6 +189,7 @@ class StepReceiver:
 
     def interrupt(self) -> None:
         """Make the waiting `receive`, or the next one, return None. For any thread; does nothing once closed."""
+        self._is_interrupted = True
         self._interrupt.wake()
 
     def _watch_connection(self) -> zmq.Socket[bytes]:
@@ -222,8 +223,15 @@ class StepReceiver:
         self._replies.send(frame)
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Close; wait at most `linger_s` for replies to be sent."""
+        """Close; wait at most `linger_s` for replies to be sent, unless `interrupt` was called.
+
+        A rank is interrupted when its sender has closed. A sender that has ended leaves subscriptions that cannot be
+        sent, for which a lingering socket would wait.
+        """
         if self._connection_events is not None:
             self._plans.disable_monitor()
+        self._plans.close(linger=0)
+        if self._is_interrupted:
+            linger_s = 0.0
         self._interrupt.close()
         self._context.destroy(linger=round(linger_s * 1000))

@@ -165,3 +165,22 @@ def test_rank_without_connection_to_its_scheduler_fails(connects: bool) -> None:
         sender._context.destroy(linger=0)
     rank.join(60)
     assert ended
+
+
+@pytest.mark.parametrize("has_reply", [False, True])
+def test_rank_whose_sender_has_ended_does_not_linger(address: ChannelAddress, has_reply: bool) -> None:
+    """A rank with a reply that nobody receives any more is interrupted before it joins the next group."""
+    sender = StepSender(address, 1)
+    receiver = StepReceiver(sender.address, 0)
+    greeted = threading.Thread(target=receiver.receive, daemon=True)
+    greeted.start()
+    sender.wait_for_ranks(60)
+    sender.close()
+    greeted.join(60)
+    if has_reply:
+        receiver.reply(b"a failure")
+        receiver.interrupt()
+    closing = threading.Thread(target=receiver.close, args=(600.0,), daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
