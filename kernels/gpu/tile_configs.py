@@ -97,9 +97,10 @@ LatentTileKey = tuple[tuple[int, int] | None, int | None, int | None]
 LATENT_DECODE_TILES: dict[LatentTileKey, TileConfig] = {
     (INTERPRETER, None, None): TileConfig(MIN_ROWS, 32, 1, 1),
     (None, 4, None): TileConfig(MIN_ROWS, 16, 8, 1),
-    ((9, 0), None, None): TileConfig(MIN_ROWS, 32, 4, 3),
-    # 8-bit latents are converted in registers: with 4 warps 56 bytes per thread spill.
+    # 8-bit latents are converted in registers: with 4 warps up to 80 bytes per thread spill.
+    ((9, 0), None, 1): TileConfig(MIN_ROWS, 32, 8, 3),
     ((10, 0), None, 1): TileConfig(MIN_ROWS, 32, 8, 3),
+    ((9, 0), None, None): TileConfig(MIN_ROWS, 32, 4, 3),
     ((10, 0), None, None): TileConfig(MIN_ROWS, 32, 4, 3),
     (None, None, None): TileConfig(MIN_ROWS, 32, 4, 2),
 }

@@ -4,7 +4,7 @@ The wrappers run on CPU tensors with a stand-in for the GPU's driver. A launch b
 compiles the variant as on a GPU, and ends there. Prints the version of Triton, then one line per variant: module and
 kernel, bytes of shared memory, bytes of stack per thread. Fails if a kernel of kernels.gpu is launched by none of
 kernel_cases, if a variant needs more shared memory than the GPU has, or if one spills more registers to the stack
-than MAX_STACK_BYTES allows. ``bind`` as second argument compiles nothing and looks for kernels without a case only.
+than `max_stack_bytes` allows. ``bind`` as second argument compiles nothing and looks for kernels without a case only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-# Bytes per thread that attention may spill: see kernels.gpu.tile_configs.
+# Bytes per thread that attention may spill, in 16-bit types: see kernels.gpu.tile_configs.
 MAX_STACK_BYTES = 40 if triton.__version__ < "3.8" else 16
+# In float32, which multiplies on tensor cores in three parts, and is for tests.
+MAX_FLOAT32_STACK_BYTES = 1024
+# Of linear layers with packed weights: one pointer, with Triton 3.6 on Hopper.
+MAX_PACKED_STACK_BYTES = 8
 
 
 class StandInDriver:
@@ -86,30 +90,36 @@ class Compilations:
         print(name, shared, stack, flush=True)
         if shared > SHARED_BYTES[self._capability]:
             self.problems.append(f"{name} needs {shared} bytes of shared memory")
-        is_pipelined = name == "paged_decode._attend_items" and self._capability >= 90
-        if is_pipelined and not has_two_buffers(args, compiled.asm["ttgir"]):
+        overlaps = is_pipelined(name, args, int(compiled.metadata.num_stages), self._capability)
+        if overlaps and not has_two_buffers(args, compiled.asm["ttgir"]):
             self.problems.append(f"{name} has one buffer for keys or values")
         if stack > max_stack_bytes(name, args):
             self.problems.append(f"{name} spills {stack} bytes")
 
 
 def max_stack_bytes(name: str, args: tuple[Any, ...]) -> int:
-    """Return the bytes per thread that a variant may spill."""
-    is_attention = "._attend" in name
-    if is_attention and args[0].dtype == torch.float32:
-        return 1 << 30
-    return MAX_STACK_BYTES if is_attention else 0
+    """Return the bytes per thread that a variant may spill; most kernels may spill nothing."""
+    if "._attend" in name:
+        return MAX_FLOAT32_STACK_BYTES if args[0].dtype == torch.float32 else MAX_STACK_BYTES
+    is_packed = name == "quantized_linear._quantized_linear" and args[1].dtype == torch.uint8
+    return MAX_PACKED_STACK_BYTES if is_packed else 0
+
+
+def is_pipelined(name: str, args: tuple[Any, ...], num_stages: int, capability: int) -> bool:
+    """Return whether copies of keys and values must overlap with products.
+
+    Decodes on Hopper and Blackwell, and chunks where the tile has the stages for it (see kernels.gpu.tile_configs).
+    Kernels of float32 and of more than 128 dimensions have no room for a second buffer.
+    """
+    is_chunked = name == "paged_prefill._attend_chunks" and num_stages >= 5
+    if capability < 90 or not (is_chunked or name == "paged_decode._attend_items"):
+        return False
+    return bool(args[0].dtype != torch.float32 and args[0].shape[2] <= 128)
 
 
 def has_two_buffers(args: tuple[Any, ...], ttgir: str) -> bool:
-    """Return whether decoding copies keys and values to two buffers, so that copies overlap with products.
-
-    True as well for kernels that have no room for them: of float32, and of more than 128 dimensions.
-    """
-    q, cache = args[:2]
-    if q.dtype == torch.float32 or q.shape[2] > 128:
-        return True
-    stored = {1: "f8E4M3FN|i8", 2: "bf16|f16"}[cache.dtype.itemsize]
+    """Return whether a kernel of a query and a cache copies keys and values to two buffers each."""
+    stored = {1: "f8E4M3FN|i8", 2: "bf16|f16"}[args[1].dtype.itemsize]
     counts = re.findall(rf"local_alloc[^\n]*memdesc<(\d+)x\d+x\d+x(?:{stored})", ttgir)
     return len(counts) >= 2 and all(int(count) >= 2 for count in counts)
 

@@ -152,6 +152,33 @@ def test_worker_gives_tokens_of_cpu(
         assert gpu.allocated == 0
 
 
+@pytest.mark.parametrize(("cuda_graphs", "expected"), [(True, (4, 0)), (False, (0, 3))])
+def test_replayed_steps_split_no_decodes(
+    make_model: Any,
+    make_engine: Any,
+    planned: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    cuda_graphs: bool,
+    expected: tuple[int, int],
+) -> None:
+    """The graph splits them, so that doing it before would be lost. Steps: a prompt, and three decodes."""
+    num_splits = [0]
+    split = decode_splits.split_decodes
+
+    def count(*args: Any) -> Any:
+        num_splits[0] += 1
+        return split(*args)
+
+    monkeypatch.setattr(attention, "split_decodes", count)
+    folder = make_model("llama", num_hidden_layers=1, num_key_value_heads=2)
+    settings = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "cuda_graphs": cuda_graphs}
+    with installed(monkeypatch, stand_in=find_twin) as gpu:
+        engine = make_engine(folder, device="cuda", **settings)
+        num_splits[0] = gpu.num_replays = 0
+        engine.generate([planned([5, 17, 99, 3], 4, GREEDY)])
+        assert (gpu.num_replays, num_splits[0]) == expected
+
+
 class Twice(SingleRank):
     """Two ranks whose tensors are the same."""
 
