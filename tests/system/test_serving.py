@@ -102,19 +102,22 @@ def test_greedy_tokens_of_mixed_batches_equal_transformers(client: Client, demo_
 
 def test_client_that_disconnects_frees_its_blocks(client: Client) -> None:
     assert wait_until(lambda: replica_of(client).kv.num_used_blocks == 0)
-    num_finished = replica_of(client).queue.num_finished
-    stream = client.generate_stream(PROMPTS[0], SamplingParams(max_tokens=900, ignore_eos=True))
-    seen = 0
-    for event in stream:
-        seen += isinstance(event, CompletionDelta)
-        if seen == 3:
-            break
-    assert replica_of(client).kv.num_used_blocks > 0
-    stream.close()
-    assert wait_until(lambda: replica_of(client).kv.num_used_blocks == 0)
-    replica = replica_of(client)
-    assert replica.queue.num_running == replica.queue.num_waiting == 0
-    assert replica.queue.num_finished == num_finished
+
+    def is_canceled() -> bool:
+        """Leave a stream early; return False if it was finished before, because this process had to wait."""
+        num_finished = replica_of(client).queue.num_finished
+        stream = client.generate_stream(PROMPTS[0], SamplingParams(max_tokens=900, ignore_eos=True))
+        deltas = (event for event in stream if isinstance(event, CompletionDelta))
+        for _ in range(3):
+            next(deltas, None)
+        held = replica_of(client).kv.num_used_blocks
+        stream.close()
+        assert wait_until(lambda: replica_of(client).kv.num_used_blocks == 0)
+        replica = replica_of(client)
+        assert replica.queue.num_running == replica.queue.num_waiting == 0
+        return held > 0 and replica.queue.num_finished == num_finished
+
+    assert wait_until(is_canceled)
 
 
 def test_thousand_concurrent_requests_on_a_small_pool_all_finish(server: ServerProcess) -> None:
