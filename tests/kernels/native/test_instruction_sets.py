@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -102,23 +103,40 @@ def other_sets() -> list[str]:
     return [name for name in supported_sets() if name != instruction_set().name]
 
 
-@pytest.fixture(params=other_sets())
-def environment(request: pytest.FixtureRequest) -> dict[str, str]:
-    """Return the environment of a process that uses another set."""
+@dataclass(frozen=True)
+class OtherSet:
+    """A process that has used another set.
+
+    Attributes:
+        outputs: file of `compute_outputs` in that process.
+        tests: its run of the kernels' tests.
+    """
+
+    name: str
+    outputs: Path
+    tests: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module", params=other_sets())
+def other_set(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OtherSet:
+    """Run one process per set: to import torch takes 3 s."""
     if not is_available():
         pytest.skip("there is no C++ compiler")
-    return os.environ | {VARIABLE: request.param}
-
-
-@pytest.mark.timeout(900)
-def test_kernel_tests_pass_in_every_set(environment: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
+    outputs = tmp_path_factory.mktemp(request.param) / "outputs.pt"
+    command = [sys.executable, __file__, str(outputs), "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
     command += [
         "-k",
         "not ONE_DNN and not PLAIN and not twin and not triton",
     ]  # they do not depend on the set
     files = [str(TESTS / name) for name in FILES]
+    environment = os.environ | {VARIABLE: request.param}
     run = subprocess.run([*command, *files], env=environment, capture_output=True, text=True, timeout=850)
+    return OtherSet(request.param, outputs, run)
+
+
+@pytest.mark.timeout(900)
+def test_kernel_tests_pass_in_every_set(other_set: OtherSet) -> None:
+    run = other_set.tests
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
 
 
@@ -141,13 +159,12 @@ def compute_outputs() -> dict[str, Tensor]:
     }
 
 
-def test_results_of_all_sets_agree(environment: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_results_of_all_sets_agree(other_set: OtherSet) -> None:
     """AVX2 and AVX-512 add the products of a linear layer in the same order, so those results have the same bits."""
-    path = tmp_path / "outputs.pt"
-    subprocess.run([sys.executable, __file__, str(path)], env=environment, check=True, timeout=240)
-    others, own = torch.load(path), compute_outputs()
+    others, own = torch.load(other_set.outputs), compute_outputs()
     assert others.keys() == own.keys()
-    have_fma = {instruction_set().name, environment[VARIABLE]} <= {"avx2", "avx512"}
+    have_fma = {instruction_set().name, other_set.name} <= {"avx2", "avx512"}
     for name, expected in own.items():
         if have_fma and "linear" in name:
             assert torch.equal(others[name], expected), name
@@ -162,3 +179,4 @@ def test_every_set_of_this_processor_is_known() -> None:
 
 if __name__ == "__main__":
     torch.save(compute_outputs(), sys.argv[1])
+    sys.exit(pytest.main(sys.argv[2:]))
