@@ -90,7 +90,8 @@ class SamplingParams:
         best_of: number of outputs to generate, of which the n most likely (by summed log-probability) are returned,
             best first; None to return all n.
         beam_width: beam search with this number of beams, of which the n best are returned; None for sampling. Beam
-            search ignores temperature, top_k, top_p, min_p and seed, and allows no logits processor.
+            search ignores temperature, top_k, top_p, min_p and seed. It allows structured_outputs and no other
+            logits processor.
         length_penalty: beam search divides a sequence's summed log-probability by its length to this power.
         early_stopping: end beam search at beam_width complete outputs, even if unfinished beams could score higher.
         repetition_penalty: divides positive logits, and multiplies negative logits, of tokens in the prompt or the
@@ -276,7 +277,10 @@ class SamplingParams:
         self._check_unset_with_beams()
 
     def _check_unset_with_beams(self) -> None:
-        """Refuse logits processors with beam search, which ranks by the model's own probabilities."""
+        """Refuse logits processors with beam search, which ranks by the model's own probabilities.
+
+        Constraints are allowed: they exclude tokens and leave the others' probabilities as they are.
+        """
         unset: dict[str, tuple[object, ...]] = {
             "logprobs": (None,),
             "repetition_penalty": (None, 1),
@@ -286,7 +290,6 @@ class SamplingParams:
             "bad_words": ((),),
             "allowed_token_ids": (None,),
             "repetition_detection": (None,),
-            "structured_outputs": (None,),
             "extra_args": ((),),
         }
         for field, values in unset.items():

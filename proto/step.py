@@ -110,6 +110,8 @@ class RowSampling:
         logits_processors: None for most rows, which sample from the logits unchanged.
         scoring: None if the prompt's log-probabilities are not requested or are already reported.
         constraint: None if the output may have any form.
+        reports_allowed: of the most likely tokens, report those that the constraint allows. Their log-probabilities
+            are the model's own all the same.
     """
 
     temperature: float = 1.0
@@ -121,21 +123,23 @@ class RowSampling:
     logits_processors: RowLogitsProcessors | None = None
     scoring: PromptScoring | None = None
     constraint: OutputConstraint | None = None
+    reports_allowed: bool = False
 
     def pack(self) -> tuple[Any, ...]:
         """Return the fields as msgpack values."""
-        *settings, processors, scoring, constraint = field_values(self)
+        *settings, processors, scoring, constraint, reports_allowed = field_values(self)
         parts = (None if part is None else field_values(part) for part in (processors, scoring, constraint))
-        return *settings, *parts
+        return *settings, *parts, reports_allowed
 
     @staticmethod
     def unpack(value: Any) -> RowSampling:
-        *settings, processors, scoring, constraint = value
+        *settings, processors, scoring, constraint, reports_allowed = value
         return replace(
             RowSampling(*settings),
             logits_processors=None if processors is None else RowLogitsProcessors.unpack(processors),
             scoring=None if scoring is None else PromptScoring(*scoring),
             constraint=OutputConstraint.unpack(constraint),
+            reports_allowed=reports_allowed,
         )
 
 

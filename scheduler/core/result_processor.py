@@ -388,6 +388,10 @@ class ResultProcessor:
         """End a search and add its best hypotheses to the outbox."""
         first = self._state.alive[group.members[0]]
         best = group.search.hypotheses[: group.num_outputs]
+        if len(best) < group.num_outputs:
+            problem = f"is {group.num_outputs}, and the form has only {len(best)} outputs of this length"
+            self._state.fail_request((first.gateway, first.handle), InvalidRequest("sampling.n", problem))
+            return
         handles = [first.handle + index for index in range(len(best))]
         finished = tuple(
             self._beam_finish(first, hypothesis, handle, now)

@@ -88,7 +88,8 @@ class BeamSearch:
         length = len(self._histories[0]) + 1
         best = self._best_continuations(candidates)
         if length <= self._min_new_tokens:
-            best = [entry for entry in best if entry[1] not in self._stops]
+            # A constraint may leave nothing but the end.
+            best = [entry for entry in best if entry[1] not in self._stops] or best
         completes = [token in self._stops or length >= self._max_new_tokens for _, token, _ in best]
         self._add_hypotheses(best[: self.width], completes, length)
         running = [entry for entry, complete in zip(best, completes, strict=True) if not complete][
@@ -103,7 +104,10 @@ class BeamSearch:
     def _best_continuations(
         self, candidates: list[tuple[IntArray, FloatArray]]
     ) -> list[tuple[int, int, np.float32]]:
-        """Return (beam, token, summed log-probability) of the best continuations over all beams, best first."""
+        """Return (beam, token, summed log-probability) of the best continuations over all beams, best first.
+
+        Tokens that a constraint does not allow have a probability of 0, and are left out.
+        """
         counts = [len(token_ids) for token_ids, _ in candidates]
         beams = np.repeat(np.arange(len(candidates)), counts)
         tokens = np.concatenate([token_ids for token_ids, _ in candidates])
@@ -114,6 +118,7 @@ class BeamSearch:
             ]
         )
         order = np.argsort(-scores, kind="stable")[: self.num_candidates]
+        order = order[np.isfinite(scores[order])]
         return [(int(beams[i]), int(tokens[i]), np.float32(scores[i])) for i in order]
 
     def _add_hypotheses(

@@ -139,6 +139,7 @@ class Sequence:
             logits_processors=self._logits_processors(settings.repetition_penalty),
             scoring=scoring,
             constraint=self.constraint,
+            reports_allowed=self.beams is not None and self.constraint is not None,
         )
 
     def _logits_processors(self, repetition_penalty: float) -> RowLogitsProcessors | None:

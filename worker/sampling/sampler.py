@@ -121,10 +121,22 @@ class Sampler:
         num_top = int(table.num_logprobs[rows].max())
         index = None if reporting.size == len(rows) else to_device(reporting, self._device, torch.int64)
         chosen = token_ids if index is None else token_ids[index]
-        return token_ids, SampledLogprobs(reporting, *self.logprobs(logits, chosen, num_top, index))
+        candidates = logits
+        if table.reports_allowed[rows].any():
+            if processors is not None:
+                processed = apply_logits_processors(logits, processors)
+            is_restricted = to_device(table.reports_allowed[rows], self._device, torch.bool)
+            candidates = torch.where(is_restricted.unsqueeze(1), processed, logits)
+        logprobs = self.logprobs(logits, chosen, num_top, index, candidates)
+        return token_ids, SampledLogprobs(reporting, *logprobs)
 
     def logprobs(
-        self, logits: Tensor, token_ids: Tensor, num_top: int, rows: Tensor | None = None
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        num_top: int,
+        rows: Tensor | None = None,
+        candidates: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return log-probabilities and ranks of given tokens, and the most likely tokens with theirs.
 
@@ -132,6 +144,7 @@ class Sampler:
             logits: [N, padded_len] float32.
             token_ids: [n] int32.
             rows: [n] int64, the row of `logits` for each token; None for all N rows in order.
+            candidates: the logits with -inf for tokens that are not to be among the most likely ones.
 
         Returns:
             of the given tokens [n] float32, and their ranks [n] int32; the most likely token ids [n, num_top] int64
@@ -141,6 +154,8 @@ class Sampler:
         num_greater = _count_greater(logits, chosen, rows).float()  # exact below MAX_VOCAB_SIZE
         num_local = min(num_top, logits.shape[1])
         top, top_columns, log_total = topk_tokens(logits, num_local, None, rows)
+        if candidates is not None and candidates is not logits:
+            top, top_columns, _ = topk_tokens(candidates, num_local, None, rows)
         local = (
             top, (top_columns + self._shard.start).float(), num_greater.unsqueeze(1), log_total.unsqueeze(1)
         )  # fmt: skip

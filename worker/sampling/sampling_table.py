@@ -48,6 +48,7 @@ class SamplingTable:
         num_logprobs: number of most likely tokens to report; -1 if the row reports no log-probabilities at all.
         scoring: prompt tokens to score, as in RowSampling.
         scores: rows that have `scoring`.
+        reports_allowed: as in RowSampling.
     """
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
@@ -62,6 +63,7 @@ class SamplingTable:
         self.num_logprobs = np.full(num_rows, -1, dtype=np.int32)
         self.scoring: list[PromptScoring | None] = [None] * num_rows
         self.scores = np.zeros(num_rows, dtype=np.bool_)
+        self.reports_allowed = np.zeros(num_rows, dtype=np.bool_)
 
     def put(self, row: int, sampling: RowSampling) -> None:
         """Set the parameters of a row."""
@@ -77,6 +79,7 @@ class SamplingTable:
         self.num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         self.scoring[row] = sampling.scoring
         self.scores[row] = sampling.scoring is not None
+        self.reports_allowed[row] = sampling.reports_allowed
 
     def gather(self, rows: IntArray, positions: IntArray, device: torch.device) -> SamplingBatch:
         """Return the parameters of these rows on the device.

@@ -6,11 +6,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from narrowing import not_none
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.cluster.config.engine_options import DEMO_MODEL_PATH
+from quire.cluster.requests.grammar_compiler import grammar_spec
 from quire.cluster.requests.outputs import CompletionOutput
+from quire.proto.errors import InvalidRequest
+from quire.worker.structured.compilation import AUTO, GrammarLibrary
+from quire.worker.structured.grammar import GrammarSpec, num_words
 
 PROMPTS = ["The quick brown fox", "It was the best of times, it was the worst"]
 # One token in thirty, so that outputs end at all lengths.
@@ -45,8 +51,18 @@ def load_reference(model_dir: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
 
 
-def search(model: Any, prompt: list[int], params: SamplingParams, eos: tuple[int, ...]) -> Found:
-    """Return the beams of transformers as (tokens, score), best first."""
+def search(
+    model: Any,
+    prompt: list[int],
+    params: SamplingParams,
+    eos: tuple[int, ...],
+    allow: Callable[[list[int]], list[int]] | None = None,
+) -> Found:
+    """Return the beams of transformers as (tokens, score), best first.
+
+    Args:
+        allow: output so far |-> allowed next tokens.
+    """
     import torch
 
     stops = [*eos, *params.stop_token_ids]
@@ -63,6 +79,9 @@ def search(model: Any, prompt: list[int], params: SamplingParams, eos: tuple[int
         pad_token_id=0,
         return_dict_in_generate=True,
         output_scores=True,
+        prefix_allowed_tokens_fn=(
+            None if allow is None else lambda _, whole: allow(whole[len(prompt) :].tolist())
+        ),
     )
     found = []
     for whole, score in zip(result.sequences.tolist(), result.sequences_scores.tolist(), strict=True):
@@ -192,3 +211,55 @@ def test_beams_of_the_demo_model_equal_transformers(
         early_stopping=early_stopping,
     )
     compare(llm, model, ["It was a dark evening, and", "My dear sister, we have had no"], params)
+
+
+FORMS = {
+    "schema": StructuredOutputsParams(
+        json={"type": "object", "properties": {"a": {"enum": [1, 22, "x"]}, "b": {"type": "boolean"}}},
+        disable_any_whitespace=True,
+    ),
+    "regex": StructuredOutputsParams(regex="[a-e ]{2,6}(yes|no)"),
+    "choice": StructuredOutputsParams(choice=["one", "two", "three"]),
+}
+
+
+def allowed_by(llm: LLM, form: StructuredOutputsParams) -> Callable[[list[int]], list[int]]:
+    """Return the function from an output to the next tokens that its grammar allows, or the end."""
+    model = llm.config.model
+    library = GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids)
+    grammar = library.load(library.compile(GrammarSpec(**grammar_spec(form)), AUTO))
+
+    def allow(output: list[int]) -> list[int]:
+        words, matcher = np.zeros(num_words(model.vocab_size), np.int32), grammar.new_matcher()
+        if not all(matcher.accept(token) for token in output):
+            return [0]  # of a beam without probability
+        matcher.fill_mask(words)
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: model.vocab_size]
+        return np.flatnonzero(bits).tolist() or list(model.eos_token_ids)
+
+    return allow
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_beams_of_a_form_equal_transformers_with_the_same_tokens_excluded(form: str) -> None:
+    """The grammar's state follows the beams' forks. Scores are the model's own, and are not normalized again."""
+    params = SamplingParams(beam_width=4, n=3, max_tokens=24, structured_outputs=FORMS[form])
+    model = load_reference(DEMO_MODEL_PATH)
+    with LLM("demo", device="cpu", dtype="float32", block_size=4, max_num_batched_tokens=16) as llm:
+        allow, eos = allowed_by(llm, FORMS[form]), llm.config.model.eos_token_ids
+        for result in llm.generate(PROMPTS, params):
+            prompt = not_none(result.prompt_token_ids)
+            expected = search(model, prompt, params, eos, allow)
+            assert_equal(result.outputs, expected, model, prompt, params.length_penalty)
+            for output in result.outputs:
+                assert output.token_ids[-1] in allow(output.token_ids[:-1])
+
+
+def test_form_with_too_few_outputs_ends_its_search_with_the_reason(llm: LLM) -> None:
+    """Each letter is a token, so there are only two outputs."""
+    form = StructuredOutputsParams(choice=["a", "b"])
+    few = SamplingParams(beam_width=4, n=2, max_tokens=4, structured_outputs=form)
+    (result,) = llm.generate(PROMPTS[:1], few)
+    assert sorted(output.text for output in result.outputs) == ["a", "b"]
+    with pytest.raises(InvalidRequest, match="is 3, and the form has only 2 outputs of this length"):
+        llm.generate(PROMPTS[:1], SamplingParams(beam_width=4, n=3, max_tokens=4, structured_outputs=form))
