@@ -226,6 +226,18 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
         "logits_scaling": 0.5,
     },
+    "gemma3n_text": {
+        "num_hidden_layers": 6,
+        "vocab_size_per_layer_input": 300,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 11,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.9, 0.0, 0.0],
+        "altup_num_inputs": 3,
+        "laurel_rank": 6,
+        "final_logit_softcapping": 5.0,
+    },
     "gemma4_text": {
         "num_hidden_layers": 6,
         "global_head_dim": 32,

@@ -108,6 +108,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
     },
     "gptj": {},
+    "gemma3n_text": {},
     "gemma4_text": {},
     "gemma4_text-experts": {
         "num_kv_shared_layers": 0,

@@ -428,7 +428,7 @@ class Decoder:
         self.fused_decode: FusedDecode | None = None
         if isinstance(self.norm, Tensor):
             self.fused_decode = plan_fused_decode(self._dense_layers(), self.norm, load.comm)
-        self.head = _make_head(load, spec, self.embedding) if has_head else NoHead(load, spec.vocab_size)
+        self.head = make_head(load, spec, self.embedding) if has_head else NoHead(load, spec.vocab_size)
         # Some checkpoints store the head even though it is tied.
         unused = [name for name in load.checkpoint.names() if name.startswith(spec.draft_prefixes)]
         if spec.tied_embeddings or not has_head:
@@ -520,7 +520,8 @@ def _attention_of(
     return Attention if spec.latent is None else LatentAttention
 
 
-def _make_head(load: LoadContext, spec: DecoderSpec, embedding: VocabParallelEmbedding) -> VocabParallelHead:
+def make_head(load: LoadContext, spec: DecoderSpec, embedding: VocabParallelEmbedding) -> VocabParallelHead:
+    """Return the head of a model that generates."""
     return VocabParallelHead(
         load,
         "lm_head",

@@ -32,6 +32,16 @@ def gemma4_fields(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def gemma3n_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration of Gemma 3n, which lists the sizes of all feed-forward networks."""
+    return hf | {
+        "embedding_multiplier": hf["hidden_size"] ** 0.5,
+        "attention_multiplier": 1.0,
+        "intermediate_size": max(hf["intermediate_size"]),
+        "layer_intermediate_sizes": hf["intermediate_size"],
+    }
+
+
 def llama4_fields(hf: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration of Llama 4, which names the size of its dense layers after that of its experts."""
     return hf | {

@@ -11,6 +11,7 @@ from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
 from ..attention import AttentionInputs, LayerCache
 from ..output_tokens import OutputTokens
+from .altup_decoder import AltUpDecoder
 from .aux_states import AuxStates
 from .decoder import Decoder
 from .load_context import LoadContext
@@ -85,13 +86,20 @@ def load_model(load: LoadContext, model: ModelConfig) -> Model:
     if isinstance(spec, DecoderSpec):
         if not model.generates:
             _name_as_causal(load)
-        return Decoder(load, spec, model.max_model_len, has_head=model.generates)
-    if load.fused_all_reduce:
-        raise ConfigError(f"{model.name}: fused_all_reduce is for models that quire defines itself")
+        if spec.altup is None:
+            return Decoder(load, spec, model.max_model_len, has_head=model.generates)
+        _refuse_fused_all_reduce(load, model)
+        return AltUpDecoder(load, spec, spec.altup, model.max_model_len, has_head=model.generates)
+    _refuse_fused_all_reduce(load, model)
     # transformers is slow to import, and models that quire defines itself do not need it.
     from .transformers_model import TransformersModel
 
     return TransformersModel(load, spec, model)
+
+
+def _refuse_fused_all_reduce(load: LoadContext, model: ModelConfig) -> None:
+    if load.fused_all_reduce:
+        raise ConfigError(f"{model.name}: fused_all_reduce does not support {model.architecture}")
 
 
 def _name_as_causal(load: LoadContext) -> None:

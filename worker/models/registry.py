@@ -10,7 +10,7 @@ from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, first_line
 from ..weights.quantization import read_quantization
 from . import transformers_spec
-from .field_names import gemma4_fields, gptj_fields, llama4_fields
+from .field_names import gemma3n_fields, gemma4_fields, gptj_fields, llama4_fields
 from .spec import DecoderSpec, Family, Names, Norms, read_layers, read_spec
 from .transformers_spec import TransformersSpec, read_transformers_spec
 
@@ -65,6 +65,12 @@ FAMILIES = {
     ),
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": replace(_GEMMA, qk_norm="head"),
+    "Gemma3nForCausalLM": Family(
+        qk_norm="head",
+        activation_field="hidden_activation",
+        adapt=gemma3n_fields,
+        value_norm=True,
+    ),
     "Gemma4ForCausalLM": Family(
         qk_norm="head",
         norms=_SANDWICH,

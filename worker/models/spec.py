@@ -180,6 +180,25 @@ class PerLayerInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class AltUp:
+    """Several streams of the residual, of which a layer computes one (Baykal et al., 2023).
+
+    Attributes:
+        num_streams: N.
+        active: index of the stream that layers compute.
+        scales_output: the computed stream is scaled by stored numbers before the layer's inputs are gated by it.
+        laurel_rank: numbers of the low-rank addend of attention.
+        sparsities: of the feed-forward network of each layer; 0 for a dense one.
+    """
+
+    num_streams: int
+    active: int
+    scales_output: bool
+    laurel_rank: int
+    sparsities: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """Sizes and options of a decoder; sizes are those of the whole model, not of a rank's shard.
 
@@ -209,6 +228,7 @@ class DecoderSpec:
         value_norm: values are normalized per head, by an RMSNorm without weights.
         per_layer_inputs: None for none.
         layer_scalars: the residual is multiplied by a stored number after each layer.
+        altup: None for a residual of one stream.
     """
 
     vocab_size: int
@@ -251,6 +271,7 @@ class DecoderSpec:
     value_norm: bool = False
     per_layer_inputs: PerLayerInputs | None = None
     layer_scalars: bool = False
+    altup: AltUp | None = None
 
     def of_layer(self, layer: LayerSpec) -> DecoderSpec:
         """Return the spec with the sizes of a layer."""
@@ -402,6 +423,7 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         value_norm=family.value_norm,
         per_layer_inputs=_read_per_layer_inputs(hf),
         layer_scalars=family.layer_scalars,
+        altup=_read_altup(hf),
     )
 
 
@@ -423,6 +445,18 @@ def _read_temperature(hf: dict[str, Any]) -> QueryTemperature | None:
 def _read_per_layer_inputs(hf: dict[str, Any]) -> PerLayerInputs | None:
     size = hf.get("hidden_size_per_layer_input")
     return PerLayerInputs(size, hf["vocab_size_per_layer_input"]) if size else None
+
+
+def _read_altup(hf: dict[str, Any]) -> AltUp | None:
+    if not hf.get("altup_num_inputs"):
+        return None
+    return AltUp(
+        hf["altup_num_inputs"],
+        hf["altup_active_idx"],
+        bool(hf["altup_correct_scale"]),
+        hf["laurel_rank"],
+        tuple(hf["activation_sparsity_pattern"]),
+    )
 
 
 def _required(model: ModelConfig, field: str) -> Any:

@@ -21,7 +21,6 @@ from .spec import FULL, SLIDING
 ADAPTED = ("BloomForCausalLM", "FalconForCausalLM")
 # Model types whose layers have no keys and values of their own, or of different sizes |-> reason.
 _UNEVEN_CACHES = {
-    "gemma3n_text": "some of its layers share the keys and values of others",
     "gemma4_unified_text": "its layers have heads of different sizes, and some share the keys and values of others",
 }
 # Styles of the tensor-parallel plan; every rank holds all other layers in full.

@@ -50,7 +50,9 @@ def with_architecture(architecture: str, model_type: str, model: Any, **settings
         ("MambaForCausalLM", "mamba", "recurrent state"),
         ("Zamba2ForCausalLM", "zamba2", "recurrent state"),
         ("CodeGenForCausalLM", "codegen", "does not go through transformers' attention interface"),
-        ("Gemma3nForCausalLM", "gemma3n_text", "share the keys and values of others"),
+        ("Gemma4UnifiedForCausalLM", "gemma4_unified_text", "heads of different sizes"),
+        ("GlmMoeDsaForCausalLM", "glm_moe_dsa", "multi-head latent attention"),
+        ("DeepseekV32ForCausalLM", "deepseek_v32", "multi-head latent attention"),
         ("BertForMaskedLM", "bert", "has no causal language model of that name"),
         ("NeverForCausalLM", "never", "has no causal language model of that name"),
         ("LongcatFlashForCausalLM", "longcat_flash", "multi-head latent attention"),
@@ -62,7 +64,7 @@ def test_unsupported_architecture_raises_with_reason(
     settings: dict[str, Any] = {}
     if model_type == "t5":
         settings["is_encoder_decoder"] = True
-    if model_type == "longcat_flash":
+    if model_type in ("longcat_flash", "glm_moe_dsa", "deepseek_v32"):
         settings["kv_lora_rank"] = 512
     with pytest.raises(ConfigError, match=rf"architecture '{architecture}' is not supported: .*{words}"):
         check_supported(with_architecture(architecture, model_type, model, **settings), 1)
