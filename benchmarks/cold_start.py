@@ -105,7 +105,7 @@ def measure_replica(config: EngineConfig) -> dict[str, float]:
 
 def measure_unprepared(config: EngineConfig) -> Mapping[str, float]:
     """As `measure_replica`, with processes that have imported only Ray."""
-    with no_preloaded_modules():
+    with no_preloaded_module():
         return measure_replica(config)
 
 
@@ -143,12 +143,12 @@ def processor_seconds(pid: int) -> float:
 
 
 @contextmanager
-def no_preloaded_modules() -> Iterator[None]:
-    preloaded, local_cluster.PRELOADED_MODULES = local_cluster.PRELOADED_MODULES, ()
+def no_preloaded_module() -> Iterator[None]:
+    preloaded, local_cluster.PRELOADED_MODULE = local_cluster.PRELOADED_MODULE, ""
     try:
         yield
     finally:
-        local_cluster.PRELOADED_MODULES = preloaded
+        local_cluster.PRELOADED_MODULE = preloaded
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ constructor and the methods on different threads, so each method that uses the d
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -97,6 +98,7 @@ class WorkerActor:
 
             from . import runner
             from .comm import communicator, replaceable, shared_memory, torch_distributed
+        gc.freeze()  # a full collection of all modules takes 0.1 s; models come later and can be freed
         self._single_rank, self._create_store = communicator.SingleRank, torch_distributed.create_store
         self._replaceable = replaceable.ReplaceableGroup
         self._runner_class, self._join_group = runner.ModelRunner, shared_memory.join_group

@@ -32,15 +32,7 @@ _START_ATTEMPTS = 2
 _LOGS = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "dashboard_agent.log")
 _MAX_LOG_LINES = 4
 
-# Imports of the ranks, and of the scheduler.
-PRELOADED_MODULES: tuple[str, ...] = (
-    "quire.scheduler.service.actor",
-    "quire.worker.actor",
-    "quire.worker.runner",
-    "quire.worker.comm.shared_memory",
-    "quire.worker.comm.torch_distributed",
-)
-
+PRELOADED_MODULE = "quire.cluster.ray_runtime.preload"
 # One per process: Ray's library keeps the first token that it reads, so a second cluster needs the same.
 _TOKEN = secrets.token_hex(32)
 
@@ -193,7 +185,7 @@ def _set_ray_environment(num_cpus: int) -> None:
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         # Ray starts a process per CPU slot with the cluster; an actor that gets one finds its modules imported.
-        "RAY_preload_python_modules": ",".join(PRELOADED_MODULES),
+        "RAY_preload_python_modules": PRELOADED_MODULE,
         # Otherwise Ray ends these processes when a placement group reserves the slots, just before they are needed.
         "RAY_num_workers_soft_limit": str(num_cpus),
         # Otherwise Ray gives its processes a niceness of 15, and anything else on the machine delays every step.

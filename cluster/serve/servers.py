@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 from ..config.server_options import ServerOptions
@@ -56,6 +57,7 @@ class GatewayServers:
 
     def announce(self) -> None:
         """Print the addresses on stdout, one line each; the last one says that requests are served."""
+        gc.freeze()  # a full collection of all modules takes 0.1 s, which would delay every stream
         if self._http is not None:
             print(f"quire serves HTTP on {self._http.url}")
         print(f"quire is ready on {self._grpc_address}", flush=True)

@@ -7,6 +7,7 @@ died may wait before calls of their successors. All return when the step loop en
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -72,6 +73,7 @@ class SchedulerActor:
             self._loop = StepLoop(Scheduler(config), group, mailbox, self._replica_id)
             self._open = opened.pop_all()
         self._config, self._make_group = config, make_group
+        gc.freeze()  # a full collection of all modules takes 0.1 s, which would delay a step
         threading.Thread(target=self._run, args=(self._loop,), name="step-loop", daemon=True).start()
         return mailbox.endpoint
 
