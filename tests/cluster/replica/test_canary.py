@@ -41,6 +41,7 @@ def test_replica_that_refuses_the_canary_is_proved_by_its_steps(make_model: Call
     async def scenario() -> None:
         with local_replica(config) as replica:
             client = ReplicaClient(replica.address, "replica-0", heartbeat_s=0.05)
+            replica.brake.slow_down()  # so that the requests do not end
             try:
                 await fill(client)
                 await run_canary(client, DEADLINE_S)
@@ -59,6 +60,7 @@ def test_replica_that_refuses_the_canary_and_computes_no_step_fails_it(
     async def scenario() -> None:
         with local_replica(config) as replica:
             client = ReplicaClient(replica.address, "replica-0", heartbeat_s=0.05)
+            replica.brake.slow_down()  # so that the requests do not end
             try:
                 await fill(client)
                 replica.brake.hold()
