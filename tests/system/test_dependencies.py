@@ -1,4 +1,4 @@
-"""Licenses of all that `pip install quire` installs, and the lock of their versions."""
+"""Licenses of all that `pip install quire` installs, the lock of their versions, and the versions that are tested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
@@ -110,3 +112,26 @@ def test_lock_has_hashes_and_the_versions_of_the_constraints() -> None:
     assert [name for name, (_, num_hashes) in LOCKED.items() if num_hashes == 0] == []
     pinned = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert {name: LOCKED[canonicalize_name(name)][0] for name, _ in pinned} == dict(pinned)
+
+
+def make_variable(name: str) -> list[str]:
+    """Return the words of a variable of the Makefile."""
+    found = re.search(rf"^{name} \?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1].split()
+
+
+def test_supported_pythons_are_those_of_ci_and_of_check_install() -> None:
+    supported = re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.MULTILINE)
+    allowed = SpecifierSet(PROJECT["requires-python"])
+    assert supported == [f"3.{minor}" for minor in range(8, 30) if f"3.{minor}.0" in allowed]
+    ci = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert ci["jobs"]["test"]["strategy"]["matrix"]["python"] == supported
+    assert make_variable("PYTHONS") == [f"python{version}" for version in supported]
+
+
+def test_pinned_triton_is_one_of_those_that_are_tested() -> None:
+    tested = make_variable("TRITON_VERSIONS")
+    assert LOCKED["triton"][0] in tested
+    (requirement,) = map(Requirement, PROJECT["optional-dependencies"]["triton"])
+    assert all(version in requirement.specifier for version in tested)
