@@ -13,7 +13,7 @@ from torch import Tensor
 from ..moe import ExpertChoices, ExpertWeights
 from ..quantized_linear import FLOAT4
 from .quantized_linear import MIN_INPUTS, TileConfig, as_bytes, to_weights
-from .tile_configs import INTERPRETED, MIN_ROWS
+from .tile_configs import HOPPER, INTERPRETED, MIN_ROWS, find_architecture
 
 # Choices that a program of the sort compares per iteration.
 BLOCK_CHOICES = 1024
@@ -24,6 +24,12 @@ TILES: dict[int, TileConfig] = {
     16: TileConfig(MIN_ROWS, 64, 128, 4, 4),
     64: TileConfig(64, 128, 64, 4, 4),
     1 << 31: TileConfig(128, 128, 64, 8, 3),
+}
+# Of packed weights on Ampere, where larger ones spill 24 to 536 bytes per thread.
+AMPERE_PACKED_TILES: dict[int, TileConfig] = {
+    16: TileConfig(MIN_ROWS, 32, 128, 4, 4),
+    64: TileConfig(64, 64, 64, 8, 4),
+    1 << 31: TileConfig(128, 64, 64, 8, 3),
 }
 FLOAT32_TILE = TileConfig(MIN_ROWS, 32, 64, 4, 2)
 # Tiles of choices that share the outputs' weights in the L2 cache while they run.
@@ -203,7 +209,7 @@ def _launch(x: Tensor, weights: ExpertWeights, choices: ExpertChoices, factors: 
     assert weights.codes.shape[2] * numbers_per_byte == in_features
     assert x.stride(1) == 1
     out = torch.empty((num_choices, out_features), dtype=x.dtype, device=x.device)
-    tile = find_tile(num_choices, num_experts, x.dtype)
+    tile = find_tile(num_choices, weights, x)
     scales, group_index = weights.scales, weights.group_index
     num_groups = 1 if scales is None else scales.shape[1]
     group_len = in_features // num_groups
@@ -231,8 +237,10 @@ def _launch(x: Tensor, weights: ExpertWeights, choices: ExpertChoices, factors: 
     return out
 
 
-def find_tile(num_choices: int, num_experts: int, dtype: torch.dtype) -> TileConfig:
-    """Return the tile for a number of choices."""
-    if dtype == torch.float32:
+def find_tile(num_choices: int, weights: ExpertWeights, x: Tensor) -> TileConfig:
+    """Return the tile for a number of choices of tokens x."""
+    if x.dtype == torch.float32:
         return FLOAT32_TILE
-    return next(tile for mean, tile in TILES.items() if num_choices <= mean * num_experts)
+    uses_small = weights.is_packed and find_architecture(x.device) < HOPPER
+    table = AMPERE_PACKED_TILES if uses_small else TILES
+    return next(tile for mean, tile in table.items() if num_choices <= mean * len(weights.codes))

@@ -5,7 +5,8 @@ heads per KV head; the first matching entry is used. There is no autotuning at r
 
 The entries were chosen by the compiler's report, not yet by measurement. For compute capabilities 8.0 and 9.0 they
 fit into shared memory and, in 16-bit types, into registers, except that the large prefill tile of 9.0 spills 16 bytes
-per thread if there is a window. Compiled by Triton 3.6 and 3.7, one variant of each capability spills up to 40 bytes.
+per thread if there is a window, and that of 8.0 up to 88 if the group is no power of two. Compiled by Triton 3.6
+and 3.7, one variant of each capability spills up to 40 bytes.
 """
 
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import triton
 # converted to float32 first; results are the same, since accumulation is in float32 anyway.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
-INTERPRETER = (0, 0)
+INTERPRETER, HOPPER = (0, 0), (9, 0)
 
 
 class TileConfig(NamedTuple):
@@ -76,10 +77,15 @@ SMALL_PREFILL_TILES: dict[TileKey, TileConfig] = {
 }
 
 
+def find_architecture(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU, or INTERPRETER."""
+    return INTERPRETER if INTERPRETED else torch.cuda.get_device_capability(device)
+
+
 def find_tile(table: dict[TileKey, TileConfig], q: torch.Tensor, kv_cache: torch.Tensor) -> TileConfig:
     """Return the entry for queries [T, Hq, D] and a cache [N, 2, Hkv, B, D], with room for the whole group."""
     num_heads, num_kv_heads, head_dim = q.shape[1], kv_cache.shape[2], q.shape[2]
-    architecture = INTERPRETER if INTERPRETED else torch.cuda.get_device_capability(q.device)
+    architecture = find_architecture(q.device)
     group = triton.next_power_of_2(num_heads // num_kv_heads)
     actual = architecture, triton.next_power_of_2(head_dim), group, q.dtype.itemsize, kv_cache.dtype.itemsize
     tile = next(
@@ -117,7 +123,7 @@ def find_latent_tile(
     table: dict[LatentTileKey, TileConfig], q: torch.Tensor, latents: torch.Tensor
 ) -> TileConfig:
     """Return the entry for queries [T, Hq, D] and a cache of latents."""
-    architecture = INTERPRETER if INTERPRETED else torch.cuda.get_device_capability(q.device)
+    architecture = find_architecture(q.device)
     actual = architecture, q.dtype.itemsize, latents.dtype.itemsize
     return next(
         tile

@@ -26,6 +26,8 @@ from triton.runtime.jit import JITFunction
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 # Bytes per thread that attention may spill, in 16-bit types: see kernels.gpu.tile_configs.
 MAX_STACK_BYTES = 40 if triton.__version__ < "3.8" else 16
+# Of chunks on Ampere, if the number of query heads per KV head is no power of two.
+MAX_AMPERE_STACK_BYTES = 88
 # In float32, which multiplies on tensor cores in three parts, and is for tests.
 MAX_FLOAT32_STACK_BYTES = 1024
 # Of linear layers with packed weights: one pointer, with Triton 3.6 on Hopper.
@@ -93,14 +95,19 @@ class Compilations:
         overlaps = is_pipelined(name, args, int(compiled.metadata.num_stages), self._capability)
         if overlaps and not has_two_buffers(args, compiled.asm["ttgir"]):
             self.problems.append(f"{name} has one buffer for keys or values")
-        if stack > max_stack_bytes(name, args):
+        if stack > max_stack_bytes(name, args, self._capability):
             self.problems.append(f"{name} spills {stack} bytes")
 
 
-def max_stack_bytes(name: str, args: tuple[Any, ...]) -> int:
+def max_stack_bytes(name: str, args: tuple[Any, ...], capability: int) -> int:
     """Return the bytes per thread that a variant may spill; most kernels may spill nothing."""
+    if "._attend" in name and args[0].dtype == torch.float32:
+        return MAX_FLOAT32_STACK_BYTES
+    if name == "paged_prefill._attend_chunks":
+        group = args[0].shape[1] // args[1].shape[2]
+        return MAX_AMPERE_STACK_BYTES if capability < 90 and group & (group - 1) else MAX_STACK_BYTES
     if "._attend" in name:
-        return MAX_FLOAT32_STACK_BYTES if args[0].dtype == torch.float32 else MAX_STACK_BYTES
+        return MAX_STACK_BYTES
     is_packed = name == "quantized_linear._quantized_linear" and args[1].dtype == torch.uint8
     return MAX_PACKED_STACK_BYTES if is_packed else 0
 

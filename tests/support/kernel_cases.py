@@ -50,6 +50,7 @@ def launch_everything(capability: int) -> None:
 def launch_all_attention() -> None:
     launch_attention(32, 8, 128, 16, torch.bfloat16)
     launch_attention(14, 2, 64, 32, torch.bfloat16)
+    launch_attention(28, 4, 128, 16, torch.bfloat16)
     launch_attention(8, 8, 80, 16, torch.float16)
     launch_attention(4, 1, 256, 64, torch.bfloat16)
     launch_attention(32, 8, 128, 16, torch.float32)

@@ -24,8 +24,15 @@ from stand_in_gpu import (
 )
 from torch import Tensor
 
-from quire.kernels import decode_splits
+from quire.kernels import decode_splits, dispatch
 from quire.kernels.paged_attention import paged_decode_attention
+from quire.kernels.quantized_linear import (
+    FLOAT8,
+    QuantizedWeight,
+    float8_linear,
+    quantize,
+    supports_float8_linear,
+)
 from quire.proto.errors import RankFailed
 from quire.proto.step import RowLogitsProcessors, RowSampling
 from quire.worker import attention, batch
@@ -43,6 +50,7 @@ from quire.worker.sampling.sampling_table import SamplingTable
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
 assert triton_device
 
+DEVICE = torch.device("cuda", 0)
 GREEDY = RowSampling(temperature=0.0)
 SAMPLED = RowSampling(temperature=0.8, seed=1)
 KEPT = RowSampling(temperature=1.1, seed=2, top_k=20, top_p=0.9)
@@ -68,7 +76,7 @@ def test_op_on_host_and_device_tensor_fails(gpu: StandInGpu) -> None:
 
 
 def test_copies_of_pinned_memory_do_not_wait(gpu: StandInGpu) -> None:
-    values = to_device([1, 2, 3], torch.device("cuda", 0), torch.int32)
+    values = to_device([1, 2, 3], DEVICE, torch.int32)
     assert not gpu.num_syncs
     host = torch.empty(3, dtype=torch.int32, pin_memory=True)
     host.copy_(values + 1, non_blocking=True)
@@ -116,6 +124,7 @@ def test_recording_runs_nothing_and_must_not_wait(gpu: StandInGpu) -> None:
     [
         {},
         {"kind": "qwen3_moe", "stand_in": find_twin},
+        {"kind": "deepseek_v3", "stand_in": find_twin},
         pytest.param({"cuda_graphs": False}, marks=pytest.mark.slow),
         pytest.param({"kv_dtype": "int8"}, marks=pytest.mark.slow),
         {"kind": "mixtral", "quantization": "int8", "stand_in": find_twin},
@@ -179,6 +188,27 @@ def test_replayed_steps_split_no_decodes(
         assert (gpu.num_replays, num_splits[0]) == expected
 
 
+def test_float8_layers_of_a_gpu_sum_fast(gpu: StandInGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They give the CPU's numbers, and no op waits."""
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    weight = quantize(torch.randn(32, 64, generator=torch.Generator().manual_seed(1)), FLOAT8)
+    settings: list[dict[str, Any]] = []
+    multiply = torch._scaled_mm
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        settings.append(kwargs)
+        return multiply(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", record)
+    monkeypatch.setattr(dispatch, "has_kernels", lambda tensor: False)
+    on_device = QuantizedWeight(weight.codes.to(DEVICE), weight.scales.to(DEVICE))
+    assert supports_float8_linear(on_device)
+    found = float8_linear(x.to(DEVICE), on_device)
+    assert set(gpu.num_syncs) == {"to_device"}, "of the inputs"
+    assert [each["use_fast_accum"] for each in settings] == [True]
+    torch.testing.assert_close(found.cpu(), float8_linear(x, weight), atol=0.1, rtol=0.02)
+
+
 class Twice(SingleRank):
     """Two ranks whose tensors are the same."""
 
@@ -202,9 +232,9 @@ def test_truncated_sampling_of_two_ranks_does_not_wait(monkeypatch: pytest.Monke
     whole = Sampler(Shard(0, 1, 400), SingleRank(), torch.device("cpu"))
     expected, _ = whole.sample(torch.cat((local, local), dim=1), table, rows, lens)
     with installed(monkeypatch, stand_in=find_twin) as gpu:
-        on_device = to_device(local.numpy(), torch.device("cuda", 0), torch.float32)
+        on_device = to_device(local.numpy(), DEVICE, torch.float32)
         gpu.num_syncs.clear()
-        sharded = Sampler(Shard(0, 2, 400), Twice(), torch.device("cuda", 0))
+        sharded = Sampler(Shard(0, 2, 400), Twice(), DEVICE)
         found, _ = sharded.sample(on_device, table, rows, lens)
         assert not gpu.num_syncs
         assert found.cpu().tolist() == expected.tolist()
@@ -305,7 +335,7 @@ def test_fault_of_the_worker_fails(
 def make_cache(num_host_blocks: int = 4) -> CacheEngine:
     """Return a cache of 6 blocks on the device, block i filled with i."""
     config = small_config(num_host_blocks=num_host_blocks)
-    cache = CacheEngine(config, 6, num_host_blocks, torch.float32, torch.device("cuda", 0))
+    cache = CacheEngine(config, 6, num_host_blocks, torch.float32, DEVICE)
     for layer in cache.layers:
         for block in range(6):
             layer.blocks[block].fill_(block)
