@@ -9,7 +9,14 @@ from typing import Any
 
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, ModelLoadError, first_line
-from ...worker.models.registry import FAMILIES, check_architecture, kv_layers, latent_dim, layer_windows
+from ...worker.models.registry import (
+    FAMILIES,
+    TEXT_MODELS,
+    check_architecture,
+    kv_layers,
+    latent_dim,
+    layer_windows,
+)
 from ...worker.models.transformers_names import MODEL_TYPE_ALIASES
 from .generation_config import end_token_ids, read_generation_config, sampling_defaults
 from .model_checks import read_config_file
@@ -39,10 +46,9 @@ def describe_model(
     """
     stored = read_config_file(path / "config.json")
     hf, recommended = _load_hf_config(path, stored), read_generation_config(path)
+    hf, architecture = _text_model(hf, _architecture(hf, path))
     fields = hf.to_dict()
-    # Otherwise sizes that differ between layers raise; those are read from `fields`.
-    hf.allow_global_per_layer_attribute_access = True
-    task = read_task(path, fields, _architecture(hf, path), runner)
+    task = read_task(path, fields, architecture, runner)
     architecture = task.architecture
     check(name, architecture, fields)
     if task.pooling is not None and architecture not in FAMILIES:
@@ -61,8 +67,8 @@ def describe_model(
         vocab_size=_positive_int(hf, "vocab_size", path),
         num_layers=_positive_int(hf, "num_hidden_layers", path),
         num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(hf, num_heads),
-        head_dim=getattr(hf, "head_dim", None) or _positive_int(hf, "hidden_size", path) // num_heads,
+        num_kv_heads=_num_kv_heads(hf, fields, num_heads),
+        head_dim=_size(hf, fields, "head_dim") or _positive_int(hf, "hidden_size", path) // num_heads,
         eos_token_ids=end_token_ids(recommended, getattr(hf, "eos_token_id", None), path),
         sampling_defaults=sampling_defaults(recommended, path),
         generates=task.generates,
@@ -83,6 +89,17 @@ def _load_hf_config(path: Path, stored: dict[str, Any]) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises errors of many kinds
         raise ModelLoadError(f"{path / 'config.json'}: {first_line(error)}") from error
+
+
+def _text_model(hf: Any, architecture: str) -> tuple[Any, str]:
+    """Return configuration and architecture of the text model, if there are others beside it."""
+    if architecture not in TEXT_MODELS:
+        return hf, architecture
+    text = hf.get_text_config()
+    for field in ("dtype", "quantization_config", "eos_token_id"):
+        if getattr(hf, field, None) is not None and getattr(text, field, None) is None:
+            setattr(text, field, getattr(hf, field))
+    return text, TEXT_MODELS[architecture]
 
 
 def _architecture(hf: Any, path: Path) -> str:
@@ -119,8 +136,13 @@ def _context_len(hf: Any, path: Path, has_own_decoder: bool) -> int:
         ) from error
 
 
-def _num_kv_heads(hf: Any, num_heads: int) -> int:
-    if (count := getattr(hf, "num_key_value_heads", None)) is not None:
+def _size(hf: Any, fields: dict[str, Any], key: str) -> Any:
+    """Return a size of the configuration, or None; attributes that differ between layers raise."""
+    return fields[key] if key in fields else getattr(hf, key, None)
+
+
+def _num_kv_heads(hf: Any, fields: dict[str, Any], num_heads: int) -> int:
+    if (count := _size(hf, fields, "num_key_value_heads")) is not None:
         return int(count)
     # Falcon's field names.
     if getattr(hf, "new_decoder_architecture", False):

@@ -19,6 +19,10 @@ from .registry import check_supported
 from .spec import DecoderSpec
 from .vocab_parallel import NoHead, VocabParallelHead
 
+# Of the tensors of a text model within a model that also reads images, in published checkpoints and in those of
+# transformers 5.
+_TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
+
 
 class Model(Protocol):
     """One rank of a model: token ids to hidden states to logits.
@@ -84,6 +88,7 @@ def load_model(load: LoadContext, model: ModelConfig) -> Model:
     """
     spec = check_supported(model, load.comm.size)
     if isinstance(spec, DecoderSpec):
+        _name_as_text_model(load)
         if not model.generates:
             _name_as_causal(load)
         if spec.altup is None:
@@ -100,6 +105,21 @@ def load_model(load: LoadContext, model: ModelConfig) -> Model:
 def _refuse_fused_all_reduce(load: LoadContext, model: ModelConfig) -> None:
     if load.fused_all_reduce:
         raise ConfigError(f"{model.name}: fused_all_reduce does not support {model.architecture}")
+
+
+def _name_as_text_model(load: LoadContext) -> None:
+    """Name the tensors of a text model that is part of another as if it were alone; ignore all other tensors."""
+    checkpoint = load.checkpoint
+    prefixes = [prefix for prefix in _TEXT_PREFIXES if checkpoint.has(f"{prefix}embed_tokens.weight")]
+    if not prefixes:
+        return
+    for name in checkpoint.names():
+        if name.startswith(prefixes[0]):
+            checkpoint.rename(name, "model." + name.removeprefix(prefixes[0]))
+        elif name.startswith("language_model.lm_head."):
+            checkpoint.rename(name, name.removeprefix("language_model."))
+        elif not name.startswith("lm_head."):
+            checkpoint.ignore(name)
 
 
 def _name_as_causal(load: LoadContext) -> None:

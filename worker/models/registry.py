@@ -203,6 +203,16 @@ FAMILIES = {
 }
 
 
+# Architecture that also reads images or sound |-> that of its text model, which is served alone.
+TEXT_MODELS = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+    "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+}
+
+
 def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> None:
     """Check an architecture, regardless of sizes. Raises ConfigError if it is not supported."""
     if architecture not in FAMILIES:

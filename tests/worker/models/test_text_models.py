@@ -1,0 +1,80 @@
+"""Text models load from checkpoints that also have models for images, with the published names, in shards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import Reference, prompts_of
+from safetensors.torch import load_file, save_file
+
+from quire.proto.step import RowSampling
+
+GREEDY = RowSampling(temperature=0.0)
+# Model type of the text model |-> that of the published model, its architecture, and prefixes of text model and head.
+PUBLISHED = {
+    "llama4_text": (
+        "llama4",
+        "Llama4ForConditionalGeneration",
+        "language_model.model.",
+        "language_model.lm_head.",
+    ),
+    "gemma3_text": ("gemma3", "Gemma3ForConditionalGeneration", "language_model.model.", ""),
+    "gemma3n_text": ("gemma3n", "Gemma3nForConditionalGeneration", "model.language_model.", ""),
+    "gemma4_text": ("gemma4", "Gemma4ForConditionalGeneration", "model.language_model.", "lm_head."),
+    "mistral": (
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        "language_model.model.",
+        "language_model.lm_head.",
+    ),
+}
+
+
+def publish(source: Path, folder: Path, kind: str) -> None:
+    """Write a text model as part of a model for images, in three shards, without the head if it has no prefix."""
+    model_type, architecture, body, head = PUBLISHED[kind]
+    shutil.copytree(source, folder)
+    stored = load_file(source / "model.safetensors")
+    tensors = {"vision_tower.patch.weight": torch.zeros(3, 4), "multi_modal_projector.bias": torch.zeros(5)}
+    for name, tensor in stored.items():
+        if not name.startswith("lm_head."):
+            tensors[body + name.removeprefix("model.")] = tensor
+        elif head:
+            tensors[head + name.removeprefix("lm_head.")] = tensor
+    (folder / "model.safetensors").unlink()
+    names, files = sorted(tensors), dict[str, str]()
+    for shard in range(3):
+        own, file = names[shard::3], f"model-{shard + 1:05}-of-00003.safetensors"
+        save_file({name: tensors[name] for name in own}, folder / file)
+        files |= dict.fromkeys(own, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    text = json.loads((source / "config.json").read_text())
+    del text["architectures"]
+    config = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "text_config": text,
+        "dtype": text.pop("dtype"),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_text_model_of_published_checkpoint_equals_transformers(
+    kind: str, make_model: Any, make_engine: Any, planned: Any, tmp_path: Path
+) -> None:
+    has_head = bool(PUBLISHED[kind][3])
+    source = make_model(kind, seed=7, tie_word_embeddings=not has_head)
+    publish(source, tmp_path / "published", kind)
+    engine = make_engine(tmp_path / "published", 2)
+    assert engine.config.model.architecture.endswith("ForCausalLM")
+    reference = Reference(source)
+    for prompt in prompts_of([5, 33], seed=6):
+        sequence = planned(prompt, 10, GREEDY)
+        engine.generate([sequence], chunk_len=16)
+        reference.check_greedy(prompt, sequence.generated)
