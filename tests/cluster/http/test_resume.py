@@ -181,6 +181,24 @@ def test_client_that_left_reads_on_at_its_gateway(model: Path) -> None:
     run(scenario())
 
 
+def test_another_gateway_continues_a_stream_that_still_runs(model: Path) -> None:
+    path, fields = CHAT
+    body = COMMON | fields | {"seed": 5, "logprobs": False, "max_tokens": 400}
+
+    async def scenario() -> None:
+        async with two_gateways(model) as (replica, (first, second)):
+            whole = await read(first, path, body | {"request_id": "whole"})
+            replica.brake.slow_down()
+            begun = await read(first, path, body, most=2)
+            await asyncio.to_thread(replica.brake.catch)  # no gateway can have read the end
+            reading = asyncio.create_task(read(second, path, body, begun[-1][0]))
+            replica.brake.speed_up()
+            replica.brake.release()
+            assert outcome(begun + await reading) == outcome(whole)
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("changes", "last", "problem"),
     [
