@@ -56,6 +56,11 @@ class CacheLayout:
     def has_windows(self) -> bool:
         return any(group.window for group in self.groups)
 
+    def num_hit_blocks(self, block_size: int) -> int:
+        """Return how many of a cached prefix's last blocks a hit needs in the first group; 0 for all of them."""
+        window = self.groups[0].window
+        return -(-(window - 1) // block_size) if window > 1 else 0
+
     def num_slots(self, num_tokens: float) -> float:
         """Return the tokens of blocks that a decoding sequence needs in all groups together."""
         return sum(group.num_kept_tokens(num_tokens) for group in self.groups)

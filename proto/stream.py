@@ -315,12 +315,14 @@ class CacheReport:
         since: the version to which `added` and `removed` apply. 0: `added` is the full state (of a very large
             cache, its newest part) and replaces every earlier one.
         added, removed: concatenated hashes of CACHE_HASH_BYTES each; see `prefix_cache.prefix_hashes`.
+        window_blocks: last blocks of a prefix that must be cached for a hit; 0 for all blocks of the prefix.
     """
 
     version: int
     since: int
     added: bytes
     removed: bytes
+    window_blocks: int = 0
 
 
 class BlockState(IntEnum):

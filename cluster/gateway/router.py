@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -55,6 +55,7 @@ class Router:
         self._rng = random.Random() if rng is None else rng
         self._max_hashes = max_hashes
         self._caches: dict[str, dict[bytes, None]] = {}  # replica_id |-> hashes, least recent first
+        self._window_blocks: dict[str, int] = {}  # replica_id |-> as in CacheReport
 
     def choose(self, hashes: Sequence[bytes], salt: bytes, replicas: Mapping[str, ReplicaLoad]) -> str:
         """Return the replica that should run a request.
@@ -76,10 +77,12 @@ class Router:
         return self._less_loaded_of_two(candidates or list(replicas), replicas)
 
     def num_cached_blocks(self, replica_id: str, hashes: Iterable[bytes]) -> int:
-        """Return the number of leading blocks that the replica has cached, or will have once it computed them."""
+        """Return the blocks of the longest prefix that the replica has cached, or will have when it computed them."""
         cache = self._caches.get(replica_id)
         if not cache:
             return 0
+        if window_blocks := self._window_blocks.get(replica_id, 0):
+            return _num_cached_blocks_in_windows(cache, hashes, window_blocks)
         num_blocks = 0
         for block_hash in hashes:
             if block_hash not in cache:
@@ -98,6 +101,7 @@ class Router:
         """Apply a replica's cache report: changes since its last one, or the whole cache if `since` is 0."""
         if report.since == 0:
             self._caches.pop(replica_id, None)
+        self._window_blocks[replica_id] = report.window_blocks
         cache = self._caches.get(replica_id, {})
         for block_hash in _split_hashes(report.removed):
             cache.pop(block_hash, None)
@@ -106,6 +110,7 @@ class Router:
     def remove_replica(self, replica_id: str) -> None:
         """Drop everything about the replica."""
         self._caches.pop(replica_id, None)
+        self._window_blocks.pop(replica_id, None)
 
     def _add(self, replica_id: str, hashes: Iterable[bytes]) -> None:
         cache = self._caches.setdefault(replica_id, {})
@@ -119,6 +124,18 @@ class Router:
         """Return the less loaded of two random candidates."""
         pair = self._rng.sample(candidates, min(2, len(candidates)))
         return min(pair, key=lambda replica_id: _load_key(replicas[replica_id]))
+
+
+def _num_cached_blocks_in_windows(
+    cache: Container[bytes], hashes: Iterable[bytes], window_blocks: int
+) -> int:
+    """Return the blocks of the longest prefix of which all blocks, or the last `window_blocks`, are cached."""
+    longest = run = 0
+    for index, block_hash in enumerate(hashes):
+        run = run + 1 if block_hash in cache else 0
+        if run >= min(index + 1, window_blocks):
+            longest = index + 1
+    return longest
 
 
 def _without_overloaded(

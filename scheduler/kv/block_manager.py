@@ -49,7 +49,7 @@ class BlockManager:
         # table |-> index of its first block that is not released.
         self._first_live: IntArray = np.zeros(self.num_groups * num_rows, np.int32)
         self._max_held = layout.max_held_blocks(config.scheduler.max_num_batched_tokens, cache.block_size)
-        self.journal = CacheJournal()
+        self.journal = CacheJournal(window_blocks=layout.num_hit_blocks(cache.block_size))
         self.host = (
             HostTier(cache.num_host_blocks, cache.block_size, self.num_groups, self.journal)
             if cache.num_host_blocks

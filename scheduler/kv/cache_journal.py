@@ -16,14 +16,25 @@ MAX_CHANGES = 65_536
 class CacheJournal:
     """Cached full blocks by the first bytes of their digests, and the latest changes.
 
-    A digest may be in several places (device and host memory); it is removed when it is in none.
+    A digest may be in several places (device and host memory); it is removed when it is in none. The blocks are those
+    of the first cache group. If other groups have a window, a hit may be shorter than the prefix in the journal, but
+    each hit makes the blocks that it needs the last used ones, in all groups.
 
     Attributes:
         version: number of changes so far.
+
+    Args:
+        window_blocks: as in CacheReport.
     """
 
-    def __init__(self, max_hashes: int = MAX_REPORTED_HASHES, max_changes: int = MAX_CHANGES) -> None:
+    def __init__(
+        self,
+        max_hashes: int = MAX_REPORTED_HASHES,
+        max_changes: int = MAX_CHANGES,
+        window_blocks: int = 0,
+    ) -> None:
         self.version = 0
+        self._window_blocks = window_blocks
         self._max_hashes = max_hashes
         self._places: dict[bytes, int] = {}  # hash |-> number of places, the newest hash last
         self._changes: deque[bytes] = deque(maxlen=max_changes)
@@ -51,11 +62,11 @@ class CacheJournal:
         num_changes = self.version - since
         if since <= 0 or not 0 <= num_changes <= min(len(self._changes), len(self._places)):
             newest = islice(reversed(self._places), self._max_hashes)
-            return CacheReport(self.version, 0, b"".join(newest), b"")
+            return CacheReport(self.version, 0, b"".join(newest), b"", self._window_blocks)
         changed = set(islice(reversed(self._changes), num_changes))
         added = [name for name in changed if name in self._places]
         removed = [name for name in changed if name not in self._places]
-        return CacheReport(self.version, since, b"".join(added), b"".join(removed))
+        return CacheReport(self.version, since, b"".join(added), b"".join(removed), self._window_blocks)
 
     def check_integrity(self, digests: list[bytes]) -> None:
         """Raise AssertionError unless `digests`, of all places together, equal the journal's."""

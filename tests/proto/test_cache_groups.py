@@ -61,6 +61,14 @@ def test_first_block_is_that_of_the_first_token_in_the_window() -> None:
     assert CacheGroup(1, (0,)).first_block(8, 4) == 2
 
 
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 18, 33, 100])
+def test_hit_needs_the_blocks_of_the_window(window: int) -> None:
+    layout, end = make_layout(2, (window, window), 4096, 0), 40
+    needed = end - layout.groups[0].first_block(end * 16, 16)
+    assert layout.num_hit_blocks(16) == needed
+    assert make_layout(2, (0, window), 4096, 0).num_hit_blocks(16) == 0
+
+
 def test_longest_sequence_fills_the_pool() -> None:
     layout = layout_of([0, 8], max_len=1000)
     # Per block of 4 tokens one block of each group, up to the window, the step and the ends of the second: 6.

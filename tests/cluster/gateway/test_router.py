@@ -45,6 +45,16 @@ class TestCachedPrefix:
         assert router.num_cached_blocks("gap", hashes) == 2
         assert router.choose(hashes, b"", {"gap": IDLE, "whole": IDLE}) == "whole"
 
+    def test_window_of_a_prefix_suffices_if_all_layers_have_one(self) -> None:
+        router, hashes = make_router(), make_hashes(10)
+        router.apply_report("windowed", CacheReport(1, 0, b"".join(hashes[4:7] + hashes[8:9]), b"", 3))
+        assert router.num_cached_blocks("windowed", hashes) == 7
+        assert router.num_cached_blocks("windowed", hashes[:6]) == 0
+        router.apply_report("windowed", CacheReport(2, 1, hashes[0], b"", 3))
+        assert router.num_cached_blocks("windowed", hashes[:6]) == 1
+        report(router, "whole", hashes[:6])
+        assert router.choose(hashes, b"", {"whole": IDLE, "windowed": IDLE}) == "windowed"
+
     def test_submitted_prefix_counts_as_cached(self) -> None:
         router, hashes = make_router(), make_hashes(8)
         loads = {f"r{i}": IDLE for i in range(8)}
