@@ -13,6 +13,9 @@ measured on all requests, waste and sharing on the first ones (class Extent); ea
   sequences and their outputs use as well. Outputs are cached, but they are random, so no later prompt contains them.
   `alone` is the same with one prompt at a time and no outputs. `lru` is the share of blocks that a plain
   least-recently-used cache finds in that case, computed from the hashes alone. Without <blocks>: the largest pool.
+- memory.windows.<model>.<tokens>: sequences of that many tokens in the same memory, relative to a cache that holds
+  all tokens of every layer. Arithmetic of the layout that serves (proto/cache_groups.py), with the shapes of
+  published models in 16 bits.
 - memory.saved.<n or beam>.<width>.<lengths>: share of the blocks of all tables that sharing saves, at block size 16.
 
 The lengths `alpaca` and `sharegpt` are drawn log-normally around the means of the PagedAttention paper (Kwon et al.,
@@ -38,6 +41,7 @@ from rich.progress import track
 from benchmarks.common import Figure, make_parser, report
 from benchmarks.replay import Roofline, ZipfCandidates, replay
 from benchmarks.trace import Trace, draw_lengths, read_traces
+from quire.proto.cache_groups import make_layout
 from quire.proto.sampling import SamplingParams
 
 BUNDLED = Path(__file__).parent / "traces"
@@ -56,6 +60,30 @@ PAPER_SAVED = {
     ("beam", "alpaca"): "paper: 37.6 to 55.2 %",
     ("beam", "sharegpt"): "paper: 44.3 to 66.3 %",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The cache of a published model.
+
+    Attributes:
+        windows: of each layer, 0 for none.
+    """
+
+    windows: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+
+
+SHAPES = {
+    "gpt-oss-20b": Shape((128, 0) * 12, 8, 64, 131_072),
+    "gemma-3-27b": Shape((((1024,) * 5 + (0,)) * 11)[:62], 16, 128, 131_072),
+    "gemma-2-9b": Shape((4096, 0) * 21, 8, 256, 8_192),
+    "cohere-2-7b": Shape(((4096,) * 3 + (0,)) * 8, 8, 128, 131_072),
+    "mistral-7b-v0.1": Shape((4096,) * 32, 8, 128, 32_768),
+}
+WINDOW_LENGTHS = (8_192, 32_768, 131_072)
 
 Figures = dict[str, Figure]
 Job = Callable[[], Figures]
@@ -161,13 +189,29 @@ def measure_saved_by_beams(width: int, lengths: Trace, num_beams: int, relatedne
     return {name: Figure(100 * outcome.saved, "%", _saved_note("beam", trace))}
 
 
+def measure_windows(model: str) -> Figures:
+    """Return how many times as many sequences fit if layers with a window hold their window only."""
+    shape, figures = SHAPES[model], Figures()
+    num_layers = len(shape.windows)
+    layout = make_layout(num_layers, shape.windows, shape.max_model_len, 0)
+    layer_kib = 2 * shape.num_kv_heads * shape.head_dim * 2 / 1024
+    for length in WINDOW_LENGTHS:
+        if length <= shape.max_model_len:
+            before = num_layers * layer_kib
+            now = layout.layers_per_block * layer_kib * layout.num_slots(length) / length
+            note = f"{now:.1f} instead of {before:.0f} KiB per token, {len(layout.groups)} groups"
+            figures[f"memory.windows.{model}.{length}"] = Figure(before / now, "x", note)
+    return figures
+
+
 def _saved_note(kind: str, trace: Trace) -> str:
     num_requests, paper = len(trace.requests), PAPER_SAVED.get((kind, trace.name))
     return f"{num_requests} requests, lengths drawn; {paper}" if paper else f"{num_requests} requests"
 
 
 def jobs(traces: list[Trace], extent: Extent) -> Iterator[Job]:
-    """Yield all measurements, of one or two replays each."""
+    """Yield all measurements, of one or two replays each, and what windows save."""
+    yield from (partial(measure_windows, model) for model in SHAPES)
     for trace in traces:
         if trace.shares_prefixes:
             whole = trace.first(extent.most_requests)

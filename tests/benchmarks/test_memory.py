@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.memory import BLOCK_SIZES, BUNDLED, Extent, jobs, lru_hit_rate, shorten
+from benchmarks.memory import BLOCK_SIZES, BUNDLED, Extent, jobs, lru_hit_rate, measure_windows, shorten
 from benchmarks.replay import replay
 from benchmarks.trace import Trace, TracedRequest, read_traces
 
@@ -22,6 +22,12 @@ def test_lru_hit_rate_evicts_the_last_blocks_of_a_prompt_first() -> None:
     )
     assert lru_hit_rate(trace, num_blocks=100) == pytest.approx(3 / 7)
     assert lru_hit_rate(trace, num_blocks=3) == pytest.approx(2 / 7)
+
+
+def test_windows_save_the_tokens_behind_them() -> None:
+    figures = measure_windows("gpt-oss-20b")  # half of the layers hold 128 of 8,192 tokens
+    assert figures["memory.windows.gpt-oss-20b.8192"].value == pytest.approx(2 / (1 + 128 / 8192))
+    assert list(measure_windows("gemma-2-9b")) == ["memory.windows.gemma-2-9b.8192"]
 
 
 @pytest.mark.parametrize("num_blocks", [6, 9, 14, 30, 100])
