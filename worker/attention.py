@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,16 +24,18 @@ class LayerCache:
         blocks: [N, 2, Hkv, B, D]; of latents [N, 1, 1, B, D], see kernels.latent_attention.
         scales: [N, 2, Hkv, B] float32 if the blocks are quantized, otherwise None.
         attend_chunks: attention of chunks by another library; None for the kernels of quire.
+        group: the layer's cache group (see proto.cache_groups).
     """
 
     blocks: Tensor
     scales: Tensor | None = None
     attend_chunks: ChunkAttention | None = None
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Attention inputs of a step, shared by all layers. Sequences with one token come first.
+    """Attention inputs of a step, shared by all layers of a cache group. Sequences with one token come first.
 
     Attributes:
         num_decodes: number of sequences with one token; the others have chunks.
@@ -42,6 +45,7 @@ class AttentionInputs:
         seq_lens: [S] int32, including this step's tokens.
         splits: split of the sequences with one token for a GPU (split-KV); None on a CPU.
         chunks: the lengths of the chunks on the host; None in recorded steps, where the host cannot know them.
+        other_groups: the inputs of further groups, which differ in slots and block tables.
     """
 
     num_decodes: int
@@ -51,11 +55,32 @@ class AttentionInputs:
     seq_lens: Tensor
     splits: DecodeSplits | None = None
     chunks: ChunkBounds | None = None
+    other_groups: tuple[AttentionInputs, ...] = ()
+
+    def of_group(self, group: int) -> AttentionInputs:
+        """Return the inputs of a cache group."""
+        return self.other_groups[group - 1] if group else self
 
 
 def fixed_item_len(parallel: ParallelConfig) -> int | None:
     """Return the tokens per item of split decodes if attention is batch-invariant, otherwise None."""
     return INVARIANT_ITEM_LEN if parallel.batch_invariant else None
+
+
+def with_groups(
+    inputs: AttentionInputs, slot_mappings: Sequence[Tensor], block_tables: Sequence[Tensor]
+) -> AttentionInputs:
+    """Return the inputs with those of all cache groups, of each of which the slots and the block tables are given."""
+    slots, tables = slot_mappings[0], block_tables[0]
+    others = zip(slot_mappings[1:], block_tables[1:], strict=True)
+    return replace(
+        inputs,
+        slot_mapping=slots,
+        block_tables=tables,
+        other_groups=tuple(
+            replace(inputs, slot_mapping=slots, block_tables=tables) for slots, tables in others
+        ),
+    )
 
 
 def with_splits(inputs: AttentionInputs, block_size: int, item_len: int | None) -> AttentionInputs:
@@ -68,7 +93,9 @@ def with_splits(inputs: AttentionInputs, block_size: int, item_len: int | None) 
     if num_decodes == 0 or not inputs.seq_lens.is_cuda:
         return inputs
     max_seq_len = inputs.block_tables.shape[1] * block_size
-    return replace(inputs, splits=split_decodes(inputs.seq_lens[:num_decodes], max_seq_len, item_len))
+    splits = split_decodes(inputs.seq_lens[:num_decodes], max_seq_len, item_len)
+    others = tuple(replace(other, splits=splits) for other in inputs.other_groups)
+    return replace(inputs, splits=splits, other_groups=others)
 
 
 def paged_attention(

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..kernels.latent_attention import ChunkBounds
 from ..kernels.lora import LoraGroups, group_tokens
-from ..proto.block_tables import IntArray
+from ..proto.block_tables import IntArray, RowArray
 from ..proto.lora import NO_SLOT
 from ..proto.step import StepPlan
-from .attention import AttentionInputs
+from .attention import AttentionInputs, with_groups
 from .device_rows import DeviceRows
 from .memory.host_to_device import to_device_together
 from .pooling.pooled_tokens import PooledTokens, select_pooled_tokens
@@ -157,35 +157,54 @@ def _gather_inputs(
     rows: DeviceRows, plan: StepPlan, layout: _Layout, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor | None, AttentionInputs]:
     """Return the token ids, the positions, the sampled tokens and the inputs of attention, on the device."""
-    num_decodes, seq_lens = layout.num_decodes, layout.seq_lens
+    num_decodes, seq_lens, num_groups = layout.num_decodes, layout.seq_lens, rows.tables.num_groups
+    token_tables, token_positions = rows.tables.tables_of(layout.token_rows), layout.positions
+    if num_groups > 1:
+        token_positions = np.tile(token_positions, num_groups)
     arrays: list[npt.NDArray[Any]] = [
         layout.token_rows.astype(np.int64),
         layout.positions,
-        compute_slots(rows, layout.token_rows, layout.positions, block_size),
-        layout.rows,
+        compute_slots(rows, token_tables, token_positions, block_size),
+        rows.tables.tables_of(layout.rows).astype(np.int32, copy=False),
         np.concatenate(([0], np.cumsum(plan.chunk_lens))).astype(np.int32),
         seq_lens,
+        _first_columns(rows, layout, block_size),
         *([] if layout.samples_all else [layout.ends[layout.sampled] - 1]),
     ]
-    tables = rows.device_tables.ids
-    token_rows, positions, slots, row_index, chunk_starts, device_lens, *sampled_index = to_device_together(
-        arrays, tables.device
+    device = rows.device_tables.ids.device
+    token_rows, positions, slots, table_index, chunk_starts, device_lens, first_columns, *sampled_index = (
+        to_device_together(arrays, device)
     )
     width = -(-int(seq_lens.max()) // block_size)
     attention = AttentionInputs(
         num_decodes=num_decodes,
         slot_mapping=slots,
-        block_tables=tables[:, :width].index_select(0, row_index),
+        block_tables=rows.device_tables.read(table_index, width, first_columns),
         query_start=chunk_starts,
         seq_lens=device_lens,
         chunks=ChunkBounds(plan.chunk_lens.tolist(), seq_lens[num_decodes:].tolist()),
     )
+    if num_groups > 1:
+        attention = with_groups(attention, slots.chunk(num_groups), attention.block_tables.chunk(num_groups))
     return (
         rows.token_ids[token_rows, positions],
         positions,
         sampled_index[0] if sampled_index else None,
         attention,
     )
+
+
+def _first_columns(rows: DeviceRows, layout: _Layout, block_size: int) -> LongArray:
+    """Return the index of the first block that each sequence's tokens attend to, [G * S, 1], of each group in turn.
+
+    Returns an empty array for a model without windows.
+    """
+    if not rows.layout.has_windows:
+        return np.empty(0, np.int64)
+    windows = np.array([group.window or rows.max_len for group in rows.layout.groups])[:, None]
+    first_positions = (layout.seq_lens - layout.query_lens + 1) - windows
+    columns: LongArray = np.maximum(first_positions, 0).reshape(-1, 1) // block_size
+    return columns.astype(np.int64)
 
 
 def _lora_groups(slots: IntArray, device: torch.device) -> LoraGroups | None:
@@ -203,10 +222,16 @@ def _repeat_for_drafts(rows: IntArray, num_drafted: IntArray) -> tuple[IntArray,
     return np.repeat(rows, counts), offsets.astype(np.int32)
 
 
-def compute_slots(rows: DeviceRows, token_rows: IntArray, positions: LongArray, block_size: int) -> LongArray:
-    """Return the slot of each token, ``block_id * B + offset``, [T] int64."""
+def compute_slots(
+    rows: DeviceRows, tables: IntArray | RowArray, positions: LongArray, block_size: int
+) -> LongArray:
+    """Return the slot of each token, ``block_id * B + offset``, [T] int64.
+
+    Args:
+        tables: number of each token's block table: its row for the first cache group.
+    """
     index, offsets = np.divmod(positions, block_size)
-    return rows.tables.ids[token_rows, index].astype(np.int64) * block_size + offsets
+    return rows.tables.ids[tables, index].astype(np.int64) * block_size + offsets
 
 
 def _scored_tokens(

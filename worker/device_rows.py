@@ -30,6 +30,7 @@ class DeviceRows:
 
     Attributes:
         max_len: most tokens that a row may compute.
+        layout: the cache groups.
         tables: block tables, a copy of the scheduler's.
         device_tables: the same on the device.
         token_ids: [R, max_len + 1] int32 on the device, prompt and output.
@@ -52,7 +53,8 @@ class DeviceRows:
     ) -> None:
         num_rows, max_len = config.scheduler.max_num_seqs, config.model.max_model_len
         self.max_len = max_len
-        self.tables = BlockTables(num_rows, config.max_blocks_per_seq)
+        self.layout = config.cache_layout
+        self.tables = BlockTables(num_rows, config.max_blocks_per_seq, len(self.layout.groups))
         self.device_tables = DeviceTables(self.tables, device)
         self.token_ids = torch.zeros(num_rows, max_len + 1, dtype=torch.int32, device=device)
         self.lens: IntArray = np.zeros(num_rows, dtype=np.int32)
@@ -165,7 +167,7 @@ class DeviceRows:
         self.num_computed[row] = sequence.num_computed_tokens
         self.decoding[row] = False
         self.lora_slots[row] = sequence.lora_slot
-        self.tables.append(np.full(len(sequence.block_ids), row, dtype=np.int32), sequence.block_ids)
+        self.tables.put(row, sequence.block_ids)
         self.sampling.put(row, sequence.sampling)
         self.pooling[row] = sequence.pooling
         self.pools[row] = sequence.pooling is not None
@@ -179,7 +181,7 @@ class DeviceTables:
     share the same memory.
 
     Attributes:
-        ids: [R, M] int32 on the device.
+        ids: [G R, M] int32 on the device, the tables of R rows in each of G cache groups.
     """
 
     def __init__(self, tables: BlockTables, device: torch.device) -> None:
@@ -188,13 +190,30 @@ class DeviceTables:
         self.ids = torch.from_numpy(tables.ids) if self._shared else torch.from_numpy(tables.ids).to(device)
         self._num_sent = tables.lens.copy()
 
+    def read(self, tables: Tensor, width: int, first_columns: Tensor) -> Tensor:
+        """Return a copy of the first `width` entries of tables, [N, width].
+
+        Entries before a table's first column become the one there: the blocks behind a window may be of other
+        sequences by now. A kernel that reads whole tiles and masks what it read would spread their NaN.
+
+        Args:
+            tables: [N] int32, numbers of tables.
+            first_columns: [N, 1] int64; [0] for a model without windows.
+        """
+        ids = self.ids[:, :width].index_select(0, tables)
+        if first_columns.numel() == 0:
+            return ids
+        columns = torch.arange(width, device=ids.device).expand_as(ids)
+        return ids.gather(1, torch.maximum(columns, first_columns))
+
     def release(self, rows: IntArray) -> None:
         """Forget the entries of rows that have been sent."""
-        self._num_sent[rows] = 0
+        self._num_sent[self._tables.tables_of(rows)] = 0
 
     def trim(self, rows: IntArray, lens: IntArray) -> None:
         """Forget the entries of rows beyond `lens`."""
-        self._num_sent[rows] = np.minimum(self._num_sent[rows], lens)
+        tables, lens = self._tables.tables_of(rows), np.tile(lens, self._tables.num_groups)
+        self._num_sent[tables] = np.minimum(self._num_sent[tables], lens)
 
     def update(self) -> None:
         """Send the entries appended since the last update; the host does not wait for the transfer."""

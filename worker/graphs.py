@@ -21,7 +21,7 @@ from torch import Tensor
 from ..kernels.decode_splits import split_decodes
 from ..proto.config import EngineConfig
 from ..proto.errors import first_line
-from .attention import AttentionInputs
+from .attention import AttentionInputs, with_groups
 from .batch import Batch
 from .graph_backend import GraphBackend, Recording
 from .graph_shapes import NUM_CHUNKS, GraphShape, decode_shapes, find_shape, mixed_shapes
@@ -38,19 +38,24 @@ class GraphLimits:
 
     Attributes:
         max_seq_len: tokens of the blocks in a block table.
+        num_groups: cache groups.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_blocks_per_seq: int
     max_seq_len: int
+    num_groups: int = 1
 
     @classmethod
     def of(cls, config: EngineConfig) -> GraphLimits:
         """Return the limits of an engine."""
         scheduler, max_blocks = config.scheduler, config.max_blocks_per_seq
         max_seq_len = max_blocks * config.cache.block_size
-        return cls(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_blocks, max_seq_len)
+        num_groups = len(config.cache_layout.groups)
+        return cls(
+            scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_blocks, max_seq_len, num_groups
+        )
 
     @property
     def shapes(self) -> list[GraphShape]:
@@ -115,8 +120,9 @@ class StepGraphs:
         num_tokens = max(shape.num_tokens for shape in limits.shapes)
         self._token_ids = zeros(num_tokens)
         self._positions = zeros(num_tokens, dtype=torch.int64)
-        self._slot_mapping = zeros(num_tokens, dtype=torch.int64).fill_(NO_SLOT)
-        self._block_tables = zeros(num_rows, limits.max_blocks_per_seq)
+        # Of each cache group.
+        self._slot_mappings = zeros(limits.num_groups, num_tokens, dtype=torch.int64).fill_(NO_SLOT)
+        self._block_tables = zeros(limits.num_groups, num_rows, limits.max_blocks_per_seq)
         self._query_start = zeros(NUM_CHUNKS + 1)
         self._seq_lens = zeros(num_rows)
         self._sampled_index = zeros(num_rows, dtype=torch.int64)
@@ -203,12 +209,15 @@ class StepGraphs:
             splits = split_decodes(seq_lens[:num_decodes], self._max_seq_len, self._fixed_item_len)
         attention = AttentionInputs(
             num_decodes=num_decodes,
-            slot_mapping=self._slot_mapping[:num_tokens],
-            block_tables=self._block_tables[:num_rows],
+            slot_mapping=self._slot_mappings[0, :num_tokens],
+            block_tables=self._block_tables[0, :num_rows],
             query_start=self._query_start[: shape.num_chunks + 1],
             seq_lens=seq_lens,
             splits=splits,
         )
+        if len(self._block_tables) > 1:
+            slot_mappings, tables = self._slot_mappings[:, :num_tokens], self._block_tables[:, :num_rows]
+            attention = with_groups(attention, slot_mappings.unbind(), tables.unbind())
         sampled_index = self._sampled_index[:num_rows] if shape.num_chunks else None
         inputs = GraphInputs(
             self._token_ids[:num_tokens], self._positions[:num_tokens], attention, sampled_index
@@ -235,14 +244,18 @@ class StepGraphs:
 
         copy(self._token_ids, batch.token_ids)
         copy(self._positions, batch.positions)
-        copy(self._slot_mapping, attention.slot_mapping)
-        # Columns beyond these are stale, but also beyond the rows' lengths.
-        copy(self._block_tables[:, : attention.block_tables.shape[1]], attention.block_tables)
+        for group, (slot_mapping, tables) in enumerate(
+            zip(self._slot_mappings, self._block_tables, strict=True)
+        ):
+            of_group = attention.of_group(group)
+            copy(slot_mapping, of_group.slot_mapping)
+            # Columns beyond these are stale, but also beyond the rows' lengths.
+            copy(tables[:, : of_group.block_tables.shape[1]], of_group.block_tables)
         copy(self._seq_lens, attention.seq_lens)
-        self._slot_mapping[num_decodes:first_chunk].fill_(NO_SLOT)
+        self._slot_mappings[:, num_decodes:first_chunk].fill_(NO_SLOT)
         self._seq_lens[num_decodes:first_chunk].zero_()
         if num_chunks:
-            self._slot_mapping[first_chunk + num_chunk_tokens : shape.num_tokens].fill_(NO_SLOT)
+            self._slot_mappings[:, first_chunk + num_chunk_tokens : shape.num_tokens].fill_(NO_SLOT)
             self._seq_lens[first_chunk + num_chunks : shape.num_rows].zero_()
             self._query_start[: num_chunks + 1].copy_(attention.query_start)
             self._query_start[num_chunks + 1 :].fill_(num_chunk_tokens)
@@ -257,6 +270,6 @@ class StepGraphs:
 
     def _make_padding(self, shape: GraphShape) -> None:
         """Make the buffers of a shape padding: rows of length 0, and tokens without a slot. Their ids stay stale."""
-        self._slot_mapping[: shape.num_tokens].fill_(NO_SLOT)
+        self._slot_mappings[:, : shape.num_tokens].fill_(NO_SLOT)
         self._seq_lens[: shape.num_rows].zero_()
         self._query_start.zero_()

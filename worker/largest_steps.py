@@ -9,7 +9,7 @@ from torch import Tensor
 from ..kernels.latent_attention import ChunkBounds
 from ..proto.config import EngineConfig
 from ..proto.step import RowSampling
-from .attention import AttentionInputs, fixed_item_len, with_splits
+from .attention import AttentionInputs, fixed_item_len, with_groups, with_splits
 from .memory.cache_engine import CacheEngine
 from .memory.host_to_device import to_device
 from .models.loader import Model
@@ -67,6 +67,7 @@ class LargestSteps:
             seq_lens=self._int_zeros(num_seqs) + chunk_len,
             chunks=ChunkBounds([chunk_len] * num_seqs, [chunk_len] * num_seqs),
         )
+        inputs = self._in_all_groups(inputs)
         return self._model.forward(torch.zeros_like(position), position, cache.layers, inputs)
 
     def _run_decodes(self, cache: CacheEngine) -> None:
@@ -81,8 +82,13 @@ class LargestSteps:
             query_start=self._int_zeros(1),
             seq_lens=self._int_zeros(num_seqs) + 1,
         )
+        inputs = self._in_all_groups(inputs)
         inputs = with_splits(inputs, config.cache.block_size, fixed_item_len(config.parallel))
         self._model.forward(torch.zeros_like(position), position, cache.layers, inputs)
+
+    def _in_all_groups(self, inputs: AttentionInputs) -> AttentionInputs:
+        num_groups = len(self._config.cache_layout.groups)
+        return with_groups(inputs, [inputs.slot_mapping] * num_groups, [inputs.block_tables] * num_groups)
 
     def _int_zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self._device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.latent_attention import ChunkBounds
-from .attention import AttentionInputs
+from .attention import AttentionInputs, with_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,13 @@ def _queries(inputs: AttentionInputs, index: Tensor) -> AttentionInputs:
     num_kept_decodes = int((index < num_decodes).sum())
     num_chunks = len(index) - num_kept_decodes
     seq_lens = inputs.seq_lens.index_select(0, sequences)
-    return replace(
+    groups = inputs, *inputs.other_groups
+    queries = replace(
         inputs,
         num_decodes=num_kept_decodes,
-        block_tables=inputs.block_tables.index_select(0, sequences),
         query_start=torch.arange(num_chunks + 1, dtype=torch.int32, device=index.device),
         seq_lens=seq_lens,
         chunks=ChunkBounds([1] * num_chunks, seq_lens[num_kept_decodes:].tolist()),
     )
+    tables = [group.block_tables.index_select(0, sequences) for group in groups]
+    return with_groups(queries, [group.slot_mapping for group in groups], tables)

@@ -62,7 +62,8 @@ class _Plans:
     """Makes plans, and follows the block tables for their digests."""
 
     def __init__(self, config: EngineConfig, num_blocks: int) -> None:
-        self._tables = BlockTables(config.scheduler.max_num_seqs, config.max_blocks_per_seq)
+        num_groups = len(config.cache_layout.groups)
+        self._tables = BlockTables(config.scheduler.max_num_seqs, config.max_blocks_per_seq, num_groups)
         self._block_size = config.cache.block_size
         self._num_blocks = num_blocks
         self._max_tokens = config.scheduler.max_num_batched_tokens
@@ -87,7 +88,7 @@ class _Plans:
         """Yield a step that computes a prompt per sampling, one that decodes, and one that releases the rows."""
         samplings = samplings[: self._max_rows]
         prompt_len = max(1, min(prompt_len, self._max_len, self._max_tokens // len(samplings)))
-        num_blocks = -(-(prompt_len + self._num_generated) // self._block_size)
+        num_blocks = self._tables.num_groups * -(-(prompt_len + self._num_generated) // self._block_size)
         if 1 + num_blocks * len(samplings) > self._num_blocks:
             return  # a pool for tests
         new = []
@@ -97,7 +98,7 @@ class _Plans:
                 sampling = replace(sampling, scoring=None)
             prompt = np.zeros(prompt_len, np.int32)
             new.append(NewSequence(row, row, prompt, 0, ids, sampling, lora_slot, self._pooling))
-            self._tables.append(np.full(num_blocks, row, dtype=np.int32), ids)
+            self._tables.put(row, ids)
         rows = np.arange(len(samplings), dtype=np.int32)
         copies = _ints([[1, self._num_blocks - 1]]) if self._num_blocks > 2 else None
         plan = self._plan()

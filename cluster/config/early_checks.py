@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ...proto.cache_groups import MAX_GROUPS
 from ...proto.errors import ConfigError, ModelLoadError
 from ...worker.memory.host_memory import available_bytes
 from ...worker.models.registry import FAMILIES, check_heads, latent_dim
@@ -220,6 +221,8 @@ def _block_bytes(options: EngineOptions, fields: dict[str, Any], dtype_bytes: in
     value_bytes = dtype_bytes if options.kv_cache_dtype == "auto" else 1
     if dim := latent_dim(str((fields.get("architectures") or [None])[0]), fields):
         return num_layers * options.block_size * dim * value_bytes
+    if _whole(fields, "sliding_window") or _whole(fields, "attention_chunk_size"):
+        num_layers = -(-num_layers // MAX_GROUPS)  # of a cache group
     head_dim = _whole(fields, "head_dim") or hidden_size // num_heads
     num_kv_heads = -(-(_whole(fields, "num_key_value_heads") or 1) // options.tensor_parallel_size)
     return 2 * num_layers * options.block_size * num_kv_heads * head_dim * value_bytes

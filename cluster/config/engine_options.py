@@ -206,7 +206,8 @@ class EngineOptions:
     )
     num_kv_blocks: int | None = option(
         None,
-        help="KV blocks per rank, the scratch block included, instead of an amount of memory.",
+        help="KV blocks per rank, the scratch block included, instead of an amount of memory. A block holds tokens "
+        "of the layers with the same window.",
         unit="blocks",
         check=at_least(2),
         group=_KV_CACHE,

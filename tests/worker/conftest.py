@@ -73,7 +73,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
     """Return an EngineConfig like that of `resolve`, for float32 on a CPU.
 
     Settings: block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype, device, quantization,
-    cuda_graphs, max_num_batched_tokens, speculative, lora, pooling.
+    cuda_graphs, max_num_batched_tokens, num_host_blocks, speculative, lora, pooling.
     """
     model = replace(
         describe_model(folder, folder.name),
@@ -91,6 +91,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
         kv_cache_dtype=settings.get("kv_dtype", "auto"),
         max_num_seqs=settings.get("max_num_seqs", 8),
         max_num_batched_tokens=settings.get("max_num_batched_tokens", 2048),
+        num_host_kv_blocks=settings.get("num_host_blocks", 0),
         cuda_graphs=settings.get("cuda_graphs", True),
     )
     config = combine(options, model, device=settings.get("device", "cpu"))
@@ -122,17 +123,27 @@ class Planned:
 class Planner:
     """Makes plans and applies results; rows in arrival order, shuffled free blocks, no prefix caching.
 
+    Blocks behind a window are given to the next sequence that needs one.
+
+    Attributes:
+        freed: blocks that became free since the last plan.
+
     Args:
         chunk_len: most prompt tokens that a sequence computes per step.
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int, chunk_len: int, seed: int = 0) -> None:
-        self.tables = BlockTables(config.scheduler.max_num_seqs, config.max_blocks_per_seq)
+        self._groups = config.cache_layout.groups
+        num_rows = config.scheduler.max_num_seqs
+        self.tables = BlockTables(num_rows, config.max_blocks_per_seq, len(self._groups))
+        # table |-> index of its first block that is not released.
+        self._first_live = [0] * (len(self._groups) * num_rows)
         self._block_size = config.cache.block_size
         self._chunk_len = chunk_len
         ids = np.random.default_rng(seed).permutation(np.arange(1, num_blocks))
         self._free_blocks: list[int] = ids.tolist()
-        self._free_rows = list(range(config.scheduler.max_num_seqs))[::-1]
+        self.freed: list[int] = []
+        self._free_rows = list(range(num_rows))[::-1]
         self._released: list[int] = []
         self.running: list[Planned] = []
         self.step_id = 0
@@ -140,6 +151,8 @@ class Planner:
     def plan(self, arriving: list[Planned]) -> StepPlan:
         """Plan the next step; admit sequences of `arriving` while rows are free."""
         self.step_id += 1
+        self._free_blocks += self.freed
+        self.freed = []
         released = _ints(self._released)
         self.tables.release(released)
         self._released = []
@@ -154,8 +167,9 @@ class Planner:
                 chunks.append((sequence.row, length))
             sequence.num_computed += length
             missing = -(-sequence.num_computed // self._block_size) - self.tables.lens[sequence.row]
-            extra = [(sequence.row, self._free_blocks.pop()) for _ in range(missing)]
-            self.tables.append(_ints([row for row, _ in extra]), _ints([block for _, block in extra]))
+            tables = [table for table in self._tables_of(sequence) for _ in range(missing)]
+            extra = [(table, self._free_blocks.pop()) for table in tables]
+            self.tables.append(_ints(tables), _ints([block for _, block in extra]))
             appended += extra
         chunks.sort()
         return StepPlan(
@@ -177,11 +191,24 @@ class Planner:
         assert len(result.token_ids) == len(sampled)
         for sequence, token_id in zip(sampled, result.token_ids.tolist(), strict=True):
             sequence.generated.append(token_id)
+        for sequence in self.running:
+            self._release_behind_windows(sequence)
         for sequence in [sequence for sequence in self.running if sequence.is_done]:
             self.running.remove(sequence)
-            self._free_blocks += self.tables.row(sequence.row).tolist()
+            for table in self._tables_of(sequence):
+                self.freed += self.tables.row(table)[self._first_live[table] :].tolist()
+                self._first_live[table] = 0
             self._released.append(sequence.row)
             self._free_rows.append(sequence.row)
+
+    def _tables_of(self, sequence: Planned) -> list[int]:
+        return self.tables.tables_of(_ints([sequence.row])).tolist()
+
+    def _release_behind_windows(self, sequence: Planned) -> None:
+        for table, group in zip(self._tables_of(sequence), self._groups, strict=True):
+            first = group.first_block(sequence.num_computed, self._block_size)
+            self.freed += self.tables.row(table)[self._first_live[table] : first].tolist()
+            self._first_live[table] = first
 
     def _admit(self, sequence: Planned) -> NewSequence:
         sequence.row = self._free_rows.pop()
@@ -196,6 +223,7 @@ class Engine:
     """ModelRunners of all ranks, in threads, with a Planner.
 
     Args:
+        num_blocks: 64 for each cache group by default.
         graph_backend: of every runner.
     """
 
@@ -203,11 +231,12 @@ class Engine:
         self,
         folder: Path,
         tp: int = 1,
-        num_blocks: int = 64,
+        num_blocks: int | None = None,
         graph_backend: GraphBackend | None = None,
         **settings: Any,
     ) -> None:
         self.config = make_config(folder, tp, **settings)
+        num_blocks = num_blocks or 64 * len(self.config.cache_layout.groups)
         self.num_blocks = num_blocks
         self._group = ThreadGroup(tp)
         self._threads = ThreadPoolExecutor(tp)
@@ -264,11 +293,20 @@ class Engine:
             plans.append(planner.plan(arrived))
             results.append(self.step(plans[-1]))
             planner.apply(results[-1])
+            self.lose_blocks(planner.freed)
         plans.append(planner.plan([]))  # releases the last rows
         results.append(self.step(plans[-1]))
         if record is not None:
             record += [plan.encode() for plan in plans]
         return results
+
+    def lose_blocks(self, block_ids: Sequence[int] | None = None) -> None:
+        """Overwrite free blocks, or all, with NaN: nothing may read them before they are written again."""
+        for runner in self.runners:
+            for layer in runner._kv_cache.layers:
+                lost = layer.blocks if layer.scales is None else layer.scales
+                for block_id in range(len(lost)) if block_ids is None else block_ids:
+                    lost[block_id].fill_(torch.nan)
 
     def close(self) -> None:
         for runner in self.runners:
@@ -284,7 +322,7 @@ def seed() -> None:
 
 @pytest.fixture(scope="module")
 def make_engine() -> Any:
-    """`make_engine(folder, tp=1, num_blocks=64, **settings) -> Engine`, closed after the module."""
+    """`make_engine(folder, tp=1, num_blocks=None, **settings) -> Engine`, closed after the module."""
     engines: list[Engine] = []
 
     def make(*args: Any, **kwargs: Any) -> Engine:

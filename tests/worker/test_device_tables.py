@@ -42,6 +42,20 @@ def test_update_sends_appended_entries(followed: tuple[BlockTables, DeviceTables
     expect_equal(tables, device_tables)
 
 
+def test_entries_behind_a_window_are_its_first_block() -> None:
+    tables = BlockTables(2, MAX_BLOCKS, num_groups=2)
+    device_tables = DeviceTables(tables, torch.device("cpu"))
+    tables.put(0, ints(5, 6, 7, 8, 15, 16, 17, 18))
+    tables.put(1, ints(9, 19))
+    index = torch.from_numpy(tables.tables_of(ints(0, 1)).astype(np.int32))
+    first_columns = torch.tensor([[0], [0], [2], [0]])
+    read = device_tables.read(index, 4, first_columns).tolist()
+    assert read[0] == [5, 6, 7, 8]
+    assert read[2] == [17, 17, 17, 18]
+    assert [read[1][0], read[3][0]] == [9, 19]
+    assert device_tables.read(index, 4, torch.empty(0, dtype=torch.int64))[2].tolist() == [15, 16, 17, 18]
+
+
 def test_entries_of_released_row_are_sent_again(followed: tuple[BlockTables, DeviceTables]) -> None:
     tables, device_tables = followed
     tables.append(ints(1, 1, 2), ints(4, 5, 6))

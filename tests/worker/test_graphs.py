@@ -133,7 +133,7 @@ def test_finished_row_becomes_padding(engine: Any, backend: TapeBackend, planned
     engine.generate(sequences)
     (runner,) = engine.runners
     assert backend.num_replays > 8
-    assert (runner._graphs._slot_mapping < 0)[:4].tolist() == [False] * 3 + [True]
+    assert (runner._graphs._slot_mappings[0] < 0)[:4].tolist() == [False] * 3 + [True]
     assert (runner._graphs._seq_lens == 0)[:4].tolist() == [False] * 3 + [True]
 
 

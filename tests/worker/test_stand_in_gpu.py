@@ -59,6 +59,13 @@ PROCESSED = RowSampling(
 )
 REPORTED = RowSampling(temperature=0.0, logprobs=2)
 PROMPTS = [[5, 17, 99, 3, 42, 7, 11], [8], list(range(30, 42)), [8, 9], [3, 200, 9]]
+# Two cache groups, and sequences of several windows.
+TWO_LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+GROUPS: dict[str, Any] = {"model": TWO_LAYERS, "block_size": 4}
 
 
 @pytest.fixture
@@ -128,9 +135,13 @@ def test_recording_runs_nothing_and_must_not_wait(gpu: StandInGpu) -> None:
         pytest.param({"cuda_graphs": False}, marks=pytest.mark.slow),
         pytest.param({"kv_dtype": "int8"}, marks=pytest.mark.slow),
         {"kind": "mixtral", "quantization": "int8", "stand_in": find_twin},
+        {"kind": "gemma2", "stand_in": find_twin, **GROUPS},
+        pytest.param({"kind": "gemma2", **GROUPS}, marks=pytest.mark.slow),
     ],
     ids=lambda settings: "-".join(
-        key if value is find_twin else f"{key}={value}" for key, value in settings.items()
+        key if value is find_twin else f"{key}={value}"
+        for key, value in settings.items()
+        if value is not TWO_LAYERS
     ),
 )
 def test_worker_gives_tokens_of_cpu(
@@ -139,7 +150,9 @@ def test_worker_gives_tokens_of_cpu(
     """Load, profile, allocate, prefill, decode with graphs, sample, and close."""
     settings = {"kind": "llama", "stand_in": None, "max_num_batched_tokens": 16, **settings}
     kind, stand_in = settings.pop("kind"), settings.pop("stand_in")
-    folder = make_model(kind, num_hidden_layers=1, num_key_value_heads=2)
+    folder = make_model(
+        kind, **{"num_hidden_layers": 1, "num_key_value_heads": 2, **settings.pop("model", {})}
+    )
     monkeypatch.setattr(decode_splits, "NUM_EXTRA_ITEMS", 4)
 
     def generate(**more: Any) -> list[list[int]]:

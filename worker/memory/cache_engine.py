@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...kernels.flash_attention import ChunkAttention
 from ...kernels.paged_cache import copy_blocks, swap_blocks
+from ...proto.cache_groups import CacheLayout, make_layout
 from ...proto.config import EngineConfig, ModelConfig
 from ..attention import LayerCache
 from .pinned_memory import pinned_zeros
@@ -56,22 +57,26 @@ class CacheEngine:
     ) -> None:
         self.num_blocks = num_blocks
         # The parts of a block: keys and values (or latents), and their scales if they are quantized. Each tensor is
-        # [L, num_blocks, 2, Hkv, B, ...]; in host memory [L, num_host_blocks + 1, ...], block 0 unused.
+        # [L, num_blocks, 2, Hkv, B, ...]; in host memory [L, num_host_blocks + 1, ...], block 0 unused. L is the
+        # number of layers in a block, of each cache group in turn.
         self._parts, self._host_parts = list[Tensor](), list[Tensor]()
         layers = []
-        for model in _models(config):
+        for model, layout in _models(config):
             caches = {}
-            for heads, indices in _layers_by_shape(config, model).items():
+            for heads, groups in _layers_by_shape(config, model, layout).items():
                 own = []
                 for block, part_dtype in _block_parts(config, heads, dtype):
-                    shape = len(indices), num_blocks, *block
+                    shape = _num_places(groups), num_blocks, *block
                     own.append(_zeros(shape, part_dtype, device, touches_pages=touches_pages))
                     if num_host_blocks:
-                        shape = len(indices), num_host_blocks + 1, *block
+                        shape = _num_places(groups), num_host_blocks + 1, *block
                         self._host_parts.append(_host_zeros(shape, part_dtype, device))
                 self._parts += own
-                for index, (blocks, *scales) in zip(indices, zip(*own, strict=True), strict=True):
-                    caches[index] = LayerCache(blocks, scales[0] if scales else None, attend_chunks)
+                for group, indices in enumerate(groups):
+                    for index, (blocks, *scales) in zip(indices, zip(*own, strict=True), strict=False):
+                        caches[index] = LayerCache(
+                            blocks, scales[0] if scales else None, attend_chunks, group
+                        )
             layers.append([caches[index] for index in sorted(caches)])
         self.layers, *drafts = layers
         self.draft_layers = drafts[0] if drafts else []
@@ -146,27 +151,42 @@ class CacheEngine:
 
 
 def bytes_per_block(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Return the KV bytes of a block on one rank, in all layers, for a model of `dtype`."""
+    """Return the KV bytes of a block on one rank, in all its layers, for a model of `dtype`."""
     return sum(
-        len(indices) * math.prod(shape) * part.itemsize
-        for model in _models(config)
-        for heads, indices in _layers_by_shape(config, model).items()
+        _num_places(groups) * math.prod(shape) * part.itemsize
+        for model, layout in _models(config)
+        for heads, groups in _layers_by_shape(config, model, layout).items()
         for shape, part in _block_parts(config, heads, dtype)
     )
 
 
-def _models(config: EngineConfig) -> list[ModelConfig]:
-    """Return the models whose keys and values a block has: the target, and a draft model if there is one."""
-    draft = None if config.speculative is None else config.speculative.draft
-    return [config.model] if draft is None else [config.model, draft]
+def _models(config: EngineConfig) -> list[tuple[ModelConfig, CacheLayout]]:
+    """Return the models whose keys and values a block has: the target, and a draft model if there is one.
+
+    The draft model's layers are in the blocks of the first cache group.
+    """
+    models, draft = [(config.model, config.cache_layout)], config.speculative_draft
+    if draft is not None:
+        models.append((draft, make_layout(draft.num_kv_layers, (), draft.max_model_len, 0)))
+    return models
 
 
-def _layers_by_shape(config: EngineConfig, model: ModelConfig) -> dict[tuple[int, int, int], list[int]]:
-    """Return how a token is cached |-> the layers that cache it in this way; see ModelConfig.kv_shape."""
-    layers: dict[tuple[int, int, int], list[int]] = {}
-    for index, heads in enumerate(model.kv_shapes(config.parallel.tensor_parallel_size)):
-        layers.setdefault(heads, []).append(index)
+def _layers_by_shape(
+    config: EngineConfig, model: ModelConfig, layout: CacheLayout
+) -> dict[tuple[int, int, int], list[list[int]]]:
+    """Return how a token is cached (see ModelConfig.kv_shape) |-> for each cache group, the layers that do so."""
+    layers: dict[tuple[int, int, int], list[list[int]]] = {}
+    shapes = model.kv_shapes(config.parallel.tensor_parallel_size)
+    for group in layout.groups:
+        for heads in dict.fromkeys(shapes):
+            alike = [index for index in group.layers if shapes[index] == heads]
+            layers.setdefault(heads, []).append(alike)
     return layers
+
+
+def _num_places(groups: list[list[int]]) -> int:
+    """Return the number of layers of one shape that a block has room for."""
+    return max(map(len, groups))
 
 
 def _block_parts(

@@ -110,6 +110,7 @@ class Attention:
         Args:
             queries: [N] int64, the tokens that `inputs` has as queries; the result is [N, E]. None for all.
         """
+        inputs = inputs.of_group(kv_cache.group)
         projected = self.qkv.forward(x)
         num_tokens = projected.shape[0]
         start = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ _log = logging.getLogger(__name__)
 class FusedDecode:
     """A Decoder's layers and its last norm in one native call; with several ranks, in two calls per layer.
 
+    With several cache groups there is a call for each run of layers of one group.
+
     Args:
         layers: none has a missing_op; see plan_fused_decode.
         last_norm: [E].
@@ -29,6 +32,7 @@ class FusedDecode:
         self._layers = DecodeLayers(layers, last_norm)
         self._comm = comm
         self._caches: list[LayerCache] | None = None
+        self._pieces: list[tuple[int, int, int]] = []  # first sublayer, end, and cache group of each call
 
     def supports(self, num_tokens: int, inputs: AttentionInputs) -> bool:
         """Return whether all rows of the step decode."""
@@ -54,18 +58,32 @@ class FusedDecode:
         if self._caches is not kv_caches:
             self._layers.bind([(cache.blocks, cache.scales) for cache in kv_caches])
             self._caches = kv_caches
+            self._pieces = self._divide([cache.group for cache in kv_caches])
         x = torch.empty_like(hidden)
-        step = rotations, inputs.slot_mapping, inputs.block_tables, inputs.seq_lens
         features = None if aux is None else aux.allocate(hidden)
         aux_layers = frozenset[int]() if aux is None else aux.layers
-        last, start = self._layers.num_sublayers - 1, 0
-        # Ranks must sum after each sublayer but the last norm.
-        for stop in range(1, last + 1) if self._comm.size > 1 else ():
-            self._layers.run(range(start, stop), x, hidden, *step, features, aux_layers)
-            x = self._comm.all_reduce(x)
-            start = stop
-        self._layers.run(range(start, last + 1), x, hidden, *step, features, aux_layers)
+        for start, end, group in self._pieces:
+            own = inputs.of_group(group)
+            step = rotations, own.slot_mapping, own.block_tables, own.seq_lens
+            self._layers.run(range(start, end), x, hidden, *step, features, aux_layers)
+            if self._comm.size > 1 and end < self._layers.num_sublayers:
+                x = self._comm.all_reduce(x)
         return x
+
+    def _divide(self, groups: list[int]) -> list[tuple[int, int, int]]:
+        """Divide the sublayers into calls.
+
+        Args:
+            groups: cache group of each layer.
+        """
+        num_sublayers = self._layers.num_sublayers
+        if self._comm.size > 1:  # ranks sum after each sublayer but the last norm
+            stops = list(range(1, num_sublayers))
+        else:
+            changes = zip(groups, groups[1:], range(2, num_sublayers, 2), strict=False)
+            stops = [start for before, after, start in changes if before != after]
+        bounds = pairwise([0, *stops, num_sublayers])
+        return [(start, end, groups[min(start // 2, len(groups) - 1)]) for start, end in bounds]
 
 
 def plan_fused_decode(

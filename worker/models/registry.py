@@ -227,9 +227,9 @@ def latent_dim(architecture: str, hf: Mapping[str, Any]) -> int:
 
 
 def layer_windows(model: ModelConfig) -> tuple[int, ...]:
-    """Return the window of each layer if all layers are known to have the same one, otherwise ().
+    """Return ModelConfig.layer_windows of a model.
 
-    The ranks have one block table per row, so that all layers of a model must be in one cache group.
+    A token attends to fewer tokens than a chunk has, so a layer with chunks has a window of their length.
     """
     family = FAMILIES.get(model.architecture)
     if family is None or family.is_latent or len(set(model.kv_layers)) > 1:
@@ -238,8 +238,8 @@ def layer_windows(model: ModelConfig) -> tuple[int, ...]:
         layers = read_layers(model, family)
     except (ConfigError, TypeError, ValueError, AttributeError, ArithmeticError):
         return ()  # `check_supported` states the reason
-    windows = tuple(layer.window for layer in layers if layer.kv_source is None)
-    return windows if len(set(windows)) == 1 and windows[0] else ()
+    windows = tuple(layer.window or layer.chunk for layer in layers if layer.kv_source is None)
+    return windows if any(windows) else ()
 
 
 def kv_layers(model: ModelConfig) -> tuple[tuple[int, int], ...]:

@@ -58,5 +58,5 @@ class SharedAttention:
         cos, sin = rotations[self.rope]
         if cos is not None and sin is not None:
             apply_rope(q, cos, sin)
-        attended = paged_attention(q, kv_cache, inputs, self.scale, self.variant)
+        attended = paged_attention(q, kv_cache, inputs.of_group(kv_cache.group), self.scale, self.variant)
         return self.output.forward_partial(attended.view(len(q), -1))

@@ -1,0 +1,131 @@
+"""Greedy tokens of several ranks equal transformers' after chunks, prefix hits, preemptions, moves and failures.
+
+The models have blocks of several cache groups, or latents. tests/cluster/offline has the same with one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranked_driver import RankedDriver
+from reference import Reference, prompts_of
+
+from quire.proto.errors import RankFailed
+
+# Model type |-> windows of its cache groups, and blocks that are too few for four sequences at once.
+KINDS = {"gemma3_text": ([0, 24, 24], 64), "gpt_oss": ([0, 11, 11], 44), "deepseek_v3": ([0], 28)}
+NUM_BLOCKS, MAX_TOKENS = 240, 24
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a model, and the model in transformers."""
+
+    engine: Any
+    reference: Reference
+    num_scarce_blocks: int
+
+    def driver(self, num_blocks: int = NUM_BLOCKS, num_host_blocks: int = 0) -> RankedDriver:
+        config = self.engine.config.with_num_blocks(num_blocks)
+        cache = replace(config.cache, num_host_blocks=num_host_blocks)
+        return RankedDriver(replace(config, cache=cache), self.engine.step)
+
+    def finish(self, driver: RankedDriver, prompts: dict[int, list[int]]) -> None:
+        """Run a driver to its end, and compare its outputs to `prompts`, by handle."""
+        driver.run(depth=2)
+        driver.empty_ranks()
+        assert driver.scheduler.blocks.num_held_blocks == 0
+        for handle, prompt in prompts.items():
+            assert len(driver.outputs[handle]) == MAX_TOKENS
+            self.reference.check_greedy(prompt, driver.outputs[handle])
+
+
+@pytest.fixture(scope="module")
+def references(make_model: Callable[..., Path]) -> dict[str, tuple[Path, Reference]]:
+    folders = {kind: make_model(kind, seed=7) for kind in KINDS}
+    return {kind: (folder, Reference(folder)) for kind, folder in folders.items()}
+
+
+@pytest.fixture(scope="module", params=[f"{kind}-{tp}" for kind in KINDS for tp in (2, 4)])
+def ranks(
+    request: pytest.FixtureRequest, references: dict[str, tuple[Path, Reference]], make_engine: Any
+) -> Ranks:
+    kind, tp = request.param.split("-")
+    folder, reference = references[kind]
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_host_blocks": NUM_BLOCKS}
+    engine = make_engine(folder, int(tp), num_blocks=NUM_BLOCKS, block_size=4, **settings)
+    windows, num_scarce_blocks = KINDS[kind]
+    assert [group.window for group in engine.config.cache_layout.groups] == windows
+    return Ranks(engine, reference, num_scarce_blocks)
+
+
+def add_all(driver: RankedDriver, prompts: dict[int, list[int]]) -> None:
+    for handle, prompt in prompts.items():
+        generated = driver.outputs.get(handle, [])
+        driver.add(handle, prompt, max_tokens=MAX_TOKENS, ignore_eos=True, generated=generated)
+
+
+def numbered(prompts: list[list[int]]) -> dict[int, list[int]]:
+    return dict(enumerate(prompts))
+
+
+def test_prefix_hits_keep_the_tokens(ranks: Ranks) -> None:
+    (prefix,) = prompts_of([40], seed=1)
+    tails = prompts_of([9, 3, 1], seed=2)
+    later = {
+        1 + index: prefix[:length] + tail
+        for index, (length, tail) in enumerate(zip((40, 32, 40), tails, strict=True))
+    }
+    driver = ranks.driver()
+    add_all(driver, {0: prefix})
+    driver.run(depth=2)
+    assert driver.scheduler.blocks.num_hit_tokens == 0
+    add_all(driver, later)
+    ranks.finish(driver, {0: prefix, **later})
+    assert driver.scheduler.blocks.num_hit_tokens == 40 + 32 + 40
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, NUM_BLOCKS], ids=["recomputed", "swapped"])
+def test_preempted_sequences_keep_the_tokens(ranks: Ranks, num_host_blocks: int) -> None:
+    driver = ranks.driver(ranks.num_scarce_blocks, num_host_blocks)
+    driver.scheduler._state.costs.swap_blocks_per_s = 1e9  # swap whenever there is host memory
+    prompts = numbered(prompts_of([17, 22, 9, 13], seed=3))
+    add_all(driver, prompts)
+    ranks.finish(driver, prompts)
+    assert driver.scheduler.stats.num_preemptions > 0
+    assert (driver.scheduler.blocks.num_swapped_blocks > 0) == (num_host_blocks > 0)
+
+
+def test_moved_sequences_keep_the_tokens(ranks: Ranks) -> None:
+    """They continue on a replica that has nothing of them in its cache."""
+    prompts = numbered(prompts_of([30, 5], seed=4))
+    first, second = ranks.driver(), ranks.driver()
+    add_all(first, prompts)
+    while min(map(len, first.outputs.values())) < MAX_TOKENS // 2:
+        first.step(depth=2)
+    first.scheduler.drain(0.0, first.now)
+    first.run(depth=2)
+    first.empty_ranks()
+    assert set(first.moved) == set(prompts)
+    second.outputs = first.outputs
+    add_all(second, prompts)
+    ranks.finish(second, prompts)
+
+
+def test_failed_ranks_keep_the_tokens(ranks: Ranks) -> None:
+    """The content of their KV memory is lost."""
+    prompts = numbered(prompts_of([30, 5], seed=5))
+    driver = ranks.driver()
+    add_all(driver, prompts)
+    while min(map(len, driver.outputs.values())) < MAX_TOKENS // 2:
+        driver.step(depth=2)
+    driver.scheduler.interrupt(RankFailed(0, "killed", None), driver.now)
+    driver.group = RankedDriver(driver.config, ranks.engine.step).group  # no plans in flight
+    ranks.engine.on_all(lambda runner: runner.reset(), ranks.engine.runners)
+    ranks.engine.lose_blocks()
+    driver.scheduler.resume(driver.scheduler.epoch + 1)
+    ranks.finish(driver, prompts)
