@@ -221,14 +221,15 @@ def test_wrong_resumption_is_refused(http: httpx.Client, changes: Any, last: str
 
 def test_other_output_than_the_received_one_is_not_joined(http: httpx.Client) -> None:
     path, fields = COMPLETION
-    response = http.post(path, json=COMMON | fields, headers={"last-event-id": "1.1.0.0.0.0-1-abc-0"})
+    body = COMMON | fields | {"request_id": "another"}  # the tests share the server
+    response = http.post(path, json=body, headers={"last-event-id": "1.1.0.0.0.0-1-abc-0"})
     assert response.status_code == 404
     assert "differs from what was received" in response.json()["error"]["message"]
 
 
 def test_stream_that_is_not_resumable_has_no_ids(http: httpx.Client) -> None:
     path, fields = CHAT
-    response = http.post(path, json=COMMON | fields | {"resumable": False})
+    response = http.post(path, json=COMMON | fields | {"request_id": "", "resumable": False})
     assert "data: " in response.text
     assert "id: " not in response.text.replace('"id":', "")
 
