@@ -24,14 +24,16 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-# Bytes per thread that attention may spill, in 16-bit types: see kernels.gpu.tile_configs.
-MAX_STACK_BYTES = 40 if triton.__version__ < "3.8" else 16
+# Bytes of stack per thread that kernels may have: calls have frames of 8, and few registers are spilled.
+MAX_STACK_BYTES = {"sample_top_k_top_p._sample_from_rows": 48}
+DEFAULT_STACK_BYTES = 16
+# Of attention in 16-bit types: see kernels.gpu.tile_configs.
+MAX_ATTENTION_STACK_BYTES = 40 if triton.__version__ < "3.8" else 16
+MAX_BLACKWELL_STACK_BYTES = 64
 # Of chunks on Ampere, if the number of query heads per KV head is no power of two.
 MAX_AMPERE_STACK_BYTES = 88
 # In float32, which multiplies on tensor cores in three parts, and is for tests.
 MAX_FLOAT32_STACK_BYTES = 1024
-# Of linear layers with packed weights: one pointer, with Triton 3.6 on Hopper.
-MAX_PACKED_STACK_BYTES = 8
 
 
 class StandInDriver:
@@ -100,16 +102,18 @@ class Compilations:
 
 
 def max_stack_bytes(name: str, args: tuple[Any, ...], capability: int) -> int:
-    """Return the bytes per thread that a variant may spill; most kernels may spill nothing."""
-    if "._attend" in name and args[0].dtype == torch.float32:
+    """Return the bytes of stack per thread that a variant may have."""
+    if "._attend" not in name:
+        return MAX_STACK_BYTES.get(name, DEFAULT_STACK_BYTES)
+    if args[0].dtype == torch.float32:
         return MAX_FLOAT32_STACK_BYTES
-    if name == "paged_prefill._attend_chunks":
+    if capability >= 100:
+        return MAX_BLACKWELL_STACK_BYTES
+    if capability < 90 and name == "paged_prefill._attend_chunks":
         group = args[0].shape[1] // args[1].shape[2]
-        return MAX_AMPERE_STACK_BYTES if capability < 90 and group & (group - 1) else MAX_STACK_BYTES
-    if "._attend" in name:
-        return MAX_STACK_BYTES
-    is_packed = name == "quantized_linear._quantized_linear" and args[1].dtype == torch.uint8
-    return MAX_PACKED_STACK_BYTES if is_packed else 0
+        if group & (group - 1):
+            return MAX_AMPERE_STACK_BYTES
+    return MAX_ATTENTION_STACK_BYTES
 
 
 def is_pipelined(name: str, args: tuple[Any, ...], num_stages: int, capability: int) -> bool:
