@@ -110,8 +110,12 @@ class RepetitionDetectionParams(NamedTuple):
                 allowed = ", ".join(RepetitionDetectionParams._fields)
                 raise InvalidRequest(f"{field}.{unknown[0][:64]}", f"is unknown, must be one of {allowed}")
             given = RepetitionDetectionParams(**given)
-        elif not isinstance(given, RepetitionDetectionParams):
+        elif not isinstance(given, list | tuple):
             given = tuple(getattr(given, name, None) for name in RepetitionDetectionParams._fields)
+        if len(given) != len(RepetitionDetectionParams._fields):
+            raise InvalidRequest(
+                field, f"has {len(given)} numbers, must have {len(RepetitionDetectionParams._fields)}"
+            )
         longest, shortest, count = (
             plain.whole_number(f"{field}.{name}", value)
             for name, value in zip(RepetitionDetectionParams._fields, given, strict=True)

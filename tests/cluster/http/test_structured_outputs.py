@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import jsonschema
 import openai
 import pytest
-from local_server import ThreadedServer
+from chat_model import chat_model
+from local_server import ThreadedServer, threaded_server
 from narrowing import not_none
+
+from quire import Client, RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 
 MESSAGES: list[Any] = [{"role": "user", "content": "When?"}]
 SCHEMA: dict[str, Any] = {
@@ -31,6 +35,12 @@ RANDOM: Any = {"temperature": 1, "max_tokens": 300, **SEEDED}
 @pytest.fixture(scope="module")
 def client(server: ThreadedServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def grpc_client(server: ThreadedServer) -> Iterator[Client]:
+    with Client(server.server.target) as client:
         yield client
 
 
@@ -103,3 +113,39 @@ def test_anthropic_message_uses_the_tool(server: ThreadedServer) -> None:
     (block,) = (block for block in made.content if block.type == "tool_use")
     jsonschema.validate(block.input, SCHEMA)
     assert made.stop_reason == "tool_use"
+
+
+def test_budget_ends_the_reasoning(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Over both APIs. The prompt leaves the random model in a reasoning that it never ends by itself."""
+    model = chat_model(make_model("llama"), tmp_path)
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}<think>")
+    params = SamplingParams(temperature=1, seed=4, max_tokens=60, thinking_token_budget=4, ignore_eos=True)
+    settings: Any = {"model": "tiny", "messages": MESSAGES, "temperature": 1, "max_tokens": 60, "seed": 4}
+    with (
+        threaded_server(model, reasoning_parser="qwen3") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        Client(server.server.target) as grpc_client,
+    ):
+        free = client.chat.completions.create(**settings, extra_body={"ignore_eos": True})
+        assert not free.choices[0].message.content
+        limits = {"ignore_eos": True, "thinking_token_budget": 4}
+        made = client.chat.completions.create(**settings, extra_body=limits).choices[0].message
+        assert made.content
+        (output,) = grpc_client.chat(MESSAGES, params).outputs
+        assert not_none(output.message).content == made.content
+
+
+def test_repetition_ends_the_output(client: openai.OpenAI, grpc_client: Client) -> None:
+    limits = {"max_pattern_size": 8, "min_pattern_size": 1, "min_count": 4}
+    form = "(ab ){50}"
+    wanted: Any = {"structured_outputs": {"regex": form}, "repetition_detection": limits}
+    made = client.completions.create(model="tiny", prompt="The", extra_body=wanted, **RANDOM)
+    assert made.choices[0].finish_reason == "repetition"
+    params = SamplingParams(
+        temperature=1, seed=4, max_tokens=300, structured_outputs=StructuredOutputsParams(regex=form),
+        repetition_detection=RepetitionDetectionParams(8, 1, 4),
+    )  # fmt: skip
+    (output,) = grpc_client.generate("The", params).outputs
+    assert output.finish_reason == "repetition"
+    assert output.text == made.choices[0].text
+    assert len(output.text) < 50
