@@ -11,9 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
+from adapters import write_adapter
 
-from quire import Client, SamplingParams
+from quire import Client, SamplingParams, StructuredOutputsParams
 from quire.cluster.api.status import ReplicaInfo
+from quire.cluster.config.engine_options import DEMO_MODEL_PATH
 from quire.cluster.demo.server import ServerProcess
 from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished
 
@@ -24,6 +26,7 @@ DEADLINE_S = 120.0
 STATUS_S = 30.0
 NUM_TOKENS = 300
 PROMPT = "It was"
+FORM = StructuredOutputsParams(regex="([a-z]{3,9} [0-9]{2}){60}")
 KINDS = {
     "greedy": SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0),
     "seed, n and penalties": SamplingParams(
@@ -31,12 +34,19 @@ KINDS = {
     ),
     "stop string": SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=3, stop=("zq",)),
     "beams": SamplingParams(max_tokens=60, beam_width=3, n=2),
+    "form": SamplingParams(max_tokens=NUM_TOKENS, seed=5, structured_outputs=FORM),
+    "beams of a form": SamplingParams(max_tokens=60, beam_width=3, structured_outputs=FORM),
+    "adapter": SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=9),
 }  # fmt: skip
+# Kind |-> the model that it names: an adapter, which the ranks of a recovered group read again.
+MODELS = {"adapter": "sea"}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    started = ServerProcess("demo", "--tensor-parallel-size", "2", "--audit")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    adapter = write_adapter(tmp_path_factory.mktemp("adapters") / "sea", DEMO_MODEL_PATH)
+    adapters = "--enable-lora", "--lora-modules", f"sea={adapter}"
+    started = ServerProcess("demo", "--tensor-parallel-size", "2", "--audit", *adapters)
     try:
         started.wait_ready(DEADLINE_S)
         yield started
@@ -55,18 +65,23 @@ def client(server: ServerProcess) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def undisturbed(client: Client) -> dict[str, list[list[int]]]:
-    outputs = {name: client.generate(PROMPT, params).outputs for name, params in KINDS.items()}
+    outputs = {
+        name: client.generate(PROMPT, params, model=MODELS.get(name, "")).outputs
+        for name, params in KINDS.items()
+    }
+    without = client.generate(PROMPT, KINDS["adapter"]).outputs
+    assert outputs["adapter"][0].token_ids != without[0].token_ids
     return {name: [list(each.token_ids) for each in found] for name, found in outputs.items()}
 
 
 class Stream:
     """A stream on a thread of its own."""
 
-    def __init__(self, client: Client, params: SamplingParams) -> None:
+    def __init__(self, client: Client, params: SamplingParams, model: str = "") -> None:
         self.token_ids: list[list[int]] = [[] for _ in range(params.n)]
         self.finished: list[CompletionFinished] = []
         self.has_begun = threading.Event()
-        self._events = client.generate_stream(PROMPT, params)
+        self._events = client.generate_stream(PROMPT, params, model=model)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -93,7 +108,7 @@ def disturb(
     client: Client, undisturbed: dict[str, list[list[int]]], fault: Callable[[], None]
 ) -> dict[str, Stream]:
     """Run a stream of each kind, cause the fault while they run, and compare all tokens."""
-    streams = {name: Stream(client, params) for name, params in KINDS.items()}
+    streams = {name: Stream(client, params, MODELS.get(name, "")) for name, params in KINDS.items()}
     assert streams["greedy"].has_begun.wait(DEADLINE_S)
     fault()
     for name, stream in streams.items():

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ...proto.errors import ConfigError, first_line
@@ -68,14 +69,7 @@ def read_vocabulary(path: str, vocab_size: int, stop_ids: tuple[int, ...]) -> Vo
     Raises:
         ConfigError: the tokenizer does not show which bytes its tokens stand for.
     """
-    from transformers import AutoTokenizer  # 1 s, which a rank without constraints does not spend
-
-    try:
-        backend = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=False, local_files_only=True
-        ).backend_tokenizer
-    except Exception as error:  # transformers passes on the exceptions of its parsers
-        raise ConfigError(f"{path}: the tokenizer cannot be read: {first_line(error)}") from error
+    backend, special_texts = _read_tokenizer(Path(path))
     backend.encode_special_tokens = True  # a text with the name of a special token is text
     to_bytes = _converter(backend)
     added = backend.get_added_tokens_decoder()
@@ -83,13 +77,64 @@ def read_vocabulary(path: str, vocab_size: int, stop_ids: tuple[int, ...]) -> Vo
     for text, index in backend.get_vocab(with_added_tokens=True).items():
         if index < vocab_size:
             pieces[index] = text.encode() if index in added else to_bytes(text)
-    special_ids = {index for index, token in added.items() if token.special and index < vocab_size}
+    special_ids = {
+        index
+        for index, token in added.items()
+        if (token.special or token.content in special_texts) and index < vocab_size
+    }
     return Vocabulary(
         pieces,
         frozenset(special_ids | {index for index in stop_ids if index < vocab_size}),
         stop_ids,
         lambda text: list(backend.encode(text, add_special_tokens=False).ids),
     )
+
+
+def _read_tokenizer(folder: Path) -> tuple[Any, frozenset[str]]:
+    """Return the tokenizer of the library tokenizers, and texts of special tokens that it may not know as special.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        if (found := _read_without_transformers(folder)) is not None:
+            return found
+        from transformers import AutoTokenizer
+
+        whole = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return whole.backend_tokenizer, frozenset()
+    except Exception as error:  # both libraries pass on the exceptions of their parsers
+        raise ConfigError(f"{folder}: the tokenizer cannot be read: {first_line(error)}") from error
+
+
+def _read_without_transformers(folder: Path) -> tuple[Any, frozenset[str]] | None:
+    """Return the same. Returns None if transformers must convert the files or add tokens to them.
+
+    The import of transformers takes 1 s, and 5 s on a busy machine, which is as long as a rank may be late: the first
+    constraint failed the ranks.
+    """
+    from tokenizers import Tokenizer
+
+    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if not file.is_file():
+        return None
+    tokenizer = Tokenizer.from_file(str(file))
+    config = json.loads(settings.read_bytes()) if settings.is_file() else {}
+    stated = {each["content"] for each in config.get("added_tokens_decoder", {}).values()}
+    special_texts = _special_texts(config)
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    return (tokenizer, special_texts) if stated | special_texts <= added else None
+
+
+def _special_texts(config: Mapping[str, Any]) -> frozenset[str]:
+    """Return the texts of special tokens that tokenizer_config.json names."""
+    named = [value for name, value in config.items() if name.endswith("_token")]
+    for more in ("additional_special_tokens", "extra_special_tokens"):
+        value = config.get(more) or []
+        named += value.values() if isinstance(value, dict) else value
+    named += [each for each in config.get("added_tokens_decoder", {}).values() if each.get("special")]
+    texts = (each["content"] if isinstance(each, dict) else each for each in named)
+    return frozenset(text for text in texts if isinstance(text, str))
 
 
 def _converter(backend: Any) -> Callable[[str], bytes]:
