@@ -8,10 +8,10 @@ with a constraint on every row, beside the same step without. Both ways alternat
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import random
+import re
 import statistics
 import time
 from collections import Counter
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import Figure, make_parser, report
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.cluster.config.engine_options import DEMO_MODEL_PATH
 from quire.worker.structured.compilation import AUTO, GUIDANCE, XGRAMMAR, GrammarLibrary
@@ -45,12 +46,11 @@ BATCH, NUM_TOKENS, ROUNDS = 64, 48, 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser = make_parser(__doc__)
     parser.add_argument("--schemas", type=Path, nargs="*", help="files of schemas, one JSON object per line")
     given = parser.parse_args()
     library = GrammarLibrary(str(DEMO_MODEL_PATH), 3072, (0,))
-    figures: dict[str, Any] = {}
+    figures: dict[str, float] = {}
     for file in given.schemas or sorted(SCHEMAS.glob("*.jsonl")):
         for backend in (XGRAMMAR, GUIDANCE, AUTO):
             figures |= measure_schemas(library, file, backend)
@@ -59,10 +59,23 @@ def main() -> None:
             figures |= measure_matching(vocabulary_of(library.vocabulary, vocab_size), backend)
     for backend in (XGRAMMAR, GUIDANCE):
         figures |= measure_step(backend)
-    for name, value in figures.items():
-        print(f"{name:60} {value:.4g}")
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+    report({name: Figure(value, _unit_of(name)) for name, value in figures.items()}, given.json)
+
+
+# End of a figure's name, or of it without a percentile |-> its unit.
+_UNITS = {
+    "_ms": "ms",
+    "_us": "us",
+    "_kb": "kB",
+    ".schemas": "schemas",
+    ".supported": "share",
+    "_share": "share",
+}
+
+
+def _unit_of(name: str) -> str:
+    stem = re.sub("_(p50|p99|mean)$", "", name)
+    return next(unit for end, unit in _UNITS.items() if stem.endswith(end))
 
 
 def read_schemas(file: Path) -> Iterator[Any]:

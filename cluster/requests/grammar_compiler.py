@@ -33,14 +33,23 @@ class LocalGrammarCompiler:
         self._library = GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids)
         self._backend = config.structured_outputs.structured_outputs_backend
         self._lock = threading.Lock()
+        self._latest = (b"", GrammarSpec("", ""))
 
     def compile(self, params: StructuredOutputsParams) -> bytes:
         try:
             with self._lock:
-                return self._library.compile(GrammarSpec(**grammar_spec(params)), self._backend)
+                return self._compile(GrammarSpec(**grammar_spec(params)))
         except (UnsupportedConstraint, ConfigError) as error:
             field = f"sampling.structured_outputs.{params.kind}"
             raise InvalidRequest(field, f"is not supported: {error}") from error
+
+    def _compile(self, spec: GrammarSpec) -> bytes:
+        """Compile a constraint, unless it is the latest one: prompts of one call mostly share one, 0.6 ms each."""
+        compiled, latest = self._latest
+        if spec != latest:
+            compiled = self._library.compile(spec, self._backend)
+            self._latest = compiled, spec
+        return compiled
 
 
 def grammar_spec(params: StructuredOutputsParams) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from quire import LLM, RepetitionDetectionParams, RequestOutput, SamplingParams,
 from quire.proto.block_tables import IntArray
 from quire.proto.errors import InvalidRequest
 from quire.scheduler.speculation.draft_lengths import DraftLengths
+from quire.worker.structured.compilation import GrammarLibrary
+from quire.worker.structured.grammar import GrammarSpec
 from quire.worker.structured.row_constraint import RowConstraint
 
 SCHEMA = {
@@ -76,6 +78,22 @@ def test_finished_output_has_its_form(llm: LLM, form: StructuredOutputsParams, p
     assert len(ends) >= 2
     for text in ends:
         assert re.fullmatch(pattern, text), text
+
+
+def test_prompts_of_one_call_share_a_compiled_form(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[GrammarSpec] = []
+    compile_one = GrammarLibrary.compile
+
+    def count(library: GrammarLibrary, spec: GrammarSpec, backend: str) -> bytes:
+        compiled.append(spec)
+        return compile_one(library, spec, backend)
+
+    monkeypatch.setattr(GrammarLibrary, "compile", count)
+    forms = [StructuredOutputsParams(regex=text) for text in ("[a-e]{3}", "[a-e]{3}", "[f-h]{3}")]
+    made = texts(llm.generate(PROMPTS, [sampled(form) for form in forms]))
+    assert [len(text) for text in made] == [3, 3, 3]
+    assert set(made[2]) <= set("fgh")
+    assert [spec.text for spec in compiled] == ["[a-e]{3}", "[f-h]{3}"]
 
 
 def test_rows_without_a_constraint_are_unchanged_beside_others(llm: LLM) -> None:
