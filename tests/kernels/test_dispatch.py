@@ -9,14 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from launched_kernels import ops_with_kernels
 
 from quire.kernels import (
     activation,
     all_reduce_norm,
     block_tables,
     dispatch,
+    fused_latent_norm_rope_write,
     fused_qk_norm_rope_kv_write,
     gumbel,
+    latent_attention,
+    logits,
+    lora,
+    moe,
     norm,
     paged_attention,
     paged_cache,
@@ -41,6 +47,12 @@ OPS: dict[str, list[Callable[..., Any]]] = {
     "paged_prefill": [paged_attention.paged_prefill_attention],
     "quantize_tokens": [quantized_linear.quantize_tokens],
     "quantized_linear": [quantized_linear.quantized_linear],
+    "fused_latent_norm_rope_write": [fused_latent_norm_rope_write.fused_latent_norm_rope_write],
+    "latent_decode": [latent_attention.latent_decode_attention],
+    "latent_prefill": [latent_attention.latent_prefill_attention],
+    "lora": [lora.add_lora],
+    "moe": [moe.sort_choices, moe.scatter_linear, moe.gather_linear],
+    "process_logits": [logits.process_logits],
     "fused_qk_norm_rope_kv_write": [fused_qk_norm_rope_kv_write.fused_qk_norm_rope_kv_write],
     "topk_tokens": [sampling.topk_tokens],
 }
@@ -53,6 +65,10 @@ def test_kernel_has_signature_of_twin(device: str, module: str, op: Any) -> None
         return [(parameter.name, parameter.default) for parameter in signature.parameters.values()]
 
     assert parameters(getattr(dispatch._load(module), op.__name__)) == parameters(op)
+
+
+def test_all_ops_with_kernels_are_compared() -> None:
+    assert {op.__name__ for ops in OPS.values() for op in ops} == ops_with_kernels()
 
 
 def test_cpu_tensor_runs_twin(monkeypatch: pytest.MonkeyPatch) -> None:
