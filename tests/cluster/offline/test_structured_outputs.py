@@ -16,7 +16,10 @@ import pytest
 from quire import LLM, RepetitionDetectionParams, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.proto.block_tables import IntArray
 from quire.proto.errors import InvalidRequest
+from quire.proto.step import StepPlan
 from quire.scheduler.speculation.draft_lengths import DraftLengths
+from quire.worker.launched_step import LaunchedStep
+from quire.worker.runner import ModelRunner
 from quire.worker.structured.compilation import GrammarLibrary
 from quire.worker.structured.grammar import GrammarSpec
 from quire.worker.structured.row_constraint import RowConstraint
@@ -225,3 +228,25 @@ def test_drafted_tokens_leave_the_output_the_same(llm: LLM, monkeypatch: pytest.
     assert texts(outputs) == texts(whole)
     assert outputs[3].outputs[0].finish_reason == whole[3].outputs[0].finish_reason == "repetition"
     assert sum(stats.num_accepted) > 10
+
+
+def test_steps_that_fail_amid_drafts_leave_the_output_the_same(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recovered rank has neither the drafted tokens nor the state of the grammar."""
+    settings = [sampled(StructuredOutputsParams(json=SCHEMA), seed=seed) for seed in range(3)]
+    whole = texts(llm.generate(PROMPTS, settings))
+    launch, num_drafting = ModelRunner.launch, itertools.count()
+
+    def fail_sometimes(runner: ModelRunner, plan: StepPlan) -> LaunchedStep:
+        if plan.draft_lens.size and plan.draft_lens.any() and next(num_drafting) in (2, 9):
+            raise runner._failure(plan, "RuntimeError: on command")
+        return launch(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "launch", fail_sometimes)
+    monkeypatch.setattr(DraftLengths, "choose", _most_drafts)
+    drafts = {"method": "ngram", "num_speculative_tokens": 4}
+    with LLM("demo", speculative_config=drafts, **OPTIONS) as speculating:
+        outputs = speculating.generate(PROMPTS, settings)
+    assert next(num_drafting) > 10
+    assert texts(outputs) == whole
