@@ -61,8 +61,10 @@ def make_rope(settings: dict[str, Any], context: RopeContext) -> Rope:
         theta = float(settings.get("rope_theta") or context.theta)
         share = settings.get("partial_rotary_factor", context.partial_rotary_factor)
         rotary_dim = int(context.head_dim * (1.0 if share is None else float(share)))
-        if rotary_dim < 2 or rotary_dim % 2:
-            raise ValueError(f"{rotary_dim} of {context.head_dim} dimensions, must be even and at least 2")
+        if not 2 <= rotary_dim <= context.head_dim or rotary_dim % 2:
+            raise ValueError(
+                f"{rotary_dim} of {context.head_dim} dimensions, must be even, at least 2 and at most all"
+            )
         frequencies = [theta ** (-2 * pair / rotary_dim) for pair in range(rotary_dim // 2)]
         return _KINDS[kind](frequencies, theta, settings, context)
     except KeyError as error:

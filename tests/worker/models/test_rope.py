@@ -91,6 +91,7 @@ def test_original_len_of_configuration_overrides_settings() -> None:
         ({"rope_type": "yarn", "factor": "much"}, "'yarn' has invalid settings"),
         ({"partial_rotary_factor": 0.34}, "43 of 128 dimensions, must be even"),
         ({"partial_rotary_factor": 0.001}, "0 of 128 dimensions, must be even"),
+        ({"partial_rotary_factor": 1.5}, "192 of 128 dimensions, must be even"),
         ({"partial_rotary_factor": [1]}, "'default' has invalid settings"),
         ({"rope_theta": "wide"}, "'default' has invalid settings"),
         ({"rope_type": ["yarn"]}, "is not supported; supported: default, linear"),
