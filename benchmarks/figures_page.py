@@ -150,6 +150,28 @@ def faults(figures: Figures) -> list[str]:
     return lines
 
 
+def families(figures: Figures) -> list[str]:
+    """Kinds of models as rows, what is measured of both engines as columns."""
+    measures = {
+        "decode_tokens_per_s": "decode (tokens/s)",
+        "prefill_tokens_per_s": "prefill (tokens/s)",
+        "load_s_per_gb": "load (s/GB)",
+        "peak_gb_per_gb": "peak memory (GB/GB)",
+    }
+    kinds = dict.fromkeys(name.split(".")[1] for name in figures)
+    lines = _header(["model type", *measures.values()])
+    for kind in kinds:
+        pairs = [
+            " / ".join(
+                _number(figures[f"families.{kind}.{engine}.{measure}"]["value"])
+                for engine in ("quire", "transformers")
+            )
+            for measure in measures
+        ]
+        lines.append(_row([kind, *pairs]))
+    return lines
+
+
 SECTIONS = (
     Section(
         "Offline throughput beside other engines",
@@ -187,6 +209,13 @@ SECTIONS = (
         "offline_m_avx2",
         "The shape of Qwen2.5-0.5B, float32, with the same three variables.",
         engines,
+    ),
+    Section(
+        "One small model of each kind",
+        "families",
+        "Random models of 4 to 50M parameters, float32, one sequence, quire / transformers. Memory is the growth "
+        "of the process at its highest while loading, and includes quire's KV cache.",
+        families,
     ),
     Section(
         "Where the time goes",

@@ -52,10 +52,10 @@ def make_model(folder: Path, kind: str) -> None:
                 std = 0.05 if layer == "embed_tokens" else gains.get(layer, 1.0) * weight.shape[1] ** -0.5
                 weight.copy_(torch.randn(weight.shape, generator=generator) * std)
     model.save_pretrained(folder)
-    _make_tokenizer().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
 
 
-def _make_tokenizer() -> Any:
+def make_tokenizer() -> Any:
     """Return a byte-level BPE tokenizer whose other tokens are artificial words of two to four letters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

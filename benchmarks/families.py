@@ -1,0 +1,213 @@
+"""Load, prefill and decode of one small model of each kind on a CPU, beside transformers.
+
+    python -m benchmarks.families --json benchmarks/results/families.json
+
+Each engine loads each model in a process of its own, with as many threads as cores, in float32. The models are
+random: the time of a step depends on their sizes only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import Figure, make_parser, median, names_from, report
+from benchmarks.random_models import make_tokenizer
+
+ENGINES = ("quire", "transformers")
+SIZES: dict[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+SMALLER: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8, "kv_lora_rank": 128, "q_lora_rank": None, "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "head_dim": 32, "v_head_dim": 64, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+_PER_LAYER: dict[str, Any] = {
+    "vocab_size_per_layer_input": 32000,
+    "hidden_size_per_layer_input": 32,
+    "sliding_window": 256,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+}
+# Model type |-> its configuration besides SIZES.
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "gemma3_text": {"sliding_window": 256},
+    "gemma3n_text": _PER_LAYER | {"laurel_rank": 32},
+    "gemma4_text": _PER_LAYER | {"global_head_dim": 128},
+    "cohere2": {"sliding_window": 256},
+    "gptj": {"rotary_dim": 16},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
+    "llama4_text": {"intermediate_size": 256, "intermediate_size_mlp": 1024, "num_local_experts": 8},
+    "deepseek_v3": _LATENT,
+    "gpt_neox": {},
+}
+_WITHOUT_HEAD_DIM = ("gptj", "gpt_neox")
+
+# Of the prompt whose prefill is timed, of that before decoding, tokens that are decoded, and repetitions.
+PREFILL_LEN, PROMPT_LEN, NUM_DECODED, NUM_REPEATS = 512, 32, 64, 5
+
+# (prompt, number of tokens) -> None; generates exactly these tokens.
+Generate = Callable[[list[int], int], None]
+
+
+def make_model(folder: Path, kind: str, *, is_quick: bool = False) -> None:
+    """Write a random model in float32, with a tokenizer."""
+    import torch
+    import transformers
+
+    fields = SIZES | KINDS[kind]
+    if is_quick:
+        fields |= SMALLER
+        if "layer_types" in fields:
+            fields |= {"layer_types": fields["layer_types"][:4], "num_hidden_layers": 4}
+    if kind in _WITHOUT_HEAD_DIM:
+        for name in ("head_dim", "num_key_value_heads"):
+            del fields[name]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **fields)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+
+
+def load_quire(folder: Path) -> Generate:
+    from quire import LLM, SamplingParams
+
+    llm = LLM(str(folder), device="cpu", dtype="float32", num_kv_blocks=128, max_model_len=1024)
+
+    def generate(prompt: list[int], max_tokens: int) -> None:
+        settings = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        (result,) = llm.generate([prompt], settings)
+        assert len(result.outputs[0].token_ids) == max_tokens
+
+    return generate
+
+
+def load_transformers(folder: Path) -> Generate:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def generate(prompt: list[int], max_tokens: int) -> None:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens,
+                eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+        assert out.shape[1] == len(prompt) + max_tokens
+
+    return generate
+
+
+LOADERS: dict[str, Callable[[Path], Generate]] = {"quire": load_quire, "transformers": load_transformers}
+
+
+def measure(engine: str, folder: Path) -> dict[str, float]:
+    """Load a model in this process and time it. Returns figure |-> value."""
+    # What both engines import is no part of loading.
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
+    import quire  # noqa: F401
+
+    weight_gb = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e9
+    before, started = _memory_kib("VmRSS"), time.perf_counter()
+    generate = LOADERS[engine](folder)
+    loaded = time.perf_counter() - started
+    peak_gb = (_memory_kib("VmHWM") - before) * 1024 / 1e9
+    rng = np.random.default_rng(0)
+
+    def timed(prompt_len: int, max_tokens: int) -> float:
+        """Return the median time; each prompt is new, so that no prefix is cached."""
+        times = []
+        for _ in range(NUM_REPEATS):
+            prompt = rng.integers(1, 30000, prompt_len).tolist()
+            begun = time.perf_counter()
+            generate(prompt, max_tokens)
+            times.append(time.perf_counter() - begun)
+        return median(times)
+
+    timed(PREFILL_LEN, 2)  # warms up
+    first, all_tokens = timed(PROMPT_LEN, 1), timed(PROMPT_LEN, 1 + NUM_DECODED)
+    return {
+        "load_s_per_gb": loaded / weight_gb,
+        "peak_gb_per_gb": peak_gb / weight_gb,
+        "prefill_tokens_per_s": PREFILL_LEN / timed(PREFILL_LEN, 1),
+        "decode_tokens_per_s": NUM_DECODED / max(all_tokens - first, 1e-9),
+    }
+
+
+UNITS = {
+    "load_s_per_gb": "s/GB",
+    "peak_gb_per_gb": "GB/GB",
+    "prefill_tokens_per_s": "tokens/s",
+    "decode_tokens_per_s": "tokens/s",
+}
+
+
+def measure_apart(engine: str, folder: Path) -> dict[str, float]:
+    """As `measure`, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.families", "--measure", engine, str(folder)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+def _memory_kib(field: str) -> int:
+    """Return a field of this process's memory, in KiB. VmHWM does not count the parent's, as getrusage does."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1])
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--kinds", type=names_from(KINDS), default=list(KINDS), metavar="A,B,...")
+    parser.add_argument(
+        "--quick", action="store_true", help="models of 64 hidden units, to see that it works"
+    )
+    parser.add_argument("--measure", nargs=2, metavar=("ENGINE", "DIR"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure is not None:
+        engine, folder = arguments.measure
+        print(json.dumps(measure(engine, Path(folder))))
+        return
+    figures: dict[str, Figure] = {}
+    for kind in arguments.kinds:
+        with tempfile.TemporaryDirectory() as folder:
+            make_model(Path(folder), kind, is_quick=arguments.quick)
+            for engine in ENGINES:
+                for name, value in measure_apart(engine, Path(folder)).items():
+                    figures[f"families.{kind}.{engine}.{name}"] = Figure(value, UNITS[name])
+    report(figures, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
