@@ -25,13 +25,13 @@ from triton.runtime.jit import JITFunction
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 # Bytes of stack per thread that kernels may have: calls have frames of 8, and few registers are spilled.
-MAX_STACK_BYTES = {"sample_top_k_top_p._sample_from_rows": 48}
+MAX_STACK_BYTES = {"sample_top_k_top_p._sample_from_rows": 64}
 DEFAULT_STACK_BYTES = 16
 # Of attention in 16-bit types: see kernels.gpu.tile_configs.
 MAX_ATTENTION_STACK_BYTES = 40 if triton.__version__ < "3.8" else 16
 MAX_BLACKWELL_STACK_BYTES = 64
-# Of chunks on Ampere, if the number of query heads per KV head is no power of two.
-MAX_AMPERE_STACK_BYTES = 88
+# Of chunks, if the number of query heads per KV head is no power of two.
+MAX_ODD_GROUP_STACK_BYTES = 88
 # In float32, which multiplies on tensor cores in three parts, and is for tests.
 MAX_FLOAT32_STACK_BYTES = 1024
 
@@ -109,10 +109,10 @@ def max_stack_bytes(name: str, args: tuple[Any, ...], capability: int) -> int:
         return MAX_FLOAT32_STACK_BYTES
     if capability >= 100:
         return MAX_BLACKWELL_STACK_BYTES
-    if capability < 90 and name == "paged_prefill._attend_chunks":
+    if name == "paged_prefill._attend_chunks":
         group = args[0].shape[1] // args[1].shape[2]
         if group & (group - 1):
-            return MAX_AMPERE_STACK_BYTES
+            return MAX_ODD_GROUP_STACK_BYTES
     return MAX_ATTENTION_STACK_BYTES
 
 
