@@ -99,9 +99,11 @@ def test_commands_parse(page: str, language: str, code: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "language", "code"), [each for each in BLOCKS if each.values[1] == "toml"])
-def test_toml_is_a_fleet_file_or_a_tenants_file(page: str, language: str, code: str, tmp_path: Path) -> None:
+def test_toml_is_a_file_that_is_read(page: str, language: str, code: str, tmp_path: Path) -> None:
     content = tomllib.loads(code)
-    if "model" in content:
+    if "project" in content:  # of a package with an entry point; an example is such a package
+        assert content["project"].keys() == {"entry-points"}
+    elif "model" in content:
         for table in content["model"]:
             Deployment.from_table(table)
     else:
