@@ -88,7 +88,9 @@ def _run(serving: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         status = INTERRUPTED
     if status > SIGNALED:
-        print("quire: stopped before it was ready", file=sys.stderr)
+        print("quire: stopped before it was ready", file=sys.stderr, flush=True)
+        # Everything is closed. If Ray's start was interrupted, its library would end the process with SIGSEGV.
+        os._exit(status)
     raise typer.Exit(status)
 
 

@@ -27,6 +27,12 @@ def signals_raise() -> Iterator[None]:
     raise_on_signals()
     try:
         yield
+    except SystemError as error:
+        if isinstance(
+            error.__cause__, Interrupted
+        ):  # raised in a compiled call of Ray, which returned a result
+            raise error.__cause__ from None
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -153,13 +153,14 @@ def attach(address: str, namespace: str = DEFAULT_NAMESPACE) -> AttachedCluster:
     _refuse_second_connection()
     _choose_authentication()
     try:
-        ray.init(
-            address=address,
-            namespace=namespace,
-            log_to_driver=False,
-            configure_logging=False,
-            logging_level=logging.ERROR,
-        )
+        with compat.no_alarm_after_sigterm():
+            ray.init(
+                address=address,
+                namespace=namespace,
+                log_to_driver=False,
+                configure_logging=False,
+                logging_level=logging.ERROR,
+            )
     except Exception as error:
         ray.shutdown()
         where = f"at {address}" if address != "auto" else "that this machine is a node of"
