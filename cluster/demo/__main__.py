@@ -80,12 +80,18 @@ def _shut_down(console: Console, server: ServerProcess) -> bool:
     with server:
         status = server.stop()
         left = server.leftovers()
+        log = server.log.strip()
     for thing in left:
         console.print(f"left behind: {thing}", style="red", highlight=False)
     if not left:
         console.print("shut down: no process, no shared memory, no socket, no file left")
     # SIGTERM ends a server that was still importing its modules, and has started nothing.
-    return not left and (status >= 0 or status == -signal.SIGTERM)
+    is_orderly = status >= 0 or status == -signal.SIGTERM
+    if not is_orderly:
+        console.print(
+            f"the server was ended by {signal.Signals(-status).name}: {log}", style="red", highlight=False
+        )
+    return not left and is_orderly
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
