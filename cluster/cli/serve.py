@@ -15,6 +15,7 @@ from ..config.problems import Problems
 from ..config.scaling_limits import ScalingLimits
 from ..config.server_options import ServerOptions
 from ..config.vllm_arguments import VllmOptions, translate_arguments
+from ..host.signals import signals_held
 from .deployments import FLEET_FILE_SUFFIX, read_deployments
 from .exit_status import INTERRUPTED, SIGNALED
 from .option_groups import with_options
@@ -84,13 +85,12 @@ def serve(
 def _run(serving: Callable[[], int]) -> NoReturn:
     """Serve, and exit with its status. A signal during start-up, also while Python imports, gets one line."""
     try:
-        status = serving()
+        with signals_held():
+            status = serving()
     except KeyboardInterrupt:
         status = INTERRUPTED
     if status > SIGNALED:
-        print("quire: stopped before it was ready", file=sys.stderr, flush=True)
-        # Everything is closed. If Ray's start was interrupted, its library would end the process with SIGSEGV.
-        os._exit(status)
+        print("quire: stopped before it was ready", file=sys.stderr)
     raise typer.Exit(status)
 
 

@@ -38,6 +38,31 @@ def signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold back signals until `release_signals` or the end of the block, also from threads that start meanwhile.
+
+    While Ray starts, its handler in C++ would print the stack and abort the process after 3 s. Any thread can receive
+    a signal, so the block begins before the imports that start some.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def release_signals() -> None:
+    """Deliver the signals to this thread that were held back."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+def deliver_held_signal() -> None:
+    """Deliver a signal that came while it was held back; hold back the next ones."""
+    if signal.sigpending() & {*_SIGNALS}:
+        release_signals()
+
+
 def raise_on_signals() -> None:
     for number in _SIGNALS:
         signal.signal(number, _interrupt)

@@ -31,8 +31,6 @@ from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.core.generated.common_pb2 import WorkerType
 from ray.experimental import internal_kv
 
-from ..host.signals import Interrupted
-
 # Longer than any node lives.
 KEEP_IDLE_PROCESSES_S = 10 * 365 * 86_400
 
@@ -82,22 +80,8 @@ def start_local(temp_dir: Path, **options: Any) -> None:
 
     Its processes are in sessions of their own and ignore SIGTERM: only this process ends them.
     """
-    with _shielded_processes(), no_alarm_after_sigterm():
+    with _shielded_processes():
         ray.init(address="local", _temp_dir=str(temp_dir), **options)
-
-
-@contextmanager
-def no_alarm_after_sigterm() -> Iterator[None]:
-    """Cancel the alarm that a SIGTERM during `ray.init` sets.
-
-    Ray's handler in C++ sets it before Python's handlers run, and it aborts the process after 3 s, while that shuts
-    down.
-    """
-    try:
-        yield
-    except (SystemExit, Interrupted):
-        signal.alarm(0)
-        raise
 
 
 @contextmanager

@@ -153,14 +153,13 @@ def attach(address: str, namespace: str = DEFAULT_NAMESPACE) -> AttachedCluster:
     _refuse_second_connection()
     _choose_authentication()
     try:
-        with compat.no_alarm_after_sigterm():
-            ray.init(
-                address=address,
-                namespace=namespace,
-                log_to_driver=False,
-                configure_logging=False,
-                logging_level=logging.ERROR,
-            )
+        ray.init(
+            address=address,
+            namespace=namespace,
+            log_to_driver=False,
+            configure_logging=False,
+            logging_level=logging.ERROR,
+        )
     except Exception as error:
         ray.shutdown()
         where = f"at {address}" if address != "auto" else "that this machine is a node of"

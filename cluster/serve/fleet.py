@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -17,7 +16,16 @@ from ..gateway.security import Security
 from ..gateway.served_models import ServedModels
 from ..gateway.services import GatewayServices
 from ..host.event_loop import run_event_loop
-from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
+from ..host.signals import (
+    Interrupted,
+    deliver_held_signal,
+    ignore_signals,
+    next_signal,
+    raise_on_signals,
+    release_signals,
+    signals_held,
+    signals_raise,
+)
 from ..host.without_torch import keep_torch_out
 from ..ray_runtime.launch_target import DEFAULT_NAMESPACE
 from ..ray_runtime.local_cluster import attach
@@ -58,14 +66,15 @@ def serve_fleet(
     try:
         with ExitStack() as stack:
             stack.enter_context(signals_raise())
+            stack.enter_context(signals_held())
             observers = stack.enter_context(request_observers(server_options))
+            deliver_held_signal()
             stack.enter_context(attach(address))
             raise_on_signals()  # Ray has replaced our signal handlers
+            release_signals()
             controller = find_or_start_controller(DEFAULT_NAMESPACE, cluster_options)
             stack.callback(ignore_signals)
             return run_event_loop(_serve(deployments, controller, server_options, security, observers))
-    except SystemExit:  # Ray handles SIGTERM itself while it connects
-        return 128 + signal.SIGTERM
     except Interrupted as interrupted:
         return 128 + interrupted.signal_number
 

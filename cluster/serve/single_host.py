@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,7 +19,16 @@ from ..gateway.security import Security
 from ..gateway.served_models import serve_single_replica
 from ..gateway.services import GatewayServices
 from ..host.event_loop import run_event_loop
-from ..host.signals import Interrupted, ignore_signals, next_signal, raise_on_signals, signals_raise
+from ..host.signals import (
+    Interrupted,
+    deliver_held_signal,
+    ignore_signals,
+    next_signal,
+    raise_on_signals,
+    release_signals,
+    signals_held,
+    signals_raise,
+)
 from ..host.stopwatch import Stopwatch
 from ..host.without_torch import keep_torch_out
 from ..ray_runtime.local_cluster import LocalCluster
@@ -63,11 +71,14 @@ def serve(engine_options: EngineOptions, server_options: ServerOptions, security
     try:
         with ExitStack() as stack:
             stack.enter_context(signals_raise())
+            stack.enter_context(signals_held())
             observers = stack.enter_context(request_observers(server_options))
             pool = stack.enter_context(ThreadPoolExecutor(1, "prepare"))
             preparation = pool.submit(_prepare, engine_options)
+            deliver_held_signal()  # Ray takes seconds to start
             cluster = stack.enter_context(LocalCluster(1 + engine_options.tensor_parallel_size))
             raise_on_signals()  # Ray has replaced our signal handlers
+            release_signals()
             stopwatch.lap("ray")
             config, tokenizer = preparation.result()
             stopwatch.lap("prepare")
@@ -77,8 +88,6 @@ def serve(engine_options: EngineOptions, server_options: ServerOptions, security
             return run_event_loop(
                 _serve_replica(server_options, security, observers, replica, tokenizer, stopwatch)
             )
-    except SystemExit:  # Ray handles SIGTERM itself while it starts
-        return 128 + signal.SIGTERM
     except Interrupted as interrupted:
         return 128 + interrupted.signal_number
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 
 import pytest
 
-from quire.cluster.host.signals import Interrupted, signals_raise
+from quire.cluster.host.signals import (
+    Interrupted,
+    deliver_held_signal,
+    release_signals,
+    signals_held,
+    signals_raise,
+)
 
 
 def test_signal_raises_and_the_handlers_before_are_restored() -> None:
@@ -27,3 +34,26 @@ def test_system_error_of_a_compiled_call_that_was_interrupted_is_the_interruptio
 def test_other_system_errors_pass() -> None:
     with pytest.raises(SystemError, match="of another kind"), signals_raise():
         raise SystemError("of another kind")
+
+
+@pytest.mark.parametrize("deliver", [deliver_held_signal, release_signals])
+def test_held_signal_raises_when_it_is_delivered(deliver: Callable[[], None]) -> None:
+    reached = []
+
+    def terminate() -> None:
+        with signals_raise(), signals_held():
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached.append("held")
+            deliver()
+            reached.append("not delivered")
+
+    with pytest.raises(Interrupted):
+        terminate()
+    assert reached == ["held"]
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_nothing_is_delivered_without_a_signal() -> None:
+    with signals_raise(), signals_held():
+        deliver_held_signal()
+        assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
