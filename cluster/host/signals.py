@@ -21,26 +21,8 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def signals_raise() -> Iterator[None]:
-    """Raise Interrupted in the main thread on a signal; restore the previous handlers at the end of the block."""
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    raise_on_signals()
-    try:
-        yield
-    except SystemError as error:
-        if isinstance(
-            error.__cause__, Interrupted
-        ):  # raised in a compiled call of Ray, which returned a result
-            raise error.__cause__ from None
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
 def signals_held() -> Iterator[None]:
-    """Hold back signals until `release_signals` or the end of the block, also from threads that start meanwhile.
+    """Hold back signals until the end of the block or `raise_on_signals`, also from threads that start meanwhile.
 
     While Ray starts, its handler in C++ would print the stack and abort the process after 3 s. Any thread can receive
     a signal, so the block begins before the imports that start some.
@@ -52,18 +34,40 @@ def signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def release_signals() -> None:
-    """Deliver the signals to this thread that were held back."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """Hold back signals as `signals_held` does; raise Interrupted in the main thread when they are delivered.
+
+    The previous handlers are restored at the end of the block.
+    """
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        with signals_held():
+            _set_handlers()
+            yield
+    except SystemError as error:
+        # A compiled call of Ray that is interrupted returns a result as well, which Python reports by this error.
+        if isinstance(error.__cause__, Interrupted):
+            raise error.__cause__ from None
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def deliver_held_signal() -> None:
-    """Deliver a signal that came while it was held back; hold back the next ones."""
+    """Deliver a signal that was held back, if there is one; go on holding back otherwise."""
     if signal.sigpending() & {*_SIGNALS}:
-        release_signals()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def raise_on_signals() -> None:
+    """Raise Interrupted on signals from now on, those that were held back included; replaces Ray's handlers."""
+    _set_handlers()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+def _set_handlers() -> None:
     for number in _SIGNALS:
         signal.signal(number, _interrupt)
 

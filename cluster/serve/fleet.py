@@ -22,8 +22,6 @@ from ..host.signals import (
     ignore_signals,
     next_signal,
     raise_on_signals,
-    release_signals,
-    signals_held,
     signals_raise,
 )
 from ..host.without_torch import keep_torch_out
@@ -66,12 +64,10 @@ def serve_fleet(
     try:
         with ExitStack() as stack:
             stack.enter_context(signals_raise())
-            stack.enter_context(signals_held())
             observers = stack.enter_context(request_observers(server_options))
             deliver_held_signal()
             stack.enter_context(attach(address))
-            raise_on_signals()  # Ray has replaced our signal handlers
-            release_signals()
+            raise_on_signals()
             controller = find_or_start_controller(DEFAULT_NAMESPACE, cluster_options)
             stack.callback(ignore_signals)
             return run_event_loop(_serve(deployments, controller, server_options, security, observers))

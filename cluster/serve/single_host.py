@@ -25,8 +25,6 @@ from ..host.signals import (
     ignore_signals,
     next_signal,
     raise_on_signals,
-    release_signals,
-    signals_held,
     signals_raise,
 )
 from ..host.stopwatch import Stopwatch
@@ -71,14 +69,12 @@ def serve(engine_options: EngineOptions, server_options: ServerOptions, security
     try:
         with ExitStack() as stack:
             stack.enter_context(signals_raise())
-            stack.enter_context(signals_held())
             observers = stack.enter_context(request_observers(server_options))
             pool = stack.enter_context(ThreadPoolExecutor(1, "prepare"))
             preparation = pool.submit(_prepare, engine_options)
             deliver_held_signal()  # Ray takes seconds to start
             cluster = stack.enter_context(LocalCluster(1 + engine_options.tensor_parallel_size))
-            raise_on_signals()  # Ray has replaced our signal handlers
-            release_signals()
+            raise_on_signals()
             stopwatch.lap("ray")
             config, tokenizer = preparation.result()
             stopwatch.lap("prepare")

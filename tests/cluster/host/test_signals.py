@@ -12,15 +12,21 @@ import pytest
 from quire.cluster.host.signals import (
     Interrupted,
     deliver_held_signal,
-    signals_held,
+    raise_on_signals,
     signals_raise,
 )
 
 
+def terminate_self() -> None:
+    with signals_raise():
+        raise_on_signals()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_signal_raises_and_the_handlers_before_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Interrupted) as interrupted, signals_raise():
-        os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Interrupted) as interrupted:
+        terminate_self()
     assert interrupted.value.signal_number == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -41,7 +47,7 @@ HELD = """
 import os, signal, sys
 from quire.cluster.host import signals
 try:
-    with signals.signals_raise(), signals.signals_held():
+    with signals.signals_raise():
         os.kill(os.getpid(), signal.SIGTERM)
         print("held")
         getattr(signals, sys.argv[1])()
@@ -51,7 +57,7 @@ except signals.Interrupted as interrupted:
 """
 
 
-@pytest.mark.parametrize("deliver", ["deliver_held_signal", "release_signals"])
+@pytest.mark.parametrize("deliver", ["deliver_held_signal", "raise_on_signals"])
 def test_held_signal_raises_when_it_is_delivered(deliver: str) -> None:
     command = [sys.executable, "-c", HELD, deliver]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -59,6 +65,6 @@ def test_held_signal_raises_when_it_is_delivered(deliver: str) -> None:
 
 
 def test_nothing_is_delivered_without_a_signal() -> None:
-    with signals_raise(), signals_held():
+    with signals_raise():
         deliver_held_signal()
         assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
