@@ -1,4 +1,4 @@
-"""What comes beside a Llama of random weights: LoRA adapters, and a draft head."""
+"""LoRA adapters and a draft head for a Llama of random weights."""
 
 from __future__ import annotations
 

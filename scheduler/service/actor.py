@@ -113,8 +113,7 @@ class SchedulerActor:
             self._error = error
         finally:
             self._ended.set()
-            if (
-                os.getppid() != self._raylet_pid
-            ):  # it has died: Ray passes no call's result to the owner any more
+            # Ray passes no call's result to the owner any more when the raylet has died.
+            if os.getppid() != self._raylet_pid:
                 _log.error("%s ends its process, since its raylet died: %s", self._replica_id, self._error)
                 os._exit(1)
