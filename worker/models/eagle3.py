@@ -18,8 +18,8 @@ from .eagle3_config import aux_layers
 from .layers import PartialSum, RotaryTable, Rotations
 from .load_context import LoadContext
 from .mlp import Mlp
+from .read_spec import read_spec
 from .registry import FAMILIES
-from .spec import read_spec
 from .vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 
 

@@ -16,8 +16,8 @@ from ..weights.weight_slice import WeightSlice
 from .decoder import Decoder, DecoderLayer
 from .load_context import LoadContext
 from .mtp_layouts import mtp_layout
+from .read_spec import read_spec
 from .registry import FAMILIES
-from .spec import read_spec
 from .vocab_parallel import NoHead
 
 

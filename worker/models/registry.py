@@ -10,8 +10,10 @@ from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, first_line
 from ..weights.quantization import read_quantization
 from . import transformers_spec
+from .family import Family
 from .field_names import gemma3n_fields, gemma4_fields, gptj_fields, llama4_fields
-from .spec import DecoderSpec, Family, Names, Norms, read_layers, read_spec
+from .read_spec import read_layers, read_spec
+from .spec import DecoderSpec, Names, Norms
 from .transformers_spec import TransformersSpec, read_transformers_spec
 
 # Norms before and after attention and feed-forward network, and norms after them only.

@@ -1,0 +1,74 @@
+"""Family: properties of an architecture that its Hugging Face configuration does not contain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .spec import Names, Norms
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Properties of an architecture that its configuration does not contain.
+
+    Attributes:
+        qkv_bias: the q, k and v projections have biases; None to read `qkv_bias_field`, and for the output
+            `output_bias_field`.
+        mlp_bias_field: field of the configuration that tells whether the feed-forward network has biases.
+        eps_field: field of the configuration with the eps of norms.
+        qk_norm_field: field of the configuration that tells whether there is a `qk_norm`; None if there always is.
+        activation_field: field of the configuration with the activation.
+        is_gemma: embeddings are multiplied by the square root of the hidden size, norm weights are stored minus 1,
+            and ``query_pre_attn_scalar`` replaces head_dim in the attention scale.
+        expert_fields: fields of the configuration with the number of experts and their intermediate size; None for
+            dense architectures.
+        experts_flag: field of the configuration that tells whether there are experts; None if there always are.
+        per_token_field: field of the configuration with the number of experts per token.
+        shared_count_field, shared_size_field: fields with the number of shared experts, of the size of the others, or
+            with the size of one shared network.
+        experts_normalized: the weights of a token's experts sum to 1; None to read ``norm_topk_prob``.
+        routing: key of ROUTINGS.
+        full_layers_unrotated: layers without a window have no positions, unless no layer has a window.
+        is_latent: has multi-head latent attention.
+        all_layers_windowed: ``sliding_window`` applies to every layer, regardless of ``layer_types``.
+        adapt: returns a configuration with the field names that the other families have.
+
+    The other fields are those of DecoderSpec.
+    """
+
+    qkv_bias: bool | None = None
+    qkv_bias_field: str = "attention_bias"
+    output_bias_field: str | None = "attention_bias"
+    mlp_bias_field: str = "mlp_bias"
+    eps_field: str = "rms_norm_eps"
+    qk_norm: str | None = None
+    qk_norm_field: str | None = None
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    norms: Norms = field(default_factory=Norms)
+    norm_kind: str = "rms"
+    norm_offset: float = 0.0
+    activation_field: str = "hidden_act"
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    mlp_names: tuple[str, str] | None = None
+    interleaved_rope: bool = False
+    parallel_residual: bool = False
+    full_layers_unrotated: bool = False
+    is_gemma: bool = False
+    expert_fields: tuple[str, str] | None = None
+    experts_flag: str | None = None
+    per_token_field: str = "num_experts_per_tok"
+    shared_count_field: str = "n_shared_experts"
+    shared_size_field: str | None = None
+    experts_normalized: bool | None = None
+    routing: str = "softmax"
+    is_latent: bool = False
+    all_layers_windowed: bool = False
+    attention_sinks: bool = False
+    adapt: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    names: Names = field(default_factory=Names)
+    head_bias: bool = False
+    value_norm: bool = False
+    layer_scalars: bool = False
