@@ -35,9 +35,6 @@ def figures_of(report: Report) -> dict[str, Figure]:
         "chaos.lost": Figure(len(report.tally.lost), "requests", note),
         "chaos.changed": Figure(len(report.tally.changed), "answers"),
         "chaos.leaked": Figure(len(report.leaks), "kinds"),
-        "chaos.repeated": Figure(
-            report.tally.num_repeated, "requests", "sent to another gateway after theirs had ended"
-        ),
     }
     for kind, seconds in sorted(report.recovery_s.items()):
         for share in (50, 99):

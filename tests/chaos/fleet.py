@@ -24,9 +24,9 @@ from quire.proto.errors import QuireError
 from quire.proto.faults import Fault as InjectedFault
 from quire.proto.faults import FaultKind
 
+from .doors import Door
 from .machine import environment
 from .site import READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, Fault, Resources, process_with, until_answered
-from .work import Door
 
 NUM_REPLICAS = NUM_GATEWAYS = 2
 # A replica is a scheduler and one rank: each node has room for one replica.
@@ -43,9 +43,14 @@ SETTLED_TIMEOUT_S = 300.0
 
 
 class _Gateway:
-    """A gateway process with its clients; `door` leads to it, and after a fault to its successor."""
+    """A gateway process with its clients; `door` leads to it, and after a fault to its successor.
 
-    def __init__(self) -> None:
+    Args:
+        other: continues the calls of this one when it has ended.
+    """
+
+    def __init__(self, other: _Gateway | None) -> None:
+        self._other = other
         self.process: ServerProcess
         self.client: AsyncClient
         self.door: Door
@@ -56,12 +61,14 @@ class _Gateway:
         with environment(variables):
             self.process = ServerProcess(*OPTIONS, "--address", address)
         await asyncio.to_thread(self.process.wait_ready, READY_TIMEOUT_S)
-        await self._clients.aclose()
-        self.client = await self._clients.enter_async_context(AsyncClient(self.process.address))
-        http = await self._clients.enter_async_context(
-            httpx.AsyncClient(base_url=self.process.http_url, timeout=READY_TIMEOUT_S)
-        )
-        if hasattr(self, "door"):
+        servers = [self.process] if self._other is None else [self.process, self._other.process]
+        enter = self._clients.enter_async_context
+        self.client = await enter(AsyncClient(",".join(server.address for server in servers)))
+        http = [
+            await enter(httpx.AsyncClient(base_url=server.http_url, timeout=READY_TIMEOUT_S))
+            for server in servers
+        ]
+        if hasattr(self, "door"):  # calls of the process that was killed go on with their clients
             self.door.connect(self.client, http)
         else:
             self.door = Door(self.client, http)
@@ -79,8 +86,6 @@ class FleetSite:
     Args:
         rng: of the details of faults.
     """
-
-    may_repeat = True
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -114,7 +119,7 @@ class FleetSite:
         self._nodes = self._before.enter_context(await asyncio.to_thread(RayNodes, NODE, self._near_ip))
         self._add_second()
         for _ in range(NUM_GATEWAYS):
-            self._gateways.append(_Gateway())
+            self._gateways.append(_Gateway(self._gateways[0] if self._gateways else None))
             await self._start_gateway(self._gateways[-1])
         await self.until_settled()
 
@@ -174,7 +179,7 @@ class FleetSite:
             process.kill()
 
     async def _kill_gateway(self) -> None:
-        """Kill a gateway; its callers send their calls to the other one. Another process takes its place."""
+        """Kill a gateway; its callers continue at the other one. Another process takes its place."""
         gateway = self._gateways[-1]
         gateway.process.process.kill()
         await asyncio.to_thread(gateway.process.close)

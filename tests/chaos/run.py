@@ -14,9 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .fleet import FleetSite, NetworkSite
+from .jobs import make_jobs
 from .single_server import SingleServer
 from .site import Site, held_when_idle, until_answered
-from .work import Tally, Work, make_jobs
+from .work import Tally, Work
 
 # A replica whose ranks fail more than 10 times in 5 minutes is given up, so each round has servers of its own.
 FAULTS_PER_ROUND = 8
@@ -58,7 +59,6 @@ class Report:
     def add(self, other: Report) -> None:
         """Add the report of another round."""
         self.tally.num_done += other.tally.num_done
-        self.tally.num_repeated += other.tally.num_repeated
         self.tally.lost += other.tally.lost
         self.tally.changed += other.tally.changed
         self.leaks += other.leaks
@@ -85,7 +85,7 @@ async def run_round(
     try:
         await site.start()
         jobs = make_jobs(num_requests, rng)
-        work = Work(site.doors, jobs, may_repeat=site.may_repeat)
+        work = Work(site.doors, jobs)
         await work.run_undisturbed()
         site.choose_poison(work.used_token_ids)
         before = site.resources()

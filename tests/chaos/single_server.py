@@ -21,9 +21,9 @@ from quire.proto.errors import QuireError, RequestQuarantined
 from quire.proto.faults import Fault as InjectedFault
 from quire.proto.faults import FaultKind
 
+from .doors import Door
 from .machine import Clock, Disk, environment, own_disk, short_of_memory
 from .site import READY_TIMEOUT_S, Fault, Resources, process_with, until_answered
-from .work import Door
 
 OPTIONS = "demo", "--tensor-parallel-size", "2", "--audit", "--enable-chaos"
 NUM_RANKS = 2
@@ -40,8 +40,6 @@ class SingleServer:
         rng: of the details of faults.
         has_clock: its wall clock can jump.
     """
-
-    may_repeat = False
 
     def __init__(self, rng: random.Random, *, has_clock: bool = True) -> None:
         self.server: ServerProcess
@@ -93,7 +91,7 @@ class SingleServer:
         http = await enter(
             httpx.AsyncClient(base_url=f"http://{self._http_proxy.address}", timeout=READY_TIMEOUT_S)
         )
-        self.doors.append(Door(client, http))
+        self.doors.append(Door(client, [http]))
 
     def choose_poison(self, used_token_ids: set[int]) -> None:
         """Choose a token that no other request has."""
@@ -168,8 +166,9 @@ class SingleServer:
         scheduler.resume()
 
     async def _break_connections(self) -> None:
-        """Reset every connection of the gRPC clients, without the bytes that are on their way."""
-        self._grpc_proxy.break_connections()
+        """Reset every connection of the clients, without the bytes that are on their way."""
+        for proxy in (self._grpc_proxy, self._http_proxy):
+            proxy.break_connections()
 
     async def _delay_network(self) -> None:
         """Delay each packet by another time, as a network that loses packets and repeats them."""

@@ -14,7 +14,7 @@ from quire import AsyncClient, SamplingParams
 from quire.cluster.demo.server import shared_memory_of
 from quire.proto.errors import QuireError
 
-from .work import Door
+from .doors import Door
 
 READY_TIMEOUT_S = 240.0
 RECOVERY_TIMEOUT_S = 120.0
@@ -33,10 +33,7 @@ class Site(Protocol):
         doors: their clients.
         observer: a client through which no fault reaches.
         faults: kind |-> causes the fault. Kinds that this machine does not permit are missing.
-        may_repeat: see Work.
     """
-
-    may_repeat: bool
 
     @property
     def doors(self) -> Sequence[Door]: ...

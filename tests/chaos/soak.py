@@ -20,9 +20,10 @@ from benchmarks.common import Figure, make_parser
 from benchmarks.common import report as print_figures
 from quire.proto.errors import QuireError
 
+from .jobs import make_jobs
 from .single_server import SingleServer
 from .site import Resources, held_when_idle, until_answered
-from .work import Work, make_jobs
+from .work import Work
 
 # Jobs between two looks at the resources.
 JOBS_PER_BATCH = 24
@@ -60,7 +61,7 @@ class Soak:
 
     async def _run_batch(self, has_fault: bool) -> None:
         num_problems = len(self.problems)
-        work = Work(self._site.doors, make_jobs(JOBS_PER_BATCH, self._rng), may_repeat=False)
+        work = Work(self._site.doors, make_jobs(JOBS_PER_BATCH, self._rng))
         await work.run_undisturbed()
         self._site.choose_poison(work.used_token_ids)
         harming = asyncio.ensure_future(self._harm() if has_fault else asyncio.sleep(0))
