@@ -20,15 +20,27 @@ from .quantized_linear import PACKED, QuantizedWeight, dequantize
 class ExpertChoices(NamedTuple):
     """The P = T * per_token choices of T tokens, sorted by expert.
 
+    With expert parallelism a rank has X of `num_experts` experts, and choices of other ranks' experts have no result
+    on it.
+
     Attributes:
         order: [P] int32, choices by expert, and by token within an expert; choice i is of token ``i // per_token``.
-        starts: [X + 1] int32, where the choices of each of the X experts start in `order`; the last is P.
+            Entries from ``starts[X]`` on are valid choices, but arbitrary ones.
+        starts: [X + 1] int32, where the choices of each of the X experts start in `order`; the last is P, or fewer
+            if there are other experts.
         per_token: choices of each token.
+        num_experts: of all ranks.
     """
 
     order: Tensor
     starts: Tensor
     per_token: int
+    num_experts: int
+
+    @property
+    def is_partial(self) -> bool:
+        """Return whether other ranks have experts."""
+        return len(self.starts) - 1 < self.num_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +74,35 @@ class ExpertWeights:
 
 
 @on_gpu("moe")
-def sort_choices(expert_ids: Tensor, num_experts: int) -> ExpertChoices:
-    """Sort the choices [T, per_token] int64 of T tokens by expert; ties keep their order."""
-    chosen, order = expert_ids.flatten().sort(stable=True)
-    bounds = torch.arange(num_experts + 1, dtype=chosen.dtype, device=chosen.device)
+def sort_choices(expert_ids: Tensor, num_experts: int, own: range | None = None) -> ExpertChoices:
+    """Sort the choices [T, per_token] int64 of T tokens by expert; ties keep their order.
+
+    Args:
+        own: the experts that this rank has; None for all.
+    """
+    own = range(num_experts) if own is None else own
+    expert_ids = expert_ids - own.start
+    is_own = (expert_ids >= 0) & (expert_ids < len(own))
+    chosen, order = expert_ids.where(is_own, len(own)).flatten().sort(stable=True)
+    bounds = torch.arange(len(own) + 1, dtype=chosen.dtype, device=chosen.device)
     starts = torch.searchsorted(chosen, bounds).int()
-    return ExpertChoices(order.int(), starts, expert_ids.shape[1])
+    return ExpertChoices(order.int(), starts, expert_ids.shape[1], num_experts)
 
 
 @on_gpu("moe")
 def scatter_linear(x: Tensor, weights: ExpertWeights, choices: ExpertChoices) -> Tensor:
-    """Multiply each token by the weights of its experts: [T, K] -> [P, N], sorted by expert."""
+    """Multiply each token by the weights of its experts: [T, K] -> [P, N], sorted by expert.
+
+    Rows of other ranks' experts have arbitrary numbers.
+    """
     return _multiply(x[choices.order.long() // choices.per_token], weights, choices)
 
 
 @on_gpu("moe")
 def gather_linear(x: Tensor, weights: ExpertWeights, choices: ExpertChoices, factors: Tensor) -> Tensor:
     """Multiply rows sorted by expert, and add up those of each token: [P, K] -> [T, N].
+
+    Rows of other ranks' experts add nothing.
 
     Args:
         factors: [T, per_token] float32, multiply the experts' results.
@@ -91,13 +115,12 @@ def gather_linear(x: Tensor, weights: ExpertWeights, choices: ExpertChoices, fac
 
 
 def _multiply(rows: Tensor, weights: ExpertWeights, choices: ExpertChoices) -> Tensor:
-    """Multiply rows sorted by expert: [P, K] -> [P, N]."""
+    """Multiply rows sorted by expert: [P, K] -> [P, N]; those of other ranks' experts are 0."""
     counts = choices.starts.diff().tolist()
-    parts = rows.split_with_sizes(counts)
+    parts = rows[: sum(counts)].split_with_sizes(counts)
     biases = [None] * len(parts) if weights.bias is None else weights.bias
-    return torch.cat(
-        [
-            F.linear(part, weights.matrix(index, rows.dtype), bias)
-            for index, (part, bias) in enumerate(zip(parts, biases, strict=True))
-        ]
-    )
+    products = [
+        F.linear(part, weights.matrix(index, rows.dtype), bias)
+        for index, (part, bias) in enumerate(zip(parts, biases, strict=True))
+    ]
+    return torch.cat([*products, rows.new_zeros(len(rows) - sum(counts), weights.codes.shape[1])])

@@ -159,6 +159,7 @@ class ParallelConfig:
             computes all attention by the kernels of quire.
         spare_processes: idle processes on each node, for ranks and schedulers that are replaced.
         logits_processors: names of custom logits processors, separated by commas; None for none.
+        enable_expert_parallel: of a mixture of experts, each rank holds some experts whole.
     """
 
     tensor_parallel_size: int
@@ -170,6 +171,7 @@ class ParallelConfig:
     attention_backend: str = "triton"
     spare_processes: int = 0
     logits_processors: str | None = None
+    enable_expert_parallel: bool = False
 
     @property
     def logits_processor_names(self) -> tuple[str, ...]:

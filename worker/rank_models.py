@@ -61,6 +61,7 @@ class RankModels:
                 read_quantization(model),
                 config.parallel.fused_all_reduce,
                 lora,
+                config.parallel.enable_expert_parallel,
             )
             with out_of_memory_as(f"{model.name} does not fit into the memory of rank {comm.rank}"):
                 yield load

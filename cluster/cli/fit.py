@@ -34,6 +34,9 @@ def fit(
         str | None, typer.Option(help="Quantize weights while they are loaded: int8 or fp8.")
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8_e4m3.")] = "auto",
+    enable_expert_parallel: Annotated[
+        bool, typer.Option(help="Of a mixture of experts, each GPU holds some experts whole.")
+    ] = False,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.", min=1)] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens per step.", min=1)] = 8192,
     gpu_memory_utilization: Annotated[
@@ -65,8 +68,10 @@ def fit(
     num_bytes = weights.num_bytes(dtype_bytes)
     kv_bytes = 1 if kv_cache_dtype in _QUANTIZED_KV else dtype_bytes
     workload = Workload(max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, dtype_bytes, kv_bytes)
+    num_experts = _num_experts(described) if enable_expert_parallel else 0
     found = [
-        capacity(described, num_bytes, memory, size, workload) for size in _parallel_sizes(described, gpus)
+        capacity(described, weights.rank_bytes(dtype_bytes, size, num_experts), memory, size, workload)
+        for size in _parallel_sizes(described, gpus, enable_expert_parallel)
     ]
     console = Console()
     console.print(
@@ -78,7 +83,14 @@ def fit(
         raise ConfigError(f"{described.name} does not fit on {gpus} x {gpu}")
 
 
-def _parallel_sizes(model: "ModelConfig", num_gpus: int) -> list[int]:
+def _num_experts(model: "ModelConfig") -> int:
+    """Return the experts of a layer. Raises ConfigError if the ranks cannot hold whole experts of the model."""
+    from ...worker.models.registry import check_expert_parallel, check_supported
+
+    return check_expert_parallel(model, check_supported(model, 1)).count
+
+
+def _parallel_sizes(model: "ModelConfig", num_gpus: int, expert_parallel: bool) -> list[int]:
     """Return the tensor-parallel sizes that the model allows, up to the number of GPUs."""
     from ...proto.errors import ConfigError
     from ...worker.models.registry import check_supported
@@ -87,7 +99,7 @@ def _parallel_sizes(model: "ModelConfig", num_gpus: int) -> list[int]:
     check_supported(model, 1)
     for size in range(1, num_gpus + 1):
         try:
-            check_supported(model, size)
+            check_supported(model, size, expert_parallel=expert_parallel)
         except ConfigError:
             continue
         allowed.append(size)

@@ -54,15 +54,14 @@ class Capacity:
 
 
 def capacity(
-    model: ModelConfig, weight_bytes: int, gpu_bytes: int, tensor_parallel_size: int, workload: Workload
+    model: ModelConfig, rank_bytes: int, gpu_bytes: int, tensor_parallel_size: int, workload: Workload
 ) -> Capacity:
     """Return the capacity of a replica.
 
     Args:
-        weight_bytes: of all ranks together.
+        rank_bytes: of one rank's weights.
         gpu_bytes: memory of one GPU.
     """
-    of_rank = -(-weight_bytes // tensor_parallel_size)
     scale_bytes = _FLOAT32_BYTES if workload.kv_bytes < workload.dtype_bytes else 0
     of_layers = [
         num_parts * num_heads * (dim * workload.kv_bytes + scale_bytes)
@@ -72,12 +71,12 @@ def capacity(
     # Layers differ only if there is one group, of which a block has all layers.
     slot_bytes = sum(of_layers[: layout.layers_per_block])
     slots_per_token = layout.num_slots(model.max_model_len) / model.max_model_len
-    used = of_rank + FIXED_BYTES + _activation_bytes(model, tensor_parallel_size, workload)
+    used = rank_bytes + FIXED_BYTES + _activation_bytes(model, tensor_parallel_size, workload)
     num_free = int(gpu_bytes * workload.utilization) - used
     num_slots = max(0, num_free // slot_bytes)
     return Capacity(
         tensor_parallel_size,
-        of_rank,
+        rank_bytes,
         round(slot_bytes * slots_per_token),
         int(num_slots / slots_per_token),
         num_slots,

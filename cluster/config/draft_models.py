@@ -38,7 +38,8 @@ def _describe_model(config: EngineConfig, name: str | None, with_weights: bool) 
             f"speculative_config: model {own.name} has a context of {draft.max_model_len} tokens, must be at least "
             f"{target.max_model_len}; lower max_model_len, or choose another model"
         )
-    check_supported(draft, config.parallel.tensor_parallel_size)
+    parallel = config.parallel
+    check_supported(draft, parallel.tensor_parallel_size, expert_parallel=parallel.enable_expert_parallel)
     return replace(draft, dtype=target.dtype, max_model_len=target.max_model_len)
 
 

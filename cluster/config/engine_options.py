@@ -114,6 +114,11 @@ class EngineOptions:
         check=at_least(1),
         group=_EXECUTION,
     )
+    enable_expert_parallel: bool = option(
+        False,
+        help="Of a mixture of experts, each rank holds some experts whole, instead of a part of each.",
+        group=_EXECUTION,
+    )
     device: str = option(
         "auto",
         help="Device of the ranks; auto is cuda if there is a GPU.",

@@ -36,26 +36,26 @@ FLOAT32_TILE = TileConfig(MIN_ROWS, 32, 64, 4, 2)
 TILES_PER_GROUP = 8
 
 
-@triton.jit(do_not_specialize=["num_choices"])
+@triton.jit(do_not_specialize=["num_choices", "first_expert"])
 def _sort_choices(
     expert_ids_ptr,  # [P]
     order_ptr,  # [P]
     starts_ptr,  # [X + 1]
     num_choices,
+    first_expert,
     BLOCK_P: tl.constexpr,
 ):
     # grid: (X,)
-    expert = tl.program_id(0)
+    index = tl.program_id(0)
+    expert = first_expert + index
     offs_p = tl.arange(0, BLOCK_P)
     before = tl.zeros([BLOCK_P], tl.int32)
     for start in range(0, num_choices, BLOCK_P):
         mask = start + offs_p < num_choices
         expert_ids = tl.load(expert_ids_ptr + start + offs_p, mask=mask, other=expert)
-        before += (expert_ids < expert).to(tl.int32)
+        before += ((expert_ids >= first_expert) & (expert_ids < expert)).to(tl.int32)
     position = tl.sum(before, 0)
-    tl.store(starts_ptr + expert, position)
-    if expert == tl.num_programs(0) - 1:
-        tl.store(starts_ptr + expert + 1, num_choices)
+    tl.store(starts_ptr + index, position)
     for start in range(0, num_choices, BLOCK_P):
         mask = start + offs_p < num_choices
         expert_ids = tl.load(expert_ids_ptr + start + offs_p, mask=mask, other=-1)
@@ -63,6 +63,8 @@ def _sort_choices(
         places = position + tl.cumsum(ones, 0) - ones
         tl.store(order_ptr + places, start + offs_p, mask=ones == 1)
         position += tl.sum(ones, 0)
+    if index == tl.num_programs(0) - 1:
+        tl.store(starts_ptr + index + 1, position)
 
 
 @triton.jit
@@ -178,14 +180,17 @@ def _expert_linear(
     tl.store(out_ptrs, sums, mask=mask_t[:, None] & mask_n[None, :])
 
 
-def sort_choices(expert_ids: Tensor, num_experts: int) -> ExpertChoices:
+def sort_choices(expert_ids: Tensor, num_experts: int, own: range | None = None) -> ExpertChoices:
     """See kernels.moe."""
+    own = range(num_experts) if own is None else own
     num_choices = expert_ids.numel()
     assert expert_ids.is_contiguous()
-    order = torch.empty(num_choices, dtype=torch.int32, device=expert_ids.device)
-    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=expert_ids.device)
-    _sort_choices[(num_experts,)](expert_ids, order, starts, num_choices, BLOCK_P=BLOCK_CHOICES)
-    return ExpertChoices(order, starts, expert_ids.shape[1])
+    # The entries after the last of `own` are read as choices, so they must be valid.
+    make_order = torch.empty if len(own) == num_experts else torch.zeros
+    order = make_order(num_choices, dtype=torch.int32, device=expert_ids.device)
+    starts = torch.empty(len(own) + 1, dtype=torch.int32, device=expert_ids.device)
+    _sort_choices[(len(own),)](expert_ids, order, starts, num_choices, own.start, BLOCK_P=BLOCK_CHOICES)
+    return ExpertChoices(order, starts, expert_ids.shape[1], num_experts)
 
 
 def scatter_linear(x: Tensor, weights: ExpertWeights, choices: ExpertChoices) -> Tensor:
@@ -208,8 +213,10 @@ def _launch(x: Tensor, weights: ExpertWeights, choices: ExpertChoices, factors: 
     assert weights.codes.is_contiguous()
     assert weights.codes.shape[2] * numbers_per_byte == in_features
     assert x.stride(1) == 1
-    out = torch.empty((num_choices, out_features), dtype=x.dtype, device=x.device)
-    tile = find_tile(num_choices, weights, x)
+    # Choices of other ranks' experts have no program, and add 0 to their token.
+    make_out = torch.zeros if choices.is_partial and factors is not None else torch.empty
+    out = make_out((num_choices, out_features), dtype=x.dtype, device=x.device)
+    tile = find_tile(num_choices / choices.num_experts, weights, x)
     scales, group_index = weights.scales, weights.group_index
     num_groups = 1 if scales is None else scales.shape[1]
     group_len = in_features // num_groups
@@ -237,10 +244,10 @@ def _launch(x: Tensor, weights: ExpertWeights, choices: ExpertChoices, factors: 
     return out
 
 
-def find_tile(num_choices: int, weights: ExpertWeights, x: Tensor) -> TileConfig:
-    """Return the tile for a number of choices of tokens x."""
+def find_tile(mean_choices: float, weights: ExpertWeights, x: Tensor) -> TileConfig:
+    """Return the tile for a mean number of choices per expert, of tokens x."""
     if x.dtype == torch.float32:
         return FLOAT32_TILE
     uses_small = weights.is_packed and find_architecture(x.device) < HOPPER
     table = AMPERE_PACKED_TILES if uses_small else TILES
-    return next(tile for mean, tile in table.items() if num_choices <= mean * len(weights.codes))
+    return next(tile for mean, tile in table.items() if mean_choices <= mean)

@@ -10,7 +10,7 @@ from random_weights import random_weight
 from torch import Tensor
 
 from quire.kernels import moe as twins
-from quire.kernels.moe import ExpertChoices, ExpertWeights
+from quire.kernels.moe import ExpertWeights
 from quire.kernels.quantized_linear import QuantizedWeight
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -104,7 +104,7 @@ def test_linears_match_float64(
     expected_up = products[choices.order.long()]
     expected_down = (terms.view(num_tokens, per_token, -1) * factors.unsqueeze(-1)).sum(dim=1)
 
-    moved = ExpertChoices(choices.order.to(device), choices.starts.to(device), per_token)
+    moved = choices._replace(order=choices.order.to(device), starts=choices.starts.to(device))
     found_up = kernels.scatter_linear(x.to(device), on(device, up), moved)
     found_down = kernels.gather_linear(rows.to(device), on(device, down), moved, factors.to(device))
     twin_up, twin_down = (
@@ -117,6 +117,39 @@ def test_linears_match_float64(
     ):  # fmt: skip
         assert found.dtype == dtype
         torch.testing.assert_close(found.cpu().double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("own", [range(3), range(2, 3), range(3, 5)], ids=str)
+def test_results_of_ranks_with_some_experts_add_up(device: str, own: range) -> None:
+    """Each rank multiplies by its experts only; here one has `own`, and others those before and after."""
+    from quire.kernels.gpu import moe as kernels
+
+    up, down = (
+        random_experts("plain", 34, 48, torch.float32),
+        random_experts("plain", 48, 34, torch.float32),
+    )
+    x, ids, factors = torch.randn(9, 48), random_ids(9, 2), torch.rand(9, 2)
+    everything = twins.sort_choices(ids, NUM_EXPERTS)
+    expected = twins.gather_linear(twins.scatter_linear(x, up, everything), down, everything, factors)
+    assert not everything.is_partial
+    for ops in (kernels, twins):
+        total = torch.zeros(9, 48)
+        for part in (range(own.start), own, range(own.stop, NUM_EXPERTS)):
+            if not part:
+                continue
+            place = device if ops is kernels else "cpu"
+            own_up, own_down = (
+                on(place, ExpertWeights(each.codes[part.start : part.stop])) for each in (up, down)
+            )
+            choices = ops.sort_choices(ids.to(place), NUM_EXPERTS, part)
+            counts = [int((ids == expert).sum()) for expert in part]
+            assert choices.starts.diff().tolist() == counts
+            assert choices.is_partial
+            rows = ops.scatter_linear(x.to(place), own_up, choices)
+            assert len(rows) == ids.numel()
+            rows[sum(counts) :] = torch.nan  # arbitrary, and not to be read
+            total += ops.gather_linear(rows, own_down, choices, factors.to(place)).cpu()
+        torch.testing.assert_close(total, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_matrix_of_plain_weights_is_no_copy() -> None:

@@ -22,6 +22,7 @@ from ..output_tokens import OutputTokens
 from ..weights.linear_weight import packed_weight
 from ..weights.weight_slice import Interleaving
 from .aux_states import AuxStates
+from .expert_layout import other_experts
 from .experts_beside_dense import ExpertsBesideDense
 from .fused_decode import FusedDecode, plan_fused_decode
 from .latent_layer import LatentAttention
@@ -434,6 +435,8 @@ class Decoder:
         unused = [name for name in load.checkpoint.names() if name.startswith(spec.draft_prefixes)]
         if spec.tied_embeddings or not has_head:
             unused.append("lm_head.weight")
+        if spec.experts is not None:
+            unused += other_experts(load, spec.experts)
         load.checkpoint.check_all_read(ignoring=unused)
 
     def forward(

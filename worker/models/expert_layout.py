@@ -6,6 +6,7 @@ gives the matrices of a stack names of their own, so that all layouts are read a
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,6 +31,8 @@ _CORRECTIONS = (
 )
 # Names of the network that every token passes.
 _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
+# Index of an expert in the name of a tensor of its own.
+_EXPERT_INDEX = re.compile(r"\.experts\.(\d+)\.")
 # Names of an expert's gate, up and down matrices.
 _MATRICES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
@@ -74,24 +77,22 @@ def find_shared(checkpoint: Checkpoint, block: str) -> str:
 
 
 def expert_slices(load: LoadContext, experts: Experts, hidden_size: int, block: str) -> list[ExpertSlices]:
-    """Return this rank's slices of every expert, in the layout that the checkpoint has.
+    """Return this rank's slices of each of its experts, in the layout that the checkpoint has.
 
     Raises:
         ModelLoadError: the checkpoint has the experts in no known layout.
     """
     inner, shard = experts.intermediate_size, load.expert_shard(experts.intermediate_size)
-    stack = f"{block}.experts"
+    stack, own_experts = f"{block}.experts", load.own_experts(experts.count)
     if experts.interleaved:
-        return [
-            _interleaved(load, experts, hidden_size, stack, index, shard) for index in range(experts.count)
-        ]
+        return [_interleaved(load, experts, hidden_size, stack, index, shard) for index in own_experts]
     if load.checkpoint.has(f"{stack}.gate_up_proj"):
         matrices = _MATRICES[0]
-        _alias_stack(load.checkpoint, experts, hidden_size, stack)
+        _alias_stack(load.checkpoint, experts, hidden_size, stack, own_experts)
     else:
         matrices = _find_matrices(load.checkpoint, stack)
     slices = []
-    for index in range(experts.count):
+    for index in own_experts:
         gate, up, down = (f"{stack}.{index}.{matrix}" for matrix in matrices)
         slices.append(
             ExpertSlices(
@@ -105,15 +106,25 @@ def expert_slices(load: LoadContext, experts: Experts, hidden_size: int, block: 
 def read_expert_biases(
     load: LoadContext, experts: Experts, hidden_size: int, block: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Read the biases of interleaved experts: this rank's [X, 2 I], and [X, E] on the rank that adds it."""
+    """Read the biases of this rank's X interleaved experts: [X, 2 I], and [X, E] on the rank that adds it."""
     shard, stack = load.expert_shard(experts.intermediate_size), f"{block}.experts"
-    stored = load.empty(experts.count, 2 * len(shard))
-    shape = experts.count, 2 * experts.intermediate_size
-    load.checkpoint.read_into(stored, f"{stack}.gate_up_proj_bias", shape, 1, 2 * shard.start)
-    order = Interleaving(2 * len(shard), 2 * len(shard)).order(2 * len(shard))
-    down = load.replicated(f"{stack}.down_proj_bias", experts.count, hidden_size)
+    own, shape = load.own_experts(experts.count), (experts.count, 2 * experts.intermediate_size)
+    rows, columns = (own.start, len(own)), (2 * shard.start, 2 * len(shard))
+    stored = load.checkpoint.read(f"{stack}.gate_up_proj_bias", shape, rows, columns)
+    gate_up = stored[:, Interleaving(columns[1], columns[1]).order(columns[1])]
+    down = load.checkpoint.read(f"{stack}.down_proj_bias", (experts.count, hidden_size), rows)
     # The ranks' results are added up.
-    return stored[:, order].contiguous(), down if load.comm.rank == 0 else None
+    adds_down = load.expert_parallel or load.comm.rank == 0
+    return gate_up.to(load.device, load.dtype), down.to(load.device, load.dtype) if adds_down else None
+
+
+def other_experts(load: LoadContext, experts: Experts) -> list[str]:
+    """Return the names of tensors of the experts that only other ranks hold."""
+    own = load.own_experts(experts.count)
+    if len(own) == experts.count:
+        return []
+    found = ((name, _EXPERT_INDEX.search(name)) for name in load.checkpoint.names())
+    return [name for name, index in found if index is not None and int(index[1]) not in own]
 
 
 def _find_matrices(checkpoint: Checkpoint, stack: str) -> tuple[str, str, str]:
@@ -128,13 +139,15 @@ def _find_matrices(checkpoint: Checkpoint, stack: str) -> tuple[str, str, str]:
     )
 
 
-def _alias_stack(checkpoint: Checkpoint, experts: Experts, hidden_size: int, stack: str) -> None:
+def _alias_stack(
+    checkpoint: Checkpoint, experts: Experts, hidden_size: int, stack: str, own_experts: range
+) -> None:
     """Name each expert's matrices of ``gate_up_proj``, [X, 2 I, E], and ``down_proj``, [X, E, I].
 
     Transformers stores these; a family with `transposed` stacks has [X, E, 2 I] and [X, I, E].
     """
     inner, transposed = experts.intermediate_size, experts.transposed
-    for index in range(experts.count):
+    for index in own_experts:
         for name, source, num_rows, columns, start in (
             ("gate_proj", "gate_up_proj", 2 * inner, hidden_size, 0),
             ("up_proj", "gate_up_proj", 2 * inner, hidden_size, inner),

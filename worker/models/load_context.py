@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..comm.communicator import Communicator
-from ..comm.shard import Shard
+from ..comm.shard import Shard, own_indices
 from ..lora.layers import LoraLayer, LoraLayers
 from ..weights.checkpoint import Checkpoint
 from ..weights.linear_weight import LinearWeight, read_linear, read_matrix
@@ -26,6 +26,7 @@ class LoadContext:
         quantization: of the linear layers, stored or online; None for full precision.
         fused_all_reduce: as in ParallelConfig.
         lora: collects the layers that adapters may change; None without adapters.
+        expert_parallel: each rank holds some experts whole, instead of a part of each.
     """
 
     checkpoint: Checkpoint
@@ -35,6 +36,7 @@ class LoadContext:
     quantization: Quantization | None = None
     fused_all_reduce: bool = False
     lora: LoraLayers | None = None
+    expert_parallel: bool = False
 
     def empty(self, *shape: int) -> Tensor:
         """Return an uninitialized tensor of the model's dtype."""
@@ -88,8 +90,14 @@ class LoadContext:
         """Return this rank's part of a dimension; parts are multiples of a length."""
         return Shard(self.comm.rank, self.comm.size, full_len, multiple)
 
+    def own_experts(self, count: int) -> range:
+        """Return the experts of which this rank holds weights."""
+        return own_indices(self.comm.rank, self.comm.size, count) if self.expert_parallel else range(count)
+
     def expert_shard(self, intermediate_size: int) -> Shard:
-        """Return this rank's part of each expert's intermediate dimension."""
+        """Return this rank's part of the intermediate dimension of its experts."""
+        if self.expert_parallel:
+            return Shard(0, 1, intermediate_size)
         multiple = 1 if self.quantization is None else self.quantization.shard_multiple
         return self.shard(intermediate_size, multiple)
 

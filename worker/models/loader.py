@@ -86,7 +86,7 @@ def load_model(load: LoadContext, model: ModelConfig) -> Model:
         ConfigError: the model is not supported.
         ModelLoadError: its weights cannot be read.
     """
-    spec = check_supported(model, load.comm.size)
+    spec = check_supported(model, load.comm.size, expert_parallel=load.expert_parallel)
     if isinstance(spec, DecoderSpec):
         _name_as_text_model(load)
         if not model.generates:

@@ -30,8 +30,10 @@ class ExpertLayers:
     """The experts' layers one by one: on a CPU, and for experts that are stored in different formats.
 
     Attributes:
-        gate_up, down: of each expert.
+        gate_up, down: of each of this rank's X experts.
         activation: [T, 2 I] -> [T, I].
+        num_experts: of all ranks.
+        first_expert: index of this rank's first one.
         gate_up_bias, down_bias: [X, 2 I] and [X, E], or None.
         scaled_inputs: as in Experts.
     """
@@ -39,23 +41,26 @@ class ExpertLayers:
     gate_up: Sequence[LinearWeight]
     down: Sequence[LinearWeight]
     activation: Activation
+    num_experts: int
+    first_expert: int = 0
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     scaled_inputs: bool = False
 
     def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:
-        """Return the sum of the experts' results, [T, E]; reads the number of each expert's tokens on the host.
+        """Return the sum of this rank's experts' results, [T, E]; reads the number of each's tokens on the host.
 
         Args:
             x: [T, E].
-            factors, expert_ids: [T, per_token], of each token's experts.
+            factors, expert_ids: [T, per_token], of each token's experts, which may be those of other ranks.
         """
         per_token = expert_ids.shape[1]
         factors, expert_ids = factors.to(x.dtype).view(-1, 1), expert_ids.flatten()
-        counts = expert_ids.bincount(minlength=len(self.down)).tolist()
+        counts = expert_ids.bincount(minlength=self.num_experts).tolist()
         y = torch.zeros_like(x)
         # Choices sorted by expert; choice i was made by token i // per_token.
-        for index, own in enumerate(expert_ids.argsort(stable=True).split_with_sizes(counts)):
+        by_expert = expert_ids.argsort(stable=True).split_with_sizes(counts)
+        for index, own in enumerate(by_expert[self.first_expert :][: len(self.down)]):
             if len(own):
                 tokens = own // per_token
                 y.index_add_(0, tokens, self._run_expert(index, x[tokens], factors[own]))
@@ -78,11 +83,14 @@ class GroupedExperts:
     gate_up: ExpertWeights
     down: ExpertWeights
     activation: Activation
+    num_experts: int
+    first_expert: int = 0
     scaled_inputs: bool = False
 
     def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:
         """As ExpertLayers, but the host reads nothing from the device."""
-        choices = sort_choices(expert_ids, len(self.down.codes))
+        own = range(self.first_expert, self.first_expert + len(self.down.codes))
+        choices = sort_choices(expert_ids, self.num_experts, own)
         gate_up = scatter_linear(x, self.gate_up, choices)
         if self.scaled_inputs:
             # The layer has no bias, so its results may be scaled instead of its inputs.
@@ -98,7 +106,9 @@ def group_experts(layers: ExpertLayers) -> GroupedExperts | None:
     down = stack_experts(layers.down, layers.down_bias)
     if gate_up is None or down is None:
         return None
-    return GroupedExperts(gate_up, down, layers.activation, layers.scaled_inputs)
+    return GroupedExperts(
+        gate_up, down, layers.activation, layers.num_experts, layers.first_expert, layers.scaled_inputs
+    )
 
 
 class SharedExperts:
@@ -127,7 +137,7 @@ class SharedExperts:
 
 
 class MixtureOfExperts:
-    """Gated feed-forward experts; each expert's intermediate dimension is sharded over the ranks.
+    """Gated feed-forward experts, sharded over the ranks: each expert's intermediate dimension, or whole experts.
 
     Args:
         gate: activation of the experts (kernels.activation), unless theirs is clamped.
@@ -185,6 +195,8 @@ def read_experts(
         [load.linear(expert.gate_up) for expert in slices],
         [load.linear(expert.down) for expert in slices],
         _activation(experts, gate),
+        experts.count,
+        load.own_experts(experts.count).start,
         *biases,
         scaled_inputs=experts.scaled_inputs,
     )

@@ -13,7 +13,7 @@ from . import transformers_spec
 from .family import Family
 from .field_names import gemma3n_fields, gemma4_fields, gptj_fields, llama4_fields
 from .read_spec import read_layers, read_spec
-from .spec import DecoderSpec, Names, Norms
+from .spec import DecoderSpec, Experts, Names, Norms
 from .transformers_spec import TransformersSpec, read_transformers_spec
 
 # Norms before and after attention and feed-forward network, and norms after them only.
@@ -262,8 +262,13 @@ def kv_layers(model: ModelConfig) -> tuple[tuple[int, int], ...]:
     return () if sizes == [uniform] * model.num_layers else tuple(sizes)
 
 
-def check_supported(model: ModelConfig, tensor_parallel_size: int) -> DecoderSpec | TransformersSpec:
+def check_supported(
+    model: ModelConfig, tensor_parallel_size: int, *, expert_parallel: bool = False
+) -> DecoderSpec | TransformersSpec:
     """Return the spec of a model that this number of ranks can serve.
+
+    Args:
+        expert_parallel: each rank holds some experts whole, if the model has experts.
 
     Raises:
         ConfigError: the architecture, a feature or a size is not supported; states which and why.
@@ -280,22 +285,41 @@ def check_supported(model: ModelConfig, tensor_parallel_size: int) -> DecoderSpe
         reason = first_line(error)
         raise ConfigError(f"{model.name}: its config.json has invalid settings: {reason}") from error
     multiple = 1 if quantization is None else quantization.shard_multiple
-    _check_sizes(model, spec, tensor_parallel_size, multiple)
+    _check_sizes(model, spec, tensor_parallel_size, None if expert_parallel else multiple)
     return spec
 
 
-def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int, multiple: int) -> None:
+def check_expert_parallel(model: ModelConfig, spec: DecoderSpec | TransformersSpec) -> Experts:
+    """Return the experts of a model. Raises ConfigError if the ranks cannot hold whole experts of it."""
+    if isinstance(spec, TransformersSpec):
+        raise ConfigError(
+            f"{model.name}: enable_expert_parallel does not support {model.architecture}, which is served with the "
+            "modules of transformers"
+        )
+    if spec.experts is None:
+        raise ConfigError(
+            f"{model.name}: enable_expert_parallel is for mixtures of experts, it has no experts"
+        )
+    return spec.experts
+
+
+def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int, multiple: int | None) -> None:
     """Check that the ranks get equal numbers of heads, and that no rank's part is empty.
 
     Args:
-        multiple: the ranks' parts of experts are multiples of this length.
+        multiple: the ranks' parts of experts are multiples of this length; None if the ranks hold whole experts.
     """
     # The heads of latent attention have keys and values of their own, computed from latents on each rank.
     num_kv_heads = spec.num_kv_heads if spec.latent is None else spec.num_heads
     for count in {num_kv_heads, *(layer.num_kv_heads or num_kv_heads for layer in spec.layers)}:
         check_heads(model.name, spec.num_heads, count, size)
     lengths = {"intermediate_size": (spec.intermediate_size, 1), "vocab_size": (spec.vocab_size, 1)}
-    if spec.experts is not None:
+    if spec.experts is not None and multiple is None and spec.experts.count < size:
+        raise ConfigError(
+            f"{model.name}: it has {spec.experts.count} experts, too few for one on each of {size} ranks; leave "
+            "enable_expert_parallel out, or use a smaller tensor_parallel_size"
+        )
+    if spec.experts is not None and multiple is not None:
         lengths["intermediate size of experts"] = spec.experts.intermediate_size, multiple
     for what, (length, unit) in lengths.items():
         # All parts are equal except the last, which must not be empty.

@@ -106,6 +106,28 @@ def test_fit_of_latent_attention_counts_latents_once_per_gpu(
     assert rows[-1][3].strip() != "does not fit"
 
 
+def test_fit_counts_whole_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 252 experts, two ranks hold 126 each, and eight at most 32."""
+    fields = {"n_routed_experts": 252, "n_group": 1, "topk_group": 1, "num_hidden_layers": 8}
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3 | fields))
+    weights = []
+    for whole in (False, True):
+        fit(str(tmp_path), gpu="h200", gpus=8, enable_expert_parallel=whole)
+        rows = [
+            line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")
+        ]
+        weights.append({row[0].strip(): float(row[1].split()[0]) for row in rows})
+    assert weights[0]["2"] == weights[1]["2"]
+    assert weights[0]["8"] < weights[1]["8"] < 1.05 * weights[0]["8"]
+
+
+def test_fit_of_whole_experts_needs_experts(model: str) -> None:
+    with pytest.raises(
+        ConfigError, match="enable_expert_parallel is for mixtures of experts, it has no experts"
+    ):
+        fit(model, gpu="h200", enable_expert_parallel=True)
+
+
 def test_fit_fails_if_no_size_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="does not fit on 1 x t4"):
         fit(model, gpu="t4", gpus=1)

@@ -24,7 +24,8 @@ from quire.proto.errors import ConfigError
 PAGE = Path(__file__).parents[3] / "docs" / "vllm.md"
 # Options that mean in `vllm serve` what they mean here.
 SAME_NAMES = (
-    "api_key", "block_size", "chat_template", "dtype", "enable_auto_tool_choice", "enable_lora",
+    "api_key", "block_size", "chat_template", "dtype", "enable_auto_tool_choice",
+    "enable_expert_parallel", "enable_lora",
     "gpu_memory_utilization", "kv_cache_dtype", "lora_modules", "max_cpu_loras", "max_logprobs",
     "max_lora_rank", "max_loras", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "quantization",
     "reasoning_parser", "revision", "runner", "seed", "served_model_name", "speculative_config",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +59,34 @@ def folders(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return published, twin
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("tp", "settings"), [(1, {}), (2, {}), (4, {}), (4, {"enable_expert_parallel": True})], ids=str
+)
 def test_published_model_gives_tokens_of_dequantized_weights(
-    tp: int, folders: tuple[Path, Path], make_engine: Any, planned: Any
+    tp: int, settings: dict[str, Any], folders: tuple[Path, Path], make_engine: Any, planned: Any
 ) -> None:
     published, twin = folders
     reference = Reference(twin)
     sequences = [planned(prompt, 12, GREEDY) for prompt in prompts_of([5, 41], seed=1)]
-    make_engine(published, tp, block_size=8).generate(sequences, chunk_len=16)
+    make_engine(published, tp, block_size=8, **settings).generate(sequences, chunk_len=16)
     for sequence in sequences:
         reference.check_greedy(sequence.prompt, sequence.generated)
 
 
+@pytest.mark.parametrize("expert_parallel", [False, True])
 def test_quantized_kernel_gives_tokens_of_dequantized_weights(
-    folders: tuple[Path, Path], make_engine: Any, planned: Any, monkeypatch: pytest.MonkeyPatch
+    expert_parallel: bool,
+    folders: tuple[Path, Path],
+    make_engine: Any,
+    planned: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The experts stay in MXFP4 as on a GPU; the kernel's PyTorch twin multiplies."""
     monkeypatch.setattr(linear_weight, "has_quantized_kernel", lambda weight: True)
     published, twin = folders
     (prompt,) = prompts_of([9], seed=2)
     sequence = planned(prompt, 8, GREEDY)
-    make_engine(published, 2).generate([sequence])
+    make_engine(published, 2, enable_expert_parallel=expert_parallel).generate([sequence])
     Reference(twin).check_greedy(prompt, sequence.generated)
 
 
@@ -87,3 +95,11 @@ def test_more_ranks_than_groups_of_an_expert_raise(folders: tuple[Path, Path], e
     check_supported(model, 4)
     with pytest.raises(ConfigError, match="intermediate size of experts, 128, is too small"):
         check_supported(model, 8)
+
+
+def test_ranks_with_whole_experts_may_be_more_than_groups_of_an_expert(
+    folders: tuple[Path, Path], engine_config: Any
+) -> None:
+    model = engine_config(folders[0]).model
+    model = replace(model, num_kv_heads=8, hf=model.hf | {"num_local_experts": 8, "num_key_value_heads": 8})
+    check_supported(model, 8, expert_parallel=True)

@@ -20,6 +20,7 @@ def test_grouped_experts_equal_experts_one_by_one(scaled_inputs: bool) -> None:
         [PlainWeight(PackedWeight(torch.randn(2 * inner, hidden))) for _ in range(count)],
         [PlainWeight(PackedWeight(torch.randn(hidden, inner))) for _ in range(count)],
         silu_and_mul,
+        count,
         scaled_inputs=scaled_inputs,
     )
     grouped = group_experts(layers)

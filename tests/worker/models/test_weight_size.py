@@ -47,3 +47,13 @@ def test_quantized_weights_take_fewer_bytes(make_model: Callable[..., Path], tmp
     (tmp_path / "config.json").write_text(json.dumps(config))
     size = measure_weights(describe_files(EngineOptions(str(tmp_path))), 2)
     assert size.num_bytes(2) == round(size.num_linear * (0.5 + 2.5 / 32) + 2 * size.num_other)
+
+
+def test_rank_with_whole_experts_has_the_larger_part_of_uneven_ones(make_model: Callable[..., Path]) -> None:
+    folder = make_model("qwen3_moe")  # 6 experts, of three matrices [48, 64], in each of 3 layers
+    size = measure_weights(describe_files(EngineOptions(str(folder))), 4)
+    assert size.num_routed == 3 * 6 * 3 * 48 * 64
+    sliced, whole = size.rank_bytes(4, 4), size.rank_bytes(4, 4, 6)
+    assert sliced == size.num_bytes(4) // 4
+    assert whole - sliced == 4 * size.num_routed // 12  # two of six, not a quarter
+    assert size.rank_bytes(4, 2, 6) == size.rank_bytes(4, 2)

@@ -1,0 +1,123 @@
+"""Ranks that hold whole experts generate the tokens of transformers, and read their own experts only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_models import Scheme, write_quantized
+from reference import Reference, prompts_of
+
+from quire.proto.errors import ConfigError
+from quire.proto.step import RowSampling
+from quire.worker.models.expert_layout import other_experts
+from quire.worker.models.moe import ExpertLayers, MixtureOfExperts
+from quire.worker.models.registry import check_supported
+
+GREEDY = RowSampling(temperature=0.0)
+# Kind, ranks, and overrides. The ranks hold different numbers of experts where 4 does not divide them.
+MODELS: list[tuple[str, int, dict[str, Any]]] = [
+    ("mixtral", 4, {}),
+    ("qwen3_moe", 4, {"mlp_only_layers": [1], "norm_topk_prob": True}),
+    ("qwen3_moe", 2, {"checkpoint": {"save_original_format": False}}),
+    ("deepseek_v3", 4, {}),
+    ("glm4_moe", 2, {"attention_bias": True}),
+    ("gpt_oss", 4, {}),
+    ("minimax_m2", 4, {}),
+    ("llama4_text", 2, {}),
+    (
+        "gemma4_text",
+        2,
+        {
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "tp", "fields"), MODELS, ids=lambda value: str(value)[:20])
+def test_experts_of_ranks_give_tokens_of_transformers(
+    kind: str, tp: int, fields: dict[str, Any], make_model: Any, make_engine: Any, planned: Any
+) -> None:
+    folder = make_model(kind, seed=7, **fields)
+    reference = Reference(folder)
+    sequences = [planned(prompt, 8, GREEDY) for prompt in prompts_of([5, 23], seed=1)]
+    make_engine(folder, tp, enable_expert_parallel=True).generate(sequences, chunk_len=16)
+    for sequence in sequences:
+        reference.check_greedy(sequence.prompt, sequence.generated)
+
+
+SCHEMES = {
+    # A part of 12 of the 48 numbers of an expert would begin inside a word of 8.
+    "awq": Scheme("awq", group_len=16, ignored=r"mlp\.gate\.|lm_head|embed"),
+    "float8-blocks": Scheme("float8", is_float=True, block=(32, 32), ignored=r"mlp\.gate\.|lm_head|embed"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_quantized_experts_give_tokens_of_dequantized_weights(
+    name: str, make_model: Any, make_engine: Any, planned: Any, tmp_path: Path
+) -> None:
+    quantized, twin = write_quantized(make_model("qwen3_moe", seed=7), tmp_path, SCHEMES[name])
+    (prompt,) = prompts_of([9], seed=1)
+    sequence = planned(prompt, 8, GREEDY)
+    make_engine(quantized, 4, enable_expert_parallel=True).generate([sequence])
+    Reference(twin).check_greedy(prompt, sequence.generated)
+    if name == "awq":
+        with pytest.raises(ConfigError, match="not aligned to words of 8 numbers"):
+            make_engine(quantized, 4)
+
+
+def test_rank_reads_and_holds_its_experts_only(make_model: Any, make_engine: Any) -> None:
+    folder = make_model("qwen3_moe", seed=7)
+    engine = make_engine(folder, 4, enable_expert_parallel=True)
+    for rank, expected in enumerate([range(2), range(2, 4), range(4, 5), range(5, 6)]):
+        layer = engine.runners[rank]._model.layers[0].mlp
+        assert isinstance(layer, MixtureOfExperts)
+        experts = layer.experts
+        assert isinstance(experts, ExpertLayers)
+        assert (experts.first_expert, len(experts.down)) == (expected.start, len(expected))
+        assert experts.num_experts == 6
+
+
+def test_other_experts_are_those_of_other_ranks(
+    make_model: Any, engine_config: Any, thread_group: Any
+) -> None:
+    from quire.worker.models.load_context import LoadContext
+    from quire.worker.models.spec import Experts
+    from quire.worker.weights.checkpoint import Checkpoint
+
+    folder = make_model("qwen3_moe", seed=7)
+    checkpoint, cpu = Checkpoint(folder), torch.device("cpu")
+    load = LoadContext(checkpoint, thread_group(4).communicator(1), torch.float32, cpu, expert_parallel=True)
+    names = other_experts(load, Experts(6, 3, 48, normalized=True))
+    checkpoint.close()
+    assert {int(name.split(".experts.")[1].split(".")[0]) for name in names} == {0, 1, 4, 5}
+
+
+def test_fewer_experts_than_ranks_raise(make_model: Any, engine_config: Any) -> None:
+    model = engine_config(make_model("mixtral", seed=7, num_local_experts=3)).model
+    check_supported(model, 4)
+    with pytest.raises(ConfigError, match="3 experts, too few for one on each of 4 ranks"):
+        check_supported(model, 4, expert_parallel=True)
+
+
+def test_more_ranks_than_numbers_of_an_expert_are_supported(
+    make_model: Any, engine_config: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(make_model("qwen3_moe", seed=7), tmp_path / "narrow")
+    path = tmp_path / "narrow" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"moe_intermediate_size": 2}))
+    model = engine_config(tmp_path / "narrow").model
+    check_supported(model, 4, expert_parallel=True)
+    with pytest.raises(ConfigError, match="intermediate size of experts, 2, is too small"):
+        check_supported(model, 4)
