@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from model_kinds import KINDS, ranks_for
+from published_checkpoints import CHECKPOINTS, Published
 from quantized_models import SCHEMES
 
 from quire.worker.models.registry import FAMILIES
@@ -35,6 +36,12 @@ def architectures() -> dict[str, list[str]]:
     return found
 
 
+def architecture_of(published: Published) -> str:
+    """Return the architecture that a published checkpoint has in its config.json."""
+    kind = published.kind
+    return published.architecture[0] or next(name for name, kinds in architectures().items() if kind in kinds)
+
+
 def tables() -> str:
     """Return the tables, in Markdown."""
     rows = []
@@ -46,11 +53,16 @@ def tables() -> str:
     for layout, name in LAYOUTS.items():
         schemes = [key for key, scheme in SCHEMES.items() if scheme.layout == layout]
         formats.append((name, ", ".join(schemes)))
+    layouts: dict[str, list[str]] = {}
+    for published in CHECKPOINTS.values():
+        layouts.setdefault(architecture_of(published), []).append(LAYOUTS[published.scheme.layout])
+    checkpoints = [(f"`{name}`", "; ".join(dict.fromkeys(own))) for name, own in sorted(layouts.items())]
     return "\n\n".join(
         (
             START,
             _table(("architecture", "layers of", "tensor-parallel sizes compared"), rows),
             _table(("format", "compared with dequantized weights"), formats),
+            _table(("published checkpoint of", "formats"), checkpoints),
             END,
         )
     )

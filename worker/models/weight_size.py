@@ -8,7 +8,7 @@ from typing import Any
 
 from ...proto.config import ModelConfig
 from ...proto.errors import ModelLoadError, first_line
-from ..weights.quantization import read_quantization
+from ..weights.quantization import read_quantization, weight_groups
 
 # Of 16-bit scales, and of packed zero points, per group of numbers.
 _BYTES_PER_GROUP = 2.5
@@ -84,5 +84,5 @@ def measure_weights(model: ModelConfig, dtype_bytes: int) -> WeightSize:
 
 
 def _compressed_bits(model: ModelConfig) -> int:
-    groups = model.hf["quantization_config"]["config_groups"].values()
-    return max(int(group["weights"]["num_bits"]) for group in groups)
+    groups = weight_groups(model.hf["quantization_config"])
+    return max((int(group["weights"]["num_bits"]) for group in groups), default=16)

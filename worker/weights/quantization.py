@@ -27,8 +27,6 @@ COMPRESSED_FORMATS = (
 COMPRESSED_WEIGHTS = (("int", 4), ("int", 8), ("float", 4), ("float", 8))
 # Numbers of an MXFP4 weight that share a scale.
 MXFP4_GROUP_LEN = 32
-# Values of compressed-tensors' quantization_status for weights stored in full precision.
-UNCOMPRESSED_STATUS = ("initialized", "calibration", "frozen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,8 @@ class Quantization:
     Attributes:
         method: one of ONLINE_METHODS, applied while a full-precision checkpoint is read; or the layout of a quantized
             checkpoint: ``awq``, ``gptq``, ``compressed``, ``float8`` or ``mxfp4``.
-        bits: per number; unused for ``compressed``, where the tensors' shapes determine it.
+        bits: per number; unused for ``compressed``, where the tensors' shapes determine it. Layers of ``gptq`` may
+            have other bits and groups, which their shapes show (``dynamic``).
         group_len: inputs that share a scale; None if all inputs of an output do. Unused for ``compressed``.
         zero_offset: added to the stored zero points of ``gptq``.
         block_shape: outputs and inputs that share a scale, if scales are per block.
@@ -116,12 +115,11 @@ def _read_awq(stored: dict[str, Any]) -> Quantization:
 
 
 def _read_compressed(stored: dict[str, Any]) -> Quantization:
-    if stored.get("quantization_status") in UNCOMPRESSED_STATUS:
-        raise ConfigError(f"weights of status {stored['quantization_status']!r} are not supported")
+    # The status says little: "frozen" is published for weights that are stored quantized. Their dtype decides.
     sparsity = (stored.get("sparsity_config") or {}).get("format") or "dense"
     _require("sparsity format", sparsity, ("dense",))
     block_shape = None
-    for group in stored["config_groups"].values():
+    for group in weight_groups(stored):
         layout = group.get("format") or stored.get("format")
         _require("format", layout, COMPRESSED_FORMATS)
         weights = group["weights"]
@@ -129,6 +127,11 @@ def _read_compressed(stored: dict[str, Any]) -> Quantization:
         if weights.get("block_structure"):
             block_shape = _pair(weights["block_structure"])
     return Quantization("compressed", block_shape=block_shape)
+
+
+def weight_groups(stored: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the groups of compressed-tensors' configuration that quantize weights, not only activations or KV."""
+    return [group for group in stored["config_groups"].values() if group.get("weights", ()) is not None]
 
 
 def _read_float8(stored: dict[str, Any]) -> Quantization:

@@ -20,7 +20,7 @@ A layer in full precision has a plain ``weight`` instead.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -88,6 +88,7 @@ def _read_gptq(
     if not checkpoint.has(f"{part.name}.scales"):
         return None
     num_outputs, num_inputs = part.shape
+    quantization = _of_layer(checkpoint, part, quantization)
     per_word, stored = WORD_BITS // quantization.bits, None
     if checkpoint.has(f"{part.name}.g_idx"):
         stored = checkpoint.read(f"{part.name}.g_idx", (num_inputs,), part.inputs)
@@ -111,6 +112,19 @@ def _read_gptq(
     codes = bytes_of_words.transpose(0, 1).flatten(1)
     zeros = _unpack(zeros, quantization.bits).to(torch.int16) + quantization.zero_offset
     return _unsigned(codes, quantization.bits, scales, zeros, groups)
+
+
+def _of_layer(checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization) -> Quantization:
+    """Return the bits and groups of a layer of gptq, which may differ from those of the model."""
+    num_inputs = part.shape[1]
+    num_words, num_groups = (
+        checkpoint.shape_of(f"{part.name}.qweight")[0],
+        checkpoint.shape_of(f"{part.name}.scales")[0],
+    )
+    bits, group_len = WORD_BITS * num_words // num_inputs, quantization.group_len or num_inputs
+    if -(-num_inputs // group_len) != num_groups:
+        group_len = -(-num_inputs // max(1, num_groups))
+    return replace(quantization, bits=bits if bits in (4, 8) else quantization.bits, group_len=group_len)
 
 
 def _read_awq(
@@ -187,12 +201,18 @@ def _read_codes(
     checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization
 ) -> QuantizedWeight | None:
     """Read weights of 8 bits that are stored unpacked."""
-    name = f"{part.name}.weight"
-    if not checkpoint.has(name) or checkpoint.dtype_of(name) not in CODE_TYPES:
+    scale_names = f"{part.name}.weight_scale_inv", f"{part.name}.weight_scale"
+    name = next((name for name in scale_names if checkpoint.has(name)), scale_names[-1])
+    weight_name = f"{part.name}.weight"
+    if not checkpoint.has(weight_name):
         return None
-    name = f"{part.name}.weight_scale_inv"
-    if not checkpoint.has(name):
-        name = f"{part.name}.weight_scale"
+    dtype = checkpoint.dtype_of(weight_name)
+    if dtype not in CODE_TYPES:
+        if checkpoint.has(name):
+            raise ModelLoadError(
+                f"{weight_name!r} is stored as {dtype} beside its scales; save the checkpoint in its compressed form"
+            )
+        return None
     scales, groups = _read_scales(checkpoint, name, part, quantization.block_shape)
     codes = checkpoint.read(f"{part.name}.weight", part.shape, part.outputs, part.inputs)
     zeros = _read_zeros(checkpoint, part, groups, 8)
@@ -262,6 +282,8 @@ def _read_scales(
     first, last = start // block_outputs, (start + length - 1) // block_outputs
     expected = -(-num_outputs // block_outputs), groups.count
     scales = checkpoint.read(name, expected, (first, last + 1 - first), groups.range)
+    if scales.dtype == torch.float8_e8m0fnu:
+        scales = _powers_of_two(scales)
     rows = torch.arange(start, start + length) // block_outputs - first
     return scales[rows].t().contiguous(), groups
 

@@ -222,6 +222,55 @@ def test_packed_words_of_wrong_dtype_raise_model_load_error(
         ModelRunner(engine_config(folder), SingleRank())
 
 
+def test_full_precision_beside_scales_raises_model_load_error(
+    folders: Any, tmp_path: Path, engine_config: Any
+) -> None:
+    """Tools write such checkpoints if they are not told to compress them."""
+    folder = Path(shutil.copytree(folders["int8"][0], tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file(tensors | {name: tensors[name].float()}, folder / "model.safetensors")
+    with pytest.raises(
+        ModelLoadError, match=r"down_proj.weight' is stored as torch.float32 beside its scales"
+    ):
+        ModelRunner(engine_config(folder), SingleRank())
+
+
+def test_layers_of_gptq_may_have_other_bits_and_groups(
+    folders: Any, make_model: Any, tmp_path: Path, engine_config: Any
+) -> None:
+    source = make_model("qwen2", seed=3)
+    other, twin = write_quantized(source, tmp_path, Scheme("gptq", bits=8, group_len=16))
+    layer = "model.layers.0.mlp.down_proj"
+    (tmp_path / "mixed").mkdir()
+    tensors = load_file(folders["gptq"][0] / "model.safetensors")
+    tensors |= {
+        name: tensor
+        for name, tensor in load_file(other / "model.safetensors").items()
+        if name.startswith(layer)
+    }
+    save_file(tensors, tmp_path / "mixed" / "model.safetensors")
+    quantization = scheme_of(folders["gptq"][0], engine_config)
+    for start in (0, 64):
+        part = WeightSlice(layer, (64, 128), 1, start, 64)
+        found = read_quantized(Checkpoint(tmp_path / "mixed"), part, quantization)
+        assert found is not None
+        expected = load_file(twin / "model.safetensors")[f"{layer}.weight"][:, start : start + 64]
+        torch.testing.assert_close(dequantize(found), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_block_scales_may_be_powers_of_two(tmp_path: Path) -> None:
+    codes = torch.randn(32, 32).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0, 0.25], [2.0, 8.0]])
+    tensors = {"x.weight": codes, "x.weight_scale_inv": scales.to(torch.float8_e8m0fnu)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    quantization = Quantization("float8", block_shape=(16, 16))
+    found = read_quantized(Checkpoint(tmp_path), WeightSlice("x", (32, 32), 0, 8, 16), quantization)
+    assert found is not None
+    expected = codes.float() * scales.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    assert torch.equal(dequantize(found).float(), expected[8:24])
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -236,8 +285,6 @@ def test_packed_words_of_wrong_dtype_raise_model_load_error(
         ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "cannot be read: ValueError: block size 0 x 1"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "marlin-24"}}},
          "compressed-tensors format 'marlin-24' is not supported"),
-        ({"quant_method": "compressed-tensors", "quantization_status": "frozen", "config_groups": {}},
-         "weights of status 'frozen' are not supported"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized",
           "config_groups": {"a": {"weights": {"type": "int", "num_bits": 2}}}}, r"weights \('int', 2\)"),
     ],
