@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,3 +50,22 @@ GATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": silu_and_mul,
     "gelu_tanh": gelu_tanh_and_mul,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class GatedActivation:
+    """An activation of GATED_ACTIVATIONS, or the clamped one.
+
+    Attributes:
+        gate: a key of GATED_ACTIVATIONS.
+        clamp: alpha and limit of `clamped_silu_and_mul`, which takes the place of the gate; None for the gate's own.
+    """
+
+    gate: str
+    clamp: tuple[float, float] | None = None
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 I] -> [T, I]."""
+        if self.clamp is None:
+            return GATED_ACTIVATIONS[self.gate](gate_up)
+        return clamped_silu_and_mul(gate_up, *self.clamp)

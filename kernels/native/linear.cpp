@@ -115,7 +115,8 @@ struct PanelOutputs {
   float one(const float* sums, int64_t n) const { return sums[n] * scales[n] + offsets[n]; }
 };
 
-// The result y [T, N] of a linear layer. Sums have rows that are `stride` numbers apart.
+// The result y [T, N] of a linear layer, whose rows are y_stride numbers apart. Sums have rows that are `stride` numbers
+// apart.
 template <typename Format, typename T>
 struct Outputs {
   static constexpr int PARTS = 1;
@@ -123,14 +124,15 @@ struct Outputs {
   const Panels<Format>& weight;
   const T* bias;
   T* y;
+  int64_t y_stride;
 
   int64_t num_panels() const { return weight.count(); }
-  Outputs from(int64_t token) const { return {weight, bias, y + token * weight.out_features}; }
+  Outputs from(int64_t token) const { return {weight, bias, y + token * y_stride, y_stride}; }
 
   void write(int64_t panel, const float* sums, int64_t stride, int64_t count) const {
     const PanelOutputs<Format, T> outputs(weight, panel, bias);
     for (int64_t m = 0; m < count; m++, sums += stride) {
-      T* to = y + m * weight.out_features + outputs.begin;
+      T* to = y + m * y_stride + outputs.begin;
       int64_t n = 0;
       for (; n + LANES <= outputs.width; n += LANES) store(to + n, outputs.vector(sums, n));
       for (; n < outputs.width; n++) store_one(to + n, outputs.one(sums, n));
@@ -344,8 +346,9 @@ void multiply_many(const Result& outputs, const T* x, int64_t num_tokens, int th
 
 // y [T, N] = x [T, K] times the transpose of the weight, plus bias [N] unless that is null.
 template <typename Format, typename T>
-void linear(const Panels<Format>& weight, const T* x, const T* bias, T* y, int64_t num_tokens, int threads) {
-  const Outputs<Format, T> outputs{weight, bias, y};
+void linear(const Panels<Format>& weight, const T* x, const T* bias, T* y, int64_t y_stride, int64_t num_tokens,
+            int threads) {
+  const Outputs<Format, T> outputs{weight, bias, y, y_stride};
   if (num_tokens > MAX_TILE_TOKENS) {
     multiply_many<Format>(outputs, x, num_tokens, threads);
   } else if constexpr (std::is_same_v<T, typename Format::Input>) {
@@ -366,7 +369,7 @@ void gated_linear(const Panels<Format>& weight, Gate gate, const T* x, const T* 
     multiply_many<Format>(GatedOutputs<Format, T>{weight, bias, y, gate}, x, num_tokens, threads);
   } else {
     const auto gate_up = std::make_unique<T[]>(num_tokens * weight.out_features);
-    linear(weight, x, bias, gate_up.get(), num_tokens, threads);
+    linear(weight, x, bias, gate_up.get(), weight.out_features, num_tokens, threads);
     quire_gate_and_mul(sizeof(T) == sizeof(float) ? FLOAT32 : BFLOAT16, gate, gate_up.get(), y, num_tokens,
                        weight.out_features / 2, threads);
   }
@@ -424,7 +427,18 @@ void quire_linear(int weight_dtype, int dtype, const void* x, const void* panels
                   int threads) {
   for_types(weight_dtype, dtype, panels, scales, in_features, out_features, panel_stride, [&](auto& weight, auto t) {
     using T = decltype(t);
-    linear(weight, (const T*)x, (const T*)bias, (T*)y, num_tokens, threads);
+    linear(weight, (const T*)x, (const T*)bias, (T*)y, out_features, num_tokens, threads);
+  });
+}
+
+// As quire_linear on one thread, for panels of a weight: the results are `out_features` columns of y, whose rows are
+// y_stride numbers apart.
+void quire_linear_columns(int weight_dtype, int dtype, const void* x, const void* panels, const float* scales,
+                          const void* bias, void* y, int64_t y_stride, int64_t num_tokens, int64_t in_features,
+                          int64_t out_features, int64_t panel_stride) {
+  for_types(weight_dtype, dtype, panels, scales, in_features, out_features, panel_stride, [&](auto& weight, auto t) {
+    using T = decltype(t);
+    linear(weight, (const T*)x, (const T*)bias, (T*)y, y_stride, num_tokens, 1);
   });
 }
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.activation import GATED_ACTIVATIONS, clamped_silu_and_mul
+from ...kernels.activation import GatedActivation
 from ...kernels.dispatch import has_kernels
 from ...kernels.moe import ExpertWeights, gather_linear, scatter_linear, sort_choices
+from ...kernels.panel_experts import PanelExperts, supports
 from ..weights.expert_weights import stack_experts
-from ..weights.linear_weight import LinearWeight
+from ..weights.linear_weight import LinearWeight, packed_weight
 from ..weights.weight_slice import WeightSlice
 from .expert_layout import expert_slices, find_block, find_correction, find_shared, read_expert_biases
 from .expert_routing import ExpertRouter
@@ -22,12 +22,10 @@ from .layers import ColumnParallelLinear, Projection
 from .load_context import LoadContext
 from .spec import Experts
 
-Activation = Callable[[Tensor], Tensor]
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayers:
-    """The experts' layers one by one: on a CPU, and for experts that are stored in different formats.
+    """The experts' layers one by one: for experts that neither kernels nor C++ ops multiply at once.
 
     Attributes:
         gate_up, down: of each of this rank's X experts.
@@ -40,7 +38,7 @@ class ExpertLayers:
 
     gate_up: Sequence[LinearWeight]
     down: Sequence[LinearWeight]
-    activation: Activation
+    activation: GatedActivation
     num_experts: int
     first_expert: int = 0
     gate_up_bias: Tensor | None = None
@@ -82,7 +80,7 @@ class GroupedExperts:
 
     gate_up: ExpertWeights
     down: ExpertWeights
-    activation: Activation
+    activation: GatedActivation
     num_experts: int
     first_expert: int = 0
     scaled_inputs: bool = False
@@ -108,6 +106,25 @@ def group_experts(layers: ExpertLayers) -> GroupedExperts | None:
         return None
     return GroupedExperts(
         gate_up, down, layers.activation, layers.num_experts, layers.first_expert, layers.scaled_inputs
+    )
+
+
+def panel_experts(layers: ExpertLayers) -> PanelExperts | None:
+    """Return the layers for a CPU. Returns None if not all weights are packed in panels, or they differ in format."""
+    gate_up, down = (
+        [packed for packed in map(packed_weight, weights) if packed is not None]
+        for weights in (layers.gate_up, layers.down)
+    )
+    if not len(gate_up) == len(down) == len(layers.down) or not (supports(gate_up) and supports(down)):
+        return None
+    return PanelExperts(
+        gate_up,
+        down,
+        layers.activation,
+        layers.gate_up_bias,
+        layers.down_bias,
+        layers.first_expert,
+        scaled_inputs=layers.scaled_inputs,
     )
 
 
@@ -180,8 +197,8 @@ class MixtureOfExperts:
 
 def read_experts(
     load: LoadContext, experts: Experts, hidden_size: int, gate: str, block: str
-) -> ExpertLayers | GroupedExperts:
-    """Read this rank's part of the experts; on a GPU all experts are computed at once, if they are stored alike.
+) -> ExpertLayers | GroupedExperts | PanelExperts:
+    """Read this rank's part of the experts; all experts are computed at once, if they are stored alike.
 
     Args:
         gate: as for MixtureOfExperts.
@@ -194,18 +211,11 @@ def read_experts(
     layers = ExpertLayers(
         [load.linear(expert.gate_up) for expert in slices],
         [load.linear(expert.down) for expert in slices],
-        _activation(experts, gate),
+        GatedActivation(gate, experts.clamp),
         experts.count,
         load.own_experts(experts.count).start,
         *biases,
         scaled_inputs=experts.scaled_inputs,
     )
-    grouped = group_experts(layers) if has_kernels(load.empty(0)) else None
+    grouped = group_experts(layers) if has_kernels(load.empty(0)) else panel_experts(layers)
     return layers if grouped is None else grouped
-
-
-def _activation(experts: Experts, gate: str) -> Activation:
-    if experts.clamp is None:
-        return GATED_ACTIVATIONS[gate]
-    alpha, limit = experts.clamp
-    return partial(clamped_silu_and_mul, alpha=alpha, limit=limit)

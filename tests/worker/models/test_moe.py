@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.kernels.activation import silu_and_mul
+from quire.kernels.activation import GatedActivation
 from quire.kernels.linear import PackedWeight
 from quire.worker.models.moe import ExpertLayers, group_experts
 from quire.worker.weights.linear_weight import PlainWeight
@@ -19,7 +19,7 @@ def test_grouped_experts_equal_experts_one_by_one(scaled_inputs: bool) -> None:
     layers = ExpertLayers(
         [PlainWeight(PackedWeight(torch.randn(2 * inner, hidden))) for _ in range(count)],
         [PlainWeight(PackedWeight(torch.randn(hidden, inner))) for _ in range(count)],
-        silu_and_mul,
+        GatedActivation("silu"),
         count,
         scaled_inputs=scaled_inputs,
     )

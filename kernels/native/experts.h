@@ -1,0 +1,19 @@
+// The experts of a mixture, whose weights are packed in panels (experts.cpp).
+#pragma once
+
+#include "decode_layers.h"
+
+struct Expert {
+  Linear gate_up, down;  // [2 I, E] and [E, I]
+};
+
+// Python fills this struct: kernels/native/experts.py declares the same fields in the same order.
+struct Experts {
+  const Expert* experts;  // of this rank
+  int64_t count;
+  int64_t first;       // index of the first among the experts of all ranks
+  int64_t gate;        // activation
+  int64_t is_clamped;  // clamps its inputs, with the gate SILU
+  int64_t scales_inputs;  // the factors multiply the inputs of experts, not their results
+  float alpha, limit;  // of the clamped activation
+};

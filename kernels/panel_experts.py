@@ -1,0 +1,91 @@
+"""PanelExperts: the experts of a mixture on a CPU, in one call into C++ (native/experts.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .activation import GatedActivation
+from .decode_layers import native_linear
+from .linear import PackedWeight
+from .native import experts as native
+from .native.decode_layers import Linear
+from .native.library import dtype_codes, gate_codes, library
+
+
+class PanelExperts:
+    """The experts of one layer that a rank has.
+
+    Args:
+        gate_up, down: of each expert, [2 I, E] and [E, I]; both supported (`supports`).
+        gate_up_bias, down_bias: [X, 2 I] and [X, E], or None.
+        first: index of the first expert among those of all ranks.
+        scaled_inputs: the factors multiply the inputs of experts, not their results.
+
+    Attributes:
+        count: of the experts.
+    """
+
+    def __init__(
+        self,
+        gate_up: Sequence[PackedWeight],
+        down: Sequence[PackedWeight],
+        activation: GatedActivation,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        first: int = 0,
+        *,
+        scaled_inputs: bool = False,
+    ) -> None:
+        native.check_layout()
+        self.first, self.count = first, len(down)
+        self._kept = gate_up, down, gate_up_bias, down_bias  # keep the memory alive
+        alpha, limit = activation.clamp or (0.0, 0.0)
+        self._weights = (native.Expert * len(down))(
+            *map(native.Expert, _linears(gate_up, gate_up_bias), _linears(down, down_bias))
+        )
+        self._native = native.Experts(
+            experts=ctypes.addressof(self._weights),
+            count=self.count,
+            first=first,
+            gate=gate_codes()[activation.gate],
+            is_clamped=activation.clamp is not None,
+            scales_inputs=scaled_inputs,
+            alpha=alpha,
+            limit=limit,
+        )
+
+    def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:
+        """Return the sum of the experts' results, [T, E]; choices of other ranks' experts add nothing.
+
+        Args:
+            x: [T, E] in float32 or bfloat16.
+            factors: [T, per_token] float32, of each token's experts.
+            expert_ids: [T, per_token] int64.
+        """
+        assert x.shape[1] == self._weights[0].gate_up.in_features
+        assert factors.dtype == torch.float32
+        assert expert_ids.dtype == torch.int64
+        assert factors.shape == expert_ids.shape
+        x, factors, expert_ids = x.contiguous(), factors.contiguous(), expert_ids.contiguous()
+        out = torch.empty_like(x)
+        library().quire_experts(
+            ctypes.addressof(self._native), dtype_codes()[x.dtype], x.data_ptr(), factors.data_ptr(),
+            expert_ids.data_ptr(), out.data_ptr(), *expert_ids.shape, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+
+def supports(weights: Sequence[PackedWeight]) -> bool:
+    """Return whether C++ multiplies these weights of one linear layer: all are in panels, and of one format."""
+    panels = [weight.panels for weight in weights if weight.panels is not None]
+    formats = {(own.dtype, own.in_features, own.out_features) for own in panels}
+    return len(panels) == len(weights) and len(formats) == 1
+
+
+def _linears(weights: Sequence[PackedWeight], biases: Tensor | None) -> list[Linear]:
+    own = [None] * len(weights) if biases is None else biases
+    return [native_linear(weight.panels, bias) for weight, bias in zip(weights, own, strict=True)]
