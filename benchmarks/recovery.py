@@ -42,9 +42,14 @@ def main() -> None:
     parser.add_argument(
         "--spare-processes", type=int, default=1, help="of the server; a fault waits until one is ready"
     )
+    parser.add_argument("--standby-weights", action="store_true", help="of the server")
+    parser.add_argument("--model", default="demo")
     arguments = parser.parse_args()
+    options = ["--spare-processes", str(arguments.spare_processes)]
+    if arguments.standby_weights:
+        options.append("--standby-weights")
     figures: dict[str, Figure] = {}
-    with server(arguments.spare_processes) as (started, client, ready_s):
+    with server(arguments.model, options) as (started, client, ready_s):
         figures["recovery.restart_all_s"] = Figure(ready_s, "s", "start of the whole server instead")
         expected = list(client.generate(PROMPT, PARAMS).outputs[0].token_ids)
         for kind in arguments.kinds:
@@ -60,11 +65,10 @@ def main() -> None:
 
 
 @contextmanager
-def server(num_spares: int) -> Iterator[tuple[ServerProcess, Client, float]]:
+def server(model: str, options: list[str]) -> Iterator[tuple[ServerProcess, Client, float]]:
     """Yield a server, a client, and the seconds from the start of the server to its first token."""
     begun = time.monotonic()
-    options = ("--tensor-parallel-size", "2", "--spare-processes", str(num_spares))
-    started = ServerProcess("demo", *options)
+    started = ServerProcess(model, "--tensor-parallel-size", "2", *options)
     try:
         started.wait_ready(READY_TIMEOUT_S)
         with Client(started.address) as client:

@@ -160,6 +160,7 @@ class ParallelConfig:
         spare_processes: idle processes on each node, for ranks and schedulers that are replaced.
         logits_processors: names of custom logits processors, separated by commas; None for none.
         enable_expert_parallel: of a mixture of experts, each rank holds some experts whole.
+        standby_weights: on a CPU, the weights of each rank are in memory that the process that replaces it maps.
     """
 
     tensor_parallel_size: int
@@ -172,6 +173,7 @@ class ParallelConfig:
     spare_processes: int = 0
     logits_processors: str | None = None
     enable_expert_parallel: bool = False
+    standby_weights: bool = False
 
     @property
     def logits_processor_names(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -29,6 +29,7 @@ from ..proto.stream import RankStatus
 from ..proto.transport.channel import ChannelAddress, StepReceiver
 from .deadline import ends_within
 from .device import compute_device, on_device
+from .memory.shared_segment import SegmentAddress
 from .step_faults import StepFaults
 
 if TYPE_CHECKING:
@@ -120,11 +121,12 @@ class WorkerActor:
         self._store, port = self._create_store(host)
         return host, port
 
-    def load(self, store: tuple[str, int] | None) -> LoadReport:
+    def load(self, store: tuple[str, int] | None, inherited: Sequence[SegmentAddress] = ()) -> LoadReport:
         """Join the group and load the weights.
 
         Args:
             store: host and port of rank 0's store; None if this is the only rank.
+            inherited: segments with the weights of the process that this one replaces.
 
         Raises:
             ModelLoadError: the model directory cannot be read.
@@ -133,8 +135,15 @@ class WorkerActor:
             with self._timed("join"):
                 comm = self._single_rank() if store is None else self._join_replaceable(*store)
             with self._timed("weights"):
-                self._runner = self._runner_class(self._config, comm, self._on_progress, device=self._device)
+                self._runner = self._runner_class(
+                    self._config, comm, self._on_progress, device=self._device, inherited=inherited
+                )
         return LoadReport(self.status(), dict(self._seconds))
+
+    def weight_segments(self) -> tuple[SegmentAddress, ...]:
+        """Return the segments that hold the weights in use; see ModelRunner."""
+        assert self._runner is not None
+        return self._runner.weight_segments
 
     def rejoin(self, store: tuple[str, int] | None) -> RankStatus:
         """Join a new group, in which another rank was replaced, with the weights in place and empty rows.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -11,6 +13,7 @@ from ..proto.config import EngineConfig, ModelConfig
 from .comm.communicator import Communicator
 from .lora.layers import LoraLayers
 from .memory.allocation import out_of_memory_as
+from .memory.shared_segment import SegmentAddress
 from .models.load_context import LoadContext
 from .models.loader import Model, load_model
 from .pooling.head import read_head
@@ -18,15 +21,37 @@ from .pooling.pooler import Pooler
 from .weights.checkpoint import Checkpoint, ProgressCallback
 from .weights.node_cache import weights_folder
 from .weights.quantization import read_quantization
+from .weights.standby_weights import StandbyWeights
+from .weights.weight_segment import NoStore, SegmentReader, WeightStore
 
 
 class RankModels:
-    """Loads the served model, and the models that draft for it."""
+    """Loads the served model, and the models that draft for it.
+
+    Args:
+        inherited: segments with the weights of the rank that this one replaces.
+    """
 
     def __init__(
-        self, config: EngineConfig, comm: Communicator, dtype: torch.dtype, device: torch.device
+        self,
+        config: EngineConfig,
+        comm: Communicator,
+        dtype: torch.dtype,
+        device: torch.device,
+        inherited: Sequence[SegmentAddress] = (),
     ) -> None:
         self._config, self._comm, self._dtype, self._device = config, comm, dtype, device
+        self._standby = StandbyWeights(inherited) if config.parallel.standby_weights else None
+
+    @property
+    def segments(self) -> tuple[SegmentAddress, ...]:
+        """Return the segments that hold the weights in use."""
+        return () if self._standby is None else self._standby.addresses
+
+    def drop_segments(self) -> None:
+        """Close the segments, before the weights are dropped."""
+        if self._standby is not None:
+            self._standby.drop()
 
     def load(
         self,
@@ -52,7 +77,11 @@ class RankModels:
         """Open a model's checkpoint. Raises ConfigError if what the body loads does not fit into memory."""
         config, comm = self._config, self._comm
         folder = weights_folder(model.path)
-        with closing(Checkpoint(folder, on_progress, comm.size)) as checkpoint:
+        with ExitStack() as opened:
+            checkpoint = opened.enter_context(closing(Checkpoint(folder, on_progress, comm.size)))
+            store = opened.enter_context(self._open_store(folder, model))
+            if isinstance(store, SegmentReader):
+                checkpoint.ignore_all()
             load = LoadContext(
                 checkpoint,
                 comm,
@@ -62,6 +91,16 @@ class RankModels:
                 config.parallel.fused_all_reduce,
                 lora,
                 config.parallel.enable_expert_parallel,
+                store,
             )
             with out_of_memory_as(f"{model.name} does not fit into the memory of rank {comm.rank}"):
                 yield load
+
+    @contextmanager
+    def _open_store(self, folder: Path, model: ModelConfig) -> Iterator[WeightStore]:
+        if self._standby is None:
+            yield NoStore()
+            return
+        settings = f"{self._comm.rank} {self._dtype} {self._config.parallel} {replace(model, path='')}"
+        with self._standby.store(folder, settings) as store:
+            yield store

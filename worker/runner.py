@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -36,6 +36,7 @@ from .memory.allocation import check_host_memory, free_unused_memory, out_of_mem
 from .memory.cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine, bytes_per_block
 from .memory.host_to_device import to_device
 from .memory.kv_budget import profile_kv_bytes
+from .memory.shared_segment import SegmentAddress
 from .models.draft_head import load_draft_head
 from .rank_models import RankModels
 from .sampling.sampler import Sampler
@@ -67,6 +68,7 @@ class ModelRunner:
         graph_backend: records steps; None for CUDA graphs on a GPU and no graphs on a CPU.
         device: of the weights and the KV cache; None for the thread's current one. It must be the current device of
             every thread that calls a method (see `on_device`).
+        inherited: segments with the weights of the rank that this one replaces; see `weight_segments`.
 
     Attributes:
         device: of the weights and the KV cache.
@@ -86,6 +88,7 @@ class ModelRunner:
         on_progress: ProgressCallback | None = None,
         graph_backend: GraphBackend | None = None,
         device: torch.device | None = None,
+        inherited: Sequence[SegmentAddress] = (),
     ) -> None:
         self.stage = "idle"
         self._config = config
@@ -99,7 +102,7 @@ class ModelRunner:
         lora = config.lora
         self._adapters = None if lora is None else RankAdapters(lora, comm.rank, self._dtype, self._device)
         with torch.inference_mode():
-            self._models = RankModels(config, comm, self._dtype, self._device)
+            self._models = RankModels(config, comm, self._dtype, self._device, inherited)
             self._model_in_use = config.model  # with the path of the weights
             layers = None if self._adapters is None else self._adapters.layers
             self._model, self._pooler = self._models.load(config.model, on_progress, layers)
@@ -136,6 +139,11 @@ class ModelRunner:
 
     def _draft_layers(self) -> list[LayerCache]:
         return self._kv_cache.draft_layers
+
+    @property
+    def weight_segments(self) -> tuple[SegmentAddress, ...]:
+        """Return the segments that hold the weights, open in this process; none without `standby_weights`."""
+        return self._models.segments
 
     def num_blocks_that_fit(self) -> int:
         """Return the number of KV blocks that fit into this rank's memory, including the scratch block."""
@@ -298,6 +306,7 @@ class ModelRunner:
     def _drop_weights(self) -> None:
         # Graphs hold the addresses of weights.
         self._graphs = self._executor = self._pooler = None
+        self._models.drop_segments()
         del self._model
 
     def _clear_rows(self) -> None:
@@ -316,6 +325,7 @@ class ModelRunner:
         if self._adapters is not None:
             self._adapters.close()
             self._adapters = None
+        self._models.drop_segments()
         vars(self).pop("_model", None)  # absent in sleep
         del self._sampler, self._rows
         free_unused_memory(self._device)

@@ -102,6 +102,9 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
         if options.fused_all_reduce and (device != "cuda" or options.tensor_parallel_size == 1):
             raise ConfigError("fused_all_reduce is for several ranks on GPUs")
     with problems:
+        if options.standby_weights and device != "cpu":
+            raise ConfigError("standby_weights is for ranks on CPUs: a GPU's memory ends with its process")
+    with problems:
         if options.attention_backend != "triton" and device != "cuda":
             raise ConfigError(f"attention_backend {options.attention_backend} is for GPUs")
     with problems:

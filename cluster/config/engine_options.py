@@ -172,6 +172,12 @@ class EngineOptions:
         check=between(0, MAX_SPARE_PROCESSES),
         group=_EXECUTION,
     )
+    standby_weights: bool = option(
+        False,
+        help="On CPUs, keep the weights of each rank in memory that outlives its process, so that the process that "
+        "takes its place reads none; for ranks on the node of the scheduler.",
+        group=_EXECUTION,
+    )
     speculative_config: str | None = option(
         None,
         help="Speculative decoding: a JSON object with method, num_speculative_tokens and settings of the method.",

@@ -72,14 +72,18 @@ class ChannelWorkerGroup:
         if factory.is_takeover:
             self._ranks.replace(())
         self._life = _Life(self._ranks, self._address, self._join_timeout_s, epoch=1)
+        self._command_step = 0  # of the latest command, which may change the weights
+        self._ranks.keep_weights()
 
     def broadcast(self, plan: StepPlan) -> None:
+        if plan.command is not None:
+            self._command_step = plan.step_id
         self._life.broadcast(plan)
 
     def gather(self, timeout_s: float) -> StepResult | None:
         result = self._life.gather(timeout_s)
-        if result is not None and self._clock.note_step(time.monotonic()):
-            self._ranks.replenish_spares()
+        if result is not None:
+            self._note_step(result)
         return result
 
     def examine(self, waited_s: float, *, is_overdue: bool) -> None:
@@ -104,10 +108,18 @@ class ChannelWorkerGroup:
         self._life = _Life(self._ranks, self._address, self._join_timeout_s, epoch)
         self._clock = SparesClock()
         self._is_rebuilding = False
+        self._ranks.keep_weights()
 
     def close(self) -> None:
         self._closed = True
         self._life.close()
+        self._ranks.close()
+
+    def _note_step(self, result: StepResult) -> None:
+        if self._clock.note_step(time.monotonic()):
+            self._ranks.replenish_spares()
+        if result.step_id == self._command_step:
+            self._ranks.keep_weights()
 
     def _check_open(self) -> None:
         if self._closed:

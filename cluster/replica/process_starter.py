@@ -48,6 +48,11 @@ class ProcessStarter:
         """Return the spare processes of the replica's nodes."""
         return SpareProcesses(self.node_ids, self.configs[0].parallel.spare_processes)
 
+    @property
+    def has_standby_weights(self) -> bool:
+        """Return whether ranks keep their weights for the processes that replace them."""
+        return self.configs[0].parallel.standby_weights
+
     def start_scheduler(self) -> ActorHandle:
         """Start the scheduler's process; its actor is ready later."""
         kind = ray.remote(concurrency_groups={WATCH_GROUP: 1})(SchedulerActor)

@@ -17,9 +17,11 @@ from ray.exceptions import RayError
 from ...proto.errors import QuireError, ReplicaUnavailable
 from ...proto.stream import RankStatus
 from ...worker.actor import RankProcess
+from ...worker.memory.shared_segment import SegmentAddress
 from ..host.process_exit import ProcessExit, last_lines
 from ..host.stopwatch import Stopwatch
 from ..ray_runtime.errors import await_all, describe
+from .kept_weights import KeptWeights
 from .process_starter import ProcessStarter
 
 if TYPE_CHECKING:
@@ -154,6 +156,7 @@ class RankProcesses:
         self._keeps_survivors = keeps_survivors
         self._check_open = check_open
         self._spares = None if handles.starter is None else handles.starter.spare_processes()
+        self._kept = KeptWeights() if handles.starter and handles.starter.has_standby_weights else None
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -194,6 +197,16 @@ class RankProcesses:
         if self._spares is not None:
             self._spares.replenish()
 
+    def keep_weights(self) -> None:
+        """Keep the weights that the ranks have in use now for processes that replace them; returns at once."""
+        if self._kept is not None:
+            self._kept.refresh([each.worker for each in self.ranks])
+
+    def close(self) -> None:
+        """Give up the weights that are kept. Safe to call twice."""
+        if self._kept is not None:
+            self._kept.close()
+
     def _leave(self) -> None:
         """Let the ranks that live leave the group; those that do not are not usable."""
         usable = [each for each in self.ranks if each.is_usable]
@@ -221,7 +234,10 @@ class RankProcesses:
         for each in self.ranks:
             each.is_usable = False
         rejoining = {f"rank {rank}": self.ranks[rank].worker.rejoin.remote(store) for rank in survivors}
-        loading = {f"rank {rank}": self.ranks[rank].worker.load.remote(store) for rank in replaced}
+        loading = {
+            f"rank {rank}": self.ranks[rank].worker.load.remote(store, self._inherited(rank))
+            for rank in replaced
+        }
         self._await(loading, LOAD_TIMEOUT_S, "loading", rejoining)
         stopwatch.lap("load")
         count = self._handles.num_kv_blocks
@@ -234,6 +250,9 @@ class RankProcesses:
         for each, status in zip(self.ranks, statuses, strict=True):
             each.status, each.run, each.is_usable = status, None, True
         stopwatch.lap("join")
+
+    def _inherited(self, rank: int) -> tuple[SegmentAddress, ...]:
+        return () if self._kept is None else self._kept.of_rank(rank)
 
     def _create_store(self) -> tuple[str, int] | None:
         if len(self) == 1:

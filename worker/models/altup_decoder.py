@@ -41,7 +41,12 @@ class AltUpDecoder:
         assert spec.per_layer_inputs is not None
         self._rotary = {key: RotaryTable(load, rope, num_positions) for key, rope in spec.ropes.items()}
         self._embedding = VocabParallelEmbedding(
-            load, spec.names.embedding, spec.vocab_size, spec.hidden_size, spec.embedding_scale
+            load,
+            spec.names.embedding,
+            spec.vocab_size,
+            spec.hidden_size,
+            spec.embedding_scale,
+            tied=spec.tied_embeddings and has_head,
         )
         self._per_layer = PerLayerEmbedding(load, spec, spec.per_layer_inputs)
         self._expansions = _read_projections(load, spec, altup, "model.altup_projections")

@@ -404,7 +404,12 @@ class Decoder:
         if spec.query_temperature is not None:
             self.temperature = TemperatureTable(load, spec.query_temperature, num_positions)
         self.embedding = VocabParallelEmbedding(
-            load, spec.names.embedding, spec.vocab_size, spec.hidden_size, spec.embedding_scale
+            load,
+            spec.names.embedding,
+            spec.vocab_size,
+            spec.hidden_size,
+            spec.embedding_scale,
+            tied=spec.tied_embeddings and has_head,
         )
         self.layers = [
             DecoderLayer(load, spec.of_layer(layer), layer, f"{spec.names.layers}.{index}", peers)

@@ -51,7 +51,8 @@ class LatentAttention:
         rows = load.head_shard(heads, sizes.key_dim + sizes.value_dim)
         part = WeightSlice(f"{name}.kv_b_proj", (rows.full_len, sizes.rank), 0, rows.start, len(rows))
         # [Hq, N + V, C]. Quantized checkpoints are dequantized: parts of it are multiplied from both sides.
-        self.expansion = load.matrix(part).view(-1, sizes.key_dim + sizes.value_dim, sizes.rank)
+        expansion = load.keep(f"matrix {part}", lambda: load.matrix(part))
+        self.expansion = expansion.view(-1, sizes.key_dim + sizes.value_dim, sizes.rank)
         self.output = RowParallelLinear(
             load, f"{name}.o_proj", heads * sizes.value_dim, hidden, bias=False, peers=peers
         )

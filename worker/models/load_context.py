@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ..lora.layers import LoraLayer, LoraLayers
 from ..weights.checkpoint import Checkpoint
 from ..weights.linear_weight import LinearWeight, read_linear, read_matrix
 from ..weights.quantization import Quantization
+from ..weights.weight_segment import NoStore, W, WeightStore
 from ..weights.weight_slice import WeightSlice
 
 
@@ -27,6 +28,7 @@ class LoadContext:
         fused_all_reduce: as in ParallelConfig.
         lora: collects the layers that adapters may change; None without adapters.
         expert_parallel: each rank holds some experts whole, instead of a part of each.
+        store: holds the large weights, which nobody changes once they are read.
     """
 
     checkpoint: Checkpoint
@@ -37,6 +39,11 @@ class LoadContext:
     fused_all_reduce: bool = False
     lora: LoraLayers | None = None
     expert_parallel: bool = False
+    store: WeightStore = field(default_factory=NoStore)
+
+    def keep(self, key: str, read: Callable[[], W]) -> W:
+        """Return what `read` returns, from the store. The key is unique in the model."""
+        return self.store.keep(key, read)
 
     def empty(self, *shape: int) -> Tensor:
         """Return an uninitialized tensor of the model's dtype."""
@@ -71,7 +78,10 @@ class LoadContext:
         quantization = self.quantization
         if quantization is not None and quantization.is_online and not allow_online:
             quantization = None
-        return read_linear(self.checkpoint, parts, self.dtype, self.device, quantization)
+        return self.keep(
+            f"linear {parts} {quantization}",
+            lambda: read_linear(self.checkpoint, parts, self.dtype, self.device, quantization),
+        )
 
     def matrix(self, part: WeightSlice) -> Tensor:
         """Read a slice of a matrix in the model's dtype; a quantized one is dequantized."""

@@ -134,7 +134,9 @@ class TransformersModel:
         is_plain = type(embedding) is nn.Embedding  # subclasses compute more than a look-up
         if not is_plain and not is_tied:
             return None
-        sharded = VocabParallelEmbedding(self._load, name, embedding.num_embeddings, embedding.embedding_dim)
+        sharded = VocabParallelEmbedding(
+            self._load, name, embedding.num_embeddings, embedding.embedding_dim, tied=is_tied
+        )
         if is_plain:
             self._causal.set_submodule(name, ParallelModule(sharded.forward))
         return sharded if is_tied else None

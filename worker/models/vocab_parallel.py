@@ -17,15 +17,38 @@ class VocabParallelEmbedding:
 
     Args:
         scale: multiplies every embedding.
+        tied: the head has the same matrix.
+
+    Attributes:
+        weight: for look-ups.
+        head_weight: the packed matrix for a tied head, which `weight` is, too, if it supports look-ups; None if the
+            head is not tied.
     """
 
     def __init__(
-        self, load: LoadContext, name: str, vocab_size: int, hidden_size: int, scale: float = 1.0
+        self,
+        load: LoadContext,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        scale: float = 1.0,
+        *,
+        tied: bool = False,
     ) -> None:
         self.comm = load.comm
         self.shard = load.shard(vocab_size)
         self.dtype = load.dtype
-        self.weight = PackedWeight(load.sharded(f"{name}.weight", (vocab_size, hidden_size), dim=0))
+
+        def read() -> PackedWeight:
+            return PackedWeight(load.sharded(f"{name}.weight", (vocab_size, hidden_size), dim=0))
+
+        self.head_weight: PackedWeight | None = None
+        if tied:
+            self.head_weight = load.keep(f"{name} packed", lambda: pack(read().weight))
+        if self.head_weight is not None and self.head_weight.can_embed:
+            self.weight = self.head_weight
+        else:
+            self.weight = load.keep(name, read)
         # Models are trained with the factor rounded to the weights' dtype.
         self.scale = float(torch.tensor(scale, dtype=load.dtype))
 
@@ -42,19 +65,12 @@ class VocabParallelEmbedding:
         x = embed(local_ids.masked_fill_(is_remote, 0), self.weight, self.dtype)
         return self.comm.all_reduce(x.masked_fill_(is_remote.unsqueeze(-1), 0))
 
-    def pack_for_head(self) -> PackedWeight:
-        """Return the packed matrix for a tied head; keep only the packed one if it supports look-ups."""
-        packed = pack(self.weight.weight)
-        if packed.can_embed:
-            self.weight = packed
-        return packed
-
 
 class VocabParallelHead:
     """Projection to logits; each rank computes the logits of its part of the vocabulary.
 
     Args:
-        tied: the embedding that the head shares its weight with; None for a weight of its own.
+        tied: the embedding, made with `tied`, that the head shares its weight with; None for a weight of its own.
         scale: multiplies the logits.
         soft_cap: bounds logits to ``soft_cap * tanh(logit / soft_cap)``; 0 for unbounded.
     """
@@ -77,7 +93,8 @@ class VocabParallelHead:
             part = WeightSlice(name, (vocab_size, hidden_size), 0, self.shard.start, len(self.shard))
             self.weight = load.linear([part], allow_online=False)
         else:
-            self.weight = PlainWeight(tied.pack_for_head())
+            assert tied.head_weight is not None, "the embedding was not made for a tied head"
+            self.weight = PlainWeight(tied.head_weight)
 
         self.bias: Tensor | None = None
         if bias:

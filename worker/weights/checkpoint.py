@@ -107,6 +107,10 @@ class Checkpoint:
         """Accept that a tensor is not read; there may be none of this name."""
         self._unread.discard(name)
 
+    def ignore_all(self) -> None:
+        """Accept that tensors are not read: the weights come from elsewhere."""
+        self._unread.clear()
+
     def ignore_if_zero(self, name: str) -> None:
         """Accept that a tensor is not read if all of its elements are 0; there may be none of this name."""
         if name in self._file_of and self.read(name, self.shape_of(name)).any():
@@ -118,8 +122,9 @@ class Checkpoint:
         tensors = self._files[file_name].tensors
         tensors[name] = tensors.pop(stored)
         self._file_of[name] = file_name
-        self._unread.remove(stored)
-        self._unread.add(name)
+        if stored in self._unread:
+            self._unread.remove(stored)
+            self._unread.add(name)
 
     def alias_rows(
         self,

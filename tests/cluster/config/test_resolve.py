@@ -243,6 +243,12 @@ def test_deployment_resolves_for_the_smallest_gpu_of_the_nodes() -> None:
     assert limits == {"one kind": 1024, "two kinds": 256, "unknown": 64, "either A100": 64, "none": 64}
 
 
+def test_resolve_refuses_standby_weights_on_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="standby_weights is for ranks on CPUs"):
+        resolve(EngineOptions("demo", standby_weights=True), Machine(2, 1))
+    assert resolve_on_cpu("demo", standby_weights=True).parallel.standby_weights
+
+
 def test_resolve_refuses_flash_attention_on_a_cpu() -> None:
     with pytest.raises(ConfigError, match="attention_backend flash_attn is for GPUs"):
         resolve_on_cpu("demo", attention_backend="flash_attn")

@@ -21,10 +21,10 @@ VOCAB_SIZE, HIDDEN_SIZE = 384, 64
 def test_tied_embedding_and_head_share_packed_weight(dtype: torch.dtype, make_model: Any) -> None:
     checkpoint = Checkpoint(make_model("llama", tie_word_embeddings=True))
     load = LoadContext(checkpoint, SingleRank(), dtype, torch.device("cpu"))
-    embedding = VocabParallelEmbedding(load, "model.embed_tokens", VOCAB_SIZE, HIDDEN_SIZE)
+    plain = VocabParallelEmbedding(load, "model.embed_tokens", VOCAB_SIZE, HIDDEN_SIZE)
     token_ids = torch.tensor([0, VOCAB_SIZE - 1, 77, 63, 64])
-    before = embedding.forward(token_ids)
-    matrix = embedding.weight.weight.clone()
+    before, matrix = plain.forward(token_ids), plain.weight.weight
+    embedding = VocabParallelEmbedding(load, "model.embed_tokens", VOCAB_SIZE, HIDDEN_SIZE, tied=True)
     head = VocabParallelHead(load, "lm_head", HIDDEN_SIZE, VOCAB_SIZE, embedding)
     assert isinstance(head.weight, PlainWeight)
     if head.weight.packed.panels is None and head.weight.packed.layout is not Layout.PLAIN:

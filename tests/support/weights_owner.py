@@ -1,0 +1,91 @@
+"""A process that loads one rank's weights for a standby, reports them, and lives until it is killed.
+
+The first line of its input is a pickled EngineConfig in base64; it prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quire.proto.config import EngineConfig
+from quire.worker.attention import AttentionInputs
+from quire.worker.comm.communicator import SingleRank
+from quire.worker.memory.shared_segment import SegmentAddress
+from quire.worker.runner import ModelRunner
+
+_NUM_TOKENS = 11
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process, its segments, and the digest of its logits."""
+
+    process: subprocess.Popen[bytes]
+    addresses: tuple[SegmentAddress, ...]
+    digest: str
+
+
+@contextmanager
+def weights_owner(config: EngineConfig) -> Iterator[Owner]:
+    """Start the process and wait until it has loaded."""
+    with subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(base64.b64encode(pickle.dumps(config)) + b"\n")
+            process.stdin.flush()
+            report = json.loads(process.stdout.readline())
+            addresses = tuple(SegmentAddress(**each) for each in report["addresses"])
+            yield Owner(process, addresses, report["digest"])
+        finally:
+            process.kill()
+
+
+def load_runner(config: EngineConfig, inherited: Sequence[SegmentAddress] = ()) -> ModelRunner:
+    """Return a runner of one rank with a cache; its weights outlive its process."""
+    config = replace(config, parallel=replace(config.parallel, standby_weights=True))
+    runner = ModelRunner(config, SingleRank(), inherited=inherited)
+    runner.allocate_cache(8)
+    return runner
+
+
+@torch.inference_mode()
+def logits_of(runner: ModelRunner) -> Tensor:
+    """Return the logits of a short prompt."""
+    cache = runner._kv_cache
+    block_size = cache.layers[0].blocks.shape[-2]
+    positions = torch.arange(_NUM_TOKENS)
+    tables = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32)
+    slots = tables[0, positions // block_size].long() * block_size + positions % block_size
+    ends = torch.tensor([0, _NUM_TOKENS], dtype=torch.int32)
+    inputs = AttentionInputs(0, slots, tables, ends, ends[1:])
+    token_ids = torch.arange(7, 7 + _NUM_TOKENS, dtype=torch.int32)
+    return runner._model.logits(runner._model.forward(token_ids, positions, cache.layers, inputs))
+
+
+def digest_of(logits: Tensor) -> str:
+    """Return a digest of the bits."""
+    return hashlib.sha256(logits.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+if __name__ == "__main__":
+    config = pickle.loads(base64.b64decode(sys.stdin.buffer.readline()))  # noqa: S301
+    own = load_runner(config)
+    addresses = [dataclasses.asdict(address) for address in own.weight_segments]
+    print(json.dumps({"addresses": addresses, "digest": digest_of(logits_of(own))}), flush=True)
+    threading.Event().wait()

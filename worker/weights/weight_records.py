@@ -1,0 +1,126 @@
+"""Weights of a CPU as records of plain values and places in memory, from which a process makes the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.linear import Layout, PackedWeight
+from ...kernels.native.panels import Panels
+from .linear_weight import LinearWeight, PlainWeight, StackedWeight
+
+# A record is a list of JSON values, of which the first names its type in _DECODERS.
+Record = list[Any]
+Weight = Tensor | PackedWeight | LinearWeight
+# Stores the numbers of a tensor and returns the tensor's record.
+Store = Callable[[Tensor], Record]
+# Returns the tensor of such a record.
+Fetch = Callable[[Record], Tensor]
+
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    )
+}
+
+
+class NoRecordError(Exception):
+    """A weight is in a form that has no record; the message names it."""
+
+
+def to_record(weight: Weight, store: Store) -> Record:
+    """Store the tensors of a weight and return its record.
+
+    Raises:
+        NoRecordError: the layout is private to oneDNN, or no record is defined for the type.
+    """
+    if isinstance(weight, Tensor):
+        return store(weight)
+    encode = _ENCODERS.get(type(weight))
+    if encode is None:
+        raise NoRecordError(f"a weight of type {type(weight).__name__}")
+    return encode(weight, store)
+
+
+def from_record(record: Record, fetch: Fetch) -> Any:
+    """Return the weight of a record.
+
+    Raises:
+        ValueError: it is no record.
+    """
+    decode = _DECODERS.get(record[0])
+    if decode is None:
+        raise ValueError(f"there is no weight of type {record[0]!r}")
+    return decode(record, fetch)
+
+
+def tensor_record(tensor: Tensor, start: int) -> Record:
+    """Return the record of a contiguous tensor whose first byte is at `start`.
+
+    Raises:
+        NoRecordError: the dtype is not one of a CPU's weights.
+    """
+    if str(tensor.dtype) not in _DTYPES:
+        raise NoRecordError(f"a tensor of {tensor.dtype}")
+    return ["tensor", start, str(tensor.dtype), list(tensor.shape)]
+
+
+def tensor_at(record: Record, memory: Tensor) -> Tensor:
+    """Return the tensor of a record by `tensor_record`, which shares its memory.
+
+    Args:
+        memory: [number of bytes] uint8.
+
+    Raises:
+        ValueError: the tensor is not within the memory.
+    """
+    _, start, dtype_name, shape = record
+    tensor = torch.empty(shape, dtype=_DTYPES[dtype_name], device="meta")
+    if not 0 <= start <= start + tensor.nbytes <= len(memory):
+        raise ValueError(f"a tensor of {tensor.nbytes} bytes at {start} is not within {len(memory)} bytes")
+    return memory[start : start + tensor.nbytes].view(tensor.dtype).view(shape)
+
+
+def _packed_record(weight: PackedWeight, store: Store) -> Record:
+    if weight.layout is Layout.ONE_DNN:
+        raise NoRecordError("a weight in oneDNN's own layout")
+    matrix, panels = store(weight.weight), weight.panels
+    if panels is None:
+        return ["packed", matrix, None]
+    scales = None if panels.scales is None else store(panels.scales)
+    features = panels.in_features, panels.out_features
+    return ["packed", matrix, [panels.stride, *features, str(panels.dtype), scales]]
+
+
+def _packed(record: Record, fetch: Fetch) -> PackedWeight:
+    _, matrix, described = record
+    weight = fetch(matrix)
+    if described is None:
+        return PackedWeight(weight)
+    stride, in_features, out_features, dtype, scales = described
+    scales = None if scales is None else fetch(scales)
+    panels = Panels(weight.data_ptr(), stride, in_features, out_features, _DTYPES[dtype], scales)
+    return PackedWeight(weight, Layout.PANELS, panels)
+
+
+_ENCODERS: dict[type, Callable[[Any, Store], Record]] = {
+    PackedWeight: _packed_record,
+    PlainWeight: lambda weight, store: ["plain", to_record(weight.packed, store)],
+    StackedWeight: lambda weight, store: ["stacked", *(to_record(each, store) for each in weight.weights)],
+}
+_DECODERS: dict[str, Callable[[Record, Fetch], Weight]] = {
+    "tensor": lambda record, fetch: fetch(record),
+    "packed": _packed,
+    "plain": lambda record, fetch: PlainWeight(from_record(record[1], fetch)),
+    "stacked": lambda record, fetch: StackedWeight(tuple(from_record(each, fetch) for each in record[1:])),
+}
