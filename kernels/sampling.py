@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .dispatch import on_gpu
 from .gumbel import gumbel_noise
-from .logits import LogitsProcessors, apply_logits_processors
+from .logits import LogitsProcessors, Masks, apply_logits_processors
 from .native import ops as cpu
 
 
@@ -37,10 +37,9 @@ def sample_greedy(
     Returns:
         Logits [M] float32 and token ids [M] int32; the lowest id wins a tie.
     """
-    logits = _process(logits, rows, logits_processors)
     if cpu.supports_logits(logits):
-        return cpu.sample_greedy(logits, vocab_start)
-    best, index = logits.max(dim=-1)
+        return cpu.sample_greedy(*_process_but_masks(logits, rows, logits_processors), vocab_start)
+    best, index = _process(logits, rows, logits_processors).max(dim=-1)
     return best, index.int() + vocab_start
 
 
@@ -66,17 +65,18 @@ def sample_full(
     Returns:
         Scores [M] float32 and token ids [M] int32 of the sampled tokens; the lowest id wins a tie.
     """
-    logits = _process(logits, rows, logits_processors)
     is_random = temperature > 0
     if cpu.supports_logits(logits):
+        logits, masks = _process_but_masks(logits, rows, logits_processors)
         if is_random.all():
-            return cpu.sample_full(logits, temperature, keys, vocab_start)
-        best, token_ids = cpu.sample_greedy(logits, vocab_start)
-        random_rows = is_random.nonzero().squeeze(1)
-        best[random_rows], token_ids[random_rows] = cpu.sample_full(
-            logits[random_rows], temperature[random_rows], keys[random_rows], vocab_start
+            return cpu.sample_full(logits, masks, temperature, keys, vocab_start)
+        best, token_ids = cpu.sample_greedy(logits, masks, vocab_start)
+        own = is_random.nonzero().squeeze(1)
+        best[own], token_ids[own] = cpu.sample_full(
+            logits[own], _masks_of(masks, own), temperature[own], keys[own], vocab_start
         )
         return best, token_ids
+    logits = _process(logits, rows, logits_processors)
     token_ids = torch.arange(
         vocab_start, vocab_start + logits.shape[1], dtype=torch.int32, device=logits.device
     )
@@ -151,6 +151,24 @@ def _process(logits: Tensor, rows: Tensor | None, logits_processors: LogitsProce
     if logits_processors is not None:
         logits = apply_logits_processors(logits, logits_processors)
     return logits if rows is None else logits[rows]
+
+
+def _process_but_masks(
+    logits: Tensor, rows: Tensor | None, logits_processors: LogitsProcessors | None
+) -> tuple[Tensor, Masks | None]:
+    """Return the rows as `_process` does, except that masks alone are returned, for the op to apply as it reads."""
+    if logits_processors is None or not _are_masks_of_all_columns(logits, logits_processors):
+        return _process(logits, rows, logits_processors), None
+    masks = logits_processors.masks
+    return (logits, masks) if rows is None else (logits[rows], _masks_of(masks, rows))
+
+
+def _are_masks_of_all_columns(logits: Tensor, logits_processors: LogitsProcessors) -> bool:
+    return logits_processors.num_tokens == logits.shape[1] and logits_processors.has_only_masks
+
+
+def _masks_of(masks: Masks | None, rows: Tensor) -> Masks | None:
+    return None if masks is None else masks._replace(slots=masks.slots[rows])
 
 
 def truncation_mask(

@@ -166,9 +166,10 @@ class Chain {
                          rows_.min_p[row]);
           logits = truncated;
         }
-        quire_sample_full(logits, &temperature, halves, &score, token_id, 1, net_.vocab_size, net_.vocab_size, 0, 1);
+        quire_sample_full(logits, &temperature, halves, &score, token_id, nullptr, nullptr, 0, 1, net_.vocab_size,
+                          net_.vocab_size, 0, 1);
       } else
-        quire_sample_greedy(logits, &score, token_id, 1, net_.vocab_size, net_.vocab_size, 0, 1);
+        quire_sample_greedy(logits, &score, token_id, nullptr, nullptr, 0, 1, net_.vocab_size, net_.vocab_size, 0, 1);
     }
   }
 

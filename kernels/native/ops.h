@@ -44,12 +44,13 @@ int quire_paged_decode(int dtype, int cache_dtype, const void* q, const void* kv
 void quire_gather_rows(int weight_dtype, int dtype, const void* panels, const float* scales, const int64_t* ids,
                        void* out, int64_t count, int64_t in_features, int64_t panel_stride, int threads);
 
-void quire_sample_greedy(const float* logits, float* values, int32_t* token_ids, int64_t rows, int64_t length,
-                         int64_t stride, int32_t vocab_start, int threads);
+void quire_sample_greedy(const float* logits, float* values, int32_t* token_ids, const int64_t* mask_slots,
+                         const uint32_t* mask_words, int64_t mask_stride, int64_t rows, int64_t length, int64_t stride,
+                         int32_t vocab_start, int threads);
 
 void quire_sample_full(const float* logits, const float* temperature, const uint32_t* keys, float* scores,
-                       int32_t* token_ids, int64_t rows, int64_t length, int64_t stride, int32_t vocab_start,
-                       int threads);
+                       int32_t* token_ids, const int64_t* mask_slots, const uint32_t* mask_words, int64_t mask_stride,
+                       int64_t rows, int64_t length, int64_t stride, int32_t vocab_start, int threads);
 
 void quire_truncate(const float* logits, float* out, int64_t length, float temperature, int64_t top_k, float top_p,
                     float min_p);

@@ -200,23 +200,48 @@ def _native_variant(variant: AttentionVariant) -> tuple[int, int, float, int | N
     return variant.window, variant.chunk, variant.soft_cap, slopes, sinks
 
 
-def sample_greedy(logits: Tensor, vocab_start: int) -> tuple[Tensor, Tensor]:
+def sample_greedy(
+    logits: Tensor, masks: tuple[Tensor, Tensor] | None, vocab_start: int
+) -> tuple[Tensor, Tensor]:
     num_rows, length = logits.shape
     values, token_ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int32)
     library().quire_sample_greedy(
-        logits.data_ptr(), values.data_ptr(), token_ids.data_ptr(), num_rows, length, logits.stride(0), vocab_start,
-        torch.get_num_threads(),
+        logits.data_ptr(), values.data_ptr(), token_ids.data_ptr(), *_mask_arguments(masks, length), num_rows, length,
+        logits.stride(0), vocab_start, torch.get_num_threads(),
     )  # fmt: skip
     return values, token_ids
 
 
-def sample_full(logits: Tensor, temperature: Tensor, keys: Tensor, vocab_start: int) -> tuple[Tensor, Tensor]:
+def sample_full(
+    logits: Tensor, masks: tuple[Tensor, Tensor] | None, temperature: Tensor, keys: Tensor, vocab_start: int
+) -> tuple[Tensor, Tensor]:
     num_rows, length = logits.shape
     assert temperature.is_contiguous()
     assert keys.is_contiguous()
     scores, token_ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int32)
     library().quire_sample_full(
-        logits.data_ptr(), temperature.data_ptr(), keys.data_ptr(), scores.data_ptr(), token_ids.data_ptr(), num_rows,
-        length, logits.stride(0), vocab_start, torch.get_num_threads(),
+        logits.data_ptr(), temperature.data_ptr(), keys.data_ptr(), scores.data_ptr(), token_ids.data_ptr(),
+        *_mask_arguments(masks, length), num_rows, length, logits.stride(0), vocab_start, torch.get_num_threads(),
     )  # fmt: skip
     return scores, token_ids
+
+
+def mask_logits(logits: Tensor, masks: tuple[Tensor, Tensor]) -> None:
+    num_rows, num_tokens = logits.shape
+    library().quire_mask_logits(
+        logits.data_ptr(), *_mask_arguments(masks, num_tokens), num_rows, num_tokens, logits.stride(0),
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _mask_arguments(
+    masks: tuple[Tensor, Tensor] | None, num_tokens: int
+) -> tuple[int | None, int | None, int]:
+    """Return the masks' pointers and their words per row; null pointers for None."""
+    if masks is None:
+        return None, None, 0
+    slots, words = masks
+    assert slots.is_contiguous()
+    assert words.is_contiguous()
+    assert words.shape[1] * 32 >= num_tokens
+    return slots.data_ptr(), words.data_ptr(), words.shape[1]

@@ -54,9 +54,29 @@ struct Best {
   int32_t index;
 };
 
-// The largest score(logits, indices) of a row and its index; the first index wins a tie.
+// Bit masks of the allowed tokens of rows; see Masks in kernels/logits.py.
+struct RowMasks {
+  const int64_t* slots;   // [N], a row's index into `words`; -1 for no mask; null if no row has one
+  const uint32_t* words;  // [M, stride]
+  int64_t stride;
+
+  const uint32_t* of(int64_t row) const {
+    return slots == nullptr || slots[row] < 0 ? nullptr : words + slots[row] * stride;
+  }
+};
+
+constexpr uint32_t ALL_LANES = (1u << LANES) - 1;
+
+// Logits of LANES tokens, -inf where a bit is 0.
+Vec masked(Vec logits, uint32_t bits) {
+  const BitVec lanes = __builtin_convertvector(lane_indices(), BitVec);
+  return ((BitVec{} + bits) >> lanes & 1) != 0 ? logits : broadcast(-INFINITY);
+}
+
+// The largest score(logits, indices) of a row and its index; the first index wins a tie. `mask` holds the bits of the
+// allowed tokens; null for all. Tokens that are not allowed are skipped, LANES of them together.
 template <typename Score>
-Best best_of(const float* row, int64_t length, const Score& score) {
+Best best_of(const float* row, int64_t length, const uint32_t* mask, const Score& score) {
   Vec top = broadcast(-INFINITY);
   IntVec place = IntVec{}, index = lane_indices();
   int64_t i = 0;
@@ -67,11 +87,21 @@ Best best_of(const float* row, int64_t length, const Score& score) {
     place = is_better ? index : place;
     index += LANES;
   };
-  for (; i + LANES <= length; i += LANES) add(load(row + i));
+  auto bits_at = [&](int64_t first) { return mask[first / 32] >> (first % 32) & ALL_LANES; };
+  for (; i + LANES <= length; i += LANES) {
+    const uint32_t bits = mask == nullptr ? ALL_LANES : bits_at(i);
+    if (bits == ALL_LANES) {
+      add(load(row + i));
+    } else if (bits != 0) {
+      add(masked(load(row + i), bits));
+    } else {
+      index += LANES;
+    }
+  }
   if (i < length) {
     float rest[LANES];
     for (int lane = 0; lane < LANES; lane++) rest[lane] = i + lane < length ? row[i + lane] : -INFINITY;
-    add(load(rest));
+    add(masked(load(rest), mask == nullptr ? ALL_LANES : bits_at(i)));
   }
   Best best{max_of(top), INT32_MAX};
   for (int lane = 0; lane < LANES; lane++)
@@ -92,10 +122,14 @@ void for_rows(int64_t rows, int64_t length, int threads, const Body& body) {
 extern "C" {
 
 // Writes the values [N] and token ids [N] of the largest of logits [N, V], whose first column is token vocab_start.
-void quire_sample_greedy(const float* logits, float* values, int32_t* token_ids, int64_t rows, int64_t length,
+// Columns of the masks that forbid a token count as -inf; null slots: no masks.
+void quire_sample_greedy(const float* logits, float* values, int32_t* token_ids, const int64_t* mask_slots,
+                          const uint32_t* mask_words, int64_t mask_stride, int64_t rows, int64_t length,
                           int64_t stride, int32_t vocab_start, int threads) {
+  const RowMasks masks{mask_slots, mask_words, mask_stride};
   for_rows(rows, length, threads, [&](int64_t row) {
-    const Best best = best_of(logits + row * stride, length, [](Vec logit, IntVec) { return logit; });
+    const auto logit_of = [](Vec logit, IntVec) { return logit; };
+    const Best best = best_of(logits + row * stride, length, masks.of(row), logit_of);
     values[row] = best.value;
     token_ids[row] = vocab_start + best.index;
   });
@@ -103,17 +137,37 @@ void quire_sample_greedy(const float* logits, float* values, int32_t* token_ids,
 
 // As quire_sample_greedy, of logits / temperature + Gumbel noise; keys [N, 2].
 void quire_sample_full(const float* logits, const float* temperature, const uint32_t* keys, float* scores,
-                         int32_t* token_ids, int64_t rows, int64_t length, int64_t stride, int32_t vocab_start,
+                         int32_t* token_ids, const int64_t* mask_slots, const uint32_t* mask_words,
+                         int64_t mask_stride, int64_t rows, int64_t length, int64_t stride, int32_t vocab_start,
                          int threads) {
+  const RowMasks masks{mask_slots, mask_words, mask_stride};
   for_rows(rows, length, threads, [&](int64_t row) {
     const float divisor = temperature[row];
     const uint32_t key_low = keys[2 * row], key_high = keys[2 * row + 1];
-    const Best best = best_of(logits + row * stride, length, [&](Vec logit, IntVec index) {
+    const auto score_of = [&](Vec logit, IntVec index) {
       const BitVec token_ids = __builtin_convertvector(index + vocab_start, BitVec);
       return logit / divisor + gumbel_noise(token_ids, key_low, key_high);
-    });
+    };
+    const Best best = best_of(logits + row * stride, length, masks.of(row), score_of);
     scores[row] = best.value;
     token_ids[row] = vocab_start + best.index;
+  });
+}
+
+// Sets the logits [N, V] of tokens that the masks forbid to -inf; columns from num_tokens on stay unchanged.
+void quire_mask_logits(float* logits, const int64_t* mask_slots, const uint32_t* mask_words, int64_t mask_stride,
+                       int64_t rows, int64_t num_tokens, int64_t stride, int threads) {
+  const RowMasks masks{mask_slots, mask_words, mask_stride};
+  for_rows(rows, num_tokens, threads, [&](int64_t row) {
+    const uint32_t* mask = masks.of(row);
+    float* own = logits + row * stride;
+    if (mask == nullptr) return;
+    for (int64_t first = 0; first < num_tokens; first += 32) {
+      const uint32_t bits = mask[first / 32];
+      if (bits == UINT32_MAX) continue;
+      const int64_t end = std::min<int64_t>(first + 32, num_tokens);
+      for (int64_t i = first; i < end; i++) own[i] = bits >> (i - first) & 1 ? own[i] : -INFINITY;
+    }
   });
 }
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire.kernels import sampling
 from quire.kernels.gumbel import gumbel_noise, random_keys
+from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties, apply_logits_processors
 from quire.kernels.native.library import is_available
 
 LENGTHS = pytest.mark.parametrize("length", [1, 7, 16, 33, 4100])
@@ -32,6 +34,57 @@ def test_fully_masked_row_samples_token_0() -> None:
     values, token_ids = sampling.sample_greedy(torch.full((2, 40), -torch.inf))
     assert (values == -torch.inf).all()
     assert token_ids.tolist() == [0, 0]
+
+
+def random_masks(num_rows: int, length: int) -> Masks:
+    """Return masks of which each third row has none; with words that allow all tokens, none and some."""
+    words = torch.randint(-(2**31), 2**31, (num_rows, -(-length // 32)), dtype=torch.int32)
+    words[torch.rand(words.shape) < 0.3] = 0
+    words[torch.rand(words.shape) < 0.3] = -1
+    slots = torch.arange(num_rows).flip(0)
+    slots[::3] = -1
+    return Masks(slots, words)
+
+
+def only(masks: Masks, length: int) -> LogitsProcessors:
+    num_rows = len(masks.slots)
+    biases = Biases(torch.zeros(num_rows + 1, dtype=torch.int32), masks.words[0, :0], torch.zeros(0))
+    none = torch.zeros(0, length, dtype=torch.int16), masks.words[:0], torch.ones(num_rows, 3)
+    return LogitsProcessors(length, biases, Penalties(torch.full((num_rows,), -1), *none), masks)
+
+
+def masked(logits: Tensor, masks: Masks) -> Tensor:
+    """Return the logits with -inf for forbidden tokens, token by token."""
+    out = logits.clone()
+    for row, slot in enumerate(masks.slots.tolist()):
+        for column in range(logits.shape[1]):
+            if slot >= 0 and not int(masks.words[slot, column // 32]) >> (column % 32) & 1:
+                out[row, column] = -torch.inf
+    return out
+
+
+@pytest.mark.parametrize("selected", [None, [4, 1, 9, 18]])
+@pytest.mark.parametrize("length", [1, 7, 16, 33, 300])
+def test_masks_are_applied_as_logits_are_read(length: int, selected: list[int] | None) -> None:
+    torch.manual_seed(length)
+    logits, masks = torch.randn(20, length), random_masks(20, length)
+    rows = None if selected is None else torch.tensor(selected)
+    own = masked(logits, masks) if rows is None else masked(logits, masks)[rows]
+    temperature = torch.linspace(0.3, 1.5, len(own))
+    keys = random_keys(torch.arange(len(own)), torch.arange(len(own)))
+    for mixed in (temperature, torch.where(torch.arange(len(own)) % 2 == 0, temperature, 0.0)):
+        found = sampling.sample_full(logits, mixed, keys, 100, rows, only(masks, length))
+        expected = sampling.sample_full(own, mixed, keys, 100)
+        assert [each.tolist() for each in found] == [each.tolist() for each in expected]
+    found = sampling.sample_greedy(logits, 100, rows, only(masks, length))
+    assert [each.tolist() for each in found] == [each.tolist() for each in sampling.sample_greedy(own, 100)]
+
+
+def test_masked_logits_are_those_of_the_masks() -> None:
+    torch.manual_seed(0)
+    logits, masks = torch.randn(20, 75), random_masks(20, 70)
+    expected = torch.cat((masked(logits[:, :70], masks), logits[:, 70:]), dim=1)
+    assert torch.equal(apply_logits_processors(logits, only(masks, 70)), expected)
 
 
 def test_many_rows_are_split_among_threads() -> None:

@@ -112,6 +112,18 @@ def test_masks_of_ranks_are_the_parts_of_one(
     parts = []
     for rank in range(size):
         shard = Shard(rank, size, model.vocab_size)
-        local = np.ascontiguousarray(ConstraintState(model, shard, 1)._local(words))
+        local = ConstraintState(model, shard, 1)._local(words.reshape(1, -1))[0]
         parts.append(np.unpackbits(local.view(np.uint8), bitorder="little")[: len(shard)])
     assert np.array_equal(np.concatenate(parts), whole)
+
+
+def test_empty_mask_allows_the_end_of_the_output(make_model: Callable[..., Path], make_engine: Any) -> None:
+    model = make_engine(make_model("llama"), 1).config.model
+    state = ConstraintState(model, Shard(0, 1, model.vocab_size), 1)
+    words = np.zeros((3, -(-model.vocab_size // 32)), dtype=np.int32)
+    words[1] = -1
+    words[2, 0] = 1 << 5
+    assert state._complete(words) == [0]
+    ids = np.flatnonzero(np.unpackbits(words[0].view(np.uint8), bitorder="little"))
+    assert tuple(ids) == model.eos_token_ids
+    assert words[2].tolist() == [1 << 5] + [0] * (words.shape[1] - 1)

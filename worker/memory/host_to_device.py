@@ -25,6 +25,11 @@ def to_device(values: npt.ArrayLike, device: torch.device, dtype: torch.dtype) -
     return _send(torch.from_numpy(np.array(values)).to(dtype), device)
 
 
+def to_device_once(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array that nothing changes afterwards; on a CPU the tensor shares its memory."""
+    return _send(torch.from_numpy(array), device)
+
+
 def to_device_together(arrays: list[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
     """Copy several arrays in one transfer, each in its own dtype; the host does not wait for the transfer."""
     if device.type == "cpu":

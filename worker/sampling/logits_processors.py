@@ -20,8 +20,8 @@ from ...proto.block_tables import IntArray, RowArray
 from ...proto.codec import FloatArray
 from ...proto.step import FailedRow, NewSequence, RowLogitsProcessors
 from ..comm.shard import Shard
-from ..memory.host_to_device import to_device, to_device_together
-from ..structured.constraint_state import ConstraintMasks, ConstraintState, stack_masks
+from ..memory.host_to_device import to_device, to_device_once, to_device_together
+from ..structured.constraint_state import NO_MASKS, ConstraintMasks, ConstraintState
 from .custom_processors import CustomProcessors
 from .token_counts import TokenCounts, num_mask_words, pack_mask
 
@@ -84,6 +84,8 @@ class LogitsProcessorState:
         self._is_permanent = np.zeros(num_rows, dtype=np.bool_)  # rows with a processor besides min_len
         self._min_len: IntArray = np.zeros(num_rows, dtype=np.int32)
         self._num_active = 0  # rows with processors; a step without any does no work here
+        # No biases, slots and factors of no penalties, for the last number of rows that had only masks.
+        self._nothing: tuple[Biases, Tensor, Tensor] | None = None
         self._counts = TokenCounts(shard, num_rows, max_len, self._device)
 
     def put(self, sequence: NewSequence) -> None:
@@ -158,24 +160,26 @@ class LogitsProcessorState:
         """
         # Advances the constraints of every rank, also of one without tokens.
         masks = self._gather_constraints(rows, lens)
-        if not masks.words and not self._has_effect(rows, lens):
+        if not masks.index and not self._has_effect(rows, lens):
             return None
         members = [
             (index, processors)
-            for index, row in enumerate(rows.tolist())
+            for index, row in enumerate(rows.tolist() if self._num_active else ())
             if (processors := self._rows[row]) is not None
         ]
+        if not members:
+            return self._only_masks(self._gather_masks(len(rows), members, masks))
         return LogitsProcessors(
             len(self._shard),
             self._gather_biases(rows, lens, members, masks.at_end),
             self._gather_penalties(rows, lens, members),
-            self._gather_masks(len(rows), members, masks.words),
+            self._gather_masks(len(rows), members, masks),
         )
 
     def _gather_constraints(self, rows: IntArray, lens: IntArray) -> ConstraintMasks:
         """Return the masks of the rows' constraints."""
         if self._constraints is None:
-            return ConstraintMasks()
+            return NO_MASKS
 
         def read_drafts(first: int, count: int) -> list[int]:
             start = int(lens[first])
@@ -230,7 +234,7 @@ class LogitsProcessorState:
         rows: IntArray,
         lens: IntArray,
         members: list[tuple[int, _RowProcessors]],
-        at_end: set[int],
+        at_end: frozenset[int],
     ) -> Biases:
         """Return logit biases, bad words, and stop tokens of sequences below their minimum length.
 
@@ -300,20 +304,36 @@ class LogitsProcessorState:
         )
         return Penalties(slots, self._counts.counts, self._counts.prompt_mask, device_factors)
 
+    def _only_masks(self, masks: Masks) -> LogitsProcessors:
+        """Return the processors of rows that have masks at most."""
+        num_rows = len(masks.slots)
+        if self._nothing is None or len(self._nothing[1]) != num_rows:
+            starts = torch.zeros(num_rows + 1, dtype=torch.int32, device=self._device)
+            self._nothing = (
+                Biases(starts, starts[:0], torch.zeros(0, device=self._device)),
+                torch.full((num_rows,), -1, dtype=torch.int64, device=self._device),
+                torch.tensor([_NO_PENALTIES] * num_rows, device=self._device),
+            )
+        biases, slots, factors = self._nothing
+        penalties = Penalties(slots, self._counts.counts, self._counts.prompt_mask, factors)
+        return LogitsProcessors(len(self._shard), biases, penalties, masks)
+
     def _gather_masks(
-        self, num_rows: int, members: list[tuple[int, _RowProcessors]], masks: dict[int, IntArray]
+        self, num_rows: int, members: list[tuple[int, _RowProcessors]], masks: ConstraintMasks
     ) -> Masks:
         """Return the masks of rows: allowed_token_ids of `members`, and the masks of constraints."""
         words = [row.allowed for _, row in members if row.allowed is not None]
         slots = np.full(num_rows, -1, dtype=np.int64)
         slots[[index for index, row in members if row.allowed is not None]] = np.arange(len(words))
         # A request has at most one of the two.
-        slots[[*masks]] = len(words) + np.arange(len(masks))
+        slots[masks.index] = len(words) + np.arange(len(masks.index))
         parts = [torch.stack(words)] if words else []
-        if masks:
-            parts.append(stack_masks(list(masks.values()), self._device))
-        no_words = torch.empty(0, num_mask_words(self._shard), dtype=torch.int32, device=self._device)
-        return Masks(to_device(slots, self._device, torch.int64), torch.cat(parts) if parts else no_words)
+        if masks.index:
+            parts.append(to_device_once(masks.words, self._device))
+        if not parts:
+            parts.append(torch.empty(0, num_mask_words(self._shard), dtype=torch.int32, device=self._device))
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return Masks(to_device(slots, self._device, torch.int64), joined)
 
 
 def _stack_right_aligned(parts: list[IntArray]) -> IntArray:

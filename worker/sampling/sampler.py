@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -111,7 +112,7 @@ class Sampler:
         """
         processors = None if processor_state is None else processor_state.gather(rows, lens)
         processed = logits if processor_state is None else processor_state.apply_custom(logits, rows, lens)
-        if processors is not None and not dispatch.has_kernels(logits):
+        if processors is not None and self._applies_first(logits, processors, table, rows):
             # Applied once for all kinds of rows.
             processed, processors = apply_logits_processors(processed, processors), None
         token_ids = self.sample_tokens(processed, processors, table, rows, lens)
@@ -129,6 +130,14 @@ class Sampler:
             candidates = torch.where(is_restricted.unsqueeze(1), processed, logits)
         logprobs = self.logprobs(logits, chosen, num_top, index, candidates)
         return token_ids, SampledLogprobs(reporting, *logprobs)
+
+    def _applies_first(
+        self, logits: Tensor, processors: LogitsProcessors, table: SamplingTable, rows: IntArray
+    ) -> bool:
+        """Return whether the processors are applied before the ops, which apply only masks as they read."""
+        if dispatch.has_kernels(logits):
+            return False
+        return bool(_is_truncated(table, rows).any()) or not processors.has_only_masks
 
     def logprobs(
         self,
@@ -191,7 +200,7 @@ class Sampler:
         """Sample each kind of rows by its own op; an op gets all logits and the indices of its rows."""
         if table.greedy[rows].all():
             return self._sample_greedy(logits, processors)
-        is_truncated = table.filtered[rows] & ~table.greedy[rows]
+        is_truncated = _is_truncated(table, rows)
         token_ids = torch.empty(len(rows), dtype=torch.int32, device=self._device)
         for members, op in ((~is_truncated, self._sample_full), (is_truncated, self._sample_top_k_top_p)):
             if members.all():
@@ -278,6 +287,10 @@ class Sampler:
             floor.amax(0).squeeze(1),
             log_total.logsumexp(0).squeeze(1),
         )
+
+
+def _is_truncated(table: SamplingTable, rows: IntArray) -> npt.NDArray[np.bool_]:
+    return table.filtered[rows] & ~table.greedy[rows]
 
 
 def _count_greater(logits: Tensor, bounds: Tensor, rows: Tensor | None) -> Tensor:

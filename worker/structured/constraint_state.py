@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ...proto.block_tables import IntArray, runs_of
@@ -32,15 +31,20 @@ DraftReader = Callable[[int, int], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class ConstraintMasks:
-    """Masks of one step.
+    """Masks of n rows of a step.
 
     Attributes:
-        words: index of a row |-> mask of the allowed tokens of this rank, [ceil(V / 32)] int32.
+        index: [n] the indices of these rows among those of the step, ascending.
+        words: [n, ceil(V / 32)] int32, masks of the allowed tokens of this rank.
         at_end: indices of the rows that can only end.
     """
 
-    words: dict[int, IntArray] = field(default_factory=dict)
-    at_end: set[int] = field(default_factory=set)
+    index: list[int]
+    words: IntArray
+    at_end: frozenset[int]
+
+
+NO_MASKS = ConstraintMasks([], np.zeros((0, 0), dtype=np.int32), frozenset())
 
 
 class ConstraintState:
@@ -113,28 +117,33 @@ class ConstraintState:
             rows: [N] int32; a row with drafted tokens repeats: for its newest token, then for each drafted one.
             read_drafts: (first index, count of drafts) |-> the drafted tokens of the row at this index.
         """
-        found = ConstraintMasks()
         if not self.has_effect(rows):
-            return found
+            return NO_MASKS
         self._settle()
+        index: list[int] = []
+        words = np.empty((len(rows), num_words(self._shard.full_len)), dtype=np.int32)
         starts, counts = runs_of(rows)
         for first, count, row in zip(starts.tolist(), counts.tolist(), rows[starts].tolist(), strict=True):
             constraint = self._rows[row]
-            if constraint is None or not (constraint.is_active or constraint.failure):
+            if constraint is None:
                 continue
-            words = np.empty((count, num_words(self._shard.full_len)), dtype=np.int32)
             try:
-                has_mask = _fill(constraint, words, read_drafts, first)
+                if constraint.failure:
+                    raise MatcherFailed(constraint.failure)
+                if count == 1:
+                    if constraint.fill_mask(words[len(index)]):
+                        index.append(first)
+                elif constraint.is_active:
+                    own = words[len(index) : len(index) + count]
+                    constraint.fill_masks(read_drafts(first, count - 1), own)
+                    index.extend(range(first, first + count))
             except Exception as error:  # of one output, which must not end the step of all
                 self._fail(row, first_line(error))
-                continue
-            if not has_mask:
-                continue
-            for place, mask in enumerate(words):
-                found.words[first + place] = self._local(mask)
-                if self._allows_only_stops(mask):
-                    found.at_end.add(first + place)
-        return found
+        if not index:
+            return NO_MASKS
+        words = words[: len(index)]
+        at_end = self._complete(words)
+        return ConstraintMasks(index, self._local(words), frozenset(index[place] for place in at_end))
 
     def forced_ids(self, row: int, max_tokens: int) -> list[int]:
         """Return the tokens that the constraint of a row leaves no choice of, as far as the tokenizer tells."""
@@ -181,21 +190,27 @@ class ConstraintState:
                 return row
         return RowConstraint(constraint, matcher, self._library.vocabulary)
 
-    def _allows_only_stops(self, words: IntArray) -> bool:
+    def _complete(self, words: IntArray) -> list[int]:
+        """Allow the end where nothing else is; return the masks that allow no more than that."""
         if self._stops is None:
-            self._stops = np.zeros_like(words)
+            self._stops = np.zeros(words.shape[1], dtype=np.int32)
             add_to_mask(self._stops, self._library.vocabulary.stop_ids)
-        return not (words & ~self._stops).any()
+        has_others = (words & ~self._stops).any(axis=1)
+        at_end: list[int] = np.flatnonzero(~has_others).tolist()
+        for place in at_end:
+            if not words[place].any():
+                words[place] = self._stops
+        return at_end
 
     def _local(self, words: IntArray) -> IntArray:
-        """Return the bits of this rank's tokens."""
+        """Return the bits of this rank's tokens, of masks [n, ceil(V / 32)] of the whole vocabulary."""
         start, end = self._shard.start, self._shard.end
         if start % 32 == 0:
-            return words[start // 32 : -(-end // 32)]
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[start:end]
-        padded = np.zeros(num_words(end - start) * 32, dtype=np.uint8)
-        padded[: end - start] = bits
-        return np.packbits(padded, bitorder="little").view("<i4")
+            return np.ascontiguousarray(words[:, start // 32 : -(-end // 32)])
+        padded = np.zeros((len(words), num_words(end - start) * 32), dtype=np.uint8)
+        bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")
+        padded[:, : end - start] = bits[:, start:end]
+        return np.packbits(padded, axis=1, bitorder="little").view("<i4")
 
 
 class GrammarCache:
@@ -226,23 +241,3 @@ def _accept(constraint: RowConstraint, token_id: int) -> None:
         constraint.accept(token_id)
     except Exception as error:
         constraint.failure = constraint.failure or first_line(error)
-
-
-def _fill(constraint: RowConstraint, words: IntArray, read_drafts: DraftReader, first: int) -> bool:
-    """Set the masks of a row, [1 + drafts, ceil(V / 32)]. Returns False if all tokens are allowed.
-
-    Raises:
-        MatcherFailed: the constraint has failed.
-    """
-    if constraint.failure:
-        raise MatcherFailed(constraint.failure)
-    if len(words) == 1:
-        return constraint.fill_mask(words[0])
-    constraint.fill_masks(read_drafts(first, len(words) - 1), words)
-    return True
-
-
-def stack_masks(masks: list[IntArray], device: torch.device) -> Tensor:
-    """Return masks as one tensor, [n, ceil(V / 32)] int32."""
-    tensor = torch.from_numpy(np.stack(masks))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

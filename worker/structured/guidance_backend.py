@@ -19,13 +19,21 @@ from .vocabulary import Vocabulary
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 
 
+class _Scratch:
+    """A mask that all matchers of a backend write. numpy takes 1 us to tell an array's address, as long as a mask."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.words: IntArray = np.zeros(num_words(vocab_size), dtype=np.int32)
+        self.address, self.num_bytes = self.words.ctypes.data, self.words.nbytes
+
+
 class GuidanceMatcher:
     """A matcher, and the stop tokens, of which the library knows one only as the end of its input."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, stop_ids: tuple[int, ...], vocab_size: int) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, stop_ids: frozenset[int], scratch: _Scratch) -> None:
         self._matcher = matcher
-        self._stop_ids = frozenset(stop_ids)
-        self._words = np.zeros(num_words(vocab_size), dtype=np.int32)
+        self._stop_ids = stop_ids
+        self._scratch = scratch
         self._num_stops = 0  # stop tokens at the end of what was accepted
 
     def accept(self, token_id: int) -> bool:
@@ -48,28 +56,32 @@ class GuidanceMatcher:
         if self._num_stops:
             words[:] = 0
             return
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        scratch = self._scratch
+        self._matcher.unsafe_compute_mask_ptr(scratch.address, scratch.num_bytes)
         if self._matcher.is_error():
             raise MatcherFailed(_shown(self._matcher.get_error()))
+        words[:] = scratch.words
 
     def forced_bytes(self) -> bytes:
         return b"" if self._num_stops else bytes(self._matcher.compute_ff_bytes())
 
 
 class GuidanceGrammar:
-    def __init__(self, tokenizer: llguidance.LLTokenizer, grammar: str, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(
+        self, tokenizer: llguidance.LLTokenizer, grammar: str, stop_ids: frozenset[int], scratch: _Scratch
+    ) -> None:
+        self._stop_ids, self._scratch = stop_ids, scratch
         self._first = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
         if self._first.is_error():
             raise UnsupportedConstraint(_shown(self._first.get_error()))
 
     def new_matcher(self) -> GuidanceMatcher:
-        return GuidanceMatcher(self._first.deep_copy(), self._vocabulary.stop_ids, len(self._vocabulary))
+        return GuidanceMatcher(self._first.deep_copy(), self._stop_ids, self._scratch)
 
 
 class GuidanceBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+        self._vocabulary, self._scratch = vocabulary, _Scratch(len(vocabulary))
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Tokenizer(vocabulary)),
             n_vocab=len(vocabulary),
@@ -87,7 +99,8 @@ class GuidanceBackend:
         return grammar.encode()
 
     def load(self, compiled: bytes) -> GuidanceGrammar:
-        return GuidanceGrammar(self._tokenizer, compiled.decode(), self._vocabulary)
+        stop_ids = frozenset(self._vocabulary.stop_ids)
+        return GuidanceGrammar(self._tokenizer, compiled.decode(), stop_ids, self._scratch)
 
 
 class _Tokenizer:

@@ -29,13 +29,15 @@ class _State(NamedTuple):
     Attributes:
         num_reasoning_tokens: of the reasoning so far.
         tail: last bytes of the reasoning, in which its end is looked for.
-        num_matched: tokens that the matcher has accepted.
     """
 
     phase: _Phase
     num_reasoning_tokens: int = 0
     tail: bytes = b""
-    num_matched: int = 0
+
+
+# One object each, which `accept` recognizes.
+_IN_GRAMMAR, _ENDED = _State(_Phase.GRAMMAR), _State(_Phase.ENDED)
 
 
 class RowConstraint:
@@ -58,8 +60,10 @@ class RowConstraint:
         starts = (vocabulary.id_by_piece.get(text.encode()) for text in constraint.reasoning_starts)
         self._start_ids = [token_id for token_id in starts if token_id is not None]
         self._after_reasoning = _Phase.FREE if matcher is None else _Phase.GRAMMAR
-        self._state = _State(self._first_phase())
+        self._state = _first_state(self._first_phase())
+        # Of each of the last tokens: the state before it, and whether the matcher has accepted it.
         self._past: deque[_State] = deque(maxlen=MAX_ROLLBACK)
+        self._were_matched: deque[bool] = deque(maxlen=MAX_ROLLBACK)
 
     @property
     def is_active(self) -> bool:
@@ -68,19 +72,30 @@ class RowConstraint:
 
     def accept(self, token_id: int) -> None:
         """Advance by a token of the output."""
-        self._past.append(self._state)
-        self._state = self._next(token_id)
+        state = self._state
+        self._past.append(state)
+        is_of_grammar = state is _IN_GRAMMAR or self._begins_grammar(token_id)
+        is_matched = is_of_grammar and self._matcher is not None and self._matcher.accept(token_id)
+        self._were_matched.append(is_matched)
+        if not is_matched:
+            self._state = self._next_unmatched(token_id)
+        else:
+            self._state = _ENDED if token_id in self._vocabulary.stop_ids else _IN_GRAMMAR
 
     def rollback(self, num_tokens: int) -> None:
         """Go back by up to MAX_ROLLBACK tokens."""
-        matched = self._state.num_matched
+        num_matched = 0
         for _ in range(num_tokens):
             self._state = self._past.pop()
-        if self._matcher is not None and matched > self._state.num_matched:
-            self._matcher.rollback(matched - self._state.num_matched)
+            num_matched += self._were_matched.pop()
+        if self._matcher is not None and num_matched:
+            self._matcher.rollback(num_matched)
 
     def fill_mask(self, words: IntArray) -> bool:
-        """Set the bits of the allowed next tokens, [ceil(V / 32)] int32. Returns False if all are allowed."""
+        """Set the bits of the allowed next tokens, [ceil(V / 32)] int32. Returns False if all are allowed.
+
+        An empty mask means the end of the output; the caller adds the stop tokens.
+        """
         phase = self._state.phase
         if phase is _Phase.FREE:
             return False
@@ -92,8 +107,6 @@ class RowConstraint:
         self._matcher.fill_mask(words)
         if phase is _Phase.START:
             add_to_mask(words, self._start_ids)
-        if not words.any():
-            set_only(words, self._vocabulary.stop_ids)
         return True
 
     def fill_masks(self, draft_ids: list[int], words: IntArray) -> None:
@@ -136,24 +149,23 @@ class RowConstraint:
             return _Phase.REASONING
         return _Phase.START if self._start_ids and self._matcher is not None else self._after_reasoning
 
-    def _next(self, token_id: int) -> _State:
+    def _begins_grammar(self, token_id: int) -> bool:
+        return self._state.phase is _Phase.START and token_id not in self._start_ids
+
+    def _next_unmatched(self, token_id: int) -> _State:
+        """Return the state after a token that the matcher has not accepted."""
         state = self._state
         if state.phase is _Phase.START and token_id in self._start_ids:
             return _State(_Phase.REASONING)
         if state.phase is _Phase.REASONING:
             return self._next_of_reasoning(token_id)
-        if state.phase in (_Phase.FREE, _Phase.ENDED) or self._matcher is None:
-            return state
-        if not self._matcher.accept(token_id):
-            return state._replace(phase=_Phase.ENDED)
-        is_end = token_id in self._vocabulary.stop_ids
-        return _State(_Phase.ENDED if is_end else _Phase.GRAMMAR, num_matched=state.num_matched + 1)
+        return state if state.phase is _Phase.FREE else _ENDED
 
     def _next_of_reasoning(self, token_id: int) -> _State:
         state = self._state
         text = state.tail + self._vocabulary.pieces[token_id]
         if any(end in text for end in self._ends):
-            return _State(self._after_reasoning)
+            return _first_state(self._after_reasoning)
         return _State(_Phase.REASONING, state.num_reasoning_tokens + 1, text[-self._tail_len :])
 
     @property
@@ -176,6 +188,10 @@ class RowConstraint:
         words[:] = -1
         remove_from_mask(words, self._vocabulary.stop_ids)
         return True
+
+
+def _first_state(phase: _Phase) -> _State:
+    return _IN_GRAMMAR if phase is _Phase.GRAMMAR else _State(phase)
 
 
 def first_forced_token(forced: bytes, vocabulary: Vocabulary) -> int | None:
