@@ -86,8 +86,9 @@ class SingleServer:
         enter = self._connections.enter_async_context
         self._grpc_proxy = await enter(tcp_proxy(self.server.address))
         self._http_proxy = await enter(tcp_proxy(self.server.http_url.removeprefix("http://")))
-        self.observer = await enter(AsyncClient(self.server.address))
-        client = await enter(AsyncClient(self._grpc_proxy.address))
+        # Without deadlines: gRPC compares its own clock with Python's, and only that jumps in `machine.Clock`.
+        self.observer = await enter(AsyncClient(self.server.address, timeout_s=None))
+        client = await enter(AsyncClient(self._grpc_proxy.address, timeout_s=None))
         http = await enter(
             httpx.AsyncClient(base_url=f"http://{self._http_proxy.address}", timeout=READY_TIMEOUT_S)
         )

@@ -107,15 +107,21 @@ class Resources:
 
 
 async def until_answered(observer: AsyncClient, prompt: str = "It") -> None:
-    """Return once a new request has got its one token."""
-    async with asyncio.timeout(RECOVERY_TIMEOUT_S):
-        while True:
-            try:
-                # Without a deadline: gRPC compares it with Python's clock, and only that jumps in `machine.Clock`.
-                await observer.generate(prompt, PROBE)
-                return
-            except QuireError:
+    """Return once a new request has got its one token. Raises TimeoutError if none does in RECOVERY_TIMEOUT_S."""
+    latest: QuireError | None = None
+    try:
+        async with asyncio.timeout(RECOVERY_TIMEOUT_S):
+            while True:
+                try:
+                    await observer.generate(prompt, PROBE)
+                    return
+                except QuireError as error:
+                    latest = error
                 await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise TimeoutError(
+            f"no answer in {RECOVERY_TIMEOUT_S:g} s; the latest error is {latest!r}"
+        ) from latest
 
 
 async def held_when_idle(observer: AsyncClient) -> list[str]:

@@ -66,8 +66,9 @@ class Soak:
         self._site.choose_poison(work.used_token_ids)
         harming = asyncio.ensure_future(self._harm() if has_fault else asyncio.sleep(0))
         await asyncio.gather(harming, work.run(until=harming))
+        self.problems += [*work.tally.lost, *work.tally.changed]
         await until_answered(self._site.observer)
-        self.problems += [*work.tally.lost, *work.tally.changed, *await held_when_idle(self._site.observer)]
+        self.problems += await held_when_idle(self._site.observer)
         self.num_requests += work.tally.num_done
         self.samples.append(self._site.resources())
         _log.info("%d requests, %d faults, %s", self.num_requests, self.num_faults, self.samples[-1])
