@@ -28,6 +28,14 @@ class ResponseBuilder:
         self.response = _response(head, body, model)
         self._item: Item | None = None  # the last item, until it is complete
         self._num_events = 0
+        self._is_running = False
+
+    def queued(self) -> str:
+        """Return the first events of a response that has begun before its first token."""
+        self.response["status"] = "queued"
+        return self._event("response.created", response=self.response) + self._event(
+            "response.queued", response=self.response
+        )
 
     def event(self, event: StreamEvent) -> str:
         """Add an event of the completion; return its events of the stream."""
@@ -43,9 +51,15 @@ class ResponseBuilder:
         It is OpenAI's event `error` for readers of events; the member `error` is what OpenAI's packages raise.
         """
         details = json.loads(openai_error(error))["error"]
+        self._break_off("failed")
+        self.response["error"] = {name: details[name] for name in ("code", "message")}
         return self._event(
             "error", **{name: details[name] for name in ("code", "message", "param")}, error=details
         )
+
+    def cancel(self) -> None:
+        """Let the response end as it is."""
+        self._break_off("cancelled")
 
     @property
     def has_begun(self) -> bool:
@@ -54,11 +68,12 @@ class ResponseBuilder:
 
     def _begin(self) -> str:
         """Return the first events of a stream, once, with the first token: before it the request may be refused."""
-        if self._num_events:
+        if self._is_running:
             return ""
-        return self._event("response.created", response=self.response) + self._event(
-            "response.in_progress", response=self.response
-        )
+        self._is_running = True
+        self.response["status"] = "in_progress"
+        created = "" if self._num_events else self._event("response.created", response=self.response)
+        return created + self._event("response.in_progress", response=self.response)
 
     def _delta(self, delta: ChatDelta) -> str:
         if isinstance(delta, ToolCallStart):
@@ -127,6 +142,11 @@ class ResponseBuilder:
             f"response.{part['type']}.done", **place, content_index=0, text=part["text"], **extra
         ) + self._event("response.content_part.done", **place, content_index=0, part=part)
 
+    def _break_off(self, status: str) -> None:
+        self.response["status"] = status
+        if self._item is not None:
+            self._item["status"] = "incomplete"
+
     def _finish(self, event: CompletionFinished) -> str:
         is_cut = event.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
@@ -171,6 +191,7 @@ def _response(head: ResponseHead, body: ResponseRequest, model: str) -> Item:
     return {
         "id": head.id,
         "object": "response",
+        "background": body.background is True,
         "created_at": head.created,
         "status": "in_progress",
         "error": None,

@@ -1,31 +1,31 @@
-"""/v1/responses: OpenAI's responses, which may continue a response that is still kept."""
+"""/v1/responses: OpenAI's responses, which may continue others that are kept, and may run in the background."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
-from ....proto.errors import InvalidRequest, QuireError, RequestNotFound
+from ....proto.errors import InvalidRequest, Overloaded, QuireError, RequestNotFound
 from ...gateway.generation import GenerationCall
-from ...gateway.retention import RetainedRequests, RetentionLimits
+from ...gateway.retention import RequestKey
 from ...gateway.services import GatewayServices
+from ..background_response import BackgroundResponse
 from ..call_context import preparing, renamed_fields, with_context
 from ..disconnect import unless_client_leaves
 from ..errors import openai_error_event
 from ..event_stream import EventStream
-from ..json_text import json_text
 from ..response_head import ResponseHead
-from ..response_stream import ResponseBuilder, assistant_message
+from ..response_store import ResponseStore
+from ..response_stream import ResponseBuilder
 from ..schema.error_body import OPENAI_ERRORS, WHOLE_OR_STREAM
 from ..schema.response_request import Message, ResponseRequest
 
-# Kept in memory, by the gateway that made them.
-RETENTION = RetentionLimits(
-    retention_s=3600.0, max_requests=1024, max_bytes=32 << 20, max_total_bytes=128 << 20
-)
+# Responses in the background hold no connection, so that nothing else limits them.
+MAX_BACKGROUND = 256
 
 # field of quire.v1 |-> field of this endpoint
 _FIELDS = {
@@ -38,14 +38,6 @@ _FIELDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class StoredResponse:
-    """A response and the conversation up to it."""
-
-    response: dict[str, Any]
-    messages: list[Message]
-
-
-@dataclass(frozen=True, slots=True)
 class _Call:
     """A checked call: what runs, and the conversation without its answer."""
 
@@ -54,19 +46,24 @@ class _Call:
     generation: GenerationCall
     messages: list[Message]
 
+    @property
+    def key(self) -> RequestKey:
+        return self.generation.tenant, self.head.id
+
 
 class Responses:
     """Runs the calls of one server and keeps their responses for a while."""
 
     def __init__(self, services: GatewayServices) -> None:
         self._services = services
-        self._stored: RetainedRequests[StoredResponse] = RetainedRequests(RETENTION)
+        self.store = ResponseStore()
 
     def prepare(self, body: ResponseRequest, request: Request) -> _Call:
         """Raises InvalidRequest, also for a previous response that is not kept."""
         with preparing(self._services, _FIELDS):
-            tenant = self.tenant(request)
-            messages = [*self._previous(tenant, body.previous_response_id), *body.messages()]
+            if body.background and not body.keeps:
+                raise InvalidRequest("background", "needs a response that is stored")
+            messages = [*self._previous(request, body.previous_response_id), *body.messages()]
             call = GenerationCall(
                 body.chat(messages),
                 body.sampling(),
@@ -83,7 +80,7 @@ class Responses:
                 builder = ResponseBuilder(call.head, call.body, generation.model_name)
                 async for event in generation.events:
                     builder.event(event)
-        self._store(call, builder.response)
+        self._keep(call, builder.response)
         return call.head.response(builder.response)
 
     async def stream(self, call: _Call) -> AsyncGenerator[bytes, None]:
@@ -99,37 +96,46 @@ class Responses:
                         raise
                     yield builder.failed(error).encode()
                     return
-        self._store(call, builder.response)
+        self._keep(call, builder.response)
 
-    def find(self, tenant: str, response_id: str) -> StoredResponse:
-        """Raises RequestNotFound for a response that is not kept."""
-        stored = self._stored.get((tenant, response_id))
-        if stored is None:
-            raise RequestNotFound(f"response {response_id[:100]!r} is not kept here, or not any more")
-        return stored
+    async def start(self, call: _Call) -> BackgroundResponse:
+        """Start a response in the background.
 
-    def discard(self, tenant: str, response_id: str) -> None:
-        """Raises RequestNotFound for a response that is not kept."""
-        self.find(tenant, response_id)
-        self._stored.discard((tenant, response_id))
+        Raises:
+            Overloaded: too many run.
+            QuireError: the request is refused.
+        """
+        if self.store.num_running >= MAX_BACKGROUND:
+            error = Overloaded(f"{MAX_BACKGROUND} responses run in the background, which is the limit")
+            self._services.on_refused(error)
+            raise error
 
-    def tenant(self, request: Request) -> str:
-        return self._services.authenticator.tenant(request.state.caller, "")
+        def on_end(ended: BackgroundResponse) -> None:
+            self.store.remove_running(call.key)
+            self.store.put(call.key, call.messages, ended.response, ended.events)
 
-    def _previous(self, tenant: str, response_id: str | None) -> list[Message]:
+        async with AsyncExitStack() as cleanup:
+            with renamed_fields(_FIELDS):
+                generation = await cleanup.enter_async_context(self._services.generation.run(call.generation))
+            builder = ResponseBuilder(call.head, call.body, generation.model_name)
+            running = BackgroundResponse(builder, generation, cleanup.pop_all(), on_end)
+            self.store.add_running(call.key, running)
+        return running
+
+    def key(self, request: Request, response_id: str) -> RequestKey:
+        return self._services.authenticator.tenant(request.state.caller, ""), response_id
+
+    def _previous(self, request: Request, response_id: str | None) -> list[Message]:
         if response_id is None:
             return []
         try:
-            return self.find(tenant, response_id).messages
+            return self.store.conversation(self.key(request, response_id))
         except RequestNotFound as error:
             raise InvalidRequest("previous_response_id", f"is unknown: {error}") from error
 
-    def _store(self, call: _Call, response: dict[str, Any]) -> None:
-        if not call.body.keeps:
-            return
-        stored = StoredResponse(response, [*call.messages, assistant_message(response)])
-        num_bytes = len(json_text(response)) + len(json_text(stored.messages))
-        self._stored.put((call.generation.tenant, call.head.id), stored, num_bytes)
+    def _keep(self, call: _Call, response: dict[str, Any]) -> None:
+        if call.body.keeps:
+            self.store.put(call.key, call.messages, response)
 
 
 def router(services: GatewayServices) -> APIRouter:
@@ -139,18 +145,40 @@ def router(services: GatewayServices) -> APIRouter:
     @router.post("/v1/responses", summary="Answer items, or continue a response", responses=WHOLE_OR_STREAM)
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         call = responses.prepare(body, request)
+        if body.background:
+            running = await responses.start(call)
+            if body.stream:
+                return EventStream(running.events.read(), openai_error_event, call.head.headers)
+            return call.head.response(running.response)
         if body.stream:
             return EventStream(responses.stream(call), openai_error_event, call.head.headers)
         async with unless_client_leaves(request.receive):
             return await responses.run(call)
 
-    @router.get("/v1/responses/{response_id}", summary="Return a response that is kept")
-    async def get_response(response_id: str, request: Request) -> dict[str, Any]:
-        return responses.find(responses.tenant(request), response_id).response
+    @router.get(
+        "/v1/responses/{response_id}",
+        summary="Return a response that is kept, or the events of one that was made in the background",
+        responses=WHOLE_OR_STREAM,
+        response_model=None,
+    )
+    async def get_response(
+        response_id: str,
+        request: Request,
+        stream: bool = False,
+        starting_after: Annotated[int, Query(ge=-1)] = -1,
+    ) -> Response | dict[str, Any]:
+        key = responses.key(request, response_id)
+        if stream:
+            return EventStream(responses.store.events(key).read(starting_after), openai_error_event, {})
+        return responses.store.response(key)
+
+    @router.post("/v1/responses/{response_id}/cancel", summary="End a response that runs in the background")
+    async def cancel_response(response_id: str, request: Request) -> dict[str, Any]:
+        return await responses.store.cancel(responses.key(request, response_id))
 
     @router.delete("/v1/responses/{response_id}", summary="Drop a response that is kept")
     async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
-        responses.discard(responses.tenant(request), response_id)
+        await responses.store.discard(responses.key(request, response_id))
         return {"id": response_id, "object": "response", "deleted": True}
 
     return router

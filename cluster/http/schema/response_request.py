@@ -29,6 +29,9 @@ class ResponseRequest(RequestModel):
     previous_response_id: str | None = None
     store: bool | None = Field(None, description="Keep the response for a while; true if missing.")
     stream: bool | None = None
+    background: bool | None = Field(
+        None, description="Make the response whether or not a client waits for it; it can be fetched later."
+    )
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -43,7 +46,6 @@ class ResponseRequest(RequestModel):
     cache_salt: str = ""
 
     refused: ClassVar[dict[str, str]] = {
-        "background": "stream the response, or wait for it",
         "conversation": "use previous_response_id",
         "prompt": "the server has no stored prompts",
     }
