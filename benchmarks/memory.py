@@ -68,17 +68,27 @@ class Shape:
 
     Attributes:
         windows: of each layer, 0 for none.
+        full_heads: number and size of the KV heads of layers without a window, if they differ.
     """
 
     windows: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
     max_model_len: int
+    full_heads: tuple[int, int] | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers that each layer caches for a token."""
+        size = 2 * self.num_kv_heads * self.head_dim
+        full = size if self.full_heads is None else 2 * self.full_heads[0] * self.full_heads[1]
+        return tuple(size if window else full for window in self.windows)
 
 
 SHAPES = {
     "gpt-oss-20b": Shape((128, 0) * 12, 8, 64, 131_072),
     "gemma-3-27b": Shape((((1024,) * 5 + (0,)) * 11)[:62], 16, 128, 131_072),
+    "gemma-4-31b": Shape(((1024,) * 5 + (0,)) * 10, 16, 256, 262_144, full_heads=(4, 512)),
     "gemma-2-9b": Shape((4096, 0) * 21, 8, 256, 8_192),
     "cohere-2-7b": Shape(((4096,) * 3 + (0,)) * 8, 8, 128, 131_072),
     "mistral-7b-v0.1": Shape((4096,) * 32, 8, 128, 32_768),
@@ -193,11 +203,11 @@ def measure_windows(model: str) -> Figures:
     """Return how many times as many sequences fit if layers with a window hold their window only."""
     shape, figures = SHAPES[model], Figures()
     num_layers = len(shape.windows)
-    layout = make_layout(num_layers, shape.windows, shape.max_model_len, 0)
-    layer_kib = 2 * shape.num_kv_heads * shape.head_dim * 2 / 1024
+    layout = make_layout(num_layers, shape.windows, shape.max_model_len, 0, shape.sizes)
+    layer_kib = max(shape.sizes) * 2 / 1024
     for length in WINDOW_LENGTHS:
         if length <= shape.max_model_len:
-            before = num_layers * layer_kib
+            before = sum(shape.sizes) * 2 / 1024
             now = layout.layers_per_block * layer_kib * layout.num_slots(length) / length
             note = f"{now:.1f} instead of {before:.0f} KiB per token, {len(layout.groups)} groups"
             figures[f"memory.windows.{model}.{length}"] = Figure(before / now, "x", note)

@@ -3,12 +3,14 @@
 A layer with a window reads only the last tokens of a sequence, so its blocks for earlier tokens can be freed. All
 blocks have the same bytes: the layers are cut into groups of at most `layers_per_block` layers of one window, and
 a block holds the tokens of one group. One pool then serves all groups, each of which has block tables of its own.
+
+Layers may differ in the bytes of a token (Gemma 4). A block has places for layers of the largest size; the places of
+a group with smaller layers are split into sub-blocks, each of which holds one layer.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,11 +27,13 @@ class CacheGroup:
 
     Attributes:
         window: tokens that a token attends to, itself included; 0 for all.
-        layers: numbers of the layers, at most `layers_per_block`.
+        layers: numbers of the layers, at most `split` for each of the block's places.
+        split: sub-blocks of a place; 1 unless the group's layers are smaller than others.
     """
 
     window: int
     layers: tuple[int, ...]
+    split: int = 1
 
     def first_block(self, position: int, block_size: int) -> int:
         """Return the index of the first block that tokens at `position` and later attend to."""
@@ -46,7 +50,8 @@ class CacheLayout:
 
     Attributes:
         groups: those without a window first.
-        layers_per_block: layers that a block has room for.
+        layers_per_block: layers of the largest size that a block has room for, its places; with one group, all
+            layers.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -55,6 +60,23 @@ class CacheLayout:
     @property
     def has_windows(self) -> bool:
         return any(group.window for group in self.groups)
+
+    @property
+    def splits(self) -> tuple[int, ...]:
+        """The sub-blocks of a place in each group."""
+        return tuple(group.split for group in self.groups)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
+    def group_of_layers(self) -> list[int]:
+        """Return the index of each layer's tables, which each sub-block of each group has."""
+        index_of, first = dict[int, int](), 0
+        for group in self.groups:
+            index_of |= {layer: first + number % group.split for number, layer in enumerate(group.layers)}
+            first += group.split
+        return [index_of[layer] for layer in range(self.num_layers)]
 
     def num_hit_blocks(self, block_size: int) -> int:
         """Return how many of a cached prefix's last blocks a hit needs in the first group; 0 for all of them."""
@@ -87,7 +109,13 @@ class CacheLayout:
 
 
 @lru_cache(maxsize=64)
-def make_layout(num_layers: int, windows: tuple[int, ...], max_len: int, draft_layers: float) -> CacheLayout:
+def make_layout(
+    num_layers: int,
+    windows: tuple[int, ...],
+    max_len: int,
+    draft_layers: float,
+    sizes: tuple[int, ...] = (),
+) -> CacheLayout:
     """Return the groups that need the least memory for the longest sequence, and of these the fewest.
 
     Args:
@@ -95,28 +123,41 @@ def make_layout(num_layers: int, windows: tuple[int, ...], max_len: int, draft_l
         max_len: tokens of the longest sequence.
         draft_layers: KV of a draft model's token, in layers of this model. It is part of each block and used in
             those of the first group, which has no window then.
+        sizes: numbers that each layer caches for a token; empty if they are equal. Layers of which the largest is no
+            multiple, and layers that differ in a model with a draft model, are one group.
     """
     whole = CacheLayout((CacheGroup(0, tuple(range(num_layers))),), num_layers)
     in_effect = tuple(window if window < max_len else 0 for window in windows)
-    if not any(in_effect) or (draft_layers and all(in_effect)):
+    largest = max(sizes, default=1)
+    splits = tuple(largest // size for size in sizes) or (1,) * num_layers
+    cannot_split = any(largest % size for size in sizes) or (draft_layers and max(splits) > 1)
+    if not any(in_effect) or cannot_split or (draft_layers and all(in_effect)):
         return whole
 
     def cost(layout: CacheLayout) -> float:
         return (layout.layers_per_block + draft_layers) * layout.num_slots(max_len)
 
-    found = min(_layouts(in_effect), key=cost, default=whole)
-    return found if cost(found) <= (1 - MIN_SAVING) * cost(whole) else whole
+    found = min(_layouts(in_effect, splits), key=cost, default=whole)
+    cost_of_whole = (sum(1 / split for split in splits) + draft_layers) * max_len
+    return found if cost(found) <= (1 - MIN_SAVING) * cost_of_whole else whole
 
 
-def _layouts(windows: tuple[int, ...]) -> Iterator[CacheLayout]:
-    """Yield the layouts of at most MAX_GROUPS groups, the one with the fewest groups first."""
-    kinds = sorted(Counter(windows), key=lambda window: (window > 0, -window))
-    for size in range(len(windows), 0, -1):
+def _layouts(windows: tuple[int, ...], splits: tuple[int, ...]) -> Iterator[CacheLayout]:
+    """Yield the layouts of at most MAX_GROUPS groups, the one with the fewest groups first.
+
+    Args:
+        splits: of each layer, as in CacheGroup.
+    """
+    layers = list(enumerate(zip(windows, splits, strict=True)))
+    kinds = sorted({kind for _, kind in layers}, key=lambda kind: (kind[0] > 0, -kind[0], kind[1]))
+    for num_places in range(len(windows), 0, -1):
         groups: list[CacheGroup] = []
-        for kind in kinds:
-            layers = [layer for layer, window in enumerate(windows) if window == kind]
+        for window, split in kinds:
+            alike = [layer for layer, kind in layers if kind == (window, split)]
+            size = num_places * split
             groups += (
-                CacheGroup(kind, tuple(layers[start : start + size])) for start in range(0, len(layers), size)
+                CacheGroup(window, tuple(alike[start : start + size]), split)
+                for start in range(0, len(alike), size)
             )
         if len(groups) <= MAX_GROUPS:
-            yield CacheLayout(tuple(groups), size)
+            yield CacheLayout(tuple(groups), num_places)

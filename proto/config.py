@@ -104,6 +104,10 @@ class ModelConfig:
             return [self.kv_shape(tensor_parallel_size)] * self.num_layers
         return [(2, max(1, heads // tensor_parallel_size), dim) for heads, dim in self.kv_layers]
 
+    def kv_sizes(self, tensor_parallel_size: int) -> tuple[int, ...]:
+        """Return the numbers that a rank caches for a token in each of these layers; empty if they are equal."""
+        return tuple(map(prod, self.kv_shapes(tensor_parallel_size))) if self.kv_layers else ()
+
     def kv_shape(self, tensor_parallel_size: int) -> tuple[int, int, int]:
         """Return how a rank caches a token in a layer: parts, heads, and numbers of each.
 
@@ -325,7 +329,8 @@ class EngineConfig:
         model, draft, draft_layers = self.model, self.speculative_draft, 0.0
         if draft is not None:
             draft_layers = draft.num_layers * prod(draft.kv_shape(1)) / prod(model.kv_shape(1))
-        return make_layout(model.num_kv_layers, model.layer_windows, model.max_model_len, draft_layers)
+        sizes = model.kv_sizes(self.parallel.tensor_parallel_size)
+        return make_layout(model.num_kv_layers, model.layer_windows, model.max_model_len, draft_layers, sizes)
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -24,7 +24,8 @@ class LayerCache:
         blocks: [N, 2, Hkv, B, D]; of latents [N, 1, 1, B, D], see kernels.latent_attention.
         scales: [N, 2, Hkv, B] float32 if the blocks are quantized, otherwise None.
         attend_chunks: attention of chunks by another library; None for the kernels of quire.
-        group: the layer's cache group (see proto.cache_groups).
+        group: index of the layer's slots and block tables (see AttentionInputs.of_group): its cache group, and the
+            sub-block of the group's places if they are split.
     """
 
     blocks: Tensor
@@ -58,13 +59,37 @@ class AttentionInputs:
     other_groups: tuple[AttentionInputs, ...] = ()
 
     def of_group(self, group: int) -> AttentionInputs:
-        """Return the inputs of a cache group."""
+        """Return the inputs of a cache group, or of one sub-block of it; see split_groups."""
         return self.other_groups[group - 1] if group else self
 
 
 def fixed_item_len(parallel: ParallelConfig) -> int | None:
     """Return the tokens per item of split decodes if attention is batch-invariant, otherwise None."""
     return INVARIANT_ITEM_LEN if parallel.batch_invariant else None
+
+
+def split_groups(
+    slot_mappings: Sequence[Tensor], block_tables: Sequence[Tensor], splits: Sequence[int], block_size: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the slots and block tables of each sub-block of all cache groups (see proto.cache_groups).
+
+    Sub-block i of block b has the id ``b * split + i`` in the tensors of its layers.
+
+    Args:
+        slot_mappings, block_tables: of each group.
+        splits: sub-blocks of a place in each group.
+    """
+    all_slots, all_tables = list[Tensor](), list[Tensor]()
+    for slots, tables, split in zip(slot_mappings, block_tables, splits, strict=True):
+        if split == 1:
+            all_slots.append(slots)
+            all_tables.append(tables)
+            continue
+        starts = slots // block_size * (split - 1) * block_size
+        for index in range(split):
+            all_slots.append(slots + starts + index * block_size)
+            all_tables.append(tables * split + index)
+    return all_slots, all_tables
 
 
 def with_groups(

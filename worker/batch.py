@@ -15,7 +15,7 @@ from ..kernels.lora import LoraGroups, group_tokens
 from ..proto.block_tables import IntArray, RowArray
 from ..proto.lora import NO_SLOT
 from ..proto.step import StepPlan
-from .attention import AttentionInputs, with_groups
+from .attention import AttentionInputs, split_groups, with_groups
 from .device_rows import DeviceRows
 from .memory.host_to_device import to_device_together
 from .pooling.pooled_tokens import PooledTokens, select_pooled_tokens
@@ -185,7 +185,9 @@ def _gather_inputs(
         chunks=ChunkBounds(plan.chunk_lens.tolist(), seq_lens[num_decodes:].tolist()),
     )
     if num_groups > 1:
-        attention = with_groups(attention, slots.chunk(num_groups), attention.block_tables.chunk(num_groups))
+        tables = attention.block_tables.chunk(num_groups)
+        of_layers = split_groups(slots.chunk(num_groups), tables, rows.layout.splits, block_size)
+        attention = with_groups(attention, *of_layers)
     return (
         rows.token_ids[token_rows, positions],
         positions,

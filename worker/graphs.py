@@ -38,7 +38,7 @@ class GraphLimits:
 
     Attributes:
         max_seq_len: tokens of the blocks in a block table.
-        num_groups: cache groups.
+        num_groups: cache groups, each as often as its places are split.
     """
 
     max_num_seqs: int
@@ -52,7 +52,7 @@ class GraphLimits:
         """Return the limits of an engine."""
         scheduler, max_blocks = config.scheduler, config.max_blocks_per_seq
         max_seq_len = max_blocks * config.cache.block_size
-        num_groups = len(config.cache_layout.groups)
+        num_groups = sum(config.cache_layout.splits)
         return cls(
             scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_blocks, max_seq_len, num_groups
         )

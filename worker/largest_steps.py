@@ -87,7 +87,7 @@ class LargestSteps:
         self._model.forward(torch.zeros_like(position), position, cache.layers, inputs)
 
     def _in_all_groups(self, inputs: AttentionInputs) -> AttentionInputs:
-        num_groups = len(self._config.cache_layout.groups)
+        num_groups = sum(self._config.cache_layout.splits)
         return with_groups(inputs, [inputs.slot_mapping] * num_groups, [inputs.block_tables] * num_groups)
 
     def _int_zeros(self, *shape: int) -> Tensor:

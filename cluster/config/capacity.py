@@ -67,9 +67,10 @@ def capacity(
         num_parts * num_heads * (dim * workload.kv_bytes + scale_bytes)
         for num_parts, num_heads, dim in model.kv_shapes(tensor_parallel_size)
     ]
-    layout = make_layout(model.num_kv_layers, model.layer_windows, model.max_model_len, 0)
-    # Layers differ only if there is one group, of which a block has all layers.
-    slot_bytes = sum(of_layers[: layout.layers_per_block])
+    sizes = model.kv_sizes(tensor_parallel_size)
+    layout = make_layout(model.num_kv_layers, model.layer_windows, model.max_model_len, 0, sizes)
+    # With one group a block has all layers, which may differ; otherwise places for the largest.
+    slot_bytes = sum(of_layers) if len(layout.groups) == 1 else layout.layers_per_block * max(of_layers)
     slots_per_token = layout.num_slots(model.max_model_len) / model.max_model_len
     used = rank_bytes + FIXED_BYTES + _activation_bytes(model, tensor_parallel_size, workload)
     num_free = int(gpu_bytes * workload.utilization) - used

@@ -11,6 +11,11 @@ GEMMA_3_27B = [0 if (layer + 1) % 6 == 0 else 1024 for layer in range(62)]
 GPT_OSS_20B = [0 if layer % 2 else 128 for layer in range(24)]
 
 
+# Layers of Gemma 4 31B with a window of 1,024 have 16 heads of 256 numbers, the others 4 of 512.
+GEMMA_4_31B = [0 if (layer + 1) % 6 == 0 else 1024 for layer in range(60)]
+GEMMA_4_SIZES = tuple(2 * 16 * 256 if window else 2 * 4 * 512 for window in GEMMA_4_31B)
+
+
 def layout_of(windows: list[int], max_len: int = 131_072, draft_layers: float = 0.0) -> CacheLayout:
     return make_layout(len(windows), tuple(windows), max_len, draft_layers)
 
@@ -84,3 +89,27 @@ def test_sequences_keep_the_last_tokens_of_a_window() -> None:
     layout = layout_of([0, 100], max_len=1000)
     assert layout.num_slots(50) == 100
     assert layout.num_slots(1000) == 1100
+
+
+def test_smaller_layers_share_the_places_of_larger_ones() -> None:
+    layout = make_layout(60, tuple(GEMMA_4_31B), 262_144, 0, GEMMA_4_SIZES)
+    full, *windowed = layout.groups
+    assert (full.window, full.split, len(full.layers)) == (0, 2, 10)
+    assert {(group.window, group.split) for group in windowed} == {(1024, 1)}
+    assert len(layout.groups) <= MAX_GROUPS
+    for group in layout.groups:
+        assert len(group.layers) <= group.split * layout.layers_per_block
+    assert sorted(layer for group in layout.groups for layer in group.layers) == list(range(60))
+
+
+def test_each_sub_block_has_tables_of_its_own() -> None:
+    layout = make_layout(5, (0, 8, 0, 8, 0), 1000, 0, (2, 4, 2, 4, 2))
+    assert layout.groups == (CacheGroup(0, (0, 2, 4), split=2), CacheGroup(8, (1, 3)))
+    assert layout.splits == (2, 1)
+    assert layout.group_of_layers() == [0, 2, 1, 2, 0]
+
+
+def test_layers_that_no_place_fits_are_one_group() -> None:
+    assert len(make_layout(2, (0, 8), 1000, 0, (2, 4)).groups) == 2
+    assert len(make_layout(2, (0, 8), 1000, 0, (3, 4)).groups) == 1
+    assert len(make_layout(2, (0, 8), 1000, 1.0, (2, 4)).groups) == 1, "a draft's layers have no sub-blocks"

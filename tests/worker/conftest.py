@@ -304,10 +304,10 @@ class Engine:
     def lose_blocks(self, block_ids: Sequence[int] | None = None) -> None:
         """Overwrite free blocks, or all, with NaN: nothing may read them before they are written again."""
         for runner in self.runners:
-            for layer in runner._kv_cache.layers:
-                lost = layer.blocks if layer.scales is None else layer.scales
-                for block_id in range(len(lost)) if block_ids is None else block_ids:
-                    lost[block_id].fill_(torch.nan)
+            for part in runner._kv_cache._parts:
+                if part.dtype.itemsize > 1:  # of quantized numbers the scales are lost
+                    for block_id in range(part.shape[1]) if block_ids is None else block_ids:
+                        part[:, block_id].fill_(torch.nan)
 
     def close(self) -> None:
         for runner in self.runners:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -57,27 +58,28 @@ class CacheEngine:
     ) -> None:
         self.num_blocks = num_blocks
         # The parts of a block: keys and values (or latents), and their scales if they are quantized. Each tensor is
-        # [L, num_blocks, 2, Hkv, B, ...]; in host memory [L, num_host_blocks + 1, ...], block 0 unused. L is the
-        # number of layers in a block, of each cache group in turn.
+        # [P, num_blocks, numbers of a place]; in host memory [P, num_host_blocks + 1, ...], block 0 unused. P is the
+        # number of places in a block, which hold the layers of each cache group in turn.
         self._parts, self._host_parts = list[Tensor](), list[Tensor]()
         layers = []
         for model, layout in _models(config):
-            caches = {}
-            for heads, groups in _layers_by_shape(config, model, layout).items():
-                own = []
-                for block, part_dtype in _block_parts(config, heads, dtype):
-                    shape = _num_places(groups), num_blocks, *block
-                    own.append(_zeros(shape, part_dtype, device, touches_pages=touches_pages))
-                    if num_host_blocks:
-                        shape = _num_places(groups), num_host_blocks + 1, *block
-                        self._host_parts.append(_host_zeros(shape, part_dtype, device))
-                self._parts += own
-                for group, indices in enumerate(groups):
-                    for index, (blocks, *scales) in zip(indices, zip(*own, strict=True), strict=False):
-                        caches[index] = LayerCache(
-                            blocks, scales[0] if scales else None, attend_chunks, group
-                        )
-            layers.append([caches[index] for index in sorted(caches)])
+            parts = [list[Tensor]() for _ in range(layout.num_layers)]
+            for part in _parts(config, model, layout, dtype):
+                shape = part.num_places, num_blocks, part.length
+                stored = _zeros(shape, part.dtype, device, touches_pages=touches_pages)
+                self._parts.append(stored)
+                if num_host_blocks:
+                    shape = part.num_places, num_host_blocks + 1, part.length
+                    self._host_parts.append(_host_zeros(shape, part.dtype, device))
+                for layer, (place, block) in part.layers.items():
+                    parts[layer].append(stored[place].view(-1, *block))
+            groups = layout.group_of_layers()
+            layers.append(
+                [
+                    LayerCache(own[0], own[1] if len(own) > 1 else None, attend_chunks, group)
+                    for own, group in zip(parts, groups, strict=True)
+                ]
+            )
         self.layers, *drafts = layers
         self.draft_layers = drafts[0] if drafts else []
         self._swap_stream: torch.cuda.Stream | None = None
@@ -153,10 +155,9 @@ class CacheEngine:
 def bytes_per_block(config: EngineConfig, dtype: torch.dtype) -> int:
     """Return the KV bytes of a block on one rank, in all its layers, for a model of `dtype`."""
     return sum(
-        _num_places(groups) * math.prod(shape) * part.itemsize
+        part.num_places * part.length * part.dtype.itemsize
         for model, layout in _models(config)
-        for heads, groups in _layers_by_shape(config, model, layout).items()
-        for shape, part in _block_parts(config, heads, dtype)
+        for part in _parts(config, model, layout, dtype)
     )
 
 
@@ -171,38 +172,60 @@ def _models(config: EngineConfig) -> list[tuple[ModelConfig, CacheLayout]]:
     return models
 
 
-def _layers_by_shape(
-    config: EngineConfig, model: ModelConfig, layout: CacheLayout
-) -> dict[tuple[int, int, int], list[list[int]]]:
-    """Return how a token is cached (see ModelConfig.kv_shape) |-> for each cache group, the layers that do so."""
-    layers: dict[tuple[int, int, int], list[list[int]]] = {}
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor of all blocks, [num_places, num_blocks, length].
+
+    Attributes:
+        length: numbers of a place.
+        layers: layer |-> its place, and the shape of its block.
+    """
+
+    num_places: int
+    length: int
+    dtype: torch.dtype
+    layers: dict[int, tuple[int, tuple[int, ...]]]
+
+
+def _parts(config: EngineConfig, model: ModelConfig, layout: CacheLayout, dtype: torch.dtype) -> list[_Part]:
+    """Return the tensors of a model's blocks: first those of keys and values, then those of scales.
+
+    All groups share the places for keys and values. With one group, layers of each shape have places of their own,
+    as all scales have: layers of one size may differ in heads, of each of which a token has a scale.
+    """
     shapes = model.kv_shapes(config.parallel.tensor_parallel_size)
-    for group in layout.groups:
-        for heads in dict.fromkeys(shapes):
-            alike = [index for index in group.layers if shapes[index] == heads]
-            layers.setdefault(heads, []).append(alike)
-    return layers
+    by_shape = {
+        heads: [layer for layer, own in enumerate(shapes) if own == heads] for heads in dict.fromkeys(shapes)
+    }
+    alike = list(by_shape.values())
+    block_size, quantized = config.cache.block_size, QUANTIZED_DTYPES.get(config.cache.kv_dtype)
+    blocks = [(parts, heads, block_size, dim) for parts, heads, dim in shapes]
+    shared = alike if len(layout.groups) == 1 else [list(range(len(shapes)))]
+    found = [_make_part(layout, layers, blocks, quantized or dtype) for layers in shared]
+    if quantized is not None:
+        scales = [block[:3] for block in blocks]
+        found += [_make_part(layout, layers, scales, torch.float32) for layers in alike]
+    return found
 
 
-def _num_places(groups: list[list[int]]) -> int:
-    """Return the number of layers of one shape that a block has room for."""
-    return max(map(len, groups))
-
-
-def _block_parts(
-    config: EngineConfig, heads: tuple[int, int, int], dtype: torch.dtype
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of each part of a block in one layer.
+def _make_part(
+    layout: CacheLayout, layers: Sequence[int], blocks: Sequence[tuple[int, ...]], dtype: torch.dtype
+) -> _Part:
+    """Return the tensor for some layers.
 
     Args:
-        heads: as returned by ModelConfig.kv_shape.
+        blocks: shape of a block in each layer of the model.
     """
-    num_parts, num_heads, dim = heads
-    slots = num_parts, num_heads, config.cache.block_size
-    quantized = QUANTIZED_DTYPES.get(config.cache.kv_dtype)
-    if quantized is None:
-        return [((*slots, dim), dtype)]
-    return [((*slots, dim), quantized), (slots, torch.float32)]
+    places, length, wanted = dict[int, tuple[int, tuple[int, ...]]](), 0, frozenset(layers)
+    for group in layout.groups:
+        used = dict[int, int]()  # place of the group |-> place in this tensor
+        for number, layer in enumerate(group.layers):
+            if layer in wanted:
+                place = used.setdefault(number // group.split, len(used))
+                places[layer] = place, blocks[layer]
+                length = max(length, group.split * math.prod(blocks[layer]))
+    num_places = 1 + max(place for place, _ in places.values())
+    return _Part(num_places, length, dtype, places)
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -234,7 +234,7 @@ def layer_windows(model: ModelConfig) -> tuple[int, ...]:
     A token attends to fewer tokens than a chunk has, so a layer with chunks has a window of their length.
     """
     family = FAMILIES.get(model.architecture)
-    if family is None or family.is_latent or len(set(model.kv_layers)) > 1:
+    if family is None or family.is_latent:
         return ()
     try:
         layers = read_layers(model, family)

@@ -21,13 +21,26 @@ KV_DTYPES = {"auto": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "int8": to
 UNEVEN = (2, 8), (1, 32), (2, 8)
 
 
-@pytest.fixture(params=[*KV_DTYPES, "auto, layers that differ", "int8, layers that differ"])
+WINDOWS = 0, 6, 0
+
+
+@pytest.fixture(
+    params=[
+        *KV_DTYPES,
+        "auto, layers that differ",
+        "int8, layers that differ",
+        "auto, layers that differ, windows",
+        "int8, layers that differ, windows",
+    ]
+)
 def config(request: pytest.FixtureRequest) -> EngineConfig:
     base = small_config(num_host_blocks=NUM_HOST_BLOCKS)
-    kv_dtype, _, differ = request.param.partition(", ")
+    kv_dtype, *differ = request.param.split(", ")
     model = replace(base.model, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
     if differ:
         model = replace(model, num_layers=5, kv_layers=UNEVEN)
+        if "windows" in differ:
+            model = replace(model, layer_windows=WINDOWS)
     return replace(base, model=model, cache=replace(base.cache, kv_dtype=kv_dtype))
 
 
@@ -54,8 +67,8 @@ def parts(engine: CacheEngine) -> Iterator[Tensor]:
 
 
 def contents(engine: CacheEngine) -> Tensor:
-    """[NUM_BLOCKS, bytes of a block in all layers]."""
-    return torch.cat([part.flatten(start_dim=1) for part in parts(engine)], dim=1)
+    """[NUM_BLOCKS, bytes of a block in all layers]; those of places that groups share more than once."""
+    return torch.cat([part.reshape(NUM_BLOCKS, -1) for part in parts(engine)], dim=1)
 
 
 def test_block_has_kv_dtype_and_scales(
@@ -66,7 +79,8 @@ def test_block_has_kv_dtype_and_scales(
     sizes = [(layer.blocks.shape[2], layer.blocks.shape[4]) for layer in engine.layers]
     assert sizes == list(config.model.kv_layers or [(2, 8)] * 2)
     assert layer.blocks.dtype == KV_DTYPES[config.cache.kv_dtype]
-    assert layer.blocks.shape == (NUM_BLOCKS, 2, 2, config.cache.block_size, config.model.head_dim)
+    num_blocks = NUM_BLOCKS * config.cache_layout.groups[0].split
+    assert layer.blocks.shape == (num_blocks, 2, 2, config.cache.block_size, config.model.head_dim)
     if config.cache.kv_dtype == "auto":
         assert layer.scales is None
     else:
@@ -78,8 +92,23 @@ def test_block_has_kv_dtype_and_scales(
 def test_bytes_per_block_equals_allocated_bytes(
     config: EngineConfig, make_engine: Callable[[str], CacheEngine]
 ) -> None:
-    allocated = sum(part.nbytes for part in parts(make_engine("cpu")))
-    assert NUM_BLOCKS * bytes_per_block(config, torch.bfloat16) == allocated
+    allocated = {part.data_ptr(): part.nbytes for part in parts(make_engine("cpu"))}
+    assert NUM_BLOCKS * bytes_per_block(config, torch.bfloat16) == sum(allocated.values())
+
+
+def test_sub_blocks_of_a_group_do_not_overlap() -> None:
+    base = small_config()
+    model = replace(base.model, num_layers=3, kv_layers=UNEVEN, layer_windows=WINDOWS)
+    config = replace(base, model=model, cache=replace(base.cache, kv_dtype="int8"))
+    layout = config.cache_layout
+    assert [(group.layers, group.split) for group in layout.groups] == [((0, 2), 2), ((1,), 1)]
+    engine = CacheEngine(config, NUM_BLOCKS, 0, torch.float32, torch.device("cpu"))
+    for layer in (engine.layers[index] for index in (0, 2)):
+        sub_blocks = torch.arange(NUM_BLOCKS) * 2 + layer.group
+        assert layer.scales is not None
+        for part in (layer.blocks, layer.scales):
+            assert not part[sub_blocks].any()
+            part[sub_blocks] = 1
 
 
 def test_copy_preserves_bytes(make_engine: Callable[[str], CacheEngine]) -> None:
@@ -119,7 +148,7 @@ def test_swaps_are_ordered_with_computation_on_gpu(make_engine: Callable[[str], 
 
 def put(engine: CacheEngine, blocks: Tensor) -> None:
     """Write blocks in the format of `contents`."""
-    widths = [part.flatten(start_dim=1).shape[1] for part in parts(engine)]
+    widths = [part.numel() // NUM_BLOCKS for part in parts(engine)]
     for part, own in zip(parts(engine), blocks.split(widths, dim=1), strict=True):
         part.copy_(own.view(part.shape))
 

@@ -1,6 +1,6 @@
-"""Greedy tokens of several ranks equal transformers' after chunks, prefix hits, preemptions, moves and failures.
+"""Greedy tokens equal transformers' after chunks, prefix hits, preemptions, moves and failures.
 
-The models have blocks of several cache groups, or latents. tests/cluster/offline has the same with one rank.
+The models have blocks of several cache groups, latents, or layers of their own kind.
 """
 
 from __future__ import annotations
@@ -16,8 +16,39 @@ from reference import Reference, prompts_of
 
 from quire.proto.errors import RankFailed
 
-# Model type |-> windows of its cache groups, and blocks that are too few for four sequences at once.
-KINDS = {"gemma3_text": ([0, 24, 24], 64), "gpt_oss": ([0, 11, 11], 44), "deepseek_v3": ([0], 28)}
+# Model type, variant and ranks |-> windows of the cache groups. A token of Gemma 4's full layers takes as much memory
+# as one of the others, twice as much on four ranks, and half of it in the variant.
+WINDOWS = {
+    "gemma3_text-2": [0, 24, 24],
+    "gemma3_text-4": [0, 24, 24],
+    "gpt_oss-2": [0, 11, 11],
+    "gpt_oss-4": [0, 11, 11],
+    "deepseek_v3-2": [0],
+    "deepseek_v3-4": [0],
+    "gemma4_text-1": [0, 11],
+    "gemma4_text-4": [0, 0, 11],
+    "gemma4_text_narrow-2": [0, 11, 11],
+    "gemma3n_text-1": [0, 11],
+    "gemma3n_text-2": [0, 11],
+    "gemma3n_text-4": [0, 11],
+    "gptj-1": [0],
+    "gptj-2": [0],
+    "gptj-4": [0],
+}
+# Model type and variant |-> blocks that are too few for four sequences at once.
+SCARCE_BLOCKS = {
+    "gemma3_text": 64,
+    "gpt_oss": 44,
+    "deepseek_v3": 28,
+    "gemma4_text": 40,
+    "gemma4_text_narrow": 40,
+    "gemma3n_text": 40,
+    "gptj": 28,
+}
+# Variant |-> its model type, and overrides.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4_text_narrow": ("gemma4_text", {"global_head_dim": 16})
+}
 NUM_BLOCKS, MAX_TOKENS = 240, 24
 
 
@@ -46,11 +77,14 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def references(make_model: Callable[..., Path]) -> dict[str, tuple[Path, Reference]]:
-    folders = {kind: make_model(kind, seed=7) for kind in KINDS}
+    folders = {}
+    for kind in SCARCE_BLOCKS:
+        model_type, overrides = VARIANTS.get(kind, (kind, {}))
+        folders[kind] = make_model(model_type, seed=7, **overrides)
     return {kind: (folder, Reference(folder)) for kind, folder in folders.items()}
 
 
-@pytest.fixture(scope="module", params=[f"{kind}-{tp}" for kind in KINDS for tp in (2, 4)])
+@pytest.fixture(scope="module", params=WINDOWS)
 def ranks(
     request: pytest.FixtureRequest, references: dict[str, tuple[Path, Reference]], make_engine: Any
 ) -> Ranks:
@@ -58,9 +92,8 @@ def ranks(
     folder, reference = references[kind]
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_host_blocks": NUM_BLOCKS}
     engine = make_engine(folder, int(tp), num_blocks=NUM_BLOCKS, block_size=4, **settings)
-    windows, num_scarce_blocks = KINDS[kind]
-    assert [group.window for group in engine.config.cache_layout.groups] == windows
-    return Ranks(engine, reference, num_scarce_blocks)
+    assert [group.window for group in engine.config.cache_layout.groups] == WINDOWS[request.param]
+    return Ranks(engine, reference, SCARCE_BLOCKS[kind])
 
 
 def add_all(driver: RankedDriver, prompts: dict[int, list[int]]) -> None:
