@@ -109,6 +109,8 @@ class Step:
             q = fused_qk_norm_rope_kv_write(heads, cache, self.slots, *self.rotation)
             attended = paged_decode_attention(q, cache, self.tables, self.lens, layer.scale)
             x = linear(attended.view(len(projected), -1), layer.output)
+            assert layer.gate_up is not None
+            assert layer.down is not None
             gate_up = linear(add_rms_norm(x, residual, layer.before_mlp, layer.eps), layer.gate_up)
             x = linear(silu_and_mul(gate_up), layer.down)
         assert x is not None

@@ -41,6 +41,7 @@ class DenseLayer:
     Attributes:
         qkv, gate_up: [(Hq + 2 Hkv) D, E] and [2 I, E], with a bias or None.
         output, down: [E, Hq D] and [E, I].
+            `gate_up` and `down` are None if the caller computes the feed-forward network.
         before_attention, before_mlp: [E], weights of the RMSNorm over a sublayer's input.
         after_attention, after_mlp: [E], weights of the RMSNorm over a sublayer's output, or None.
         q_norm, k_norm: [D], weights of the RMSNorm over each head, or both None.
@@ -55,8 +56,8 @@ class DenseLayer:
 
     qkv: PackedWeight
     output: PackedWeight
-    gate_up: PackedWeight
-    down: PackedWeight
+    gate_up: PackedWeight | None
+    down: PackedWeight | None
     qkv_bias: Tensor | None
     gate_up_bias: Tensor | None
     before_attention: Tensor
@@ -74,9 +75,15 @@ class DenseLayer:
     variant: AttentionVariant
     adapters: LayerAdapters | None = None
 
+    @property
+    def has_feed_forward(self) -> bool:
+        """Return whether the C++ ops compute the feed-forward network."""
+        return self.gate_up is not None
+
     def missing_op(self) -> str | None:
-        """Return why the C++ ops cannot compute the whole layer. Returns None if they can."""
-        weights = self.qkv, self.output, self.gate_up, self.down
+        """Return why the C++ ops cannot compute their part of the layer. Returns None if they can."""
+        own = self.qkv, self.output, self.gate_up, self.down
+        weights = [weight for weight in own if weight is not None]
         panels = [weight.panels for weight in weights if weight.panels is not None]
         if len(panels) < len(weights):
             return f"a weight of {self.qkv.weight.dtype} is not packed in panels"
@@ -140,7 +147,8 @@ class DecodeLayers:
 
         A sublayer reads the previous sublayer's output from `x`, applies the norm and the scale that follow that
         sublayer, adds the result to the residual, and writes its own output to `x`. Sublayer 0 does not read `x`.
-        The last sublayer is the last norm, which writes the normalized residual to `x`.
+        The last sublayer is the last norm, which writes the normalized residual to `x`. Feed-forward networks that
+        the caller computes are not among the sublayers of a call.
 
         Args:
             x, residual: [T, E], written.
@@ -222,8 +230,8 @@ def native_layer(layer: DenseLayer) -> native.Layer:
     return native.Layer(
         qkv=qkv,
         output=output,
-        gate_up=native_linear(layer.gate_up.panels, layer.gate_up_bias),
-        down=native_linear(layer.down.panels),
+        gate_up=_optional_linear(layer.gate_up, layer.gate_up_bias),
+        down=_optional_linear(layer.down),
         before_attention=layer.before_attention.data_ptr(),
         before_mlp=layer.before_mlp.data_ptr(),
         after_attention=cpu.address_of(layer.after_attention),
@@ -241,6 +249,10 @@ def native_layer(layer: DenseLayer) -> native.Layer:
         eps=layer.eps,
         residual_scale=layer.residual_scale,
     )
+
+
+def _optional_linear(weight: PackedWeight | None, bias: Tensor | None = None) -> native.Linear:
+    return native.Linear() if weight is None else native_linear(weight.panels, bias)
 
 
 def native_linear(panels: Panels | None, bias: Tensor | None = None) -> native.Linear:

@@ -242,6 +242,18 @@ class DecoderLayer:
         residual = residual.index_select(0, outputs.index)
         return self._feed_forward(attended, residual), residual
 
+    def forward_mixture(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """Return the experts' result, [T, E], before the norm and the scale that follow; add to the residual.
+
+        Args:
+            attended: result of the attention, all ranks' sum, before the norm and the scale that follow.
+        """
+        x = self.mlp.forward(
+            self.add(self._finish(attended, self.after_attention), residual, self.before_mlp)
+        )
+        assert isinstance(x, Tensor)  # the sum of experts is not deferred
+        return x
+
     def _feed_forward(self, attended: Tensor | PartialSum, residual: Tensor) -> Tensor | PartialSum:
         x = self._finish(attended, self.after_attention)
         if isinstance(self.mlp, Mlp):
@@ -268,15 +280,19 @@ class DecoderLayer:
     def to_dense_layer(self, ropes: Sequence[str]) -> DenseLayer | None:
         """Return the layer for kernels.decode_layers. Returns None if a DenseLayer cannot represent it.
 
+        That of a mixture of experts has no feed-forward network; see `forward_mixture`.
+
         Args:
             ropes: keys of the model's rotary embeddings; a DenseLayer refers to them by index.
         """
         norms = self.before_attention, self.before_mlp, self.after_attention, self.after_mlp
         if self.peers is not None or not isinstance(self.attention, Attention):
             return None
-        if not isinstance(self.mlp, Mlp):
+        is_mixture = isinstance(self.mlp, MixtureOfExperts) and self.attention.qkv.lora is None
+        if not isinstance(self.mlp, Mlp) and not is_mixture:
             return None
-        return make_dense_layer(self.attention, self.mlp, norms, self.norm_eps, ropes, self.residual_scale)
+        mlp = self.mlp if isinstance(self.mlp, Mlp) else None
+        return make_dense_layer(self.attention, mlp, norms, self.norm_eps, ropes, self.residual_scale)
 
     def _add_and_quantize(
         self,
@@ -321,7 +337,7 @@ class DecoderLayer:
 
 def make_dense_layer(
     attention: Attention,
-    mlp: Mlp,
+    mlp: Mlp | None,
     norms: tuple[Norm | None, Norm | None, Norm | None, Norm | None],
     eps: float,
     ropes: Sequence[str],
@@ -330,6 +346,7 @@ def make_dense_layer(
     """Return a layer for kernels.decode_layers. Returns None if a DenseLayer cannot represent it.
 
     Args:
+        mlp: None if the caller computes it.
         norms: before attention, before the feed-forward network, and after each.
         ropes: as for DecoderLayer.to_dense_layer.
     """
@@ -347,19 +364,22 @@ def make_dense_layer(
         or attention.variant.chunk > 0
         or attention.variant.sinks is not None
         or attention.output.bias is not None
-        or mlp.down.bias is not None
     )
     qkv, output = packed_weight(attention.qkv.weight), packed_weight(attention.output.weight)
-    gate_up, down = packed_weight(mlp.gate_up.weight), packed_weight(mlp.down.weight)
-    if has_more or qkv is None or output is None or gate_up is None or down is None:
+    if has_more or qkv is None or output is None:
         return None
+    gate_up = down = None
+    if mlp is not None:
+        gate_up, down = packed_weight(mlp.gate_up.weight), packed_weight(mlp.down.weight)
+        if gate_up is None or down is None or mlp.down.bias is not None:
+            return None
     return DenseLayer(
         qkv=qkv,
         output=output,
         gate_up=gate_up,
         down=down,
         qkv_bias=attention.qkv.bias,
-        gate_up_bias=mlp.gate_up.bias,
+        gate_up_bias=None if mlp is None else mlp.gate_up.bias,
         before_attention=before_attention,
         before_mlp=before_mlp,
         after_attention=after_attention,
@@ -369,11 +389,11 @@ def make_dense_layer(
         eps=eps,
         residual_scale=residual_scale,
         rope=None if attention.rope is None else ropes.index(attention.rope),
-        gate=mlp.activation,
+        gate="silu" if mlp is None else mlp.activation,
         head_dim=attention.head_dim,
         scale=attention.scale,
         variant=attention.variant,
-        adapters=_layer_adapters(attention, mlp),
+        adapters=None if mlp is None else _layer_adapters(attention, mlp),
     )
 
 
@@ -434,7 +454,12 @@ class Decoder:
         self.norm = _read_norm(load, spec, spec.names.last_norm)
         self.fused_decode: FusedDecode | None = None
         if isinstance(self.norm, Tensor):
-            self.fused_decode = plan_fused_decode(self._dense_layers(), self.norm, load.comm)
+            dense = self._dense_layers()
+            mixtures = [
+                layer.forward_mixture if isinstance(layer.mlp, MixtureOfExperts) else None
+                for layer in self.layers
+            ]
+            self.fused_decode = plan_fused_decode(dense, mixtures, self.norm, load.comm)
         self.head = make_head(load, spec, self.embedding) if has_head else NoHead(load, spec.vocab_size)
         # Some checkpoints store the head even though it is tied.
         unused = [name for name in load.checkpoint.names() if name.startswith(spec.draft_prefixes)]
@@ -494,7 +519,7 @@ class Decoder:
         """Return the model for kernels.draft_chain. Returns None if a DraftNetwork cannot represent it."""
         output = None if isinstance(self.head, NoHead) else self.head.whole_weight
         dense = self._dense_layers()
-        layers = [layer for layer in dense if layer is not None]
+        layers = [layer for layer in dense if layer is not None and layer.has_feed_forward]
         if self.comm.size > 1 or output is None or len(layers) < len(dense):
             return None
         if not isinstance(self.norm, Tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -15,21 +15,36 @@ from ..attention import AttentionInputs, LayerCache
 from ..comm.communicator import Communicator
 from .aux_states import AuxStates
 
+# (output of attention, residual) -> output of the feed-forward network, as DecoderLayer.forward_mixture
+Mixture = Callable[[Tensor, Tensor], Tensor]
+
 _log = logging.getLogger(__name__)
 
 
 class FusedDecode:
     """A Decoder's layers and its last norm in one native call; with several ranks, in two calls per layer.
 
-    With several cache groups there is a call for each run of layers of one group.
+    With several cache groups there is a call for each run of layers of one group, and mixtures of experts are
+    computed between two calls.
 
     Args:
         layers: none has a missing_op; see plan_fused_decode.
+        mixtures: feed-forward network of each layer that has none in `layers`; None for the others.
         last_norm: [E].
     """
 
-    def __init__(self, layers: Sequence[DenseLayer], last_norm: Tensor, comm: Communicator) -> None:
+    def __init__(
+        self,
+        layers: Sequence[DenseLayer],
+        mixtures: Sequence[Mixture | None],
+        last_norm: Tensor,
+        comm: Communicator,
+    ) -> None:
         self._layers = DecodeLayers(layers, last_norm)
+        # sublayer |-> mixture of experts
+        self._mixtures = {
+            2 * index + 1: mixture for index, mixture in enumerate(mixtures) if mixture is not None
+        }
         self._comm = comm
         self._caches: list[LayerCache] | None = None
         self._pieces: list[tuple[int, int, int]] = []  # first sublayer, end, and cache group of each call
@@ -63,6 +78,9 @@ class FusedDecode:
         features = None if aux is None else aux.allocate(hidden)
         aux_layers = frozenset[int]() if aux is None else aux.layers
         for start, end, group in self._pieces:
+            if start in self._mixtures:
+                x = self._mixtures[start](x, hidden)
+                continue
             own = inputs.of_group(group)
             step = rotations, own.slot_mapping, own.block_tables, own.seq_lens
             self._layers.run(range(start, end), x, hidden, *step, features, aux_layers)
@@ -81,15 +99,24 @@ class FusedDecode:
             stops = list(range(1, num_sublayers))
         else:
             changes = zip(groups, groups[1:], range(2, num_sublayers, 2), strict=False)
-            stops = [start for before, after, start in changes if before != after]
+            changed = [start for before, after, start in changes if before != after]
+            around = [stop for sublayer in self._mixtures for stop in (sublayer, sublayer + 1)]
+            stops = sorted({*changed, *around})
         bounds = pairwise([0, *stops, num_sublayers])
         return [(start, end, groups[min(start // 2, len(groups) - 1)]) for start, end in bounds]
 
 
 def plan_fused_decode(
-    layers: Sequence[DenseLayer | None], last_norm: Tensor, comm: Communicator
+    layers: Sequence[DenseLayer | None],
+    mixtures: Sequence[Mixture | None],
+    last_norm: Tensor,
+    comm: Communicator,
 ) -> FusedDecode | None:
-    """Return a FusedDecode. Returns None, and logs why, if a layer is not dense or has no native ops."""
+    """Return a FusedDecode. Returns None, and logs why, if a layer has no native ops.
+
+    Args:
+        mixtures: as for FusedDecode.
+    """
     dense = [layer for layer in layers if layer is not None]
     missing = [reason for reason in (layer.missing_op() for layer in dense) if reason is not None]
     if len(dense) < len(layers):
@@ -98,4 +125,4 @@ def plan_fused_decode(
         if last_norm.is_cpu:
             _log.info("decode steps run op by op, which is slower with few sequences: %s", missing[0])
         return None
-    return FusedDecode(dense, last_norm, comm)
+    return FusedDecode(dense, mixtures, last_norm, comm)

@@ -86,6 +86,8 @@ class MtpHead:
         projection = packed_weight(self.projection)
         if target.comm.size > 1 or layer is None or output is None or projection is None:
             return None
+        if not layer.has_feed_forward:
+            return None
         return DraftNetwork(
             layers=[layer],
             rotary_tables=[] if rope is None else [target.rotary[rope].table],

@@ -47,12 +47,15 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "gemma3_text": {},
     "granite": {},
+    "mixtral": {"sliding_window": 11},
+    "qwen3_moe": {"mlp_only_layers": [1], "norm_topk_prob": True},
+    "glm4_moe": {},
 }
-# Biases after a sum over the ranks, norms only after sublayers, experts, a length that is not a whole vector.
+# Biases after a sum over the ranks, norms only after sublayers, attention sinks, a length that is not a whole vector.
 UNSUPPORTED: dict[str, dict[str, Any]] = {
     "llama-biased": {"attention_bias": True, "mlp_bias": True},
     "olmo2": {},
-    "mixtral": {},
+    "gpt_oss": {},
     "llama-odd": {"intermediate_size": 130},
 }
 UNSUPPORTED_REASONS = {"llama-odd": "rows of 130 numbers of torch.float32 are not whole vectors"}
@@ -203,6 +206,11 @@ def hidden_of(decoder: Decoder, dtype: torch.dtype) -> Tensor:
     return decoder.forward(token_ids, positions, make_caches(decoder, dtype, dtype), inputs)
 
 
+def test_experts_with_adapters_run_op_by_op(make_decoder: MakeDecoder) -> None:
+    lora = LoraLayers(1, 4, torch.float32, torch.device("cpu"))
+    assert make_decoder("mixtral", torch.float32, None, lora).fused_decode is None
+
+
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 def test_unsupported_decoder_has_no_fused_decode_and_logs_why(
     kind: str, make_decoder: MakeDecoder, caplog: pytest.LogCaptureFixture
@@ -233,7 +241,7 @@ def test_fused_decode_follows_change_of_cache(make_decoder: MakeDecoder) -> None
     assert torch.equal(one[-1].blocks, other[-1].blocks)
 
 
-@pytest.mark.parametrize(("kind", "tp"), [("gemma2", 2), ("llama", 4)])
+@pytest.mark.parametrize(("kind", "tp"), [("gemma2", 2), ("llama", 4), ("qwen3_moe", 2)])
 def test_fused_decode_on_several_ranks_gives_same_tokens(
     kind: str, tp: int, make_model: Any, make_engine: Any, planned: Any
 ) -> None:
