@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from quire.proto.step import FailedRow, RowSampling
+from quire.proto.step import FailedRow, NewSequence, RowSampling
 from quire.proto.structured_outputs import OutputConstraint
 from quire.worker.comm.shard import Shard
 from quire.worker.structured.compilation import GrammarLibrary
@@ -127,3 +128,35 @@ def test_empty_mask_allows_the_end_of_the_output(make_model: Callable[..., Path]
     ids = np.flatnonzero(np.unpackbits(words[0].view(np.uint8), bitorder="little"))
     assert tuple(ids) == model.eos_token_ids
     assert words[2].tolist() == [1 << 5] + [0] * (words.shape[1] - 1)
+
+
+def test_forked_beam_copies_the_state_of_its_parent(
+    make_model: Callable[..., Path], make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent's last token is not read back yet when the beam starts."""
+    model = make_engine(make_model("llama"), 1).config.model
+    library = GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids)
+    sampling = settings_of(library)[0]
+    first, last, other = (library.vocabulary.encode(text)[0] for text in ("a", "b", "c"))
+    state = ConstraintState(model, Shard(0, 1, model.vocab_size), 3)
+
+    def put(row: int, *output: int) -> None:
+        token_ids = np.array([*PROMPT, *output], np.int32)
+        state.put(NewSequence(row, row, token_ids, 0, np.zeros(0, np.int32), sampling))
+
+    def masks() -> list[list[int]]:
+        rows = np.arange(3, dtype=np.int32)
+        return state.masks(rows, lambda first_index, count: []).words.tolist()
+
+    put(2, first, other)  # from its tokens: no other row has them
+    put(0, first)
+    state.append(np.array([0], np.int32), torch.tensor([last], dtype=torch.int32))
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "_replay", None)
+        put(1, first, other)
+        assert masks()[1] == masks()[2] == masks()[0]
+    state.replace_newest(np.array([0], np.int32), np.array([first], np.int32))
+    digits = library.vocabulary.encode("7")
+    state.append(np.array([1], np.int32), torch.tensor(digits[:1], dtype=torch.int32))
+    forked, parent = masks()[1], masks()[0]
+    assert forked != parent

@@ -74,12 +74,32 @@ class ConstraintState:
         constraint = sequence.sampling.constraint
         if constraint is None:
             return
-        row = self._make(constraint)
-        for token_id in sequence.token_ids[constraint.num_prompt_tokens :].tolist():
-            _accept(row, token_id)
-        self._rows[sequence.row] = row
+        output = sequence.token_ids[constraint.num_prompt_tokens :].tolist()
+        self._rows[sequence.row] = self._fork(constraint, output) or self._replay(constraint, output)
         self._is_constrained[sequence.row] = True
         self._num_rows += 1
+
+    def _fork(self, constraint: OutputConstraint, output: list[int]) -> RowConstraint | None:
+        """Return the constraint of a beam from that of the beam which it continues. Returns None if no row has it.
+
+        A copy takes 2 us; matching 400 tokens again takes 330 us.
+        """
+        if not output:
+            return None
+        for row in np.flatnonzero(self._is_constrained).tolist():
+            parent = self._rows[row]
+            if parent is None or not parent.may_lead_to(output):
+                continue
+            self._settle()
+            if parent.may_lead_to(output) and (forked := parent.fork(constraint, output)) is not None:
+                return forked
+        return None
+
+    def _replay(self, constraint: OutputConstraint, output: list[int]) -> RowConstraint:
+        row = self._make(constraint)
+        for token_id in output:
+            _accept(row, token_id)
+        return row
 
     def release(self, rows: IntArray) -> None:
         """Remove the constraints of rows."""

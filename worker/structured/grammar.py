@@ -47,6 +47,10 @@ class Matcher(Protocol):
         """Go back by accepted tokens."""
         ...
 
+    def copy(self) -> Matcher:
+        """Return a matcher with this state; the two are independent of each other."""
+        ...
+
     def fill_mask(self, words: IntArray) -> None:
         """Set the bits of the allowed next tokens, [ceil(V / 32)] int32 contiguous. Raises MatcherFailed."""
         ...

@@ -52,6 +52,11 @@ class GuidanceMatcher:
         if num_tokens > num_stops:
             self._matcher.rollback(num_tokens - num_stops)
 
+    def copy(self) -> GuidanceMatcher:
+        copied = GuidanceMatcher(self._matcher.deep_copy(), self._stop_ids, self._scratch)
+        copied._num_stops = self._num_stops
+        return copied
+
     def fill_mask(self, words: IntArray) -> None:
         if self._num_stops:
             words[:] = 0

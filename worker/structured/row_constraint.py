@@ -63,6 +63,7 @@ class RowConstraint:
         self._state = _first_state(self._first_phase())
         # Of each of the last tokens: the state before it, and whether the matcher has accepted it.
         self._past: deque[_State] = deque(maxlen=MAX_ROLLBACK)
+        self._output: list[int] = []
         self._were_matched: deque[bool] = deque(maxlen=MAX_ROLLBACK)
 
     @property
@@ -74,6 +75,7 @@ class RowConstraint:
         """Advance by a token of the output."""
         state = self._state
         self._past.append(state)
+        self._output.append(token_id)
         is_of_grammar = state is _IN_GRAMMAR or self._begins_grammar(token_id)
         is_matched = is_of_grammar and self._matcher is not None and self._matcher.accept(token_id)
         self._were_matched.append(is_matched)
@@ -87,9 +89,34 @@ class RowConstraint:
         num_matched = 0
         for _ in range(num_tokens):
             self._state = self._past.pop()
+            self._output.pop()
             num_matched += self._were_matched.pop()
         if self._matcher is not None and num_matched:
             self._matcher.rollback(num_matched)
+
+    def may_lead_to(self, output: list[int]) -> bool:
+        """Return whether the tokens accepted so far are in `output`, as far as all but its last one reach."""
+        num_shared = min(len(self._output), len(output) - 1)
+        if num_shared == 0 or self._output[num_shared - 1] != output[num_shared - 1]:
+            return False
+        return self._output[:num_shared] == output[:num_shared]
+
+    def fork(self, constraint: OutputConstraint, output: list[int]) -> RowConstraint | None:
+        """Return the constraint of another output, from the state of this one. Returns None if that is too far back.
+
+        Args:
+            output: all tokens but the last are also those of this output, which `may_lead_to` it.
+        """
+        num_back = len(self._output) - (len(output) - 1)
+        if not 0 <= num_back <= len(self._past) or self.failure or constraint != self._constraint:
+            return None
+        matcher = None if self._matcher is None else self._matcher.copy()
+        forked = RowConstraint(constraint, matcher, self._vocabulary)
+        forked._state, forked._output = self._state, self._output.copy()
+        forked._past, forked._were_matched = self._past.copy(), self._were_matched.copy()
+        forked.rollback(num_back)
+        forked.accept(output[-1])
+        return forked
 
     def fill_mask(self, words: IntArray) -> bool:
         """Set the bits of the allowed next tokens, [ceil(V / 32)] int32. Returns False if all are allowed.

@@ -28,6 +28,9 @@ class XGrammarMatcher:
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
 
+    def copy(self) -> XGrammarMatcher:
+        return XGrammarMatcher(self._matcher.fork())
+
     def fill_mask(self, words: IntArray) -> None:
         self._matcher.fill_next_token_bitmask(words.reshape(1, -1))
 

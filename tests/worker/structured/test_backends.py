@@ -110,6 +110,23 @@ def test_rollback_restores_the_mask(library: GrammarLibrary, backend: str) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_copy_goes_on_and_back_on_its_own(library: GrammarLibrary, backend: str) -> None:
+    matcher = new_matcher(library, backend, "choice", '["red", "reel"]')
+    first, *rest = [*library.vocabulary.encode("r"), *library.vocabulary.encode("ed"), EOS]
+    before = mask(matcher)
+    assert matcher.accept(first)
+    after = mask(matcher)
+    copied = matcher.copy()
+    assert all(copied.accept(token_id) for token_id in rest)
+    assert mask(matcher) == after
+    ended = copied.copy()
+    copied.rollback(len(rest) + 1)
+    assert mask(copied) == before
+    ended.rollback(1)
+    assert EOS in mask(ended)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_refused_token_leaves_the_state_unchanged(library: GrammarLibrary, backend: str) -> None:
     matcher = new_matcher(library, backend, "choice", '["red"]')
     before = mask(matcher)

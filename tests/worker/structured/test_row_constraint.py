@@ -9,7 +9,7 @@ from grammars import allowed_ids
 from quire.proto.block_tables import IntArray
 from quire.proto.structured_outputs import OutputConstraint
 from quire.worker.structured.grammar import set_only
-from quire.worker.structured.row_constraint import RowConstraint, first_forced_token
+from quire.worker.structured.row_constraint import MAX_ROLLBACK, RowConstraint, first_forced_token
 from quire.worker.structured.vocabulary import Vocabulary
 
 PIECES = [b"<end>", b"a", b"b", b"c", b"<think>", b"</think>", b"</th", b"ink>", b"ab"]
@@ -49,6 +49,11 @@ class Text:
     def rollback(self, num_tokens: int) -> None:
         for _ in range(num_tokens):
             self._rest.insert(0, self._done.pop())
+
+    def copy(self) -> Text:
+        copied = Text()
+        copied._rest, copied._done = self._rest.copy(), self._done.copy()
+        return copied
 
     def fill_mask(self, words: IntArray) -> None:
         set_only(words, self._rest[:1])
@@ -152,6 +157,37 @@ def test_state_is_a_function_of_the_tokens() -> None:
     row.accept(tokens[0])
     row.accept(tokens[1])
     assert allowed(row) == masks[2]
+
+
+def test_fork_replaces_the_last_tokens_and_leaves_its_parent_unchanged() -> None:
+    parent = make(MAY_REASON, A, B)
+    for token_id in [THINK, C, CLOSE, A, B]:
+        parent.accept(token_id)
+    output = [THINK, C, CLOSE, A]
+    assert parent.may_lead_to(output)
+    forked = parent.fork(MAY_REASON, output)
+    assert forked is not None
+    assert allowed(forked) == [B]
+    assert allowed(parent) == [END]
+    forked.rollback(2)
+    assert allowed(forked) == NOT_END
+    ended = parent.fork(MAY_REASON, [THINK, C, CLOSE, A, C])
+    assert ended is not None
+    assert allowed(ended) == [END]
+
+
+def test_fork_is_not_made_from_another_output_or_constraint_or_too_far_back() -> None:
+    parent = make(REASONS, A)
+    assert not parent.may_lead_to([C, B])  # nothing in common yet
+    for _ in range(MAX_ROLLBACK + 2):
+        parent.accept(C)
+    assert not parent.may_lead_to([C, B, C])
+    assert parent.may_lead_to([C, C])
+    assert parent.fork(REASONS, [C, C]) is None
+    output = [C] * (MAX_ROLLBACK + 2)
+    assert parent.fork(MAY_REASON, output) is None
+    assert parent.fork(REASONS, [*output, C, C]) is None
+    assert parent.fork(REASONS, output) is not None
 
 
 def test_masks_behind_drafts_are_those_of_accepted_tokens() -> None:
