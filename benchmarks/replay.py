@@ -31,6 +31,7 @@ from quire.proto.stream import (
     TokenBatch,
 )
 from quire.scheduler.core.scheduler import Scheduler
+from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.service.loop import StepLoop
 
 GATEWAY = b"trace"
@@ -152,7 +153,7 @@ class SimulatedGroup:
 
     def examine(self, waited_s: float, *, is_overdue: bool) -> None: ...
 
-    def rebuild(self, epoch: int) -> None:
+    def rebuild(self, epoch: int) -> KvTiers:
         raise AssertionError("ranks that cannot fail are rebuilt")
 
     def statuses(self) -> tuple[RankStatus, ...]:

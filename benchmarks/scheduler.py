@@ -26,6 +26,7 @@ from quire.proto.sampling import SamplingParams
 from quire.proto.step import StepPlan, StepResult
 from quire.proto.stream import GatewayMessage, RankStatus, ReplicaMessage, Submit
 from quire.scheduler.core.scheduler import Scheduler
+from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.service.loop import StepLoop
 
 BLOCK_SIZE = 16
@@ -187,7 +188,7 @@ class NoOpGroup:
 
     def examine(self, waited_s: float, *, is_overdue: bool) -> None: ...
 
-    def rebuild(self, epoch: int) -> None:
+    def rebuild(self, epoch: int) -> KvTiers:
         raise AssertionError("ranks that cannot fail are rebuilt")
 
     def statuses(self) -> tuple[RankStatus, ...]:

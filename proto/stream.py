@@ -425,6 +425,7 @@ class ReplicaStatus:
         weights_version, weights_path, weights_stamp: of the latest UPDATE_WEIGHTS; empty before the first.
         is_paused: no step is planned until an operator resumes the replica.
         sleep_level: of the present sleep; 0 while it is awake.
+        num_kept_tokens: computed tokens of sequences whose KV survived failures of the ranks.
     """
 
     query_id: int
@@ -478,6 +479,7 @@ class ReplicaStatus:
     weights_stamp: str = ""
     is_paused: bool = False
     sleep_level: int = 0
+    num_kept_tokens: int = 0
 
 
 GatewayMessage = (

@@ -145,20 +145,21 @@ class WorkerActor:
         assert self._runner is not None
         return self._runner.weight_segments
 
-    def rejoin(self, store: tuple[str, int] | None) -> RankStatus:
-        """Join a new group, in which another rank was replaced, with the weights in place and empty rows.
+    def rejoin(self, store: tuple[str, int] | None, *, has_new_ranks: bool) -> RankStatus:
+        """Join a new group with the weights in place and empty rows.
 
-        It joins collectives, as `allocate` does on the replaced rank. Call it after `run` has returned.
+        It joins collectives, as `allocate` does on a new rank. Call it after `run` has returned.
 
         Args:
             store: see `load`.
+            has_new_ranks: ranks were replaced; otherwise the content of the KV blocks stays.
         """
         assert self._runner is not None
         with on_device(self._device):
             self._stage = "join"
             if self._group is not None and store is not None:
                 self._group.replace(self._join(*store))
-            self._runner.reset()
+            self._runner.reset(has_new_ranks=has_new_ranks)
         self._stage = "ready"
         return self.status()
 

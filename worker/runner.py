@@ -189,11 +189,14 @@ class ModelRunner:
         self._prepare(num_blocks)
         return self._cache.measure_swap_rate()
 
-    def reset(self) -> None:
+    def reset(self, *, has_new_ranks: bool) -> None:
         """Empty all rows after the group was joined anew, and prepare for steps as `allocate_cache` does.
 
-        The weights and the memory of the KV cache stay; the content of the KV cache is void. A rank that sleeps has
-        neither, and sleeps on.
+        The weights and the memory of the KV cache stay. A rank that sleeps has neither, and sleeps on.
+
+        Args:
+            has_new_ranks: these launch every kernel, with collectives that all ranks join and, on a GPU, in any
+                blocks of the device. Otherwise no block is written.
         """
         self.stage = "idle"
         self._clear_rows()
@@ -204,15 +207,15 @@ class ModelRunner:
         # Graphs hold the collectives of the group that was left.
         self._graphs = self._executor = None
         free_unused_memory(self._device)
-        self._prepare(self._cache.num_blocks)
+        self._prepare(self._cache.num_blocks, warms_up=has_new_ranks)
 
-    def _prepare(self, num_blocks: int) -> None:
+    def _prepare(self, num_blocks: int, *, warms_up: bool = True) -> None:
         """Check the model, record the graphs and launch every kernel once. The ranks' collectives meet here."""
         with torch.inference_mode():
             self._model.selfcheck()
             self._graphs = self._record_graphs(self._kv_cache)
             self._executor = self._make_executor(self._kv_cache)
-        if self._device.type != "cpu":
+        if self._device.type != "cpu" and warms_up:
             self._warm_up(num_blocks)
             log_chunk_attention(self._attend_chunks)
         self._num_compilations = num_compilations()
@@ -300,7 +303,7 @@ class ModelRunner:
             self._drop_weights()
             free_unused_memory(self._device)
             self._model, self._pooler = self._models.load(self._model_in_use)
-            self.reset()
+            self.reset(has_new_ranks=True)
         return ""
 
     def _drop_weights(self) -> None:

@@ -170,6 +170,12 @@ SWAPPED_BLOCKS = Metric(
     help="KV blocks copied between device and host memory, in both directions.",
     labels=OF_REPLICA,
 )
+KEPT_TOKENS = Metric(
+    name="quire_recovery_kept_tokens",
+    kind=Kind.COUNTER,
+    help="Tokens whose keys and values survived failures of the ranks, so that they were not computed again.",
+    labels=OF_REPLICA,
+)
 QUEUED_TOKENS = Metric(
     name="quire_queued_tokens",
     kind=Kind.GAUGE,

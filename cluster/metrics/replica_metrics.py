@@ -32,6 +32,7 @@ _OF_STATUS: dict[Metric, Callable[[ReplicaStatus], float]] = {
     of_replicas.KV_TOKENS: lambda status: status.num_used_tokens,
     of_replicas.KV_FRAGMENTATION: lambda status: status.mean_kv_fragmentation,
     of_replicas.SWAPPED_BLOCKS: lambda status: status.num_swapped_blocks,
+    of_replicas.KEPT_TOKENS: lambda status: status.num_kept_tokens,
     of_replicas.QUEUED_TOKENS: lambda status: status.queued_tokens,
     of_replicas.OLDEST_WAIT: lambda status: status.oldest_wait_s,
 }

@@ -17,6 +17,7 @@ from ...proto.errors import InvalidRequest
 from ...proto.step import StepPlan, StepResult
 from ...proto.stream import ControlEngine, EngineControlled, RankStatus, ReplicaMessage, Stop, TokenBatch
 from ...scheduler.core.scheduler import Scheduler
+from ...scheduler.kv.kv_tiers import KvTiers
 from ...scheduler.service.loop import StepLoop
 from ...scheduler.service.mailbox import InMemoryMailbox
 from ...worker.comm.communicator import SingleRank
@@ -51,7 +52,7 @@ class InProcessGroup:
     def broadcast(self, plan: StepPlan) -> None:
         with on_device(self._device):
             if self._must_reset:
-                self._runner.reset()
+                self._runner.reset(has_new_ranks=False)
                 self._must_reset = False
             self._launched.append(self._runner.launch(plan))
 
@@ -65,10 +66,11 @@ class InProcessGroup:
     def examine(self, waited_s: float, *, is_overdue: bool) -> None:
         """Never raises, as `check`."""
 
-    def rebuild(self, epoch: int) -> None:
+    def rebuild(self, epoch: int) -> KvTiers:
         """Empty the rows of the rank after a step that failed."""
         self._launched.clear()
         self._must_reset = True  # on the thread of the steps, to which the CPU ops' thread pool belongs
+        return KvTiers.ALL
 
     def statuses(self) -> tuple[RankStatus, ...]:
         return (RankStatus(0, os.getpid(), socket.gethostname(), str(self._device), self._runner.stage),)

@@ -22,6 +22,7 @@ from ...proto.lora import LoraReport
 from ...proto.step import StepFailure, StepPlan, StepResult, decode_reply
 from ...proto.stream import RankStatus
 from ...proto.transport.channel import ChannelAddress, StepSender
+from ...scheduler.kv.kv_tiers import KvTiers
 from .rank_processes import Rank, RankHandles, RankProcesses
 from .spares_clock import SparesClock
 
@@ -65,6 +66,7 @@ class ChannelWorkerGroup:
         self._address = factory.address
         self._join_timeout_s = factory.join_timeout_s
         self._closed = self._is_rebuilding = False
+        self._has_new_ranks = False  # an attempt to rebuild the group has replaced ranks, and failed later
         self._clock = SparesClock()
         self._ranks = RankProcesses(
             factory.handles, keeps_survivors=factory.keeps_survivors, check_open=self._check_open
@@ -99,16 +101,19 @@ class ChannelWorkerGroup:
             return tuple(replace(each.status, stage="recovering") for each in self._ranks.ranks)
         return self._life.statuses()
 
-    def rebuild(self, epoch: int) -> None:
+    def rebuild(self, epoch: int) -> KvTiers:
         self._is_rebuilding = True
         failed = self._life.failed_ranks
         self._life.close()
-        self._ranks.replace(failed)
+        self._has_new_ranks |= bool(self._ranks.replace(failed))
         self._check_open()
         self._life = _Life(self._ranks, self._address, self._join_timeout_s, epoch)
         self._clock = SparesClock()
         self._is_rebuilding = False
         self._ranks.keep_weights()
+        kept = KvTiers.NONE if self._has_new_ranks else KvTiers.ALL
+        self._has_new_ranks = False
+        return kept
 
     def close(self) -> None:
         self._closed = True

@@ -161,11 +161,11 @@ class RankProcesses:
     def __len__(self) -> int:
         return len(self.ranks)
 
-    def replace(self, failed: Iterable[int]) -> None:
-        """Replace failed ranks, and connect all of them in a new group. Their rows are empty.
+    def replace(self, failed: Iterable[int]) -> list[int]:
+        """Replace failed ranks, and connect all of them in a new group; return those replaced. All rows are empty.
 
         Ranks that live keep their process, their weights and their KV memory. Ranks that do not leave the old group
-        in time are replaced as well.
+        in time are replaced as well, and so are all ranks after an earlier attempt that did not connect them.
 
         Raises:
             QuireError: a rank cannot be started or loaded, or the ranks cannot be connected.
@@ -191,6 +191,7 @@ class RankProcesses:
         stopwatch.lap("start")
         self._connect(replaced, stopwatch)
         _log.warning("replaced ranks %s of %d: %s", replaced, len(self), stopwatch)
+        return replaced
 
     def replenish_spares(self) -> None:
         """Have spare processes started for those that replaced ranks, or that none was ready for; returns at once."""
@@ -233,7 +234,10 @@ class RankProcesses:
         store, survivors = self._create_store(), [rank for rank in range(len(self)) if rank not in replaced]
         for each in self.ranks:
             each.is_usable = False
-        rejoining = {f"rank {rank}": self.ranks[rank].worker.rejoin.remote(store) for rank in survivors}
+        rejoining = {
+            f"rank {rank}": self.ranks[rank].worker.rejoin.remote(store, has_new_ranks=bool(replaced))
+            for rank in survivors
+        }
         loading = {
             f"rank {rank}": self.ranks[rank].worker.load.remote(store, self._inherited(rank))
             for rank in replaced

@@ -133,11 +133,16 @@ class EngineControl:
             self._apply(command)
         self._answer(caller, result.command_error)
 
-    def on_recovery(self) -> None:
-        """Bring rebuilt ranks into the present state: a new rank loads the weights that the replica started with."""
+    def on_recovery(self, *, has_new_ranks: bool) -> None:
+        """Repeat the command that failed, and bring new ranks into the present state.
+
+        A new rank has loaded the weights that the replica started with.
+        """
         if self._under_way is not None:
             self._orders.appendleft(self._under_way)
             self._under_way = None
+        if not has_new_ranks:
+            return
         if self.is_asleep:
             self._orders.appendleft((EngineCommand(Action.SLEEP, level=self._level), None))
         if self._update is not None:

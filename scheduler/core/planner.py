@@ -432,9 +432,7 @@ class Planner:
         state, blocks = self._state, self._state.blocks
         row = state.start(sequence, draft.step_id)
         if sequence.host_blocks:
-            num_cached_tokens = sequence.num_host_tokens
-            blocks.swap_in(row, sequence.host_blocks, num_cached_tokens)
-            sequence.host_blocks = []
+            num_cached_tokens = blocks.swap_in(row, sequence)
         else:
             num_cached_tokens = blocks.open(row, sequence, prefix)
         if not sequence.has_run:
@@ -448,6 +446,8 @@ class Planner:
     def _plan_first_chunk(self, draft: _Draft, sequence: Sequence, num_cached_tokens: int) -> None:
         """Plan the first chunk of a sequence whose row has the KV of its first tokens."""
         state, row = self._state, row_of(sequence)
+        if sequence.interrupted_at is not None:
+            state.stats.count_kept_tokens(min(num_cached_tokens, sequence.num_lost_tokens))
         sequence.on_start(num_cached_tokens, draft.now)
         state.rows.schedule(row, num_cached_tokens)
         num_tokens = min(draft.num_tokens_left, len(sequence.token_ids) - num_cached_tokens)

@@ -41,6 +41,10 @@ class ResultProcessor:
         state, rows_state = self._state, self._state.rows
         step = self._pop_step(result)
         state.blocks.free_fenced(step.step_id)
+        if (
+            step.has_results
+        ):  # sampling gathers from all ranks, after they have moved blocks and written their KV
+            state.blocks.confirm_fills(step.step_id)
         if state.lora is not None and result.lora_reports:
             for reference, error in state.lora.on_reports(result.lora_reports).items():
                 state.fail_adapter(reference, error)

@@ -17,6 +17,7 @@ from ...proto.errors import QuireError, RankFailed, RequestQuarantined
 from ...proto.step import StepPlan, StepResult
 from ...proto.stream import BlockMap, Finish, FinishReason, Recall, Recalled, Submit
 from ..kv.block_manager import BlockManager
+from ..kv.kv_tiers import KvTiers
 from ..kv.prefix_cache import make_root
 from ..sequences.beam_group import BeamGroup
 from ..sequences.beam_search import BeamSearch
@@ -257,10 +258,16 @@ class Scheduler:
         self._drainer.hand_off(now)
         self._planner.fail_expired(now)
 
-    def resume(self, epoch: int) -> None:
-        """Plan for the rebuilt group, whose rows are empty."""
+    def resume(self, epoch: int, kept: KvTiers) -> None:
+        """Plan for the rebuilt group, whose rows are empty.
+
+        Args:
+            kept: memories whose content survived on all ranks.
+        """
         self.epoch = self._planner.epoch = self._processor.epoch = epoch
-        self.control.on_recovery()
+        self._state.keep_tiers(kept)
+        self.stats.count_kept_tokens(sum(each.num_host_tokens for each in self._state.alive.values()))
+        self.control.on_recovery(has_new_ranks=KvTiers.DEVICE not in kept)
 
     def fail_all(self, error: QuireError) -> Outgoing:
         """End every request with an error.

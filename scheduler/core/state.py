@@ -23,6 +23,7 @@ from ...proto.config import EngineConfig
 from ...proto.errors import QuireError
 from ...proto.lora import LoraReference
 from ..kv.block_manager import BlockManager
+from ..kv.kv_tiers import KvTiers
 from ..kv.own_prefixes import OwnPrefixes
 from ..sequences.beam_group import BeamGroup
 from ..sequences.repetition import RepetitionDetector
@@ -297,14 +298,16 @@ class SchedulerState:
             self.deltas.trim_rows(trimmed, lens)
 
     def interrupt_all(self, now: float) -> None:
-        """Take the rows and blocks of all running sequences: the worker group failed, and the KV is lost.
+        """Take the rows and blocks of all running sequences: the worker group failed.
 
         The sequences keep their places in the order of arrival and resume later. Tokens in flight are dropped and
-        will be sampled again, the same.
+        will be sampled again, the same. KV that the steps in flight may have left half written is void; see
+        `keep_tiers` for the rest.
         """
         for sequence in self._running.values():
             sequence.interrupted_at = now
-        self._requeue_running()
+        void = self._requeue_running()
+        self._drop_host_blocks(lambda sequence: not void.isdisjoint(sequence.host_blocks))
         if self.lora is not None:
             self.lora.reset()
 
@@ -313,17 +316,28 @@ class SchedulerState:
         for sequence in self._running.values():
             sequence.preempted_at = now
         self._requeue_running()
+        self.keep_tiers(KvTiers.NONE)
 
-    def _requeue_running(self) -> None:
+    def keep_tiers(self, tiers: KvTiers) -> None:
+        """Make the KV void, except in these memories."""
+        if KvTiers.HOST not in tiers:
+            self._drop_host_blocks(lambda sequence: True)
+        self.blocks.keep_tiers(tiers)
+
+    def _drop_host_blocks(self, is_void: Callable[[Sequence], bool]) -> None:
+        for sequence in self._alive.values():
+            if sequence.host_blocks and is_void(sequence):
+                self.blocks.drop_host_blocks(sequence.host_blocks)
+                sequence.host_blocks, sequence.num_host_tokens = [], 0
+
+    def _requeue_running(self) -> set[int]:
+        """Take all rows and the steps in flight; return the host blocks that these may have left half written."""
         for sequence in list(self._running.values()):
             self._collect_tokens(sequence)
             self._requeue(sequence)
-        for sequence in self._alive.values():
-            self.blocks.drop_host_blocks(sequence.host_blocks)
-            sequence.host_blocks, sequence.num_host_tokens = [], 0
         self.abandon_steps()
         self.deltas.forget_rows()
-        self.blocks.forget_content()
+        return self.blocks.forget_unconfirmed()
 
     def requests_in(self, step: InFlightStep) -> set[int]:
         """Return the arrivals of the requests in a step in flight, without those that have lost their rows since."""

@@ -13,6 +13,8 @@ from ..sequences.sequence import Sequence
 from .block_pool import SCRATCH_BLOCK, BlockPool
 from .cache_journal import CacheJournal
 from .host_tier import HostTier
+from .kv_tiers import KvTiers
+from .pending_fills import PendingFills
 from .prefix_cache import CacheKey, PrefixCache, child_digest, make_caches
 from .prefix_lookup import MIN_PARTIAL_SHARE, Prefix, PrefixLookup
 
@@ -67,6 +69,7 @@ class BlockManager:
         # Blocks that the next plan fills. Its own sequences may share them, since a step writes KV before it reads
         # any, but not copy them, since a step makes all copies first.
         self._filling: set[int] = set()
+        self._pending = PendingFills()
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self.num_swapped_blocks = 0
@@ -341,23 +344,43 @@ class BlockManager:
 
     def flush_cache(self) -> None:
         """Forget the content of all blocks, on the device and on the host. Held blocks stay with their sequences."""
-        if self._caches:
-            for cache in self._caches:
-                cache.clear()
-            self._pool.forget_content()
-        if self.host is not None:
-            self.host.flush_cache()
+        self.keep_tiers(KvTiers.NONE)
 
-    def forget_content(self) -> None:
-        """Forget the content of all blocks and the planned moves: the ranks lost them. No row may have blocks."""
+    def confirm_fills(self, step_id: int) -> None:
+        """Record that all ranks have written what the steps up to `step_id` fill."""
+        self._pending.confirm(step_id)
+
+    def forget_unconfirmed(self) -> set[int]:
+        """Forget the planned moves and the content that steps without a result may have left half written.
+
+        Called when the ranks have failed. No row may have blocks.
+
+        Returns:
+            The host blocks whose content is void.
+        """
+        blocks, host_blocks = self._pending.take()
+        host_blocks |= {block_id for _, block_id in self._transfers.swap_out}  # of evictions without a plan
         self._transfers = Transfers()
+        self._filling.clear()
         self._pool.release(self._held, fence_step=None)
         self._held = []
+        for cache in self._caches:
+            cache.forget_blocks(blocks)
+        self._pool.forget_blocks(blocks)
         if self.host is not None:
             self.host.release(self._held_on_host)
             self._held_on_host = []
-        self._filling.clear()
-        self.flush_cache()
+            self.host.forget_blocks(host_blocks)
+        return host_blocks
+
+    def keep_tiers(self, tiers: KvTiers) -> None:
+        """Forget the content of all blocks, except in these memories."""
+        if self._caches and KvTiers.DEVICE not in tiers:
+            for cache in self._caches:
+                cache.clear()
+            self._pool.forget_content()
+        if self.host is not None and KvTiers.HOST not in tiers:
+            self.host.flush_cache()
 
     def swap_out(self, row: int, num_tokens: int) -> list[int] | None:
         """Copy a row's first `num_tokens` to host memory; return the host blocks, or None if too few are free.
@@ -376,12 +399,13 @@ class BlockManager:
             self._transfers.swap_out += zip(blocks, host_blocks, strict=True)
         return host_blocks
 
-    def swap_in(self, row: int, host_blocks: list[int], num_tokens: int) -> None:
+    def swap_in(self, row: int, sequence: Sequence) -> int:
         """Copy a preempted sequence's host blocks back into an empty row, and release them.
 
-        Args:
-            num_tokens: as for `swap_out`.
+        Returns:
+            the number of tokens whose KV the row has then.
         """
+        host_blocks, num_tokens = sequence.host_blocks, sequence.num_host_tokens
         assert self.host is not None
         blocks, end = self._load_host_blocks(host_blocks), self.num_blocks_for(num_tokens)
         tables, start = list[list[int]](), 0
@@ -391,6 +415,9 @@ class BlockManager:
             start += end - first
         self._put(row, tables)
         self._held_on_host += host_blocks
+        sequence.host_blocks, sequence.num_host_tokens = [], 0
+        self._publish_loaded(row, sequence, num_tokens // self.block_size)
+        return num_tokens
 
     def drop_host_blocks(self, host_blocks: list[int]) -> None:
         """Release the host blocks of a preempted sequence that has ended."""
@@ -401,6 +428,10 @@ class BlockManager:
     def take_transfers(self, step_id: int) -> tuple[IntArray, IntArray, IntArray]:
         """Return and clear the block moves for step `step_id`, each [n, 2]: copies, swap_out, swap_in."""
         moves = self._transfers
+        if self._filling or moves.swap_out or moves.swap_in:
+            loaded = (block_id for _, block_id in moves.swap_in)
+            host_blocks = (block_id for _, block_id in moves.swap_out)
+            self._pending.add(step_id, (*self._filling, *loaded), host_blocks)
         if not (moves.copies or moves.swap_out or moves.swap_in or self._held or self._held_on_host):
             return NO_PAIRS, NO_PAIRS, NO_PAIRS  # as in most steps: 0.2 us, what follows 2 us
         self._transfers = Transfers()
@@ -497,6 +528,15 @@ class BlockManager:
         block_id = int(self.tables.ids[self._table(row, group), index])
         self._insert(self._caches[group], key, block_id)
         return block_id
+
+    def _publish_loaded(self, row: int, sequence: Sequence, num_blocks: int) -> None:
+        """Add the first full blocks of a row, which the plan loads, to the prefix caches."""
+        if not self._caches:
+            return
+        self._caches[0].extend(sequence.root, sequence.block_digests, sequence.token_ids, num_blocks)
+        for group in range(self.num_groups):
+            for index in range(int(self._first_live[self._table(row, group)]), num_blocks):
+                self._publish(row, sequence, index, group)
 
     def _insert(self, cache: PrefixCache, key: CacheKey, block_id: int) -> None:
         if cache.insert(key, block_id):

@@ -134,6 +134,14 @@ class BlockPool:
         self._empty |= self._cached
         self._cached.clear()
 
+    def forget_blocks(self, block_ids: Iterable[int]) -> None:
+        """Keep these blocks' content no longer than they are held."""
+        for block_id in block_ids:
+            self._cacheable.discard(block_id)
+            if block_id in self._cached:
+                del self._cached[block_id]
+                self._empty[block_id] = None
+
     def check_integrity(self, expected_ref_counts: dict[int, int]) -> None:
         """Recount all blocks. Raises AssertionError at the first inconsistency.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from .block_pool import BlockPool
 from .cache_journal import CacheJournal
 from .prefix_cache import CacheKey, make_caches
@@ -65,6 +67,12 @@ class HostTier:
         for cache in self._caches:
             cache.clear()
         self._pool.forget_content()
+
+    def forget_blocks(self, block_ids: Collection[int]) -> None:
+        """Forget the content of some blocks. Held blocks stay held."""
+        for cache in self._caches:
+            cache.forget_blocks(block_ids)
+        self._pool.forget_blocks(block_ids)
 
     def full_digests(self) -> list[bytes]:
         """Return the digests of all cached full blocks of the first cache group."""

@@ -12,7 +12,7 @@ the last, partly filled block of a conversation serves its next turn.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -130,6 +130,12 @@ class PrefixCache:
             self._children[child] = tuple(other for other in others if other != block_id)
         if self._journal is not None and len(key.tokens) == self._full_width:
             self._journal.remove(key.digest)
+
+    def forget_blocks(self, block_ids: Iterable[int]) -> None:
+        """Remove those of the blocks that are cached."""
+        for block_id in block_ids:
+            if block_id in self._key_of:
+                self.forget(block_id)
 
     def clear(self) -> None:
         """Remove every block."""

@@ -190,8 +190,8 @@ class StepLoop:
             raise failure from error  # the state may be inconsistent
         self._epoch += 1
         self._broadcast_status()
-        self._recovery.recover(failure, self._epoch)
-        self._scheduler.resume(self._epoch)
+        kept = self._recovery.recover(failure, self._epoch)
+        self._scheduler.resume(self._epoch, kept)
         self._failure, self._is_idle = None, True
         self._set_activity(Activity.BUSY)
         self._broadcast_status()
@@ -389,4 +389,5 @@ class StepLoop:
             weights_stamp="" if update is None else update.stamp,
             is_paused=control.is_paused,
             sleep_level=control.sleep_level,
+            num_kept_tokens=stats.num_kept_tokens,
         )

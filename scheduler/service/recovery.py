@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ...proto.errors import QuireError, RankFailed, ReplicaUnavailable, in_one_line
+from ..kv.kv_tiers import KvTiers
 from .worker_group import WorkerGroup
 
 # Attempts to rebuild the group after one failure, and the delays before the second and later ones.
@@ -50,8 +51,8 @@ class GroupRecovery:
         self._wake = wake
         self._failed_at: deque[float] = deque(maxlen=MAX_FAILURES)
 
-    def recover(self, failure: RankFailed, epoch: int) -> None:
-        """Rebuild the group for plans of `epoch`.
+    def recover(self, failure: RankFailed, epoch: int) -> KvTiers:
+        """Rebuild the group for plans of `epoch`; return the memories whose content survived on all ranks.
 
         Raises:
             RankFailed: `failure`, extended by the reason why the group is given up.
@@ -63,12 +64,12 @@ class GroupRecovery:
         self._failed_at.append(now)
         delay_s, problems = FIRST_DELAY_S, list[str]()
         for attempt in range(1, MAX_ATTEMPTS + 1):
-            error = self._attempt(epoch)
-            if error is None:
+            outcome = self._attempt(epoch)
+            if isinstance(outcome, KvTiers):
                 self.num_recoveries += 1
-                return
-            problems.append(in_one_line(error))
-            _log.warning("attempt %d to rebuild the ranks failed: %s", attempt, error)
+                return outcome
+            problems.append(in_one_line(outcome))
+            _log.warning("attempt %d to rebuild the ranks failed: %s", attempt, outcome)
             if attempt == MAX_ATTEMPTS or self._clock() - now > MAX_RECOVERY_S:
                 break
             self._wait_until(threading.Event(), delay_s)
@@ -77,25 +78,25 @@ class GroupRecovery:
             failure, f"{len(problems)} attempts to rebuild the ranks failed, the last: {problems[-1]}"
         )
 
-    def _attempt(self, epoch: int) -> Exception | None:
-        """Rebuild the group on a thread of its own; return its error, or None."""
-        done, errors = threading.Event(), list[Exception]()
+    def _attempt(self, epoch: int) -> KvTiers | Exception:
+        """Rebuild the group on a thread of its own; return what it returns, or its error."""
+        done, outcomes = threading.Event(), list[KvTiers | Exception]()
 
         def rebuild() -> None:
             try:
-                self._group.rebuild(epoch)
+                outcomes.append(self._group.rebuild(epoch))
             except QuireError as error:
-                errors.append(error)
+                outcomes.append(error)
             except Exception as error:
                 _log.exception("rebuilding the ranks failed unexpectedly")
-                errors.append(ReplicaUnavailable(in_one_line(error)))
+                outcomes.append(ReplicaUnavailable(in_one_line(error)))
             finally:
                 done.set()
                 self._wake()
 
         threading.Thread(target=rebuild, name="rebuild", daemon=True).start()
         self._wait_until(done, math.inf)
-        return errors[0] if errors else None
+        return outcomes[0]
 
     def _wait_until(self, event: threading.Event, timeout_s: float) -> None:
         deadline = self._clock() + timeout_s

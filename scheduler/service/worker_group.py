@@ -6,6 +6,7 @@ from typing import Protocol
 
 from ...proto.step import StepPlan, StepResult
 from ...proto.stream import RankStatus
+from ..kv.kv_tiers import KvTiers
 
 
 class WorkerGroup(Protocol):
@@ -43,10 +44,13 @@ class WorkerGroup(Protocol):
         """Return the state of each rank. Waits for at most a moment."""
         ...
 
-    def rebuild(self, epoch: int) -> None:
+    def rebuild(self, epoch: int) -> KvTiers:
         """Replace the ranks that failed and connect all of them anew, for plans of `epoch`. Their rows are empty.
 
         Another thread may call `statuses` and `close` meanwhile.
+
+        Returns:
+            the memories whose content survived on all ranks; those of a new process are empty.
 
         Raises:
             QuireError: a rank cannot be replaced, or the ranks cannot be connected.

@@ -12,6 +12,7 @@ from quire.proto.errors import QuireError, RankFailed
 from quire.proto.step import StepPlan
 from quire.proto.stream import Finish, FinishReason, TokenBatch
 from quire.scheduler.core.scheduler import Scheduler
+from quire.scheduler.kv.kv_tiers import KvTiers
 
 GATEWAY = b"gateway"
 
@@ -61,14 +62,17 @@ class Driver:
         self.scheduler.check_integrity()
         self.replace()
 
-    def lose_ranks(self, *, is_step_error: bool = False, step_id: int | None = None) -> None:
-        """Lose the ranks with their KV, and continue with new ones."""
+    def lose_ranks(
+        self, *, is_step_error: bool = False, step_id: int | None = None, kept: KvTiers = KvTiers.NONE
+    ) -> None:
+        """Lose the ranks with their KV, except what is kept, and continue with new ones."""
         failure = RankFailed(0, "killed", step_id, is_step_error=is_step_error)
         self.scheduler.interrupt(failure, self.now)
         self.record(self.scheduler.take_outgoing())
         self.scheduler.check_integrity()
-        self.group.rebuild(self.scheduler.epoch + 1)
-        self.scheduler.resume(self.scheduler.epoch + 1)
+        self.group.kept = kept
+        self.scheduler.resume(self.scheduler.epoch + 1, self.group.rebuild(self.scheduler.epoch + 1))
+        self.scheduler.check_integrity()
 
     def replace(self) -> None:
         """Continue with a new replica in place of this one, which must have no work left."""

@@ -19,6 +19,7 @@ from quire.proto.pooling import Pooled, PoolingParams
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import Logprobs, PromptLogprobs, PromptScoring, StepPlan, StepResult
 from quire.proto.stream import RankStatus, Submit
+from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.sequences.beam_search import BeamSearch
 
 VOCAB_SIZE = 64
@@ -174,6 +175,7 @@ class FakeWorkerGroup:
     Attributes:
         failure: raised by every step until it is None again.
         rebuilt: the epochs of all calls of `rebuild`.
+        kept: memories whose content survives `rebuild`.
         rebuild_error: raised by `rebuild`.
         poison: every step with a sequence that has this token fails.
         commands: those that were carried out or refused.
@@ -189,6 +191,7 @@ class FakeWorkerGroup:
         self.closed = False
         self.num_executed_tokens = 0
         self.rebuilt: list[int] = []
+        self.kept = KvTiers.NONE
         self.rebuild_error: QuireError | None = None
         self.poison: int | None = None
         self.poison_is_step_error = True
@@ -198,7 +201,10 @@ class FakeWorkerGroup:
         self._reset()
 
     def _reset(self) -> None:
-        self._forget()
+        self._forget(KvTiers.NONE)
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
         self.plans: deque[bytes] = deque()
         self.touched: deque[set[int]] = deque()  # by each plan in flight
         rows = self._config.scheduler.max_num_seqs
@@ -210,16 +216,20 @@ class FakeWorkerGroup:
         config = self._config
         return BlockTables(config.scheduler.max_num_seqs, config.max_blocks_per_seq, len(self.groups))
 
-    def _forget(self) -> None:
-        """Empty the rows and the KV."""
+    def _forget(self, kept: KvTiers) -> None:
+        """Empty the rows, and the KV except in the memories that are kept."""
         config = self._config
         assert config.cache.num_blocks is not None
         rows, block_size = config.scheduler.max_num_seqs, config.cache.block_size
         self.block_size = block_size
         self.tables = self._make_tables()
         empty = [(-1, b"")] * block_size
-        self.kv: list[list[tuple[int, bytes]]] = [list(empty) for _ in range(config.cache.num_blocks)]
-        self.host_kv: list[list[tuple[int, bytes]]] = [[] for _ in range(config.cache.num_host_blocks + 1)]
+        if KvTiers.DEVICE not in kept:
+            self.kv: list[list[tuple[int, bytes]]] = [list(empty) for _ in range(config.cache.num_blocks)]
+        if KvTiers.HOST not in kept:
+            self.host_kv: list[list[tuple[int, bytes]]] = [
+                [] for _ in range(config.cache.num_host_blocks + 1)
+            ]
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self.num_computed = [0] * rows
         self.decoding = [False] * rows
@@ -285,12 +295,28 @@ class FakeWorkerGroup:
 
     def examine(self, waited_s: float, *, is_overdue: bool) -> None: ...
 
-    def rebuild(self, epoch: int) -> None:
-        """Start anew with empty rows and other KV, unless `rebuild_error` says that it cannot."""
+    def rebuild(self, epoch: int) -> KvTiers:
+        """Start anew with empty rows, unless `rebuild_error` says that it cannot.
+
+        In the memories that are kept, everything is lost that the plans in flight would have written.
+        """
         self.rebuilt.append(epoch)
         if self.rebuild_error is not None:
             raise self.rebuild_error
-        self._reset()
+        self._lose_writes()
+        self._forget(self.kept)
+        self._forget_plans()
+        return self.kept
+
+    def _lose_writes(self) -> None:
+        kv, host_kv = [list(block) for block in self.kv], [list(block) for block in self.host_kv]
+        while self.plans:
+            self.execute(StepPlan.decode(self.plans.popleft()))
+        for before, after in ((kv, self.kv), (host_kv, self.host_kv)):
+            for block_id, block in enumerate(after):
+                old = before[block_id] if len(before[block_id]) == len(block) else [None] * len(block)
+                pairs = zip(old, block, strict=True)
+                after[block_id] = [(-1, b"lost") if was != now else now for was, now in pairs]
 
     def _fail_if_poisoned(self, plan: StepPlan) -> None:
         """Fail the step if the poisoned token is among the tokens of a row in it."""
@@ -313,7 +339,7 @@ class FakeWorkerGroup:
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.command is not None:
             self.commands.append(plan.command)
-            self._forget()
+            self._forget(KvTiers.NONE)
             return StepResult(plan.step_id, plan.epoch, 0, command_error=self.command_error)
         self._apply(plan)
         scheduled = {row: 1 for row, on in enumerate(self.decoding) if on and row not in plan.held_rows}

@@ -53,7 +53,7 @@ class Runner:
     def close(self) -> None:
         self._record("close")
 
-    def reset(self) -> None:
+    def reset(self, *, has_new_ranks: bool) -> None:
         self._record("reset")
 
     def _record(self, name: str) -> None:
@@ -152,7 +152,7 @@ def test_rank_rejoins_a_new_group_with_its_weights_in_place(
     on_new_thread(lambda: rank.run(ChannelAddress("", "")))
     assert groups[0].is_closed
     assert rank.status().stage == "ended"
-    on_new_thread(lambda: rank.rejoin(("127.0.0.1", 2)))
+    on_new_thread(lambda: rank.rejoin(("127.0.0.1", 2), has_new_ranks=True))
     assert rank.status().stage == "idle"
     assert (groups[0].is_closed, groups[1].is_closed) == (True, False)
     assert [name for name, _, _ in Runner.calls] == ["init", "launch", "reset"]

@@ -375,3 +375,19 @@ def test_write_that_does_not_wait_for_a_swap_fails(gpu: StandInGpu) -> None:
         cache.layers[0].blocks[1].zero_()
     cache.wait_for_swaps()
     cache.layers[0].blocks[1].zero_()
+
+
+def test_reset_rank_keeps_its_blocks_unless_another_one_is_new(
+    make_model: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new rank launches every kernel, in blocks of all ranks. Block 0 is scratch."""
+    folder = make_model("llama", num_hidden_layers=1, num_key_value_heads=2)
+    settings = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
+    with installed(monkeypatch, stand_in=find_twin):
+        (runner,) = make_engine(folder, device="cuda", **settings).runners
+        (layer,) = runner._kv_cache.layers
+        before = layer.blocks.fill_(7.0).cpu()[1:]
+        runner.reset(has_new_ranks=False)
+        assert torch.equal(layer.blocks.cpu()[1:], before)
+        runner.reset(has_new_ranks=True)
+        assert not torch.equal(layer.blocks.cpu()[1:], before)

@@ -28,7 +28,7 @@ NOT_DRAWN = {
     "vllm:request_params_max_tokens", "quire_request_preempted_seconds", "quire_gateway_open_requests",
     "quire_fleet_min_replicas", "quire_fleet_max_replicas", "quire_fleet_state_stale", "quire_fleet_nodes",
     "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens",
-    "vllm:spec_decode_num_accepted_tokens_per_pos",
+    "vllm:spec_decode_num_accepted_tokens_per_pos", "quire_recovery_kept_tokens",
 }  # fmt: skip
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.proto.errors import RequestQuarantined
@@ -42,6 +44,55 @@ def test_outputs_after_failed_steps_are_those_of_an_undisturbed_run(
     monkeypatch.setattr(ModelRunner, "launch", fail_sometimes)
     assert generate(llm) == undisturbed
     assert num_launched > 2
+
+
+@pytest.fixture(scope="module")
+def swapping_llm(make_model: Callable[..., Path]) -> Iterator[LLM]:
+    settings = {"block_size": 4, "num_kv_blocks": 24, "num_host_kv_blocks": 64, "max_num_seqs": 8}
+    with LLM(str(make_model("llama")), device="cpu", audit=True, **settings) as llm:
+        llm._engine.scheduler._state.costs.swap_blocks_per_s = 1e9  # type: ignore[attr-defined]
+        yield llm
+
+
+def launch_and_lose_writes(runner: ModelRunner, plan: StepPlan) -> None:
+    """Execute a step, and then overwrite with NaN what it wrote into KV blocks, on the device and on the host."""
+    parts = [*runner._kv_cache._parts, *runner._kv_cache._host_parts]
+    before = [part.clone() for part in parts]
+    runner.launch(plan).result()
+    for part, old in zip(parts, before, strict=True):
+        part[part != old] = torch.nan
+
+
+@pytest.mark.parametrize("failing_step", [3, 12, 20, 30])
+def test_kv_of_other_steps_is_used_after_a_failed_one(
+    swapping_llm: LLM, failing_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = swapping_llm._engine.scheduler  # type: ignore[attr-defined]
+    prompts = [[seed, *range(5, 14)] for seed in (failing_step, failing_step + 1, failing_step + 2, 63)]
+    params = replace(PARAMS, max_tokens=24)
+    launch, num_launched = ModelRunner.launch, 0
+
+    def fail_once(runner: ModelRunner, plan: StepPlan) -> LaunchedStep:
+        nonlocal num_launched
+        num_launched += 1
+        if num_launched == failing_step:
+            with monkeypatch.context() as patch:
+                patch.setattr(ModelRunner, "launch", launch)
+                launch_and_lose_writes(runner, plan)
+            raise runner._failure(plan, "RuntimeError: on command")
+        return launch(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "launch", fail_once)
+    num_kept, num_preemptions = scheduler.stats.num_kept_tokens, scheduler.stats.num_preemptions
+    disturbed = swapping_llm.generate(prompts, params)
+    assert scheduler.stats.num_preemptions > num_preemptions
+    assert scheduler.stats.num_kept_tokens > num_kept
+    assert scheduler.blocks.num_held_blocks == scheduler.blocks.host.num_held == 0
+    scheduler.blocks.flush_cache()
+    undisturbed = swapping_llm.generate(prompts, params)
+    assert [each.outputs[0].token_ids for each in disturbed] == [
+        each.outputs[0].token_ids for each in undisturbed
+    ]
 
 
 def test_request_whose_steps_fail_is_quarantined(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from quire.proto.pooling import PoolingParams
 from quire.scheduler.core.row_state import RowState
 from quire.scheduler.kv.block_manager import BlockManager
 from quire.scheduler.kv.block_pool import BlockPool
+from quire.scheduler.kv.kv_tiers import KvTiers
 
 HEADS = [[(7 * head + index) % (VOCAB_SIZE - 2) + 2 for index in range(24)] for head in range(3)]
 # Of each layer: one cache group, with or without a window, up to four groups of several windows.
@@ -164,10 +165,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.excused |= set(self.unfinished()) - self.driver.moved.keys()
         self.driver.fail(ReplicaUnavailable("rank 1 died"))
 
-    @rule(is_step_error=st.booleans())
-    def ranks_fail(self, is_step_error: bool) -> None:
-        """Lose the ranks and their KV; a request that was in two failed steps, at last alone, is quarantined."""
-        self.driver.lose_ranks(is_step_error=is_step_error)
+    @precondition(lambda self: self.driver.scheduler.has_work)
+    @rule(is_step_error=st.booleans(), kept=st.sampled_from([KvTiers.NONE, KvTiers.HOST, KvTiers.ALL]))
+    def ranks_fail(self, is_step_error: bool, kept: KvTiers) -> None:
+        """Lose the ranks and some or all of their KV.
+
+        A request that was in two failed steps, at last alone, is quarantined.
+        """
+        self.driver.lose_ranks(is_step_error=is_step_error, kept=kept)
         ends = self.driver.finishes.items()
         self.excused |= {handle for handle, end in ends if end.error_reason == RequestQuarantined.reason}
 

@@ -14,6 +14,7 @@ from quire.proto.errors import QuireError, RankFailed, ReplicaUnavailable
 from quire.proto.step import StepResult
 from quire.proto.stream import Activity, Finish, ReplicaMessage, ReplicaStatus, StatusQuery, TokenBatch
 from quire.scheduler.core.scheduler import Scheduler
+from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.service import recovery
 from quire.scheduler.service.loop import StepLoop
 from quire.scheduler.service.mailbox import InMemoryMailbox
@@ -54,9 +55,9 @@ class Group(FakeWorkerGroup):
             self.is_hung = False
             raise RankFailed(1, f"no answer in {waited_s:.1f} s", 3)
 
-    def rebuild(self, epoch: int) -> None:
+    def rebuild(self, epoch: int) -> KvTiers:
         assert self.may_rebuild.wait(DEADLINE_S)
-        super().rebuild(epoch)
+        return super().rebuild(epoch)
 
 
 class Serving:

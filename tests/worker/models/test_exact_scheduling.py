@@ -15,6 +15,7 @@ from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
 
 from quire.proto.errors import RankFailed
+from quire.scheduler.kv.kv_tiers import KvTiers
 
 # Model type, variant and ranks |-> windows of the cache groups. A token of Gemma 4's full layers takes as much memory
 # as one of the others, twice as much on four ranks, and half of it in the variant.
@@ -149,8 +150,9 @@ def test_moved_sequences_keep_the_tokens(ranks: Ranks) -> None:
     ranks.finish(second, prompts)
 
 
-def test_failed_ranks_keep_the_tokens(ranks: Ranks) -> None:
-    """The content of their KV memory is lost."""
+@pytest.mark.parametrize("kept", [KvTiers.NONE, KvTiers.ALL])
+def test_failed_ranks_keep_the_tokens(ranks: Ranks, kept: KvTiers) -> None:
+    """The content of their KV memory is lost, or what the scheduler does not list of it."""
     prompts = numbered(prompts_of([30, 5], seed=5))
     driver = ranks.driver()
     add_all(driver, prompts)
@@ -158,7 +160,9 @@ def test_failed_ranks_keep_the_tokens(ranks: Ranks) -> None:
         driver.step(depth=2)
     driver.scheduler.interrupt(RankFailed(0, "killed", None), driver.now)
     driver.group = RankedDriver(driver.config, ranks.engine.step).group  # no plans in flight
-    ranks.engine.on_all(lambda runner: runner.reset(), ranks.engine.runners)
-    ranks.engine.lose_blocks()
-    driver.scheduler.resume(driver.scheduler.epoch + 1)
+    ranks.engine.on_all(lambda runner: runner.reset(has_new_ranks=not kept), ranks.engine.runners)
+    listed = {block for cache in driver.scheduler.blocks._caches for block in cache._key_of if kept}
+    ranks.engine.lose_blocks([block for block in range(NUM_BLOCKS) if block not in listed])
+    driver.scheduler.resume(driver.scheduler.epoch + 1, kept)
     ranks.finish(driver, prompts)
+    assert (driver.scheduler.stats.num_kept_tokens > 0) == bool(kept)

@@ -226,7 +226,7 @@ def test_preempted_moved_and_rebuilt_sequences_continue_with_same_tokens(make_re
     assert preempted.scheduler.stats.num_preemptions > 0
     assert sum(preempted.scheduler.stats.num_accepted) > 0
     assert preempted.outputs == plain.outputs
-    engine.on_all(lambda runner: runner.reset(), engine.runners)
+    engine.on_all(lambda runner: runner.reset(has_new_ranks=True), engine.runners)
     assert run(engine, NUM_BLOCKS, config).outputs == plain.outputs
 
     driver = RankedDriver(replace(engine.config.with_num_blocks(NUM_BLOCKS), speculative=config), engine.step)

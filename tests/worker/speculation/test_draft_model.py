@@ -75,7 +75,7 @@ def test_outputs_equal_those_without_drafts(
     monkeypatch.setattr(draft_model, "MAX_CATCH_UP_TOKENS", 5)
     assert run(engine, 160, config).outputs == plain.outputs
     assert run(engine, 30, config).outputs == plain.outputs
-    engine.on_all(lambda runner: runner.reset(), engine.runners)
+    engine.on_all(lambda runner: runner.reset(has_new_ranks=True), engine.runners)
     assert run(engine, 160, config).outputs == plain.outputs
 
 
