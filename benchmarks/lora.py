@@ -84,11 +84,12 @@ def measure(runner: ModelRunner, rank: int, rounds: int) -> dict[str, float]:
     assert adapters is not None
     for slot in range(NUM_ADAPTERS):
         for layer in adapters.layers:
-            layer.put(slot, [random_part(part.outputs[1], part.inputs[1], rank) for part in layer.parts])
+            parts = [random_part(part.outputs[1], part.inputs[1], rank) for part in layer.parts]
+            layer.put(slot, layer.pack(parts))
     num_blocks = SEQ_LEN // BLOCK_SIZE
     tables = 1 + torch.arange(NUM_ROWS * num_blocks, dtype=torch.int32).view(NUM_ROWS, num_blocks)
     positions = torch.full((NUM_ROWS,), SEQ_LEN - 1, dtype=torch.int64)
-    inputs = AttentionInputs(
+    attention = AttentionInputs(
         num_decodes=NUM_ROWS,
         slot_mapping=tables[:, -1].long() * BLOCK_SIZE + BLOCK_SIZE - 1,
         block_tables=tables,
@@ -96,17 +97,20 @@ def measure(runner: ModelRunner, rank: int, rounds: int) -> dict[str, float]:
         seq_lens=torch.full((NUM_ROWS,), SEQ_LEN, dtype=torch.int32),
     )
     tokens = torch.arange(100, 100 + NUM_ROWS, dtype=torch.int32)
-    groups = {
-        "none": None,
-        "one": groups_of(np.zeros(NUM_ROWS, np.int32)),
-        "many": groups_of(np.arange(NUM_ROWS, dtype=np.int32) % NUM_ADAPTERS),
+    slots = {
+        "one": np.zeros(NUM_ROWS, np.int32),
+        "many": np.arange(NUM_ROWS, dtype=np.int32) % NUM_ADAPTERS,
+    }
+    inputs_of = {
+        "none": (None, None),
+        **{way: (groups_of(own), torch.from_numpy(own)) for way, own in slots.items()},
     }
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for index in range(rounds + 2):
         for way in WAYS:
-            adapters.begin_step(groups[way])
+            adapters.begin_step(*inputs_of[way])
             started = time.perf_counter()
-            hidden = runner._model.forward(tokens, positions, runner._kv_cache.layers, inputs)
+            hidden = runner._model.forward(tokens, positions, runner._kv_cache.layers, attention)
             runner._model.logits(hidden)
             if index >= 2:  # the first steps touch memory for the first time
                 times[way].append(time.perf_counter() - started)

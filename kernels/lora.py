@@ -56,17 +56,24 @@ class LoraGroups:
 
     Attributes:
         order: [n] int32, tokens by group.
-        starts: [G + 1] int32, the first of each group in `order`, and n.
+        starts: [G + 1] int32, the first of each group in `order`, and the end of the last. A group may be empty.
         slots: [G] int32, the slot of each group.
+        inputs: [n] int32, the row of the layer's inputs for each entry of `order`; None if it is that of the outputs.
     """
 
     order: Tensor
     starts: Tensor
     slots: Tensor
+    inputs: Tensor | None = None
+
+    @property
+    def input_rows(self) -> Tensor:
+        """Return the row of the layer's inputs for each entry of `order`."""
+        return self.order if self.inputs is None else self.inputs
 
     def native(self) -> native.Groups:
         """Return the addresses for the C++ ops."""
-        return native.native_groups(self.order, self.starts, self.slots)
+        return native.native_groups(self.order, self.input_rows, self.starts, self.slots)
 
 
 def make_factors(
@@ -110,6 +117,29 @@ def group_tokens(slots: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
     ]
 
 
+def group_rows(slots: Tensor, num_slots: int) -> LoraGroups:
+    """As `group_tokens`, but on the device; the host reads nothing, so the number of groups is the largest possible.
+
+    Args:
+        slots: [T] integers, the adapter slot of each row; negative for none.
+        num_slots: all slots are below.
+    """
+    keys, order = torch.where(slots < 0, num_slots, slots).sort(stable=True)
+    device, num_rows = slots.device, len(slots)
+    # Of each slot: its first row in `order`, and the number of its groups and of those up to its end.
+    bounds = torch.searchsorted(keys, torch.arange(num_slots + 1, dtype=keys.dtype, device=device))
+    num_groups = (bounds.diff() + MAX_GROUP_LEN - 1) // MAX_GROUP_LEN
+    ends = num_groups.cumsum(0)
+    # A slot of few rows has no more groups than rows, and each slot has at most one group that is not full.
+    most = min(num_rows, (num_rows + (MAX_GROUP_LEN - 1) * num_slots) // MAX_GROUP_LEN)
+    index = torch.arange(most, device=device)
+    of_group = torch.searchsorted(ends, index, right=True)
+    own = of_group.clamp(max=num_slots - 1)
+    starts = bounds[own] + (index - ends[own] + num_groups[own]) * MAX_GROUP_LEN
+    starts = torch.where(of_group < num_slots, starts, bounds[-1])
+    return LoraGroups(order.int(), torch.cat((starts, bounds[-1:])).int(), own.int())
+
+
 @on_gpu("lora")
 def add_lora(y: Tensor, x: Tensor, factors: LoraFactors, groups: LoraGroups) -> None:
     """Add the adapters' outputs to those of a linear layer, in place.
@@ -118,14 +148,14 @@ def add_lora(y: Tensor, x: Tensor, factors: LoraFactors, groups: LoraGroups) -> 
 
     Args:
         y: [T, N], outputs of the layer.
-        x: [T, K], its inputs.
+        x: [T, K], its inputs; as many rows as `groups` refers to.
     """
     if x.is_contiguous() and y.is_contiguous() and supports(x, x.shape[1]) and x.dtype == factors.a.dtype:
         native.add_lora(y, x, factors.native(), groups.native())
         return
     for (start, end), slot in zip(pairwise(groups.starts.tolist()), groups.slots.tolist(), strict=True):
         tokens = groups.order[start:end].long()
-        inputs, outputs = x[tokens].float(), y[tokens].float()
+        inputs, outputs = x[groups.input_rows[start:end].long()].float(), y[tokens].float()
         for part, (first, last) in enumerate(pairwise(factors.bounds)):
             rank = int(factors.ranks[slot, part])
             low = inputs @ factors.a[slot, part, :rank].float().T

@@ -107,11 +107,22 @@ def gather_linear(x: Tensor, weights: ExpertWeights, choices: ExpertChoices, fac
     Args:
         factors: [T, per_token] float32, multiply the experts' results.
     """
+    terms = _terms(x, weights, choices, factors)
+    return terms.view(*factors.shape, -1).sum(dim=1).to(x.dtype)
+
+
+@on_gpu("moe")
+def gather_terms(x: Tensor, weights: ExpertWeights, choices: ExpertChoices, factors: Tensor) -> Tensor:
+    """As `gather_linear`, but do not add up the terms: [P, K] -> [P, N], by choice."""
+    return _terms(x, weights, choices, factors).to(x.dtype)
+
+
+def _terms(x: Tensor, weights: ExpertWeights, choices: ExpertChoices, factors: Tensor) -> Tensor:
+    """Return the terms by choice, [P, N] float32."""
     products = _multiply(x, weights, choices)
     by_choice = torch.empty_like(products)
     by_choice[choices.order.long()] = products
-    terms = by_choice.view(*factors.shape, -1).float() * factors.unsqueeze(-1)
-    return terms.sum(dim=1).to(x.dtype)
+    return by_choice.float() * factors.view(-1, 1)
 
 
 def _multiply(rows: Tensor, weights: ExpertWeights, choices: ExpertChoices) -> Tensor:

@@ -43,6 +43,7 @@ class Batch:
         sampled_index: [N] int64, indices of their last tokens among the T; None if these are all T tokens in order.
         scored: prompt tokens whose log-probabilities the step computes.
         lora: the tokens with an adapter; None if there are none.
+        lora_slots: [T] int32, the slot of each token's adapter, NO_SLOT for none; None if no token has one.
         token_rows, token_positions: [T] int32 and [T] int64 on the host, the row and the position of each token.
         pooled: prompt tokens of pooled rows.
     """
@@ -60,6 +61,7 @@ class Batch:
     token_rows: IntArray
     token_positions: LongArray
     lora: LoraGroups | None = None
+    lora_slots: Tensor | None = None
     pooled: PooledTokens | None = None
 
 
@@ -109,6 +111,7 @@ def gather_batch(
     starts = (layout.seq_lens - layout.query_lens)[chunks]
     sources = (layout.ends - layout.query_lens)[chunks]
     token_ids, positions, sampled_index, attention = _gather_inputs(rows, plan, layout, block_size)
+    lora, lora_slots = _lora_inputs(rows.lora_slots[layout.token_rows], positions.device)
     return Batch(
         rows=layout.rows,
         lens=layout.seq_lens,
@@ -120,7 +123,8 @@ def gather_batch(
         has_drafts=num_drafted is not None,
         sampled_index=sampled_index,
         scored=_scored_tokens(rows, plan, starts, sources),
-        lora=_lora_groups(rows.lora_slots[layout.token_rows], positions.device),
+        lora=lora,
+        lora_slots=lora_slots,
         token_rows=layout.token_rows,
         token_positions=layout.positions,
         pooled=_pooled_tokens(rows, plan, starts, sources),
@@ -209,11 +213,12 @@ def _first_columns(rows: DeviceRows, layout: _Layout, block_size: int) -> LongAr
     return columns.astype(np.int64)
 
 
-def _lora_groups(slots: IntArray, device: torch.device) -> LoraGroups | None:
-    """Return the tokens with an adapter, by the slot of each token; None if there are none."""
+def _lora_inputs(slots: IntArray, device: torch.device) -> tuple[LoraGroups | None, Tensor | None]:
+    """Return the tokens with an adapter, and the slots of all tokens on the device; None if no token has one."""
     if not (slots != NO_SLOT).any():
-        return None
-    return LoraGroups(*to_device_together(group_tokens(slots), device))
+        return None, None
+    *groups, token_slots = to_device_together([*group_tokens(slots), slots], device)
+    return LoraGroups(*groups), token_slots
 
 
 def _repeat_for_drafts(rows: IntArray, num_drafted: IntArray) -> tuple[IntArray, IntArray]:

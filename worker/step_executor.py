@@ -62,7 +62,7 @@ class StepExecutor:
         with self.timed_stage("forward", result.stage_times):
             self.cache.wait_for_swaps()
             if self.adapters is not None:
-                self.adapters.begin_step(batch.lora)
+                self.adapters.begin_step(batch.lora, batch.lora_slots)
             replayed = None if self.graphs is None else self.graphs.find_for(batch)
             logits = None if self.graphs is None else self.graphs.replay(batch)
             step = LaunchedStep(result)

@@ -29,7 +29,7 @@ def _shrink(
     x_ptr,  # [T, K]
     a_ptr,  # [L, P, R, K]
     ranks_ptr,  # [L, P]
-    order_ptr,  # [n]
+    inputs_ptr,  # [n], rows of x
     starts_ptr,  # [G + 1]
     slots_ptr,  # [G]
     low_ptr,  # [n, P, R] float32
@@ -44,11 +44,12 @@ def _shrink(
     group, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     own = tl.load(slots_ptr + group) * num_parts + part
     rank = tl.load(ranks_ptr + own)
-    if rank == 0:
+    first, end = tl.load(starts_ptr + group), tl.load(starts_ptr + group + 1)
+    if (rank == 0) | (first == end):
         return
-    offs_t = tl.load(starts_ptr + group) + tl.arange(0, BLOCK_T)
-    mask_t = offs_t < tl.load(starts_ptr + group + 1)
-    tokens = tl.load(order_ptr + offs_t, mask=mask_t, other=0)
+    offs_t = first + tl.arange(0, BLOCK_T)
+    mask_t = offs_t < end
+    tokens = tl.load(inputs_ptr + offs_t, mask=mask_t, other=0)
     offs_r = tl.arange(0, BLOCK_R)
     mask_r = offs_r < rank
     token_ptrs = x_ptr + tokens[:, None].to(tl.int64) * in_features
@@ -88,10 +89,11 @@ def _expand(
     rank = tl.load(ranks_ptr + slot * num_parts + part)
     offs_n = tl.load(part_starts_ptr + part) + tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < tl.load(part_starts_ptr + part + 1)
-    if rank == 0:
+    first, end = tl.load(starts_ptr + group), tl.load(starts_ptr + group + 1)
+    if (rank == 0) | (first == end):
         return
-    offs_t = tl.load(starts_ptr + group) + tl.arange(0, BLOCK_T)
-    mask_t = offs_t < tl.load(starts_ptr + group + 1)
+    offs_t = first + tl.arange(0, BLOCK_T)
+    mask_t = offs_t < end
     tokens = tl.load(order_ptr + offs_t, mask=mask_t, other=0)
     mask = mask_t[:, None] & mask_n[None, :]
     y_ptrs = y_ptr + tokens[:, None].to(tl.int64) * out_features + offs_n[None, :]
@@ -121,7 +123,7 @@ def add_lora(y: Tensor, x: Tensor, factors: LoraFactors, groups: LoraGroups) -> 
     block_rank = max(MIN_RANK, triton.next_power_of_2(max_rank))
     block_inputs = max(16, min(BLOCK_INPUTS, MAX_A_BYTES // (block_rank * x.element_size())))
     _shrink[len(groups.slots), num_parts](
-        x, factors.a, factors.ranks, groups.order, groups.starts, groups.slots, low, in_features,
+        x, factors.a, factors.ranks, groups.input_rows, groups.starts, groups.slots, low, in_features,
         MAX_RANK=max_rank, BLOCK_T=MAX_GROUP_LEN, BLOCK_R=block_rank, BLOCK_K=block_inputs,
         UPCAST=INTERPRETED, num_warps=4, num_stages=3,
     )  # fmt: skip

@@ -200,9 +200,14 @@ def scatter_linear(x: Tensor, weights: ExpertWeights, choices: ExpertChoices) ->
 
 def gather_linear(x: Tensor, weights: ExpertWeights, choices: ExpertChoices, factors: Tensor) -> Tensor:
     """See kernels.moe. The terms of a token are rounded to the dtype of x before they are added."""
+    return gather_terms(x, weights, choices, factors).view(*factors.shape, -1).sum(dim=1)
+
+
+def gather_terms(x: Tensor, weights: ExpertWeights, choices: ExpertChoices, factors: Tensor) -> Tensor:
+    """See kernels.moe."""
     assert factors.is_contiguous()
     assert factors.dtype == torch.float32
-    return _launch(x, weights, choices, factors).view(*factors.shape, -1).sum(dim=1)
+    return _launch(x, weights, choices, factors)
 
 
 def _launch(x: Tensor, weights: ExpertWeights, choices: ExpertChoices, factors: Tensor | None) -> Tensor:

@@ -98,7 +98,7 @@ void add_group(const LoraFactors& factors, const LoraGroups& groups, int64_t gro
       const T* inputs[M];
       T* outputs[M];
       for (int m = 0; m < M; m++) {
-        inputs[m] = x + groups.order[i + m] * factors.in_features;
+        inputs[m] = x + groups.inputs[i + m] * factors.in_features;
         outputs[m] = y + groups.order[i + m] * factors.out_features;
       }
       add_adapter<M>(factors, slot, inputs, outputs, low);

@@ -14,7 +14,8 @@ struct LoraFactors {
 
 // The tokens of a step that have an adapter, in groups of one slot; the same as kernels.lora.LoraGroups.
 struct LoraGroups {
-  const int32_t* order;   // [n]
+  const int32_t* order;   // [n], rows of y
+  const int32_t* inputs;  // [n], rows of x
   const int32_t* starts;  // [G + 1]
   const int32_t* slots;   // [G]
   int64_t count;

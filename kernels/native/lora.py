@@ -24,7 +24,7 @@ class Groups(ctypes.Structure):
     """A step's tokens with adapters, see kernels.lora.LoraGroups."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("order", "starts", "slots")),
+        *((name, ctypes.c_void_p) for name in ("order", "inputs", "starts", "slots")),
         ("count", ctypes.c_int64),
     ]
 
@@ -52,10 +52,10 @@ def native_factors(a: Tensor, b: Tensor, ranks: Tensor, starts: Tensor) -> Facto
     )  # fmt: skip
 
 
-def native_groups(order: Tensor, starts: Tensor, slots: Tensor) -> Groups:
+def native_groups(order: Tensor, inputs: Tensor, starts: Tensor, slots: Tensor) -> Groups:
     """Return the struct of groups of tokens; the caller keeps the tensors alive."""
-    assert order.dtype == starts.dtype == slots.dtype == torch.int32
-    return Groups(order.data_ptr(), starts.data_ptr(), slots.data_ptr(), len(slots))
+    assert all(each.dtype == torch.int32 and each.is_contiguous() for each in (order, inputs, starts, slots))
+    return Groups(order.data_ptr(), inputs.data_ptr(), starts.data_ptr(), slots.data_ptr(), len(slots))
 
 
 def add_lora(y: Tensor, x: Tensor, factors: Factors, groups: Groups) -> None:
@@ -63,7 +63,7 @@ def add_lora(y: Tensor, x: Tensor, factors: Factors, groups: Groups) -> None:
 
     Args:
         y: [T, N], contiguous.
-        x: [T, K], contiguous; K is a whole number of vectors.
+        x: [T, K], contiguous, as many rows as `groups` refers to; K is a whole number of vectors.
     """
     check_layout()
     assert x.dtype == y.dtype

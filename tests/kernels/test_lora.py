@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -109,6 +112,44 @@ def test_tokens_are_grouped_by_slot() -> None:
     assert groups.order.tolist() == [2, 4, *range(6, 41), 0, 3]
     assert groups.slots.tolist() == [0, 2, 2, 2, 4]
     assert groups.starts.tolist() == [0, 2, 18, 34, 37, 39]
+
+
+@pytest.mark.parametrize(("num_rows", "num_slots"), [(1, 5), (8, 3), (90, 2), (70, 300), (40, 1)])
+def test_groups_of_device_are_those_of_host(device: str, num_rows: int, num_slots: int) -> None:
+    """Some groups are empty: on the device their number is the largest possible."""
+    slots = torch.randint(-1, num_slots, (num_rows,), dtype=torch.int32)
+    found = lora.group_rows(slots.to(device), num_slots)
+    order, starts, own = group_tokens(slots.numpy())
+    assert found.order[: len(order)].tolist() == order.tolist()
+    bounds = list(zip(pairwise(found.starts.tolist()), found.slots.tolist(), strict=True))
+    assert [each for each in bounds if each[0][0] < each[0][1]] == [
+        *zip(pairwise(starts.tolist()), own.tolist(), strict=True)
+    ]
+    assert all(0 <= slot < num_slots for _, slot in bounds)
+    assert len(bounds) <= num_rows
+
+
+@pytest.mark.parametrize("way", ["op", "kernel", "twin"])
+def test_rows_of_inputs_may_differ_from_those_of_outputs(device: str, way: str) -> None:
+    """As those of experts, whose tokens have several rows of outputs each."""
+    factors, slots = random_factors(PARTS[0], 64, torch.float32), random_slots(24)
+    sources = torch.randint(0, 5, (24,))
+    x, y = torch.randn(5, 64), torch.randn(24, sum(PARTS[0]))
+    expected = expected_sum(y, x[sources], factors, slots)
+    groups = lora.group_rows(torch.tensor(slots, dtype=torch.int32), NUM_SLOTS)
+    groups = replace(groups, inputs=sources[groups.order.long()].int())
+    if way == "kernel":
+        from quire.kernels.gpu import lora as kernels
+
+        groups = LoraGroups(*(each.to(device) for each in (groups.order, groups.starts, groups.slots)))
+        groups = replace(groups, inputs=sources.to(device)[groups.order.long()].int())
+        found = y.to(device, copy=True)
+        kernels.add_lora(found, x.to(device), on(device, factors), groups)
+        y = found.cpu()
+    else:
+        add = lora.add_lora if way == "op" else twin_of(lora.add_lora)
+        add(y, x, factors, groups)
+    torch.testing.assert_close(y.double(), expected, atol=2e-5, rtol=1e-5)
 
 
 def test_tokens_without_adapter_make_no_group() -> None:

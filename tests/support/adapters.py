@@ -28,23 +28,32 @@ def write_adapter(
     alpha: float = 8,
     seed: int = 0,
     size: float = 0.4,
+    stacks: str = "eoi",
     **config: Any,
 ) -> Path:
     """Write a random adapter of some kinds of modules in all layers of a model; return its folder.
 
     Args:
         size: of the update beside the weight, which it must be large enough to change the tokens.
+        stacks: dimensions of the stacked matrices of experts, as PEFT takes them: ``eoi`` for experts, outputs and
+            inputs; ``eio`` for transposed matrices, and for all in PEFT before 0.19.1.
         config: entries of adapter_config.json; a `rank_pattern` and an `alpha_pattern` are applied.
     """
     generator = torch.Generator().manual_seed(seed)
     ranks, alphas = config.get("rank_pattern", {}), config.get("alpha_pattern", {})
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
+    parameters = []
     for name, weight in _weights(model).items():
         module = name.removesuffix(".weight")
         kind = module.rpartition(".")[2]
-        if kind not in modules or weight.dim() != 2:
+        if kind not in modules or weight.dim() < 2:
             continue
-        own_rank, own_alpha = ranks.get(kind, rank), alphas.get(kind, alpha)
+        if weight.dim() == 3:
+            parameters.append(name)
+            is_only = not {"gate_up_proj", "down_proj"} <= set(modules)
+            tensors |= _random_stack(name, weight, rank, alpha, stacks, generator, is_only=is_only)
+            continue
+        own_rank, own_alpha = _own(ranks, module, rank), _own(alphas, module, alpha)
         scaling = own_alpha / (math.sqrt(own_rank) if config.get("use_rslora") else own_rank)
         a = torch.randn(own_rank, weight.shape[1], generator=generator) / weight.shape[1] ** 0.5
         b = torch.randn(weight.shape[0], own_rank, generator=generator) * (size / scaling / own_rank**0.5)
@@ -57,6 +66,8 @@ def write_adapter(
         "r": rank,
         "lora_alpha": alpha,
         "target_modules": list(modules),
+        "target_parameters": parameters,
+        "stacks": stacks,
         **config,
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings))
@@ -70,16 +81,59 @@ def merge(folder: Path, model: Path, adapter: Path) -> Path:
     tensors, weights = load_file(adapter / "adapter_model.safetensors"), _weights(model)
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
-        kind, prefix = module.rpartition(".")[2], f"base_model.model.{module}"
+        if name in config["target_parameters"]:
+            weights[name] = weight + _stacked_update(name, weight, config, tensors)
+            continue
+        prefix = f"base_model.model.{module}"
         if f"{prefix}.lora_A.weight" not in tensors:
             continue
-        rank = config.get("rank_pattern", {}).get(kind, config["r"])
-        alpha = config.get("alpha_pattern", {}).get(kind, config["lora_alpha"])
+        rank = _own(config.get("rank_pattern", {}), module, config["r"])
+        alpha = _own(config.get("alpha_pattern", {}), module, config["lora_alpha"])
         scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         a, b = (tensors[f"{prefix}.lora_{side}.weight"].double() for side in "AB")
         weights[name] = (weight.double() + scaling * (b @ a)).to(weight.dtype)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def _random_stack(
+    name: str,
+    weight: Tensor,
+    rank: int,
+    alpha: float,
+    stacks: str,
+    generator: torch.Generator,
+    *,
+    is_only: bool,
+) -> dict[str, Tensor]:
+    """Return the factors of a stacked matrix [X, ., .]."""
+    lengths = dict(zip(stacks, weight.shape, strict=True))
+    count, inputs, outputs = lengths["e"], lengths["i"], lengths["o"]
+    a = torch.randn(count * rank, inputs, generator=generator) / inputs**0.5
+    b = torch.randn(outputs, rank * count, generator=generator) * (0.4 * rank / alpha / rank**0.5)
+    prefix = _stored_as(name, is_only=is_only)
+    return {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+
+
+def _stacked_update(name: str, weight: Tensor, config: dict[str, Any], tensors: dict[str, Tensor]) -> Tensor:
+    """Return the update of a stacked matrix, as PEFT computes it."""
+    kinds = {each.rpartition(".")[2] for each in config["target_parameters"]}
+    prefix, count = _stored_as(name, is_only=len(kinds) == 1), len(weight)
+    a = tensors[f"{prefix}.lora_A.weight"].unflatten(0, (count, -1))
+    b = tensors[f"{prefix}.lora_B.weight"].unflatten(1, (-1, count))
+    update: Tensor = torch.einsum(f"ore,eri->{config['stacks']}", b, a)
+    return update.mul(config["lora_alpha"] / config["r"])
+
+
+def _stored_as(name: str, *, is_only: bool) -> str:
+    """Return the module of a stacked matrix's factors: wrappers are nested, that of gate_up_proj is the inner one."""
+    module, _, kind = name.rpartition(".")
+    return f"base_model.model.{module}" + ("" if is_only or kind == "down_proj" else ".base_layer")
+
+
+def _own(table: dict[str, Any], module: str, default: Any) -> Any:
+    """Return the entry of a module in a pattern of ends of names."""
+    return next((value for end, value in table.items() if f".{module}".endswith(f".{end}")), default)
 
 
 def _weights(model: Path) -> dict[str, Tensor]:

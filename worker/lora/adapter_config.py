@@ -26,7 +26,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False, None),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
     "corda_config": (None, {}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ...kernels.lora import LoraGroups
 from ...proto.config import LoraConfig
@@ -46,9 +47,9 @@ class RankAdapters:
             for layer, factors in zip(self.layers, adapter.factors, strict=True):
                 layer.put(slot, factors)
 
-    def begin_step(self, groups: LoraGroups | None) -> None:
-        """Set the tokens of the following forward pass that have an adapter."""
-        self.layers.groups = groups
+    def begin_step(self, groups: LoraGroups | None, token_slots: Tensor | None) -> None:
+        """Set the tokens of the following forward pass that have an adapter, see LoraLayers."""
+        self.layers.groups, self.layers.token_slots = groups, token_slots
 
     def reports(self, *, is_idle: bool) -> tuple[LoraReport, ...]:
         """Return the ends of loads.
@@ -60,7 +61,7 @@ class RankAdapters:
 
     def clear(self) -> None:
         """Forget every adapter; what the slots hold is not used any more."""
-        self.layers.groups = None
+        self.begin_step(None, None)
         self.store.clear()
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..weights.weight_slice import WeightSlice
 from .load_context import LoadContext
 from .spec import Experts
 
@@ -36,6 +37,7 @@ class ExpertRouter:
     ) -> None:
         self._spec = experts
         self.weight = load.replicated(f"{name}.weight", experts.count, hidden_size)
+        self.lora = load.adapters([WeightSlice(name, (experts.count, hidden_size), 0, 0, experts.count)])
         self.bias = load.replicated(f"{name}.bias", experts.count) if experts.router_bias else None
         self.correction: Tensor | None = None
         if experts.correction_bias:
@@ -49,10 +51,21 @@ class ExpertRouter:
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, E] -> weights, float32, and expert ids, int64, both [T, per_token]."""
         if self._spec.score != "sigmoid" and self._spec.num_groups == 1 and self.correction is None:
-            return choose_experts(F.linear(x, self.weight, self.bias), None, self._spec)
+            logits = F.linear(x, self.weight, self.bias)
+            self._add_adapters(logits, x)
+            return choose_experts(logits, None, self._spec)
         # As the models were trained: the scores of hundreds of experts differ by less than bfloat16 resolves.
         bias = None if self.bias is None else self.bias.float()
-        return choose_experts(F.linear(x.float(), self.weight.float(), bias), self.correction, self._spec)
+        logits = F.linear(x.float(), self.weight.float(), bias)
+        self._add_adapters(logits, x)
+        return choose_experts(logits, self.correction, self._spec)
+
+    def _add_adapters(self, logits: Tensor, x: Tensor) -> None:
+        """Add the adapters' outputs to the logits, [T, X] of the model's dtype or float32, in place."""
+        if self.lora is not None and self.lora.is_active:
+            part = torch.zeros_like(logits, dtype=x.dtype)
+            self.lora.add(part, x)
+            logits += part
 
 
 def choose_experts(logits: Tensor, correction: Tensor | None, experts: Experts) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.norm import rms_norm
+from .adapted_experts import AdaptedExperts
 from .expert_routing import choose_experts
 from .load_context import LoadContext
 from .mlp import Mlp
@@ -57,7 +58,7 @@ class ExpertsBesideDense:
 
     @property
     def reads_back(self) -> bool:
-        return isinstance(self.experts, ExpertLayers)
+        return isinstance(self.experts, ExpertLayers | AdaptedExperts)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, E], before any norm -> [T, E]."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..comm.communicator import Communicator
 from ..comm.shard import Shard, own_indices
-from ..lora.layers import LoraLayer, LoraLayers
+from ..lora.expert_adapters import ExpertAdapters
+from ..lora.layers import ExpertStack, LoraLayer, LoraLayers
 from ..weights.checkpoint import Checkpoint
 from ..weights.linear_weight import LinearWeight, read_linear, read_matrix
 from ..weights.quantization import Quantization
@@ -90,6 +91,30 @@ class LoadContext:
     def adapters(self, parts: Sequence[WeightSlice]) -> LoraLayer | None:
         """Return the adapters of a linear layer whose weight consists of these slices; None without adapters."""
         return None if self.lora is None else self.lora.add_layer(parts)
+
+    def expert_adapters(
+        self,
+        gate_up: Sequence[Sequence[WeightSlice]],
+        down: Sequence[Sequence[WeightSlice]],
+        module: str,
+        num_experts: int,
+    ) -> ExpertAdapters | None:
+        """Return the adapters of a mixture's experts; None without adapters.
+
+        Args:
+            gate_up, down: the slices that the layers of this rank's experts consist of.
+            module: name of the experts' module.
+            num_experts: of all ranks.
+        """
+        if self.lora is None:
+            return None
+        layers = (
+            self.lora.add_experts(
+                experts, ExpertStack(module, name, num_experts, self.own_experts(num_experts).start)
+            )
+            for name, experts in (("gate_up_proj", gate_up), ("down_proj", down))
+        )
+        return ExpertAdapters(self.lora, *layers)
 
     def norm(self, name: str, length: int, offset: float = 0.0) -> Tensor:
         """Read the weight of a norm and add the constant `offset`, which checkpoints leave out."""

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from ...kernels.activation import GatedActivation
 from ...kernels.dispatch import has_kernels
-from ...kernels.moe import ExpertWeights, gather_linear, scatter_linear, sort_choices
+from ...kernels.moe import ExpertWeights, gather_linear, gather_terms, scatter_linear, sort_choices
 from ...kernels.panel_experts import PanelExperts, supports
+from ..lora.expert_adapters import ExpertAdapters
 from ..weights.expert_weights import stack_experts
 from ..weights.linear_weight import LinearWeight, packed_weight
 from ..weights.weight_slice import WeightSlice
+from .adapted_experts import AdaptedExperts, ExpertsForward
 from .expert_layout import expert_slices, find_block, find_correction, find_shared, read_expert_biases
 from .expert_routing import ExpertRouter
 from .layers import ColumnParallelLinear, Projection
@@ -76,7 +78,11 @@ class ExpertLayers:
 
 @dataclass(frozen=True, slots=True)
 class GroupedExperts:
-    """All experts at once on a GPU; the attributes and `forward` are those of ExpertLayers."""
+    """All experts at once on a GPU; the attributes and `forward` are those of ExpertLayers.
+
+    Attributes:
+        adapters: None without adapters.
+    """
 
     gate_up: ExpertWeights
     down: ExpertWeights
@@ -84,28 +90,44 @@ class GroupedExperts:
     num_experts: int
     first_expert: int = 0
     scaled_inputs: bool = False
+    adapters: ExpertAdapters | None = None
 
     def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:
         """As ExpertLayers, but the host reads nothing from the device."""
         own = range(self.first_expert, self.first_expert + len(self.down.codes))
         choices = sort_choices(expert_ids, self.num_experts, own)
         gate_up = scatter_linear(x, self.gate_up, choices)
+        adapters = None
+        if self.adapters is not None and self.adapters.token_slots is not None:
+            adapters = self.adapters.of_choices(choices, self.adapters.token_slots)
+            adapters.scatter_gate_up(gate_up, x)
         if self.scaled_inputs:
             # The layer has no bias, so its results may be scaled instead of its inputs.
             gate_up *= factors.view(-1, 1).index_select(0, choices.order)
             factors = torch.ones_like(factors)
         inner = self.activation(gate_up)
-        return gather_linear(inner, self.down, choices, factors.contiguous())
+        if adapters is None:
+            return gather_linear(inner, self.down, choices, factors.contiguous())
+        factors = factors.contiguous()
+        terms = gather_terms(inner, self.down, choices, factors)
+        adapters.add_terms(terms, inner, factors)
+        return terms.view(*factors.shape, -1).sum(dim=1)
 
 
-def group_experts(layers: ExpertLayers) -> GroupedExperts | None:
+def group_experts(layers: ExpertLayers, adapters: ExpertAdapters | None = None) -> GroupedExperts | None:
     """Return the layers for a GPU. Returns None if the experts are stored in different formats."""
     gate_up = stack_experts(layers.gate_up, layers.gate_up_bias)
     down = stack_experts(layers.down, layers.down_bias)
     if gate_up is None or down is None:
         return None
     return GroupedExperts(
-        gate_up, down, layers.activation, layers.num_experts, layers.first_expert, layers.scaled_inputs
+        gate_up,
+        down,
+        layers.activation,
+        layers.num_experts,
+        layers.first_expert,
+        layers.scaled_inputs,
+        adapters,
     )
 
 
@@ -141,7 +163,8 @@ class SharedExperts:
         projections = [Projection(f"{name}.{part}_proj", shard) for part in ("gate", "up")]
         self.gate_up = ColumnParallelLinear(load, projections, hidden_size, bias=False)
         shape = hidden_size, intermediate_size
-        self.down = load.linear([WeightSlice(f"{name}.down_proj", shape, 1, shard.start, len(shard))])
+        parts = [WeightSlice(f"{name}.down_proj", shape, 1, shard.start, len(shard))]
+        self.down, self.lora = load.linear(parts), load.adapters(parts)
         self.gate = gate
         self.token_gate: Tensor | None = None
         if experts.shared_gate:
@@ -149,7 +172,10 @@ class SharedExperts:
 
     def forward_partial(self, x: Tensor) -> Tensor:
         """[T, E] -> this rank's addend of the sum over the ranks, [T, E]."""
-        y = self.down.multiply(self.gate_up.forward_gated(x, self.gate))
+        inner = self.gate_up.forward_gated(x, self.gate)
+        y = self.down.multiply(inner)
+        if self.lora is not None:
+            self.lora.add(y, inner)
         return y if self.token_gate is None else y.mul_(F.linear(x, self.token_gate).sigmoid())
 
 
@@ -185,7 +211,7 @@ class MixtureOfExperts:
 
     @property
     def reads_back(self) -> bool:
-        return isinstance(self.experts, ExpertLayers)
+        return isinstance(self.experts, ExpertLayers | AdaptedExperts)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, E] -> [T, E]."""
@@ -197,7 +223,7 @@ class MixtureOfExperts:
 
 def read_experts(
     load: LoadContext, experts: Experts, hidden_size: int, gate: str, block: str
-) -> ExpertLayers | GroupedExperts | PanelExperts:
+) -> ExpertLayers | GroupedExperts | PanelExperts | AdaptedExperts:
     """Read this rank's part of the experts; all experts are computed at once, if they are stored alike.
 
     Args:
@@ -217,5 +243,35 @@ def read_experts(
         *biases,
         scaled_inputs=experts.scaled_inputs,
     )
-    grouped = group_experts(layers) if has_kernels(load.empty(0)) else panel_experts(layers)
-    return layers if grouped is None else grouped
+    adapters = load.expert_adapters(
+        [expert.gate_up for expert in slices],
+        [expert.down for expert in slices],
+        f"{block}.experts",
+        experts.count,
+    )
+    if has_kernels(load.empty(0)):
+        grouped = group_experts(layers, adapters)
+        if grouped is not None:
+            return grouped
+    plain = panel_experts(layers) or layers
+    return plain if adapters is None else adapt_experts(layers, plain, adapters)
+
+
+def adapt_experts(layers: ExpertLayers, plain: ExpertsForward, adapters: ExpertAdapters) -> AdaptedExperts:
+    """Return the layers for tokens with and without adapters.
+
+    Args:
+        plain: computes the layers for tokens without.
+    """
+    return AdaptedExperts(
+        plain,
+        adapters,
+        layers.gate_up,
+        layers.down,
+        layers.activation,
+        layers.num_experts,
+        layers.first_expert,
+        layers.gate_up_bias,
+        layers.down_bias,
+        layers.scaled_inputs,
+    )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.worker.lora.adapter import LoraAdapter, read_adapter
 from quire.worker.lora.adapter_config import MAX_CONFIG_BYTES, read_adapter_config
-from quire.worker.lora.layers import LoraLayers
+from quire.worker.lora.layers import ExpertStack, LayerFactors, LoraLayers
 from quire.worker.weights.weight_slice import WeightSlice
 
 NAME = "model.layers.0.self_attn"
@@ -56,16 +56,18 @@ def test_ranks_read_their_parts(tmp_path: Path) -> None:
     whole = read_adapter(path, make_layers())
     assert {each.digest for each in (*adapters, whole)} == {whole.digest}
 
-    def part(adapter: LoraAdapter, layer: int) -> Any:
-        factors = adapter.factors[layer][0]
+    def of_layer(adapter: LoraAdapter, layer: int) -> LayerFactors:
+        factors = adapter.factors[layer]
         assert factors is not None
         return factors
 
-    assert all(adapter.factors[0][1] is None for adapter in adapters)  # k_proj is unchanged
-    assert torch.equal(part(adapters[1], 0).a, tensors[f"{KEY}.q_proj.lora_A.weight"])
-    assert torch.equal(part(adapters[1], 0).b, 2 * tensors[f"{KEY}.q_proj.lora_B.weight"][4:].T)
-    assert torch.equal(part(adapters[1], 1).a, tensors[f"{KEY}.o_proj.lora_A.weight"][:, 4:])
-    assert torch.equal(part(adapters[1], 1).b, part(whole, 1).b)
+    assert all(of_layer(adapter, 0).ranks.tolist() == [[4, 0]] for adapter in adapters)  # k_proj is unchanged
+    qk, output = of_layer(adapters[1], 0), of_layer(adapters[1], 1)
+    assert torch.equal(qk.a[0, 0], tensors[f"{KEY}.q_proj.lora_A.weight"])
+    assert torch.equal(qk.b[0, :, :4], 2 * tensors[f"{KEY}.q_proj.lora_B.weight"][4:].T)
+    assert not qk.b[0, :, 4:].any()
+    assert torch.equal(output.a[0, 0], tensors[f"{KEY}.o_proj.lora_A.weight"][:, 4:])
+    assert torch.equal(output.b, of_layer(whole, 1).b)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,10 @@ def without(name: str) -> dict[str, Tensor]:
             "must be a floating-point type",
         ),
         (
-            {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 12)},
+            {
+                "base_model.model.lm_head.lora_A.weight": torch.zeros(4, 12),
+                "base_model.model.lm_head.lora_B.weight": torch.zeros(20, 4),
+            },
             "it changes lm_head; adapters of this",
         ),
         (without("q_proj.lora_B"), "without its partner"),
@@ -165,3 +170,84 @@ def test_truncated_weights_are_refused(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-8])
     with pytest.raises(ValueError, match="ends beyond the file"):
         read_adapter(path, make_layers())
+
+
+STACK = "model.layers.0.mlp.experts"
+
+
+def make_experts(inner: int = 6, hidden: int = 12, rank: int = 0, size: int = 1) -> LoraLayers:
+    """Return a model of a mixture of three experts, sharded over the ranks."""
+    layers = LoraLayers(2, 8, torch.float32, torch.device("cpu"))
+    length = inner // size
+    for name, parts in (
+        ("gate_up_proj", [("gate_proj", (inner, hidden), 0), ("up_proj", (inner, hidden), 0)]),
+        ("down_proj", [("down_proj", (hidden, inner), 1)]),
+    ):
+        experts = [
+            [
+                WeightSlice(f"{STACK}.{index}.{part}", shape, dim, rank * length, length)
+                for part, shape, dim in parts
+            ]
+            for index in range(3)
+        ]
+        layers.add_experts(experts, ExpertStack(STACK, name, 3))
+    return layers
+
+
+def stacked(module: str, inputs: int, outputs: int, count: int = 3) -> dict[str, Tensor]:
+    return {
+        f"base_model.model.{module}.lora_A.weight": torch.randn(4 * count, inputs),
+        f"base_model.model.{module}.lora_B.weight": torch.randn(outputs, 4 * count),
+    }
+
+
+def test_ranks_read_their_parts_of_stacked_experts(tmp_path: Path) -> None:
+    """Experts that are stored together are read as those that are stored one by one."""
+    tensors = {**stacked(f"{STACK}.base_layer", 12, 12), **stacked(STACK, 6, 12)}
+    path = write(tmp_path, tensors, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    single, found = {}, []
+    for name, key, outputs in (
+        ("gate", ".base_layer", (0, 6)),
+        ("up", ".base_layer", (6, 12)),
+        ("down", "", (0, 12)),
+    ):
+        a, b = (tensors[f"base_model.model.{STACK}{key}.lora_{side}.weight"] for side in "AB")
+        for index in range(3):
+            own = f"base_model.model.{STACK}.{index}.{name}_proj"
+            single[f"{own}.lora_A.weight"] = a[4 * index : 4 * index + 4]
+            single[f"{own}.lora_B.weight"] = b[slice(*outputs), index::3]
+    (tmp_path / "single").mkdir()
+    other = write(tmp_path / "single", {name: each.clone().contiguous() for name, each in single.items()})
+    for rank in range(2):
+        layers = make_experts(rank=rank, size=2)
+        for mine, expected in zip(
+            read_adapter(path, layers).factors, read_adapter(other, layers).factors, strict=True
+        ):
+            assert mine is not None
+            assert expected is not None
+            assert torch.equal(mine.a.expand_as(expected.a), expected.a)
+            assert torch.equal(mine.b, expected.b)
+            assert torch.equal(mine.ranks, expected.ranks)
+            found.append(mine)
+    assert not torch.equal(found[0].b, found[2].b)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "inner", "problem"),
+    [
+        (stacked(STACK, 6, 13), 6, f"it changes {STACK}; adapters of this model"),
+        (stacked(STACK, 6, 12, count=2), 6, "has shape [8, 6], must have [12, 6]"),
+        (stacked(STACK, 12, 12), 12, f"the shapes of {STACK} do not tell inputs from outputs"),
+        ({**stacked(f"{STACK}.base_layer", 12, 24), **stacked(STACK, 12, 12)}, 12, ""),
+    ],
+    ids=["shape", "count", "square", "square beside another"],
+)
+def test_stacked_experts_of_unclear_shapes_are_refused(
+    tensors: dict[str, Tensor], inner: int, problem: str, tmp_path: Path
+) -> None:
+    path, layers = write(tmp_path, tensors), make_experts(inner)
+    if problem:
+        with pytest.raises(ValueError, match=re.escape(problem)):
+            read_adapter(path, layers)
+    else:
+        assert all(factors is not None for factors in read_adapter(path, layers).factors)

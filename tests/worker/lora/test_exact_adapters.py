@@ -37,7 +37,33 @@ FUSED = [
 KINDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "llama": ({}, ADAPTERS),
     "phi3": ({"num_key_value_heads": 8}, FUSED),
-    "qwen3_moe": ({"mlp_only_layers": [1]}, [{"modules": ATTENTION, "seed": 4}]),
+    # With adapters of every expert, of some matrices of them, and of none.
+    "qwen3_moe": (
+        {"mlp_only_layers": [1]},
+        [
+            {"modules": ATTENTION + MLP, "seed": 4},
+            {
+                "modules": ("up_proj", "down_proj"),
+                "rank": 7,
+                "rank_pattern": {"experts.1.up_proj": 2},
+                "seed": 8,
+            },
+            {"modules": ATTENTION, "seed": 9},
+        ],
+    ),
+    "qwen3_moe-stacked": (
+        {"mlp_only_layers": [1], "checkpoint": {"save_original_format": False}},
+        [
+            {"modules": ("q_proj", "gate_up_proj", "down_proj"), "seed": 4},
+            {"modules": ("gate_up_proj", "down_proj"), "rank": 3, "stacks": "eio", "seed": 8},  # of PEFT 0.18
+            {"modules": ("down_proj",), "rank": 8, "seed": 9},
+        ],
+    ),
+    "gpt_oss": ({}, [{"modules": ("v_proj", "gate_up_proj", "down_proj"), "stacks": "eio", "seed": 4}]),
+    "llama4_text": ({}, [{"modules": ("gate_up_proj", "down_proj"), "stacks": "eio", "seed": 4}]),
+    "qwen2_moe": ({}, [{"modules": (*MLP, "gate"), "seed": 4}]),  # with a shared expert
+    "deepseek_v3": ({}, [{"modules": (*MLP, "gate"), "seed": 4}]),
+    "mixtral": ({}, [{"modules": ("w1", "w2", "w3"), "seed": 4}]),
     "gemma3_text": ({}, [{"modules": ATTENTION + MLP, "seed": 5}]),
     # Served with the modules of transformers.
     "opt": ({}, [{"modules": ("q_proj", "v_proj", "out_proj", "fc1", "fc2"), "seed": 6}]),
@@ -73,7 +99,8 @@ def adapted(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callab
     def make(kind: str) -> Adapted:
         if kind not in made:
             overrides, adapters = KINDS[kind]
-            model, root = make_model(kind, seed=7, **overrides), tmp_path_factory.mktemp(kind)
+            model = make_model(kind.removesuffix("-stacked"), seed=7, **overrides)
+            root = tmp_path_factory.mktemp(kind)
             paths = [
                 write_adapter(root / f"adapter{index}", model, **settings)
                 for index, settings in enumerate(adapters)
@@ -87,7 +114,8 @@ def adapted(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 @pytest.mark.parametrize(
     ("kind", "tp"),
-    [(kind, tp) for kind in KINDS for tp in (1, 2) if (kind, tp) != ("opt", 2)] + [("llama", 4)],
+    [(kind, tp) for kind in KINDS for tp in (1, 2) if (kind, tp) != ("opt", 2)]
+    + [(kind, 4) for kind in ("llama", "qwen3_moe", "qwen3_moe-stacked", "gpt_oss")],
 )
 def test_batch_of_adapters_equals_merged_models(
     kind: str, tp: int, adapted: Callable[[str], Adapted], make_engine: Any, planned: Any
@@ -167,3 +195,21 @@ def test_plan_with_adapters_survives_encoding() -> None:
     empty = StepPlan.decode(StepPlan(3, 1, 7).encode())
     assert empty.lora_slots.shape == NO_PAIRS.shape
     assert (empty.lora_loads, empty.lora_drops.size) == ((), 0)
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("qwen3_moe", 2), ("qwen3_moe-stacked", 4), ("gpt_oss", 2)])
+def test_ranks_of_whole_experts_equal_merged_models(
+    kind: str, tp: int, adapted: Callable[[str], Adapted], make_engine: Any, planned: Any
+) -> None:
+    """With expert parallelism a rank has the adapters of its experts."""
+    folder, paths, references = adapted(kind)
+    engine = make_engine(folder, tp, max_num_seqs=5, lora=LORA, enable_expert_parallel=True)
+    put_adapters(engine, paths)
+    slots = [*range(len(paths)), NO_SLOT]
+    sequences = [
+        planned(prompt, 6, GREEDY, lora_slot=slot)
+        for prompt, slot in zip(prompts_of([20] * len(slots), seed=1), slots, strict=True)
+    ]
+    engine.generate(sequences, chunk_len=13)
+    for sequence, slot in zip(sequences, slots, strict=True):
+        references[slot].check_greedy(sequence.prompt, sequence.generated)

@@ -180,7 +180,8 @@ def test_fused_decode_with_adapters_is_bit_identical_to_ops(
     decoder = make_decoder(kind, dtype, None, lora)
     without = hidden_of(decoder, dtype)
     for slot, layer in itertools.product((0, 2), lora):
-        layer.put(slot, [random_factors(part, slot, index, dtype) for index, part in enumerate(layer.parts)])
+        parts = [random_factors(part, slot, index, dtype) for index, part in enumerate(layer.parts)]
+        layer.put(slot, layer.pack(parts))
     for slots in ([0], [2, -1], [0, 2, 2, -1, 0, 0, 2]):
         lora.groups = LoraGroups(*map(torch.from_numpy, group_tokens(np.array(slots, np.int32))))
         assert_equal_bits(decoder, dtype, dtype, [len(slots)])

@@ -1,0 +1,76 @@
+"""AdapterTensors: the matrices of an adapter's file, by module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..weights.safetensors_file import SafetensorsFile, StoredTensor
+from .adapter_config import WEIGHTS_NAME
+
+_PREFIX = "base_model.model."
+# Ends of names |-> matrix.
+_SUFFIXES = {".lora_A.weight": "a", ".lora_B.weight": "b"}
+
+
+class AdapterTensors:
+    """The matrices A [R, K] and B [N, R] of each module that an adapter changes.
+
+    Raises:
+        ValueError: the file has other tensors, or one matrix of a module without the other.
+    """
+
+    def __init__(self, file: SafetensorsFile) -> None:
+        self._file = file
+        self._names = _find_matrices(file.tensors)
+        for module, names in self._names.items():
+            if len(names) < 2:
+                raise ValueError(
+                    f"module {module} has {next(iter(names.values()))!r} alone, without its partner"
+                )
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """Return the modules that the adapter changes."""
+        return frozenset(self._names)
+
+    def shape(self, module: str, matrix: str) -> tuple[int, ...]:
+        """Return the shape of matrix ``a`` or ``b``."""
+        return self._file.tensors[self._names[module][matrix]].shape
+
+    def check_shapes(self, module: str, a: tuple[int, int], b: tuple[int, int]) -> None:
+        """Raise ValueError if a module's matrices have other shapes."""
+        for matrix, shape in (("a", a), ("b", b)):
+            if self.shape(module, matrix) != shape:
+                name, actual = self._names[module][matrix], list(self.shape(module, matrix))
+                raise ValueError(f"tensor {name!r} has shape {actual}, must have {list(shape)}")
+
+    def read(self, module: str, matrix: str, starts: Sequence[int], shape: tuple[int, int]) -> Tensor:
+        """Return a box of a matrix, in float32.
+
+        Raises:
+            ValueError: it has numbers that are not finite.
+        """
+        name, out = self._names[module][matrix], torch.empty(shape, dtype=torch.float32)
+        self._file.read_into(out, name, starts)
+        if not out.isfinite().all():
+            raise ValueError(f"tensor {name!r} has numbers that are not finite")
+        return out
+
+
+def _find_matrices(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, str]]:
+    """Return module |-> {"a": name, "b": name}."""
+    found: dict[str, dict[str, str]] = {}
+    for name, tensor in tensors.items():
+        suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
+        if suffix is None or not name.startswith(_PREFIX):
+            raise ValueError(f"tensor {name!r} is not a matrix of a linear layer's adapter")
+        if not tensor.dtype.is_floating_point:
+            raise ValueError(f"tensor {name!r} has dtype {tensor.dtype}, must be a floating-point type")
+        module = name.removeprefix(_PREFIX).removesuffix(suffix)
+        found.setdefault(module, {})[_SUFFIXES[suffix]] = name
+    if not found:
+        raise ValueError(f"{WEIGHTS_NAME} has no tensors")
+    return found
