@@ -148,7 +148,13 @@ def test_worker_gives_tokens_of_cpu(
     make_model: Any, make_engine: Any, planned: Any, monkeypatch: pytest.MonkeyPatch, settings: Any
 ) -> None:
     """Load, profile, allocate, prefill, decode with graphs, sample, and close."""
-    settings = {"kind": "llama", "stand_in": None, "max_num_batched_tokens": 16, **settings}
+    settings = {
+        "kind": "llama",
+        "stand_in": None,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 4,
+        **settings,
+    }
     kind, stand_in = settings.pop("kind"), settings.pop("stand_in")
     folder = make_model(
         kind, **{"num_hidden_layers": 1, "num_key_value_heads": 2, **settings.pop("model", {})}
