@@ -5,6 +5,7 @@ Heavy libraries are imported inside functions, so that tests of the control plan
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -321,6 +322,7 @@ _SHARP = (
 )
 
 
+@functools.cache
 def _train_tokenizer() -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer of at most 384 tokens, including the end-of-text token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
