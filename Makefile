@@ -9,6 +9,8 @@ FOLDERS := proto kernels worker scheduler cluster
 # The Triton versions that the supported PyTorch versions require (2.11; 2.12 and 2.13; 2.15) and tests of the kernels.
 TRITON_VERSIONS ?= 3.6.0 3.7.1 3.9.0
 TRITON_TESTS := tests/kernels tests/worker/test_triton_path.py
+# Processes of tests import our modules up to 0.5 s faster if the modules' bytecode is kept.
+unexport PYTHONDONTWRITEBYTECODE
 # Processes that run tests. Each file runs in one of them, and all files that start Ray in the same one.
 JOBS ?= 2
 # The supported Python versions and the index of `make check-install`; those that are missing are skipped.
