@@ -12,12 +12,17 @@ import torch
 from quantized_models import Scheme, write_quantized
 from reference import Reference, prompts_of
 
+from quire.cluster.config.model_config import describe_model
 from quire.kernels.panel_experts import PanelExperts
 from quire.proto.errors import ConfigError
 from quire.proto.step import RowSampling
-from quire.worker.models.expert_layout import other_experts
+from quire.worker.comm.communicator import Communicator
+from quire.worker.models.decoder import Decoder
+from quire.worker.models.load_context import LoadContext
 from quire.worker.models.moe import ExpertLayers, MixtureOfExperts
 from quire.worker.models.registry import check_supported
+from quire.worker.models.spec import DecoderSpec
+from quire.worker.weights.checkpoint import Checkpoint
 
 GREEDY = RowSampling(temperature=0.0)
 # Kind, ranks, and overrides. The ranks hold different numbers of experts where 4 does not divide them.
@@ -78,7 +83,7 @@ def test_quantized_experts_give_tokens_of_dequantized_weights(
             make_engine(quantized, 4)
 
 
-def test_rank_reads_and_holds_its_experts_only(make_model: Any, make_engine: Any) -> None:
+def test_rank_holds_its_experts_only(make_model: Any, make_engine: Any) -> None:
     folder = make_model("qwen3_moe", seed=7)
     engine = make_engine(folder, 4, enable_expert_parallel=True)
     for rank, expected in enumerate([range(2), range(2, 4), range(4, 5), range(5, 6)]):
@@ -92,19 +97,25 @@ def test_rank_reads_and_holds_its_experts_only(make_model: Any, make_engine: Any
             assert (experts.first_expert, len(experts.down)) == (expected.start, len(expected))
 
 
-def test_other_experts_are_those_of_other_ranks(
-    make_model: Any, engine_config: Any, thread_group: Any
-) -> None:
-    from quire.worker.models.load_context import LoadContext
-    from quire.worker.models.spec import Experts
-    from quire.worker.weights.checkpoint import Checkpoint
-
-    folder = make_model("qwen3_moe", seed=7)
-    checkpoint, cpu = Checkpoint(folder), torch.device("cpu")
-    load = LoadContext(checkpoint, thread_group(4).communicator(1), torch.float32, cpu, expert_parallel=True)
-    names = other_experts(load, Experts(6, 3, 48, normalized=True))
+def bytes_read(folder: Path, comm: Communicator) -> int:
+    """Load a rank's part of a model with whole experts; return the bytes that it read."""
+    checkpoint = Checkpoint(folder)
+    load = LoadContext(checkpoint, comm, torch.float32, torch.device("cpu"), expert_parallel=True)
+    spec = check_supported(describe_model(folder, "it"), comm.size, expert_parallel=True)
+    assert isinstance(spec, DecoderSpec)
+    Decoder(load, spec, num_positions=64)
     checkpoint.close()
-    assert {int(name.split(".experts.")[1].split(".")[0]) for name in names} == {0, 1, 4, 5}
+    return checkpoint.num_bytes_read
+
+
+def test_rank_reads_its_experts_only(make_model: Any, thread_group: Any) -> None:
+    """Ranks 0 and 2 of 4 have equal parts of everything else, but two experts and one."""
+    group = thread_group(4)
+    for layout in ({}, {"checkpoint": {"save_original_format": False}}):
+        folder = make_model("qwen3_moe", seed=7, **layout)
+        first, third = (bytes_read(folder, group.communicator(rank)) for rank in (0, 2))
+        one_expert, num_layers = 3 * 48 * 64 * 4, 3
+        assert first - third == num_layers * one_expert
 
 
 def test_fewer_experts_than_ranks_raise(make_model: Any, engine_config: Any) -> None:
