@@ -17,6 +17,22 @@ from .sampling import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
+class DenseConfig:
+    """A linear layer of an embedder (sentence-transformers' Dense), with its own file of weights.
+
+    Attributes:
+        folder: of the layer, inside that of the model.
+        activation: after the layer: ``none``, ``tanh``, ``relu``, ``gelu``, ``silu`` or ``sigmoid``.
+    """
+
+    folder: str
+    in_features: int
+    out_features: int
+    has_bias: bool = True
+    activation: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
 class PoolingConfig:
     """The way from the hidden states of a prompt to one vector: pooling, then a head, then an activation.
 
@@ -27,7 +43,8 @@ class PoolingConfig:
         token_ids: the head's class is a token of the vocabulary, scored by its logit, less that of a second token if
             there is one; empty for a head of its own.
         dimensions: lengths to which an embedding may be cut; empty for all.
-        hidden_size: numbers of a hidden state, of which all make up a whole embedding.
+        hidden_size: numbers of a hidden state.
+        dense: the layers that the pooled hidden state passes to become an embedding.
     """
 
     pooling_type: str
@@ -36,6 +53,12 @@ class PoolingConfig:
     activation: str = "none"
     token_ids: tuple[int, ...] = ()
     dimensions: tuple[int, ...] = ()
+    dense: tuple[DenseConfig, ...] = ()
+
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of a whole embedding."""
+        return self.dense[-1].out_features if self.dense else self.hidden_size
 
     @property
     def classifies(self) -> bool:

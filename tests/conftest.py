@@ -221,6 +221,8 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
     "deepseek_v2": _LATENT | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0},
     "deepseek_v3": _LATENT | {"q_lora_rank": 40, "n_group": 4, "topk_group": 3},
+    "glm4_moe_lite": _LATENT
+    | {"q_lora_rank": 40, "mlp_layer_types": ["dense", "sparse", "sparse"], "n_group": 1, "topk_group": 1},
     "granite": {
         "embedding_multiplier": 6.0,
         "residual_multiplier": 0.5,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...proto.config import PoolingConfig
+from ...proto.config import DenseConfig, PoolingConfig
 from ...proto.errors import ConfigError, ModelLoadError
 from ...worker.models.registry import FAMILIES
 from .model_checks import read_json_list, read_json_object
@@ -19,14 +19,25 @@ _POOLING_MODES = {
     "pooling_mode_cls_token": "cls",
 }
 _MODE_NAMES = {"lasttoken": "last", "last": "last", "mean": "mean", "cls": "cls"}
-_TRANSFORMER, _POOLING, _NORMALIZE, _LOGIT_SCORES = (
+_TRANSFORMER, _POOLING, _DENSE, _NORMALIZE, _LOGIT_SCORES = (
     "Transformer",
     "Pooling",
+    "Dense",
     "Normalize",
     ("LogitScore", "CausalScoreHead"),
 )
 # The last part of the name of a class of torch.nn |-> activation.
 _ACTIVATIONS = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
+_DENSE_ACTIVATIONS = {
+    "Identity": "none",
+    "Tanh": "tanh",
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "SiLU": "silu",
+    "Sigmoid": "sigmoid",
+}
+# Numbers of an embedding, and layers in a row: each rank holds them in full.
+_MAX_FEATURES, _MAX_DENSE = 1 << 16, 8
 _PROBLEM_ACTIVATIONS = {
     "regression": "none",
     "single_label_classification": "softmax",
@@ -116,14 +127,16 @@ def _from_modules(path: Path, hf: dict[str, Any], modules: list[Any]) -> Pooling
         kind, folder = _module(module, path)
         if kind == _POOLING:
             pooling = _pooling_module(path / folder / "config.json", path, hf)
+        elif kind == _DENSE and pooling is not None and pooling.activation == "none":
+            pooling = replace(pooling, dense=(*pooling.dense, _dense_module(path, folder, pooling)))
         elif kind == _NORMALIZE and pooling is not None:
             pooling = replace(pooling, activation="normalize")
         elif kind in _LOGIT_SCORES:
             pooling = _logit_score(path / folder / "config.json", path, hf)
         elif kind != _TRANSFORMER:
             raise ConfigError(
-                f"{path / 'modules.json'}: module {kind} is not supported, must be Transformer, Pooling, Normalize "
-                "or LogitScore"
+                f"{path / 'modules.json'}: module {kind} is not supported here, must be Transformer, Pooling, Dense, "
+                "Normalize or LogitScore, in this order"
             )
     if pooling is None:
         raise ConfigError(f"{path / 'modules.json'}: has no Pooling and no LogitScore")
@@ -156,6 +169,26 @@ def _pooling_module(file: Path, path: Path, hf: dict[str, Any]) -> PoolingConfig
     return PoolingConfig(kinds[0], _hidden_size(path, hf), dimensions=tuple(sorted(map(int, dimensions))))
 
 
+def _dense_module(path: Path, folder: str, pooling: PoolingConfig) -> DenseConfig:
+    """Read a linear layer between Pooling and Normalize; its inputs are what the modules before it return."""
+    file = path / folder / "config.json"
+    content = read_json_object(file)
+    num_inputs, num_outputs = pooling.embedding_size, content.get("out_features", 0)
+    is_number = isinstance(num_outputs, int) and not isinstance(num_outputs, bool)
+    if content.get("in_features") != num_inputs or not is_number or not 1 <= num_outputs <= _MAX_FEATURES:
+        raise ModelLoadError(
+            f"{file}: in_features and out_features are {content.get('in_features')} and {num_outputs}, must be "
+            f"{num_inputs} and 1 to {_MAX_FEATURES}"
+        )
+    for key in ("module_input_name", "module_output_name"):
+        if content.get(key, "sentence_embedding") not in (None, "sentence_embedding"):
+            raise ConfigError(f"{file}: {key} {content[key]!r} is not supported, must be sentence_embedding")
+    if len(pooling.dense) == _MAX_DENSE:
+        raise ConfigError(f"{path / 'modules.json'}: has more than {_MAX_DENSE} modules Dense")
+    activation = _activation(content.get("activation_function"), file, _DENSE_ACTIVATIONS) or "tanh"
+    return DenseConfig(folder, num_inputs, num_outputs, content.get("bias", True) is True, activation)
+
+
 def _logit_score(file: Path, path: Path, hf: dict[str, Any]) -> PoolingConfig:
     content = read_json_object(file)
     ids = [content.get(key) for key in ("true_token_id", "false_token_id")]
@@ -168,14 +201,14 @@ def _logit_score(file: Path, path: Path, hf: dict[str, Any]) -> PoolingConfig:
     return PoolingConfig("last", _hidden_size(path, hf), ("LABEL_0",), activation, token_ids)
 
 
-def _activation(name: Any, file: Path) -> str | None:
+def _activation(name: Any, file: Path, known: dict[str, str] = _ACTIVATIONS) -> str | None:
     """Return the activation of a class of torch.nn; None for no class. Raises ConfigError for an unknown one."""
     if not name:
         return None
     kind = str(name).rpartition(".")[2]
-    if kind not in _ACTIVATIONS:
-        raise ConfigError(f"{file}: activation {name} is not supported, must be {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[kind]
+    if kind not in known:
+        raise ConfigError(f"{file}: activation {name} is not supported, must be {', '.join(known)}")
+    return known[kind]
 
 
 def _check_causal(path: Path, hf: dict[str, Any]) -> None:

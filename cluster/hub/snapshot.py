@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 WEIGHT_FILES = ("*.safetensors",)
-# Folders hold copies in other formats, except those of sentence-transformers' modules, for example 1_Pooling.
+# Folders hold copies in other formats, except those of sentence-transformers' modules, for example 2_Dense.
 # `consolidated` files hold the same weights under the names of another library.
-_IGNORED_FILES = ("[!0-9]*/*", "*/*/*", "*/*.safetensors", "consolidated*")
+_IGNORED_FILES = ("[!0-9]*/*", "*/*/*", "consolidated*")
 
 # ORG/NAME as the hub allows it.
 _MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")

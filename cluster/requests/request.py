@@ -335,11 +335,11 @@ class RequestChecker:
     def _check_dimensions(self, config: PoolingConfig, dimensions: int) -> None:
         if config.classifies:
             raise InvalidRequest("pooling.dimensions", "are of embeddings, and the model classifies")
-        if config.dimensions and dimensions not in (*config.dimensions, config.hidden_size):
+        if config.dimensions and dimensions not in (*config.dimensions, config.embedding_size):
             allowed = ", ".join(map(str, config.dimensions))
             raise InvalidRequest("pooling.dimensions", f"are {dimensions}, must be one of {allowed}")
-        if dimensions > config.hidden_size:
-            problem = f"are {dimensions}, must be at most the model's {config.hidden_size}"
+        if dimensions > config.embedding_size:
+            problem = f"are {dimensions}, must be at most the model's {config.embedding_size}"
             raise InvalidRequest("pooling.dimensions", problem)
 
     def _fit_pooled(

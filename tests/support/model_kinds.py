@@ -81,6 +81,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "deepseek_v3-fused": {"n_group": 1, "topk_group": 1, "checkpoint": {"save_original_format": False}},
     "deepseek_v3-halves": {"rope_interleave": False, "q_lora_rank": None},
+    "glm4_moe_lite": {},
+    "glm4_moe_lite-dense": {"mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": None},
     "smollm3": {"no_rope_layer_interval": 2},
     "glm": {},
     "glm4": {"attention_bias": True},

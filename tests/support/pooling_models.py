@@ -47,6 +47,31 @@ def as_embedder(
     return folder
 
 
+def add_dense(folder: Path, *, seed: int = 0) -> torch.nn.Sequential:
+    """Insert two modules Dense after Pooling; return them."""
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    layers = torch.nn.Linear(64, 96), torch.nn.Linear(96, 48, bias=False)
+    activations = torch.nn.Tanh(), torch.nn.Identity()
+    entries = json.loads((folder / "modules.json").read_text())
+    for index, (layer, activation) in enumerate(zip(layers, activations, strict=True), start=2):
+        path = f"{index}_Dense"
+        (folder / path).mkdir()
+        kind = type(activation)
+        content: dict[str, Any] = {"in_features": layer.in_features, "out_features": layer.out_features}
+        content |= {
+            "bias": layer.bias is not None,
+            "activation_function": f"{kind.__module__}.{kind.__name__}",
+        }
+        (folder / path / "config.json").write_text(json.dumps(content))
+        tensors = {f"linear.{name}": tensor.detach() for name, tensor in layer.named_parameters()}
+        save_file(tensors, folder / path / "model.safetensors")
+        entries.insert(index, {"idx": index, "name": str(index), "path": path, "type": f"{_PACKAGE}.Dense"})
+    (folder / "modules.json").write_text(json.dumps(entries))
+    return torch.nn.Sequential(layers[0], activations[0], layers[1], activations[1]).double()
+
+
 def as_classifier(source: Path, folder: Path, num_labels: int, *, seed: int = 0, **settings: Any) -> Path:
     """Copy a generator's directory as transformers saves a model for sequence classification."""
     from safetensors.torch import load_file, save_file

@@ -53,6 +53,8 @@ def has_experts(hf: dict[str, Any], index: int) -> bool:
     """Return whether a layer of a mixture has experts."""
     if (listed := hf.get("moe_layers")) is not None:
         return index in listed
+    if (kinds := hf.get("mlp_layer_types")) is not None:
+        return list(kinds[index : index + 1]) == ["sparse"]
     first = hf.get("first_k_dense_replace") or hf.get("moe_layer_start_index") or 0
     last = hf.get("moe_layer_end_index", -1)
     if index < first or 0 <= last < index:

@@ -202,6 +202,7 @@ FAMILIES = {
     ),
     "DeepseekV2ForCausalLM": replace(_DEEPSEEK, experts_normalized=False, routing="group_limited"),
     "DeepseekV3ForCausalLM": replace(_DEEPSEEK, routing="corrected_sigmoid"),
+    "Glm4MoeLiteForCausalLM": replace(_DEEPSEEK, routing="corrected_sigmoid"),
 }
 
 

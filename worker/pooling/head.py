@@ -1,20 +1,49 @@
-"""ScoreHead: the linear layer of a classifier or reward model, which every rank holds in full."""
+"""Heads of pooled hidden states: a classifier's or reward model's linear layer, or the layers of an embedder.
+
+Every rank holds them in full, in float32.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Protocol
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ...proto.config import ModelConfig, PoolingConfig
+from ...proto.config import DenseConfig, ModelConfig, PoolingConfig
 from ...proto.errors import ModelLoadError
 from ..models.load_context import LoadContext
+from ..weights.checkpoint import Checkpoint
 
 # Names of the head in checkpoints of transformers, and of the matrix that maps hidden states to logits.
 _HEAD, _LOGITS, _TIED_LOGITS = "score", "lm_head.weight", "model.embed_tokens.weight"
 
 
+# DenseConfig.activation |-> function.
+_DENSE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "tanh": torch.tanh,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+class Head(Protocol):
+    """Function of pooled hidden states."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[n, E] float32 -> [n, width]."""
+        ...
+
+
 class ScoreHead:
-    """Scores of classes, computed in float32.
+    """Scores of classes.
 
     Args:
         weight: [labels, E] float32.
@@ -26,15 +55,35 @@ class ScoreHead:
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[n, E] float32 -> [n, labels]."""
-        return torch.nn.functional.linear(hidden, self.weight, self.bias)
+        return F.linear(hidden, self.weight, self.bias)
 
 
-def read_head(load: LoadContext, model: ModelConfig, pooling: PoolingConfig) -> ScoreHead | None:
-    """Read the head of a classifier. Returns None for a model that embeds.
+class DenseLayers:
+    """The linear layers of an embedder, one after the other.
+
+    Args:
+        layers: weight, bias and activation of each.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor]]]) -> None:
+        self._layers = layers
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[n, E] float32 -> [n, out_features of the last layer]."""
+        for weight, bias, activation in self._layers:
+            hidden = activation(F.linear(hidden, weight, bias))
+        return hidden
+
+
+def read_head(load: LoadContext, model: ModelConfig, pooling: PoolingConfig) -> Head | None:
+    """Read the head of a classifier, or the layers of an embedder. Returns None if there are none.
 
     Raises:
-        ModelLoadError: the checkpoint has none.
+        ModelLoadError: a tensor is missing or has another shape.
     """
+    if pooling.dense:
+        layers = [_read_dense(Path(model.path), dense, load.device) for dense in pooling.dense]
+        return DenseLayers(layers)
     if not pooling.classifies:
         return None
     if pooling.token_ids:
@@ -45,6 +94,22 @@ def read_head(load: LoadContext, model: ModelConfig, pooling: PoolingConfig) -> 
     if load.checkpoint.has(f"{_HEAD}.bias"):
         bias = load.replicated(f"{_HEAD}.bias", num_labels).float()
     return ScoreHead(weight, bias)
+
+
+def _read_dense(
+    folder: Path, dense: DenseConfig, device: torch.device
+) -> tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor]]:
+    """Read a layer from its folder, which has the files of a checkpoint."""
+    with closing(Checkpoint(folder / dense.folder)) as checkpoint:
+        shape = dense.out_features, dense.in_features
+        weight = torch.empty(shape, dtype=torch.float32, device=device)
+        checkpoint.read_into(weight, "linear.weight", shape)
+        bias = None
+        if dense.has_bias:
+            bias = torch.empty(shape[:1], dtype=torch.float32, device=device)
+            checkpoint.read_into(bias, "linear.bias", shape[:1])
+        checkpoint.check_all_read()
+    return weight, bias, _DENSE_ACTIVATIONS[dense.activation]
 
 
 def _read_token_weight(load: LoadContext, model: ModelConfig, pooling: PoolingConfig) -> Tensor:

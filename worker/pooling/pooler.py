@@ -15,7 +15,7 @@ from ...proto.config import PoolingConfig
 from ...proto.pooling import Pooled, PoolingParams
 from ..memory.device_to_host import HostCopy
 from ..memory.host_to_device import to_device
-from .head import ScoreHead
+from .head import Head
 from .pooled_tokens import PooledTokens
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -51,14 +51,12 @@ class Pooler:
     """Pools the hidden states of rows.
 
     Args:
-        head: of a classifier; None for a model that embeds.
+        head: of a classifier, or the layers of an embedder; None if the hidden state is the embedding.
         num_rows: rows of the batch.
         device: of the hidden states.
     """
 
-    def __init__(
-        self, config: PoolingConfig, head: ScoreHead | None, num_rows: int, device: torch.device
-    ) -> None:
+    def __init__(self, config: PoolingConfig, head: Head | None, num_rows: int, device: torch.device) -> None:
         self._config = config
         self._head = head
         self._device = device

@@ -26,8 +26,15 @@ FILES = {
     "modeling_tiny.py": b"raise SystemExit",
     "pytorch_model.bin": b"a pickle",
     "onnx/model.safetensors": b"another format",
+    "2_Dense/model.safetensors": b"a layer of an embedder",
 }
-WANTED = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
+WANTED = {
+    "2_Dense/model.safetensors",
+    "config.json",
+    "tokenizer.json",
+    "chat_template.jinja",
+    "model.safetensors",
+}
 
 
 @pytest.fixture
@@ -50,7 +57,8 @@ def test_model_id_has_an_organization_and_a_name(text: str, expected: bool) -> N
 
 def test_download_takes_allowed_files_only(hub: HubServer) -> None:
     snapshot = download_model(MODEL)
-    assert {path.name for path in snapshot.path.iterdir()} == WANTED
+    files = (path.relative_to(snapshot.path) for path in snapshot.path.rglob("*") if not path.is_dir())
+    assert set(map(str, files)) == WANTED
     assert (snapshot.path / "model.safetensors").read_bytes() == WEIGHTS
     assert snapshot.commit == COMMIT
     assert set(hub.num_gets) == WANTED

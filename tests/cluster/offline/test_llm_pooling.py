@@ -9,11 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pooling_models import EmbeddingReference, as_classifier, as_embedder, as_reranker
+from pooling_models import (
+    EmbeddingReference,
+    add_dense,
+    as_classifier,
+    as_embedder,
+    as_reranker,
+    change_json,
+)
 from reference import Reference, prompts_of
 
 from quire import LLM, PoolingParams, SamplingParams
-from quire.proto.errors import ConfigError, InvalidRequest
+from quire.proto.errors import ConfigError, InvalidRequest, ModelLoadError
 
 Options = dict[str, Any]
 CPU: Options = {"device": "cpu", "dtype": "float32", "block_size": 4, "num_kv_blocks": 64}
@@ -90,6 +97,49 @@ def test_prompt_of_the_whole_context_is_embedded(embedder: Path, reference: Embe
         assert cut.prompt_token_ids == longest
         (short,) = llm.embed("The quick brown fox", pooling_params=PoolingParams(truncate_prompt_tokens=2))
         assert len(short.prompt_token_ids) == 2
+
+
+@pytest.mark.parametrize("mode", ["lasttoken", "mean_tokens"])
+def test_embeddings_pass_dense_modules(
+    generator: Path, reference: EmbeddingReference, tmp_path: Path, mode: str
+) -> None:
+    folder = as_embedder(generator, tmp_path, mode)
+    layers = add_dense(folder)
+    with LLM(str(folder), max_num_batched_tokens=16, **CPU) as llm:
+        outputs = llm.embed(PROMPTS)
+        (cut,) = llm.embed(PROMPTS[:1], pooling_params=PoolingParams(dimensions=48))
+        np.testing.assert_allclose(cut.outputs.embedding, outputs[0].outputs.embedding, atol=TOLERANCE)
+        with pytest.raises(InvalidRequest, match="dimensions: are 64, must be at most the model's 48"):
+            llm.embed(PROMPTS[:1], pooling_params=PoolingParams(dimensions=64))
+    for output in outputs:
+        pooled = torch.from_numpy(reference.embed(output.prompt_token_ids, mode, normalize=False))
+        expected = torch.nn.functional.normalize(layers(pooled), dim=0).detach().numpy()
+        assert expected.shape == (48,)
+        np.testing.assert_allclose(output.outputs.embedding, expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (
+            {"in_features": 63},
+            ModelLoadError,
+            "in_features and out_features are 63 and 96, must be 64 and 1 to",
+        ),
+        ({"out_features": 97}, ModelLoadError, "in_features and out_features are 96 and 48, must be 97"),
+        ({"activation_function": "evil.Code"}, ConfigError, "activation evil.Code is not supported"),
+        ({"bias": False}, ModelLoadError, "tensors that the model does not use: linear.bias"),
+        ({"module_output_name": "other"}, ConfigError, "module_output_name 'other' is not supported"),
+    ],
+)
+def test_wrong_dense_module_is_refused(
+    generator: Path, tmp_path: Path, change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    folder = as_embedder(generator, tmp_path)
+    add_dense(folder)
+    change_json(folder / "2_Dense" / "config.json", **change)
+    with pytest.raises(error, match=words):
+        LLM(str(folder), **CPU)
 
 
 def test_dimensions_cut_and_normalize_embeddings(embedder: Path, reference: EmbeddingReference) -> None:
