@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from quire.scheduler.speculation.draft_trials import DraftTrials
@@ -24,6 +26,38 @@ def simulate(
         num_drafting += has_drafts
         tokens, seconds = tokens + num_tokens, seconds + spent
     return num_drafting / num_steps, seconds / tokens * num_rows
+
+
+def simulate_noisily(seed: int, cost: float, num_steps: int) -> tuple[int, float]:
+    """Return how often steps began to draft for longer than a trial, or ceased, and the share of steps that drafted.
+
+    A step that drafts gives 2 or 3 tokens in `cost` times the time. One in twelve steps is delayed.
+    """
+    rng, trials = random.Random(seed), DraftTrials()
+    num_switches, num_drafting, was_on = 0, 0, True
+    for _ in range(num_steps):
+        has_drafts = trials.allow(1)
+        seconds = (cost if has_drafts else 1.0) * (1 + abs(rng.gauss(0, 0.4)))
+        if rng.random() < 1 / 12:
+            seconds *= rng.uniform(1.5, 6)
+        trials.observe(1, has_drafts, rng.choice((2, 3)) if has_drafts else 1, seconds)
+        is_on = trials._load(1).is_on
+        num_switches += is_on != was_on
+        num_drafting += has_drafts
+        was_on = is_on
+    return num_switches, num_drafting / num_steps
+
+
+def test_noise_does_not_switch_drafts_that_pay() -> None:
+    runs = [simulate_noisily(seed, 2.15, 1500) for seed in range(20)]
+    assert sum(switches for switches, _ in runs) <= 4
+    assert min(share for _, share in runs) > 0.7
+
+
+def test_drafts_that_cost_much_are_rarely_tried() -> None:
+    runs = [simulate_noisily(seed, 5.0, 3000) for seed in range(10)]
+    assert max(share for _, share in runs) < 0.04
+    assert all(switches == 1 for switches, _ in runs)
 
 
 @pytest.mark.parametrize("num_rows", [1, 16])
