@@ -117,7 +117,8 @@ class StepExecutor:
         Adapters refer to tokens by their indices in the step. On a GPU all are computed, since chunks of one token
         could need kernel variants that are not compiled yet.
         """
-        reads_all = self.tap is not None or batch.scored is not None or batch.pooled is not None
+        is_tapped = self.tap is not None and self.tap.is_open
+        reads_all = is_tapped or batch.scored is not None or batch.pooled is not None
         if reads_all or batch.lora is not None or batch.sampled_index is None:
             return None
         if self.device.type != "cpu" or not self.model.supports_outputs:
