@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -46,7 +48,7 @@ MODELS = {"adapter": "sea"}
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     adapter = write_adapter(tmp_path_factory.mktemp("adapters") / "sea", DEMO_MODEL_PATH)
     adapters = "--enable-lora", "--lora-modules", f"sea={adapter}"
-    started = ServerProcess("demo", "--tensor-parallel-size", "2", "--audit", *adapters)
+    started = ServerProcess("demo", "--tensor-parallel-size", "2", "--audit", "--standby-weights", *adapters)
     try:
         started.wait_ready(DEADLINE_S)
         yield started
@@ -135,6 +137,29 @@ def command_of(process: psutil.Process) -> str:
         return ""
 
 
+def segments_of(pid: int) -> set[str]:
+    """Return the names of the weights that a process maps."""
+    return set(re.findall(r"/memfd:(quire-weights-\w+)", Path(f"/proc/{pid}/maps").read_text()))
+
+
+def await_kept(pid: int, names: set[str]) -> None:
+    """Wait until the scheduler has the weights of a rank open; it maps none of them."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not names <= set(map(open_file, Path(f"/proc/{pid}/fd").iterdir())):
+        assert time.monotonic() < deadline, f"the scheduler does not keep {names}"
+        time.sleep(0.05)
+    assert not segments_of(pid)
+
+
+def open_file(descriptor: Path) -> str:
+    """Return the name of an anonymous file; empty for others."""
+    try:
+        found = re.fullmatch(r"/memfd:(.*) \(deleted\)", os.readlink(descriptor))
+    except FileNotFoundError:  # closed meanwhile
+        return ""
+    return found[1] if found else ""
+
+
 def status_of(client: Client) -> ReplicaInfo:
     asked_at = time.monotonic()
     (replica,) = client.status()
@@ -148,9 +173,17 @@ def num_recoveries(streams: dict[str, Stream]) -> int:
 
 @pytest.mark.parametrize(("rank", "signal_number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_streams_continue_after_a_rank_failed(
-    client: Client, server: ServerProcess, undisturbed: Any, rank: int, signal_number: int
+    client: Client,
+    server: ServerProcess,
+    undisturbed: Any,
+    rank: int,
+    signal_number: int,
+    scheduler_pid: Callable[[ServerProcess], int],
 ) -> None:
     before, spares = status_of(client), spare_pids(server)
+    weights = segments_of(before.ranks[rank].pid)
+    assert weights
+    await_kept(scheduler_pid(server), weights)
 
     def fault() -> None:
         os.kill(before.ranks[rank].pid, signal_number)
@@ -166,6 +199,7 @@ def test_streams_continue_after_a_rank_failed(
     after = status_of(client)
     assert after.num_recoveries == before.num_recoveries + 1
     assert after.ranks[rank].pid in spares
+    assert segments_of(after.ranks[rank].pid) == weights
     assert after.ranks[1 - rank].pid == before.ranks[1 - rank].pid  # with its weights
 
 

@@ -38,7 +38,7 @@ def test_ranks_of_a_server_sleep_wake_and_change_their_weights(
     folders: tuple[Path, Path], serve: Callable[..., ServerProcess]
 ) -> None:
     first, second = folders
-    server = serve(str(first), *TWO_RANKS, "--server-dev-mode")
+    server = serve(str(first), *TWO_RANKS, "--server-dev-mode", "--standby-weights")
     with Client(server.address) as client, httpx.Client(base_url=server.http_url, timeout=120) as http:
         check(client, first, "")
         body = {"path": str(second), "version": "step-1"}
