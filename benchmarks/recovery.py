@@ -56,7 +56,9 @@ def main() -> None:
             seconds = []
             for number in range(arguments.kills):
                 if arguments.spare_processes:
-                    wait_for_spare(started)
+                    wait_for_process(lambda: idle_processes(started, "ray::IDLE"))
+                if arguments.standby_weights:
+                    wait_for_process(lambda: standby_processes(started, client))
                 seconds.append(measure(client, expected, partial(FAULTS[kind], started, client, number)))
             note = f"fault to next token of the slowest of {NUM_STREAMS} streams, {arguments.kills} faults"
             figures[f"recovery.{kind}.p50_s"] = Figure(statistics.median(seconds), "s", note)
@@ -79,8 +81,11 @@ def server(model: str, options: list[str]) -> Iterator[tuple[ServerProcess, Clie
         started.close()
 
 
-def wait_for_spare(started: ServerProcess) -> None:
-    """Wait until Ray has an idle process, which it names so, and it has imported its modules.
+def wait_for_process(find: Callable[[], dict[int, float]]) -> None:
+    """Wait until there is a process that has imported its modules.
+
+    Args:
+        find: as idle_processes.
 
     Raises:
         TimeoutError: there is none.
@@ -88,21 +93,29 @@ def wait_for_spare(started: ServerProcess) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
     used_s: dict[int, float] = {}
     while time.monotonic() < deadline:
-        before, used_s = used_s, idle_processes(started)
+        before, used_s = used_s, find()
         if any(
             seconds > 0 and seconds - before.get(pid, 0.0) < IDLE_SHARE for pid, seconds in used_s.items()
         ):
             return
         time.sleep(1.0)
-    raise TimeoutError(f"no spare process was ready in {READY_TIMEOUT_S:g} s")
+    raise TimeoutError(f"no process was ready in {READY_TIMEOUT_S:g} s")
 
 
-def idle_processes(started: ServerProcess) -> dict[int, float]:
-    """Return the pids of Ray's idle processes |-> processor seconds so far."""
+def standby_processes(started: ServerProcess, client: Client) -> dict[int, float]:
+    """As idle_processes, of ranks' actors that are no rank."""
+    (replica,) = client.status()
+    ranks = {rank.pid for rank in replica.ranks}
+    found = idle_processes(started, "ray::WorkerActor")
+    return {pid: seconds for pid, seconds in found.items() if pid not in ranks}
+
+
+def idle_processes(started: ServerProcess, title: str) -> dict[int, float]:
+    """Return the pids of Ray's processes of a title |-> processor seconds so far."""
     found = {}
     for each in psutil.Process(started.process.pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if "ray::IDLE" in " ".join(each.cmdline()):
+            if title in " ".join(each.cmdline()):
                 times = each.cpu_times()
                 found[each.pid] = times.user + times.system
     return found

@@ -78,11 +78,15 @@ class LoadReport:
 
 
 class WorkerActor:
-    """One rank: joins its group, loads its shard, and executes plans until the channel closes."""
+    """One rank: joins its group, loads its shard, and executes plans until the channel closes.
 
-    def __init__(self, config: EngineConfig, rank: int) -> None:
+    Args:
+        rank: None for a standby, which becomes a rank by `take_place`.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int | None) -> None:
         self._config = config
-        self._rank = rank
+        self._assigned_rank = rank
         self._stage = "start"
         self._seconds: dict[str, float] = {}
         self._runner: ModelRunner | None = None
@@ -107,6 +111,15 @@ class WorkerActor:
         self._device = compute_device(kind, None if kind == "cpu" else _assigned_gpu())
         # Ray sets OMP_NUM_THREADS to 1, or, if the process had imported torch before, to nothing.
         torch.set_num_threads(config.parallel.threads_per_rank)
+
+    def take_place(self, config: EngineConfig, rank: int) -> None:
+        """Become a rank in a process that was started as a standby."""
+        assert self._assigned_rank is None, f"the process is rank {self._assigned_rank} already"
+        self._config, self._assigned_rank = config, rank
+
+    def assigned_rank(self) -> int | None:
+        """Return the rank; None for a standby."""
+        return self._assigned_rank
 
     def create_store(self, one_host: bool) -> tuple[str, int]:
         """Create the store for the rendezvous of the ranks; on rank 0 only.
@@ -330,6 +343,11 @@ class WorkerActor:
             )
         finally:
             self._waits_for_device = False
+
+    @property
+    def _rank(self) -> int:
+        assert self._assigned_rank is not None, "a standby has no rank yet"
+        return self._assigned_rank
 
     def _on_progress(self, num_read: int, num_expected: int) -> None:
         self._bytes_read = num_read, num_expected

@@ -174,8 +174,8 @@ class EngineOptions:
     )
     standby_weights: bool = option(
         False,
-        help="On CPUs, keep the weights of each rank in memory that outlives its process, so that the process that "
-        "takes its place reads none; for ranks on the node of the scheduler.",
+        help="On CPUs, keep a started process for each replica, which takes the place of a rank that fails, and the "
+        "weights of all ranks in memory that outlives their processes; for ranks on the node of the scheduler.",
         group=_EXECUTION,
     )
     speculative_config: str | None = option(

@@ -10,6 +10,7 @@ from ray.exceptions import RayError
 from ...proto.errors import InvalidRequest, ReplicaUnavailable
 from ...proto.faults import SIGNALS, Fault
 from ..ray_runtime.errors import await_all
+from .rank_lookup import find_rank
 from .replica_names import actor_name
 
 _ANSWER_TIMEOUT_S = 5.0
@@ -27,7 +28,10 @@ class RayFaultInjector:
     def _inject(self, replica_id: str, rank: int | None, fault: Fault) -> int:
         role = "scheduler" if rank is None else f"rank-{rank}"
         try:
-            actor = ray.get_actor(actor_name(replica_id, role), self._namespace)
+            if rank is None:
+                actor = ray.get_actor(actor_name(replica_id, role), self._namespace)
+            else:
+                actor = find_rank(replica_id, rank, self._namespace)
         except ValueError:
             raise InvalidRequest("rank", f"names {role} of {replica_id}, which does not run") from None
         except RayError as error:

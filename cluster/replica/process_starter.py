@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from ...scheduler.service.actor import WATCH_GROUP, SchedulerActor
 from ...worker.actor import WorkerActor
 from ..ray_runtime.spare_processes import SpareProcesses
 from .placement import Resources
-from .replica_names import actor_name
+from .replica_names import STANDBY_ROLE, actor_name
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -62,8 +63,18 @@ class ProcessStarter:
         """Start a rank's process; its actor is ready later."""
         return self._start(ray.remote(WorkerActor), f"rank-{rank}", 1 + rank, self.configs[rank], rank)
 
-    def _start(self, kind: Any, role: str, bundle: int, *arguments: Any) -> ActorHandle:
-        resources = dict(self.bundles[bundle])
+    def start_standby(self) -> ActorHandle:
+        """Start a process on the scheduler's node that becomes a rank later; its actor is ready later.
+
+        It takes no resources: as a rank it uses those that the failed one had.
+        """
+        role = f"{STANDBY_ROLE}{secrets.token_hex(4)}"
+        return self._start(ray.remote(WorkerActor), role, 0, self.configs[0], None, is_standby=True)
+
+    def _start(
+        self, kind: Any, role: str, bundle: int, *arguments: Any, is_standby: bool = False
+    ) -> ActorHandle:
+        resources = {"CPU": 0.0} if is_standby else dict(self.bundles[bundle])
         options: dict[str, Any] = {
             "name": actor_name(self.replica_id, role),
             "namespace": self.namespace,

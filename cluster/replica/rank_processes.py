@@ -23,6 +23,7 @@ from ..host.stopwatch import Stopwatch
 from ..ray_runtime.errors import await_all, describe
 from .kept_weights import KeptWeights
 from .process_starter import ProcessStarter
+from .standby_process import StandbyProcess
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -156,7 +157,10 @@ class RankProcesses:
         self._keeps_survivors = keeps_survivors
         self._check_open = check_open
         self._spares = None if handles.starter is None else handles.starter.spare_processes()
-        self._kept = KeptWeights() if handles.starter and handles.starter.has_standby_weights else None
+        self._kept: KeptWeights | None = None
+        self._standby: StandbyProcess | None = None
+        if handles.starter is not None and handles.starter.has_standby_weights:
+            self._kept, self._standby = KeptWeights(), StandbyProcess(handles.starter)
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -195,8 +199,12 @@ class RankProcesses:
 
     def replenish_spares(self) -> None:
         """Have spare processes started for those that replaced ranks, or that none was ready for; returns at once."""
-        if self._spares is not None:
+        if self._spares is None:
+            return
+        if self._standby is None:
             self._spares.replenish()
+        else:
+            self._standby.prepare(then=self._spares.replenish)  # a standby takes a spare process
 
     def keep_weights(self) -> None:
         """Keep the weights that the ranks have in use now for processes that replace them; returns at once."""
@@ -221,7 +229,8 @@ class RankProcesses:
         for rank in ranks:
             self.ranks[rank].kill()
         for rank in ranks:
-            self.ranks[rank] = Rank(starter.start_rank(rank), self.ranks[rank].status, None)
+            worker = self._standby.take(rank) if self._standby else None
+            self.ranks[rank] = Rank(worker or starter.start_rank(rank), self.ranks[rank].status, None)
             self.ranks[rank].is_usable = False  # not loaded yet
         calls = {f"rank {rank}": self.ranks[rank].worker.process.remote() for rank in ranks}
         for rank, process in zip(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+# Begin of the role of a process that was started before it was known which rank it becomes.
+STANDBY_ROLE = "standby-"
+
 
 def actor_name(replica_id: str, role: str) -> str:
-    """Return the name of a replica's actor; the role is ``scheduler`` or ``rank-N``."""
+    """Return the name of a replica's actor; the role is ``scheduler``, ``rank-N`` or begins with STANDBY_ROLE."""
     return f"quire/{replica_id}/{role}"
 
 

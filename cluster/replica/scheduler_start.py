@@ -20,9 +20,9 @@ from ..ray_runtime.errors import await_all
 from ..ray_runtime.launch_target import LaunchTarget
 from .channel_group import ChannelGroupFactory
 from .process_starter import ProcessStarter
+from .rank_lookup import end_standbys, find_rank
 from .rank_processes import LOAD_TIMEOUT_S, PROCESS_TIMEOUT_S, RankHandles
 from .replica import Replica
-from .replica_names import actor_name
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -88,6 +88,7 @@ def replace_scheduler(replica: Replica, number: int) -> Replica:
     handles = _rank_handles(replica, starter, workers)
     if target.is_detached and not any(handles.workers):
         raise ReplicaUnavailable(f"no rank of {replica.replica_id} answers")
+    end_standbys(replica.replica_id, starter.namespace)
     stopwatch.lap("find ranks")
     scheduler = starter.start_scheduler()
     stopwatch.lap("ask for a process")
@@ -112,7 +113,7 @@ def replace_scheduler(replica: Replica, number: int) -> Replica:
 
 def _find_rank(starter: ProcessStarter, rank: int) -> ActorHandle | None:
     with suppress(ValueError):
-        return ray.get_actor(actor_name(starter.replica_id, f"rank-{rank}"), starter.namespace)
+        return find_rank(starter.replica_id, rank, starter.namespace)
     return None
 
 

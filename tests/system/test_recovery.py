@@ -119,14 +119,20 @@ def disturb(
     return streams
 
 
-def spare_pids(server: ServerProcess) -> set[int]:
-    """Wait until Ray has an idle process, which it names so; return those that it has."""
+def waiting_pids(server: ServerProcess, client: Client) -> set[int]:
+    """Wait until there are a standby and an idle process of Ray, which takes its place; return their pids."""
     deadline = time.monotonic() + DEADLINE_S
+    ranks = {each.pid for each in status_of(client).ranks}
     while True:
         processes = psutil.Process(server.process.pid).children(recursive=True)
-        if found := {each.pid for each in processes if "ray::IDLE" in command_of(each)}:
-            return found
-        assert time.monotonic() < deadline, "no spare process was started"
+        commands = {each.pid: command_of(each) for each in processes if each.pid not in ranks}
+        standbys, spares = (
+            {pid for pid, command in commands.items() if title in command}
+            for title in ("ray::WorkerActor", "ray::IDLE")
+        )
+        if standbys and spares:
+            return standbys | spares
+        assert time.monotonic() < deadline, f"standbys {standbys}, spare processes {spares}"
         time.sleep(0.1)
 
 
@@ -180,7 +186,7 @@ def test_streams_continue_after_a_rank_failed(
     signal_number: int,
     scheduler_pid: Callable[[ServerProcess], int],
 ) -> None:
-    before, spares = status_of(client), spare_pids(server)
+    before, waiting = status_of(client), waiting_pids(server, client)
     weights = segments_of(before.ranks[rank].pid)
     assert weights
     await_kept(scheduler_pid(server), weights)
@@ -198,7 +204,7 @@ def test_streams_continue_after_a_rank_failed(
     assert num_recoveries(streams) == 1
     after = status_of(client)
     assert after.num_recoveries == before.num_recoveries + 1
-    assert after.ranks[rank].pid in spares
+    assert after.ranks[rank].pid in waiting
     assert segments_of(after.ranks[rank].pid) == weights
     assert after.ranks[1 - rank].pid == before.ranks[1 - rank].pid  # with its weights
 

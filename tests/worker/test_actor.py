@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -117,6 +118,21 @@ def test_worker_actor_makes_its_gpu_current_on_every_thread(
     assert names == ["init", "profile", "allocate", "launch"]  # the weights stay
     assert {index for _, _, index in Runner.calls} == {ORDINAL}
     assert fake_accelerator.current_device_index() == 0
+
+
+def test_standby_becomes_the_rank_of_its_new_configuration(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
+    standby: Any = actor.WorkerActor(config, None)
+    standby._runner_class = Runner
+    assert standby.assigned_rank() is None
+    assert standby.process().pid == os.getpid()
+    standby.take_place(replace(config, model=replace(config.model, path="elsewhere")), 1)
+    assert standby.assigned_rank() == standby.load(None).status.rank == 1
+    assert standby._config.model.path == "elsewhere"
+    with pytest.raises(AssertionError, match="is rank 1 already"):
+        standby.take_place(config, 0)
 
 
 def test_run_ends_though_the_device_does_not(

@@ -1,0 +1,54 @@
+"""The actors of a replica's ranks, found by name by any process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import ray
+from ray.exceptions import RayError
+
+from .replica_names import STANDBY_ROLE, actor_name
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+# For a process that was started as a standby to name its rank.
+_ANSWER_TIMEOUT_S = 2.0
+
+
+def find_rank(replica_id: str, rank: int, namespace: str) -> ActorHandle:
+    """Return the actor of a rank, which may have been started as a standby.
+
+    Raises:
+        ValueError: the rank has no process.
+    """
+    try:
+        return ray.get_actor(actor_name(replica_id, f"rank-{rank}"), namespace)
+    except ValueError:
+        for standby, assigned in _standbys(replica_id, namespace):
+            if assigned == rank:
+                return standby
+        raise
+
+
+def end_standbys(replica_id: str, namespace: str) -> None:
+    """End the processes that are no rank yet, and those that do not answer."""
+    for standby, assigned in _standbys(replica_id, namespace):
+        if assigned is None:
+            with suppress(RayError, ValueError):
+                ray.kill(standby)
+
+
+def _standbys(replica_id: str, namespace: str) -> Iterator[tuple[ActorHandle, int | None]]:
+    """Yield the processes that were started as a standby, each with its rank."""
+    prefix = actor_name(replica_id, STANDBY_ROLE)
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == namespace and actor["name"].startswith(prefix):
+            with suppress(ValueError):  # the actor ended after it was listed
+                standby = ray.get_actor(actor["name"], namespace)
+                assigned = None
+                with suppress(RayError):
+                    assigned = ray.get(standby.assigned_rank.remote(), timeout=_ANSWER_TIMEOUT_S)
+                yield standby, assigned
