@@ -209,16 +209,22 @@ class RotaryTable:
     """
 
     def __init__(self, load: LoadContext, rope: Rope, num_positions: int) -> None:
-        frequencies = torch.tensor(rope.frequencies, dtype=torch.float32)
-        angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
-        cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
-        table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
-        self.table = table.to(load.device, load.dtype)
+        self.table = load.keep(
+            f"rotary table of {num_positions} positions, {rope}",
+            lambda: _rotary_table(rope, num_positions).to(load.device, load.dtype),
+        )
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[T] -> cosines and sines, each [T, R], where R dimensions of a head are rotated."""
         cos, sin = self.table.index_select(0, positions).unbind(1)
         return cos, sin
+
+
+def _rotary_table(rope: Rope, num_positions: int) -> Tensor:
+    frequencies = torch.tensor(rope.frequencies, dtype=torch.float32)
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
+    cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
+    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
 
 
 class TemperatureTable:
