@@ -66,16 +66,21 @@ def load_runner(config: EngineConfig, inherited: Sequence[SegmentAddress] = ()) 
 
 @torch.inference_mode()
 def logits_of(runner: ModelRunner) -> Tensor:
-    """Return the logits of a short prompt."""
-    cache = runner._kv_cache
+    """Return the logits of a short prompt and of the token after it."""
+    model, cache = runner._model, runner._kv_cache
     block_size = cache.layers[0].blocks.shape[-2]
-    positions = torch.arange(_NUM_TOKENS)
+    positions = torch.arange(_NUM_TOKENS + 1)
     tables = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32)
     slots = tables[0, positions // block_size].long() * block_size + positions % block_size
+    token_ids = torch.arange(7, 8 + _NUM_TOKENS, dtype=torch.int32)
     ends = torch.tensor([0, _NUM_TOKENS], dtype=torch.int32)
-    inputs = AttentionInputs(0, slots, tables, ends, ends[1:])
-    token_ids = torch.arange(7, 7 + _NUM_TOKENS, dtype=torch.int32)
-    return runner._model.logits(runner._model.forward(token_ids, positions, cache.layers, inputs))
+    prompt = AttentionInputs(0, slots[:-1], tables, ends, ends[1:])
+    decode = AttentionInputs(1, slots[-1:], tables, ends[:1], ends[1:] + 1)
+    hidden = [
+        model.forward(token_ids[:-1], positions[:-1], cache.layers, prompt),
+        model.forward(token_ids[-1:], positions[-1:], cache.layers, decode),
+    ]
+    return model.logits(torch.cat(hidden))
 
 
 def digest_of(logits: Tensor) -> str:
