@@ -24,7 +24,7 @@ def load(*phases: Phase, **settings: object) -> Load:
 
 
 def goodput(rate: float, **settings: object) -> float:
-    return serve(load(Phase(24, rate), **settings), model()).goodput(4, 24)
+    return serve(load(Phase(16, rate), **settings), model()).goodput(4, 16)
 
 
 @pytest.mark.parametrize("timeout_s", [3.0, None])

@@ -75,7 +75,8 @@ def build_wheel(tmp_path_factory: pytest.TempPathFactory, **variables: str) -> P
 def install_wheel(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Install the wheel, without its dependencies, into a folder of its own."""
     target = tmp_path_factory.mktemp("target")
-    run(*PIP, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=str(target))
+    options = "--no-deps", "--no-index", "--no-compile", "--target", str(target)
+    run(*PIP, "install", *options, str(wheel), cwd=str(target))
     return target
 
 
