@@ -436,7 +436,7 @@ class Planner:
         else:
             num_cached_tokens = blocks.open(row, sequence, prefix)
         if not sequence.has_run:
-            state.waiting.charge(sequence.tenant, len(sequence.token_ids), 0)
+            state.waiting.charge(sequence, len(sequence.token_ids), 0)
         if sequence.first_run_at is None:
             sequence.num_cached_tokens = state.own_prefixes.num_tokens(sequence, num_cached_tokens)
         self._plan_first_chunk(draft, sequence, num_cached_tokens)

@@ -244,9 +244,9 @@ class ResultProcessor:
                 self._charge(sequence, start, start + block_size)
 
     def _charge(self, sequence: Sequence, start: int, end: int) -> None:
-        """Charge the sampled tokens among tokens `start` to `end` to the sequence's tenant."""
+        """Charge the sampled tokens among tokens `start` to `end` under the fair policy."""
         num_output_tokens = max(0, end - max(start, sequence.num_prompt_tokens))
-        self._state.waiting.charge(sequence.tenant, 0, num_output_tokens)
+        self._state.waiting.charge(sequence, 0, num_output_tokens)
 
     # Ends
 

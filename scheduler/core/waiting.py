@@ -50,6 +50,9 @@ class _Heap:
         """Return the sequence that was pushed last."""
         return next(reversed(self._present.values()))
 
+    def charge(self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Count nothing: the order does not depend on computed tokens."""
+
     def first_of(self, arrival: int) -> Sequence | None:
         """Return a sequence of one request, or None. Takes O(n)."""
         own = (sequence for sequence in self._present.values() if sequence.arrival == arrival)
@@ -69,15 +72,41 @@ class _Order(Protocol):
     def __len__(self) -> int: ...
 
 
+class _SharerQueue(_Order, Protocol):
+    def newest(self) -> Sequence: ...
+    def charge(self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None: ...
+
+
+def _tenant_of(sequence: Sequence) -> str:
+    return sequence.tenant
+
+
+def _adapter_of(sequence: Sequence) -> str:
+    return "" if sequence.lora is None else sequence.lora.name
+
+
 class _FairOrder:
-    """The tenant with the least virtual token counter first; within a tenant by arrival.
+    """The tenant with the least virtual token counter first; within a tenant, the adapter with the least one.
 
     Virtual token counters are those of Sheng et al. (Fairness in Serving Large Language Models, OSDI 2024).
+
+    Args:
+        name_of: returns the sharer that a sequence belongs to.
+        make_queue: returns an order of the sequences of one sharer.
     """
 
-    def __init__(self, weights: dict[str, float]) -> None:
+    def __init__(
+        self,
+        weights: dict[str, float],
+        name_of: Callable[[Sequence], str],
+        make_queue: Callable[[], _SharerQueue],
+    ) -> None:
         self._weights = weights
-        self._queues: dict[str, _Heap] = {}  # tenant |-> its waiting sequences; no empty queues
+        self._name_of, self._make_queue = name_of, make_queue
+        self._queues: dict[str, _SharerQueue] = {}  # tenant |-> its waiting sequences; no empty queues
+        self._emptied: dict[
+            str, _SharerQueue
+        ] = {}  # of tenants without waiting sequences, for their counters
         self._counters: dict[str, float] = {}
         # (counter, tenant) of waiting tenants. Counters only grow, so an outdated entry reaches the top early.
         self._ranking: list[tuple[float, str]] = []
@@ -87,21 +116,27 @@ class _FairOrder:
         return self._num_waiting
 
     def push(self, sequence: Sequence) -> None:
-        tenant = sequence.tenant
+        tenant = self._name_of(sequence)
         if tenant not in self._queues:
             self._counters[tenant] = self.counter_of(tenant)
-            self._queues[tenant] = _Heap(ADMISSION_KEYS["fcfs"])
+            emptied = self._emptied.pop(tenant, None)
+            self._queues[tenant] = self._make_queue() if emptied is None else emptied
             heapq.heappush(self._ranking, (self._counters[tenant], tenant))
             self._drop_idle()
         self._queues[tenant].push(sequence)
         self._num_waiting += 1
 
     def remove(self, sequence: Sequence) -> None:
-        queue = self._queues[sequence.tenant]
+        tenant = self._name_of(sequence)
+        queue = self._queues[tenant]
         queue.remove(sequence)
         self._num_waiting -= 1
         if not queue:
-            del self._queues[sequence.tenant]
+            self._emptied[tenant] = self._queues.pop(tenant)
+
+    def newest(self) -> Sequence:
+        """Return the newest sequence of the sharer with the most waiting ones."""
+        return max(self._queues.values(), key=len).newest()
 
     def newest_of(self, tenant: str) -> Sequence | None:
         queue = self._queues.get(tenant)
@@ -123,9 +158,14 @@ class _FairOrder:
         """See `Counters`."""
         return self._weights.get(tenant, 1.0)
 
-    def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+    def charge(self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Count computed tokens of a sequence."""
+        tenant = self._name_of(sequence)
         if tenant not in self._counters:
             return
+        queue = self._queues.get(tenant, self._emptied.get(tenant))
+        if queue is not None:
+            queue.charge(sequence, num_prompt_tokens, num_output_tokens)
         self._counters[tenant] += service(num_prompt_tokens, num_output_tokens, self.weight_of(tenant))
         if tenant in self._queues:
             heapq.heappush(self._ranking, (self._counters[tenant], tenant))
@@ -141,6 +181,16 @@ class _FairOrder:
     def _drop_idle(self) -> None:
         if len(self._counters) - len(self._queues) > MAX_IDLE_TENANTS:
             self._counters = {tenant: self._counters[tenant] for tenant in self._queues}
+            self._emptied.clear()
+
+
+def _fair_order(weights: dict[str, float]) -> _FairOrder:
+    """Return the order by tenants; of one tenant, by adapters; of one adapter, by arrival."""
+
+    def order_adapters() -> _FairOrder:
+        return _FairOrder({}, _adapter_of, lambda: _Heap(ADMISSION_KEYS["fcfs"]))
+
+    return _FairOrder(weights, _tenant_of, order_adapters)
 
 
 class _LongestPrefixOrder:
@@ -193,7 +243,7 @@ class WaitingQueue:
         tenant_weights: Iterable[tuple[str, float]] = (),
         expected_steps: Callable[[Sequence], float] = lambda sequence: 0.0,
     ) -> None:
-        self._fair = _FairOrder(dict(tenant_weights)) if policy == "fair" else None
+        self._fair = _fair_order(dict(tenant_weights)) if policy == "fair" else None
         self._new: _Order
         if self._fair is not None:
             self._new = self._fair
@@ -253,7 +303,7 @@ class WaitingQueue:
         """Return a waiting sequence of one request, which ran before, or None."""
         return self._resumed.first_of(arrival)
 
-    def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Charge computed tokens to a tenant, under the fair policy."""
+    def charge(self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Charge a sequence's computed tokens to its tenant and its adapter, under the fair policy."""
         if self._fair is not None:
-            self._fair.charge(tenant, num_prompt_tokens, num_output_tokens)
+            self._fair.charge(sequence, num_prompt_tokens, num_output_tokens)

@@ -15,6 +15,7 @@ from quire.proto.block_tables import BlockTables
 from quire.proto.config import EngineConfig, ModelConfig, PoolingConfig, SpeculativeConfig
 from quire.proto.engine_command import EngineCommand
 from quire.proto.errors import QuireError, RankFailed
+from quire.proto.lora import LoraReport
 from quire.proto.pooling import Pooled, PoolingParams
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import Logprobs, PromptLogprobs, PromptScoring, StepPlan, StepResult
@@ -74,7 +75,7 @@ def submit(handle: int, prompt: list[int], **settings: Any) -> Submit:
     """Return a request; `settings` are fields of SamplingParams and Submit."""
     options: dict[str, Any] = {
         name: settings.pop(name)
-        for name in ("tenant", "priority", "timeout_s", "salt", "prefix_pool", "pooling")
+        for name in ("tenant", "priority", "timeout_s", "salt", "prefix_pool", "pooling", "lora")
         if name in settings
     }
     options["generated_token_ids"] = np.array(settings.pop("generated", []), np.int32)
@@ -369,7 +370,10 @@ class FakeWorkerGroup:
         self.num_executed_tokens += sum(scheduled.values())
         token_ids = np.array([next_token(state) for state in states], np.int32)
         logprobs = self._logprobs(sampled, states)
-        result = StepResult(plan.step_id, plan.epoch, 0, token_ids, logprobs, prompt_logprobs=scores)
+        reports = tuple(LoraReport(0, load.adapter_id, "digest") for load in plan.lora_loads)
+        result = StepResult(
+            plan.step_id, plan.epoch, 0, token_ids, logprobs, prompt_logprobs=scores, lora_reports=reports
+        )
         if pooled:
             result = replace(result, pooled=_pooled(pooled))
         if not any(num_drafted):

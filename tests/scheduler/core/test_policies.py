@@ -9,6 +9,8 @@ from driver import Driver
 from fakes import oracle, random_prompt, small_config
 from narrowing import not_none
 
+from quire.proto.config import LoraConfig
+from quire.proto.lora import LoraReference
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import StepResult
 from quire.scheduler.core.policy import CostModel, counter_on_arrival, service
@@ -103,6 +105,44 @@ def test_fair_policy_isolates_a_tenant_from_a_flood() -> None:
     while 99 not in driver.finishes:
         driver.step()
     assert len(driver.finishes) - done <= 3
+
+
+@pytest.mark.parametrize("policy", ["fair", "fcfs"])
+def test_fair_policy_isolates_an_adapter_from_a_flood(policy: str) -> None:
+    """Both adapters have a slot, so they take no turns."""
+    config = small_config(max_num_seqs=1, num_blocks=64, policy=policy)
+    driver = Driver(replace(config, lora=LoraConfig(max_loras=2, max_lora_rank=8, max_cpu_loras=2)))
+    loud, quiet = (LoraReference(name, f"/adapters/{name}") for name in ("loud", "quiet"))
+    for handle in range(50):
+        driver.add(handle, random_prompt(4, handle), max_tokens=2, lora=loud)
+    for _ in range(30):
+        driver.step()
+    driver.add(99, random_prompt(4, 99), max_tokens=2, lora=quiet)
+    driver.add(98, random_prompt(4, 98), max_tokens=2)
+    done = len(driver.finishes)
+    assert done > 5
+    while not {98, 99} <= driver.finishes.keys():
+        driver.step()
+    if policy == "fair":
+        assert len(driver.finishes) - done <= 5
+    else:
+        assert len(driver.finishes) == 52
+
+
+def test_fair_policy_shares_by_tenant_before_adapters() -> None:
+    """A tenant with two adapters has no more than one without."""
+    config = small_config(max_num_seqs=1, num_blocks=64, policy="fair")
+    driver = Driver(replace(config, lora=LoraConfig(max_loras=2, max_lora_rank=8, max_cpu_loras=2)))
+    adapters = [LoraReference(name, f"/adapters/{name}") for name in "ab"]
+    for handle in range(90):
+        lora = adapters[handle % 3] if handle % 3 < 2 else None
+        tenant = "none" if lora is None else "two"
+        driver.add(handle, random_prompt(4, handle), max_tokens=4, tenant=tenant, lora=lora, ignore_eos=True)
+    for _ in range(4 * 40):
+        driver.step()
+    counts = [sum(handle % 3 == kind for handle in driver.finishes) for kind in range(3)]
+    assert counts[2] == pytest.approx(sum(counts) / 2, abs=2)
+    assert counts[0] == pytest.approx(counts[1], abs=2)
 
 
 def test_virtual_counter_functions() -> None:
