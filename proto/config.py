@@ -147,7 +147,7 @@ class CacheConfig:
 
     Attributes:
         block_size: tokens per block.
-        num_blocks: blocks of the pool, block 0 (scratch for padding rows) included; None until the ranks
+        num_blocks: blocks of each rank, block 0 (scratch for padding rows) included; None until the ranks
             have reported their memory. A block holds tokens of one cache group.
         memory_bytes: bytes of KV cache per rank; None to use ``gpu_memory_utilization`` on a GPU and
             ``DEFAULT_CPU_KV_BYTES`` on a CPU.
@@ -188,6 +188,8 @@ class ParallelConfig:
         logits_processors: names of custom logits processors, separated by commas; None for none.
         enable_expert_parallel: of a mixture of experts, each rank holds some experts whole.
         standby_weights: on a CPU, the weights of each rank are in memory that the process that replaces it maps.
+        enable_dp_attention: each rank has the whole attention of a latent model, and the sequences of one partition
+            of the KV pool (data-parallel attention); the rest of the model is tensor-parallel.
     """
 
     tensor_parallel_size: int
@@ -201,6 +203,12 @@ class ParallelConfig:
     logits_processors: str | None = None
     enable_expert_parallel: bool = False
     standby_weights: bool = False
+    enable_dp_attention: bool = False
+
+    @property
+    def num_kv_partitions(self) -> int:
+        """Partitions of the KV pool, each with the memory of one rank; 1 if all ranks hold the same blocks."""
+        return self.tensor_parallel_size if self.enable_dp_attention else 1
 
     @property
     def logits_processor_names(self) -> tuple[str, ...]:

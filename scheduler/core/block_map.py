@@ -16,8 +16,8 @@ def make_block_map(state: SchedulerState, query_id: int) -> BlockMap:
     30,000 blocks, 256 rows: 3.6 ms on an Intel Xeon; made only while an operator looks, at most once per second.
     """
     blocks = state.blocks
-    stride = -(-blocks.num_blocks // MAX_MAP_CELLS)
-    shown = range(1, blocks.num_blocks + 1, stride)
+    stride = -(-blocks.last_block // MAX_MAP_CELLS)
+    shown = range(1, blocks.last_block + 1, stride)
     rows = np.full(len(shown), NO_ROW, np.int32)
     for row in state.running:
         held = blocks.held_ids(row) - 1
@@ -25,7 +25,7 @@ def make_block_map(state: SchedulerState, query_id: int) -> BlockMap:
     by_size = sorted(state.running.items(), key=lambda item: -int(blocks.tables.lens[item[0]]))
     return BlockMap(
         query_id=query_id,
-        num_blocks=blocks.num_blocks,
+        num_blocks=blocks.last_block,
         stride=stride,
         states=blocks.states(shown),
         rows=rows,

@@ -191,12 +191,13 @@ class Planner:
         needs = {
             row: blocks.num_lacking_blocks(row, int(num_scheduled[row]) + n) for row, n in chunks.items()
         }
-        num_left = blocks.num_free_blocks - sum(needs.values())
         growing = at_boundary if draft.num_drafted is None else self._growing(advancing, draft.num_drafted)
-        if growing.size * blocks.num_groups > num_left:
+        has_free = blocks.has_free(growing, needs)
+        if not has_free and draft.num_drafted is not None:
             self._drop_drafts(draft)
             growing = at_boundary
-        if growing.size * blocks.num_groups <= num_left:
+            has_free = blocks.has_free(growing, needs)
+        if has_free:
             if growing.size:
                 draft.grown_rows, draft.grown_ids = blocks.grow_by_one(growing)
             return advancing, set()
@@ -232,7 +233,7 @@ class Planner:
         """Allocate scarce blocks in order of precedence, and preempt sequences of lower precedence for them.
 
         A victim's blocks may still be fenced (their release is deferred until the steps in flight are done). Then
-        its beneficiary, and all sequences after it, stall: they skip this step.
+        its beneficiary, and all sequences of the partition after it, stall: they skip this step.
 
         Args:
             needs: row |-> blocks that it lacks.
@@ -243,25 +244,33 @@ class Planner:
         state, blocks = self._state, self._state.blocks
         preempted: set[int] = set()
         stalled: set[int] = set()
+        full: set[int] = set()  # partitions
         needy = [state.running[row] for row in needs]
         for sequence in sorted(needy, key=by_precedence):
             row = sequence.row
             if row is None:  # preempted for an earlier one just now
                 continue
-            while blocks.num_unheld_blocks < needs[row]:
-                victim = self._choose_victim(draft, sequence)
+            partition = blocks.partition_of(row)
+            while blocks.num_unheld_in(partition) < needs[row]:
+                victim = self._choose_victim(draft, sequence, partition)
                 if victim is None:
                     break
                 preempted.add(row_of(victim))
                 state.preempt(victim, draft.now)
-            if stalled or blocks.num_free_blocks < needs[row]:
+            if partition in full or blocks.num_free_in(partition) < needs[row]:
                 stalled.add(row)
+                full.add(partition)
             else:
                 self._grow(draft, row, chunks.get(row, 1))
         return preempted, stalled
 
-    def _choose_victim(self, draft: _Draft, beneficiary: Sequence) -> Sequence | None:
+    def _choose_victim(
+        self, draft: _Draft, beneficiary: Sequence, partition: int | None
+    ) -> Sequence | None:
         """Return the sequence to preempt for `beneficiary`, or None; excludes sequences already in this plan.
+
+        Args:
+            partition: of the blocks that the beneficiary lacks; None if it lacks a row.
 
         If there is no other, it is a beam of the beneficiary's own search whose candidates are known already: its
         preemption delays nothing.
@@ -269,7 +278,12 @@ class Planner:
         rows = self._state.rows
         tables, num_rows = (*draft.grown_rows.tolist(), *draft.appended_rows), rows.num_rows
         in_plan = {*(table % num_rows for table in tables), *draft.chunk_rows}
-        others = [sequence for row, sequence in self._state.running.items() if row not in in_plan]
+        blocks = self._state.blocks
+        others = [
+            sequence
+            for row, sequence in self._state.running.items()
+            if row not in in_plan and partition in (None, blocks.partition_of(row))
+        ]
         victim = choose_victim(
             others, beneficiary, lambda sequence: int(rows.num_scheduled[row_of(sequence)])
         )
@@ -335,7 +349,8 @@ class Planner:
             parent.row is None
             or draft.num_tokens_left < 1
             or not state.rows.num_free
-            or state.blocks.num_blocks_to_fork(num_tokens) > state.blocks.num_free_blocks
+            or state.blocks.num_blocks_to_fork(num_tokens)
+            > state.blocks.num_free_in(state.blocks.partition_of(parent.row))
         ):
             return False
         row = state.start(child, draft.step_id)
@@ -358,14 +373,13 @@ class Planner:
         while draft.num_tokens_left > 0 and (sequence := self._next_waiting()) is not None:
             if self._fail_unless_in_time(sequence, draft.now) or self._park_for_adapter(sequence):
                 continue
-            prefix, num_needed = self._find_prefix(sequence)
-            num_needed += int(WATERMARK * blocks.num_blocks) if state.running else 0
-            if state.rows.num_free and num_needed <= blocks.num_free_blocks:
+            prefix, num_needed = self._choose_partition(sequence)
+            if state.rows.num_free and num_needed <= blocks.num_free_in(prefix.partition):
                 state.waiting.remove(sequence)
                 self._start(draft, sequence, prefix)
                 continue
             is_stuck = is_idle and not draft.chunk_rows and not state.in_flight
-            row = self._preempt_for(draft, sequence, num_needed, is_stuck)
+            row = self._preempt_for(draft, sequence, prefix.partition, num_needed, is_stuck)
             if row is None:
                 break
             preempted.add(row)
@@ -386,16 +400,39 @@ class Planner:
         lora.park(sequence)
         return True
 
-    def _find_prefix(self, sequence: Sequence) -> tuple[Prefix, int]:
-        """Return a waiting sequence's cached prefix, and the free blocks that it needs to start."""
+    def _choose_partition(self, sequence: Sequence) -> tuple[Prefix, int]:
+        """Choose the partition in which a waiting sequence starts; return as `_find_prefix` does.
+
+        If several have room, or none has, a cached prefix counts as much as a difference of as many free blocks:
+        a prompt that many requests share does not bring all of them to one rank.
+        """
+        blocks = self._state.blocks
+        places = [self._find_prefix(sequence, place) for place in blocks.partitions_for(sequence)]
+        if len(places) == 1:
+            return places[0]
+
+        def preference(place: tuple[Prefix, int]) -> tuple[bool, int]:
+            prefix, num_needed = place
+            num_left = blocks.num_unheld_in(prefix.partition) - num_needed
+            has_room = num_needed <= blocks.num_free_in(prefix.partition)
+            return has_room, num_left + prefix.num_blocks * blocks.num_groups
+
+        return max(places, key=preference)
+
+    def _find_prefix(self, sequence: Sequence, partition: int) -> tuple[Prefix, int]:
+        """Return a waiting sequence's prefix in a partition, and the free blocks that it needs to start there."""
         blocks, num_tokens = self._state.blocks, len(sequence.token_ids) + (sequence.pooling is None)
-        prefix = blocks.find_prefix(sequence) if not sequence.host_blocks else Prefix()
+        prefix = Prefix(partition=partition)
+        if not sequence.host_blocks:
+            prefix = blocks.find_prefix(sequence, partition)
         num_needed = blocks.num_blocks_to_open(prefix, num_tokens)
-        if prefix.partial is not None and num_needed > blocks.num_free_blocks:
+        if prefix.partial is not None and num_needed > blocks.num_free_in(partition):
             # While it is copied, the source of a copy is held as well: one block more than there may be.
             prefix = replace(prefix, partial=None)
             num_needed = blocks.num_blocks_to_open(prefix, num_tokens)
-        return prefix, num_needed
+        num_blocks = blocks.num_blocks_in(partition)
+        is_used = blocks.num_unheld_in(partition) < num_blocks
+        return prefix, num_needed + (int(WATERMARK * num_blocks) if is_used else 0)
 
     def _fail_unless_in_time(self, sequence: Sequence, now: float) -> bool:
         """Fail a waiting sequence that cannot be complete before its deadline any more; True if it failed."""
@@ -407,7 +444,9 @@ class Planner:
         self._state.fail_request((sequence.gateway, sequence.handle), error)
         return True
 
-    def _preempt_for(self, draft: _Draft, sequence: Sequence, num_blocks: int, is_stuck: bool) -> int | None:
+    def _preempt_for(
+        self, draft: _Draft, sequence: Sequence, partition: int, num_blocks: int, is_stuck: bool
+    ) -> int | None:
         """Preempt a running sequence for a waiting one that lacks a row or blocks; return its row.
 
         Allowed if the policy is ``priority`` and the victim's priority is lower. Also allowed if nothing else makes
@@ -417,9 +456,10 @@ class Planner:
         Returns None if no preemption is needed or allowed.
         """
         state = self._state
-        if state.rows.num_free and num_blocks <= state.blocks.num_unheld_blocks:
+        has_blocks = num_blocks <= state.blocks.num_unheld_in(partition)
+        if state.rows.num_free and has_blocks:
             return None  # enough, as soon as the steps in flight are done
-        victim = self._choose_victim(draft, sequence)
+        victim = self._choose_victim(draft, sequence, None if has_blocks else partition)
         by_priority = state.config.scheduler.policy == "priority"
         if victim is None or not (is_stuck or (by_priority and victim.priority < sequence.priority)):
             return None

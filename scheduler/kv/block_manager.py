@@ -34,6 +34,9 @@ class BlockManager:
     A row has a table of blocks in each cache group, and needs `num_groups` blocks for the same tokens. A block that
     is behind the window of its group is released; its entry in the table stays, and is not read.
 
+    With data-parallel attention the pool has a partition per rank. All blocks of a row are in one partition, which is
+    chosen when the row is opened; prefixes are found in the blocks of one partition.
+
     Attributes:
         tables: row |-> block ids; the ranks keep copies.
         journal: changes of the set of cached prefixes, in device or host memory.
@@ -47,21 +50,34 @@ class BlockManager:
         num_rows, layout = config.scheduler.max_num_seqs, config.cache_layout
         self.block_size = cache.block_size
         self.layout, self.num_groups = layout, len(layout.groups)
+        self.num_partitions = config.parallel.num_kv_partitions
+        self._partition_of: RowArray = np.zeros(num_rows, np.intp)  # row |-> partition of its blocks
         self.tables = BlockTables(num_rows, config.max_blocks_per_seq, self.num_groups)
         # table |-> index of its first block that is not released.
         self._first_live: IntArray = np.zeros(self.num_groups * num_rows, np.int32)
         self._max_held = layout.max_held_blocks(config.scheduler.max_num_batched_tokens, cache.block_size)
         self.journal = CacheJournal(window_blocks=layout.num_hit_blocks(cache.block_size))
         self.host = (
-            HostTier(cache.num_host_blocks, cache.block_size, self.num_groups, self.journal)
+            HostTier(
+                cache.num_host_blocks, cache.block_size, self.num_groups, self.journal, self.num_partitions
+            )
             if cache.num_host_blocks
             else None
         )
+        # Those of each cache group, for each partition in turn.
         self._caches = (
-            make_caches(cache.block_size, self.num_groups, self.journal) if cache.prefix_caching else []
+            make_caches(cache.block_size, self.num_groups, self.journal, self.num_partitions)
+            if cache.prefix_caching
+            else []
         )
-        self._lookup = PrefixLookup(layout, cache.block_size, self._caches, self.host)
-        self._pool = BlockPool(cache.num_blocks, on_evict=self._evict)
+        starts = range(0, len(self._caches), self.num_groups)
+        self._lookups = [
+            PrefixLookup(
+                layout, cache.block_size, self._caches[start : start + self.num_groups], self.host, start
+            )
+            for start in starts
+        ]
+        self._pool = BlockPool(cache.num_blocks, self._evict, self.num_partitions)
         self._transfers = Transfers()
         # Blocks that the next plan reads, held until it is made: an allocation must not evict them.
         self._held: list[int] = []
@@ -76,12 +92,13 @@ class BlockManager:
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of blocks for sequences: all except the scratch block."""
-        return self._pool.num_blocks - 1
+        """Return the number of blocks for sequences: all except the scratch blocks."""
+        return self._pool.num_blocks
 
     @property
-    def num_free_blocks(self) -> int:
-        return self._pool.num_free
+    def last_block(self) -> int:
+        """Return the highest number of a block."""
+        return self._pool.last_block
 
     @property
     def num_held_blocks(self) -> int:
@@ -95,10 +112,34 @@ class BlockManager:
     def num_fenced_blocks(self) -> int:
         return self._pool.num_fenced
 
-    @property
-    def num_unheld_blocks(self) -> int:
-        """Return the blocks that are free now or once the steps in flight are done."""
-        return self._pool.num_free + self._pool.num_fenced
+    def partition_of(self, row: int) -> int:
+        """Return the partition of a row's blocks."""
+        return int(self._partition_of[row])
+
+    def num_blocks_in(self, partition: int) -> int:
+        """Return the number of blocks for sequences of a partition."""
+        return self._pool.num_blocks // self.num_partitions
+
+    def num_free_in(self, partition: int) -> int:
+        """Return the free blocks of a partition."""
+        return self._pool.num_free_in(partition)
+
+    def num_unheld_in(self, partition: int) -> int:
+        """Return the blocks of a partition that are free now or once the steps in flight are done."""
+        return self._pool.num_unheld_in(partition)
+
+    def has_free(self, rows: RowArray, needs: dict[int, int]) -> bool:
+        """Return whether blocks are free for what `needs` has, and one in each group for each entry of `rows`.
+
+        Args:
+            needs: row |-> blocks that it lacks.
+        """
+        if self.num_partitions == 1:
+            return rows.size * self.num_groups + sum(needs.values()) <= self._pool.num_free_in(0)
+        lacking = np.bincount(self._partition_of[rows], minlength=self.num_partitions) * self.num_groups
+        for row, num_blocks in needs.items():
+            lacking[self._partition_of[row]] += num_blocks
+        return all(count <= self._pool.num_free_in(place) for place, count in enumerate(lacking.tolist()))
 
     def states(self, block_ids: range) -> bytes:
         """Return a BlockState for each block."""
@@ -135,27 +176,38 @@ class BlockManager:
 
     # Lookups
 
-    def find_prefix(self, sequence: Sequence) -> Prefix:
-        """Return the cached beginning of a sequence, as far as the sequence can use it.
+    def partitions_for(self, sequence: Sequence) -> range:
+        """Return the partitions in which a waiting sequence may start: that of its host blocks, or any."""
+        if self.num_partitions == 1 or not sequence.host_blocks:
+            return range(self.num_partitions)
+        assert self.host is not None
+        partition = self.host.partition_of(sequence.host_blocks[0])
+        return range(partition, partition + 1)
+
+    def find_prefix(self, sequence: Sequence, partition: int = 0) -> Prefix:
+        """Return the beginning of a sequence that a partition has cached, as far as the sequence can use it.
 
         The last known token is always computed again, since the next token is sampled from its logits.
         """
         if not self._caches:
-            return Prefix()
+            return Prefix(partition=partition)
+        lookup = self._lookups[partition]
         tokens, num_reusable = sequence.token_ids, sequence.num_reusable_tokens
         num_full = num_reusable // self.block_size
         self._caches[0].extend(sequence.root, sequence.block_digests, tokens, num_full)
-        blocks, num_blocks = self._lookup.find_blocks(sequence.block_digests[:num_full])
+        blocks, num_blocks = lookup.find_blocks(sequence.block_digests[:num_full])
         start = num_blocks * self.block_size
         parent = sequence.block_digests[num_blocks - 1] if num_blocks else sequence.root
         partial = None
         if start < num_reusable:
             end = min(num_reusable, start + self.block_size)
-            partial = self._lookup.find_partial(parent, tokens[start:end], self._filling)
-        return Prefix(num_blocks, blocks, partial)
+            partial = lookup.find_partial(parent, tokens[start:end], self._filling)
+        return Prefix(num_blocks, blocks, partial, partition)
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
-        return self.find_prefix(sequence).num_tokens(self.block_size)
+        """Return the tokens of a sequence's longest cached prefix."""
+        prefixes = (self.find_prefix(sequence, partition) for partition in range(self.num_partitions))
+        return max(prefix.num_tokens(self.block_size) for prefix in prefixes)
 
     def num_blocks_to_open(self, prefix: Prefix, num_tokens: int) -> int:
         """Return the free blocks that a row with this prefix and `num_tokens` takes, including shared cached ones."""
@@ -175,6 +227,7 @@ class BlockManager:
     def open(self, row: int, sequence: Sequence, prefix: Prefix) -> int:
         """Put a prefix into an empty row's tables; return the number of tokens whose KV the row has then."""
         assert self._caches or not prefix.num_blocks
+        self._partition_of[row] = prefix.partition
         self._hold_sources(prefix)
         tables = list[list[int]]()
         for group, places in enumerate(prefix.blocks):
@@ -212,6 +265,7 @@ class BlockManager:
         Kwon et al., SOSP 2023).
         """
         num_full, rest = divmod(num_tokens, self.block_size)
+        self._partition_of[row] = self._partition_of[source_row]
         tables = list[list[int]]()
         for group, first in enumerate(self._first_blocks(num_tokens)):
             source, table = self._table(source_row, group), self._table(row, group)
@@ -230,7 +284,7 @@ class BlockManager:
 
         The pool must have the blocks.
         """
-        blocks = self._pool.allocate(self.num_lacking_blocks(row, num_tokens))
+        blocks = self._pool.allocate(self.num_lacking_blocks(row, num_tokens), self.partition_of(row))
         of_each = len(blocks) // self.num_groups
         tables = [self._table(row, group) for group in range(self.num_groups) for _ in range(of_each)]
         self.tables.append(np.array(tables, np.intp), np.array(blocks, np.int32))
@@ -242,7 +296,14 @@ class BlockManager:
         The entries of a row that repeats must be adjacent.
         """
         tables = self.tables.tables_of(rows)
-        blocks = np.asarray(self._pool.allocate(tables.size), np.int32)
+        if self.num_partitions == 1:
+            blocks = np.asarray(self._pool.allocate(tables.size), np.int32)
+        else:
+            blocks = np.empty(tables.size, np.int32)
+            partitions = np.tile(self._partition_of[rows], self.num_groups)
+            for partition in range(self.num_partitions):
+                is_own = partitions == partition
+                blocks[is_own] = self._pool.allocate(np.count_nonzero(is_own), partition)
         self.tables.append(tables, blocks)
         return tables, blocks
 
@@ -303,7 +364,9 @@ class BlockManager:
         digest = child_digest(parent, tokens)
         digests.append(digest)
         key = CacheKey(digest, parent, tokens)
-        for cache, block_id in zip(self._caches, block_ids, strict=True):
+        # The greatest is no placeholder of a released block, unless all are.
+        caches = self._caches_of(self._pool.partition_of(max(block_ids)))
+        for cache, block_id in zip(caches, block_ids, strict=True):
             if block_id != SCRATCH_BLOCK and cache.insert(key, block_id):
                 self._pool.keep_content(block_id)
 
@@ -337,7 +400,7 @@ class BlockManager:
         parent = sequence.block_digests[index - 1] if index else sequence.root
         tokens = last_tokens.tobytes()
         key = CacheKey(child_digest(parent, tokens), parent, tokens)
-        for group, cache in enumerate(self._caches):
+        for group, cache in enumerate(self._caches_of(self.partition_of(row))):
             table = self._table(row, group)
             if index >= self._first_live[table]:
                 self._insert(cache, key, int(self.tables.ids[table, index]))
@@ -389,7 +452,7 @@ class BlockManager:
         """
         if self.host is None:
             return None
-        host_blocks = self.host.reserve(self.num_blocks_to_swap(num_tokens))
+        host_blocks = self.host.reserve(self.num_blocks_to_swap(num_tokens), self.partition_of(row))
         if host_blocks is not None:
             end, blocks = self.num_blocks_for(num_tokens), list[int]()
             for group, first in enumerate(self._first_blocks(num_tokens)):
@@ -407,6 +470,7 @@ class BlockManager:
         """
         host_blocks, num_tokens = sequence.host_blocks, sequence.num_host_tokens
         assert self.host is not None
+        self._partition_of[row] = self.host.partition_of(host_blocks[0])
         blocks, end = self._load_host_blocks(host_blocks), self.num_blocks_for(num_tokens)
         tables, start = list[list[int]](), 0
         for group, first in enumerate(self._first_blocks(num_tokens)):
@@ -464,9 +528,14 @@ class BlockManager:
         assert (lens == lens[0]).all(), "the tables of a row differ in length"
         assert (self._first_live <= tables.lens).all(), "a table has released more blocks than it has"
         held = np.concatenate([self.held_ids(row) for row in range(tables.num_rows)])
+        for row in range(tables.num_rows):
+            in_partition = self.held_ids(row) // (self.num_blocks_in(0) + 1) == self._partition_of[row]
+            assert in_partition.all(), f"row {row} has blocks of another partition"
         blocks, counts = np.unique(np.concatenate([held, np.array(self._held, np.int32)]), return_counts=True)
         self._pool.check_integrity(dict(zip(blocks.tolist(), counts.tolist(), strict=True)))
-        digests = self._caches[0].full_digests() if self._caches else []
+        digests = [
+            digest for cache in self._caches[:: self.num_groups] for digest in cache.full_digests()
+        ]
         self.journal.check_integrity(digests + (self.host.full_digests() if self.host is not None else []))
         for cache in self._caches:
             cache.check_integrity()
@@ -502,12 +571,13 @@ class BlockManager:
     def _copy(self, source: int) -> int:
         """Return a new block into which the plan copies `source`."""
         self._hold([source])
-        (copy,) = self._pool.allocate(1)
+        (copy,) = self._pool.allocate(1, self._pool.partition_of(source))
         self._transfers.copies.append((source, copy))
         return copy
 
     def _load_host_blocks(self, host_blocks: list[int]) -> list[int]:
-        blocks = self._pool.allocate(len(host_blocks))
+        assert self.host is not None
+        blocks = self._pool.allocate(len(host_blocks), self.host.partition_of(host_blocks[0]))
         self._transfers.swap_in += zip(host_blocks, blocks, strict=True)
         return blocks
 
@@ -526,7 +596,7 @@ class BlockManager:
         tokens = sequence.token_ids[start : start + self.block_size].tobytes()
         key = CacheKey(sequence.block_digests[index], parent, tokens)
         block_id = int(self.tables.ids[self._table(row, group), index])
-        self._insert(self._caches[group], key, block_id)
+        self._insert(self._caches_of(self.partition_of(row))[group], key, block_id)
         return block_id
 
     def _publish_loaded(self, row: int, sequence: Sequence, num_blocks: int) -> None:
@@ -537,6 +607,10 @@ class BlockManager:
         for group in range(self.num_groups):
             for index in range(int(self._first_live[self._table(row, group)]), num_blocks):
                 self._publish(row, sequence, index, group)
+    def _caches_of(self, partition: int) -> list[PrefixCache]:
+        """Return the prefix caches of a partition, those of each group."""
+        start = partition * self.num_groups
+        return self._caches[start : start + self.num_groups] if self.num_partitions > 1 else self._caches
 
     def _insert(self, cache: PrefixCache, key: CacheKey, block_id: int) -> None:
         if cache.insert(key, block_id):
@@ -544,13 +618,13 @@ class BlockManager:
 
     def _evict(self, block_id: int) -> None:
         """Evict a cached block: move its content to host memory if there is room."""
-        group = next(group for group, cache in enumerate(self._caches) if block_id in cache)
-        cache = self._caches[group]
+        index = next(index for index, cache in enumerate(self._caches) if block_id in cache)
+        cache = self._caches[index]
         key = cache.key_of(block_id)
         cache.forget(block_id)
         if self.host is None or len(key.tokens) < 4 * self.block_size:
             return
-        host_block = self.host.insert(group, key)
+        host_block = self.host.insert(index, key)
         if host_block is not None:
             self._transfers.swap_out.append((block_id, host_block))
             self._held_on_host.append(host_block)

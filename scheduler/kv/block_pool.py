@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,6 +16,29 @@ SCRATCH_BLOCK = 0
 _STATE_BY_REFERENCES = np.array([BlockState.EMPTY, BlockState.HELD, BlockState.SHARED], np.uint8)
 
 
+@dataclass(slots=True)
+class _FreeQueue:
+    """The blocks of one partition that are not held.
+
+    Attributes:
+        next_fresh, end: blocks that were never used. They are counted, not listed: a pool of a million blocks costs
+            nothing to make.
+        empty, cached: an OrderedDict is a linked list with a lookup: append, pop an end and remove from the middle in
+            O(1).
+        num_fenced: blocks that are fenced, which are listed for all partitions together.
+    """
+
+    next_fresh: int
+    end: int
+    empty: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    num_fenced: int = 0
+
+    @property
+    def num_free(self) -> int:
+        return self.end - self.next_fresh + len(self.empty) + len(self.cached)
+
+
 class BlockPool:
     """A fixed set of KV blocks. Block 0 is scratch for padding rows and is never allocated.
 
@@ -22,32 +46,45 @@ class BlockPool:
     use it), *cached* (released, its content kept for prefix hits until the block is needed) or *empty*. Held, fenced
     and cached blocks can be shared. Empty blocks are allocated first, then cached ones in the order of their release.
 
+    A pool may consist of partitions of equal size, each with the memory of one rank (data-parallel attention). Their
+    blocks follow each other: partition p has blocks ``p * partition_blocks`` to ``(p + 1) * partition_blocks - 1``,
+    of which the first is its scratch block.
+
     Args:
-        num_blocks: including the scratch block.
+        partition_blocks: blocks of each partition, including the scratch block.
         on_evict: called with each cached block whose content is evicted.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
-        self.num_blocks = num_blocks
+    def __init__(
+        self, partition_blocks: int, on_evict: Callable[[int], None], num_partitions: int = 1
+    ) -> None:
+        self._partition_blocks, self._num_partitions = partition_blocks, num_partitions
+        self._num_ids = partition_blocks * num_partitions
         self._on_evict = on_evict
-        self._ref_counts = array("i", bytes(4 * num_blocks))
+        self._ref_counts = array("i", bytes(4 * self._num_ids))
         self._cacheable: set[int] = set()
-        # Blocks that were never used are counted, not listed: a pool of a million blocks costs nothing to make.
-        self._next_fresh = SCRATCH_BLOCK + 1
-        # An OrderedDict is a linked list with a lookup: append, pop an end and remove from the middle in O(1).
-        self._empty: OrderedDict[int, None] = OrderedDict()
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        starts = range(0, self._num_ids, partition_blocks)
+        self._queues = [_FreeQueue(start + 1, start + partition_blocks) for start in starts]
         self._fenced: deque[tuple[int, int]] = deque()  # (step, block), by step
         self._fence_of: dict[int, int] = {}
 
     @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks that can be allocated: all except the scratch blocks."""
+        return self._num_ids - self._num_partitions
+
+    @property
+    def last_block(self) -> int:
+        return self._num_ids - 1
+
+    @property
     def num_free(self) -> int:
-        """Return the number of blocks that `allocate` can return now, including cached ones."""
-        return self.num_blocks - self._next_fresh + len(self._empty) + len(self._cached)
+        """Return the number of blocks that `allocate` can return now from all partitions, cached ones included."""
+        return sum(queue.num_free for queue in self._queues)
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return sum(len(queue.cached) for queue in self._queues)
 
     @property
     def num_fenced(self) -> int:
@@ -55,10 +92,22 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        return self.num_blocks - 1 - self.num_free - self.num_fenced
+        return self.num_blocks - self.num_free - self.num_fenced
+
+    def num_free_in(self, partition: int) -> int:
+        """Return the number of blocks that `allocate` can return from a partition now."""
+        return self._queues[partition].num_free
+
+    def num_unheld_in(self, partition: int) -> int:
+        """Return the blocks of a partition that are free now or once the steps in flight are done."""
+        queue = self._queues[partition]
+        return queue.num_free + queue.num_fenced
+
+    def partition_of(self, block_id: int) -> int:
+        return block_id // self._partition_blocks
 
     def is_cached(self, block_id: int) -> bool:
-        return block_id in self._cached
+        return block_id in self._queue_of(block_id).cached
 
     def states(self, block_ids: range) -> bytes:
         """Return a BlockState for each block."""
@@ -66,20 +115,21 @@ class BlockPool:
         states = _STATE_BY_REFERENCES[np.minimum(counts, 2)]
         for cell in np.flatnonzero(counts == 0).tolist():
             block_id = block_ids[cell]
-            if block_id in self._cached:
+            if self.is_cached(block_id):
                 states[cell] = BlockState.CACHED
             elif block_id in self._fence_of:
                 states[cell] = BlockState.FENCED
         return states.tobytes()
 
-    def allocate(self, num_blocks: int) -> list[int]:
-        """Return `num_blocks` blocks (at most `num_free`), each with one reference."""
-        assert num_blocks <= self.num_free, f"{num_blocks} blocks requested, {self.num_free} are free"
-        block_ids = [self._empty.popitem()[0] for _ in range(min(num_blocks, len(self._empty)))]
-        num_fresh = min(num_blocks - len(block_ids), self.num_blocks - self._next_fresh)
-        block_ids += range(self._next_fresh, self._next_fresh + num_fresh)
-        self._next_fresh += num_fresh
-        block_ids += [self._evict_oldest() for _ in range(num_blocks - len(block_ids))]
+    def allocate(self, num_blocks: int, partition: int = 0) -> list[int]:
+        """Return `num_blocks` blocks of a partition (at most `num_free_in`), each with one reference."""
+        queue = self._queues[partition]
+        assert num_blocks <= queue.num_free, f"{num_blocks} blocks requested, {queue.num_free} are free"
+        block_ids = [queue.empty.popitem()[0] for _ in range(min(num_blocks, len(queue.empty)))]
+        num_fresh = min(num_blocks - len(block_ids), queue.end - queue.next_fresh)
+        block_ids += range(queue.next_fresh, queue.next_fresh + num_fresh)
+        queue.next_fresh += num_fresh
+        block_ids += [self._evict_oldest(queue) for _ in range(num_blocks - len(block_ids))]
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
         return block_ids
@@ -87,8 +137,12 @@ class BlockPool:
     def share(self, block_ids: Iterable[int]) -> None:
         """Add a reference to blocks that are held, fenced or cached."""
         for block_id in block_ids:
-            if self._ref_counts[block_id] == 0 and self._fence_of.pop(block_id, None) is None:
-                del self._cached[block_id]
+            if self._ref_counts[block_id] == 0:
+                queue = self._queue_of(block_id)
+                if self._fence_of.pop(block_id, None) is None:
+                    del queue.cached[block_id]
+                else:
+                    queue.num_fenced -= 1
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int], fence_step: int | None) -> None:
@@ -112,8 +166,9 @@ class BlockPool:
         """Fence the blocks without references: step `fence_step`, the newest, reads them."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
-                self._empty.pop(block_id, None)
-                self._cached.pop(block_id, None)
+                queue = self._queue_of(block_id)
+                queue.empty.pop(block_id, None)
+                queue.cached.pop(block_id, None)
                 self._fence(block_id, fence_step)
 
     def free_fenced(self, step_id: int) -> None:
@@ -122,6 +177,7 @@ class BlockPool:
             step, block_id = self._fenced.popleft()
             if self._fence_of.get(block_id) == step:
                 del self._fence_of[block_id]
+                self._queue_of(block_id).num_fenced -= 1
                 self._make_free(block_id)
 
     def keep_content(self, block_id: int) -> None:
@@ -131,16 +187,18 @@ class BlockPool:
     def forget_content(self) -> None:
         """Keep no block's content after its release: the prefix cache was emptied."""
         self._cacheable.clear()
-        self._empty |= self._cached
-        self._cached.clear()
+        for queue in self._queues:
+            queue.empty |= queue.cached
+            queue.cached.clear()
 
     def forget_blocks(self, block_ids: Iterable[int]) -> None:
         """Keep these blocks' content no longer than they are held."""
         for block_id in block_ids:
             self._cacheable.discard(block_id)
-            if block_id in self._cached:
-                del self._cached[block_id]
-                self._empty[block_id] = None
+            queue = self._queue_of(block_id)
+            if block_id in queue.cached:
+                del queue.cached[block_id]
+                queue.empty[block_id] = None
 
     def check_integrity(self, expected_ref_counts: dict[int, int]) -> None:
         """Recount all blocks. Raises AssertionError at the first inconsistency.
@@ -148,31 +206,45 @@ class BlockPool:
         Args:
             expected_ref_counts: block |-> references, counted over all block tables.
         """
-        empty, cached, fenced = set(self._empty), set(self._cached), set(self._fence_of)
+        for partition, queue in enumerate(self._queues):
+            self._check_partition(partition * self._partition_blocks, queue, expected_ref_counts)
+
+    def _check_partition(
+        self, scratch_block: int, queue: _FreeQueue, expected_ref_counts: dict[int, int]
+    ) -> None:
+        own = range(scratch_block + 1, scratch_block + self._partition_blocks)
+        empty, cached, fenced = set(queue.empty), set(queue.cached), self._fence_of.keys() & set(own)
         assert cached <= self._cacheable, f"cached without content: {cached - self._cacheable}"
-        for block_id in range(1, self.num_blocks):
+        assert len(fenced) == queue.num_fenced, f"{len(fenced)} blocks are fenced, not {queue.num_fenced}"
+        for block_id in own:
             count = self._ref_counts[block_id]
             expected = expected_ref_counts.get(block_id, 0)
             assert count == expected, f"block {block_id} has {count} references, the tables have {expected}"
             places = (count > 0) + (block_id in empty) + (block_id in cached) + (block_id in fenced)
-            places += block_id >= self._next_fresh
+            places += block_id >= queue.next_fresh
             assert places == 1, f"block {block_id} is in {places} places"
-        assert self._ref_counts[SCRATCH_BLOCK] == 0, "the scratch block was allocated"
-        assert SCRATCH_BLOCK not in expected_ref_counts, "a table has the scratch block"
+        assert self._ref_counts[scratch_block] == 0, "the scratch block was allocated"
+        assert scratch_block not in expected_ref_counts, "a table has the scratch block"
 
     def _fence(self, block_id: int, fence_step: int) -> None:
+        if block_id not in self._fence_of:  # a swap may fence a fenced block again
+            self._queue_of(block_id).num_fenced += 1
         self._fence_of[block_id] = fence_step
         self._fenced.append((fence_step, block_id))
 
-    def _evict_oldest(self) -> int:
+    def _queue_of(self, block_id: int) -> _FreeQueue:
+        return self._queues[block_id // self._partition_blocks]
+
+    def _evict_oldest(self, queue: _FreeQueue) -> int:
         """Evict the cached block that was released first; return it."""
-        block_id, _ = self._cached.popitem(last=False)
+        block_id, _ = queue.cached.popitem(last=False)
         self._cacheable.discard(block_id)
         self._on_evict(block_id)
         return block_id
 
     def _make_free(self, block_id: int) -> None:
+        queue = self._queue_of(block_id)
         if block_id in self._cacheable:
-            self._cached[block_id] = None
+            queue.cached[block_id] = None
         else:
-            self._empty[block_id] = None
+            queue.empty[block_id] = None

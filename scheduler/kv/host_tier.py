@@ -12,20 +12,26 @@ from .prefix_cache import CacheKey, make_caches
 class HostTier:
     """A second block pool, with prefix caches of its own. Its block 0 is never used, as in the device pool.
 
+    It has the partitions of the device pool, whose ranks hold their host blocks as well. `cache` is the number of a
+    prefix cache: a cache per group for each partition in turn.
+
     Args:
-        num_blocks: usable blocks.
+        num_blocks: usable blocks of each partition.
         block_size: tokens per block.
         num_groups: cache groups.
         journal: see make_caches.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_groups: int, journal: CacheJournal) -> None:
-        self._caches = make_caches(block_size, num_groups, journal)
-        self._pool = BlockPool(num_blocks + 1, on_evict=self._forget)
+    def __init__(
+        self, num_blocks: int, block_size: int, num_groups: int, journal: CacheJournal, num_partitions: int = 1
+    ) -> None:
+        self._num_groups = num_groups
+        self._caches = make_caches(block_size, num_groups, journal, num_partitions)
+        self._pool = BlockPool(num_blocks + 1, self._forget, num_partitions)
 
     @property
     def num_blocks(self) -> int:
-        return self._pool.num_blocks - 1
+        return self._pool.num_blocks
 
     @property
     def num_cached(self) -> int:
@@ -35,25 +41,30 @@ class HostTier:
     def num_held(self) -> int:
         return self._pool.num_held
 
-    def find(self, group: int, digest: bytes) -> int | None:
-        """Return the host block with that chain digest in a cache group, or None."""
-        return self._caches[group].find(digest)
+    def partition_of(self, block_id: int) -> int:
+        return self._pool.partition_of(block_id)
 
-    def insert(self, group: int, key: CacheKey) -> int | None:
+    def find(self, cache: int, digest: bytes) -> int | None:
+        """Return the host block with that chain digest in a cache, or None."""
+        return self._caches[cache].find(digest)
+
+    def insert(self, cache: int, key: CacheKey) -> int | None:
         """Allocate a host block for an evicted prefix block; None if none is free or the content is cached already.
 
         The caller holds the block until the plan that fills it is made, and then calls `release`.
         """
-        if self._pool.num_free == 0 or self._caches[group].find(key.digest) is not None:
+        partition = cache // self._num_groups
+        if self._pool.num_free_in(partition) == 0 or self._caches[cache].find(key.digest) is not None:
             return None
-        (block_id,) = self._pool.allocate(1)
-        self._caches[group].insert(key, block_id)
+        (block_id,) = self._pool.allocate(1, partition)
+        self._caches[cache].insert(key, block_id)
         self._pool.keep_content(block_id)
         return block_id
 
-    def reserve(self, num_blocks: int) -> list[int] | None:
-        """Allocate host blocks for a preempted sequence. Returns None if too few are free."""
-        return self._pool.allocate(num_blocks) if num_blocks <= self._pool.num_free else None
+    def reserve(self, num_blocks: int, partition: int = 0) -> list[int] | None:
+        """Allocate host blocks of a partition for a preempted sequence. Returns None if too few are free."""
+        has_room = num_blocks <= self._pool.num_free_in(partition)
+        return self._pool.allocate(num_blocks, partition) if has_room else None
 
     def hold(self, block_ids: list[int]) -> None:
         """Protect cached blocks from eviction until `release`."""
@@ -75,8 +86,8 @@ class HostTier:
         self._pool.forget_blocks(block_ids)
 
     def full_digests(self) -> list[bytes]:
-        """Return the digests of all cached full blocks of the first cache group."""
-        return self._caches[0].full_digests()
+        """Return the digests of all cached full blocks of the first cache group, in each partition."""
+        return [digest for cache in self._caches[:: self._num_groups] for digest in cache.full_digests()]
 
     def check_integrity(self, held: dict[int, int]) -> None:
         """Recount the pool.

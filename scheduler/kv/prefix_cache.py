@@ -158,9 +158,18 @@ class PrefixCache:
         assert listed == sorted(self._key_of), "the prefix cache's children disagree with its blocks"
 
 
-def make_caches(block_size: int, num_groups: int, journal: CacheJournal) -> list[PrefixCache]:
-    """Return a prefix cache for each cache group; the journal records the blocks of the first one."""
-    return [PrefixCache(block_size, None if group else journal) for group in range(num_groups)]
+def make_caches(
+    block_size: int, num_groups: int, journal: CacheJournal, num_partitions: int = 1
+) -> list[PrefixCache]:
+    """Return a prefix cache for each cache group of each partition in turn.
+
+    The journal records the blocks of the first group, in all partitions.
+    """
+    return [
+        PrefixCache(block_size, None if group else journal)
+        for _ in range(num_partitions)
+        for group in range(num_groups)
+    ]
 
 
 def child_digest(parent: bytes, tokens: bytes | memoryview) -> bytes:

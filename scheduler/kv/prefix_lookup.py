@@ -24,11 +24,13 @@ class Prefix:
             of them, or the last ones for a group with a window; empty if there are none.
         partial: for each group the block whose first tokens continue the prefix, and the number of these tokens; to
             be copied.
+        partition: of the pool, in which all these blocks are.
     """
 
     num_blocks: int = 0
     blocks: tuple[tuple[tuple[int, bool], ...], ...] = ()
     partial: tuple[tuple[int, ...], int] | None = None
+    partition: int = 0
 
     def num_tokens(self, block_size: int) -> int:
         return self.num_blocks * block_size + (self.partial[1] if self.partial else 0)
@@ -39,19 +41,25 @@ class Prefix:
 
 
 class PrefixLookup:
-    """Lookups in the prefix caches of the device and of host memory.
+    """Lookups in one partition's prefix caches of the device and of host memory.
 
     Args:
         block_size: tokens per block.
         caches: of each cache group.
         host: None without host memory.
+        first_cache: number of the first of `caches` in the host tier.
     """
 
     def __init__(
-        self, layout: CacheLayout, block_size: int, caches: Sequence[PrefixCache], host: HostTier | None
+        self,
+        layout: CacheLayout,
+        block_size: int,
+        caches: Sequence[PrefixCache],
+        host: HostTier | None,
+        first_cache: int = 0,
     ) -> None:
         self._layout, self._block_size = layout, block_size
-        self._caches, self._host = caches, host
+        self._caches, self._host, self._first_cache = caches, host, first_cache
 
     def find_blocks(self, digests: list[bytes]) -> tuple[tuple[tuple[tuple[int, bool], ...], ...], int]:
         """Return the blocks of the longest cached prefix, as in Prefix, and its number of blocks.
@@ -89,7 +97,7 @@ class PrefixLookup:
         block_id = self._caches[group].find(digest)
         if block_id is not None:
             return block_id, False
-        block_id = None if self._host is None else self._host.find(group, digest)
+        block_id = None if self._host is None else self._host.find(self._first_cache + group, digest)
         return None if block_id is None else (block_id, True)
 
     def _shorten_to_window(self, group: int, digests: list[bytes], end: int) -> int:

@@ -39,6 +39,7 @@ def small_config(
     num_speculative_tokens: int = 0,
     pooling_type: str | None = None,
     layer_windows: tuple[int, ...] = (0,),
+    num_kv_partitions: int = 1,
     **scheduler: Any,
 ) -> EngineConfig:
     """Return a configuration for tests of the control plane; its model does not exist.
@@ -47,6 +48,7 @@ def small_config(
         num_speculative_tokens: 0 for no speculative decoding.
         pooling_type: of a model that pools prompts beside generating; None for one that generates only.
         layer_windows: of each layer, 0 for none.
+        num_kv_partitions: more than 1 for data-parallel attention, of as many ranks.
     """
     model = ModelConfig(
         path="", name="fake", architecture="Fake", hf={}, dtype="float32", max_model_len=max_model_len,
@@ -60,6 +62,9 @@ def small_config(
         num_host_kv_blocks=num_host_blocks, **(defaults | scheduler),
     )  # fmt: skip
     config = engine_config(options, model).with_swap_rate(swap_blocks_per_s)
+    if num_kv_partitions > 1:
+        dp_attention = {"tensor_parallel_size": num_kv_partitions, "enable_dp_attention": True}
+        config = replace(config, parallel=replace(config.parallel, **dp_attention))
     if num_speculative_tokens:
         config = replace(config, speculative=SpeculativeConfig("ngram", num_speculative_tokens))
     return config
@@ -225,12 +230,12 @@ class FakeWorkerGroup:
         self.block_size = block_size
         self.tables = self._make_tables()
         empty = [(-1, b"")] * block_size
+        partitions, num_host_blocks = config.parallel.num_kv_partitions, config.cache.num_host_blocks + 1
         if KvTiers.DEVICE not in kept:
-            self.kv: list[list[tuple[int, bytes]]] = [list(empty) for _ in range(config.cache.num_blocks)]
+            num_blocks = partitions * config.cache.num_blocks
+            self.kv: list[list[tuple[int, bytes]]] = [list(empty) for _ in range(num_blocks)]
         if KvTiers.HOST not in kept:
-            self.host_kv: list[list[tuple[int, bytes]]] = [
-                [] for _ in range(config.cache.num_host_blocks + 1)
-            ]
+            self.host_kv: list[list[tuple[int, bytes]]] = [[] for _ in range(partitions * num_host_blocks)]
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self.num_computed = [0] * rows
         self.decoding = [False] * rows
@@ -459,6 +464,7 @@ class FakeWorkerGroup:
             self.pooling[new.row] = new.pooling
             self.num_hidden[new.row] = 0
         assert self.tables.digest == plan.digest, f"block tables differ at step {plan.step_id}"
+        self._check_partitions(plan)
         for source, destination in plan.swap_out.tolist():
             self.host_kv[destination] = list(self.kv[source])
         for source, destination in plan.swap_in.tolist():
@@ -469,6 +475,18 @@ class FakeWorkerGroup:
         for row, token_id in zip(plan.chosen_rows.tolist(), plan.chosen_ids.tolist(), strict=True):
             assert self.num_computed[row] == len(self.tokens[row]) - 1, f"row {row} is past its newest token"
             self.tokens[row][-1] = token_id
+
+    def _check_partitions(self, plan: StepPlan) -> None:
+        """Check that no block moves from one rank's memory to that of another."""
+        cache = self._config.cache
+        on_device, on_host = cache.num_blocks, cache.num_host_blocks + 1
+        assert on_device is not None
+        for moves, first, second in (
+            (plan.copies, on_device, on_device),
+            (plan.swap_out, on_device, on_host),
+            (plan.swap_in, on_host, on_device),
+        ):
+            assert (moves[:, 0] // first == moves[:, 1] // second).all(), "a block moves between partitions"
 
     def _write(self, row: int, count: int) -> None:
         state = self._state_before(row)

@@ -52,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         num_speculative_tokens=st.sampled_from([0, 1, 5]),
         pooling_type=st.sampled_from(["last", "mean"]),
+        num_kv_partitions=st.sampled_from([1, 1, 2, 3]),
     )
     def start(self, budget: int, **config: Any) -> None:
         self.driver = Driver(small_config(max_model_len=40, max_num_batched_tokens=budget, **config))
