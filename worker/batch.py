@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from ..proto.lora import NO_SLOT
 from ..proto.step import StepPlan
 from .attention import AttentionInputs, split_groups, with_groups
 from .device_rows import DeviceRows
+from .kv_partition import KvPartition
 from .memory.host_to_device import to_device_together
 from .pooling.pooled_tokens import PooledTokens, select_pooled_tokens
 from .sampling.prompt_logprobs import ScoredTokens, select_scored_tokens
@@ -93,12 +94,17 @@ class _Layout:
 
 
 def gather_batch(
-    rows: DeviceRows, plan: StepPlan, block_size: int, num_drafted: IntArray | None = None
+    rows: DeviceRows,
+    plan: StepPlan,
+    block_size: int,
+    num_drafted: IntArray | None = None,
+    partition: KvPartition | None = None,
 ) -> Batch | None:
     """Gather the inputs of a step. Returns None if no row computes.
 
     Args:
         num_drafted: [R], drafted tokens that each row computes after its newest one; None for none.
+        partition: the blocks on this rank, which attends for the rows that have them; None if it has all.
 
     Raises:
         ValueError: the plan computes tokens or uses blocks that a row does not have; names the row.
@@ -110,7 +116,7 @@ def gather_batch(
     sampled, chunks = layout.sampled, slice(layout.num_decodes, None)
     starts = (layout.seq_lens - layout.query_lens)[chunks]
     sources = (layout.ends - layout.query_lens)[chunks]
-    token_ids, positions, sampled_index, attention = _gather_inputs(rows, plan, layout, block_size)
+    token_ids, positions, sampled_index, attention = _gather_inputs(rows, layout, block_size, partition)
     lora, lora_slots = _lora_inputs(rows.lora_slots[layout.token_rows], positions.device)
     return Batch(
         rows=layout.rows,
@@ -158,36 +164,47 @@ def _lay_out(rows: DeviceRows, plan: StepPlan, num_drafted: IntArray | None) -> 
 
 
 def _gather_inputs(
-    rows: DeviceRows, plan: StepPlan, layout: _Layout, block_size: int
+    rows: DeviceRows, layout: _Layout, block_size: int, partition: KvPartition | None
 ) -> tuple[Tensor, Tensor, Tensor | None, AttentionInputs]:
     """Return the token ids, the positions, the sampled tokens and the inputs of attention, on the device."""
-    num_decodes, seq_lens, num_groups = layout.num_decodes, layout.seq_lens, rows.tables.num_groups
-    token_tables, token_positions = rows.tables.tables_of(layout.token_rows), layout.positions
+    own, own_tokens = layout, None
+    if partition is not None:
+        own, own_tokens = _own_part(layout, partition.has(rows.tables.ids[layout.rows, 0]))
+    num_decodes, seq_lens, num_groups = own.num_decodes, own.seq_lens, rows.tables.num_groups
+    chunk_lens = own.query_lens[num_decodes:]
+    token_tables, token_positions = rows.tables.tables_of(own.token_rows), own.positions
     if num_groups > 1:
         token_positions = np.tile(token_positions, num_groups)
     arrays: list[npt.NDArray[Any]] = [
         layout.token_rows.astype(np.int64),
         layout.positions,
         compute_slots(rows, token_tables, token_positions, block_size),
-        rows.tables.tables_of(layout.rows).astype(np.int32, copy=False),
-        np.concatenate(([0], np.cumsum(plan.chunk_lens))).astype(np.int32),
+        rows.tables.tables_of(own.rows).astype(np.int32, copy=False),
+        np.concatenate(([0], np.cumsum(chunk_lens))).astype(np.int32),
         seq_lens,
-        _first_columns(rows, layout, block_size),
+        _first_columns(rows, own, block_size),
+        *([] if own_tokens is None else [own_tokens]),
         *([] if layout.samples_all else [layout.ends[layout.sampled] - 1]),
     ]
     device = rows.device_tables.ids.device
-    token_rows, positions, slots, table_index, chunk_starts, device_lens, first_columns, *sampled_index = (
+    token_rows, positions, slots, table_index, chunk_starts, device_lens, first_columns, *others = (
         to_device_together(arrays, device)
     )
-    width = -(-int(seq_lens.max()) // block_size)
+    device_own_tokens = None if own_tokens is None else others.pop(0)
+    width = -(-int(seq_lens.max(initial=1)) // block_size)
     attention = AttentionInputs(
         num_decodes=num_decodes,
         slot_mapping=slots,
         block_tables=rows.device_tables.read(table_index, width, first_columns),
         query_start=chunk_starts,
         seq_lens=device_lens,
-        chunks=ChunkBounds(plan.chunk_lens.tolist(), seq_lens[num_decodes:].tolist()),
+        chunks=ChunkBounds(chunk_lens.tolist(), seq_lens[num_decodes:].tolist()),
+        own_tokens=device_own_tokens,
     )
+    if partition is not None:
+        # Stale entries beyond a sequence's blocks may be of another rank.
+        attention.block_tables.sub_(partition.first_block).clamp_(0, partition.num_blocks - 1)
+        slots.sub_(partition.first_block * block_size)
     if num_groups > 1:
         tables = attention.block_tables.chunk(num_groups)
         of_layers = split_groups(slots.chunk(num_groups), tables, rows.layout.splits, block_size)
@@ -195,9 +212,29 @@ def _gather_inputs(
     return (
         rows.token_ids[token_rows, positions],
         positions,
-        sampled_index[0] if sampled_index else None,
+        others[0] if others else None,
         attention,
     )
+
+
+def _own_part(layout: _Layout, is_own: npt.NDArray[np.bool_]) -> tuple[_Layout, LongArray]:
+    """Return the layout of some sequences alone, and their tokens among the T.
+
+    Args:
+        is_own: [S].
+    """
+    is_own_token = np.repeat(is_own, layout.query_lens)
+    own = replace(
+        layout,
+        num_decodes=int(is_own[: layout.num_decodes].sum()),
+        rows=layout.rows[is_own],
+        query_lens=layout.query_lens[is_own],
+        seq_lens=layout.seq_lens[is_own],
+        ends=np.cumsum(layout.query_lens[is_own], dtype=np.int64),
+        token_rows=layout.token_rows[is_own_token],
+        positions=layout.positions[is_own_token],
+    )
+    return own, np.flatnonzero(is_own_token)
 
 
 def _first_columns(rows: DeviceRows, layout: _Layout, block_size: int) -> LongArray:

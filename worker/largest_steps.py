@@ -66,6 +66,7 @@ class LargestSteps:
             query_start=torch.arange(num_seqs + 1, dtype=torch.int32, device=self._device) * chunk_len,
             seq_lens=self._int_zeros(num_seqs) + chunk_len,
             chunks=ChunkBounds([chunk_len] * num_seqs, [chunk_len] * num_seqs),
+            own_tokens=self._own_tokens(len(position)),
         )
         inputs = self._in_all_groups(inputs)
         return self._model.forward(torch.zeros_like(position), position, cache.layers, inputs)
@@ -81,10 +82,16 @@ class LargestSteps:
             block_tables=self._int_zeros(num_seqs, config.max_blocks_per_seq),
             query_start=self._int_zeros(1),
             seq_lens=self._int_zeros(num_seqs) + 1,
+            own_tokens=self._own_tokens(num_seqs),
         )
         inputs = self._in_all_groups(inputs)
         inputs = with_splits(inputs, config.cache.block_size, fixed_item_len(config.parallel))
         self._model.forward(torch.zeros_like(position), position, cache.layers, inputs)
+
+    def _own_tokens(self, num_tokens: int) -> Tensor | None:
+        """Return all tokens with data-parallel attention: a rank may have all sequences of a step."""
+        has_own = self._config.parallel.enable_dp_attention
+        return torch.arange(num_tokens, device=self._device) if has_own else None
 
     def _in_all_groups(self, inputs: AttentionInputs) -> AttentionInputs:
         num_groups = sum(self._config.cache_layout.splits)

@@ -92,6 +92,7 @@ class RankModels:
                 lora,
                 config.parallel.enable_expert_parallel,
                 store,
+                config.parallel.enable_dp_attention,
             )
             with out_of_memory_as(f"{model.name} does not fit into the memory of rank {comm.rank}"):
                 yield load

@@ -29,6 +29,7 @@ from .device import compute_device
 from .device_rows import DeviceRows
 from .graph_backend import CudaGraphs, GraphBackend
 from .graphs import GraphInputs, GraphLimits, StepGraphs
+from .kv_partition import KvPartition
 from .largest_steps import LargestSteps
 from .launched_step import LaunchedStep
 from .lora.adapters import RankAdapters
@@ -117,6 +118,7 @@ class ModelRunner:
             keep_freed_memory(KEPT_BYTES)
         self._cache: CacheEngine | None = None  # before `allocate_cache`, and in sleep
         self._num_blocks_asleep = 0
+        self._partition: KvPartition | None = None  # with data-parallel attention, as the cache
         self._graph_backend = graph_backend
         self._graphs: StepGraphs | None = None
         self._executor: StepExecutor | None = None  # as the cache
@@ -186,6 +188,9 @@ class ModelRunner:
                 self._attend_chunks,
                 touches_pages=touches_pages,
             )
+        if self._config.parallel.enable_dp_attention:
+            num_host_blocks = self._config.cache.num_host_blocks + 1
+            self._partition = KvPartition(self._comm.rank, num_blocks, num_host_blocks)
         self._prepare(num_blocks)
         return self._cache.measure_swap_rate()
 
@@ -355,6 +360,8 @@ class ModelRunner:
         if digest != plan.digest:
             reason = f"its block tables have digest {digest:016x}, the scheduler's {plan.digest:016x}"
             raise self._failure(plan, reason)
+        if self._partition is not None:
+            plan = self._partition.own_moves(plan)
         if len(plan.swap_out):
             self._kv_cache.swap_out(torch.from_numpy(plan.swap_out.astype(np.int64)))
         if len(plan.swap_in):
@@ -375,7 +382,7 @@ class ModelRunner:
         return self._executor.launch(batch, result)
 
     def _gather(self, plan: StepPlan, num_drafted: IntArray | None) -> Batch | None:
-        return gather_batch(self._rows, plan, self._config.cache.block_size, num_drafted)
+        return gather_batch(self._rows, plan, self._config.cache.block_size, num_drafted, self._partition)
 
     def _record_graphs(self, cache: CacheEngine) -> StepGraphs | None:
         """Record steps of every recorded shape on this cache. Returns None if graphs are off."""
@@ -435,7 +442,9 @@ class ModelRunner:
     @property
     def _uses_graphs(self) -> bool:
         is_available = self._device.type == "cuda" or self._graph_backend is not None
-        is_wanted = self._config.parallel.cuda_graphs and self._config.model.generates
+        parallel = self._config.parallel
+        # With data-parallel attention the shapes on a rank depend on the partitions of the step's rows.
+        is_wanted = parallel.cuda_graphs and not parallel.enable_dp_attention and self._config.model.generates
         return is_available and is_wanted and self._model.supports_graphs
 
     @property

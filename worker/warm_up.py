@@ -49,7 +49,9 @@ def warm_up_plans(config: EngineConfig, num_blocks: int) -> Iterator[StepPlan]:
     """Yield plans for ranks without sequences; after the last one they have none again."""
     plans = _Plans(config, num_blocks)
     for num_tokens in _token_counts(config.scheduler.max_num_batched_tokens):
-        yield from plans.run_tokens(num_tokens)
+        for partition in range(config.parallel.num_kv_partitions):
+            plans.first_block = partition * num_blocks
+            yield from plans.run_tokens(num_tokens)
     for samplings in _KINDS if config.model.generates else ():
         yield from plans.run(samplings, PROMPT_LENS[0])
         processed = [replace(each, logits_processors=_PROCESSORS, scoring=None) for each in samplings]
@@ -59,13 +61,18 @@ def warm_up_plans(config: EngineConfig, num_blocks: int) -> Iterator[StepPlan]:
 
 
 class _Plans:
-    """Makes plans, and follows the block tables for their digests."""
+    """Makes plans, and follows the block tables for their digests.
+
+    Attributes:
+        first_block: number of the first block of the partition whose rank attends for the rows.
+    """
 
     def __init__(self, config: EngineConfig, num_blocks: int) -> None:
         num_groups = len(config.cache_layout.groups)
         self._tables = BlockTables(config.scheduler.max_num_seqs, config.max_blocks_per_seq, num_groups)
         self._block_size = config.cache.block_size
         self._num_blocks = num_blocks
+        self.first_block = 0
         self._max_tokens = config.scheduler.max_num_batched_tokens
         self._max_rows = min(config.scheduler.max_num_seqs, self._max_tokens)
         self._num_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
@@ -93,14 +100,17 @@ class _Plans:
             return  # a pool for tests
         new = []
         for row, sampling in enumerate(samplings):
-            ids = np.arange(1 + row * num_blocks, 1 + (row + 1) * num_blocks, dtype=np.int32)
+            first = self.first_block + 1 + row * num_blocks
+            ids = np.arange(first, first + num_blocks, dtype=np.int32)
             if sampling.scoring is not None and prompt_len < sampling.scoring.end:
                 sampling = replace(sampling, scoring=None)
             prompt = np.zeros(prompt_len, np.int32)
             new.append(NewSequence(row, row, prompt, 0, ids, sampling, lora_slot, self._pooling))
             self._tables.put(row, ids)
         rows = np.arange(len(samplings), dtype=np.int32)
-        copies = _ints([[1, self._num_blocks - 1]]) if self._num_blocks > 2 else None
+        copies = None
+        if self._num_blocks > 2:
+            copies = _ints([[1, self._num_blocks - 1]]) + np.int32(self.first_block)
         plan = self._plan()
         plan = replace(plan, new=tuple(new), chunk_rows=rows, chunk_lens=np.full_like(rows, prompt_len))
         yield plan if copies is None else replace(plan, copies=copies)

@@ -37,6 +37,10 @@ def fit(
     enable_expert_parallel: Annotated[
         bool, typer.Option(help="Of a mixture of experts, each GPU holds some experts whole.")
     ] = False,
+    enable_dp_attention: Annotated[
+        bool,
+        typer.Option(help="Of a model with latent attention, each GPU holds the KV of its own sequences."),
+    ] = False,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.", min=1)] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens per step.", min=1)] = 8192,
     gpu_memory_utilization: Annotated[
@@ -52,6 +56,7 @@ def fit(
     from rich.console import Console
 
     from ...proto.errors import ConfigError
+    from ...worker.models.registry import check_dp_attention
     from ...worker.models.weight_size import measure_weights
     from ..config.capacity import GIB, Workload, capacity
     from ..config.engine_options import EngineOptions
@@ -69,10 +74,15 @@ def fit(
     kv_bytes = 1 if kv_cache_dtype in _QUANTIZED_KV else dtype_bytes
     workload = Workload(max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, dtype_bytes, kv_bytes)
     num_experts = _num_experts(described) if enable_expert_parallel else 0
-    found = [
-        capacity(described, weights.rank_bytes(dtype_bytes, size, num_experts), memory, size, workload)
-        for size in _parallel_sizes(described, gpus, enable_expert_parallel)
-    ]
+    if enable_dp_attention:
+        check_dp_attention(described)
+    found = []
+    for size in _parallel_sizes(described, gpus, enable_expert_parallel):
+        rank_bytes = weights.rank_bytes(
+            dtype_bytes, size, num_experts, has_whole_attention=enable_dp_attention
+        )
+        num_partitions = size if enable_dp_attention else 1
+        found.append(capacity(described, rank_bytes, memory, size, workload, num_partitions))
     console = Console()
     console.print(
         f"{described.name}: {described.architecture}, {weights.num_parameters / 1e9:.2f} B parameters, "

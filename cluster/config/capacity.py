@@ -54,13 +54,19 @@ class Capacity:
 
 
 def capacity(
-    model: ModelConfig, rank_bytes: int, gpu_bytes: int, tensor_parallel_size: int, workload: Workload
+    model: ModelConfig,
+    rank_bytes: int,
+    gpu_bytes: int,
+    tensor_parallel_size: int,
+    workload: Workload,
+    num_kv_partitions: int = 1,
 ) -> Capacity:
     """Return the capacity of a replica.
 
     Args:
         rank_bytes: of one rank's weights.
         gpu_bytes: memory of one GPU.
+        num_kv_partitions: ranks that hold the KV of sequences of their own; 1 if all hold that of the same sequences.
     """
     scale_bytes = _FLOAT32_BYTES if workload.kv_bytes < workload.dtype_bytes else 0
     of_layers = [
@@ -74,7 +80,7 @@ def capacity(
     slots_per_token = layout.num_slots(model.max_model_len) / model.max_model_len
     used = rank_bytes + FIXED_BYTES + _activation_bytes(model, tensor_parallel_size, workload)
     num_free = int(gpu_bytes * workload.utilization) - used
-    num_slots = max(0, num_free // slot_bytes)
+    num_slots = num_kv_partitions * max(0, num_free // slot_bytes)
     return Capacity(
         tensor_parallel_size,
         rank_bytes,

@@ -105,6 +105,8 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
         if options.standby_weights and device != "cpu":
             raise ConfigError("standby_weights is for ranks on CPUs: a GPU's memory ends with its process")
     with problems:
+        _check_dp_attention(options)
+    with problems:
         if options.attention_backend != "triton" and device != "cuda":
             raise ConfigError(f"attention_backend {options.attention_backend} is for GPUs")
     with problems:
@@ -121,6 +123,19 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
     with problems:
         check_lora_options(options)
     problems.raise_any()
+
+
+def _check_dp_attention(options: EngineOptions) -> None:
+    if not options.enable_dp_attention:
+        return
+    if options.tensor_parallel_size == 1:
+        raise ConfigError("enable_dp_attention is for several ranks, tensor_parallel_size is 1")
+    for name, is_set in (
+        ("speculative_config", options.speculative_config is not None),
+        ("enable_lora", options.enable_lora),
+    ):
+        if is_set:
+            raise ConfigError(f"enable_dp_attention does not support {name} yet; leave one of them out")
 
 
 def _check_directory(problems: Problems, options: EngineOptions, device: str, with_weights: bool) -> None:

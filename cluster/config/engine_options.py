@@ -119,6 +119,12 @@ class EngineOptions:
         help="Of a mixture of experts, each rank holds some experts whole, instead of a part of each.",
         group=_EXECUTION,
     )
+    enable_dp_attention: bool = option(
+        False,
+        help="Of a model with multi-head latent attention, each rank holds the whole attention and the KV of its own "
+        "sequences, instead of the KV of all: as many times the tokens as there are ranks (data-parallel attention).",
+        group=_EXECUTION,
+    )
     device: str = option(
         "auto",
         help="Device of the ranks; auto is cuda if there is a GPU.",

@@ -9,7 +9,7 @@ def engine_summary(config: EngineConfig) -> str:
     """Return the model, its data types, and how many tokens and sequences fit."""
     model, cache, parallel = config.model, config.cache, config.parallel
     assert cache.num_blocks is not None, "the pool has no size yet"
-    num_slots = (cache.num_blocks - 1) * cache.block_size
+    num_slots = parallel.num_kv_partitions * (cache.num_blocks - 1) * cache.block_size
     num_sequences = num_slots / config.cache_layout.num_slots(model.max_model_len)
     num_kv_tokens = int(num_sequences * model.max_model_len)
     ranks = f"{parallel.tensor_parallel_size} {'rank' if parallel.tensor_parallel_size == 1 else 'ranks'}"

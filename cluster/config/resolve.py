@@ -19,7 +19,7 @@ from ...proto.config import (
 )
 from ...proto.errors import ConfigError
 from ...proto.lora import LoraReference
-from ...worker.models.registry import check_expert_parallel, check_supported
+from ...worker.models.registry import check_dp_attention, check_expert_parallel, check_supported
 from .deployment import Deployment
 from .draft_models import describe_draft
 from .early_checks import check_early, resolve_device, resolve_dtype, resolve_max_model_len, threads_per_rank
@@ -52,6 +52,8 @@ def resolve(options: EngineOptions, machine: Machine, *, with_weights: bool = Tr
     spec = check_supported(model, options.tensor_parallel_size, expert_parallel=expert_parallel)
     if expert_parallel:
         check_expert_parallel(model, spec)
+    if options.enable_dp_attention:
+        check_dp_attention(model)
     gpu_bytes = machine.gpu_bytes if device == "cuda" else 0
     config = engine_config(options, model, device=device, threads_per_rank=num_threads, gpu_bytes=gpu_bytes)
     return _with_draft_model(config, options, with_weights=with_weights)

@@ -264,9 +264,7 @@ class Planner:
                 self._grow(draft, row, chunks.get(row, 1))
         return preempted, stalled
 
-    def _choose_victim(
-        self, draft: _Draft, beneficiary: Sequence, partition: int | None
-    ) -> Sequence | None:
+    def _choose_victim(self, draft: _Draft, beneficiary: Sequence, partition: int | None) -> Sequence | None:
         """Return the sequence to preempt for `beneficiary`, or None; excludes sequences already in this plan.
 
         Args:

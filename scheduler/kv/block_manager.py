@@ -303,7 +303,7 @@ class BlockManager:
             partitions = np.tile(self._partition_of[rows], self.num_groups)
             for partition in range(self.num_partitions):
                 is_own = partitions == partition
-                blocks[is_own] = self._pool.allocate(np.count_nonzero(is_own), partition)
+                blocks[is_own] = self._pool.allocate(int(is_own.sum()), partition)
         self.tables.append(tables, blocks)
         return tables, blocks
 
@@ -533,9 +533,7 @@ class BlockManager:
             assert in_partition.all(), f"row {row} has blocks of another partition"
         blocks, counts = np.unique(np.concatenate([held, np.array(self._held, np.int32)]), return_counts=True)
         self._pool.check_integrity(dict(zip(blocks.tolist(), counts.tolist(), strict=True)))
-        digests = [
-            digest for cache in self._caches[:: self.num_groups] for digest in cache.full_digests()
-        ]
+        digests = [digest for cache in self._caches[:: self.num_groups] for digest in cache.full_digests()]
         self.journal.check_integrity(digests + (self.host.full_digests() if self.host is not None else []))
         for cache in self._caches:
             cache.check_integrity()
@@ -607,6 +605,7 @@ class BlockManager:
         for group in range(self.num_groups):
             for index in range(int(self._first_live[self._table(row, group)]), num_blocks):
                 self._publish(row, sequence, index, group)
+
     def _caches_of(self, partition: int) -> list[PrefixCache]:
         """Return the prefix caches of a partition, those of each group."""
         start = partition * self.num_groups

@@ -23,7 +23,12 @@ class HostTier:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_groups: int, journal: CacheJournal, num_partitions: int = 1
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_groups: int,
+        journal: CacheJournal,
+        num_partitions: int = 1,
     ) -> None:
         self._num_groups = num_groups
         self._caches = make_caches(block_size, num_groups, journal, num_partitions)

@@ -63,8 +63,8 @@ def small_config(
     )  # fmt: skip
     config = engine_config(options, model).with_swap_rate(swap_blocks_per_s)
     if num_kv_partitions > 1:
-        dp_attention = {"tensor_parallel_size": num_kv_partitions, "enable_dp_attention": True}
-        config = replace(config, parallel=replace(config.parallel, **dp_attention))
+        parallel = replace(config.parallel, tensor_parallel_size=num_kv_partitions, enable_dp_attention=True)
+        config = replace(config, parallel=parallel)
     if num_speculative_tokens:
         config = replace(config, speculative=SpeculativeConfig("ngram", num_speculative_tokens))
     return config

@@ -480,7 +480,7 @@ class Decoder:
     ) -> Tensor:
         """Return hidden states after the last norm, [T, E] or [N, E]; add those between layers to `aux`."""
         hidden = self.embedding.forward(token_ids)
-        rotated = {key: table.at(positions) for key, table in self.rotary.items()}
+        rotated = {key: table.at(inputs.own(positions)) for key, table in self.rotary.items()}
         fused = self.fused_decode
         if fused is not None and fused.supports(len(hidden), inputs):
             groups = None if self.lora is None else self.lora.groups

@@ -23,17 +23,27 @@ _EPS = 1e-6
 
 
 class LatentAttention:
-    """Self-attention over the paged cache of latents, the same on each rank, which computes its part of the heads."""
+    """Self-attention over the paged cache of latents.
+
+    All ranks have the same latents, and each computes its part of the heads. With data-parallel attention a rank has
+    the latents of its own sequences and computes all heads for them: the addend of each token is zero on all ranks
+    but one.
+    """
 
     def __init__(
         self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
     ) -> None:
         assert spec.latent is not None
         assert layer.rope is not None
+        self.comm = load.comm
+        self.max_partial_tokens = 0 if peers is None else peers.max_tokens
+        if load.dp_attention:
+            load, peers = load.of_one_rank(), None
         sizes = self._sizes = spec.latent
         self.scale = spec.attention_scale
         self.rope = layer.rope
         hidden, heads = spec.hidden_size, spec.num_heads
+        self.hidden_size = hidden
         queries = load.head_shard(heads, sizes.qk_dim)
         latents = Projection(f"{name}.kv_a_proj_with_mqa", Shard(0, 1, sizes.cached_dim))
         first = Projection(f"{name}.q_proj", queries)
@@ -65,6 +75,24 @@ class LatentAttention:
         inputs: AttentionInputs,
     ) -> Tensor | PartialSum:
         """[T, E] -> [T, E]; writes the tokens' latents to the cache before attention reads them."""
+        own = inputs.own_tokens
+        if own is None:
+            return self.output.forward_partial(self._attend_all(x, rotations, kv_cache, inputs))
+        num_tokens = len(x.codes) if isinstance(x, Float8Tokens) else len(x)
+        y = self.norm.new_zeros(num_tokens, self.hidden_size)
+        if len(own):
+            attended = self._attend_all(_select(x, own), rotations, kv_cache, inputs)
+            y.index_copy_(0, own, self.output.forward(attended))
+        return PartialSum(y) if num_tokens <= self.max_partial_tokens else self.comm.all_reduce(y)
+
+    def _attend_all(
+        self,
+        x: Tensor | Float8Tokens,
+        rotations: Rotations,
+        kv_cache: LayerCache,
+        inputs: AttentionInputs,
+    ) -> Tensor:
+        """[T, E] -> [T, Hq * V]"""
         sizes, projected = self._sizes, self.qkv.forward(x)
         q, latents = projected[:, : -sizes.cached_dim], projected[:, -sizes.cached_dim :]
         if self.q_up is not None and self.q_norm is not None:
@@ -77,7 +105,7 @@ class LatentAttention:
             q, latents, kv_cache.blocks, inputs.slot_mapping, cos, sin, self.norm, _EPS, sizes.interleaved,
             kv_cache.scales,
         )  # fmt: skip
-        return self.output.forward_partial(self._attend(q, kv_cache, inputs).flatten(1))
+        return self._attend(q, kv_cache, inputs).flatten(1)
 
     def _attend(self, q: Tensor, kv_cache: LayerCache, inputs: AttentionInputs) -> Tensor:
         """Return the attention of all of the step's tokens, [T, Hq, V]."""
@@ -132,3 +160,9 @@ class LatentAttention:
         chunk = chunk.clamp(max=len(seq_lens) - 1)
         lens = (seq_lens[chunk] - query_start[chunk + 1] + token + 1).masked_fill_(is_padding, 0)
         return self._attend_absorbed(q, kv_cache, block_tables.index_select(0, chunk), lens)
+
+
+def _select(x: Tensor | Float8Tokens, tokens: Tensor) -> Tensor | Float8Tokens:
+    if isinstance(x, Float8Tokens):
+        return Float8Tokens(x.codes.index_select(0, tokens), x.scales.index_select(0, tokens), x.dtype)
+    return x.index_select(0, tokens)

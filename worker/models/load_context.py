@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from ..comm.communicator import Communicator
+from ..comm.communicator import Communicator, SingleRank
 from ..comm.shard import Shard, own_indices
 from ..lora.expert_adapters import ExpertAdapters
 from ..lora.layers import ExpertStack, LoraLayer, LoraLayers
@@ -30,6 +30,7 @@ class LoadContext:
         lora: collects the layers that adapters may change; None without adapters.
         expert_parallel: each rank holds some experts whole, instead of a part of each.
         store: holds the large weights, which nobody changes once they are read.
+        dp_attention: each rank holds all heads of latent attention, for the sequences of its own KV blocks.
     """
 
     checkpoint: Checkpoint
@@ -41,10 +42,15 @@ class LoadContext:
     lora: LoraLayers | None = None
     expert_parallel: bool = False
     store: WeightStore = field(default_factory=NoStore)
+    dp_attention: bool = False
 
     def keep(self, key: str, read: Callable[[], W]) -> W:
         """Return what `read` returns, from the store. The key is unique in the model."""
         return self.store.keep(key, read)
+
+    def of_one_rank(self) -> LoadContext:
+        """Return the context of layers that every rank holds whole and computes without the others."""
+        return replace(self, comm=SingleRank())
 
     def empty(self, *shape: int) -> Tensor:
         """Return an uninitialized tensor of the model's dtype."""

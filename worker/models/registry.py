@@ -304,6 +304,15 @@ def check_expert_parallel(model: ModelConfig, spec: DecoderSpec | TransformersSp
     return spec.experts
 
 
+def check_dp_attention(model: ModelConfig) -> None:
+    """Raise ConfigError unless the ranks can each hold the KV of their own sequences of a model."""
+    if not model.latent_dim:
+        raise ConfigError(
+            f"{model.name}: enable_dp_attention is for multi-head latent attention, which {model.architecture} does "
+            "not have; leave it out"
+        )
+
+
 def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int, multiple: int | None) -> None:
     """Check that the ranks get equal numbers of heads, and that no rank's part is empty.
 

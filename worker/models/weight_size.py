@@ -22,6 +22,7 @@ class WeightSize:
     Attributes:
         num_linear: in the linear layers and experts, which a quantized model stores in fewer bits.
         num_routed: of these, in the experts that a router chooses from.
+        num_attention: of these, in attention.
         num_other: in embeddings, output layer, norms, biases and routers.
         linear_bytes: mean bytes of a number of the linear layers, scales included.
     """
@@ -30,6 +31,7 @@ class WeightSize:
     num_other: int
     linear_bytes: float
     num_routed: int = 0
+    num_attention: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -39,15 +41,20 @@ class WeightSize:
         """Return the bytes of all ranks together. `dtype_bytes`: bytes of a number that is not quantized."""
         return round(self.num_linear * self.linear_bytes + self.num_other * dtype_bytes)
 
-    def rank_bytes(self, dtype_bytes: int, num_ranks: int, num_experts: int = 0) -> int:
+    def rank_bytes(
+        self, dtype_bytes: int, num_ranks: int, num_experts: int = 0, *, has_whole_attention: bool = False
+    ) -> int:
         """Return the bytes of the rank with the most.
 
         Args:
             num_experts: of a layer, if the ranks hold whole experts; otherwise 0.
+            has_whole_attention: each rank holds the attention of all heads.
         """
         routed = self.num_routed * self.linear_bytes if num_experts else 0.0
         share = -(-num_experts // num_ranks) / num_experts if num_experts else 0.0
-        return math.ceil((self.num_bytes(dtype_bytes) - routed) / num_ranks + routed * share)
+        attention = self.num_attention * self.linear_bytes if has_whole_attention else 0.0
+        shared = self.num_bytes(dtype_bytes) - routed - attention
+        return math.ceil(shared / num_ranks + routed * share + attention)
 
 
 def measure_weights(model: ModelConfig, dtype_bytes: int) -> WeightSize:
@@ -71,16 +78,17 @@ def measure_weights(model: ModelConfig, dtype_bytes: int) -> WeightSize:
         raise ModelLoadError(f"{model.name}: {first_line(error)}") from error
     module.tie_weights()
     counts = {True: 0, False: 0}
-    num_routed = 0
+    num_routed = num_attention = 0
     for name, parameter in module.named_parameters():  # shared parameters come once
         is_linear = not any(part in name for part in _FULL_PRECISION)
         counts[is_linear] += parameter.numel()
         num_routed += parameter.numel() if is_linear and ".experts." in name else 0
+        num_attention += parameter.numel() if is_linear and ".self_attn." in name else 0
     linear_bytes = float(dtype_bytes)
     if quantization is not None:
         bits = _compressed_bits(model) if quantization.method == "compressed" else quantization.bits
         linear_bytes = bits / 8 + _BYTES_PER_GROUP / (quantization.group_len or 128)
-    return WeightSize(counts[True], counts[False], linear_bytes, num_routed)
+    return WeightSize(counts[True], counts[False], linear_bytes, num_routed, num_attention)
 
 
 def _compressed_bits(model: ModelConfig) -> int:

@@ -106,6 +106,29 @@ def test_fit_of_latent_attention_counts_latents_once_per_gpu(
     assert rows[-1][3].strip() != "does not fit"
 
 
+def test_fit_of_data_parallel_attention_counts_the_tokens_of_all_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each GPU has whole attention, of 187 M numbers per layer, and less KV memory, for sequences of its own."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3 | {"num_hidden_layers": 8}))
+    found = []
+    for enabled in (False, True):
+        fit(str(tmp_path), gpu="h200", gpus=8, enable_dp_attention=enabled)
+        rows = [
+            line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")
+        ]
+        assert rows[-1][0].strip() == "8"
+        found.append((float(rows[-1][1].split()[0]), int(rows[-1][3].strip().replace(",", ""))))
+    (shared, all_tokens), (whole, own_tokens) = found
+    assert whole - shared == pytest.approx(7 * 0.187e9 / 2**30, abs=0.11)  # 8 layers, float8
+    assert 7 * all_tokens < own_tokens < 8 * all_tokens
+
+
+def test_fit_of_data_parallel_attention_needs_latents(model: str) -> None:
+    with pytest.raises(ConfigError, match="enable_dp_attention is for multi-head latent attention"):
+        fit(model, gpu="h200", enable_dp_attention=True)
+
+
 def test_fit_counts_whole_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 252 experts, two ranks hold 126 each, and eight at most 32."""
     fields = {"n_routed_experts": 252, "n_group": 1, "topk_group": 1, "num_hidden_layers": 8}

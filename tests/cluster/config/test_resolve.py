@@ -270,3 +270,25 @@ def test_whole_experts_are_for_mixtures_of_quires_own(make_model: Callable[..., 
     for kind, reason in (("llama", "it has no experts"), ("phimoe", "does not support PhimoeForCausalLM")):
         with pytest.raises(ConfigError, match=f"enable_expert_parallel .*{reason}"):
             resolve_on_cpu(make_model(kind), enable_expert_parallel=True)
+
+
+def test_dp_attention_is_for_latents_on_several_ranks(make_model: Callable[..., Path]) -> None:
+    latents = make_model("deepseek_v3")
+    config = resolve_on_cpu(latents, tensor_parallel_size=2, enable_dp_attention=True)
+    assert config.parallel.num_kv_partitions == 2
+    assert resolve_on_cpu(latents, tensor_parallel_size=2).parallel.num_kv_partitions == 1
+    with pytest.raises(ConfigError, match="which LlamaForCausalLM does not have; leave it out"):
+        resolve_on_cpu(make_model("llama"), tensor_parallel_size=2, enable_dp_attention=True)
+    with pytest.raises(ConfigError, match="is for several ranks, tensor_parallel_size is 1"):
+        resolve_on_cpu(latents, enable_dp_attention=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("enable_lora", True), ("speculative_config", '{"method": "ngram"}')]
+)
+def test_dp_attention_refuses_what_it_does_not_support(
+    make_model: Callable[..., Path], name: str, value: Any
+) -> None:
+    options = {"tensor_parallel_size": 2, "enable_dp_attention": True, name: value}
+    with pytest.raises(ConfigError, match=f"enable_dp_attention does not support {name} yet"):
+        resolve_on_cpu(make_model("deepseek_v3"), **options)

@@ -99,3 +99,35 @@ def test_large_pool_is_made_without_listing_its_blocks() -> None:
     pool, _ = make_pool(50_000_000)
     assert pool.num_free == 49_999_999
     assert pool.allocate(2) == [1, 2]
+
+
+def test_partitions_allocate_and_evict_their_own_blocks() -> None:
+    evicted: list[int] = []
+    pool = BlockPool(4, evicted.append, num_partitions=3)
+    assert (pool.num_blocks, pool.num_free, pool.num_free_in(1)) == (9, 9, 3)
+    kept = pool.allocate(3, 1)
+    assert sorted(kept) == [5, 6, 7]
+    assert [pool.partition_of(block) for block in (3, 4, 7, 8)] == [0, 1, 1, 2]
+    for block in kept:
+        pool.keep_content(block)
+    pool.release(kept, fence_step=None)
+    assert sorted(pool.allocate(3, 2)) == [9, 10, 11]
+    assert evicted == []
+    assert pool.allocate(1, 1) == evicted == [kept[0]]
+    with pytest.raises(AssertionError, match="1 blocks requested, 0 are free"):
+        pool.allocate(1, 2)
+
+
+def test_fenced_blocks_count_in_their_partition() -> None:
+    pool = BlockPool(4, lambda block_id: None, num_partitions=2)
+    first, second = pool.allocate(2, 0), pool.allocate(1, 1)
+    pool.release([*first, *second], fence_step=3)
+    assert [pool.num_free_in(0), pool.num_free_in(1)] == [1, 2]
+    assert [pool.num_unheld_in(0), pool.num_unheld_in(1)] == [3, 3]
+    pool.fence_unheld(first, 4)
+    pool.free_fenced(3)
+    assert [pool.num_free_in(0), pool.num_free_in(1)] == [1, 3]
+    pool.check_integrity({})
+    pool.share(first)
+    assert pool.num_unheld_in(0) == 1
+    pool.check_integrity(dict.fromkeys(first, 1))

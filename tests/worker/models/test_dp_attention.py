@@ -1,0 +1,211 @@
+"""Data-parallel attention: greedy tokens equal transformers', and each rank holds its own sequences only.
+
+Chunks, forks, prefix hits, preemptions and moves are in the scheduler's plans, as in test_exact_scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranked_driver import RankedDriver
+from reference import Reference, prompts_of
+
+from quire.proto.errors import RankFailed
+from quire.scheduler.kv.kv_tiers import KvTiers
+from quire.worker.models.latent_layer import LatentAttention
+from quire.worker.warm_up import warm_up_plans
+
+BLOCK_SIZE, MAX_TOKENS = 4, 24
+# Blocks of each rank: enough for all sequences, and too few for two sequences at once.
+MANY, FEW = 120, 16
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Engines with many and with few blocks, and the model in transformers."""
+
+    tp: int
+    make: Callable[[int], Any]
+    reference: Reference
+
+    def driver(self, num_blocks: int = MANY, *, swaps: bool = False) -> tuple[RankedDriver, Any]:
+        engine = self.make(num_blocks)
+        config = engine.config.with_num_blocks(num_blocks)
+        if not swaps:
+            config = replace(config, cache=replace(config.cache, num_host_blocks=0))
+        driver = RankedDriver(config, engine.step)
+        driver.scheduler._state.costs.swap_blocks_per_s = 1e9  # swap whenever there is host memory
+        return driver, engine
+
+    def finish(self, driver: RankedDriver, prompts: dict[int, list[int]]) -> None:
+        """Run a driver to its end, and compare its outputs to `prompts`, by handle."""
+        driver.run(depth=2)
+        driver.empty_ranks()
+        assert driver.scheduler.blocks.num_held_blocks == 0
+        for handle, prompt in prompts.items():
+            assert len(driver.outputs[handle]) == MAX_TOKENS
+            self.reference.check_greedy(prompt, driver.outputs[handle])
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., Path]) -> tuple[Path, Reference]:
+    folder = make_model("deepseek_v3", seed=7)
+    return folder, Reference(folder)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["tp2", "tp4"])
+def ranks(request: pytest.FixtureRequest, model: tuple[Path, Reference], make_engine: Any) -> Ranks:
+    folder, reference = model
+    engines: dict[int, Any] = {}
+
+    def make(num_blocks: int) -> Any:
+        if num_blocks not in engines:
+            engines[num_blocks] = make_engine(
+                folder, request.param, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=6,
+                max_num_batched_tokens=24, num_host_blocks=MANY, enable_dp_attention=True, max_model_len=60,
+            )  # fmt: skip
+        return engines[num_blocks]
+
+    return Ranks(request.param, make, reference)
+
+
+def add_all(driver: RankedDriver, prompts: dict[int, list[int]], **settings: Any) -> None:
+    for handle, prompt in prompts.items():
+        generated = driver.outputs.get(handle, [])
+        driver.add(handle, prompt, max_tokens=MAX_TOKENS, ignore_eos=True, generated=generated, **settings)
+
+
+def numbered(prompts: list[list[int]]) -> dict[int, list[int]]:
+    return dict(enumerate(prompts))
+
+
+def partitions_in_use(driver: RankedDriver) -> set[int]:
+    state = driver.scheduler._state
+    return {state.blocks.partition_of(row) for row in state.running}
+
+
+def test_sequences_are_divided_among_the_ranks(ranks: Ranks) -> None:
+    """One sequence leaves the other ranks without rows; more sequences use all of them."""
+    prompts = numbered(prompts_of([30, 9, 17, 5, 26], seed=3))
+    driver, _ = ranks.driver()
+    add_all(driver, {0: prompts[0]})
+    for _ in range(3):
+        driver.step()
+    assert len(partitions_in_use(driver)) == 1
+    add_all(driver, {handle: prompt for handle, prompt in prompts.items() if handle})
+    while len(driver.scheduler._state.running) < len(prompts):
+        driver.step(depth=2)
+    assert partitions_in_use(driver) == set(range(ranks.tp))
+    ranks.finish(driver, prompts)
+
+
+def test_prefix_hits_keep_the_tokens(ranks: Ranks) -> None:
+    """A sequence goes to the rank that has its prefix; the end of a prefix within a block is copied there."""
+    (prefix,) = prompts_of([28], seed=1)
+    tails = prompts_of([7, 3, 1], seed=2)
+    driver, _ = ranks.driver()
+    prompts = {0: prefix}
+    add_all(driver, prompts)
+    driver.run(depth=2)
+    for handle, (length, tail) in enumerate(zip((28, 20, 26), tails, strict=True), 1):
+        prompts[handle] = prefix[:length] + tail
+        add_all(driver, {handle: prompts[handle]})
+        driver.run(depth=2)
+    ranks.finish(driver, prompts)
+    assert driver.scheduler.blocks.num_hit_tokens == 28 + 20 + 26
+    copies = [plan.copies for plan in driver.plans if len(plan.copies)]
+    assert len(copies) == 1
+
+
+@pytest.mark.parametrize("swaps", [False, True], ids=["recomputed", "swapped"])
+def test_preempted_sequences_keep_the_tokens(ranks: Ranks, swaps: bool) -> None:
+    driver, _ = ranks.driver(FEW, swaps=swaps)
+    prompts = numbered(prompts_of([17, 22, 9, 13, 20, 8], seed=3))
+    add_all(driver, prompts)
+    ranks.finish(driver, prompts)
+    assert driver.scheduler.stats.num_preemptions > 0
+    assert (driver.scheduler.blocks.num_swapped_blocks > 0) == swaps
+
+
+def test_forks_stay_on_the_rank_of_their_parent(ranks: Ranks) -> None:
+    (prompt,) = prompts_of([30], seed=4)
+    driver, _ = ranks.driver()
+    add_all(driver, {0: prompt}, n=3)
+    while len(driver.scheduler._state.running) < 3:
+        driver.step(depth=2)
+    assert len(partitions_in_use(driver)) == 1
+    ranks.finish(driver, dict.fromkeys(range(3), prompt))
+
+
+@pytest.mark.parametrize("kept", [KvTiers.NONE, KvTiers.ALL])
+def test_failed_ranks_keep_the_tokens(ranks: Ranks, kept: KvTiers) -> None:
+    """The content of their KV memory is lost, or what the scheduler does not list of it."""
+    prompts = numbered(prompts_of([30, 5, 12], seed=5))
+    driver, engine = ranks.driver()
+    add_all(driver, prompts)
+    while min(map(len, driver.outputs.values())) < MAX_TOKENS // 2:
+        driver.step(depth=2)
+    driver.scheduler.interrupt(RankFailed(0, "killed", None), driver.now)
+    driver.group = RankedDriver(driver.config, engine.step).group  # no plans in flight
+    engine.on_all(lambda runner: runner.reset(has_new_ranks=not kept), engine.runners)
+    listed = {block for cache in driver.scheduler.blocks._caches for block in cache._key_of if kept}
+    for rank, runner in enumerate(engine.runners):
+        for layer in runner._kv_cache.layers:
+            for block in range(MANY):
+                if rank * MANY + block not in listed:
+                    layer.blocks[block].fill_(torch.nan)
+    driver.scheduler.resume(driver.scheduler.epoch + 1, kept)
+    ranks.finish(driver, prompts)
+    assert (driver.scheduler.stats.num_kept_tokens > 0) == bool(kept)
+
+
+def test_ranks_hold_the_latents_of_their_own_sequences_only(ranks: Ranks) -> None:
+    """Each rank has written no more blocks than its sequences have."""
+    prompts = numbered(prompts_of([30, 17], seed=6))
+    driver, engine = ranks.driver()
+    engine.lose_blocks()
+    add_all(driver, prompts)
+    ranks.finish(driver, prompts)
+    num_written = [
+        int((~runner._kv_cache.layers[0].blocks[1:].isnan().flatten(1).all(dim=1)).sum())
+        for runner in engine.runners
+    ]
+    num_blocks = [-(-(len(prompt) + MAX_TOKENS - 1) // BLOCK_SIZE) for prompt in prompts.values()]
+    assert sorted(num_written, reverse=True) == sorted(num_blocks, reverse=True) + [0] * (ranks.tp - 2)
+
+
+def test_warm_up_reaches_the_attention_of_each_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each rank launches every kernel before it is ready."""
+    _, engine = ranks.driver()
+    computed: list[int] = []
+    attend = LatentAttention._attend_all
+
+    def record(attention: LatentAttention, *inputs: Any) -> Any:
+        computed.append(attention.comm.rank)
+        return attend(attention, *inputs)
+
+    monkeypatch.setattr(LatentAttention, "_attend_all", record)
+    for plan in warm_up_plans(engine.config, MANY):
+        engine.step(plan)
+    assert set(computed) == set(range(ranks.tp))
+    assert all(runner._rows.tables.digest == 0 for runner in engine.runners)
+
+
+def test_profile_run_has_all_tokens_on_each_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, engine = ranks.driver()
+    num_tokens: list[int] = []
+    attend = LatentAttention._attend_all
+
+    def record(attention: LatentAttention, x: Any, *rest: Any) -> Any:
+        num_tokens.append(len(x))
+        return attend(attention, x, *rest)
+
+    monkeypatch.setattr(LatentAttention, "_attend_all", record)
+    engine.on_all(lambda runner: runner._profile_run(runner._make_scratch_cache()), engine.runners)
+    num_layers = engine.config.model.num_layers
+    assert num_tokens.count(24) == num_tokens.count(6) == ranks.tp * num_layers
