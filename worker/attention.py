@@ -35,6 +35,19 @@ class LayerCache:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnTokens:
+    """The tokens that this rank attends for, with data-parallel attention. Padding is in recorded steps only.
+
+    Attributes:
+        index: [N] int64, numbers of the tokens among all of the step; 0 for padding.
+        places: [N] int64, the same, but the number of all tokens for padding.
+    """
+
+    index: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionInputs:
     """Attention inputs of a step, shared by all layers of a cache group. Sequences with one token come first.
 
@@ -47,8 +60,8 @@ class AttentionInputs:
         splits: split of the sequences with one token for a GPU (split-KV); None on a CPU.
         chunks: the lengths of the chunks on the host; None in recorded steps, where the host cannot know them.
         other_groups: the inputs of further groups, which differ in slots and block tables.
-        own_tokens: [T] int64, with data-parallel attention the step's tokens that this rank attends for; T counts
-            these alone. None if every rank attends for all tokens.
+        own_tokens: with data-parallel attention the T tokens that this rank attends for; None if every rank attends
+            for all tokens.
     """
 
     num_decodes: int
@@ -59,11 +72,11 @@ class AttentionInputs:
     splits: DecodeSplits | None = None
     chunks: ChunkBounds | None = None
     other_groups: tuple[AttentionInputs, ...] = ()
-    own_tokens: Tensor | None = None
+    own_tokens: OwnTokens | None = None
 
     def own(self, values: Tensor) -> Tensor:
         """Return the entries of the tokens that this rank attends for, of values for each token of the step."""
-        return values if self.own_tokens is None else values.index_select(0, self.own_tokens)
+        return values if self.own_tokens is None else values.index_select(0, self.own_tokens.index)
 
     def of_group(self, group: int) -> AttentionInputs:
         """Return the inputs of a cache group, or of one sub-block of it; see split_groups."""

@@ -15,7 +15,7 @@ from ..kernels.lora import LoraGroups, group_tokens
 from ..proto.block_tables import IntArray, RowArray
 from ..proto.lora import NO_SLOT
 from ..proto.step import StepPlan
-from .attention import AttentionInputs, split_groups, with_groups
+from .attention import AttentionInputs, OwnTokens, split_groups, with_groups
 from .device_rows import DeviceRows
 from .kv_partition import KvPartition
 from .memory.host_to_device import to_device_together
@@ -37,6 +37,7 @@ class Batch:
         lens: [S] int32, computed tokens of each row after the step.
         token_ids: [T] int32.
         positions: [T] int64.
+        num_decodes: sequences with one token, which come first; with data-parallel attention those of all ranks.
         sampled_rows: [N] int32 ascending, rows whose last known token is in the step; repeated for drafted tokens,
             without pooled rows.
         sampled_positions: [N] int32, of the tokens to sample.
@@ -53,6 +54,7 @@ class Batch:
     lens: IntArray
     token_ids: Tensor
     positions: Tensor
+    num_decodes: int
     attention: AttentionInputs
     sampled_rows: IntArray
     sampled_positions: IntArray
@@ -123,6 +125,7 @@ def gather_batch(
         lens=layout.seq_lens,
         token_ids=token_ids,
         positions=positions,
+        num_decodes=layout.num_decodes,
         attention=attention,
         sampled_rows=layout.rows[sampled],
         sampled_positions=layout.seq_lens[sampled],
@@ -190,7 +193,7 @@ def _gather_inputs(
     token_rows, positions, slots, table_index, chunk_starts, device_lens, first_columns, *others = (
         to_device_together(arrays, device)
     )
-    device_own_tokens = None if own_tokens is None else others.pop(0)
+    on_device = None if own_tokens is None else others.pop(0)
     width = -(-int(seq_lens.max(initial=1)) // block_size)
     attention = AttentionInputs(
         num_decodes=num_decodes,
@@ -199,7 +202,7 @@ def _gather_inputs(
         query_start=chunk_starts,
         seq_lens=device_lens,
         chunks=ChunkBounds(chunk_lens.tolist(), seq_lens[num_decodes:].tolist()),
-        own_tokens=device_own_tokens,
+        own_tokens=None if on_device is None else OwnTokens(on_device, on_device),
     )
     if partition is not None:
         # Stale entries beyond a sequence's blocks may be of another rank.

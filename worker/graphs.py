@@ -21,7 +21,7 @@ from torch import Tensor
 from ..kernels.decode_splits import split_decodes
 from ..proto.config import EngineConfig
 from ..proto.errors import first_line
-from .attention import AttentionInputs, with_groups
+from .attention import AttentionInputs, OwnTokens, with_groups
 from .batch import Batch
 from .graph_backend import GraphBackend, Recording
 from .graph_shapes import NUM_CHUNKS, GraphShape, decode_shapes, find_shape, mixed_shapes
@@ -39,6 +39,7 @@ class GraphLimits:
     Attributes:
         max_seq_len: tokens of the blocks in a block table.
         num_groups: cache groups, each as often as its places are split.
+        dp_attention: steps have OwnTokens.
     """
 
     max_num_seqs: int
@@ -46,6 +47,7 @@ class GraphLimits:
     max_blocks_per_seq: int
     max_seq_len: int
     num_groups: int = 1
+    dp_attention: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig) -> GraphLimits:
@@ -54,7 +56,12 @@ class GraphLimits:
         max_seq_len = max_blocks * config.cache.block_size
         num_groups = sum(config.cache_layout.splits)
         return cls(
-            scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_blocks, max_seq_len, num_groups
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            max_blocks,
+            max_seq_len,
+            num_groups,
+            config.parallel.enable_dp_attention,
         )
 
     @property
@@ -126,6 +133,10 @@ class StepGraphs:
         self._query_start = zeros(NUM_CHUNKS + 1)
         self._seq_lens = zeros(num_rows)
         self._sampled_index = zeros(num_rows, dtype=torch.int64)
+        self._own_tokens: OwnTokens | None = None
+        if limits.dp_attention:
+            index, places = zeros(2, num_tokens, dtype=torch.int64)
+            self._own_tokens = OwnTokens(index, places)
 
     @property
     def shapes(self) -> list[GraphShape]:
@@ -147,7 +158,7 @@ class StepGraphs:
 
     def find_for(self, batch: Batch) -> GraphShape | None:
         """Return the shape of the graph that replays a batch. Returns None if there is none."""
-        num_decodes, num_sampled = batch.attention.num_decodes, len(batch.sampled_rows)
+        num_decodes, num_sampled = batch.num_decodes, len(batch.sampled_rows)
         num_chunks = len(batch.rows) - num_decodes
         if (
             batch.scored is not None
@@ -207,6 +218,7 @@ class StepGraphs:
         splits = None
         if seq_lens.is_cuda:
             splits = split_decodes(seq_lens[:num_decodes], self._max_seq_len, self._fixed_item_len)
+        own = self._own_tokens
         attention = AttentionInputs(
             num_decodes=num_decodes,
             slot_mapping=self._slot_mappings[0, :num_tokens],
@@ -214,6 +226,7 @@ class StepGraphs:
             query_start=self._query_start[: shape.num_chunks + 1],
             seq_lens=seq_lens,
             splits=splits,
+            own_tokens=None if own is None else OwnTokens(own.index[:num_tokens], own.places[:num_tokens]),
         )
         if len(self._block_tables) > 1:
             slot_mappings, tables = self._slot_mappings[:, :num_tokens], self._block_tables[:, :num_rows]
@@ -231,19 +244,30 @@ class StepGraphs:
         return self._logits[: len(logits)].copy_(logits)
 
     def _copy_inputs(self, batch: Batch, shape: GraphShape) -> None:
-        """Copy a step's inputs to the buffers, with padding after its decodes and after its chunks."""
-        attention, first_chunk = batch.attention, shape.num_decodes
-        num_decodes, num_chunks = attention.num_decodes, len(batch.rows) - attention.num_decodes
-        num_chunk_tokens = len(batch.token_ids) - num_decodes
+        """Copy a step's inputs to the buffers, with padding after its decodes and after its chunks.
 
-        def copy(buffer: Tensor, values: Tensor) -> None:
+        Those of attention have as many decodes and chunks as this rank attends for.
+        """
+        attention, first_chunk = batch.attention, shape.num_decodes
+        num_decodes, num_chunks = attention.num_decodes, len(attention.seq_lens) - attention.num_decodes
+        num_chunk_tokens = len(attention.slot_mapping) - num_decodes
+
+        def copy(buffer: Tensor, values: Tensor, num_decodes: int = num_decodes) -> None:
             buffer[:num_decodes].copy_(values[:num_decodes])
-            if num_chunks:
+            if shape.num_chunks:
                 others = values[num_decodes:]
                 buffer[first_chunk : first_chunk + len(others)].copy_(others)
 
-        copy(self._token_ids, batch.token_ids)
-        copy(self._positions, batch.positions)
+        copy(self._token_ids, batch.token_ids, batch.num_decodes)
+        copy(self._positions, batch.positions, batch.num_decodes)
+        if attention.own_tokens is not None and self._own_tokens is not None:
+            # The tokens of chunks move behind the padding of all decodes.
+            own = attention.own_tokens.index
+            moved = own + (first_chunk - batch.num_decodes) * (own >= batch.num_decodes)
+            self._own_tokens.index[: shape.num_tokens].zero_()
+            self._own_tokens.places[: shape.num_tokens].fill_(shape.num_tokens)
+            copy(self._own_tokens.index, moved)
+            copy(self._own_tokens.places, moved)
         for group, (slot_mapping, tables) in enumerate(
             zip(self._slot_mappings, self._block_tables, strict=True)
         ):
@@ -254,17 +278,17 @@ class StepGraphs:
         copy(self._seq_lens, attention.seq_lens)
         self._slot_mappings[:, num_decodes:first_chunk].fill_(NO_SLOT)
         self._seq_lens[num_decodes:first_chunk].zero_()
-        if num_chunks:
+        if shape.num_chunks:
             self._slot_mappings[:, first_chunk + num_chunk_tokens : shape.num_tokens].fill_(NO_SLOT)
             self._seq_lens[first_chunk + num_chunks : shape.num_rows].zero_()
             self._query_start[: num_chunks + 1].copy_(attention.query_start)
             self._query_start[num_chunks + 1 :].fill_(num_chunk_tokens)
-            self._copy_sampled_index(batch, first_chunk - num_decodes)
+            self._copy_sampled_index(batch, first_chunk - batch.num_decodes)
 
     def _copy_sampled_index(self, batch: Batch, num_padding: int) -> None:
         """Copy the indices of the sampled tokens; those of chunks move behind the decodes' padding."""
         assert batch.sampled_index is not None
-        is_of_chunk = batch.sampled_index >= batch.attention.num_decodes
+        is_of_chunk = batch.sampled_index >= batch.num_decodes
         moved = batch.sampled_index + num_padding * is_of_chunk
         self._sampled_index[: len(moved)].copy_(moved)
 
@@ -273,3 +297,5 @@ class StepGraphs:
         self._slot_mappings[:, : shape.num_tokens].fill_(NO_SLOT)
         self._seq_lens[: shape.num_rows].zero_()
         self._query_start.zero_()
+        if self._own_tokens is not None:
+            self._own_tokens.places.fill_(shape.num_tokens)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..kernels.latent_attention import ChunkBounds
 from ..proto.config import EngineConfig
 from ..proto.step import RowSampling
-from .attention import AttentionInputs, fixed_item_len, with_groups, with_splits
+from .attention import AttentionInputs, OwnTokens, fixed_item_len, with_groups, with_splits
 from .memory.cache_engine import CacheEngine
 from .memory.host_to_device import to_device
 from .models.loader import Model
@@ -88,10 +88,12 @@ class LargestSteps:
         inputs = with_splits(inputs, config.cache.block_size, fixed_item_len(config.parallel))
         self._model.forward(torch.zeros_like(position), position, cache.layers, inputs)
 
-    def _own_tokens(self, num_tokens: int) -> Tensor | None:
+    def _own_tokens(self, num_tokens: int) -> OwnTokens | None:
         """Return all tokens with data-parallel attention: a rank may have all sequences of a step."""
-        has_own = self._config.parallel.enable_dp_attention
-        return torch.arange(num_tokens, device=self._device) if has_own else None
+        if not self._config.parallel.enable_dp_attention:
+            return None
+        tokens = torch.arange(num_tokens, device=self._device)
+        return OwnTokens(tokens, tokens)
 
     def _in_all_groups(self, inputs: AttentionInputs) -> AttentionInputs:
         num_groups = sum(self._config.cache_layout.splits)

@@ -442,9 +442,7 @@ class ModelRunner:
     @property
     def _uses_graphs(self) -> bool:
         is_available = self._device.type == "cuda" or self._graph_backend is not None
-        parallel = self._config.parallel
-        # With data-parallel attention the shapes on a rank depend on the partitions of the step's rows.
-        is_wanted = parallel.cuda_graphs and not parallel.enable_dp_attention and self._config.model.generates
+        is_wanted = self._config.parallel.cuda_graphs and self._config.model.generates
         return is_available and is_wanted and self._model.supports_graphs
 
     @property

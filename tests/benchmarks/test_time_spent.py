@@ -29,6 +29,7 @@ def batch(num_sampled: int, *contexts: tuple[int, int]) -> Batch:
         lens,
         positions.int(),
         positions,
+        0,
         cast("Any", None),
         rows[:num_sampled],
         lens[:num_sampled],

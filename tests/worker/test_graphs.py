@@ -199,6 +199,54 @@ def test_graphs_of_steps_with_chunks_give_same_tokens(
     assert backend.num_replays > 20
 
 
+def test_graphs_of_data_parallel_attention_give_same_tokens(
+    make_model: Any,
+    make_engine: Any,
+    thread_group: Any,
+    backend: TapeBackend,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank attends for any number of a step's decodes and chunks, or for none."""
+    comms: dict[int, Any] = {}  # rank |-> communicator of the latest engine
+    communicator = type(thread_group(1).communicator(0))
+    reduce = communicator.all_reduce
+
+    def all_reduce(x: Tensor, rank: int) -> Tensor:
+        return reduce(comms[rank], x)
+
+    on_tape = on_one_launch("all_reduce", all_reduce)
+
+    def record(comm: Any, x: Tensor) -> Tensor:
+        comms[comm.rank] = comm
+        return on_tape(x, comm.rank)
+
+    monkeypatch.setattr(communicator, "all_reduce", record)
+    folder = make_model("deepseek_v3", seed=5, first_k_dense_replace=3)
+    lengths = [3, 40, 2, 33, 5, 30, 4, 6]
+    prompts = [[(7 * place + 31 * index) % 380 + 1 for place in range(n)] for index, n in enumerate(lengths)]
+    partitions: set[tuple[int, int]] = set()
+
+    def run(**settings: Any) -> dict[int, list[int]]:
+        engine = make_engine(folder, 2, num_blocks=80, block_size=4, max_num_seqs=6, max_num_batched_tokens=24,
+                             enable_dp_attention=True, **settings)  # fmt: skip
+        driver = RankedDriver(engine.config.with_num_blocks(80), engine.step)
+        for handle, prompt in enumerate(prompts):
+            driver.add(handle, prompt, max_tokens=8, ignore_eos=True)
+            for _ in range(3):
+                driver.step(depth=2)
+                state = driver.scheduler._state
+                of_rows = [state.blocks.partition_of(row) for row in state.running]
+                partitions.add((of_rows.count(0), of_rows.count(1)))
+        driver.run(depth=2)
+        return driver.outputs
+
+    expected = run()
+    assert run(graph_backend=backend) == expected
+    assert backend.num_replays > 20
+    assert len(partitions) > 4
+    assert any(min(counts) == 0 for counts in partitions)
+
+
 def test_step_with_prompt_logprobs_is_computed(
     make_model: Any, make_engine: Any, planned: Any, backend: TapeBackend
 ) -> None:

@@ -79,10 +79,12 @@ class LatentAttention:
         if own is None:
             return self.output.forward_partial(self._attend_all(x, rotations, kv_cache, inputs))
         num_tokens = len(x.codes) if isinstance(x, Float8Tokens) else len(x)
-        y = self.norm.new_zeros(num_tokens, self.hidden_size)
-        if len(own):
-            attended = self._attend_all(_select(x, own), rotations, kv_cache, inputs)
-            y.index_copy_(0, own, self.output.forward(attended))
+        # The results of padding go behind those of all tokens.
+        y = self.norm.new_zeros(num_tokens + 1, self.hidden_size)
+        if len(own.index):
+            attended = self._attend_all(_select(x, own.index), rotations, kv_cache, inputs)
+            y.index_copy_(0, own.places, self.output.forward(attended))
+        y = y[:num_tokens]
         return PartialSum(y) if num_tokens <= self.max_partial_tokens else self.comm.all_reduce(y)
 
     def _attend_all(

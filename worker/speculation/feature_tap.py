@@ -63,7 +63,7 @@ class FeatureTap:
         if num_replayed_decodes is None:
             return self._features
         assert self._buffer is not None
-        num_decodes = batch.attention.num_decodes
+        num_decodes = batch.num_decodes
         num_others = len(batch.token_ids) - num_decodes
         first = num_replayed_decodes
         parts = self._buffer[:num_decodes], self._buffer[first : first + num_others]
