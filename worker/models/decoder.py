@@ -616,7 +616,7 @@ def _head_layer_norms(load: LoadContext, spec: DecoderSpec, layer: LayerSpec, na
         else:
             load.checkpoint.read_into(weight, f"{name}.{own}.weight", (count, head_dim), 0, heads.start)
         if interleaving is not None:
-            weight = weight[:, interleaving.order(head_dim)].contiguous()
+            weight = interleaving.reorder(weight, dim=1)
         norms.append(LayerNorm(weight, None, spec.norm_eps))
     return norms
 

@@ -111,7 +111,7 @@ def read_expert_biases(
     own, shape = load.own_experts(experts.count), (experts.count, 2 * experts.intermediate_size)
     rows, columns = (own.start, len(own)), (2 * shard.start, 2 * len(shard))
     stored = load.checkpoint.read(f"{stack}.gate_up_proj_bias", shape, rows, columns)
-    gate_up = stored[:, Interleaving(columns[1], columns[1]).order(columns[1])]
+    gate_up = Interleaving(columns[1], columns[1]).reorder(stored, dim=1)
     down = load.checkpoint.read(f"{stack}.down_proj_bias", (experts.count, hidden_size), rows)
     # The ranks' results are added up.
     adds_down = load.expert_parallel or load.comm.rank == 0

@@ -82,7 +82,7 @@ class ColumnParallelLinear:
             for piece, part in zip(pieces, parts, strict=True):
                 load.checkpoint.read_into(piece, f"{part.name}.bias", part.shape[:1], 0, part.start)
                 if part.interleaving is not None:
-                    piece.copy_(piece[part.interleaving.order(len(piece))])
+                    piece.copy_(part.interleaving.reorder(piece))
 
     @property
     def accepts_float8(self) -> bool:

@@ -188,7 +188,7 @@ def _read_plain(
     for out, part in zip(weight.split_with_sizes(num_outputs), parts, strict=True):
         checkpoint.read_into(out, f"{part.name}.weight", part.shape, part.dim, part.start)
         if part.interleaving is not None:
-            out.copy_(out[part.interleaving.order(len(out))])
+            out.copy_(part.interleaving.reorder(out))
     return PlainWeight(pack(weight))
 
 

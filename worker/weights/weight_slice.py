@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 Range = tuple[int, int]  # start and length
 
 
@@ -27,6 +30,10 @@ class Interleaving:
             *range(self.num_alternating, self.run_len),
         ]
         return [start + row for start in range(0, num_rows, self.run_len) for row in run]
+
+    def reorder(self, stored: Tensor, dim: int = 0) -> Tensor:
+        """Return a copy of stored rows, in dimension `dim`, with the halves one after the other."""
+        return stored.index_select(dim, torch.tensor(self.order(stored.shape[dim]), device=stored.device))
 
 
 @dataclass(frozen=True, slots=True)
