@@ -114,6 +114,13 @@ def test_embeddings_rank_every_text(run_example: RunExample) -> None:
     assert scores == sorted(scores, reverse=True)
 
 
+def test_repetition_guard_ends_outputs(run_example: RunExample) -> None:
+    without, guarded = run_example("repetition_guard.py").splitlines()
+    assert "repetition" not in without
+    assert "repetition" in guarded
+    assert int(re.findall(r"\d+", guarded)[0]) < int(re.findall(r"\d+", without)[0])
+
+
 def test_structured_outputs_have_their_forms(run_example: RunExample) -> None:
     printed = run_example("structured_outputs.py")
     assert re.search(r"^choice: (calm|stormy) \(stop\)$", printed, re.MULTILINE)
