@@ -68,7 +68,7 @@ KINDS: dict[str, dict[str, Any]] = {
 _WITHOUT_HEAD_DIM = ("gptj", "gpt_neox")
 
 # Of the prompt whose prefill is timed, of that before decoding, tokens that are decoded, and repetitions.
-PREFILL_LEN, PROMPT_LEN, NUM_DECODED, NUM_REPEATS = 512, 32, 64, 5
+PREFILL_LEN, PROMPT_LEN, NUM_DECODED, NUM_REPEATS = 512, 32, 64, 3
 
 # (prompt, number of tokens) -> None; generates exactly these tokens.
 Generate = Callable[[list[int], int], None]
