@@ -9,7 +9,7 @@ that from the failure to the next token of every sequence.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from quire.cluster.offline.in_process import InProcessEngine, InProcessGroup
 from quire.proto.errors import RankFailed
 from quire.proto.step import StepPlan
 from quire.scheduler.kv.kv_tiers import KvTiers
+from quire.scheduler.service.worker_group import Rebuilt
 
 MAX_TOKENS = 64
 BLOCK_SIZE = 16
@@ -57,8 +58,8 @@ class FailingGroup:
                 if not plan.chunk_rows.size:
                     self.resumed_at = time.perf_counter()
 
-        def partly_kept(epoch: int) -> KvTiers:
-            return rebuild(epoch) & self.kept
+        def partly_kept(epoch: int) -> Rebuilt:
+            return replace(rebuild(epoch), kept=self.kept)
 
         self.group.broadcast = failing_broadcast  # type: ignore[method-assign]
         self.group.rebuild = partly_kept  # type: ignore[method-assign]

@@ -31,8 +31,8 @@ from quire.proto.stream import (
     TokenBatch,
 )
 from quire.scheduler.core.scheduler import Scheduler
-from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.service.loop import StepLoop
+from quire.scheduler.service.worker_group import Rebuilt
 
 GATEWAY = b"trace"
 
@@ -153,7 +153,7 @@ class SimulatedGroup:
 
     def examine(self, waited_s: float, *, is_overdue: bool) -> None: ...
 
-    def rebuild(self, epoch: int) -> KvTiers:
+    def rebuild(self, epoch: int) -> Rebuilt:
         raise AssertionError("ranks that cannot fail are rebuilt")
 
     def statuses(self) -> tuple[RankStatus, ...]:

@@ -26,8 +26,8 @@ from quire.proto.sampling import SamplingParams
 from quire.proto.step import StepPlan, StepResult
 from quire.proto.stream import GatewayMessage, RankStatus, ReplicaMessage, Submit
 from quire.scheduler.core.scheduler import Scheduler
-from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.service.loop import StepLoop
+from quire.scheduler.service.worker_group import Rebuilt
 
 BLOCK_SIZE = 16
 CONTEXT = 1000
@@ -188,7 +188,7 @@ class NoOpGroup:
 
     def examine(self, waited_s: float, *, is_overdue: bool) -> None: ...
 
-    def rebuild(self, epoch: int) -> KvTiers:
+    def rebuild(self, epoch: int) -> Rebuilt:
         raise AssertionError("ranks that cannot fail are rebuilt")
 
     def statuses(self) -> tuple[RankStatus, ...]:

@@ -187,7 +187,8 @@ class ParallelConfig:
         spare_processes: idle processes on each node, for ranks and schedulers that are replaced.
         logits_processors: names of custom logits processors, separated by commas; None for none.
         enable_expert_parallel: of a mixture of experts, each rank holds some experts whole.
-        standby_weights: on a CPU, the weights of each rank are in memory that the process that replaces it maps.
+        standby_weights: on a CPU, the weights and the KV of each rank are in memory that the process that replaces it
+            maps.
         enable_dp_attention: each rank has the whole attention of a latent model, and the sequences of one partition
             of the KV pool (data-parallel attention); the rest of the model is tensor-parallel.
     """

@@ -37,6 +37,7 @@ from .memory.allocation import check_host_memory, free_unused_memory, out_of_mem
 from .memory.cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine, bytes_per_block
 from .memory.host_to_device import to_device
 from .memory.kv_budget import profile_kv_bytes
+from .memory.kv_segment import KvSegment
 from .memory.shared_segment import SegmentAddress
 from .models.draft_head import load_draft_head
 from .rank_models import RankModels
@@ -117,6 +118,7 @@ class ModelRunner:
         if self._device.type == "cpu":
             keep_freed_memory(KEPT_BYTES)
         self._cache: CacheEngine | None = None  # before `allocate_cache`, and in sleep
+        self._kv_segment: KvSegment | None = None
         self._num_blocks_asleep = 0
         self._partition: KvPartition | None = None  # with data-parallel attention, as the cache
         self._graph_backend = graph_backend
@@ -147,6 +149,11 @@ class ModelRunner:
         """Return the segments that hold the weights, open in this process; none without `standby_weights`."""
         return self._models.segments
 
+    @property
+    def kv_segment(self) -> SegmentAddress | None:
+        """Return the segment that holds the KV cache, the same one as long as the runner lives, or None."""
+        return None if self._kv_segment is None else self._kv_segment.address
+
     def num_blocks_that_fit(self) -> int:
         """Return the number of KV blocks that fit into this rank's memory, including the scratch block."""
         cache = self._config.cache
@@ -157,14 +164,17 @@ class ModelRunner:
             num_bytes = DEFAULT_CPU_KV_BYTES if self._device.type == "cpu" else self._gpu_kv_bytes()
         return num_bytes // bytes_per_block(self._config, self._dtype)
 
-    def allocate_cache(self, num_blocks: int, *, touches_pages: bool = True) -> float:
+    def allocate_cache(
+        self, num_blocks: int, *, touches_pages: bool = True, inherited: SegmentAddress | None = None
+    ) -> float:
         """Allocate the KV cache on the device and the host; called once, before the first step.
 
         Args:
             touches_pages: on a CPU, write the whole memory now, so that no step does so for the first time.
+            inherited: memory of the rank that this one replaces, whose content stays; see `kv_segment`.
 
         Returns:
-            blocks/s that swaps move between the two, each way; 0 without a host tier.
+            blocks/s that swaps move between the two, each way; 0 without a host tier or with inherited memory.
 
         Raises:
             ConfigError: there is not enough memory, or the model fails its self-check.
@@ -177,7 +187,10 @@ class ModelRunner:
         failure = (
             f"rank {self._comm.rank} cannot allocate {device_bytes / 2**30:.2f} GiB of KV memory{on_host}"
         )
-        check_host_memory(host_bytes + (device_bytes if self._device.type == "cpu" else 0), failure)
+        segment = self._kv_segment = self._open_kv_segment(num_blocks, inherited)
+        is_inherited = segment is not None and segment.is_inherited
+        if not is_inherited:
+            check_host_memory(host_bytes + (device_bytes if self._device.type == "cpu" else 0), failure)
         with out_of_memory_as(failure):
             self._cache = CacheEngine(
                 self._config,
@@ -187,12 +200,32 @@ class ModelRunner:
                 self._device,
                 self._attend_chunks,
                 touches_pages=touches_pages,
+                segment=segment,
             )
         if self._config.parallel.enable_dp_attention:
             num_host_blocks = self._config.cache.num_host_blocks + 1
             self._partition = KvPartition(self._comm.rank, num_blocks, num_host_blocks)
         self._prepare(num_blocks)
-        return self._cache.measure_swap_rate()
+        return 0.0 if is_inherited else self._cache.measure_swap_rate()  # which writes host blocks
+
+    def _open_kv_segment(self, num_blocks: int, inherited: SegmentAddress | None) -> KvSegment | None:
+        """Return the segment for the KV cache: the present one, that of the rank before, or a new one.
+
+        Returns None without `standby_weights`, or if the system has no such memory.
+        """
+        if not self._config.parallel.standby_weights or self._kv_segment is not None:
+            return self._kv_segment
+        try:
+            if inherited is not None:
+                return KvSegment.open(inherited)
+        except OSError as error:
+            _log.warning("rank %d cannot map the KV of the rank before: %s", self._comm.rank, error)
+        num_all_blocks = num_blocks + self._config.cache.num_host_blocks + 1
+        try:
+            return KvSegment.create(num_all_blocks * bytes_per_block(self._config, self._dtype))
+        except OSError as error:
+            _log.warning("the KV of rank %d ends with its process: %s", self._comm.rank, error)
+            return None
 
     def reset(self, *, has_new_ranks: bool) -> None:
         """Empty all rows after the group was joined anew, and prepare for steps as `allocate_cache` does.
@@ -285,6 +318,8 @@ class ModelRunner:
             self._num_blocks_asleep = self._cache.num_blocks
             self._drop_weights()
             self._cache = None
+            if self._kv_segment is not None:
+                self._kv_segment.clear()
             free_unused_memory(self._device)
         return ""
 
@@ -329,6 +364,9 @@ class ModelRunner:
             return
         self._is_closed = True
         self._cache = self._graphs = self._executor = self._graph_backend = None
+        if self._kv_segment is not None:
+            self._kv_segment.close()
+            self._kv_segment = None
         self._speculator = None
         if self._adapters is not None:
             self._adapters.close()

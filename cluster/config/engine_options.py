@@ -181,7 +181,7 @@ class EngineOptions:
     standby_weights: bool = option(
         False,
         help="On CPUs, keep a started process for each replica, which takes the place of a rank that fails, and the "
-        "weights of all ranks in memory that outlives their processes; for ranks on the node of the scheduler.",
+        "weights and KV of all ranks in memory that outlives their processes; for ranks on the scheduler's node.",
         group=_EXECUTION,
     )
     speculative_config: str | None = option(

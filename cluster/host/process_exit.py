@@ -41,9 +41,13 @@ class ProcessExit:
 
     @property
     def has_ended(self) -> bool:
+        return self.ends_within(0.0)
+
+    def ends_within(self, timeout_s: float) -> bool:
+        """Wait for the end of the process; return whether it has ended."""
         poller = select.poll()  # select.select would refuse file descriptors from 1024 on
         poller.register(self._pidfd, select.POLLIN)
-        return bool(poller.poll(0))
+        return bool(poller.poll(1e3 * timeout_s))
 
     @property
     def is_stopped(self) -> bool:

@@ -20,6 +20,7 @@ from ...scheduler.core.scheduler import Scheduler
 from ...scheduler.kv.kv_tiers import KvTiers
 from ...scheduler.service.loop import StepLoop
 from ...scheduler.service.mailbox import InMemoryMailbox
+from ...scheduler.service.worker_group import Rebuilt
 from ...worker.comm.communicator import SingleRank
 from ...worker.device import compute_device, on_device
 from ...worker.launched_step import LaunchedStep
@@ -66,11 +67,11 @@ class InProcessGroup:
     def examine(self, waited_s: float, *, is_overdue: bool) -> None:
         """Never raises, as `check`."""
 
-    def rebuild(self, epoch: int) -> KvTiers:
+    def rebuild(self, epoch: int) -> Rebuilt:
         """Empty the rows of the rank after a step that failed."""
         self._launched.clear()
         self._must_reset = True  # on the thread of the steps, to which the CPU ops' thread pool belongs
-        return KvTiers.ALL
+        return Rebuilt(has_new_ranks=False, kept=KvTiers.ALL)
 
     def statuses(self) -> tuple[RankStatus, ...]:
         return (RankStatus(0, os.getpid(), socket.gethostname(), str(self._device), self._runner.stage),)

@@ -23,6 +23,7 @@ from ...proto.step import StepFailure, StepPlan, StepResult, decode_reply
 from ...proto.stream import RankStatus
 from ...proto.transport.channel import ChannelAddress, StepSender
 from ...scheduler.kv.kv_tiers import KvTiers
+from ...scheduler.service.worker_group import Rebuilt
 from .rank_processes import Rank, RankHandles, RankProcesses
 from .spares_clock import SparesClock
 
@@ -33,6 +34,7 @@ _log = logging.getLogger(__name__)
 _ROOT_CAUSE_WAIT_S = 0.3
 # For a late rank's process to report its stage. On a busy machine with two cores an answer takes up to 0.8 s.
 _STAGE_TIMEOUT_S = 3.0
+_UNCHANGED = Rebuilt(has_new_ranks=False, kept=KvTiers.ALL)
 # Begin of the reason in a rank's report that a collective failed: another rank is the cause.
 _COLLECTIVE_FAILED = "ConnectionError"
 
@@ -66,7 +68,7 @@ class ChannelWorkerGroup:
         self._address = factory.address
         self._join_timeout_s = factory.join_timeout_s
         self._closed = self._is_rebuilding = False
-        self._has_new_ranks = False  # an attempt to rebuild the group has replaced ranks, and failed later
+        self._rebuilt = _UNCHANGED  # by attempts to rebuild the group that failed later
         self._clock = SparesClock()
         self._ranks = RankProcesses(
             factory.handles, keeps_survivors=factory.keeps_survivors, check_open=self._check_open
@@ -75,6 +77,7 @@ class ChannelWorkerGroup:
             self._ranks.replace(())
         self._life = _Life(self._ranks, self._address, self._join_timeout_s, epoch=1)
         self._command_step = 0  # of the latest command, which may change the weights
+        self._ranks.keep_kv()
         self._ranks.keep_weights()
 
     def broadcast(self, plan: StepPlan) -> None:
@@ -101,19 +104,20 @@ class ChannelWorkerGroup:
             return tuple(replace(each.status, stage="recovering") for each in self._ranks.ranks)
         return self._life.statuses()
 
-    def rebuild(self, epoch: int) -> KvTiers:
+    def rebuild(self, epoch: int) -> Rebuilt:
         self._is_rebuilding = True
         failed = self._life.failed_ranks
         self._life.close()
-        self._has_new_ranks |= bool(self._ranks.replace(failed))
+        attempt = self._ranks.replace(failed)
+        has_new_ranks = self._rebuilt.has_new_ranks or attempt.has_new_ranks
+        self._rebuilt = Rebuilt(has_new_ranks, self._rebuilt.kept & attempt.kept)
         self._check_open()
         self._life = _Life(self._ranks, self._address, self._join_timeout_s, epoch)
         self._clock = SparesClock()
         self._is_rebuilding = False
         self._ranks.keep_weights()
-        kept = KvTiers.NONE if self._has_new_ranks else KvTiers.ALL
-        self._has_new_ranks = False
-        return kept
+        rebuilt, self._rebuilt = self._rebuilt, _UNCHANGED
+        return rebuilt
 
     def close(self) -> None:
         self._closed = True

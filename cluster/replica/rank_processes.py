@@ -16,11 +16,14 @@ from ray.exceptions import RayError
 
 from ...proto.errors import QuireError, ReplicaUnavailable
 from ...proto.stream import RankStatus
+from ...scheduler.kv.kv_tiers import KvTiers
+from ...scheduler.service.worker_group import Rebuilt
 from ...worker.actor import RankProcess
 from ...worker.memory.shared_segment import SegmentAddress
 from ..host.process_exit import ProcessExit, last_lines
 from ..host.stopwatch import Stopwatch
 from ..ray_runtime.errors import await_all, describe
+from .kept_kv import KeptKv
 from .kept_weights import KeptWeights
 from .process_starter import ProcessStarter
 from .standby_process import StandbyProcess
@@ -34,6 +37,8 @@ PROCESS_TIMEOUT_S = 120.0
 LOAD_TIMEOUT_S = 1800.0
 # For the ranks that live to leave the group. A collective notices within 0.1 s that a rank has ended.
 LEAVE_TIMEOUT_S = 3.0
+# For a killed process to end, which writes nothing from then on.
+_KILL_TIMEOUT_S = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +70,7 @@ class Rank:
     Attributes:
         run: the call of its step loop; None before the first.
         is_usable: its process lives, has its weights and its KV memory, and executes no call.
+        has_been_killed: its process is known to have ended after `kill`.
     """
 
     def __init__(self, worker: ActorHandle | None, status: RankStatus, process: RankProcess | None) -> None:
@@ -75,6 +81,7 @@ class Rank:
         self._stderr = ""
         self.exit: ProcessExit | None = None
         self._raylet: ProcessExit | None = None
+        self.has_been_killed = False
         if process is not None:
             self.watch(process)
 
@@ -128,9 +135,11 @@ class Rank:
         if self._raylet is not None:
             self._raylet.close()
             self._raylet = None
-        if self.exit is not None:
+        if self.exit is not None and not self.has_been_killed:
             self.exit.kill()  # Ray's own message is not read by a stopped process
-            self.exit.close()
+            self.has_been_killed = self.exit.ends_within(_KILL_TIMEOUT_S)
+            if self.has_been_killed:
+                self.exit.close()
         if self._worker is not None:
             with suppress(RayError, ValueError):
                 ray.kill(self._worker)
@@ -157,6 +166,7 @@ class RankProcesses:
         self._keeps_survivors = keeps_survivors
         self._check_open = check_open
         self._spares = None if handles.starter is None else handles.starter.spare_processes()
+        self._kv = KeptKv()
         self._kept: KeptWeights | None = None
         self._standby: StandbyProcess | None = None
         if handles.starter is not None and handles.starter.has_standby_weights:
@@ -165,8 +175,8 @@ class RankProcesses:
     def __len__(self) -> int:
         return len(self.ranks)
 
-    def replace(self, failed: Iterable[int]) -> list[int]:
-        """Replace failed ranks, and connect all of them in a new group; return those replaced. All rows are empty.
+    def replace(self, failed: Iterable[int]) -> Rebuilt:
+        """Replace failed ranks, and connect all of them in a new group. All rows are empty.
 
         Ranks that live keep their process, their weights and their KV memory. Ranks that do not leave the old group
         in time are replaced as well, and so are all ranks after an earlier attempt that did not connect them.
@@ -193,9 +203,9 @@ class RankProcesses:
         replaced = [rank for rank, each in enumerate(self.ranks) if not each.is_usable]
         self._start(starter, replaced)
         stopwatch.lap("start")
-        self._connect(replaced, stopwatch)
+        kept = self._connect(replaced, stopwatch)
         _log.warning("replaced ranks %s of %d: %s", replaced, len(self), stopwatch)
-        return replaced
+        return Rebuilt(has_new_ranks=bool(replaced), kept=kept)
 
     def replenish_spares(self) -> None:
         """Have spare processes started for those that replaced ranks, or that none was ready for; returns at once."""
@@ -211,8 +221,21 @@ class RankProcesses:
         if self._kept is not None:
             self._kept.refresh([each.worker for each in self.ranks])
 
+    def keep_kv(self) -> None:
+        """Keep the KV memory of the ranks for processes that replace them, if it can outlive a process.
+
+        Called once the ranks are connected; `replace` keeps that of new ranks.
+        """
+        if self._kept is None:
+            return
+        calls = {f"rank {rank}": each.worker.kv_segment.remote() for rank, each in enumerate(self.ranks)}
+        addresses = self._await(calls, PROCESS_TIMEOUT_S, "naming its KV memory")
+        for rank, address in enumerate(addresses):
+            self._kv.keep(rank, address)
+
     def close(self) -> None:
-        """Give up the weights that are kept. Safe to call twice."""
+        """Give up the weights and the KV that are kept. Safe to call twice."""
+        self._kv.close()
         if self._kept is not None:
             self._kept.close()
 
@@ -228,6 +251,8 @@ class RankProcesses:
     def _start(self, starter: ProcessStarter, ranks: Sequence[int]) -> None:
         for rank in ranks:
             self.ranks[rank].kill()
+            if not self.ranks[rank].has_been_killed:
+                self._kv.drop(rank)  # the process may still write to it
         for rank in ranks:
             worker = self._standby.take(rank) if self._standby else None
             self.ranks[rank] = Rank(worker or starter.start_rank(rank), self.ranks[rank].status, None)
@@ -238,8 +263,12 @@ class RankProcesses:
         ):
             self.ranks[rank].watch(process)
 
-    def _connect(self, replaced: Sequence[int], stopwatch: Stopwatch) -> None:
-        """Join all ranks in a new group; load and allocate the replaced ones, whose collectives the others join."""
+    def _connect(self, replaced: Sequence[int], stopwatch: Stopwatch) -> KvTiers:
+        """Join all ranks in a new group; load and allocate the replaced ones, whose collectives the others join.
+
+        Returns:
+            the memories whose content survived on all ranks.
+        """
         store, survivors = self._create_store(), [rank for rank in range(len(self)) if rank not in replaced]
         for each in self.ranks:
             each.is_usable = False
@@ -255,14 +284,18 @@ class RankProcesses:
         stopwatch.lap("load")
         count = self._handles.num_kv_blocks
         allocating = {
-            f"rank {rank}": self.ranks[rank].worker.allocate_again.remote(count) for rank in replaced
+            f"rank {rank}": self.ranks[rank].worker.allocate_again.remote(count, self._kv.of_rank(rank))
+            for rank in replaced
         }
-        self._await(rejoining | allocating, LOAD_TIMEOUT_S, "joining the group")
+        joined = self._await(allocating | rejoining, LOAD_TIMEOUT_S, "joining the group")
         calls = {f"rank {rank}": each.worker.status.remote() for rank, each in enumerate(self.ranks)}
         statuses = self._await(calls, PROCESS_TIMEOUT_S, "answering")
         for each, status in zip(self.ranks, statuses, strict=True):
             each.status, each.run, each.is_usable = status, None, True
         stopwatch.lap("join")
+        segments = zip(replaced, joined[: len(replaced)], strict=True)
+        are_kept = [self._kv.keep(rank, address) for rank, address in segments]
+        return KvTiers.ALL if all(are_kept) else KvTiers.NONE
 
     def _inherited(self, rank: int) -> tuple[SegmentAddress, ...]:
         return () if self._kept is None else self._kept.of_rank(rank)

@@ -258,16 +258,17 @@ class Scheduler:
         self._drainer.hand_off(now)
         self._planner.fail_expired(now)
 
-    def resume(self, epoch: int, kept: KvTiers) -> None:
+    def resume(self, epoch: int, kept: KvTiers, *, has_new_ranks: bool) -> None:
         """Plan for the rebuilt group, whose rows are empty.
 
         Args:
             kept: memories whose content survived on all ranks.
+            has_new_ranks: processes were replaced.
         """
         self.epoch = self._planner.epoch = self._processor.epoch = epoch
         self._state.keep_tiers(kept)
         self.stats.count_kept_tokens(sum(each.num_host_tokens for each in self._state.alive.values()))
-        self.control.on_recovery(has_new_ranks=KvTiers.DEVICE not in kept)
+        self.control.on_recovery(has_new_ranks=has_new_ranks)
 
     def fail_all(self, error: QuireError) -> Outgoing:
         """End every request with an error.

@@ -190,8 +190,8 @@ class StepLoop:
             raise failure from error  # the state may be inconsistent
         self._epoch += 1
         self._broadcast_status()
-        kept = self._recovery.recover(failure, self._epoch)
-        self._scheduler.resume(self._epoch, kept)
+        rebuilt = self._recovery.recover(failure, self._epoch)
+        self._scheduler.resume(self._epoch, rebuilt.kept, has_new_ranks=rebuilt.has_new_ranks)
         self._failure, self._is_idle = None, True
         self._set_activity(Activity.BUSY)
         self._broadcast_status()

@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ...proto.errors import QuireError, RankFailed, ReplicaUnavailable, in_one_line
-from ..kv.kv_tiers import KvTiers
-from .worker_group import WorkerGroup
+from .worker_group import Rebuilt, WorkerGroup
 
 # Attempts to rebuild the group after one failure, and the delays before the second and later ones.
 MAX_ATTEMPTS = 4
@@ -51,8 +50,8 @@ class GroupRecovery:
         self._wake = wake
         self._failed_at: deque[float] = deque(maxlen=MAX_FAILURES)
 
-    def recover(self, failure: RankFailed, epoch: int) -> KvTiers:
-        """Rebuild the group for plans of `epoch`; return the memories whose content survived on all ranks.
+    def recover(self, failure: RankFailed, epoch: int) -> Rebuilt:
+        """Rebuild the group for plans of `epoch`.
 
         Raises:
             RankFailed: `failure`, extended by the reason why the group is given up.
@@ -65,7 +64,7 @@ class GroupRecovery:
         delay_s, problems = FIRST_DELAY_S, list[str]()
         for attempt in range(1, MAX_ATTEMPTS + 1):
             outcome = self._attempt(epoch)
-            if isinstance(outcome, KvTiers):
+            if isinstance(outcome, Rebuilt):
                 self.num_recoveries += 1
                 return outcome
             problems.append(in_one_line(outcome))
@@ -78,9 +77,9 @@ class GroupRecovery:
             failure, f"{len(problems)} attempts to rebuild the ranks failed, the last: {problems[-1]}"
         )
 
-    def _attempt(self, epoch: int) -> KvTiers | Exception:
+    def _attempt(self, epoch: int) -> Rebuilt | Exception:
         """Rebuild the group on a thread of its own; return what it returns, or its error."""
-        done, outcomes = threading.Event(), list[KvTiers | Exception]()
+        done, outcomes = threading.Event(), list[Rebuilt | Exception]()
 
         def rebuild() -> None:
             try:

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from ...proto.step import StepPlan, StepResult
 from ...proto.stream import RankStatus
 from ..kv.kv_tiers import KvTiers
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """A worker group after a failure.
+
+    Attributes:
+        has_new_ranks: processes were replaced; they have loaded the weights that the replica started with.
+        kept: memories whose content survived on all ranks.
+    """
+
+    has_new_ranks: bool
+    kept: KvTiers
 
 
 class WorkerGroup(Protocol):
@@ -44,13 +58,10 @@ class WorkerGroup(Protocol):
         """Return the state of each rank. Waits for at most a moment."""
         ...
 
-    def rebuild(self, epoch: int) -> KvTiers:
+    def rebuild(self, epoch: int) -> Rebuilt:
         """Replace the ranks that failed and connect all of them anew, for plans of `epoch`. Their rows are empty.
 
         Another thread may call `statuses` and `close` meanwhile.
-
-        Returns:
-            the memories whose content survived on all ranks; those of a new process are empty.
 
         Raises:
             QuireError: a rank cannot be replaced, or the ranks cannot be connected.

@@ -70,9 +70,15 @@ class Driver:
         self.scheduler.interrupt(failure, self.now)
         self.record(self.scheduler.take_outgoing())
         self.scheduler.check_integrity()
-        self.group.kept = kept
-        self.scheduler.resume(self.scheduler.epoch + 1, self.group.rebuild(self.scheduler.epoch + 1))
+        self.group.kept, self.group.has_new_ranks = kept, KvTiers.DEVICE not in kept
+        self.resume()
         self.scheduler.check_integrity()
+
+    def resume(self) -> None:
+        """Rebuild the ranks after `Scheduler.interrupt`."""
+        epoch = self.scheduler.epoch + 1
+        rebuilt = self.group.rebuild(epoch)
+        self.scheduler.resume(epoch, rebuilt.kept, has_new_ranks=rebuilt.has_new_ranks)
 
     def replace(self) -> None:
         """Continue with a new replica in place of this one, which must have no work left."""

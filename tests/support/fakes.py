@@ -22,6 +22,7 @@ from quire.proto.step import Logprobs, PromptLogprobs, PromptScoring, StepPlan, 
 from quire.proto.stream import RankStatus, Submit
 from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.sequences.beam_search import BeamSearch
+from quire.scheduler.service.worker_group import Rebuilt
 
 VOCAB_SIZE = 64
 EOS = 1
@@ -181,7 +182,7 @@ class FakeWorkerGroup:
     Attributes:
         failure: raised by every step until it is None again.
         rebuilt: the epochs of all calls of `rebuild`.
-        kept: memories whose content survives `rebuild`.
+        kept, has_new_ranks: of `rebuild`.
         rebuild_error: raised by `rebuild`.
         poison: every step with a sequence that has this token fails.
         commands: those that were carried out or refused.
@@ -197,7 +198,7 @@ class FakeWorkerGroup:
         self.closed = False
         self.num_executed_tokens = 0
         self.rebuilt: list[int] = []
-        self.kept = KvTiers.NONE
+        self.kept, self.has_new_ranks = KvTiers.NONE, True
         self.rebuild_error: QuireError | None = None
         self.poison: int | None = None
         self.poison_is_step_error = True
@@ -301,7 +302,7 @@ class FakeWorkerGroup:
 
     def examine(self, waited_s: float, *, is_overdue: bool) -> None: ...
 
-    def rebuild(self, epoch: int) -> KvTiers:
+    def rebuild(self, epoch: int) -> Rebuilt:
         """Start anew with empty rows, unless `rebuild_error` says that it cannot.
 
         In the memories that are kept, everything is lost that the plans in flight would have written.
@@ -312,7 +313,7 @@ class FakeWorkerGroup:
         self._lose_writes()
         self._forget(self.kept)
         self._forget_plans()
-        return self.kept
+        return Rebuilt(self.has_new_ranks, self.kept)
 
     def _lose_writes(self) -> None:
         kv, host_kv = [list(block) for block in self.kv], [list(block) for block in self.host_kv]

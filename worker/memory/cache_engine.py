@@ -17,6 +17,7 @@ from ...kernels.paged_cache import copy_blocks, swap_blocks
 from ...proto.cache_groups import CacheLayout, make_layout
 from ...proto.config import EngineConfig, ModelConfig
 from ..attention import LayerCache
+from .kv_segment import KvSegment
 from .pinned_memory import pinned_zeros
 
 DEFAULT_CPU_KV_BYTES = 512 << 20
@@ -38,6 +39,7 @@ class CacheEngine:
         dtype: the model's dtype.
         attend_chunks: as in LayerCache.
         touches_pages: on a CPU, write the device's part now.
+        segment: holds all of it, on a CPU; None for memory that ends with the process.
 
     Attributes:
         layers: the cache of each layer; block 0 is scratch for padding rows.
@@ -55,6 +57,7 @@ class CacheEngine:
         attend_chunks: ChunkAttention | None = None,
         *,
         touches_pages: bool = True,
+        segment: KvSegment | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         # The parts of a block: keys and values (or latents), and their scales if they are quantized. Each tensor is
@@ -66,11 +69,11 @@ class CacheEngine:
             parts = [list[Tensor]() for _ in range(layout.num_layers)]
             for part in _parts(config, model, layout, dtype):
                 shape = part.num_places, num_blocks, part.length
-                stored = _zeros(shape, part.dtype, device, touches_pages=touches_pages)
+                stored = _zeros(shape, part.dtype, device, touches_pages=touches_pages, segment=segment)
                 self._parts.append(stored)
                 if num_host_blocks:
                     shape = part.num_places, num_host_blocks + 1, part.length
-                    self._host_parts.append(_host_zeros(shape, part.dtype, device))
+                    self._host_parts.append(_host_zeros(shape, part.dtype, device, segment))
                 for layer, (place, block) in part.layers.items():
                     parts[layer].append(stored[place].view(-1, *block))
             groups = layout.group_of_layers()
@@ -228,16 +231,29 @@ def _make_part(
     return _Part(num_places, length, dtype, places)
 
 
-def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros in host memory, pinned if the device is a GPU."""
-    return _zeros(shape, dtype, device) if device.type == "cpu" else pinned_zeros(shape, dtype)
+def _host_zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, segment: KvSegment | None
+) -> Tensor:
+    """Return zeros in host memory, pinned if the device is a GPU; of an inherited segment what it has."""
+    if device.type == "cpu":
+        return _zeros(shape, dtype, device, segment=segment)
+    return pinned_zeros(shape, dtype)
 
 
 def _zeros(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, touches_pages: bool = True
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    touches_pages: bool = True,
+    segment: KvSegment | None = None,
 ) -> Tensor:
+    """Return zeros; of an inherited segment what it has."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
+    if segment is not None:
+        part = segment.take(shape, dtype)
+        return part.zero_() if touches_pages and not segment.is_inherited else part
     # numpy allocates on huge pages if the system has some. The pages are touched here, not by the first steps: the
     # first touch took a ninth of a prompt's time, and missing memory is better found now.
     num_bytes = math.prod(shape) * dtype.itemsize

@@ -38,7 +38,7 @@ def test_finish_counts_recoveries_and_their_time() -> None:
     driver.step()
     driver.scheduler.interrupt(RankFailed(0, "killed"), driver.now)
     driver.now += 2.5
-    driver.scheduler.resume(2, driver.group.rebuild(2))
+    driver.resume()
     driver.run()
     timings = driver.finishes[0].timings
     assert (timings.num_recoveries, timings.recovered_s) == (1, 2.5)

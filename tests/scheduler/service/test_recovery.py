@@ -14,10 +14,10 @@ from quire.proto.errors import QuireError, RankFailed, ReplicaUnavailable
 from quire.proto.step import StepResult
 from quire.proto.stream import Activity, Finish, ReplicaMessage, ReplicaStatus, StatusQuery, TokenBatch
 from quire.scheduler.core.scheduler import Scheduler
-from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.service import recovery
 from quire.scheduler.service.loop import StepLoop
 from quire.scheduler.service.mailbox import InMemoryMailbox
+from quire.scheduler.service.worker_group import Rebuilt
 
 DEADLINE_S = 60.0
 GATEWAY = b"gateway"
@@ -55,7 +55,7 @@ class Group(FakeWorkerGroup):
             self.is_hung = False
             raise RankFailed(1, f"no answer in {waited_s:.1f} s", 3)
 
-    def rebuild(self, epoch: int) -> KvTiers:
+    def rebuild(self, epoch: int) -> Rebuilt:
         assert self.may_rebuild.wait(DEADLINE_S)
         return super().rebuild(epoch)
 

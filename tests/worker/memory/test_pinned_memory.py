@@ -67,7 +67,7 @@ def test_host_tier_of_a_gpu_is_allocated_in_pinned_memory(
     """Its blocks are locked where they were allocated: a copy would need the memory twice."""
     config = small_config()
     monkeypatch.setattr(
-        cache_engine, "_zeros", lambda shape, dtype, device, touches_pages: torch.zeros(shape, dtype=dtype)
+        cache_engine, "_zeros", lambda shape, dtype, device, **_: torch.zeros(shape, dtype=dtype)
     )
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     engine = CacheEngine(config, 4, 6, torch.float32, torch.device("cuda", 0))

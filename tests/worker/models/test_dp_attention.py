@@ -159,7 +159,7 @@ def test_failed_ranks_keep_the_tokens(ranks: Ranks, kept: KvTiers) -> None:
             for block in range(MANY):
                 if rank * MANY + block not in listed:
                     layer.blocks[block].fill_(torch.nan)
-    driver.scheduler.resume(driver.scheduler.epoch + 1, kept)
+    driver.scheduler.resume(driver.scheduler.epoch + 1, kept, has_new_ranks=not kept)
     ranks.finish(driver, prompts)
     assert (driver.scheduler.stats.num_kept_tokens > 0) == bool(kept)
 

@@ -163,6 +163,6 @@ def test_failed_ranks_keep_the_tokens(ranks: Ranks, kept: KvTiers) -> None:
     ranks.engine.on_all(lambda runner: runner.reset(has_new_ranks=not kept), ranks.engine.runners)
     listed = {block for cache in driver.scheduler.blocks._caches for block in cache._key_of if kept}
     ranks.engine.lose_blocks([block for block in range(NUM_BLOCKS) if block not in listed])
-    driver.scheduler.resume(driver.scheduler.epoch + 1, kept)
+    driver.scheduler.resume(driver.scheduler.epoch + 1, kept, has_new_ranks=not kept)
     ranks.finish(driver, prompts)
     assert (driver.scheduler.stats.num_kept_tokens > 0) == bool(kept)

@@ -1,0 +1,64 @@
+"""KvSegment: the KV memory of a rank on a CPU, in a segment that outlives its process."""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .shared_segment import SegmentAddress, SharedSegment
+
+# Of each tensor, as torch aligns memory on a CPU.
+_ALIGNMENT = 64
+# Room for the alignment of thousands of tensors.
+_PADDING_BYTES = 1 << 20
+
+
+class KvSegment:
+    """An open segment, whose memory tensors take one after the other.
+
+    Attributes:
+        is_inherited: it has the content that the process of another rank left.
+    """
+
+    def __init__(self, segment: SharedSegment, *, is_inherited: bool) -> None:
+        self.is_inherited = is_inherited
+        self._segment = segment
+        self._memory = segment.map()
+        self._bytes = torch.from_numpy(np.frombuffer(self._memory, np.uint8))
+        self._num_taken = 0
+
+    @staticmethod
+    def create(num_bytes: int) -> KvSegment:
+        """Create a segment for tensors of `num_bytes` in all. Raises OSError if there is no such memory."""
+        return KvSegment(SharedSegment.create("kv", num_bytes + _PADDING_BYTES), is_inherited=False)
+
+    @staticmethod
+    def open(address: SegmentAddress) -> KvSegment:
+        """Open the segment of a rank that has ended. Raises OSError as SharedSegment.open does."""
+        return KvSegment(SharedSegment.open(address), is_inherited=True)
+
+    @property
+    def address(self) -> SegmentAddress:
+        return self._segment.address
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor on the next memory; the same calls in the same order return the same memory."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        start = -(-self._num_taken // _ALIGNMENT) * _ALIGNMENT
+        self._num_taken = start + num_bytes
+        assert self._num_taken <= len(self._bytes), f"a segment of {len(self._bytes)} bytes is full"
+        return self._bytes[start : self._num_taken].view(dtype).view(shape)
+
+    def clear(self) -> None:
+        """Give the memory back to the system, and take it from the beginning again. The content is zeros then."""
+        self._memory.madvise(mmap.MADV_REMOVE)
+        self._num_taken = 0
+        self.is_inherited = False
+
+    def close(self) -> None:
+        """Close the segment; tensors stay valid. Safe to call twice."""
+        self._segment.close()
