@@ -80,7 +80,8 @@ def sweep(record: Record, sizes: Sizes) -> None:
     for case in prefills:
         _try_tiles(record, case, "LARGE_PREFILL_TILES", PREFILL_SWEEP, sizes)
     for tokens, tiles in EXPERT_SWEEP.items():
-        _try_expert_tiles(record, ops.expert_case(sizes, tokens), tiles, sizes)
+        layers, _ = ops.expert_cases(sizes, tokens)
+        _try_expert_tiles(record, layers, tiles, sizes)
 
 
 def _try_expert_tiles(

@@ -26,7 +26,7 @@ from quire.kernels.flash_attention import load_flash_attention
 from quire.kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 from quire.kernels.gumbel import random_keys
 from quire.kernels.logits import process_logits
-from quire.kernels.moe import ExpertWeights, gather_linear, scatter_linear, sort_choices
+from quire.kernels.moe import ExpertWeights, gather_linear, gather_terms, scatter_linear, sort_choices
 from quire.kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
 from quire.kernels.paged_cache import copy_blocks
@@ -42,7 +42,7 @@ def cases(sizes: Sizes) -> Iterator[OpCase]:
     yield from sampler_cases(sizes)
     yield from quantized_layers(sizes)
     for tokens in (16, 4096) if sizes.device == "cuda" else (4,):
-        yield expert_case(sizes, tokens)
+        yield from expert_cases(sizes, tokens)
     yield from latent_cases(sizes)
     yield from adapter_cases(sizes)
     yield from rarer_ops(sizes)
@@ -236,17 +236,26 @@ def quantized_layers(sizes: Sizes) -> Iterator[OpCase]:
         yield OpCase(f"linear.float8.{tokens}", sizes.device, num_bytes, flops, make_float8)
 
 
-def expert_case(sizes: Sizes, tokens: int) -> OpCase:
-    """Return the feed-forward network of a mixture of experts, of which each token takes 8 of 64."""
+def expert_cases(sizes: Sizes, tokens: int) -> Iterator[OpCase]:
+    """Yield the feed-forward network of a mixture of experts, of which each token takes 8 of 64.
+
+    And its second product alone as adapters of experts need it, whose terms are not added up.
+    """
     count, per_token = (64, 8) if sizes.device == "cuda" else (4, 2)
     hidden, inner = sizes.model.hidden_size // 2, sizes.model.intermediate_size // 8
     dtype = getattr(torch, sizes.dtype)
 
-    def make(index: int) -> Op:
-        gate_up = ExpertWeights(random(sizes, count, 2 * inner, hidden) * hidden**-0.5)
-        down = ExpertWeights(random(sizes, count, hidden, inner) * inner**-0.5)
-        x, factors = random(sizes, tokens, hidden), torch.rand(tokens, per_token, device=sizes.device)
+    def draw() -> tuple[Tensor, Tensor]:
+        """Return experts and factors [tokens, per_token]."""
         expert_ids = torch.rand(tokens, count, device=sizes.device).topk(per_token).indices
+        return expert_ids, torch.rand(tokens, per_token, device=sizes.device)
+
+    def make_weights(num_outputs: int, num_inputs: int) -> ExpertWeights:
+        return ExpertWeights(random(sizes, count, num_outputs, num_inputs) * num_inputs**-0.5)
+
+    def make(index: int) -> Op:
+        gate_up, down = make_weights(2 * inner, hidden), make_weights(hidden, inner)
+        x, (expert_ids, factors) = random(sizes, tokens, hidden), draw()
 
         def forward() -> Tensor:
             choices = sort_choices(expert_ids, count)
@@ -254,10 +263,15 @@ def expert_case(sizes: Sizes, tokens: int) -> OpCase:
 
         return forward
 
-    num_read = min(count, tokens * per_token)
-    flops = 2 * tokens * per_token * 3 * hidden * inner
-    num_bytes = num_read * 3 * hidden * inner * dtype.itemsize
-    return OpCase(f"experts.{tokens}", sizes.device, num_bytes, flops, make)
+    def make_terms(index: int) -> Op:
+        rows, (expert_ids, factors) = random(sizes, tokens * per_token, inner), draw()
+        choices = sort_choices(expert_ids, count)
+        return partial(gather_terms, rows, make_weights(hidden, inner), choices, factors)
+
+    num_read, num_products = min(count, tokens * per_token), tokens * per_token * hidden * inner
+    num_bytes = num_read * hidden * inner * dtype.itemsize
+    yield OpCase(f"experts.{tokens}", sizes.device, 3 * num_bytes, 6 * num_products, make)
+    yield OpCase(f"expert_terms.{tokens}", sizes.device, num_bytes, 2 * num_products, make_terms)
 
 
 def has_flash_attention() -> bool:
