@@ -102,18 +102,22 @@ def test_linears_match_float64(
         products += up.bias[ids].flatten(0, 1).double()
         terms += down.bias[ids].flatten(0, 1).double()
     expected_up = products[choices.order.long()]
-    expected_down = (terms.view(num_tokens, per_token, -1) * factors.unsqueeze(-1)).sum(dim=1)
+    terms *= factors.view(-1, 1)
+    expected_down = terms.view(num_tokens, per_token, -1).sum(dim=1)
 
     moved = choices._replace(order=choices.order.to(device), starts=choices.starts.to(device))
     found_up = kernels.scatter_linear(x.to(device), on(device, up), moved)
     found_down = kernels.gather_linear(rows.to(device), on(device, down), moved, factors.to(device))
-    twin_up, twin_down = (
+    found_terms = kernels.gather_terms(rows.to(device), on(device, down), moved, factors.to(device))
+    twin_up, twin_down, twin_terms = (
         twins.scatter_linear(x, up, choices),
         twins.gather_linear(rows, down, choices, factors),
+        twins.gather_terms(rows, down, choices, factors),
     )
     tolerance = 2 * TOLERANCE[dtype]
     for found, expected in (
-        (found_up, expected_up), (twin_up, expected_up), (found_down, expected_down), (twin_down, expected_down)
+        (found_up, expected_up), (twin_up, expected_up), (found_down, expected_down), (twin_down, expected_down),
+        (found_terms, terms), (twin_terms, terms),
     ):  # fmt: skip
         assert found.dtype == dtype
         torch.testing.assert_close(found.cpu().double(), expected, atol=tolerance, rtol=tolerance)
