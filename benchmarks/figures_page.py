@@ -349,8 +349,8 @@ SECTIONS = (
     Section(
         "Overload of a server",
         "overload_server",
-        "Goodput of `quire serve demo` at ten times the requests that it can serve, as a share of its peak before "
-        "and after; the load was made on the same two cores, beside other work.",
+        "Goodput of `quire serve` with a model of 60 million parameters at ten times the requests that it can serve, "
+        "as a share of its peak before and after; the load was made on the same two cores.",
         chosen(
             overload__grpc__deadline__at_10x="over gRPC, with deadlines",
             overload__grpc__none__at_10x="over gRPC, without",
