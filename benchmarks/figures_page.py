@@ -412,12 +412,21 @@ SECTIONS = (
     Section(
         "Recovery",
         "recovery",
-        "Time from `kill -9` to the next token of the slowest stream, on a machine at a load of 15.",
+        "Time from `kill -9` to the next token of the slowest of four streams.",
         chosen(
             recovery__kill_rank__p50_s="a rank, median",
             recovery__kill_rank__max_s="a rank, longest",
             recovery__kill_scheduler__p50_s="the scheduler, median",
             recovery__restart_all_s="a restart of the whole server instead",
+        ),
+    ),
+    Section(
+        "Recovery with a standby",
+        "recovery_standby",
+        "The same with `--standby-weights`: a started process maps the weights and the KV of the rank that was killed.",
+        chosen(
+            recovery__kill_rank__p50_s="a rank, median",
+            recovery__kill_rank__max_s="a rank, longest",
         ),
     ),
     Section(
