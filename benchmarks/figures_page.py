@@ -423,7 +423,7 @@ SECTIONS = (
     Section(
         "Recovery with a standby",
         "recovery_standby",
-        "The same with `--standby-weights`: a started process maps the weights and the KV of the rank that was killed.",
+        "The same with `--standby-weights`: a started process maps weights and KV of the rank that was killed.",
         chosen(
             recovery__kill_rank__p50_s="a rank, median",
             recovery__kill_rank__max_s="a rank, longest",

@@ -117,6 +117,14 @@ async def open_loop(
 
 
 def goodput(calls: Iterable[Call], start: float, end: float) -> float:
-    """Return the tokens per second of calls that were complete between two times."""
-    tokens = [call.num_tokens for call in calls if start <= call.began_at + call.seconds < end]
-    return sum(tokens) / (end - start)
+    """Return the tokens per second of complete calls between two times.
+
+    The tokens of a call count evenly over its time: complete calls come in groups, of which the borders would cut off
+    a random part.
+    """
+    num_tokens = 0.0
+    for call in calls:
+        if call.is_complete:
+            inside_s = min(call.began_at + call.seconds, end) - max(call.began_at, start)
+            num_tokens += call.num_tokens * max(0.0, inside_s) / call.seconds
+    return num_tokens / (end - start)

@@ -53,6 +53,6 @@ def test_calls_are_served_or_refused_with_a_delay(make_model: Callable[..., Path
     asyncio.run(scenario())
 
 
-def test_goodput_counts_complete_calls_by_their_end() -> None:
+def test_goodput_counts_complete_calls_evenly_over_their_time() -> None:
     calls = [Call(0.0, 2.0, 10), Call(0.0, 5.0, 20), Call(1.0, 3.0, 0, "OVERLOADED"), Call(3.0, 0.5, 30)]
-    assert goodput(calls, 1.0, 4.0) == pytest.approx((10 + 30) / 3)
+    assert goodput(calls, 1.0, 4.0) == pytest.approx((10 / 2 + 20 * 3 / 5 + 30) / 3)
