@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from driver import Driver
+from reference import Reference
 
 from quire.proto.config import EngineConfig
 from quire.proto.step import Logprobs, StepPlan, StepResult
@@ -46,6 +47,15 @@ class RankedDriver(Driver):
         released, _, _ = self.scheduler._state.deltas.take()
         self.group.broadcast(StepPlan(0, 1, 0, released_rows=released))
         self.group.gather(1.0)
+
+    def finish(self, prompts: dict[int, list[int]], reference: Reference, num_tokens: int) -> None:
+        """Run to the end; compare the greedy outputs, of `num_tokens` each, to the prompts, by handle."""
+        self.run(depth=2)
+        self.empty_ranks()
+        assert self.scheduler.blocks.num_held_blocks == 0
+        for handle, prompt in prompts.items():
+            assert len(self.outputs[handle]) == num_tokens
+            reference.check_greedy(prompt, self.outputs[handle])
 
     def record(self, outgoing: list[tuple[bytes, TokenBatch]]) -> None:
         super().record(outgoing)

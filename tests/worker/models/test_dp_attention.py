@@ -42,15 +42,6 @@ class Ranks:
         driver.scheduler._state.costs.swap_blocks_per_s = 1e9  # swap whenever there is host memory
         return driver, engine
 
-    def finish(self, driver: RankedDriver, prompts: dict[int, list[int]]) -> None:
-        """Run a driver to its end, and compare its outputs to `prompts`, by handle."""
-        driver.run(depth=2)
-        driver.empty_ranks()
-        assert driver.scheduler.blocks.num_held_blocks == 0
-        for handle, prompt in prompts.items():
-            assert len(driver.outputs[handle]) == MAX_TOKENS
-            self.reference.check_greedy(prompt, driver.outputs[handle])
-
 
 @pytest.fixture(scope="module")
 def model(make_model: Callable[..., Path]) -> tuple[Path, Reference]:
@@ -101,7 +92,7 @@ def test_sequences_are_divided_among_the_ranks(ranks: Ranks) -> None:
     while len(driver.scheduler._state.running) < len(prompts):
         driver.step(depth=2)
     assert partitions_in_use(driver) == set(range(ranks.tp))
-    ranks.finish(driver, prompts)
+    driver.finish(prompts, ranks.reference, MAX_TOKENS)
 
 
 def test_prefix_hits_keep_the_tokens(ranks: Ranks) -> None:
@@ -116,7 +107,7 @@ def test_prefix_hits_keep_the_tokens(ranks: Ranks) -> None:
         prompts[handle] = prefix[:length] + tail
         add_all(driver, {handle: prompts[handle]})
         driver.run(depth=2)
-    ranks.finish(driver, prompts)
+    driver.finish(prompts, ranks.reference, MAX_TOKENS)
     assert driver.scheduler.blocks.num_hit_tokens == 28 + 20 + 26
     copies = [plan.copies for plan in driver.plans if len(plan.copies)]
     assert len(copies) == 1
@@ -127,7 +118,7 @@ def test_preempted_sequences_keep_the_tokens(ranks: Ranks, swaps: bool) -> None:
     driver, _ = ranks.driver(FEW, swaps=swaps)
     prompts = numbered(prompts_of([17, 22, 9, 13, 20, 8], seed=3))
     add_all(driver, prompts)
-    ranks.finish(driver, prompts)
+    driver.finish(prompts, ranks.reference, MAX_TOKENS)
     assert driver.scheduler.stats.num_preemptions > 0
     assert (driver.scheduler.blocks.num_swapped_blocks > 0) == swaps
 
@@ -139,7 +130,7 @@ def test_forks_stay_on_the_rank_of_their_parent(ranks: Ranks) -> None:
     while len(driver.scheduler._state.running) < 3:
         driver.step(depth=2)
     assert len(partitions_in_use(driver)) == 1
-    ranks.finish(driver, dict.fromkeys(range(3), prompt))
+    driver.finish(dict.fromkeys(range(3), prompt), ranks.reference, MAX_TOKENS)
 
 
 @pytest.mark.parametrize("kept", [KvTiers.NONE, KvTiers.ALL])
@@ -160,7 +151,7 @@ def test_failed_ranks_keep_the_tokens(ranks: Ranks, kept: KvTiers) -> None:
                 if rank * MANY + block not in listed:
                     layer.blocks[block].fill_(torch.nan)
     driver.scheduler.resume(driver.scheduler.epoch + 1, kept, has_new_ranks=not kept)
-    ranks.finish(driver, prompts)
+    driver.finish(prompts, ranks.reference, MAX_TOKENS)
     assert (driver.scheduler.stats.num_kept_tokens > 0) == bool(kept)
 
 
@@ -170,7 +161,7 @@ def test_ranks_hold_the_latents_of_their_own_sequences_only(ranks: Ranks) -> Non
     driver, engine = ranks.driver()
     engine.lose_blocks()
     add_all(driver, prompts)
-    ranks.finish(driver, prompts)
+    driver.finish(prompts, ranks.reference, MAX_TOKENS)
     num_written = [
         int((~runner._kv_cache.layers[0].blocks[1:].isnan().flatten(1).all(dim=1)).sum())
         for runner in engine.runners

@@ -66,15 +66,6 @@ class Ranks:
         cache = replace(config.cache, num_host_blocks=num_host_blocks)
         return RankedDriver(replace(config, cache=cache), self.engine.step)
 
-    def finish(self, driver: RankedDriver, prompts: dict[int, list[int]]) -> None:
-        """Run a driver to its end, and compare its outputs to `prompts`, by handle."""
-        driver.run(depth=2)
-        driver.empty_ranks()
-        assert driver.scheduler.blocks.num_held_blocks == 0
-        for handle, prompt in prompts.items():
-            assert len(driver.outputs[handle]) == MAX_TOKENS
-            self.reference.check_greedy(prompt, driver.outputs[handle])
-
 
 @pytest.fixture(scope="module")
 def references(make_model: Callable[..., Path]) -> dict[str, tuple[Path, Reference]]:
@@ -119,7 +110,7 @@ def test_prefix_hits_keep_the_tokens(ranks: Ranks) -> None:
     driver.run(depth=2)
     assert driver.scheduler.blocks.num_hit_tokens == 0
     add_all(driver, later)
-    ranks.finish(driver, {0: prefix, **later})
+    driver.finish({0: prefix, **later}, ranks.reference, MAX_TOKENS)
     assert driver.scheduler.blocks.num_hit_tokens == 40 + 32 + 40
 
 
@@ -129,7 +120,7 @@ def test_preempted_sequences_keep_the_tokens(ranks: Ranks, num_host_blocks: int)
     driver.scheduler._state.costs.swap_blocks_per_s = 1e9  # swap whenever there is host memory
     prompts = numbered(prompts_of([17, 22, 9, 13], seed=3))
     add_all(driver, prompts)
-    ranks.finish(driver, prompts)
+    driver.finish(prompts, ranks.reference, MAX_TOKENS)
     assert driver.scheduler.stats.num_preemptions > 0
     assert (driver.scheduler.blocks.num_swapped_blocks > 0) == (num_host_blocks > 0)
 
@@ -147,7 +138,7 @@ def test_moved_sequences_keep_the_tokens(ranks: Ranks) -> None:
     assert set(first.moved) == set(prompts)
     second.outputs = first.outputs
     add_all(second, prompts)
-    ranks.finish(second, prompts)
+    second.finish(prompts, ranks.reference, MAX_TOKENS)
 
 
 @pytest.mark.parametrize("kept", [KvTiers.NONE, KvTiers.ALL])
@@ -164,5 +155,5 @@ def test_failed_ranks_keep_the_tokens(ranks: Ranks, kept: KvTiers) -> None:
     listed = {block for cache in driver.scheduler.blocks._caches for block in cache._key_of if kept}
     ranks.engine.lose_blocks([block for block in range(NUM_BLOCKS) if block not in listed])
     driver.scheduler.resume(driver.scheduler.epoch + 1, kept, has_new_ranks=not kept)
-    ranks.finish(driver, prompts)
+    driver.finish(prompts, ranks.reference, MAX_TOKENS)
     assert (driver.scheduler.stats.num_kept_tokens > 0) == bool(kept)
