@@ -23,11 +23,11 @@ from benchmarks.random_models import MODELS, make_model
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
-from quire.kernels.lora import LoraGroups, group_tokens
 from quire.proto.config import EngineConfig
 from quire.worker.attention import AttentionInputs
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.lora.layers import PartFactors
+from quire.worker.lora.step_adapters import make_step_adapters
 from quire.worker.runner import ModelRunner
 
 NUM_ROWS, NUM_ADAPTERS, SEQ_LEN, BLOCK_SIZE = 64, 64, 64, 16
@@ -102,23 +102,20 @@ def measure(runner: ModelRunner, rank: int, rounds: int) -> dict[str, float]:
         "many": np.arange(NUM_ROWS, dtype=np.int32) % NUM_ADAPTERS,
     }
     inputs_of = {
-        "none": (None, None),
-        **{way: (groups_of(own), torch.from_numpy(own)) for way, own in slots.items()},
+        "none": None,
+        **{way: make_step_adapters(own, None, torch.device("cpu")) for way, own in slots.items()},
     }
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for index in range(rounds + 2):
         for way in WAYS:
-            adapters.begin_step(*inputs_of[way])
+            step = inputs_of[way]
+            adapters.begin_step(step)
             started = time.perf_counter()
             hidden = runner._model.forward(tokens, positions, runner._kv_cache.layers, attention)
-            runner._model.logits(hidden)
+            runner._model.logits(hidden, None if step is None else step.sampled)
             if index >= 2:  # the first steps touch memory for the first time
                 times[way].append(time.perf_counter() - started)
     return {way: statistics.mean(sorted(each)[: max(1, rounds // 4)]) for way, each in times.items()}
-
-
-def groups_of(slots: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> LoraGroups:
-    return LoraGroups(*map(torch.from_numpy, group_tokens(slots)))
 
 
 def random_part(num_outputs: int, num_inputs: int, rank: int) -> PartFactors:

@@ -7,17 +7,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from ..kernels.latent_attention import ChunkBounds
-from ..kernels.lora import LoraGroups, group_tokens
 from ..proto.block_tables import IntArray, RowArray
-from ..proto.lora import NO_SLOT
 from ..proto.step import StepPlan
 from .attention import AttentionInputs, OwnTokens, split_groups, with_groups
 from .device_rows import DeviceRows
 from .kv_partition import KvPartition
+from .lora.step_adapters import StepAdapters, make_step_adapters
 from .memory.host_to_device import to_device_together
 from .pooling.pooled_tokens import PooledTokens, select_pooled_tokens
 from .sampling.prompt_logprobs import ScoredTokens, select_scored_tokens
@@ -44,8 +42,7 @@ class Batch:
         has_drafts: some rows have drafted tokens.
         sampled_index: [N] int64, indices of their last tokens among the T; None if these are all T tokens in order.
         scored: prompt tokens whose log-probabilities the step computes.
-        lora: the tokens with an adapter; None if there are none.
-        lora_slots: [T] int32, the slot of each token's adapter, NO_SLOT for none; None if no token has one.
+        lora: the adapters of the tokens; None if no token has one.
         token_rows, token_positions: [T] int32 and [T] int64 on the host, the row and the position of each token.
         pooled: prompt tokens of pooled rows.
     """
@@ -63,8 +60,7 @@ class Batch:
     scored: ScoredTokens | None
     token_rows: IntArray
     token_positions: LongArray
-    lora: LoraGroups | None = None
-    lora_slots: Tensor | None = None
+    lora: StepAdapters | None = None
     pooled: PooledTokens | None = None
 
 
@@ -119,7 +115,8 @@ def gather_batch(
     starts = (layout.seq_lens - layout.query_lens)[chunks]
     sources = (layout.ends - layout.query_lens)[chunks]
     token_ids, positions, sampled_index, attention = _gather_inputs(rows, layout, block_size, partition)
-    lora, lora_slots = _lora_inputs(rows.lora_slots[layout.token_rows], positions.device)
+    sampled_slots = None if layout.samples_all else rows.lora_slots[layout.rows[sampled]]
+    lora = make_step_adapters(rows.lora_slots[layout.token_rows], sampled_slots, positions.device)
     return Batch(
         rows=layout.rows,
         lens=layout.seq_lens,
@@ -133,7 +130,6 @@ def gather_batch(
         sampled_index=sampled_index,
         scored=_scored_tokens(rows, plan, starts, sources),
         lora=lora,
-        lora_slots=lora_slots,
         token_rows=layout.token_rows,
         token_positions=layout.positions,
         pooled=_pooled_tokens(rows, plan, starts, sources),
@@ -251,14 +247,6 @@ def _first_columns(rows: DeviceRows, layout: _Layout, block_size: int) -> LongAr
     first_positions = (layout.seq_lens - layout.query_lens + 1) - windows
     columns: LongArray = np.maximum(first_positions, 0).reshape(-1, 1) // block_size
     return columns.astype(np.int64)
-
-
-def _lora_inputs(slots: IntArray, device: torch.device) -> tuple[LoraGroups | None, Tensor | None]:
-    """Return the tokens with an adapter, and the slots of all tokens on the device; None if no token has one."""
-    if not (slots != NO_SLOT).any():
-        return None, None
-    *groups, token_slots = to_device_together([*group_tokens(slots), slots], device)
-    return LoraGroups(*groups), token_slots
 
 
 def _repeat_for_drafts(rows: IntArray, num_drafted: IntArray) -> tuple[IntArray, IntArray]:

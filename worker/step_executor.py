@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..proto.block_tables import IntArray
 from ..proto.config import EngineConfig
 from ..proto.step import StepResult
 from .attention import fixed_item_len, with_splits
@@ -17,6 +18,7 @@ from .device_rows import DeviceRows
 from .graphs import StepGraphs
 from .launched_step import LaunchedStep
 from .lora.adapters import RankAdapters
+from .lora.step_adapters import make_groups
 from .memory.cache_engine import CacheEngine
 from .memory.device_to_host import HostCopy
 from .memory.host_to_device import to_device
@@ -62,12 +64,14 @@ class StepExecutor:
         with self.timed_stage("forward", result.stage_times):
             self.cache.wait_for_swaps()
             if self.adapters is not None:
-                self.adapters.begin_step(batch.lora, batch.lora_slots)
+                self.adapters.begin_step(batch.lora)
             replayed = None if self.graphs is None else self.graphs.find_for(batch)
             logits = None if self.graphs is None else self.graphs.replay(batch)
             step = LaunchedStep(result)
             if logits is None:
                 logits, step = self._forward(batch, result)
+            if self.adapters is not None:
+                self.adapters.begin_step(None)  # heads that draft share the embedding
             self.rows.mark_computed(batch.rows, batch.lens)
         if logits is not None and batch.sampled_rows.size:
             with self.timed_stage("sample", result.stage_times):
@@ -101,7 +105,7 @@ class StepExecutor:
             vectors = self.pooler.pool(batch.pooled, hidden)
         if batch.scored is not None:
             scores = compute_prompt_logprobs(
-                batch.scored, hidden, self.rows.token_ids, self.model.logits, self.sampler
+                batch.scored, hidden, self.rows.token_ids, self._logits_of_rows, self.sampler
             )
             result = replace(result, prompt_logprobs=scores) if is_first else result
         step = LaunchedStep(result, vectors=vectors)
@@ -109,7 +113,11 @@ class StepExecutor:
             return None, step
         if sampled_index is not None:
             hidden = hidden.index_select(0, sampled_index)
-        return self.model.logits(hidden), step
+        return self.model.logits(hidden, None if batch.lora is None else batch.lora.sampled), step
+
+    def _logits_of_rows(self, hidden: Tensor, rows: IntArray) -> Tensor:
+        """Return the logits of hidden states [n, E], each with its row's adapter."""
+        return self.model.logits(hidden, make_groups(self.rows.lora_slots[rows], self.device))
 
     def _output_tokens(self, batch: Batch) -> OutputTokens | None:
         """Return the only tokens of the step whose hidden states are needed. Returns None for all.

@@ -17,6 +17,7 @@ from torch import Tensor
 # Modules of a Llama-like layer.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+VOCABULARY = ("embed_tokens", "lm_head")
 
 
 def write_adapter(
@@ -43,7 +44,7 @@ def write_adapter(
     ranks, alphas = config.get("rank_pattern", {}), config.get("alpha_pattern", {})
     tensors: dict[str, Tensor] = {}
     parameters = []
-    for name, weight in _weights(model).items():
+    for name, weight in _untied_weights(model).items():
         module = name.removesuffix(".weight")
         kind = module.rpartition(".")[2]
         if kind not in modules or weight.dim() < 2:
@@ -53,12 +54,14 @@ def write_adapter(
             is_only = not {"gate_up_proj", "down_proj"} <= set(modules)
             tensors |= _random_stack(name, weight, rank, alpha, stacks, generator, is_only=is_only)
             continue
+        if kind.startswith("embed"):
+            weight = weight.T
         own_rank, own_alpha = _own(ranks, module, rank), _own(alphas, module, alpha)
         scaling = own_alpha / (math.sqrt(own_rank) if config.get("use_rslora") else own_rank)
         a = torch.randn(own_rank, weight.shape[1], generator=generator) / weight.shape[1] ** 0.5
         b = torch.randn(weight.shape[0], own_rank, generator=generator) * (size / scaling / own_rank**0.5)
-        tensors[f"base_model.model.{module}.lora_A.weight"] = a
-        tensors[f"base_model.model.{module}.lora_B.weight"] = b
+        for side, matrix in zip("AB", (a, b), strict=True):
+            tensors[_key(module, side)] = matrix
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     settings = {
@@ -75,25 +78,40 @@ def write_adapter(
 
 
 def merge(folder: Path, model: Path, adapter: Path) -> Path:
-    """Write the model with the adapter added to its weights; return its folder."""
+    """Write the model with the adapter added to its weights; return its folder.
+
+    Of a model with a tied head, which has no weight of its own, the head is untied: its adapter is another.
+    """
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((adapter / "adapter_config.json").read_text())
-    tensors, weights = load_file(adapter / "adapter_model.safetensors"), _weights(model)
+    tensors, weights = load_file(adapter / "adapter_model.safetensors"), _untied_weights(model)
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
         if name in config["target_parameters"]:
             weights[name] = weight + _stacked_update(name, weight, config, tensors)
             continue
-        prefix = f"base_model.model.{module}"
-        if f"{prefix}.lora_A.weight" not in tensors:
+        if _key(module, "A") not in tensors:
             continue
         rank = _own(config.get("rank_pattern", {}), module, config["r"])
         alpha = _own(config.get("alpha_pattern", {}), module, config["lora_alpha"])
         scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        a, b = (tensors[f"{prefix}.lora_{side}.weight"].double() for side in "AB")
-        weights[name] = (weight.double() + scaling * (b @ a)).to(weight.dtype)
+        a, b = (tensors[_key(module, side)].double() for side in "AB")
+        update = scaling * (b @ a)
+        weights[name] = (weight.double() + (update if update.shape == weight.shape else update.T)).to(
+            weight.dtype
+        )
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": False}))
     return folder
+
+
+def _key(module: str, side: str) -> str:
+    """Return the name of a matrix of a module's adapter; those of embeddings have other names."""
+    is_embedding = module.rpartition(".")[2].startswith("embed")
+    return f"base_model.model.{module}." + (
+        f"lora_embedding_{side}" if is_embedding else f"lora_{side}.weight"
+    )
 
 
 def _random_stack(
@@ -134,6 +152,12 @@ def _stored_as(name: str, *, is_only: bool) -> str:
 def _own(table: dict[str, Any], module: str, default: Any) -> Any:
     """Return the entry of a module in a pattern of ends of names."""
     return next((value for end, value in table.items() if f".{module}".endswith(f".{end}")), default)
+
+
+def _untied_weights(model: Path) -> dict[str, Tensor]:
+    weights = _weights(model)
+    embedding = next(name for name in weights if name.endswith("embed_tokens.weight"))
+    return {"lm_head.weight": weights[embedding].clone(), **weights}
 
 
 def _weights(model: Path) -> dict[str, Tensor]:

@@ -1,8 +1,9 @@
 """LoraAdapter: one rank's part of an adapter in host memory, read from PEFT's layout.
 
 The layout: adapter_config.json, and adapter_model.safetensors with two matrices per module,
-``base_model.model.<module>.lora_A.weight`` [R, K] and ``...lora_B.weight`` [N, R]. The experts of a mixture are one
-module each, or stored together (see expert_stacks).
+``base_model.model.<module>.lora_A.weight`` [R, K] and ``...lora_B.weight`` [N, R]. Those of an embedding are
+``...lora_embedding_A`` [R, V] and ``...lora_embedding_B`` [E, R]. The experts of a mixture are one module each, or
+stored together (see expert_stacks).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .layers import LayerFactors, LoraLayer, LoraLayers, PartFactors
 
 # Names that an error lists.
 _MAX_LISTED = 8
+_HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,9 @@ def read_adapter(path: str, layers: LoraLayers) -> LoraAdapter:
         tensors = AdapterTensors(file)
         stacks = find_stacks(tensors, layers)
         _check_modules(tensors, stacks.values(), layers)
+        _check_embeddings(tensors, layers)
+        if config.ensures_tying:
+            _check_tying(tensors)
 
         def read(layer: LoraLayer) -> LayerFactors | None:
             if layer in stacks:
@@ -77,6 +82,34 @@ def _check_modules(tensors: AdapterTensors, stacks: Iterable[StoredStack], layer
         raise ValueError(
             f"it changes {', '.join(unknown[:_MAX_LISTED])}{others}; adapters of this model may change its layers' "
             f"{', '.join(kinds)}"
+        )
+
+
+def _check_embeddings(tensors: AdapterTensors, layers: LoraLayers) -> None:
+    """Check that embeddings are stored as such, and that their vocabulary and the head's is that of the model."""
+    shapes = {}
+    for layer in layers:
+        for part in layer.parts if layer.stack is None else ():
+            if part.name in tensors.modules and layer.is_embedding != (part.name in tensors.embeddings):
+                kind = "an embedding" if layer.is_embedding else "a linear layer"
+                raise ValueError(f"module {part.name} is {kind}, and its matrices are not those of {kind}")
+            shapes[part.name] = part.shape[::-1] if layer.is_embedding else part.shape
+    for module, shape in tensors.base_shapes.items():
+        if shapes.get(module) != shape:
+            raise ValueError(
+                f"it has a weight of {module} of its own, of shape {list(shape)}; only the adapters of a model's "
+                "weights are supported"
+            )
+
+
+def _check_tying(tensors: AdapterTensors) -> None:
+    """Check that an adapter of the embedding is not also meant for the head, or the other way round."""
+    both = tensors.embeddings, tensors.modules & {_HEAD}
+    if any(both) and not all(both):
+        (module, *_) = sorted(frozenset.union(*both))
+        raise ValueError(
+            f"ensure_weight_tying is True, and it changes {module} alone; the file must have the adapters of the "
+            "embedding and of the head"
         )
 
 

@@ -43,12 +43,14 @@ class AdapterConfig:
         rank: of modules without one of their own.
         alpha: of modules without one of their own.
         is_rank_stabilized: the scaling is alpha / sqrt(rank) (Kalajdzievski, rsLoRA, 2023), not alpha / rank.
+        ensures_tying: an adapter of one of the embedding and the head is that of the other, too, if they are tied.
         ranks, alphas: module name, or the end of one after a dot |-> its own.
     """
 
     rank: int
     alpha: float
     is_rank_stabilized: bool
+    ensures_tying: bool
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
 
@@ -87,6 +89,7 @@ def read_adapter_config(folder: Path, max_rank: int) -> AdapterConfig:
         rank,
         _read_number("lora_alpha", values.get("lora_alpha", 8)),
         values.get("use_rslora") is True,
+        values.get("ensure_weight_tying") is True,
         {name: _read_rank(f"rank_pattern[{name!r}]", each, max_rank) for name, each in ranks.items()},
         {name: _read_number(f"alpha_pattern[{name!r}]", each) for name, each in alphas.items()},
     )

@@ -11,12 +11,18 @@ from ..weights.safetensors_file import SafetensorsFile, StoredTensor
 from .adapter_config import WEIGHTS_NAME
 
 _PREFIX = "base_model.model."
-# Ends of names |-> matrix.
-_SUFFIXES = {".lora_A.weight": "a", ".lora_B.weight": "b"}
+# Ends of names |-> matrix, of linear layers and of embeddings.
+_LINEAR = {".lora_A.weight": "a", ".lora_B.weight": "b"}
+_EMBEDDING = {".lora_embedding_A": "a", ".lora_embedding_B": "b"}
+# PEFT stores the model's own weight of the embedding and of the head beside their adapters.
+_BASE = ".base_layer.weight"
 
 
 class AdapterTensors:
     """The matrices A [R, K] and B [N, R] of each module that an adapter changes.
+
+    Attributes:
+        base_shapes: module |-> shape of the model's own weight, which the file has besides.
 
     Raises:
         ValueError: the file has other tensors, or one matrix of a module without the other.
@@ -24,17 +30,30 @@ class AdapterTensors:
 
     def __init__(self, file: SafetensorsFile) -> None:
         self._file = file
-        self._names = _find_matrices(file.tensors)
+        stored = {name: each for name, each in file.tensors.items() if not name.endswith(_BASE)}
+        self._names = _find_matrices(stored)
         for module, names in self._names.items():
             if len(names) < 2:
                 raise ValueError(
                     f"module {module} has {next(iter(names.values()))!r} alone, without its partner"
                 )
+        self.base_shapes = {
+            name.removeprefix(_PREFIX).removesuffix(_BASE): each.shape
+            for name, each in file.tensors.items()
+            if name.endswith(_BASE)
+        }
 
     @property
     def modules(self) -> frozenset[str]:
         """Return the modules that the adapter changes."""
         return frozenset(self._names)
+
+    @property
+    def embeddings(self) -> frozenset[str]:
+        """Return those of the modules that are embeddings."""
+        return frozenset(
+            module for module, names in self._names.items() if names["a"].endswith(tuple(_EMBEDDING))
+        )
 
     def shape(self, module: str, matrix: str) -> tuple[int, ...]:
         """Return the shape of matrix ``a`` or ``b``."""
@@ -63,14 +82,15 @@ class AdapterTensors:
 def _find_matrices(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, str]]:
     """Return module |-> {"a": name, "b": name}."""
     found: dict[str, dict[str, str]] = {}
+    suffixes = _LINEAR | _EMBEDDING
     for name, tensor in tensors.items():
-        suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
+        suffix = next((suffix for suffix in suffixes if name.endswith(suffix)), None)
         if suffix is None or not name.startswith(_PREFIX):
-            raise ValueError(f"tensor {name!r} is not a matrix of a linear layer's adapter")
+            raise ValueError(f"tensor {name!r} is not a matrix of an adapter")
         if not tensor.dtype.is_floating_point:
             raise ValueError(f"tensor {name!r} has dtype {tensor.dtype}, must be a floating-point type")
         module = name.removeprefix(_PREFIX).removesuffix(suffix)
-        found.setdefault(module, {})[_SUFFIXES[suffix]] = name
+        found.setdefault(module, {})[suffixes[suffix]] = name
     if not found:
         raise ValueError(f"{WEIGHTS_NAME} has no tensors")
     return found

@@ -5,15 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from ...kernels.lora import LoraGroups
 from ...proto.config import LoraConfig
 from ...proto.lora import LoraReport
 from ...proto.step import StepPlan
 from .adapter import read_adapter
 from .adapter_store import AdapterStore
 from .layers import LoraLayers
+from .step_adapters import StepAdapters
 
 # A step without anything to compute waits this long for an adapter that is read: the scheduler plans such steps, one
 # after the other, while nothing else runs.
@@ -47,9 +46,10 @@ class RankAdapters:
             for layer, factors in zip(self.layers, adapter.factors, strict=True):
                 layer.put(slot, factors)
 
-    def begin_step(self, groups: LoraGroups | None, token_slots: Tensor | None) -> None:
-        """Set the tokens of the following forward pass that have an adapter, see LoraLayers."""
-        self.layers.groups, self.layers.token_slots = groups, token_slots
+    def begin_step(self, step: StepAdapters | None) -> None:
+        """Set the tokens of the following forward pass that have an adapter; None for none."""
+        self.layers.groups = None if step is None else step.groups
+        self.layers.token_slots = None if step is None else step.token_slots
 
     def reports(self, *, is_idle: bool) -> tuple[LoraReport, ...]:
         """Return the ends of loads.
@@ -61,7 +61,7 @@ class RankAdapters:
 
     def clear(self) -> None:
         """Forget every adapter; what the slots hold is not used any more."""
-        self.begin_step(None, None)
+        self.begin_step(None)
         self.store.clear()
 
     def close(self) -> None:

@@ -76,6 +76,7 @@ class LoraLayer:
 
     Attributes:
         stack: None for an ordinary layer.
+        is_embedding: the layer's inputs are the tokens of the vocabulary.
     """
 
     def __init__(
@@ -85,12 +86,15 @@ class LoraLayer:
         factors: LoraFactors,
         num_experts: int = 1,
         stack: ExpertStack | None = None,
+        *,
+        is_embedding: bool = False,
     ) -> None:
         self._model = model
         self.parts = tuple(parts)
         self.factors = factors
         self.num_experts = num_experts
         self.stack = stack
+        self.is_embedding = is_embedding
 
     @property
     def modules(self) -> Iterator[str]:
@@ -193,6 +197,14 @@ class LoraLayers:
         """Add a linear layer whose weight consists of these slices."""
         return self._add([parts], None)
 
+    def add_embedding(self, part: WeightSlice) -> LoraLayer:
+        """Add an embedding.
+
+        Args:
+            part: of the transposed embedding [E, V], the columns of this rank's tokens.
+        """
+        return self._add([[part]], None, is_embedding=True)
+
     def add_experts(self, experts: Sequence[Sequence[WeightSlice]], stack: ExpertStack) -> LoraLayer:
         """Add a linear layer of a mixture.
 
@@ -201,7 +213,13 @@ class LoraLayers:
         """
         return self._add(experts, stack)
 
-    def _add(self, experts: Sequence[Sequence[WeightSlice]], stack: ExpertStack | None) -> LoraLayer:
+    def _add(
+        self,
+        experts: Sequence[Sequence[WeightSlice]],
+        stack: ExpertStack | None,
+        *,
+        is_embedding: bool = False,
+    ) -> LoraLayer:
         parts = experts[0]
         factors = make_factors(
             self.num_slots * len(experts),
@@ -212,6 +230,6 @@ class LoraLayers:
             self._device,
         )
         every = [part for own in experts for part in own]
-        layer = LoraLayer(self, every, factors, len(experts), stack)
+        layer = LoraLayer(self, every, factors, len(experts), stack, is_embedding=is_embedding)
         self._layers.append(layer)
         return layer

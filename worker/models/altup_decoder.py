@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.draft_chain import DraftNetwork
+from ...kernels.lora import LoraGroups
 from ...kernels.norm import rms_norm
 from ..attention import AttentionInputs, LayerCache
 from ..output_tokens import OutputTokens
@@ -91,9 +92,9 @@ class AltUpDecoder:
         ]
         return rms_norm(torch.stack((first, *reduced)).mean(dim=0), self._norm, self._eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapted: LoraGroups | None = None) -> Tensor:
         """Return this rank's logits of [N, E] hidden states, [N, padded part of the vocabulary] float32."""
-        return self.head.forward(hidden)
+        return self.head.forward(hidden, adapted)
 
     def to_draft_network(self) -> DraftNetwork | None:
         """Return None: a DraftNetwork has one stream."""

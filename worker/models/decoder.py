@@ -12,6 +12,7 @@ from ...kernels.decode_layers import DenseLayer, LayerAdapters
 from ...kernels.draft_chain import DraftNetwork
 from ...kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 from ...kernels.latent_attention import EXPANDED_BYTES
+from ...kernels.lora import LoraGroups
 from ...kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from ...kernels.quantized_linear import Float8Tokens
 from ...kernels.rope import apply_rope
@@ -511,9 +512,9 @@ class Decoder:
             aux.states.append(self.layers[-1].input_of(x, hidden))
         return self.layers[-1].add(x, hidden, self.norm)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapted: LoraGroups | None = None) -> Tensor:
         """Return this rank's logits of [N, E] hidden states, [N, padded part of the vocabulary] float32."""
-        return self.head.forward(hidden)
+        return self.head.forward(hidden, adapted)
 
     def to_draft_network(self) -> DraftNetwork | None:
         """Return the model for kernels.draft_chain. Returns None if a DraftNetwork cannot represent it."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..comm.communicator import Communicator, SingleRank
 from ..comm.shard import Shard, own_indices
+from ..lora.embedding_adapters import EmbeddingAdapters
 from ..lora.expert_adapters import ExpertAdapters
 from ..lora.layers import ExpertStack, LoraLayer, LoraLayers
 from ..weights.checkpoint import Checkpoint
@@ -97,6 +98,14 @@ class LoadContext:
     def adapters(self, parts: Sequence[WeightSlice]) -> LoraLayer | None:
         """Return the adapters of a linear layer whose weight consists of these slices; None without adapters."""
         return None if self.lora is None else self.lora.add_layer(parts)
+
+    def embedding_adapters(self, name: str, vocab_size: int, size: int) -> EmbeddingAdapters | None:
+        """Return the adapters of an embedding that is sharded by token; None without adapters."""
+        if self.lora is None:
+            return None
+        shard = self.shard(vocab_size)
+        part = WeightSlice(name, (size, vocab_size), 1, shard.start, len(shard))
+        return EmbeddingAdapters(self.lora, self.lora.add_embedding(part))
 
     def expert_adapters(
         self,

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ...kernels.draft_chain import DraftNetwork
+from ...kernels.lora import LoraGroups
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
 from ..attention import AttentionInputs, LayerCache
@@ -62,8 +63,12 @@ class Model(Protocol):
         """
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return this rank's logits of [N, E] hidden states, [N, padded part of the vocabulary] float32."""
+    def logits(self, hidden: Tensor, adapted: LoraGroups | None = None) -> Tensor:
+        """Return this rank's logits of [N, E] hidden states, [N, padded part of the vocabulary] float32.
+
+        Args:
+            adapted: the rows of `hidden` with an adapter; None for none.
+        """
         ...
 
     def to_draft_network(self) -> DraftNetwork | None:

@@ -19,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
+from ...kernels.lora import LoraGroups
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, first_line
 from ..attention import AttentionInputs, LayerCache
@@ -56,6 +57,7 @@ class TransformersModel:
 
     def __init__(self, load: LoadContext, spec: TransformersSpec, model: ModelConfig) -> None:
         self._load, self._spec, self._model = load, spec, model
+        self._adapted: LoraGroups | None = None  # of the present call of `logits`
         self._causal: Any = _build(model, load.dtype)
         self._prefix: str = self._causal.base_model_prefix
         self._body: Any = getattr(self._causal, self._prefix)
@@ -97,8 +99,9 @@ class TransformersModel:
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapted: LoraGroups | None = None) -> Tensor:
         """Return this rank's logits of [N, E] hidden states, [N, padded part of the vocabulary] float32."""
+        self._adapted = adapted
         logits: Tensor = self._causal(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
         return self.head.pad(logits.float())
 
@@ -135,7 +138,12 @@ class TransformersModel:
         if not is_plain and not is_tied:
             return None
         sharded = VocabParallelEmbedding(
-            self._load, name, embedding.num_embeddings, embedding.embedding_dim, tied=is_tied
+            self._load,
+            name,
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            tied=is_tied,
+            adapted=is_plain,
         )
         if is_plain:
             self._causal.set_submodule(name, ParallelModule(sharded.forward))
@@ -147,7 +155,7 @@ class TransformersModel:
         vocab_size, hidden_size = head.weight.shape
         has_bias = getattr(head, "bias", None) is not None
         sharded = VocabParallelHead(self._load, name, hidden_size, vocab_size, tied, bias=has_bias)
-        self._causal.set_submodule(name, ParallelModule(sharded.local_logits))
+        self._causal.set_submodule(name, ParallelModule(lambda x: sharded.local_logits(x, self._adapted)))
         self._head_weight = f"{name}.weight"
         return sharded
 

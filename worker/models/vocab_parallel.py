@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.linear import PackedWeight, embed, pack
+from ...kernels.lora import LoraGroups
 from ..weights.linear_weight import LinearWeight, PlainWeight, packed_weight
 from ..weights.weight_slice import WeightSlice
 from .load_context import LoadContext
@@ -18,6 +19,7 @@ class VocabParallelEmbedding:
     Args:
         scale: multiplies every embedding.
         tied: the head has the same matrix.
+        adapted: adapters may change the embedding; those of a tied head are others.
 
     Attributes:
         weight: for look-ups.
@@ -34,6 +36,7 @@ class VocabParallelEmbedding:
         scale: float = 1.0,
         *,
         tied: bool = False,
+        adapted: bool = True,
     ) -> None:
         self.comm = load.comm
         self.shard = load.shard(vocab_size)
@@ -49,6 +52,7 @@ class VocabParallelEmbedding:
             self.weight = self.head_weight
         else:
             self.weight = load.keep(name, read)
+        self.adapters = load.embedding_adapters(name, vocab_size, hidden_size) if adapted else None
         # Models are trained with the factor rounded to the weights' dtype.
         self.scale = float(torch.tensor(scale, dtype=load.dtype))
 
@@ -59,11 +63,18 @@ class VocabParallelEmbedding:
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
         if self.comm.size == 1:
-            return embed(token_ids, self.weight, self.dtype)
+            return self._look_up_local(token_ids)
         local_ids = token_ids - self.shard.start
         is_remote = (local_ids < 0) | (local_ids >= len(self.shard))
-        x = embed(local_ids.masked_fill_(is_remote, 0), self.weight, self.dtype)
+        x = self._look_up_local(local_ids.masked_fill_(is_remote, 0))
         return self.comm.all_reduce(x.masked_fill_(is_remote.unsqueeze(-1), 0))
+
+    def _look_up_local(self, local_ids: Tensor) -> Tensor:
+        """Return the embeddings of tokens of this rank, with those of the step's adapters."""
+        x = embed(local_ids, self.weight, self.dtype)
+        if self.adapters is not None:
+            self.adapters.add(x, local_ids)
+        return x
 
 
 class VocabParallelHead:
@@ -88,9 +99,10 @@ class VocabParallelHead:
     ) -> None:
         self.scale, self.soft_cap = scale, soft_cap
         self.shard = load.shard(vocab_size)
+        part = WeightSlice(name, (vocab_size, hidden_size), 0, self.shard.start, len(self.shard))
+        self.lora = load.adapters([part])
         self.weight: LinearWeight
         if tied is None:
-            part = WeightSlice(name, (vocab_size, hidden_size), 0, self.shard.start, len(self.shard))
             self.weight = load.linear([part], allow_online=False)
         else:
             assert tied.head_weight is not None, "the embedding was not made for a tied head"
@@ -108,18 +120,25 @@ class VocabParallelHead:
         is_whole = len(self.shard) == self.shard.full_len
         return packed_weight(self.weight) if is_plain and is_whole else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, E] -> [N, padded_len of the shard] float32; -inf where the padded vocabulary has no token."""
-        logits = self.local_logits(x)
+    def forward(self, x: Tensor, adapted: LoraGroups | None = None) -> Tensor:
+        """[N, E] -> [N, padded_len of the shard] float32; -inf where the padded vocabulary has no token.
+
+        Args:
+            adapted: the rows of x with an adapter; None for none.
+        """
+        logits = self.local_logits(x, adapted)
         if self.scale != 1.0:
             logits *= self.scale
         if self.soft_cap:
             logits = torch.tanh(logits / self.soft_cap).mul_(self.soft_cap)
         return self.pad(logits)
 
-    def local_logits(self, x: Tensor) -> Tensor:
-        """[N, E] -> [N, tokens of the shard] float32, neither scaled nor capped."""
-        return self.weight.multiply(x, self.bias).float()
+    def local_logits(self, x: Tensor, adapted: LoraGroups | None = None) -> Tensor:
+        """[N, E] -> [N, tokens of the shard] float32, neither scaled nor capped; see `forward`."""
+        logits = self.weight.multiply(x, self.bias)
+        if self.lora is not None and adapted is not None:
+            self.lora.add_rows(logits, x, adapted)
+        return logits.float()
 
     def pad(self, logits: Tensor) -> Tensor:
         """[N, tokens of the shard] -> [N, padded_len of the shard]."""
@@ -133,6 +152,6 @@ class NoHead:
     def __init__(self, load: LoadContext, vocab_size: int) -> None:
         self.shard = load.shard(vocab_size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapted: LoraGroups | None = None) -> Tensor:
         """Raise NotImplementedError: no row of such a model samples."""
         raise NotImplementedError("a model that is pooled has no logits")

@@ -70,7 +70,7 @@ def compute_prompt_logprobs(
     scored: ScoredTokens,
     hidden: Tensor,
     token_ids: Tensor,
-    head: Callable[[Tensor], Tensor],
+    head: Callable[[Tensor, IntArray], Tensor],
     sampler: Sampler,
 ) -> PromptLogprobs:
     """Return the log-probabilities of prompt tokens; a collective.
@@ -78,7 +78,7 @@ def compute_prompt_logprobs(
     Args:
         hidden: [T, E], hidden states of the step's tokens after the last norm.
         token_ids: [R, L] int32, the tokens of all rows.
-        head: [n, E] |-> this rank's logits, [n, padded part of the vocabulary] float32.
+        head: [n, E], and the row of each |-> this rank's logits, [n, padded part of the vocabulary] float32.
     """
     device = hidden.device
     rows = to_device(scored.rows, device, torch.int64)
@@ -87,7 +87,7 @@ def compute_prompt_logprobs(
     slice_len = max(1, SLICE_BYTES // (4 * sampler.num_logits))
     parts = [
         sampler.logprobs(
-            head(hidden[sources[start : start + slice_len]]),
+            head(hidden[sources[start : start + slice_len]], scored.rows[start : start + slice_len]),
             token_ids[rows[start : start + slice_len], positions[start : start + slice_len]],
             scored.num_top,
         )

@@ -19,10 +19,13 @@ from quire.worker.weights.weight_slice import WeightSlice
 
 NAME = "model.layers.0.self_attn"
 KEY = f"base_model.model.{NAME}"
+EMBEDDING = "model.embed_tokens"
 
 
 def make_layers(rank: int = 0, size: int = 1) -> LoraLayers:
-    """Return a model of one fused layer q, k of [8, 12] and [4, 12], and one row-parallel layer of [12, 8]."""
+    """Return a model of one fused layer q, k of [8, 12] and [4, 12], one row-parallel layer of [12, 8], and an
+    embedding of 20 tokens.
+    """
     layers = LoraLayers(2, 8, torch.float32, torch.device("cpu"))
     layers.add_layer(
         [
@@ -31,6 +34,7 @@ def make_layers(rank: int = 0, size: int = 1) -> LoraLayers:
         ]
     )
     layers.add_layer([WeightSlice(f"{NAME}.o_proj", (12, 8), 1, rank * 8 // size, 8 // size)])
+    layers.add_embedding(WeightSlice(EMBEDDING, (12, 20), 1, rank * 20 // size, 20 // size))
     return layers
 
 
@@ -43,6 +47,14 @@ def matrices(rank: int = 4) -> dict[str, Tensor]:
     }
 
 
+def of_embedding(num_tokens: int = 20) -> dict[str, Tensor]:
+    key = f"base_model.model.{EMBEDDING}"
+    return {
+        f"{key}.lora_embedding_A": torch.randn(4, num_tokens),
+        f"{key}.lora_embedding_B": torch.randn(12, 4),
+    }
+
+
 def write(folder: Path, tensors: dict[str, Tensor] | None = None, **config: Any) -> str:
     save_file(matrices() if tensors is None else tensors, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", **config}
@@ -51,7 +63,11 @@ def write(folder: Path, tensors: dict[str, Tensor] | None = None, **config: Any)
 
 
 def test_ranks_read_their_parts(tmp_path: Path) -> None:
-    path, tensors = write(tmp_path, found := matrices()), found
+    tensors = matrices() | of_embedding()
+    # PEFT stores the model's own embedding besides.
+    path = write(
+        tmp_path, {**tensors, f"base_model.model.{EMBEDDING}.base_layer.weight": torch.randn(20, 12)}
+    )
     adapters = [read_adapter(path, make_layers(rank, 2)) for rank in range(2)]
     whole = read_adapter(path, make_layers())
     assert {each.digest for each in (*adapters, whole)} == {whole.digest}
@@ -68,6 +84,9 @@ def test_ranks_read_their_parts(tmp_path: Path) -> None:
     assert not qk.b[0, :, 4:].any()
     assert torch.equal(output.a[0, 0], tensors[f"{KEY}.o_proj.lora_A.weight"][:, 4:])
     assert torch.equal(output.b, of_layer(whole, 1).b)
+    embedding = of_layer(adapters[1], 2)
+    assert torch.equal(embedding.a[0, 0], tensors[f"base_model.model.{EMBEDDING}.lora_embedding_A"][:, 10:])
+    assert torch.equal(embedding.b[0], 2 * tensors[f"base_model.model.{EMBEDDING}.lora_embedding_B"].T)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +148,17 @@ def without(name: str) -> dict[str, Tensor]:
         ({}, "has no tensors"),
         ({"weight": torch.zeros(2, 2)}, "tensor 'weight' is not a matrix"),
         (
-            {f"{KEY}.q_proj.lora_embedding_A": torch.zeros(4, 12)},
-            "is not a matrix of a linear layer's adapter",
+            {f"{KEY}.q_proj.lora_embedding_{side}": torch.zeros(4, 12) for side in "AB"},
+            f"module {NAME}.q_proj is a linear layer, and its matrices are not those of a linear layer",
+        ),
+        (
+            {f"base_model.model.{EMBEDDING}.lora_{side}.weight": torch.zeros(4, 12) for side in "AB"},
+            f"module {EMBEDDING} is an embedding, and its matrices are not",
+        ),
+        (of_embedding(num_tokens=21), "has shape [4, 21], must have [4, 20]"),
+        (
+            {**of_embedding(), f"base_model.model.{EMBEDDING}.base_layer.weight": torch.zeros(21, 12)},
+            f"it has a weight of {EMBEDDING} of its own, of shape [21, 12]",
         ),
         ({**matrices(), f"{KEY}.q_proj.lora_magnitude_vector.weight": torch.zeros(8)}, "is not a matrix"),
         (
@@ -149,11 +177,17 @@ def without(name: str) -> dict[str, Tensor]:
         ({**matrices(), f"{KEY}.o_proj.lora_B.weight": torch.zeros(11, 4)}, "must have [12, 4]"),
         ({**matrices(), f"{KEY}.q_proj.lora_B.weight": torch.full((8, 4), float("nan"))}, "not finite"),
     ],
-    ids=range(10),
+    ids=range(13),
 )
 def test_unfit_tensors_are_refused_by_name(tensors: dict[str, Tensor], problem: str, tmp_path: Path) -> None:
     path = write(tmp_path, tensors)
     with pytest.raises(ValueError, match=re.escape(problem)):
+        read_adapter(path, make_layers())
+
+
+def test_adapter_of_tied_embedding_and_head_must_have_both(tmp_path: Path) -> None:
+    path = write(tmp_path, of_embedding(), ensure_weight_tying=True)
+    with pytest.raises(ValueError, match=f"ensure_weight_tying is True, and it changes {EMBEDDING} alone"):
         read_adapter(path, make_layers())
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapters import ATTENTION, MLP, merge, write_adapter
+import torch
+from adapters import ATTENTION, MLP, VOCABULARY, merge, write_adapter
+from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
 
 from quire.proto.config import LoraConfig
-from quire.proto.lora import NO_SLOT, LoraLoad, LoraReport
+from quire.proto.lora import NO_SLOT, LoraLoad, LoraReference, LoraReport
 from quire.proto.step import NO_PAIRS, RowSampling, StepPlan
 from quire.worker.lora.adapters import RankAdapters
 
@@ -20,10 +22,10 @@ GREEDY = RowSampling(temperature=0.0)
 LORA = LoraConfig(max_loras=3, max_lora_rank=8, max_cpu_loras=4)
 # Different ranks and modules in one batch; the second changes a part of each fused layer.
 ADAPTERS: list[dict[str, Any]] = [
-    {"rank": 4, "seed": 1},
-    {"rank": 8, "modules": ("q_proj", "v_proj", "up_proj"), "use_rslora": True, "seed": 2},
+    {"modules": (*ATTENTION, *MLP, *VOCABULARY), "rank": 4, "seed": 1},
+    {"rank": 8, "modules": ("q_proj", "v_proj", "up_proj", "lm_head"), "use_rslora": True, "seed": 2},
     {
-        "modules": (*ATTENTION, "down_proj"),
+        "modules": (*ATTENTION, "down_proj", "embed_tokens"),
         "rank": 3,
         "rank_pattern": {"v_proj": 7},
         "alpha_pattern": {"o_proj": 2},
@@ -36,6 +38,15 @@ FUSED = [
 ]
 KINDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "llama": ({}, ADAPTERS),
+    # With adapters of the embedding and the head, of one of them, and of neither; a scaled embedding and a soft cap.
+    "gemma2": (
+        {"tie_word_embeddings": True},
+        [
+            {"modules": (*ATTENTION, *VOCABULARY), "size": 4, "seed": 1},
+            {"modules": ("lm_head",), "rank": 8, "size": 4, "use_rslora": True, "seed": 2},
+            {"modules": ("embed_tokens",), "rank": 3, "size": 4, "seed": 3},
+        ],
+    ),
     "phi3": ({"num_key_value_heads": 8}, FUSED),
     # With adapters of every expert, of some matrices of them, and of none.
     "qwen3_moe": (
@@ -67,7 +78,7 @@ KINDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "gemma3_text": ({}, [{"modules": ATTENTION + MLP, "seed": 5}]),
     # Served with the modules of transformers.
     "opt": ({}, [{"modules": ("q_proj", "v_proj", "out_proj", "fc1", "fc2"), "seed": 6}]),
-    "cohere2": ({"sliding_window": 11}, [{"modules": ATTENTION + MLP, "seed": 7}]),
+    "cohere2": ({"sliding_window": 11}, [{"modules": (*ATTENTION, *MLP, *VOCABULARY), "seed": 7}]),
 }
 
 Adapted = tuple[Path, list[Path], list[Reference]]
@@ -145,6 +156,8 @@ def test_slot_is_used_again_by_an_adapter_of_fewer_modules(
     sequence = planned(prompt, 8, GREEDY, lora_slot=0)
     engine.generate([sequence])
     references[1].check_greedy(prompt, sequence.generated)
+    # A head that drafts shares the model's embedding, and computes other tokens between steps.
+    assert engine.runners[0]._adapters.layers.groups is None
 
 
 def test_failed_load_is_reported_and_leaves_the_rank_working(
@@ -213,3 +226,33 @@ def test_ranks_of_whole_experts_equal_merged_models(
     engine.generate(sequences, chunk_len=13)
     for sequence, slot in zip(sequences, slots, strict=True):
         references[slot].check_greedy(sequence.prompt, sequence.generated)
+
+
+def test_adapters_of_the_vocabulary_with_prefix_hits_and_preemptions(
+    adapted: Callable[[str], Adapted], make_engine: Any
+) -> None:
+    """Log-probabilities of prompts, too, are those of the merged models."""
+    folder, paths, references = adapted("llama")
+    engine = make_engine(folder, 1, num_blocks=18, block_size=4, max_num_seqs=5, lora=LORA)
+    driver = RankedDriver(engine.config.with_num_blocks(18), engine.step)
+    adapters = [LoraReference(path.name, str(path)) for path in paths]
+    prompts = prompts_of([14] * 3, seed=4)
+    for first, settings in ((0, {}), (10, {}), (20, {"prompt_logprobs": 0})):
+        for index, (prompt, lora) in enumerate(zip(prompts, adapters, strict=True)):
+            driver.add(first + index, prompt, max_tokens=12, ignore_eos=True, lora=lora, **settings)
+        driver.run()
+    assert driver.scheduler.stats.num_preemptions > 0
+    assert any(driver.finishes[10 + index].num_cached_tokens for index in range(3))
+    for index, (prompt, reference) in enumerate(zip(prompts, references, strict=False)):
+        expected, scores = log_softmax(reference, prompt), dict(driver.scores[20 + index])
+        for first in (0, 10, 20):
+            reference.check_greedy(prompt, driver.outputs[first + index])
+        assert sorted(scores) == list(range(1, 14))
+        for position, score in scores.items():
+            assert score == pytest.approx(float(expected[position - 1, prompt[position]]), abs=1e-4)
+
+
+@torch.inference_mode()
+def log_softmax(reference: Reference, prompt: list[int]) -> torch.Tensor:
+    logits: torch.Tensor = reference.model(torch.tensor([prompt])).logits[0]
+    return logits.log_softmax(dim=-1)

@@ -1,0 +1,62 @@
+"""StepAdapters: the tokens of one step that have adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.lora import LoraGroups, group_tokens
+from ...proto.block_tables import IntArray
+from ...proto.lora import NO_SLOT
+from ..memory.host_to_device import to_device_together
+
+
+@dataclass(frozen=True, slots=True)
+class StepAdapters:
+    """The adapters of a step of T tokens, N of which are sampled from.
+
+    Attributes:
+        groups: the tokens with an adapter.
+        token_slots: [T] int32, the slot of each token's adapter; NO_SLOT for none.
+        sampled: those of the N rows of the head's input that have an adapter; None if none has.
+    """
+
+    groups: LoraGroups
+    token_slots: Tensor
+    sampled: LoraGroups | None
+
+
+def make_step_adapters(
+    slots: IntArray, sampled_slots: IntArray | None, device: torch.device
+) -> StepAdapters | None:
+    """Return the adapters of a step. Returns None if no token has one.
+
+    Args:
+        slots: [T], as `token_slots`.
+        sampled_slots: [N], of the tokens that are sampled from; None if these are all T tokens.
+    """
+    if not _any(slots):
+        return None
+    arrays = [*group_tokens(slots), slots]
+    if sampled_slots is not None and _any(sampled_slots):
+        arrays += group_tokens(sampled_slots)
+    order, starts, own, token_slots, *sampled = to_device_together(arrays, device)
+    groups = LoraGroups(order, starts, own)
+    if sampled_slots is None:
+        return StepAdapters(groups, token_slots, groups)
+    return StepAdapters(groups, token_slots, LoraGroups(*sampled) if sampled else None)
+
+
+def make_groups(slots: IntArray, device: torch.device) -> LoraGroups | None:
+    """Return the rows with an adapter. Returns None if no row has one.
+
+    Args:
+        slots: the slot of each row's adapter; NO_SLOT for none.
+    """
+    return LoraGroups(*to_device_together(group_tokens(slots), device)) if _any(slots) else None
+
+
+def _any(slots: IntArray) -> bool:
+    return bool((slots != NO_SLOT).any())
