@@ -117,6 +117,12 @@ def group_tokens(slots: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
     ]
 
 
+def max_groups(num_rows: int, num_slots: int) -> int:
+    """Return the largest number of groups of rows that have adapters in up to `num_slots` slots."""
+    # A slot of few rows has no more groups than rows, and each slot has at most one group that is not full.
+    return min(num_rows, (num_rows + (MAX_GROUP_LEN - 1) * num_slots) // MAX_GROUP_LEN)
+
+
 def group_rows(slots: Tensor, num_slots: int) -> LoraGroups:
     """As `group_tokens`, but on the device; the host reads nothing, so the number of groups is the largest possible.
 
@@ -130,9 +136,7 @@ def group_rows(slots: Tensor, num_slots: int) -> LoraGroups:
     bounds = torch.searchsorted(keys, torch.arange(num_slots + 1, dtype=keys.dtype, device=device))
     num_groups = (bounds.diff() + MAX_GROUP_LEN - 1) // MAX_GROUP_LEN
     ends = num_groups.cumsum(0)
-    # A slot of few rows has no more groups than rows, and each slot has at most one group that is not full.
-    most = min(num_rows, (num_rows + (MAX_GROUP_LEN - 1) * num_slots) // MAX_GROUP_LEN)
-    index = torch.arange(most, device=device)
+    index = torch.arange(max_groups(num_rows, num_slots), device=device)
     of_group = torch.searchsorted(ends, index, right=True)
     own = of_group.clamp(max=num_slots - 1)
     starts = bounds[own] + (index - ends[own] + num_groups[own]) * MAX_GROUP_LEN

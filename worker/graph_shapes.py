@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Decoding rows and chunk tokens of graphs for steps with chunks, which have up to NUM_CHUNKS chunks.
 MIXED_DECODES = (16, 64, 256)
@@ -21,11 +21,13 @@ class GraphShape:
     Attributes:
         num_decodes: rows with one token.
         num_chunks, num_chunk_tokens: chunks of prompts, and their tokens together; 0 for steps of decodes only.
+        has_adapters: rows may have LoRA adapters.
     """
 
     num_decodes: int
     num_chunks: int = 0
     num_chunk_tokens: int = 0
+    has_adapters: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -50,6 +52,15 @@ def decode_shapes(max_num_seqs: int) -> list[GraphShape]:
     midpoints = [power + power // 2 for power in powers if power >= 16]
     sizes = {size for size in (*powers, *midpoints) if size < max_num_seqs} | {max_num_seqs}
     return [GraphShape(size) for size in sorted(sizes)]
+
+
+def adapted_shapes(max_num_seqs: int, num_lora_slots: int) -> list[GraphShape]:
+    """Return the shapes of steps of decodes with adapters, as `decode_shapes`; none without slots.
+
+    They are others than those of steps without: an empty launch for each linear layer would delay these.
+    """
+    shapes = decode_shapes(max_num_seqs) if num_lora_slots else []
+    return [replace(shape, has_adapters=True) for shape in shapes]
 
 
 def mixed_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[GraphShape]:

@@ -1,7 +1,8 @@
 """Steps recorded as graphs, which replace hundreds of kernel launches by one.
 
 A graph replays the same kernels on the same addresses. There are graphs of a few numbers of decoding rows, and of a
-few numbers of rows and prompt tokens for small steps with chunks (see graph_shapes). A graph's inputs are copied to
+few numbers of rows and prompt tokens for small steps with chunks (see graph_shapes). With LoRA there are graphs of
+decoding rows with adapters besides, each for any mix of adapters. A graph's inputs are copied to
 fixed buffers, and padding, which writes nothing, fills a step up to the graph's shape. All graphs are recorded before
 the first step, so no step waits for a recording. All ranks record the same shapes in the same order, as collectives
 may require. They also agree on whether each succeeded: if one rank replayed a graph while another computed the step,
@@ -23,8 +24,17 @@ from ..proto.config import EngineConfig
 from ..proto.errors import first_line
 from .attention import AttentionInputs, OwnTokens, with_groups
 from .batch import Batch
+from .graph_adapters import GraphAdapters
 from .graph_backend import GraphBackend, Recording
-from .graph_shapes import NUM_CHUNKS, GraphShape, decode_shapes, find_shape, mixed_shapes
+from .graph_shapes import (
+    NUM_CHUNKS,
+    GraphShape,
+    adapted_shapes,
+    decode_shapes,
+    find_shape,
+    mixed_shapes,
+)
+from .lora.step_adapters import StepAdapters
 
 # Slot of tokens whose KV is not stored.
 NO_SLOT = -1
@@ -40,6 +50,7 @@ class GraphLimits:
         max_seq_len: tokens of the blocks in a block table.
         num_groups: cache groups, each as often as its places are split.
         dp_attention: steps have OwnTokens.
+        num_lora_slots: adapters that a step may use; 0 without LoRA.
     """
 
     max_num_seqs: int
@@ -48,6 +59,7 @@ class GraphLimits:
     max_seq_len: int
     num_groups: int = 1
     dp_attention: bool = False
+    num_lora_slots: int = 0
 
     @classmethod
     def of(cls, config: EngineConfig) -> GraphLimits:
@@ -62,6 +74,7 @@ class GraphLimits:
             max_seq_len,
             num_groups,
             config.parallel.enable_dp_attention,
+            0 if config.lora is None else config.lora.max_loras,
         )
 
     @property
@@ -82,12 +95,14 @@ class GraphInputs:
         positions: [T] int64.
         attention: inputs of the attention kernels.
         sampled_index: [N] int64, tokens whose logits are computed; None for all.
+        lora: the adapters of the tokens; None for none.
     """
 
     token_ids: Tensor
     positions: Tensor
     attention: AttentionInputs
     sampled_index: Tensor | None
+    lora: StepAdapters | None = None
 
 
 class StepGraphs:
@@ -112,6 +127,7 @@ class StepGraphs:
         self._compute = compute
         self._decode_shapes = decode_shapes(limits.max_num_seqs)
         self._mixed_shapes = mixed_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._adapted_shapes = adapted_shapes(limits.max_num_seqs, limits.num_lora_slots)
         self._max_seq_len = limits.max_seq_len
         self._backend = backend
         self._all_ranks = all_ranks
@@ -137,11 +153,15 @@ class StepGraphs:
         if limits.dp_attention:
             index, places = zeros(2, num_tokens, dtype=torch.int64)
             self._own_tokens = OwnTokens(index, places)
+        self._adapters: GraphAdapters | None = None
+        if limits.num_lora_slots:
+            self._adapters = GraphAdapters(limits.max_num_seqs, limits.num_lora_slots, device)
 
     @property
     def shapes(self) -> list[GraphShape]:
-        """Shapes of the recorded graphs, the smallest first; those of decodes come first."""
-        return [shape for shape in (*self._decode_shapes, *self._mixed_shapes) if shape in self._recordings]
+        """Shapes of the recorded graphs, the smallest first of each kind; those of decodes come first."""
+        shapes = (*self._decode_shapes, *self._mixed_shapes, *self._adapted_shapes)
+        return [shape for shape in shapes if shape in self._recordings]
 
     def replay(self, batch: Batch) -> Tensor | None:
         """Return the logits [N, V] of the step's sampled rows, by row; none if no row samples.
@@ -162,12 +182,14 @@ class StepGraphs:
         num_chunks = len(batch.rows) - num_decodes
         if (
             batch.scored is not None
-            or batch.lora is not None
+            or (batch.lora is not None and num_chunks > 0)
             or batch.pooled is not None
             or (num_chunks == 0 and num_sampled < num_decodes)
         ):
             return None
         shapes = self._mixed_shapes if num_chunks else self._decode_shapes
+        if batch.lora is not None:
+            shapes = self._adapted_shapes
         shape = find_shape(shapes, num_decodes, num_chunks, len(batch.token_ids) - num_decodes)
         return shape if shape in self._recordings else None
 
@@ -180,6 +202,7 @@ class StepGraphs:
         started = time.perf_counter()
         if self._record_each(self._decode_shapes):
             self._record_each(self._mixed_shapes)
+            self._record_each(self._adapted_shapes)
         _log.info("recorded %d graphs in %.2f s", len(self._recordings), time.perf_counter() - started)
 
     def _record_each(self, shapes: Sequence[GraphShape]) -> bool:
@@ -191,9 +214,11 @@ class StepGraphs:
                 for recorded in shapes:
                     self._recordings.pop(recorded, None)
                 _log.warning(
-                    "graphs are disabled: a step of %d decodes and %d prompt tokens cannot be recorded on every rank",
+                    "graphs are disabled: a step of %d decodes and %d prompt tokens%s cannot be recorded on every "
+                    "rank",
                     shape.num_decodes,
                     shape.num_chunk_tokens,
+                    " with adapters" if shape.has_adapters else "",
                 )
                 return False
             if recording is not None:
@@ -232,8 +257,11 @@ class StepGraphs:
             slot_mappings, tables = self._slot_mappings[:, :num_tokens], self._block_tables[:, :num_rows]
             attention = with_groups(attention, slot_mappings.unbind(), tables.unbind())
         sampled_index = self._sampled_index[:num_rows] if shape.num_chunks else None
+        lora = None
+        if self._adapters is not None and shape.has_adapters:
+            lora = self._adapters.of_rows(num_rows)
         inputs = GraphInputs(
-            self._token_ids[:num_tokens], self._positions[:num_tokens], attention, sampled_index
+            self._token_ids[:num_tokens], self._positions[:num_tokens], attention, sampled_index, lora
         )
         return self._keep(self._compute(inputs))
 
@@ -258,6 +286,8 @@ class StepGraphs:
                 others = values[num_decodes:]
                 buffer[first_chunk : first_chunk + len(others)].copy_(others)
 
+        if self._adapters is not None and batch.lora is not None:
+            self._adapters.copy(batch.lora, shape.num_rows)
         copy(self._token_ids, batch.token_ids, batch.num_decodes)
         copy(self._positions, batch.positions, batch.num_decodes)
         if attention.own_tokens is not None and self._own_tokens is not None:
@@ -297,5 +327,7 @@ class StepGraphs:
         self._slot_mappings[:, : shape.num_tokens].fill_(NO_SLOT)
         self._seq_lens[: shape.num_rows].zero_()
         self._query_start.zero_()
+        if self._adapters is not None:
+            self._adapters.clear()
         if self._own_tokens is not None:
             self._own_tokens.places.fill_(shape.num_tokens)

@@ -429,10 +429,12 @@ class ModelRunner:
 
         def compute(inputs: GraphInputs) -> Tensor:
             step = inputs.token_ids, inputs.positions, cache.layers, inputs.attention
+            if self._adapters is not None:
+                self._adapters.begin_step(inputs.lora)
             hidden = self._model.forward(*step) if self._tap is None else self._tap.record(*step)
             if inputs.sampled_index is not None:
                 hidden = hidden.index_select(0, inputs.sampled_index)
-            return self._model.logits(hidden)
+            return self._model.logits(hidden, None if inputs.lora is None else inputs.lora.sampled)
 
         graphs = StepGraphs(
             compute,
@@ -444,6 +446,8 @@ class ModelRunner:
         )
         self.stage = "record"
         graphs.record_all()
+        if self._adapters is not None:
+            self._adapters.begin_step(None)
         self.stage = "idle"
         return graphs
 

@@ -1,4 +1,7 @@
-"""Stage `adapters`: decodes of the 8B Llama without adapters, with one on all rows, and with several in a step."""
+"""Stage `adapters`: decodes of the 8B Llama without adapters, with one on all rows, and with several in a step.
+
+Steps are replayed from graphs; those of several adapters are launched kernel by kernel, too.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,18 @@ def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
             "max_cpu_loras": len(adapters),
             "max_lora_rank": sizes.adapter_rank,
         }
+        ways: dict[str, Adapters] = {"none": [None], "one": adapters[:1], "several": adapters}
         with serving(record, model, sizes, "adapters", enable_lora=True, **options) as server:
-            ways: dict[str, Adapters] = {"none": [None], "one": adapters[:1], "several": adapters}
             for way, used in ways.items():
                 if record.has_time(way, 10):
                     with record.case(way):
                         measure_way(record, server, sizes, way, used)
+        if record.has_time("eager", 20):
+            eager = serving(
+                record, model, sizes, "adapters_eager", enable_lora=True, cuda_graphs=False, **options
+            )
+            with record.case("eager"), eager as server:
+                measure_way(record, server, sizes, "eager", adapters)
 
 
 def measure_way(record: Record, server: Server, sizes: Sizes, way: str, adapters: Adapters) -> None:

@@ -57,6 +57,7 @@ GOALS = (
     Goal("adapters.none.64x1024.step_ms", "8B: 64 rows, no adapter used", 1, "ms"),
     Goal("adapters.one.64x1024.step_ms", "the same, one adapter on all rows", 1, "ms"),
     Goal("adapters.several.64x1024.step_ms", "the same, 8 adapters", 1, "ms"),
+    Goal("adapters.eager.64x1024.step_ms", "the same without graphs", 1, "ms"),
     Goal("latents.decode.64x1024.step_ms", "2.6B with latents: 64 rows of 1k", 1, "ms"),
     Goal("latents.decode.64x1024.share_of_copy", "its share of copy", 100, "%"),
     Goal("latents.prefill.8192.tokens_per_s", "2.6B with latents: prompt of 8k", 1, "tokens/s"),

@@ -9,10 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from quire.proto.lora import LoraLoad
+from quire.proto.step import StepPlan
+from quire.worker.lora.adapters import RankAdapters
 
 # Modules of a Llama-like layer.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -112,6 +117,24 @@ def _key(module: str, side: str) -> str:
     return f"base_model.model.{module}." + (
         f"lora_embedding_{side}" if is_embedding else f"lora_{side}.weight"
     )
+
+
+def load_plan(step_id: int, digest: int, paths: list[Path]) -> StepPlan:
+    """Return a plan that computes nothing, and has adapters read."""
+    loads = tuple(LoraLoad(index, str(path)) for index, path in enumerate(paths))
+    return StepPlan(step_id, 1, digest, lora_loads=loads)
+
+
+def put_adapters(engine: Any, paths: list[Path]) -> None:
+    """Read adapters on all ranks, and put adapter i into slot i."""
+    engine.step(load_plan(1, 0, paths))
+    for runner in engine.runners:
+        adapters: RankAdapters = runner._adapters
+        while len(adapters.store) < len(paths):
+            reports = adapters.store.take_reports(60)
+            assert [report.error for report in reports] == [""] * len(reports)
+    slots = np.array([[index, index] for index in range(len(paths))], np.int32)
+    engine.step(StepPlan(1, 1, 0, lora_slots=slots))
 
 
 def _random_stack(

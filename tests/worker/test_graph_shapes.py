@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.worker.graph_shapes import GraphShape, decode_shapes, find_shape, mixed_shapes
+from quire.worker.graph_shapes import GraphShape, adapted_shapes, decode_shapes, find_shape, mixed_shapes
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,12 @@ from quire.worker.graph_shapes import GraphShape, decode_shapes, find_shape, mix
 )
 def test_decode_shapes_are_powers_and_midpoints(max_num_seqs: int, sizes: list[int]) -> None:
     assert decode_shapes(max_num_seqs) == [GraphShape(size) for size in sizes]
+
+
+def test_adapted_shapes_are_those_of_decodes() -> None:
+    assert [shape.num_decodes for shape in adapted_shapes(6, 1)] == [1, 2, 4, 6]
+    assert not set(adapted_shapes(6, 1)) & set(decode_shapes(6))
+    assert adapted_shapes(6, 0) == []
 
 
 def test_mixed_shapes_stay_within_the_limits_of_a_step() -> None:

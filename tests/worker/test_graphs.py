@@ -9,21 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapters import ATTENTION, MLP, VOCABULARY, put_adapters, write_adapter
 from pooling_models import EmbeddingReference
 from ranked_driver import RankedDriver
 from reference import Reference
 from tape import TapeBackend, on_one_launch
 from torch import Tensor
 
-from quire.kernels import latent_attention, linear, paged_attention
+from quire.kernels import latent_attention, linear, lora, paged_attention
 from quire.kernels.native import ops as cpu
-from quire.proto.config import PoolingConfig
+from quire.proto.config import LoraConfig, PoolingConfig
+from quire.proto.lora import NO_SLOT
 from quire.proto.pooling import PoolingParams
-from quire.proto.step import PromptScoring, RowSampling
+from quire.proto.step import PromptScoring, RowSampling, StepPlan
 from quire.worker import attention
+from quire.worker.graph_adapters import GraphAdapters
 from quire.worker.graph_backend import Recording
 from quire.worker.graph_shapes import NUM_CHUNKS
 from quire.worker.graphs import StepGraphs
+from quire.worker.lora import embedding_adapters, layers
+from quire.worker.lora.step_adapters import make_step_adapters
 from quire.worker.models import latent_layer
 
 GREEDY = RowSampling(temperature=0.0)
@@ -60,9 +65,28 @@ def latent_decode(
     return out
 
 
+def adapted(
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    part_starts: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Return what add_lora writes to y; no launch of a kernel returns tensors."""
+    out, bounds = y.clone(), tuple(part_starts.tolist())
+    factors = lora.LoraFactors(a, b, ranks, part_starts, bounds)
+    lora.add_lora(out, x, factors, lora.LoraGroups(order, starts, slots))
+    return out
+
+
 _LATENT_DECODE = on_one_launch("latent_decode_attention", latent_decode)
 _DECODE = on_one_launch("paged_decode_attention", decode)
 _PREFILL = on_one_launch("paged_prefill_attention", prefill)
+_ADAPTED = on_one_launch("adapted", adapted)
 
 
 @pytest.fixture
@@ -85,6 +109,13 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> TapeBackend:
         "latent_decode_attention",
         lambda q, cache, tables, lens, scale, dim, *rest: _LATENT_DECODE(q, cache, tables, lens, scale, dim),
     )
+
+    def add_lora(y: Tensor, x: Tensor, factors: lora.LoraFactors, groups: lora.LoraGroups) -> None:
+        of_layer = factors.a, factors.b, factors.ranks, factors.starts
+        y.copy_(_ADAPTED(y, x, *of_layer, groups.order, groups.starts, groups.slots))
+
+    for module in (layers, embedding_adapters):
+        monkeypatch.setattr(module, "add_lora", add_lora)
     return TapeBackend()
 
 
@@ -247,6 +278,64 @@ def test_graphs_of_data_parallel_attention_give_same_tokens(
     assert any(min(counts) == 0 for counts in partitions)
 
 
+@pytest.mark.parametrize("num_rows", [1, 6, 40])
+def test_buffers_of_adapters_hold_any_mix(num_rows: int) -> None:
+    """Each token is in one group of its slot, at addresses that do not change; groups behind them are empty."""
+    buffers = GraphAdapters(40, 3, torch.device("cpu"))
+    recorded = buffers.of_rows(num_rows)
+    rng = np.random.default_rng(num_rows)
+    for _ in range(30):
+        slots = rng.integers(-1, rng.integers(1, 4), rng.integers(1, num_rows + 1)).astype(np.int32)
+        step = make_step_adapters(slots, None, torch.device("cpu"))
+        if step is None:
+            continue
+        buffers.copy(step, num_rows)
+        starts, found = recorded.groups.starts.tolist(), dict[int, int]()
+        for index, slot in enumerate(recorded.groups.slots.tolist()):
+            own = recorded.groups.order[starts[index] : starts[index + 1]].tolist()
+            assert len(own) <= lora.MAX_GROUP_LEN
+            assert not found.keys() & set(own)
+            found.update(dict.fromkeys(own, slot))
+        assert found == {token: slot for token, slot in enumerate(slots.tolist()) if slot != NO_SLOT}
+        padding = [NO_SLOT] * (num_rows - len(slots))
+        assert recorded.token_slots.tolist() == slots.tolist() + padding
+
+
+def test_graphs_of_steps_with_adapters_give_same_tokens(
+    make_model: Any, make_engine: Any, planned: Any, backend: TapeBackend, tmp_path: Path
+) -> None:
+    """Rows of two adapters and of none come and go; then a slot gets the other adapter."""
+    folder = make_model("qwen3", seed=5)
+    settings: list[dict[str, Any]] = [
+        {"modules": (*ATTENTION, *MLP, *VOCABULARY), "seed": 1},
+        {"modules": ("q_proj", "down_proj"), "rank": 7, "seed": 2},
+    ]
+    paths = [write_adapter(tmp_path / str(index), folder, **own) for index, own in enumerate(settings)]
+
+    def run(**settings: Any) -> list[list[int]]:
+        engine = make_engine(
+            folder, 1, num_blocks=64, block_size=4, max_num_seqs=6, lora=LoraConfig(3, 8, 3), **settings
+        )
+        put_adapters(engine, paths)
+        tokens = []
+        for _ in range(2):
+            sequences = [
+                planned([5, 6, 7 + index], 8 + index, GREEDY, arrival=index, lora_slot=slot)
+                for index, slot in enumerate([0, NO_SLOT, 1, 0, 0, NO_SLOT, 1])
+            ]
+            engine.generate(sequences)
+            tokens += [sequence.generated for sequence in sequences]
+            engine.step(StepPlan(1, 1, 0, lora_slots=np.array([[0, 1]], np.int32)))
+        return tokens
+
+    expected = run()
+    assert expected[0] != expected[7]
+    assert run(graph_backend=backend) == expected
+    assert backend.num_recorded == 4 + 3 + 4
+    # In all steps but those of prompts, few of which have room in the graphs of steps without adapters.
+    assert backend.num_replays >= 2 * 10
+
+
 def test_step_with_prompt_logprobs_is_computed(
     make_model: Any, make_engine: Any, planned: Any, backend: TapeBackend
 ) -> None:
@@ -346,6 +435,24 @@ def test_graphs_of_decodes_remain_if_others_cannot_be_recorded(
     assert "a step of 6 decodes and 256 prompt tokens cannot be recorded on every rank" in caplog.text
     engine.generate([planned([5, 6], 4, GREEDY)])
     assert backend.num_replays == 3
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_of_adapters_give_same_tokens(
+    make_model: Any, make_engine: Any, planned: Any, tmp_path: Path
+) -> None:
+    folder: Path = make_model("llama", seed=5)
+    paths = [write_adapter(tmp_path / str(seed), folder, seed=seed) for seed in range(2)]
+    tokens = []
+    for cuda_graphs in (True, False):
+        engine = make_engine(
+            folder, 1, device="cuda", cuda_graphs=cuda_graphs, max_num_seqs=6, lora=LoraConfig(2, 8, 2)
+        )
+        put_adapters(engine, paths)
+        sequences = [planned([3 + slot] * 4, 32, GREEDY, lora_slot=slot) for slot in (0, NO_SLOT, 1, 1, 0)]
+        engine.generate(sequences)
+        tokens.append([sequence.generated for sequence in sequences])
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.gpu

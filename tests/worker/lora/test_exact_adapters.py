@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters import ATTENTION, MLP, VOCABULARY, merge, write_adapter
+from adapters import ATTENTION, MLP, VOCABULARY, load_plan, merge, put_adapters, write_adapter
 from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
 
@@ -82,24 +82,6 @@ KINDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 Adapted = tuple[Path, list[Path], list[Reference]]
-
-
-def load_plan(step_id: int, digest: int, paths: list[Path]) -> StepPlan:
-    """Return a plan that computes nothing, and has adapters read."""
-    loads = tuple(LoraLoad(index, str(path)) for index, path in enumerate(paths))
-    return StepPlan(step_id, 1, digest, lora_loads=loads)
-
-
-def put_adapters(engine: Any, paths: list[Path]) -> None:
-    """Read adapters on all ranks, and put adapter i into slot i."""
-    engine.step(load_plan(1, 0, paths))
-    for runner in engine.runners:
-        adapters: RankAdapters = runner._adapters
-        while len(adapters.store) < len(paths):
-            reports = adapters.store.take_reports(60)
-            assert [report.error for report in reports] == [""] * len(reports)
-    slots = np.array([[index, index] for index in range(len(paths))], np.int32)
-    engine.step(StepPlan(1, 1, 0, lora_slots=slots))
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +219,8 @@ def test_adapters_of_the_vocabulary_with_prefix_hits_and_preemptions(
     driver = RankedDriver(engine.config.with_num_blocks(18), engine.step)
     adapters = [LoraReference(path.name, str(path)) for path in paths]
     prompts = prompts_of([14] * 3, seed=4)
-    for first, settings in ((0, {}), (10, {}), (20, {"prompt_logprobs": 0})):
+    for first in (0, 10, 20):
+        settings: dict[str, Any] = {"prompt_logprobs": 0} if first == 20 else {}
         for index, (prompt, lora) in enumerate(zip(prompts, adapters, strict=True)):
             driver.add(first + index, prompt, max_tokens=12, ignore_eos=True, lora=lora, **settings)
         driver.run()
