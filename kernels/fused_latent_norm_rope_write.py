@@ -23,13 +23,14 @@ def fused_latent_norm_rope_write(
     eps: float,
     interleaved: bool,
     scales: Tensor | None = None,
+    index_keys: Tensor | None = None,
 ) -> None:
     """Rotate queries, and write the latents of tokens to the cache.
 
     Args:
         q: [T, Hq, N + R]; the last R numbers of each head are rotated in place.
         projected: [T, C + R], latents before the norm, and shared keys before the rotation; may be overwritten.
-        latents: [N, 1, 1, B, C + R], the cache.
+        latents: [N, 1, 1, B, C + R + I], the cache.
         slot_mapping: [T] int64, as for write_kv.
         cos, sin: [T, R], as for apply_rope.
         norm: [C], weight of the RMSNorm of the latents.
@@ -37,6 +38,7 @@ def fused_latent_norm_rope_write(
         interleaved: numbers 2 i and 2 i + 1 are a pair; they are stored as i and i + R / 2. Otherwise i and i + R / 2
             are a pair.
         scales: [N, 1, 1, B] float32, written if the cache is quantized; otherwise None.
+        index_keys: [T, I], stored behind the latents (see kernels.sparse_latent); None if I is 0.
     """
     latent_dim, shared_dim = norm.shape[0], cos.shape[1]
     shared = projected[:, latent_dim:].unsqueeze(1)
@@ -45,6 +47,5 @@ def fused_latent_norm_rope_write(
             rotated.copy_(rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
         apply_rope(rotated, cos, sin)
     normed = rms_norm(projected[:, :latent_dim], norm, eps)
-    write_kv(
-        torch.cat((normed, projected[:, latent_dim:]), dim=1)[:, None, None], latents, slot_mapping, scales
-    )
+    parts = [normed, projected[:, latent_dim:], *([] if index_keys is None else [index_keys])]
+    write_kv(torch.cat(parts, dim=1)[:, None, None], latents, slot_mapping, scales)

@@ -2,7 +2,7 @@
 
 A token is cached as one vector of D = C + R numbers: its normalized latent [C], from which each head's key and value
 follow by a matrix, and a rotated key [R] that all heads share. The cache is ``[N, 1, 1, B, D]``, the same on every
-rank. There are two ways to compute the same attention:
+rank; it may be a part of wider rows (kernels.sparse_latent). There are two ways to compute the same attention:
 
 - *absorbed*: the matrix of the keys is applied to the query instead, and that of the values to the weighted sum of
   latents. All heads then attend to the latents themselves, which are read once. A query costs 2 (C + D) products per
@@ -71,6 +71,7 @@ def latent_decode_attention(
         [S, Hq, C], the weighted sums of latents.
     """
     if cpu.supports_attention(q, latents):
+        latents, block_tables, scales = _contiguous(latents, block_tables, scales)
         sums = cpu.latent_decode_attention(q, latents, block_tables, seq_lens, scale, scales)
         return sums[..., :value_dim]
     out = q.new_zeros(*q.shape[:2], value_dim)
@@ -129,6 +130,18 @@ def head_groups(num_heads: int, head_bytes: int) -> list[slice]:
     num_groups = min(num_heads, -(-num_heads * head_bytes // EXPANDED_BYTES))
     width = -(-num_heads // num_groups)
     return [slice(start, min(start + width, num_heads)) for start in range(0, num_heads, width)]
+
+
+def _contiguous(
+    latents: Tensor, block_tables: Tensor, scales: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the latents of these blocks and their tables; a copy if they are a part of wider rows."""
+    if latents.is_contiguous():
+        return latents, block_tables, scales
+    ids, tables = block_tables.unique(return_inverse=True)
+    index = ids.long()
+    own_scales = None if scales is None else scales.index_select(0, index)
+    return latents.index_select(0, index).contiguous(), tables.int(), own_scales
 
 
 def gather_latents(

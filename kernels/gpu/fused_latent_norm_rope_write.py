@@ -23,7 +23,8 @@ def _rotate(low, high, cos_ptr, sin_ptr, offs_i, mask, HALF: tl.constexpr):
 def _fused_latent_norm_rope_write(
     q_ptr,  # [T, Hq, N + R]
     projected_ptr,  # [T, C + R]
-    cache_ptr,  # [N, 1, 1, B, C + R]
+    index_keys_ptr,  # [T, I]
+    cache_ptr,  # [N, 1, 1, B, C + R + I]
     scales_ptr,  # [N, 1, 1, B]
     slots_ptr,  # [T]
     cos_ptr,  # [T, R]
@@ -34,17 +35,20 @@ def _fused_latent_norm_rope_write(
     stride_q_token,
     stride_q_head,
     stride_projected,
+    stride_index_keys,
     stride_cos,
     stride_sin,
     KEY_DIM: tl.constexpr,
     LATENT_DIM: tl.constexpr,
     SHARED_DIM: tl.constexpr,
+    INDEX_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     LIMIT: tl.constexpr,
     MIN_MAGNITUDE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    BLOCK_X: tl.constexpr,
 ):
     # grid: (T, 1 + tiles of Hq)
     # Tile 0 is the latent; the others rotate heads of the queries.
@@ -81,18 +85,29 @@ def _fused_latent_norm_rope_write(
     low = tl.load(row_ptr + LATENT_DIM + offs_low, mask=mask_i, other=0.0).to(tl.float32)
     high = tl.load(row_ptr + LATENT_DIM + offs_high, mask=mask_i, other=0.0).to(tl.float32)
     low, high = _rotate(low, high, cos_ptr, sin_ptr, offs_i, mask_i, HALF)
+    if index_keys_ptr is not None:
+        offs_x = tl.arange(0, BLOCK_X)
+        mask_x = offs_x < INDEX_DIM
+        index_key_ptrs = index_keys_ptr + token * stride_index_keys + offs_x
+        index_key = tl.load(index_key_ptrs, mask=mask_x, other=0.0).to(tl.float32)
     DTYPE: tl.constexpr = cache_ptr.dtype.element_ty
     if scales_ptr is not None:
         magnitude = tl.maximum(tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0))
+        if index_keys_ptr is not None:
+            magnitude = tl.maximum(magnitude, tl.max(tl.abs(index_key), 0))
         scale = tl.maximum(tl.maximum(magnitude, tl.max(tl.abs(latent), 0)), MIN_MAGNITUDE) / LIMIT
         tl.store(scales_ptr + slot, scale)
         latent = narrow(latent / scale, LIMIT, DTYPE)
         low = narrow(low / scale, LIMIT, DTYPE)
         high = narrow(high / scale, LIMIT, DTYPE)
-    slot_ptr = cache_ptr + slot * (LATENT_DIM + SHARED_DIM)
+        if index_keys_ptr is not None:
+            index_key = narrow(index_key / scale, LIMIT, DTYPE)
+    slot_ptr = cache_ptr + slot * (LATENT_DIM + SHARED_DIM + INDEX_DIM)
     tl.store(slot_ptr + offs_c, latent, mask=mask_c)
     tl.store(slot_ptr + LATENT_DIM + offs_i, low, mask=mask_i)
     tl.store(slot_ptr + LATENT_DIM + HALF + offs_i, high, mask=mask_i)
+    if index_keys_ptr is not None:
+        tl.store(slot_ptr + LATENT_DIM + SHARED_DIM + offs_x, index_key, mask=mask_x)
 
 
 def fused_latent_norm_rope_write(
@@ -106,19 +121,25 @@ def fused_latent_norm_rope_write(
     eps: float,
     interleaved: bool,
     scales: Tensor | None = None,
+    index_keys: Tensor | None = None,
 ) -> None:
     """See kernels.fused_latent_norm_rope_write; tokens with negative slots are not stored."""
     (num_tokens, num_heads, qk_dim), shared_dim = q.shape, cos.shape[1]
     latent_dim = norm.shape[0]
+    index_dim = 0 if index_keys is None else index_keys.shape[1]
     assert q.stride(2) == projected.stride(1) == cos.stride(1) == sin.stride(1) == 1
     assert latents.is_contiguous()
+    assert latents.shape[-1] == latent_dim + shared_dim + index_dim
+    assert index_keys is None or index_keys.stride(1) == 1
     assert scales is None or scales.is_contiguous()
     assert shared_dim % 2 == 0
     _fused_latent_norm_rope_write[(num_tokens, 1 + triton.cdiv(num_heads, BLOCK_HEADS))](
-        q, projected, as_stored(latents), scales, slot_mapping, cos, sin, norm, eps, num_heads,
-        q.stride(0), q.stride(1), projected.stride(0), cos.stride(0), sin.stride(0),
-        KEY_DIM=qk_dim - shared_dim, LATENT_DIM=latent_dim, SHARED_DIM=shared_dim, INTERLEAVED=interleaved,
-        LIMIT=quantized_kv.LIMITS.get(latents.dtype), MIN_MAGNITUDE=quantized_kv.MIN_MAGNITUDE,
-        BLOCK_H=BLOCK_HEADS, BLOCK_C=triton.next_power_of_2(latent_dim),
-        BLOCK_I=triton.next_power_of_2(shared_dim // 2), num_warps=4,
+        q, projected, index_keys, as_stored(latents), scales, slot_mapping, cos, sin, norm, eps, num_heads,
+        q.stride(0), q.stride(1), projected.stride(0), 0 if index_keys is None else index_keys.stride(0),
+        cos.stride(0), sin.stride(0),
+        KEY_DIM=qk_dim - shared_dim, LATENT_DIM=latent_dim, SHARED_DIM=shared_dim, INDEX_DIM=index_dim,
+        INTERLEAVED=interleaved, LIMIT=quantized_kv.LIMITS.get(latents.dtype),
+        MIN_MAGNITUDE=quantized_kv.MIN_MAGNITUDE, BLOCK_H=BLOCK_HEADS, BLOCK_C=triton.next_power_of_2(latent_dim),
+        BLOCK_I=triton.next_power_of_2(shared_dim // 2), BLOCK_X=triton.next_power_of_2(max(index_dim, 1)),
+        num_warps=4,
     )  # fmt: skip

@@ -25,7 +25,7 @@ FLOAT32_BLOCK_Q = 64
 @triton.jit(do_not_specialize=["num_seqs", "stride_table"])
 def _attend_latents(
     q_ptr,  # [S, Hq, D]
-    cache_ptr,  # [N, 1, 1, B, D]
+    cache_ptr,  # [N, 1, 1, B, D], rows ROW_STRIDE apart
     scales_ptr,  # [N, 1, 1, B]
     tables_ptr,  # [S, M]
     seq_lens_ptr,  # [S]
@@ -43,6 +43,7 @@ def _attend_latents(
     stride_table,
     LATENT_DIM: tl.constexpr,
     SHARED_DIM: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
     CACHE_BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -52,7 +53,6 @@ def _attend_latents(
     UPCAST: tl.constexpr,
 ):
     # grid: (I, tiles of Hq)
-    DIM: tl.constexpr = LATENT_DIM + SHARED_DIM
     item = tl.program_id(0)
     seq = tl.load(item_seqs_ptr + item).to(tl.int64)
     if seq >= num_seqs:
@@ -90,7 +90,7 @@ def _attend_latents(
         live = positions < end
         blocks = tl.load(table_ptr + positions // CACHE_BLOCK, mask=live, other=0)
         slots = blocks.to(tl.int64) * CACHE_BLOCK + positions % CACHE_BLOCK
-        row_ptrs = cache_ptr + slots[:, None] * DIM
+        row_ptrs = cache_ptr + slots[:, None] * ROW_STRIDE
         latents = tl.load(row_ptrs + offs_c[None, :], mask=live[:, None] & mask_c[None, :], other=0.0)
         shared = tl.load(
             row_ptrs + LATENT_DIM + offs_r[None, :], mask=live[:, None] & mask_r[None, :], other=0.0
@@ -132,6 +132,15 @@ def _attend_latents(
         tl.store(log_sums_ptr + rows, top + tl.log2(total), mask=mask_h)
 
 
+def row_stride(latents: Tensor) -> int:
+    """Return the numbers from one token of a block to the next: those of a whole row, of which this is a part."""
+    block_size = latents.shape[3]
+    stride = latents.stride(0) // block_size
+    assert latents.stride(4) == 1
+    assert block_size == 1 or latents.stride(3) == stride
+    return stride
+
+
 def latent_decode_attention(
     q: Tensor,
     latents: Tensor,
@@ -146,8 +155,8 @@ def latent_decode_attention(
     num_seqs, num_heads, dim = q.shape
     block_size = latents.shape[3]
     assert q.stride(2) == 1
-    assert latents.is_contiguous()
     assert latents.shape[1:3] == (1, 1)
+    assert scales is None or scales.is_contiguous()
     assert block_tables.stride(1) == 1
     if splits is None:
         splits = split_decodes(seq_lens, block_tables.shape[1] * block_size)
@@ -162,8 +171,8 @@ def latent_decode_attention(
     _attend_latents[(num_items, triton.cdiv(num_heads, tile.num_rows))](
         q, as_stored(latents), scales, block_tables, seq_lens, *splits, out, partial, log_sums,
         scale * LOG2_E.value, num_heads, num_seqs, q.stride(0), q.stride(1), block_tables.stride(0),
-        LATENT_DIM=value_dim, SHARED_DIM=dim - value_dim, CACHE_BLOCK=block_size,
-        BLOCK_H=tile.num_rows, BLOCK_K=tile.num_keys, BLOCK_C=block_c, BLOCK_Q=block_q,
+        LATENT_DIM=value_dim, SHARED_DIM=dim - value_dim, ROW_STRIDE=row_stride(latents),
+        CACHE_BLOCK=block_size, BLOCK_H=tile.num_rows, BLOCK_K=tile.num_keys, BLOCK_C=block_c, BLOCK_Q=block_q,
         BLOCK_R=max(16, triton.next_power_of_2(dim - value_dim)), UPCAST=INTERPRETED,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

@@ -129,7 +129,6 @@ def latent_prefill_attention(
     key_dim = q.shape[2] - shared_dim
     value_dim = key_value_dim - key_dim
     assert q.stride(2) == 1
-    assert latents.is_contiguous()
     assert block_tables.stride(1) == 1
     out = torch.empty((q.shape[0], num_heads, value_dim), dtype=q.dtype, device=q.device)
     tile = find_latent_tile(LATENT_PREFILL_TILES, q, latents)
@@ -180,12 +179,12 @@ def _gather(
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the latents of all tokens of the sequences, one after the other, [L, C + R]."""
-    block_size, dim = latents.shape[3:]
+    block_size = latents.shape[3]
     index = torch.arange(num_keys, dtype=torch.int32, device=latents.device)
     rows = torch.searchsorted(key_start, index, right=True) - 1
     positions = index - key_start[rows]
     slots = block_tables[rows, positions // block_size].long() * block_size + positions % block_size
-    gathered = latents.view(-1, dim).index_select(0, slots)
+    gathered = latents.flatten(0, 3).index_select(0, slots)
     if scales is None:
         return gathered
     return dequantize(gathered, scales.view(-1).index_select(0, slots), dtype)

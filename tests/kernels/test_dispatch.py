@@ -28,6 +28,7 @@ from quire.kernels import (
     paged_cache,
     quantized_linear,
     sampling,
+    sparse_latent,
 )
 
 OPS: dict[str, list[Callable[..., Any]]] = {
@@ -48,6 +49,8 @@ OPS: dict[str, list[Callable[..., Any]]] = {
     "quantize_tokens": [quantized_linear.quantize_tokens],
     "quantized_linear": [quantized_linear.quantized_linear],
     "fused_latent_norm_rope_write": [fused_latent_norm_rope_write.fused_latent_norm_rope_write],
+    "index_scores": [sparse_latent.index_scores],
+    "sparse_latent": [sparse_latent.sparse_latent_attention],
     "latent_decode": [latent_attention.latent_decode_attention],
     "latent_prefill": [latent_attention.latent_prefill_attention],
     "lora": [lora.add_lora],

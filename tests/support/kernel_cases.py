@@ -15,6 +15,7 @@ from quire.kernels.gpu import (
     fused_latent_norm_rope_write,
     fused_qk_norm_rope_kv_write,
     gumbel,
+    index_scores,
     latent_decode,
     latent_prefill,
     lora,
@@ -28,6 +29,7 @@ from quire.kernels.gpu import (
     quantized_linear,
     sample_full,
     sample_top_k_top_p,
+    sparse_latent,
     topk_tokens,
 )
 from quire.kernels.latent_attention import ChunkBounds
@@ -67,6 +69,8 @@ def launch_all_attention() -> None:
         launch_latent_attention(16, dtype)
     launch_latent_attention(128, torch.bfloat16)
     launch_latent_attention(16, torch.bfloat16, torch.float8_e4m3fn)
+    launch_sparse_latent_attention(torch.bfloat16)
+    launch_sparse_latent_attention(torch.bfloat16, torch.float8_e4m3fn)
 
 
 def launch_small_ops() -> None:
@@ -234,3 +238,23 @@ def launch_latent_attention(num_heads: int, dtype: torch.dtype, stored: torch.dt
     expansion = torch.zeros(num_heads, 256, 512, dtype=dtype)
     bounds = ChunkBounds([32] * num_seqs, [32] * num_seqs)
     latent_prefill.latent_prefill_attention(q, latents, tables, starts, lens, bounds, 0.1, expansion, scales)
+
+
+def launch_sparse_latent_attention(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
+    """Launch the indexer and the attention to chosen tokens, with the sizes of DeepSeek-V3.2."""
+    num_tokens, block_size = 16, 16
+    rows = torch.zeros(256, 1, 1, block_size, 704, dtype=stored or dtype)
+    scales = None if stored is None else torch.zeros(rows.shape[:-1])
+    q, weights = torch.zeros(num_tokens, 64, 128, dtype=dtype), torch.zeros(num_tokens, 64)
+    tables, lens = torch.zeros(num_tokens, 200, dtype=torch.int32), torch.full((num_tokens,), 3000).int()
+    sequences = torch.arange(num_tokens)
+    index_scores.index_scores(q, weights, rows[..., 576:], tables, sequences, lens, scales)
+    absorbed = torch.zeros(num_tokens, 128, 576, dtype=dtype)
+    slots, counts = torch.zeros(num_tokens, 2048, dtype=torch.int32), lens.clamp(max=2048)
+    sparse_latent.sparse_latent_attention(absorbed, rows[..., :576], slots, counts, 0.1, 512, scales)
+    projected, keys = torch.zeros(num_tokens, 2112, dtype=dtype), torch.zeros(num_tokens, 128, dtype=dtype)
+    angles, weight = torch.zeros(num_tokens, 64, dtype=dtype), torch.zeros(512, dtype=dtype)
+    fused_latent_norm_rope_write.fused_latent_norm_rope_write(
+        torch.zeros(num_tokens, 128, 192, dtype=dtype), projected[:, 1536:], rows, sequences, angles, angles, weight,
+        1e-6, True, scales, keys,
+    )  # fmt: skip

@@ -10,6 +10,7 @@ from quire.kernels.dispatch import twin_of
 
 # Module of a wrapper |-> that of its twin, where their names differ.
 _MODULES = {
+    "index_scores": "sparse_latent",
     "latent_decode": "latent_attention",
     "latent_prefill": "latent_attention",
     "paged_decode": "paged_attention",
