@@ -63,6 +63,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
     "llama4_text": {"intermediate_size": 256, "intermediate_size_mlp": 1024, "num_local_experts": 8},
     "deepseek_v3": _LATENT,
+    "deepseek_v32": _LATENT
+    | {"q_lora_rank": 256, "index_topk": 256, "index_n_heads": 8, "index_head_dim": 64},
     "gpt_neox": {},
 }
 _WITHOUT_HEAD_DIM = ("gptj", "gpt_neox")

@@ -221,6 +221,13 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
     "deepseek_v2": _LATENT | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0},
     "deepseek_v3": _LATENT | {"q_lora_rank": 40, "n_group": 4, "topk_group": 3},
+    "deepseek_v32": _LATENT
+    | {"q_lora_rank": 40, "n_group": 4, "topk_group": 3, "first_k_dense_replace": 1, "num_hidden_layers": 3}
+    | {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 24},
+    "glm_moe_dsa": _LATENT
+    | {"q_lora_rank": 40, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_hidden_layers": 4}
+    | {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 24}
+    | {"indexer_types": ["full", "shared", "full", "shared"]},
     "glm4_moe_lite": _LATENT
     | {"q_lora_rank": 40, "mlp_layer_types": ["dense", "sparse", "sparse"], "n_group": 1, "topk_group": 1},
     "granite": {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ..kernels.decode_splits import INVARIANT_ITEM_LEN, DecodeSplits, split_deco
 from ..kernels.flash_attention import ChunkAttention
 from ..kernels.latent_attention import ChunkBounds
 from ..kernels.paged_attention import paged_decode_attention, paged_prefill_attention
+from ..kernels.sparse_latent import SelectedTokens
 from ..proto.config import ParallelConfig
 
 
@@ -62,6 +63,8 @@ class AttentionInputs:
         other_groups: the inputs of further groups, which differ in slots and block tables.
         own_tokens: with data-parallel attention the T tokens that this rank attends for; None if every rank attends
             for all tokens.
+        selections: that of the last layer with an indexer (sparse latent attention), which layers without one use;
+            empty before.
     """
 
     num_decodes: int
@@ -73,14 +76,40 @@ class AttentionInputs:
     chunks: ChunkBounds | None = None
     other_groups: tuple[AttentionInputs, ...] = ()
     own_tokens: OwnTokens | None = None
+    selections: list[SelectedTokens] = field(default_factory=list)
 
     def own(self, values: Tensor) -> Tensor:
         """Return the entries of the tokens that this rank attends for, of values for each token of the step."""
         return values if self.own_tokens is None else values.index_select(0, self.own_tokens.index)
 
+    def tokens_as_sequences(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the sequence of each token, [T] int64, and its tokens up to this one, [T] int32; 0 for padding."""
+        split = self.num_decodes
+        rows, lens = chunk_tokens(self.query_start, self.seq_lens[split:], num_tokens - split)
+        decodes = torch.arange(split, device=rows.device)
+        return torch.cat((decodes, rows + split)), torch.cat((self.seq_lens[:split], lens))
+
     def of_group(self, group: int) -> AttentionInputs:
         """Return the inputs of a cache group, or of one sub-block of it; see split_groups."""
         return self.other_groups[group - 1] if group else self
+
+
+def chunk_tokens(query_start: Tensor, seq_lens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the chunk of each token, [T] int64, and its sequence's tokens up to this one, [T] int32.
+
+    Padding after the last chunk has no tokens; its chunk is the last one.
+
+    Args:
+        query_start, seq_lens: of chunks, as in AttentionInputs.
+    """
+    token = torch.arange(num_tokens, dtype=torch.int32, device=seq_lens.device)
+    if not len(seq_lens):
+        return token.long(), torch.zeros_like(token)
+    chunk = torch.searchsorted(query_start, token, right=True) - 1
+    is_padding = chunk >= len(seq_lens)
+    chunk = chunk.clamp(max=len(seq_lens) - 1)
+    lens = (seq_lens[chunk] - query_start[chunk + 1] + token + 1).masked_fill_(is_padding, 0)
+    return chunk, lens
 
 
 def fixed_item_len(parallel: ParallelConfig) -> int | None:

@@ -65,6 +65,11 @@ def _describe_mtp(config: EngineConfig, name: str | None, with_weights: bool) ->
             f"speculative_config: method is 'mtp', but {config.model.name} has no heads for it "
             "(num_nextn_predict_layers in its config.json)"
         )
+    if FAMILIES[config.model.architecture].has_indexers:
+        raise ConfigError(
+            f"speculative_config: method 'mtp' is not supported for the sparse attention of {config.model.name}; use "
+            "another method, such as 'ngram'"
+        )
     return replace(config.model, num_layers=1)
 
 

@@ -81,6 +81,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "deepseek_v3-fused": {"n_group": 1, "topk_group": 1, "checkpoint": {"save_original_format": False}},
     "deepseek_v3-halves": {"rope_interleave": False, "q_lora_rank": None},
+    "deepseek_v32": {},
+    "deepseek_v32-yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "glm_moe_dsa": {},
     "glm4_moe_lite": {},
     "glm4_moe_lite-dense": {"mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": None},
     "smollm3": {"no_rope_layer_interval": 2},

@@ -132,6 +132,7 @@ def test_recording_runs_nothing_and_must_not_wait(gpu: StandInGpu) -> None:
         {},
         {"kind": "qwen3_moe", "stand_in": find_twin},
         {"kind": "deepseek_v3", "stand_in": find_twin},
+        {"kind": "glm_moe_dsa", "stand_in": find_twin, "model": {"num_hidden_layers": 2, "index_topk": 5}},
         {"kind": "gpt_oss", "stand_in": find_twin},
         pytest.param({"cuda_graphs": False}, marks=pytest.mark.slow),
         pytest.param({"kv_dtype": "int8"}, marks=pytest.mark.slow),

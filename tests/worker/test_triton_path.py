@@ -61,18 +61,24 @@ def test_triton_kernels_give_tokens_of_twins(
 
 
 @pytest.mark.parametrize("device", [DEVICE])
-@pytest.mark.parametrize("is_expanded", [False, True], ids=["absorbed", "expanded"])
+@pytest.mark.parametrize(
+    ("kind", "sizes", "is_expanded"),
+    [("deepseek_v3", {}, False), ("deepseek_v3", {}, True), ("deepseek_v32", {"index_topk": 5}, False)],
+    ids=["absorbed", "expanded", "sparse"],
+)
 def test_triton_kernels_of_latents_give_tokens_of_twins(
     make_model: Any,
     make_engine: Any,
     planned: Any,
     monkeypatch: pytest.MonkeyPatch,
     device: str,
+    kind: str,
+    sizes: dict[str, int],
     is_expanded: bool,
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(LatentSpec, "expansion_is_cheaper", lambda *lens: is_expanded)
-    folder = make_model("deepseek_v3", num_hidden_layers=1)
+    folder = make_model(kind, num_hidden_layers=1, **sizes)
 
     def generate(device: str) -> list[list[int]]:
         sequences = [planned(list(prompt), 3, SAMPLING[0]) for prompt in PROMPTS[:2]]

@@ -16,6 +16,7 @@ from ...kernels.lora import LoraGroups
 from ...kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from ...kernels.quantized_linear import Float8Tokens
 from ...kernels.rope import apply_rope
+from ...kernels.sparse_latent import SELECTION_BYTES
 from ..attention import AttentionInputs, LayerCache, paged_attention
 from ..comm.all_reduce_choice import choose_all_reduce
 from ..comm.symmetric_memory import open_symmetric_memory
@@ -449,7 +450,7 @@ class Decoder:
             self.layer_ends = [LayerEnd(load, spec, name) for name in names]
         self.comm, self.lora = load.comm, load.lora
         self.hidden_size = spec.hidden_size
-        self.reserved_bytes = 0 if spec.latent is None else EXPANDED_BYTES
+        self.reserved_bytes = _reserved_bytes(spec)
         self.supports_graphs = not any(layer.reads_back for layer in self.layers)
         self.supports_outputs = self.layers[-1].supports_outputs
         self.norm = _read_norm(load, spec, spec.names.last_norm)
@@ -553,6 +554,13 @@ def _attention_of(
     if layer.kv_source is not None:
         return SharedAttention
     return Attention if spec.latent is None else LatentAttention
+
+
+def _reserved_bytes(spec: DecoderSpec) -> int:
+    """Return the memory of steps with long sequences beyond that of the largest steps with short ones."""
+    if spec.latent is None:
+        return 0
+    return EXPANDED_BYTES if spec.latent.indexer is None else EXPANDED_BYTES + SELECTION_BYTES
 
 
 def make_head(load: LoadContext, spec: DecoderSpec, embedding: VocabParallelEmbedding) -> VocabParallelHead:

@@ -32,6 +32,8 @@ class Family:
         routing: key of ROUTINGS.
         full_layers_unrotated: layers without a window have no positions, unless no layer has a window.
         is_latent: has multi-head latent attention.
+        has_indexers: attends to the tokens that an indexer chooses.
+        indexer_interleaved: as IndexerSpec.interleaved, unless the configuration has ``indexer_rope_interleave``.
         all_layers_windowed: ``sliding_window`` applies to every layer, regardless of ``layer_types``.
         adapt: returns a configuration with the field names that the other families have.
 
@@ -65,6 +67,8 @@ class Family:
     experts_normalized: bool | None = None
     routing: str = "softmax"
     is_latent: bool = False
+    has_indexers: bool = False
+    indexer_interleaved: bool = False
     all_layers_windowed: bool = False
     attention_sinks: bool = False
     adapt: Callable[[dict[str, Any]], dict[str, Any]] | None = None

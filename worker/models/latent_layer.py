@@ -8,12 +8,19 @@ from torch import Tensor
 from ...kernels.all_reduce_norm import Peers
 from ...kernels.decode_splits import DecodeSplits
 from ...kernels.fused_latent_norm_rope_write import fused_latent_norm_rope_write
-from ...kernels.latent_attention import ChunkBounds, latent_decode_attention, latent_prefill_attention
+from ...kernels.latent_attention import (
+    EXPANDED_BYTES,
+    ChunkBounds,
+    latent_decode_attention,
+    latent_prefill_attention,
+)
 from ...kernels.norm import rms_norm
 from ...kernels.quantized_linear import Float8Tokens
-from ..attention import AttentionInputs, LayerCache
+from ...kernels.sparse_latent import SelectedTokens, sparse_latent_attention
+from ..attention import AttentionInputs, LayerCache, chunk_tokens
 from ..comm.shard import Shard
 from ..weights.weight_slice import WeightSlice
+from .indexer import Indexer, index_keys
 from .layers import ColumnParallelLinear, PartialSum, Projection, Rotations, RowParallelLinear
 from .load_context import LoadContext
 from .spec import DecoderSpec, LayerSpec
@@ -45,7 +52,7 @@ class LatentAttention:
         hidden, heads = spec.hidden_size, spec.num_heads
         self.hidden_size = hidden
         queries = load.head_shard(heads, sizes.qk_dim)
-        latents = Projection(f"{name}.kv_a_proj_with_mqa", Shard(0, 1, sizes.cached_dim))
+        latents = Projection(f"{name}.kv_a_proj_with_mqa", Shard(0, 1, sizes.attended_dim))
         first = Projection(f"{name}.q_proj", queries)
         self.q_norm: Tensor | None = None
         self.q_up: ColumnParallelLinear | None = None
@@ -56,7 +63,13 @@ class LatentAttention:
                 load, [Projection(f"{name}.q_b_proj", queries)], sizes.query_rank, bias=False
             )
         # The queries, or their latents, then the latents of keys and values.
-        self.qkv = ColumnParallelLinear(load, [first, latents], hidden, bias=False)
+        self.qkv = ColumnParallelLinear(
+            load, [first, latents], hidden, bias=False, shares_input=layer.has_indexer
+        )
+        self.indexer: Indexer | None = None
+        if layer.has_indexer:
+            assert sizes.indexer is not None
+            self.indexer = Indexer(load, spec, sizes.indexer, f"{name}.indexer")
         self.norm = load.norm(f"{name}.kv_a_layernorm", sizes.rank)
         rows = load.head_shard(heads, sizes.key_dim + sizes.value_dim)
         part = WeightSlice(f"{name}.kv_b_proj", (rows.full_len, sizes.rank), 0, rows.start, len(rows))
@@ -96,21 +109,77 @@ class LatentAttention:
     ) -> Tensor:
         """[T, E] -> [T, Hq * V]"""
         sizes, projected = self._sizes, self.qkv.forward(x)
-        q, latents = projected[:, : -sizes.cached_dim], projected[:, -sizes.cached_dim :]
+        q_latent, latents = projected[:, : -sizes.attended_dim], projected[:, -sizes.attended_dim :]
+        q = q_latent
         if self.q_up is not None and self.q_norm is not None:
-            q = self.q_up.forward(rms_norm(q, self.q_norm, _EPS))
+            q_latent = rms_norm(q_latent, self.q_norm, _EPS)
+            q = self.q_up.forward(q_latent)
         q = q.unflatten(1, (-1, sizes.qk_dim))
         cos, sin = rotations[self.rope]
         assert cos is not None
         assert sin is not None
+        keys: Tensor | None = None
+        if sizes.indexer is not None:
+            # A layer without an indexer has the place of a key too: the layers of a block have equal sizes.
+            keys = latents.new_zeros(len(latents), sizes.indexer.head_dim)
+        if self.indexer is not None:
+            assert isinstance(x, Tensor)  # the input is shared
+            keys = self.indexer.keys(x, cos, sin)
         fused_latent_norm_rope_write(
             q, latents, kv_cache.blocks, inputs.slot_mapping, cos, sin, self.norm, _EPS, sizes.interleaved,
-            kv_cache.scales,
+            kv_cache.scales, keys,
         )  # fmt: skip
-        return self._attend(q, kv_cache, inputs).flatten(1)
+        if not self._is_sparse(kv_cache, inputs):
+            return self._attend(q, kv_cache, inputs).flatten(1)
+        if self.indexer is not None:
+            assert isinstance(x, Tensor)
+            inputs.selections[:] = [
+                self.indexer.select(
+                    x, q_latent, cos, sin, index_keys(kv_cache.blocks, sizes), inputs.block_tables,
+                    *inputs.tokens_as_sequences(len(q)), kv_cache.scales,
+                )
+            ]  # fmt: skip
+        return self._attend_selected(q, kv_cache, inputs.selections[0]).flatten(1)
+
+    def _is_sparse(self, kv_cache: LayerCache, inputs: AttentionInputs) -> bool:
+        """Return whether a sequence may have more tokens than a query attends to; known without reading lengths."""
+        indexer = self._sizes.indexer
+        max_len = inputs.block_tables.shape[1] * kv_cache.blocks.shape[3]
+        return indexer is not None and max_len > indexer.top_k
+
+    def _attend_selected(self, q: Tensor, kv_cache: LayerCache, selected: SelectedTokens) -> Tensor:
+        """Return the attention of all of the step's tokens to selected ones, [T, Hq, V]."""
+        num_heads, sizes = q.shape[1], self._sizes
+        token_bytes = (2 * num_heads + selected.slots.shape[1]) * sizes.attended_dim * q.itemsize
+        num_tile = max(1, EXPANDED_BYTES // token_bytes)
+        out = q.new_empty(len(q), num_heads, sizes.value_dim)
+        for start in range(0, len(q), num_tile):
+            own = slice(start, start + num_tile)
+            sums = sparse_latent_attention(
+                self._absorb(q[own]), self._latents(kv_cache), selected.slots[own], selected.counts[own],
+                self.scale, sizes.rank, kv_cache.scales,
+            )  # fmt: skip
+            out[own] = self._expand(sums)
+        return out
+
+    def _latents(self, kv_cache: LayerCache) -> Tensor:
+        """Return the part of the cache that queries attend to, [N, 1, 1, B, C + R]."""
+        return kv_cache.blocks[..., : self._sizes.attended_dim]
+
+    def _absorb(self, q: Tensor) -> Tensor:
+        """Return queries of latents, [T, Hq, N + R] -> [T, Hq, C + R]."""
+        key_dim = self._sizes.key_dim
+        keys = self.expansion[:, :key_dim]
+        absorbed = torch.bmm(q[..., :key_dim].transpose(0, 1), keys).transpose(0, 1)
+        return torch.cat((absorbed, q[..., key_dim:]), dim=-1)
+
+    def _expand(self, sums: Tensor) -> Tensor:
+        """Return sums of values from those of latents, [T, Hq, C] -> [T, Hq, V]."""
+        values = self.expansion[:, self._sizes.key_dim :]
+        return torch.bmm(sums.transpose(0, 1), values.mT).transpose(0, 1)
 
     def _attend(self, q: Tensor, kv_cache: LayerCache, inputs: AttentionInputs) -> Tensor:
-        """Return the attention of all of the step's tokens, [T, Hq, V]."""
+        """Return the attention of all of the step's tokens to all earlier ones, [T, Hq, V]."""
         split = inputs.num_decodes
         tables, lens = inputs.block_tables, inputs.seq_lens
         parts: list[Tensor] = []
@@ -131,14 +200,11 @@ class LatentAttention:
         splits: DecodeSplits | None = None,
     ) -> Tensor:
         """Return the attention of one token per sequence, [S, Hq, V]."""
-        sizes = self._sizes
-        keys, values = self.expansion[:, : sizes.key_dim], self.expansion[:, sizes.key_dim :]
-        absorbed = torch.bmm(q[..., : sizes.key_dim].transpose(0, 1), keys).transpose(0, 1)
         sums = latent_decode_attention(
-            torch.cat((absorbed, q[..., sizes.key_dim :]), dim=-1),
-            kv_cache.blocks, block_tables, seq_lens, self.scale, sizes.rank, splits, kv_cache.scales,
+            self._absorb(q), self._latents(kv_cache), block_tables, seq_lens, self.scale, self._sizes.rank, splits,
+            kv_cache.scales,
         )  # fmt: skip
-        return torch.bmm(sums.transpose(0, 1), values.mT).transpose(0, 1)
+        return self._expand(sums)
 
     def _attend_chunks(
         self,
@@ -152,15 +218,11 @@ class LatentAttention:
         """Return the attention of chunks, [T, Hq, V], computed in the cheaper of the two ways."""
         if bounds is not None and self._sizes.expansion_is_cheaper(*bounds):
             return latent_prefill_attention(
-                q, kv_cache.blocks, block_tables, query_start, seq_lens, bounds, self.scale, self.expansion,
+                q, self._latents(kv_cache), block_tables, query_start, seq_lens, bounds, self.scale, self.expansion,
                 kv_cache.scales,
             )  # fmt: skip
-        # Each token is a sequence of its own, which ends with it. Padding after the last chunk has no tokens.
-        token = torch.arange(len(q), dtype=torch.int32, device=q.device)
-        chunk = torch.searchsorted(query_start, token, right=True) - 1
-        is_padding = chunk >= len(seq_lens)
-        chunk = chunk.clamp(max=len(seq_lens) - 1)
-        lens = (seq_lens[chunk] - query_start[chunk + 1] + token + 1).masked_fill_(is_padding, 0)
+        # Each token is a sequence of its own, which ends with it.
+        chunk, lens = chunk_tokens(query_start, seq_lens, len(q))
         return self._attend_absorbed(q, kv_cache, block_tables.index_select(0, chunk), lens)
 
 

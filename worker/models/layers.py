@@ -58,11 +58,19 @@ class ColumnParallelLinear:
 
     Args:
         in_features: E.
+        shares_input: other layers read the same input in full precision.
     """
 
     def __init__(
-        self, load: LoadContext, projections: Sequence[Projection], in_features: int, bias: bool
+        self,
+        load: LoadContext,
+        projections: Sequence[Projection],
+        in_features: int,
+        bias: bool,
+        *,
+        shares_input: bool = False,
     ) -> None:
+        self._shares_input = shares_input
         parts = [
             WeightSlice(
                 own.name,
@@ -90,7 +98,7 @@ class ColumnParallelLinear:
 
         Adapters multiply the input in full precision.
         """
-        return isinstance(self.weight, Float8Weight) and self.lora is None
+        return isinstance(self.weight, Float8Weight) and self.lora is None and not self._shares_input
 
     def forward(self, x: Tensor | Float8Tokens) -> Tensor:
         """[T, E] -> [T, sum of this rank's outputs]."""

@@ -18,6 +18,7 @@ from .spec import (
     SLIDING,
     AltUp,
     DecoderSpec,
+    IndexerSpec,
     LatentSpec,
     LayerSpec,
     PerLayerInputs,
@@ -56,7 +57,7 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         raise ConfigError(
             f"{model.name}: {family.activation_field} {activation!r} is not supported, only {known}"
         )
-    latent = _read_latent(model) if family.is_latent else None
+    latent = _read_latent(model, family) if family.is_latent else None
     layers = _read_layers(model, family)
     shared_dim = None if latent is None else latent.shared_dim
     ropes = _read_ropes(
@@ -152,7 +153,7 @@ def _attention_scale(model: ModelConfig) -> float:
     return float((model.hf.get("query_pre_attn_scalar") or model.head_dim) ** -0.5)
 
 
-def _read_latent(model: ModelConfig) -> LatentSpec:
+def _read_latent(model: ModelConfig, family: Family) -> LatentSpec:
     hf = model.hf
     if hf.get("attention_bias"):
         raise ConfigError(f"{model.name}: biases of latent attention (attention_bias) are not supported")
@@ -163,6 +164,7 @@ def _read_latent(model: ModelConfig) -> LatentSpec:
         shared_dim=required(model, "qk_rope_head_dim"),
         value_dim=required(model, "v_head_dim"),
         interleaved=bool(hf.get("rope_interleave", True)),
+        indexer=_read_indexer(model, family) if family.has_indexers else None,
     )
     if latent.value_dim > latent.qk_dim:
         raise ConfigError(
@@ -170,6 +172,37 @@ def _read_latent(model: ModelConfig) -> LatentSpec:
             f"{latent.qk_dim}"
         )
     return latent
+
+
+def _read_indexer(model: ModelConfig, family: Family) -> IndexerSpec:
+    required(model, "q_lora_rank")
+    indexer = IndexerSpec(
+        num_heads=required(model, "index_n_heads"),
+        head_dim=required(model, "index_head_dim"),
+        top_k=required(model, "index_topk"),
+        interleaved=bool(model.hf.get("indexer_rope_interleave", family.indexer_interleaved)),
+    )
+    for field, value, least in (
+        ("index_n_heads", indexer.num_heads, 1),
+        ("index_head_dim", indexer.head_dim, required(model, "qk_rope_head_dim")),
+        ("index_topk", indexer.top_k, 1),
+    ):
+        if value < least:
+            raise ConfigError(f"{model.name}: {field} is {value}, must be at least {least}")
+    return indexer
+
+
+def _read_indexer_layers(model: ModelConfig, family: Family) -> list[bool]:
+    """Return which layers have an indexer."""
+    if not family.has_indexers:
+        return [False] * model.num_layers
+    kinds = model.hf.get("indexer_types") or ["full"] * model.num_layers
+    if len(kinds) < model.num_layers or set(kinds) - {"full", "shared"} or kinds[0] != "full":
+        raise ConfigError(
+            f"{model.name}: indexer_types is {kinds!r}, must name 'full' or 'shared' for each of "
+            f"{model.num_layers} layers, and 'full' for the first"
+        )
+    return [kind == "full" for kind in kinds]
 
 
 def _latent_scale(model: ModelConfig, latent: LatentSpec) -> float:
@@ -203,6 +236,7 @@ def _read_layers(model: ModelConfig, family: Family) -> tuple[LayerSpec, ...]:
     sources, own_sizes = _kv_sources(model, layer_types), hf.get("per_layer_config") or {}
     own_sizes = {int(index): sizes for index, sizes in own_sizes.items()}
     widths = hf.get("layer_intermediate_sizes") or [None] * model.num_layers
+    has_indexer = _read_indexer_layers(model, family)
     return tuple(
         LayerSpec(
             # A window or chunk that no sequence exceeds has no effect.
@@ -215,6 +249,7 @@ def _read_layers(model: ModelConfig, family: Family) -> tuple[LayerSpec, ...]:
             intermediate_size=widths[index],
             kv_source=sources[index],
             values_are_keys=bool(hf.get("attention_k_eq_v")) and layer_type == FULL,
+            has_indexer=has_indexer[index],
         )
         for index, (layer_type, has_position) in enumerate(zip(layer_types, has_positions, strict=True))
     )
@@ -239,6 +274,8 @@ def _kv_sources(model: ModelConfig, layer_types: list[str]) -> list[int | None]:
 def _read_layer_types(model: ModelConfig, family: Family, window: int) -> list[str]:
     if family.all_layers_windowed:
         return [SLIDING if window else FULL] * model.num_layers
+    if family.has_indexers:
+        return [FULL] * model.num_layers  # the configuration has the kind of their cache
     layer_types: list[str] = model.hf.get("layer_types") or [FULL] * model.num_layers
     known = {FULL, SLIDING, CHUNKED} if model.hf.get("attention_chunk_size") else {FULL, SLIDING}
     unknown = sorted(set(layer_types) - known)

@@ -203,6 +203,10 @@ FAMILIES = {
     "DeepseekV2ForCausalLM": replace(_DEEPSEEK, experts_normalized=False, routing="group_limited"),
     "DeepseekV3ForCausalLM": replace(_DEEPSEEK, routing="corrected_sigmoid"),
     "Glm4MoeLiteForCausalLM": replace(_DEEPSEEK, routing="corrected_sigmoid"),
+    "DeepseekV32ForCausalLM": replace(_DEEPSEEK, routing="corrected_sigmoid", has_indexers=True),
+    "GlmMoeDsaForCausalLM": replace(
+        _DEEPSEEK, routing="corrected_sigmoid", has_indexers=True, indexer_interleaved=True
+    ),
 }
 
 
@@ -226,7 +230,10 @@ def latent_dim(architecture: str, hf: Mapping[str, Any]) -> int:
     """Return the numbers that a token is cached as if the architecture has latent attention, otherwise 0."""
     if architecture not in FAMILIES or not FAMILIES[architecture].is_latent:
         return 0
-    return int(hf.get("kv_lora_rank") or 0) + int(hf.get("qk_rope_head_dim") or 0)
+    parts = ["kv_lora_rank", "qk_rope_head_dim"]
+    if FAMILIES[architecture].has_indexers:
+        parts.append("index_head_dim")
+    return sum(int(hf.get(part) or 0) for part in parts)
 
 
 def layer_windows(model: ModelConfig) -> tuple[int, ...]:

@@ -80,6 +80,22 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """Sizes of the indexer of sparse latent attention (DeepSeek-AI, *DeepSeek-V3.2*, 2025).
+
+    Attributes:
+        num_heads, head_dim: Hi heads, which share one key of I numbers per token.
+        top_k: tokens that a query attends to at most.
+        interleaved: numbers 2 i and 2 i + 1 of the rotated part, which comes first, are a pair.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Sizes of multi-head latent attention (DeepSeek-AI, *DeepSeek-V2*, 2024).
 
@@ -89,6 +105,7 @@ class LatentSpec:
         key_dim, shared_dim, value_dim: N, R and V, numbers of a head's own part of a key, of the rotated part that
             all heads share, and of a value.
         interleaved: numbers 2 i and 2 i + 1 of the rotated part are a pair.
+        indexer: of sparse attention; None for attention to all tokens.
     """
 
     rank: int
@@ -97,13 +114,15 @@ class LatentSpec:
     shared_dim: int
     value_dim: int
     interleaved: bool
+    indexer: IndexerSpec | None = None
 
     @property
     def qk_dim(self) -> int:
         return self.key_dim + self.shared_dim
 
     @property
-    def cached_dim(self) -> int:
+    def attended_dim(self) -> int:
+        """Numbers of a token that queries of all heads attend to; the key of an indexer is cached behind them."""
         return self.rank + self.shared_dim
 
     def expansion_is_cheaper(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
@@ -114,7 +133,7 @@ class LatentSpec:
         num_pairs = sum(queries * keys for queries, keys in zip(query_lens, seq_lens, strict=True))
         expanding = sum(seq_lens) * self.rank * (self.key_dim + self.value_dim)
         expanded = expanding + num_pairs * (self.qk_dim + self.value_dim)
-        return expanded < num_pairs * (self.cached_dim + self.rank)
+        return expanded < num_pairs * (self.attended_dim + self.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +159,8 @@ class LayerSpec:
         num_kv_heads, head_dim, intermediate_size: of the layer; None for those of DecoderSpec.
         kv_source: index of the layer whose keys and values it attends to; None if it has its own.
         values_are_keys: the projected keys are its values too, before norm and rotation.
+        has_indexer: of sparse latent attention; a layer without one attends to the tokens that the last layer with
+            one has chosen.
     """
 
     window: int = 0
@@ -151,6 +172,7 @@ class LayerSpec:
     intermediate_size: int | None = None
     kv_source: int | None = None
     values_are_keys: bool = False
+    has_indexer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,15 @@ def test_fit_of_data_parallel_attention_counts_the_tokens_of_all_gpus(
     assert 7 * all_tokens < own_tokens < 8 * all_tokens
 
 
+def test_fit_counts_the_keys_of_indexers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A token of DeepSeek V3.2 is cached as 512 + 64 + 128 numbers in each of 61 layers."""
+    sparse = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+    indexer = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3 | sparse | indexer))
+    fit(str(tmp_path), gpu="h200", gpus=8)
+    assert "83.9 KiB" in capsys.readouterr().out
+
+
 def test_fit_of_data_parallel_attention_needs_latents(model: str) -> None:
     with pytest.raises(ConfigError, match="enable_dp_attention is for multi-head latent attention"):
         fit(model, gpu="h200", enable_dp_attention=True)

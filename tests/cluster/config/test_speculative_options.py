@@ -104,6 +104,13 @@ def test_mtp_for_a_model_without_heads_is_refused() -> None:
         resolve(EngineOptions("demo", speculative_config=given), Machine(1, 0))
 
 
+def test_mtp_for_sparse_attention_is_refused(make_model: Any) -> None:
+    target = make_model("deepseek_v32", num_nextn_predict_layers=1)
+    given: Any = {"method": "mtp"}
+    with pytest.raises(ConfigError, match="method 'mtp' is not supported for the sparse attention of"):
+        resolve(EngineOptions(str(target), speculative_config=given), Machine(1, 0))
+
+
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_head_for_modules_of_transformers_is_refused(make_model: Any, method: str) -> None:
     given: Any = {"method": method, "model": "demo"}

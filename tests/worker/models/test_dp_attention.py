@@ -23,6 +23,9 @@ from quire.worker.warm_up import warm_up_plans
 BLOCK_SIZE, MAX_TOKENS = 4, 24
 # Blocks of each rank: enough for all sequences, and too few for two sequences at once.
 MANY, FEW = 120, 16
+KINDS = "deepseek_v3", "glm_moe_dsa"
+
+Models = dict[str, tuple[Path, Reference]]
 
 
 @dataclass(frozen=True)
@@ -44,25 +47,26 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def model(make_model: Callable[..., Path]) -> tuple[Path, Reference]:
-    folder = make_model("deepseek_v3", seed=7)
-    return folder, Reference(folder)
+def models(make_model: Callable[..., Path]) -> Models:
+    """Return a model with dense and a model with sparse attention."""
+    return {kind: (folder, Reference(folder)) for kind in KINDS for folder in [make_model(kind, seed=7)]}
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["tp2", "tp4"])
-def ranks(request: pytest.FixtureRequest, model: tuple[Path, Reference], make_engine: Any) -> Ranks:
-    folder, reference = model
+@pytest.fixture(scope="module", params=[(2, "deepseek_v3"), (4, "deepseek_v3"), (2, "glm_moe_dsa")], ids=str)
+def ranks(request: pytest.FixtureRequest, models: Models, make_engine: Any) -> Ranks:
+    tp, kind = request.param
+    folder, reference = models[kind]
     engines: dict[int, Any] = {}
 
     def make(num_blocks: int) -> Any:
         if num_blocks not in engines:
             engines[num_blocks] = make_engine(
-                folder, request.param, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=6,
+                folder, tp, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=6,
                 max_num_batched_tokens=24, num_host_blocks=MANY, enable_dp_attention=True, max_model_len=60,
             )  # fmt: skip
         return engines[num_blocks]
 
-    return Ranks(request.param, make, reference)
+    return Ranks(tp, make, reference)
 
 
 def add_all(driver: RankedDriver, prompts: dict[int, list[int]], **settings: Any) -> None:

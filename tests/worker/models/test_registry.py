@@ -51,8 +51,6 @@ def with_architecture(architecture: str, model_type: str, model: Any, **settings
         ("Zamba2ForCausalLM", "zamba2", "recurrent state"),
         ("CodeGenForCausalLM", "codegen", "does not go through transformers' attention interface"),
         ("Gemma4UnifiedForCausalLM", "gemma4_unified_text", "heads of different sizes"),
-        ("GlmMoeDsaForCausalLM", "glm_moe_dsa", "multi-head latent attention"),
-        ("DeepseekV32ForCausalLM", "deepseek_v32", "multi-head latent attention"),
         ("BertForMaskedLM", "bert", "has no causal language model of that name"),
         ("NeverForCausalLM", "never", "has no causal language model of that name"),
         ("LongcatFlashForCausalLM", "longcat_flash", "multi-head latent attention"),
@@ -64,7 +62,7 @@ def test_unsupported_architecture_raises_with_reason(
     settings: dict[str, Any] = {}
     if model_type == "t5":
         settings["is_encoder_decoder"] = True
-    if model_type in ("longcat_flash", "glm_moe_dsa", "deepseek_v32"):
+    if model_type == "longcat_flash":
         settings["kv_lora_rank"] = 512
     with pytest.raises(ConfigError, match=rf"architecture '{architecture}' is not supported: .*{words}"):
         check_supported(with_architecture(architecture, model_type, model, **settings), 1)
@@ -188,6 +186,41 @@ def test_read_spec_selects_layers_with_experts(make_model: Any, engine_config: A
     assert sparse(decoder_sparse_step=2) == [False, True, False]
     with pytest.raises(ConfigError, match="num_experts_per_tok is 7, but it has 6 experts"):
         sparse(num_experts_per_tok=7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"q_lora_rank": None}, "lacks 'q_lora_rank'"),
+        ({"index_topk": None}, "lacks 'index_topk'"),
+        ({"index_topk": 0}, "index_topk is 0, must be at least 1"),
+        ({"index_n_heads": 0}, "index_n_heads is 0, must be at least 1"),
+        ({"index_head_dim": 8}, "index_head_dim is 8, must be at least 16"),
+        ({"index_head_dim": "wide"}, "invalid settings"),
+        ({"indexer_types": ["shared", "full", "full", "full"]}, "and 'full' for the first"),
+        ({"indexer_types": ["full", "full"]}, "for each of 4 layers"),
+        ({"indexer_types": ["full", "half", "full", "full"]}, "must name 'full' or 'shared'"),
+    ],
+)
+def test_indexer_that_cannot_be_read_raises(
+    make_model: Any, engine_config: Any, settings: dict[str, Any], words: str
+) -> None:
+    sparse = engine_config(make_model("glm_moe_dsa")).model
+    with pytest.raises(ConfigError, match=words):
+        check_supported(changed(sparse, **settings), 1)
+
+
+def test_rotation_of_indexer_is_that_of_the_configuration(make_model: Any, engine_config: Any) -> None:
+    for kind, is_interleaved in (("deepseek_v32", False), ("glm_moe_dsa", True)):
+        sparse = engine_config(make_model(kind)).model
+        for settings, expected in (
+            ({}, is_interleaved),
+            ({"indexer_rope_interleave": not is_interleaved}, not is_interleaved),
+        ):
+            latent = spec_of(changed(sparse, **settings)).latent
+            assert latent is not None
+            assert latent.indexer is not None
+            assert latent.indexer.interleaved == expected
 
 
 def test_rope_scaling_and_rope_parameters_give_same_ropes(model: Any) -> None:
