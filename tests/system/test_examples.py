@@ -121,6 +121,14 @@ def test_repetition_guard_ends_outputs(run_example: RunExample) -> None:
     assert int(re.findall(r"\d+", guarded)[0]) < int(re.findall(r"\d+", without)[0])
 
 
+def test_thinking_budget_ends_the_reasoning(run_example: RunExample) -> None:
+    printed = run_example("thinking_budget.py")
+    outputs = re.findall(r"^budget (\w+): (\d+) tokens of reasoning, answer (.*)$", printed, re.MULTILINE)
+    lens = {budget: int(num_tokens) for budget, num_tokens, _ in outputs}
+    assert lens["6"] <= 7 < lens["24"] <= 25 < lens["None"]
+    assert [answer == "None" for _, _, answer in outputs] == [True, False, False]
+
+
 def test_structured_outputs_have_their_forms(run_example: RunExample) -> None:
     printed = run_example("structured_outputs.py")
     assert re.search(r"^choice: (calm|stormy) \(stop\)$", printed, re.MULTILINE)
