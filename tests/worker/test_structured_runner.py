@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from quire.proto.block_tables import IntArray
 from quire.proto.step import FailedRow, NewSequence, RowSampling
 from quire.proto.structured_outputs import OutputConstraint
 from quire.worker.comm.shard import Shard
 from quire.worker.structured.compilation import GrammarLibrary
 from quire.worker.structured.constraint_state import ConstraintState
-from quire.worker.structured.grammar import GrammarSpec
+from quire.worker.structured.grammar import GrammarSpec, Matcher
 
 PROMPT = [11, 52, 173, 94]
 PATTERN = "([a-z]{2}[0-9]){40,}"
@@ -76,17 +77,31 @@ def test_failing_constraint_is_reported_and_other_rows_are_unchanged(
     assert [own.generated for own in others[1:]] == [own.generated for own in whole[1:]]
 
 
-def planted(constraints: ConstraintState, stage: str) -> Callable[[Any], None]:
-    """Return `put`, after which a method of row 0's constraint raises."""
-    put = constraints.put
+class FailingMatcher:
+    """A matcher, one of whose methods raises."""
 
-    def fail(*arguments: Any) -> None:
-        raise ValueError("planted")
+    def __init__(self, matcher: Matcher | None, stage: str) -> None:
+        self._matcher, self._stage = matcher, stage
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._stage:
+            raise ValueError("planted")
+        return getattr(self._matcher, name)
+
+    @staticmethod
+    def fill_masks(matchers: Sequence[FailingMatcher], words: IntArray, places: list[int]) -> None:
+        for matcher, place in zip(matchers, places, strict=True):
+            matcher.fill_mask(words[place])
+
+
+def planted(constraints: ConstraintState, stage: str) -> Callable[[Any], None]:
+    """Return `put`, after which a method of the matcher of row 0's constraint raises."""
+    put = constraints.put
 
     def put_failing(sequence: Any) -> None:
         put(sequence)
-        if sequence.row == 0:
-            setattr(constraints._rows[0], stage, fail)
+        if sequence.row == 0 and (constraint := constraints._rows[0]) is not None:
+            constraint._matcher = FailingMatcher(constraint._matcher, stage)
 
     return put_failing
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -45,6 +45,24 @@ class ConstraintMasks:
 
 
 NO_MASKS = ConstraintMasks([], np.zeros((0, 0), dtype=np.int32), frozenset())
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Rows whose masks one call of a library fills.
+
+    Attributes:
+        places: of each row's mask among those of the step.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    matchers: list[Matcher] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+
+    def add(self, row: int, matcher: Matcher, place: int) -> None:
+        self.rows.append(row)
+        self.matchers.append(matcher)
+        self.places.append(place)
 
 
 class ConstraintState:
@@ -142,10 +160,16 @@ class ConstraintState:
         self._settle()
         index: list[int] = []
         words = np.empty((len(rows), num_words(self._shard.full_len)), dtype=np.int32)
+        batches: dict[type[Matcher], _Batch] = {}
         starts, counts = runs_of(rows)
         for first, count, row in zip(starts.tolist(), counts.tolist(), rows[starts].tolist(), strict=True):
             constraint = self._rows[row]
             if constraint is None:
+                continue
+            matcher = constraint.matcher_in_grammar
+            if count == 1 and matcher is not None and not constraint.failure:
+                batches.setdefault(type(matcher), _Batch()).add(row, matcher, len(index))
+                index.append(first)
                 continue
             try:
                 if constraint.failure:
@@ -159,11 +183,27 @@ class ConstraintState:
                     index.extend(range(first, first + count))
             except Exception as error:  # of one output, which must not end the step of all
                 self._fail(row, first_line(error))
+        for kind, batch in batches.items():
+            self._fill_together(kind, batch, words)
         if not index:
             return NO_MASKS
         words = words[: len(index)]
         at_end = self._complete(words)
         return ConstraintMasks(index, self._local(words), frozenset(index[place] for place in at_end))
+
+    def _fill_together(self, kind: type[Matcher], batch: _Batch, words: IntArray) -> None:
+        """Fill the masks of rows by one call; one by one if any fails, which leaves its row without a constraint."""
+        try:
+            kind.fill_masks(batch.matchers, words, batch.places)
+            return
+        except Exception as error:
+            _log.debug("filling masks one by one: %s", first_line(error))
+        for row, matcher, place in zip(batch.rows, batch.matchers, batch.places, strict=True):
+            try:
+                matcher.fill_mask(words[place])
+            except Exception as error:
+                words[place] = -1
+                self._fail(row, first_line(error))
 
     def forced_ids(self, row: int, max_tokens: int) -> list[int]:
         """Return the tokens that the constraint of a row leaves no choice of, as far as the tokenizer tells."""

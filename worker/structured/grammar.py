@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...proto.block_tables import IntArray
 from .vocabulary import Vocabulary
@@ -53,6 +53,15 @@ class Matcher(Protocol):
 
     def fill_mask(self, words: IntArray) -> None:
         """Set the bits of the allowed next tokens, [ceil(V / 32)] int32 contiguous. Raises MatcherFailed."""
+        ...
+
+    @staticmethod
+    def fill_masks(matchers: Sequence[Any], words: IntArray, places: list[int]) -> None:
+        """Fill the masks of matchers of this class together, each at its place of `words`, [N, ceil(V / 32)] int32.
+
+        Raises:
+            Exception: any of them failed; `fill_mask` tells which.
+        """
         ...
 
     def forced_bytes(self) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import llguidance
@@ -20,7 +21,7 @@ _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 
 
 class _Scratch:
-    """A mask that all matchers of a backend write. numpy takes 1 us to tell an array's address, as long as a mask."""
+    """A mask that all matchers of a backend write, because numpy takes 1 us to tell an array's address."""
 
     def __init__(self, vocab_size: int) -> None:
         self.words: IntArray = np.zeros(num_words(vocab_size), dtype=np.int32)
@@ -66,6 +67,18 @@ class GuidanceMatcher:
         if self._matcher.is_error():
             raise MatcherFailed(_shown(self._matcher.get_error()))
         words[:] = scratch.words
+
+    @staticmethod
+    def fill_masks(matchers: Sequence[GuidanceMatcher], words: IntArray, places: list[int]) -> None:
+        own = [matcher._matcher for matcher in matchers]
+        start, row_bytes = words.ctypes.data, words.strides[0]
+        # The library's own threads (LLExecutor) take 0.5 ms for 64 rows instead of 0.25 ms on a busy machine.
+        for matcher, place in zip(own, places, strict=True):
+            matcher.unsafe_compute_mask_ptr(start + place * row_bytes, row_bytes)
+        if any(matcher.is_error() for matcher in own):
+            raise MatcherFailed("one of the masks needs more than the limits")
+        ended = [place for matcher, place in zip(matchers, places, strict=True) if matcher._num_stops]
+        words[ended] = 0
 
     def forced_bytes(self) -> bytes:
         return b"" if self._num_stops else bytes(self._matcher.compute_ff_bytes())

@@ -38,6 +38,8 @@ class _State(NamedTuple):
 
 # One object each, which `accept` recognizes.
 _IN_GRAMMAR, _ENDED = _State(_Phase.GRAMMAR), _State(_Phase.ENDED)
+# What nearly every token leaves behind.
+_MATCHED_IN_GRAMMAR = (_IN_GRAMMAR, True)
 
 
 class RowConstraint:
@@ -62,35 +64,39 @@ class RowConstraint:
         self._after_reasoning = _Phase.FREE if matcher is None else _Phase.GRAMMAR
         self._state = _first_state(self._first_phase())
         # Of each of the last tokens: the state before it, and whether the matcher has accepted it.
-        self._past: deque[_State] = deque(maxlen=MAX_ROLLBACK)
+        self._past: deque[tuple[_State, bool]] = deque(maxlen=MAX_ROLLBACK)
         self._output: list[int] = []
-        self._were_matched: deque[bool] = deque(maxlen=MAX_ROLLBACK)
 
     @property
     def is_active(self) -> bool:
         """The next token may be constrained."""
         return self._state.phase is not _Phase.FREE
 
+    @property
+    def matcher_in_grammar(self) -> Matcher | None:
+        """The matcher if it alone makes the next mask; None in another phase."""
+        return self._matcher if self._state is _IN_GRAMMAR else None
+
     def accept(self, token_id: int) -> None:
         """Advance by a token of the output."""
         state = self._state
-        self._past.append(state)
-        self._output.append(token_id)
         is_of_grammar = state is _IN_GRAMMAR or self._begins_grammar(token_id)
         is_matched = is_of_grammar and self._matcher is not None and self._matcher.accept(token_id)
-        self._were_matched.append(is_matched)
+        self._output.append(token_id)
         if not is_matched:
+            self._past.append((state, False))
             self._state = self._next_unmatched(token_id)
-        else:
-            self._state = _ENDED if token_id in self._vocabulary.stop_ids else _IN_GRAMMAR
+            return
+        self._past.append(_MATCHED_IN_GRAMMAR if state is _IN_GRAMMAR else (state, True))
+        self._state = _ENDED if token_id in self._vocabulary.stop_ids else _IN_GRAMMAR
 
     def rollback(self, num_tokens: int) -> None:
         """Go back by up to MAX_ROLLBACK tokens."""
         num_matched = 0
         for _ in range(num_tokens):
-            self._state = self._past.pop()
+            self._state, was_matched = self._past.pop()
             self._output.pop()
-            num_matched += self._were_matched.pop()
+            num_matched += was_matched
         if self._matcher is not None and num_matched:
             self._matcher.rollback(num_matched)
 
@@ -113,7 +119,7 @@ class RowConstraint:
         matcher = None if self._matcher is None else self._matcher.copy()
         forked = RowConstraint(constraint, matcher, self._vocabulary)
         forked._state, forked._output = self._state, self._output.copy()
-        forked._past, forked._were_matched = self._past.copy(), self._were_matched.copy()
+        forked._past = self._past.copy()
         forked.rollback(num_back)
         forked.accept(output[-1])
         return forked

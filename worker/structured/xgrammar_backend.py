@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Sequence
 
 import xgrammar
 
@@ -16,6 +18,12 @@ from .vocabulary import Vocabulary
 
 # GBNF names its root rule root, Lark start.
 _LARK_ROOT = re.compile(r"^\s*[?!]?start\s*:(?!:)", re.MULTILINE)
+
+
+@functools.cache
+def _batch() -> xgrammar.BatchGrammarMatcher:
+    """Return the library's calls for many matchers."""
+    return xgrammar.BatchGrammarMatcher(max_threads=1)
 
 
 class XGrammarMatcher:
@@ -33,6 +41,10 @@ class XGrammarMatcher:
 
     def fill_mask(self, words: IntArray) -> None:
         self._matcher.fill_next_token_bitmask(words.reshape(1, -1))
+
+    @staticmethod
+    def fill_masks(matchers: Sequence[XGrammarMatcher], words: IntArray, places: list[int]) -> None:
+        _batch().batch_fill_next_token_bitmask([matcher._matcher for matcher in matchers], words, places)
 
     def forced_bytes(self) -> bytes:
         return self._matcher.find_jump_forward_string().encode()

@@ -22,7 +22,7 @@ from quire.worker.launched_step import LaunchedStep
 from quire.worker.runner import ModelRunner
 from quire.worker.structured.compilation import GrammarLibrary
 from quire.worker.structured.grammar import GrammarSpec
-from quire.worker.structured.row_constraint import RowConstraint
+from quire.worker.structured.guidance_backend import GuidanceMatcher
 
 SCHEMA = {
     "type": "object",
@@ -199,16 +199,21 @@ def _most_drafts(lengths: DraftLengths, rows: Any, first_steps: Any, limits: Any
 def test_form_that_fails_ends_its_request_with_the_reason(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     form = StructuredOutputsParams(regex="[a-z ]{30,}")
     expected = texts(llm.generate(PROMPTS[:1], sampled(form)))
-    fill_mask, num_masks = RowConstraint.fill_mask, itertools.count()
+    fill_masks, num_masks = GuidanceMatcher.fill_masks, itertools.count()
 
-    def failing(constraint: RowConstraint, words: IntArray) -> bool:
-        if next(num_masks) == 7:
-            raise ValueError("planted")
-        return fill_mask(constraint, words)
+    def failing(matchers: list[GuidanceMatcher], words: IntArray, places: list[int]) -> None:
+        if next(num_masks) >= 7:
+            raise ValueError
+        fill_masks(matchers, words, places)
 
-    monkeypatch.setattr(RowConstraint, "fill_mask", failing)
+    def failing_alone(matcher: GuidanceMatcher, words: IntArray) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(GuidanceMatcher, "fill_masks", failing)
+    monkeypatch.setattr(GuidanceMatcher, "fill_mask", failing_alone)
     with pytest.raises(InvalidRequest, match=r"structured_outputs.*planted"):
         llm.generate(PROMPTS[:1], sampled(form))
+    monkeypatch.undo()
     assert texts(llm.generate(PROMPTS[:1], sampled(form))) == expected
 
 

@@ -97,6 +97,34 @@ def test_mask_beyond_the_limits_fails_with_the_reason(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_masks_filled_together_equal_those_filled_alone(library: GrammarLibrary, backend: str) -> None:
+    grammar = library.load(library.compile(GrammarSpec("json", json.dumps(PERSON)), backend))
+    ids = library.vocabulary.encode('{"name": "Ann", "age": 3}')
+    matchers = [grammar.new_matcher() for _ in range(5)]
+    for num_tokens, matcher in zip([0, 1, 3, 4, len(ids)], matchers, strict=True):
+        assert all(matcher.accept(token_id) for token_id in ids[:num_tokens])
+    words = np.full((7, num_words(VOCAB_SIZE)), 77, dtype=np.int32)
+    places = [5, 0, 2, 3, 6]
+    type(matchers[0]).fill_masks(matchers, words, places)
+    assert [allowed_ids(words[place]) for place in places] == [mask(matcher) for matcher in matchers]
+    assert (words[[1, 4]] == 77).all()
+
+
+def test_masks_filled_together_fail_if_one_is_beyond_the_limits(
+    library: GrammarLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = library.compile(GrammarSpec("json", json.dumps(ONE_TEXT)), GUIDANCE)
+    fine = library.load(compiled).new_matcher()
+    monkeypatch.setattr(
+        guidance_backend, "_LIMITS", llguidance.LLParserLimits(verbose_errors=False, step_max_items=1)
+    )
+    failing = library.load(compiled).new_matcher()
+    failing.accept(mask(failing)[0])
+    with pytest.raises(MatcherFailed):
+        type(fine).fill_masks([fine, failing], np.zeros((2, num_words(VOCAB_SIZE)), dtype=np.int32), [0, 1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rollback_restores_the_mask(library: GrammarLibrary, backend: str) -> None:
     matcher = new_matcher(library, backend, "json", json.dumps(PERSON))
     masks = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from grammars import allowed_ids
@@ -57,6 +59,11 @@ class Text:
 
     def fill_mask(self, words: IntArray) -> None:
         set_only(words, self._rest[:1])
+
+    @staticmethod
+    def fill_masks(matchers: Sequence[Text], words: IntArray, places: list[int]) -> None:
+        for matcher, place in zip(matchers, places, strict=True):
+            matcher.fill_mask(words[place])
 
     def forced_bytes(self) -> bytes:
         return b"".join(PIECES[token_id] for token_id in self._rest if token_id != END)
