@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-# Compiled for each shape, so that each measurement has specialized code.
-flex_by_compiler: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
+
+@functools.cache
+def compiled(op: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+    """Return torch.compile's version of the op. At the first call torch imports its compiler, which takes 1.2 s."""
+    return torch.compile(op, **options)
+
+
+def flex_by_compiler(*args: Any, **kwargs: Any) -> Tensor:
+    """Compute FlexAttention with code for each shape, so that each measurement has specialized code."""
+    return compiled(flex_attention, dynamic=False)(*args, **kwargs)
 
 
 def causal_after(cached_len: int, chunk_len: int) -> BlockMask:

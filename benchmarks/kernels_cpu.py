@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from benchmarks.common import Figure, median
 from benchmarks.kernel_peers import (
     causal_after,
+    compiled,
     flex_by_compiler,
     geglu_by_torch,
     norm_by_torch,
@@ -51,7 +52,6 @@ HOST = "127.0.0.1"
 # OpenMP's threads spin for a few milliseconds after an op; the pause keeps them from slowing the next op.
 PAUSE_S = 0.01
 TURN_CALLS = 5
-COMPILED = {op: torch.compile(op) for op in (norm_by_torch, swiglu_by_torch, geglu_by_torch, rotate_by_torch)}
 
 
 def measure(repetitions: int) -> tuple[str, Roof, list[Case]]:
@@ -247,7 +247,7 @@ def small_ops(repetitions: int) -> list[Case]:
             ops: dict[str, Op] = {
                 QUIRE: partial(ours, *arguments),
                 "torch": partial(peer, *arguments),
-                "torch_compile": partial(COMPILED[peer], *arguments),
+                "torch_compile": partial(compiled(peer), *arguments),
             }
             seconds = time_in_turns(ops, 10 * repetitions)
             cases.append(Case(f"kernels.{op}.t{num_tokens}", num_bytes, 0, seconds))
