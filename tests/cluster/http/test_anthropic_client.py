@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from chat_model import write_output
 from local_server import ThreadedServer
+
+if TYPE_CHECKING:
+    from anthropic import Anthropic
 
 MESSAGES: list[Any] = [{"role": "user", "content": "When?"}]
 TOOL: Any = {"name": "now", "description": "The time.", "input_schema": {"type": "object", "properties": {}}}
@@ -17,12 +20,20 @@ REPLY = '<think>Hm.</think>I ask.<tool_call>{"name": "now", "arguments": {"a": 1
 
 
 @pytest.fixture(scope="module")
-def client(server: ThreadedServer) -> Iterator[anthropic.Anthropic]:
+def anthropic() -> ModuleType:
+    """Import the package, which takes 1.4 s, only in the process that runs these tests."""
+    import anthropic
+
+    return anthropic
+
+
+@pytest.fixture(scope="module")
+def client(server: ThreadedServer, anthropic: ModuleType) -> Iterator[Anthropic]:
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         yield client
 
 
-def test_message_has_thinking_text_and_tool_use(server: ThreadedServer, client: anthropic.Anthropic) -> None:
+def test_message_has_thinking_text_and_tool_use(server: ThreadedServer, client: Anthropic) -> None:
     write_output(server, REPLY)
     made: Any = client.messages.create(
         model="tiny", max_tokens=100, system="Be brief.", messages=MESSAGES, tools=[TOOL],
@@ -49,7 +60,7 @@ def test_message_has_thinking_text_and_tool_use(server: ThreadedServer, client: 
     assert answered.stop_reason == "end_turn"
 
 
-def test_stream_adds_up_to_the_message(server: ThreadedServer, client: anthropic.Anthropic) -> None:
+def test_stream_adds_up_to_the_message(server: ThreadedServer, client: Anthropic) -> None:
     write_output(server, REPLY)
     with client.messages.stream(model="tiny", max_tokens=100, messages=MESSAGES, tools=[TOOL]) as stream:
         kinds = [event.type for event in stream]
@@ -64,9 +75,7 @@ def test_stream_adds_up_to_the_message(server: ThreadedServer, client: anthropic
     assert final.usage.output_tokens > 10
 
 
-def test_stop_sequence_and_max_tokens_are_reported(
-    server: ThreadedServer, client: anthropic.Anthropic
-) -> None:
+def test_stop_sequence_and_max_tokens_are_reported(server: ThreadedServer, client: Anthropic) -> None:
     write_output(server, "One two three")
     made: Any = client.messages.create(
         model="tiny", max_tokens=100, messages=MESSAGES, stop_sequences=["two"]
@@ -79,7 +88,7 @@ def test_stop_sequence_and_max_tokens_are_reported(
     assert cut.usage.output_tokens == 2
 
 
-def test_count_tokens_equals_the_usage(client: anthropic.Anthropic) -> None:
+def test_count_tokens_equals_the_usage(client: Anthropic) -> None:
     counted = client.messages.count_tokens(model="tiny", messages=MESSAGES, system="Be brief.", tools=[TOOL])
     made = client.messages.create(
         model="tiny", max_tokens=1, messages=MESSAGES, system="Be brief.", tools=[TOOL]
@@ -88,7 +97,7 @@ def test_count_tokens_equals_the_usage(client: anthropic.Anthropic) -> None:
     assert counted.input_tokens == made.usage.input_tokens + cached
 
 
-def test_async_client_streams(server: ThreadedServer) -> None:
+def test_async_client_streams(server: ThreadedServer, anthropic: ModuleType) -> None:
     async def scenario() -> None:
         async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
             await asyncio.to_thread(write_output, server, "Well.")
@@ -111,7 +120,7 @@ def test_async_client_streams(server: ThreadedServer) -> None:
     ],
 )
 def test_errors_have_the_form_of_anthropic(
-    client: anthropic.Anthropic, options: dict[str, Any], said: str
+    client: Anthropic, anthropic: ModuleType, options: dict[str, Any], said: str
 ) -> None:
     create: Any = client.messages.create
     with pytest.raises(anthropic.BadRequestError) as caught:
@@ -122,6 +131,6 @@ def test_errors_have_the_form_of_anthropic(
     assert said in body["error"]["message"]
 
 
-def test_unknown_model_is_not_found(client: anthropic.Anthropic) -> None:
+def test_unknown_model_is_not_found(client: Anthropic, anthropic: ModuleType) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="claude", max_tokens=5, messages=MESSAGES)

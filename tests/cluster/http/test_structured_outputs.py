@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import jsonschema
 import openai
 import pytest
@@ -100,6 +99,8 @@ def test_response_may_be_forced_to_call_a_function(client: openai.OpenAI) -> Non
 
 
 def test_anthropic_message_uses_the_tool(server: ThreadedServer) -> None:
+    import anthropic  # takes 1.4 s
+
     tool: Any = {"name": "paint", "input_schema": SCHEMA}
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         made = client.messages.create(
