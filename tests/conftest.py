@@ -10,13 +10,13 @@ import gc
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from run_children import end_run, start_run
-from run_order import add_options, arrange, seed_of
+from run_order import add_options, arrange, rotate, seed_of
 
 if TYPE_CHECKING:
     from file_scheduling import FileScheduling
@@ -97,6 +97,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduli
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_configure_node(node: Any) -> None:
     node.workerinput["random_order"] = seed_of(node.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    worker: dict[str, Any] | None = getattr(collector.config, "workerinput", None)
+    if worker is not None and isinstance(collector, pytest.Directory) and report.passed:
+        count = worker["workercount"]
+        report.result = rotate(report.result, int(worker["workerid"].removeprefix("gw")) % count, count)
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import pytest
-from run_order import arrange, scope_of
+from run_order import arrange, rotate, scope_of
 
 FILES = [
     "tests/worker/test_a.py",
@@ -21,8 +22,8 @@ class Item:
     nodeid: str
 
 
-def arranged(seed: int | None, is_worker: bool = False) -> list[str]:
-    items = [Item(f"{file}::test_{number}") for file in FILES for number in range(5)]
+def arranged(seed: int | None, is_worker: bool = False, files: Sequence[str] = FILES) -> list[str]:
+    items = [Item(f"{file}::test_{number}") for file in files for number in range(5)]
     arrange(cast("list[pytest.Item]", items), seed, is_worker=is_worker)
     return [item.nodeid for item in items]
 
@@ -55,3 +56,15 @@ def test_tests_of_ray_are_first_in_a_worker(seed: int | None) -> None:
 def test_scope_is_the_file_or_one_for_all_of_ray() -> None:
     assert scope_of("tests/worker/test_runner.py::test_x[a::b]") == "tests/worker/test_runner.py"
     assert scope_of("tests/cluster/ray_runtime/test_compat.py::test_y") == "ray"
+
+
+def test_workers_collect_in_orders_of_their_own() -> None:
+    folders = list("abcde")
+    orders = [rotate(folders, worker, 3) for worker in range(3)]
+    assert orders == [list("abcde"), list("bcdea"), list("deabc")]
+    assert rotate([], 2, 3) == []
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_order_of_the_tests_does_not_depend_on_that_of_the_collection(seed: int | None) -> None:
+    assert arranged(seed, is_worker=True, files=FILES[::-1]) == arranged(seed, is_worker=True)

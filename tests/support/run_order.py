@@ -1,15 +1,19 @@
 """Order of the tests, and their distribution over processes.
 
 ``--random-order`` shuffles the files, and the tests in each file; ``--random-order=SEED`` repeats an order. With
-pytest-xdist (``-n 2``) each file runs in one process, and all files that start Ray clusters run in the same one.
+pytest-xdist (``-n 3``) each file runs in one process, and all files that start Ray clusters run in the same one.
 """
 
 from __future__ import annotations
 
 import random
 import secrets
+from collections.abc import Sequence
+from typing import TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 # Folders whose tests start Ray. Two clusters at once slow each other down on two cores.
 RAY = ("tests/system/", "tests/cluster/ray_runtime/", "tests/cluster/offline/test_llm.py")
@@ -32,13 +36,26 @@ def seed_of(config: pytest.Config) -> int | None:
     return seed
 
 
+def rotate(entries: Sequence[T], worker: int, num_workers: int) -> list[T]:
+    """Return the entries of a folder in the order in which a worker of pytest-xdist collects them.
+
+    Each worker imports all test modules, and keeps the bytecode of those that have none yet: 6 s of processor time in
+    a fresh clone. Workers that begin at different folders find most of it.
+    """
+    first = len(entries) * worker // num_workers
+    return [*entries[first:], *entries[:first]]
+
+
 def arrange(items: list[pytest.Item], seed: int | None, *, is_worker: bool) -> None:
     """Put the tests into the order in which they run, in place.
 
     Args:
         seed: shuffles the files and the tests of each file; a file's tests stay together. None: no shuffle.
-        is_worker: in a process of pytest-xdist, the tests of Ray are first, because they take longest together.
+        is_worker: in a process of pytest-xdist, which has collected the folders in an order of its own; the tests of
+            Ray are first, because they take longest together.
     """
+    if is_worker:
+        items.sort(key=lambda item: _file_of(item.nodeid).split("/"))
     if seed is not None:
         _shuffle(items, random.Random(seed))
     if is_worker:
