@@ -175,6 +175,22 @@ def demo_model_dir() -> Path:
     return folder
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Run C++ ops in two threads, without gradients. Skips the test if there is no C++ compiler."""
+    import torch
+
+    from quire.kernels.native.library import is_available
+
+    if not is_available():
+        pytest.skip("there is no C++ compiler")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(before)
+
+
 def _build_model(folder: Path, kind: str, seed: int, overrides: dict[str, Any]) -> Path:
     import torch
     import transformers

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
 from quire.kernels.activation import GatedActivation, clamped_silu_and_mul
 from quire.kernels.linear import PackedWeight, linear, pack, pack_int8
-from quire.kernels.native.library import is_available
 from quire.kernels.panel_experts import PanelExperts, supports
+
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 NUM_EXPERTS = 5
 HIDDEN = 40
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 SILU = GatedActivation("silu")
-
-
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    if not is_available():
-        pytest.skip("there is no C++ compiler")
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(before)
 
 
 def reference_activation(activation: GatedActivation, gate_up: Tensor) -> Tensor:

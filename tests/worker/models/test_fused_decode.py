@@ -15,7 +15,6 @@ from torch import Tensor
 
 from quire.cluster.config.model_config import describe_model
 from quire.kernels.lora import LoraGroups, group_tokens
-from quire.kernels.native.library import is_available
 from quire.proto.step import RowSampling
 from quire.worker.attention import AttentionInputs, LayerCache
 from quire.worker.comm.communicator import SingleRank
@@ -28,6 +27,8 @@ from quire.worker.models.spec import DecoderSpec
 from quire.worker.weights.checkpoint import Checkpoint
 from quire.worker.weights.quantization import Quantization
 from quire.worker.weights.weight_slice import WeightSlice
+
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 BLOCK_SIZE, NUM_BLOCKS, TABLE_LEN, NUM_POSITIONS = 8, 40, 5, 128
 
@@ -61,17 +62,6 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
 UNSUPPORTED_REASONS = {"llama-odd": "rows of 130 numbers of torch.float32 are not whole vectors"}
 
 MakeDecoder = Callable[..., Decoder]
-
-
-@pytest.fixture(autouse=True)
-def two_threads() -> Any:
-    if not is_available():
-        pytest.skip("there is no C++ compiler")
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
