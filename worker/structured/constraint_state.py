@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -160,15 +160,14 @@ class ConstraintState:
         self._settle()
         index: list[int] = []
         words = np.empty((len(rows), num_words(self._shard.full_len)), dtype=np.int32)
-        batches: dict[type[Matcher], _Batch] = {}
+        batches: defaultdict[type[Matcher], _Batch] = defaultdict(_Batch)
         starts, counts = runs_of(rows)
         for first, count, row in zip(starts.tolist(), counts.tolist(), rows[starts].tolist(), strict=True):
             constraint = self._rows[row]
             if constraint is None:
                 continue
-            matcher = constraint.matcher_in_grammar
-            if count == 1 and matcher is not None and not constraint.failure:
-                batches.setdefault(type(matcher), _Batch()).add(row, matcher, len(index))
+            if count == 1 and (matcher := constraint.matcher_in_grammar) is not None:
+                batches[type(matcher)].add(row, matcher, len(index))
                 index.append(first)
                 continue
             try:

@@ -57,6 +57,7 @@ class RowConstraint:
         self._constraint = constraint
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._stop_ids = vocabulary.stop_ids
         self._ends = [text.encode() for text in constraint.reasoning_ends]
         self._tail_len = max(map(len, self._ends), default=0)
         starts = (vocabulary.id_by_piece.get(text.encode()) for text in constraint.reasoning_starts)
@@ -74,21 +75,24 @@ class RowConstraint:
 
     @property
     def matcher_in_grammar(self) -> Matcher | None:
-        """The matcher if it alone makes the next mask; None in another phase."""
-        return self._matcher if self._state is _IN_GRAMMAR else None
+        """The matcher if it alone makes the next mask; None in another phase, or if it has failed."""
+        return self._matcher if self._state is _IN_GRAMMAR and not self.failure else None
 
     def accept(self, token_id: int) -> None:
         """Advance by a token of the output."""
-        state = self._state
+        state, matcher = self._state, self._matcher
         is_of_grammar = state is _IN_GRAMMAR or self._begins_grammar(token_id)
-        is_matched = is_of_grammar and self._matcher is not None and self._matcher.accept(token_id)
+        is_matched = is_of_grammar and matcher is not None and matcher.accept(token_id)
         self._output.append(token_id)
         if not is_matched:
             self._past.append((state, False))
             self._state = self._next_unmatched(token_id)
             return
         self._past.append(_MATCHED_IN_GRAMMAR if state is _IN_GRAMMAR else (state, True))
-        self._state = _ENDED if token_id in self._vocabulary.stop_ids else _IN_GRAMMAR
+        if token_id in self._stop_ids:
+            self._state = _ENDED
+        elif state is not _IN_GRAMMAR:
+            self._state = _IN_GRAMMAR
 
     def rollback(self, num_tokens: int) -> None:
         """Go back by up to MAX_ROLLBACK tokens."""
