@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+from example_programs import RunExample, example_runner
 
 from quire.cluster.demo.server import ServerProcess
 
@@ -62,6 +63,13 @@ def serve() -> Iterator[Serve]:
     yield start
     for server in started:
         server.close()
+
+
+@pytest.fixture(scope="module")
+def run_example() -> Iterator[RunExample]:
+    """`run_example(name, *arguments) -> str`: the output of a program of examples/, in a process that they share."""
+    with example_runner() as run:
+        yield run
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Every program in examples/ runs as a user would run it."""
+"""Programs in examples/ run as a user would run them, without a server; see also test_server_examples.py."""
 
 from __future__ import annotations
 
@@ -6,71 +6,17 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from example_programs import EXAMPLES, RunExample, run_alone
 
 from quire.cluster.config.deployment import read_fleet_file
-from quire.cluster.demo.server import ServerProcess
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 TEMPLATE = """{% for message in messages %}{{ message.role }}: {{ message.content }}
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
-
-
-# Runs programs in turn, each as `__main__` with its own arguments; to import torch and transformers takes 3 s.
-_RUN_PROGRAMS = """
-import contextlib, io, json, runpy, sys, traceback
-
-for line in sys.stdin:
-    sys.argv = json.loads(line)
-    output, error = io.StringIO(), ""
-    with contextlib.redirect_stdout(output):
-        try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        except (Exception, SystemExit):
-            error = traceback.format_exc()
-    print(json.dumps([output.getvalue(), error]), flush=True)
-"""
-
-RunExample = Callable[..., str]
-
-
-def run_alone(name: str, timeout_s: float = 180.0) -> str:
-    """Return the output of a program of examples/ that needs a process of its own."""
-    command = [sys.executable, str(EXAMPLES / name)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
-@pytest.fixture(scope="module")
-def run_example() -> Iterator[RunExample]:
-    """`run_example(name, *arguments) -> str`: the output of a program of examples/, in a process that they share."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _RUN_PROGRAMS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-
-        def run(name: str, *arguments: str) -> str:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write(json.dumps([str(EXAMPLES / name), *arguments]) + "\n")
-            process.stdin.flush()
-            output, error = json.loads(process.stdout.readline())
-            assert not error, output + error
-            return str(output)
-
-        try:
-            yield run
-            process.communicate(timeout=60)  # the end of its input ends it
-            assert process.returncode == 0
-        finally:
-            process.kill()
 
 
 def test_offline_prints_a_completion_for_every_prompt(run_example: RunExample) -> None:
@@ -158,44 +104,6 @@ def test_chat_answers_every_question(run_example: RunExample, demo_model_dir: Pa
     assert printed.count("assistant: ") >= 2
 
 
-@pytest.mark.cluster
-def test_streaming_client_prints_tokens_usage_and_timings(
-    run_example: RunExample, server: ServerProcess
-) -> None:
-    printed = run_example("streaming_client.py", server.address)
-    assert "Usage(" in printed
-    assert "Timings(" in printed
-
-
-@pytest.mark.cluster
-def test_async_client_completes_all_and_cancels_one(run_example: RunExample, server: ServerProcess) -> None:
-    printed = run_example("async_client.py", server.address)
-    assert printed.count("->") == 3
-    assert "canceled after" in printed
-
-
-@pytest.mark.cluster
-def test_benchmark_reports_throughput_and_latency(run_example: RunExample, server: ServerProcess) -> None:
-    printed = run_example("benchmark.py", server.address, "4")
-    assert "tokens/s, 4 requests" in printed
-    assert "time between tokens" in printed
-
-
-@pytest.mark.cluster
-def test_batch_file_is_answered_and_not_asked_again(server: ServerProcess, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "quire", "run-batch", str(EXAMPLES / "batch.jsonl"), str(out)]
-    for _ in range(2):
-        done = subprocess.run(
-            [*command, "--url", server.http_url], capture_output=True, text=True, timeout=180, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        answers = {line["custom_id"]: line for line in map(json.loads, out.read_text().splitlines())}
-        assert answers.keys() == {"story", "letter", "chat"}
-        assert {answer["response"]["status_code"] for answer in answers.values()} == {200}
-        assert len(out.read_text().splitlines()) == 3
-
-
 def test_autoscaling_follows_the_load_and_draws_it(run_example: RunExample, tmp_path: Path) -> None:
     printed = run_example("autoscaling.py", str(tmp_path / "scaling.png"))
     assert "12 at most" in printed
@@ -226,18 +134,6 @@ def test_fleet_file_holds_two_models_with_limits_of_their_own() -> None:
     small, large = read_fleet_file(EXAMPLES / "fleet.toml")
     assert (small.name, small.limits.max_replicas) == ("small", 3)
     assert (large.name, large.limits.min_replicas, large.engine.tensor_parallel_size) == ("large", 0, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.cluster
-@pytest.mark.timeout(900)
-def test_fleet_on_one_machine_continues_a_stream_after_a_failure() -> None:
-    printed = run_alone("fleet_on_one_machine.py", timeout_s=800.0)
-    assert "2 replicas are ready" in printed
-    assert "killed rank 0 of replica-" in printed
-    ended = re.search(r"^600 tokens came: (\d+) moves, (\d+) recoveries$", printed, re.MULTILINE)
-    assert ended is not None
-    assert int(ended[1]) + int(ended[2]) > 0
 
 
 def test_readme_lists_every_example() -> None:
