@@ -11,9 +11,9 @@ from run_order import arrange, rotate, scope_of
 
 FILES = [
     "tests/worker/test_a.py",
-    "tests/system/test_b.py",
-    "tests/proto/test_c.py",
-    "tests/system/test_d.py",
+    "tests/system/test_fleet.py",
+    "tests/system/test_docs.py",
+    "tests/chaos/test_chaos.py",
 ]
 
 
@@ -55,6 +55,7 @@ def test_tests_of_ray_are_first_in_a_worker(seed: int | None) -> None:
 
 def test_scope_is_the_file_or_one_for_all_of_ray() -> None:
     assert scope_of("tests/worker/test_runner.py::test_x[a::b]") == "tests/worker/test_runner.py"
+    assert scope_of("tests/system/test_docs.py::test_y") == "tests/system/test_docs.py"
     assert scope_of("tests/cluster/ray_runtime/test_compat.py::test_y") == "ray"
 
 

@@ -6,17 +6,20 @@ pytest-xdist (``-n 3``) each file runs in one process, and all files that start 
 
 from __future__ import annotations
 
+import functools
 import random
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 T = TypeVar("T")
 
-# Folders whose tests start Ray. Two clusters at once slow each other down on two cores.
-RAY = ("tests/system/", "tests/cluster/ray_runtime/", "tests/cluster/offline/test_llm.py")
+ROOT = Path(__file__).parents[2]
+# Each test that starts a Ray cluster has it. Two clusters at once slow each other down on two cores.
+RAY_MARKER = "pytest.mark.cluster"
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -65,7 +68,14 @@ def arrange(items: list[pytest.Item], seed: int | None, *, is_worker: bool) -> N
 def scope_of(nodeid: str) -> str:
     """Return the scope of a test, which runs in one process: its file, or one scope for all of Ray."""
     file = _file_of(nodeid)
-    return "ray" if file.startswith(RAY) else file
+    return "ray" if _starts_ray(file) else file
+
+
+@functools.cache
+def _starts_ray(file: str) -> bool:
+    """Return whether the file has a marked test. Reads its text: the controller of pytest-xdist imports no tests."""
+    path = ROOT / file
+    return path.is_file() and RAY_MARKER in path.read_text()
 
 
 def _shuffle(items: list[pytest.Item], rng: random.Random) -> None:

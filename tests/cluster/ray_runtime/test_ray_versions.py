@@ -35,6 +35,7 @@ def ray_folder() -> Iterator[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("version", supported_versions())
 def test_compat_passes_its_tests_with_ray_version(version: str, ray_folder: Path) -> None:
