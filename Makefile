@@ -11,8 +11,9 @@ TRITON_VERSIONS ?= 3.6.0 3.7.1 3.9.0
 TRITON_TESTS := tests/kernels tests/worker/test_triton_path.py
 # Processes of tests import our modules up to 0.5 s faster if the modules' bytecode is kept.
 unexport PYTHONDONTWRITEBYTECODE
-# Processes that run tests. Each file runs in one of them, and all files that start Ray in the same one.
-JOBS ?= 2
+# Processes that run tests. Each file runs in one of them, and all files that start Ray in the same one. Three suit two
+# cores, since tests of servers wait: with two processes `.ci/run` used 1.2 cores. Each process takes 2 GB.
+JOBS ?= 3
 # The supported Python versions and the index of `make check-install`; those that are missing are skipped.
 PYTHONS ?= python3.11 python3.12 python3.13
 INDEX ?= https://pypi.org/simple
