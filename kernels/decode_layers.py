@@ -26,12 +26,12 @@ from .quantized_kv import LIMITS, MIN_MAGNITUDE
 
 
 class LayerAdapters(NamedTuple):
-    """The adapters of a layer's linear layers."""
+    """The adapters of a layer's linear layers; None for one that adapters may not change."""
 
-    qkv: LoraFactors
-    output: LoraFactors
-    gate_up: LoraFactors
-    down: LoraFactors
+    qkv: LoraFactors | None
+    output: LoraFactors | None
+    gate_up: LoraFactors | None
+    down: LoraFactors | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +218,8 @@ def bind_adapters(
     for layer, own in zip(layers, adapters, strict=True):
         if own is not None:
             for name, factors in own._asdict().items():
+                if factors is None:
+                    continue
                 kept.append(factors.native())
                 getattr(layer, name).lora = ctypes.addressof(kept[-1])
     return kept

@@ -45,6 +45,11 @@ class LoraFactors:
     starts: Tensor
     bounds: tuple[int, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory of all slots."""
+        return self.a.nbytes + self.b.nbytes + self.ranks.nbytes
+
     def native(self) -> native.Factors:
         """Return the addresses for the C++ ops."""
         return native.native_factors(self.a, self.b, self.ranks, self.starts)

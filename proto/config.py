@@ -307,12 +307,14 @@ class LoraConfig:
         max_lora_rank: largest rank of an adapter.
         max_cpu_loras: adapters in host memory, at least `max_loras`.
         modules: adapters that are read at start-up.
+        target_modules: names, or parts of the paths, of the modules that adapters may change; empty for all.
     """
 
     max_loras: int
     max_lora_rank: int
     max_cpu_loras: int
     modules: tuple[LoraReference, ...] = ()
+    target_modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,9 @@ class ModelRunner:
             self._model_in_use = config.model  # with the path of the weights
             layers = None if self._adapters is None else self._adapters.layers
             self._model, self._pooler = self._models.load(config.model, on_progress, layers)
+            if layers is not None:
+                layers.check_targets()
+                _log.info("slots for LoRA adapters: %s", layers.summary)
             self._sampler = Sampler(self._model.head.shard, comm, self._device)
             self._rows = DeviceRows(config, self._model.head.shard, self._device, comm)
             self._tap: FeatureTap | None = None

@@ -16,7 +16,7 @@ from .checks import (
     processor_names,
     share,
 )
-from .lora_options import LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, check_lora_modules
+from .lora_options import LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, check_lora_modules, check_target_modules
 from .option import option, validate_options
 from .speculative_options import JSON_OBJECT, check_speculative_config
 from .value_kinds import NUM_BYTES, amounts
@@ -361,6 +361,14 @@ class EngineOptions:
         help="Largest rank of an adapter.",
         unit="dimensions",
         check=between(1, MAX_LORA_RANK),
+        group=_LORA,
+    )
+    lora_target_modules: str | None = option(
+        None,
+        help="Modules that adapters may change, which alone have memory in each slot: names or parts of paths, "
+        "separated by commas, for example q_proj,v_proj or self_attn. Default: all that can be adapted.",
+        metavar="NAMES",
+        check=check_target_modules,
         group=_LORA,
     )
     max_cpu_loras: int | None = option(

@@ -1,6 +1,7 @@
-"""The option lora_modules: adapters by name, in the forms that vLLM's users write."""
+"""The options of LoRA adapters: lora_modules, in the forms that vLLM's users write, and lora_target_modules."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ MAX_LORA_RANK = 512
 # Adapters that a gateway knows by name.
 MAX_LORA_MODULES = 1024
 
+_MODULE = re.compile(r"\w+(\.\w+)*")
+
 Modules = tuple[tuple[str, str], ...]
 
 
@@ -21,6 +24,8 @@ def check_lora_options(options: Any) -> None:
     """Raises ConfigError for options of adapters that exclude each other."""
     if options.lora_modules and not options.enable_lora:
         raise ConfigError("lora_modules are given, but enable_lora is not")
+    if options.lora_target_modules is not None and not options.enable_lora:
+        raise ConfigError("lora_target_modules are given, but enable_lora is not")
     names = [name for name, _ in options.lora_modules]
     if options.name in names:
         raise ConfigError(f"lora_modules has {options.name!r}, which is the name of the model")
@@ -39,6 +44,13 @@ def check_lora_modules(name: str, value: Sequence[tuple[str, str]]) -> str | Non
             return f"{name} has {key!r} in {path!r}, must be NAME=PATH"
         if names.count(key) > 1:
             return f"{name} has {key!r} {names.count(key)} times, must have it once"
+    return None
+
+
+def check_target_modules(name: str, value: str) -> str | None:
+    """Return why target modules are not allowed; None if they are. A check of the option."""
+    if not all(_MODULE.fullmatch(each) for each in value.split(",")):
+        return f"{name} is {value!r}, must be names of modules separated by commas, like q_proj,mlp.experts"
     return None
 
 

@@ -176,4 +176,5 @@ def _lora_config(options: EngineOptions) -> LoraConfig | None:
         return None
     modules = tuple(LoraReference(name, path) for name, path in options.lora_modules)
     max_cpu_loras = options.max_cpu_loras or max(options.max_loras, len(modules))
-    return LoraConfig(options.max_loras, options.max_lora_rank, max_cpu_loras, modules)
+    targets = tuple(options.lora_target_modules.split(",")) if options.lora_target_modules else ()
+    return LoraConfig(options.max_loras, options.max_lora_rank, max_cpu_loras, modules, targets)

@@ -117,6 +117,7 @@ ENGINE_ARGUMENTS: Mapping[str, tuple[type, Treatment]] = {
     "max_parallel_loading_workers": (int, Ignored("each rank reads its own part of the weights")),
     "fully_sharded_loras": (bool, Ignored("adapters are sharded so that they need no collectives of their own")),
     "lora_dtype": (str, Ignored("adapters have the type of activations")),
+    "lora_extra_vocab_size": (int, Ignored("adapters add no tokens to the vocabulary")),
     "max_seq_len_to_capture": (int, Ignored("CUDA graphs cover decode steps of any length")),
     "model_impl": (str, Ignored("the registry chooses between quire's decoder and transformers' modules")),
     "swap_space": (float, Ignored("--num-host-kv-blocks sets the blocks in host memory")),

@@ -79,9 +79,10 @@ def _check_modules(tensors: AdapterTensors, stacks: Iterable[StoredStack], layer
     if unknown:
         kinds = sorted({name.rpartition(".")[2] for name in layers.modules})
         others = f" and {len(unknown) - _MAX_LISTED} more" if len(unknown) > _MAX_LISTED else ""
+        limit = "; see lora_target_modules" if layers.targets.names else ""
         raise ValueError(
             f"it changes {', '.join(unknown[:_MAX_LISTED])}{others}; adapters of this model may change its layers' "
-            f"{', '.join(kinds)}"
+            f"{', '.join(kinds)}{limit}"
         )
 
 

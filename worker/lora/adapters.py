@@ -13,6 +13,7 @@ from .adapter import read_adapter
 from .adapter_store import AdapterStore
 from .layers import LoraLayers
 from .step_adapters import StepAdapters
+from .target_modules import TargetModules
 
 # A step without anything to compute waits this long for an adapter that is read: the scheduler plans such steps, one
 # after the other, while nothing else runs.
@@ -28,7 +29,9 @@ class RankAdapters:
     """
 
     def __init__(self, config: LoraConfig, rank: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.layers = LoraLayers(config.max_loras, config.max_lora_rank, dtype, device)
+        self.layers = LoraLayers(
+            config.max_loras, config.max_lora_rank, dtype, device, TargetModules(config.target_modules)
+        )
         self.store = AdapterStore(rank, partial(read_adapter, layers=self.layers))
 
     def apply(self, plan: StepPlan) -> None:

@@ -33,6 +33,7 @@ class EmbeddingAdapters:
         self._num_padding = -max_rank % ROW_MULTIPLE
         a = layer.factors.a.new_zeros(num_slots, 1, max_rank, max_rank + self._num_padding)
         a.diagonal(dim1=2, dim2=3).fill_(1)
+        model.num_other_bytes += a.nbytes
         own = layer.factors
         self._expansion = LoraFactors(a, own.b, own.ranks, own.starts, own.bounds)
 

@@ -24,7 +24,11 @@ class ChoiceAdapters:
     """
 
     def __init__(
-        self, gate_up: LoraLayer, down: LoraLayer, choices: ExpertChoices, groups: LoraGroups
+        self,
+        gate_up: LoraLayer | None,
+        down: LoraLayer | None,
+        choices: ExpertChoices,
+        groups: LoraGroups,
     ) -> None:
         self._gate_up, self._down = gate_up, down
         self._choices, self._groups = choices, groups
@@ -36,7 +40,8 @@ class ChoiceAdapters:
             y: [P, 2 I], by expert.
             x: [P, E], by expert.
         """
-        self._gate_up.add_rows(y, x, self._groups)
+        if self._gate_up is not None:
+            self._gate_up.add_rows(y, x, self._groups)
 
     def scatter_gate_up(self, y: Tensor, x: Tensor) -> None:
         """As `add_gate_up`, with one input per token.
@@ -44,6 +49,8 @@ class ChoiceAdapters:
         Args:
             x: [T, E].
         """
+        if self._gate_up is None:
+            return
         tokens = self._choices.order[self._groups.order] // self._choices.per_token
         self._gate_up.add_rows(y, x, replace(self._groups, inputs=tokens))
 
@@ -54,7 +61,8 @@ class ChoiceAdapters:
             y: [P, E], by expert.
             x: [P, I], by expert.
         """
-        self._down.add_rows(y, x, self._groups)
+        if self._down is not None:
+            self._down.add_rows(y, x, self._groups)
 
     def add_terms(self, y: Tensor, x: Tensor, factors: Tensor) -> None:
         """As `add_down`, to outputs by choice that are multiplied by their factors.
@@ -62,6 +70,8 @@ class ChoiceAdapters:
         Args:
             factors: [T, per_token] float32.
         """
+        if self._down is None:
+            return
         order, rows = self._choices.order, self._groups.order
         scaled = x * factors.view(-1, 1).index_select(0, order).to(x.dtype)
         self._down.add_rows(y, scaled, replace(self._groups, order=order[rows], inputs=rows))
@@ -71,11 +81,14 @@ class ExpertAdapters:
     """The adapters of the two layers of a mixture's experts.
 
     Args:
-        gate_up, down: the layers of this rank's X experts.
+        gate_up, down: the layers of this rank's X experts; None for one that adapters may not change.
+        num_experts: X.
     """
 
-    def __init__(self, model: LoraLayers, gate_up: LoraLayer, down: LoraLayer) -> None:
-        self._model = model
+    def __init__(
+        self, model: LoraLayers, gate_up: LoraLayer | None, down: LoraLayer | None, num_experts: int
+    ) -> None:
+        self._model, self._num_experts = model, num_experts
         self.gate_up, self.down = gate_up, down
 
     @property
@@ -89,7 +102,7 @@ class ExpertAdapters:
         Args:
             token_slots: [T] int32, the slot of each token's adapter; negative for none.
         """
-        order, num_experts = choices.order, self.gate_up.num_experts
+        order, num_experts = choices.order, self._num_experts
         places = torch.arange(len(order), dtype=torch.int32, device=order.device)
         experts = torch.searchsorted(choices.starts[1:], places, right=True)
         slots = token_slots[order // choices.per_token]

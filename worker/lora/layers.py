@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from ...kernels.lora import LoraFactors, LoraGroups, add_lora, make_factors
+from ...proto.errors import ConfigError
 from ..weights.weight_slice import WeightSlice
+from .target_modules import TargetModules
+
+ALL_MODULES = TargetModules()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +103,7 @@ class LoraLayer:
     @property
     def modules(self) -> Iterator[str]:
         """Yield the names of the stored layers, those of experts that only other ranks hold included."""
-        if self.stack is None:
-            yield from (part.name for part in self.parts)
-            return
-        own = f"{self.stack.module}.{self.stack.first}."
-        for part in self.parts[: len(self.parts) // self.num_experts]:
-            name = part.name.removeprefix(own)
-            yield from (f"{self.stack.module}.{index}.{name}" for index in range(self.stack.num_experts))
+        yield from _names_of(self.parts[: len(self.parts) // self.num_experts], self.stack)
 
     @property
     def stacked_shape(self) -> tuple[int, int]:
@@ -164,6 +162,21 @@ class LoraLayer:
         self.factors.ranks[own].copy_(adapter.ranks)
 
 
+def _names_of(parts: Sequence[WeightSlice], stack: ExpertStack | None) -> Iterator[str]:
+    """Yield the names of the stored layers that a layer consists of.
+
+    Args:
+        parts: of an ordinary layer, or of the first expert that a rank has.
+    """
+    if stack is None:
+        yield from (part.name for part in parts)
+        return
+    own = f"{stack.module}.{stack.first}."
+    for part in parts:
+        name = part.name.removeprefix(own)
+        yield from (f"{stack.module}.{index}.{name}" for index in range(stack.num_experts))
+
+
 class LoraLayers:
     """The layers of one model that adapters may change. The constructors of the layers add themselves.
 
@@ -171,15 +184,27 @@ class LoraLayers:
         groups: the tokens of the present step that have an adapter; None if none has.
         token_slots: [T] int32, the slot of each token's adapter, negative for none; None if no token has one.
         num_slots: adapters that a step may use.
+        targets: the modules that adapters may change.
+        num_other_bytes: memory of the slots beside the layers' factors.
     """
 
-    def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        targets: TargetModules = ALL_MODULES,
+    ) -> None:
         self.groups: LoraGroups | None = None
         self.token_slots: Tensor | None = None
         self.max_rank = max_rank
         self.num_slots = num_slots
+        self.targets = targets
+        self.num_other_bytes = 0
         self._dtype, self._device = dtype, device
         self._layers: list[LoraLayer] = []
+        self._found_targets: set[str] = set()
 
     def __iter__(self) -> Iterator[LoraLayer]:
         return iter(self._layers)
@@ -190,23 +215,54 @@ class LoraLayers:
 
     @property
     def modules(self) -> frozenset[str]:
-        """Return the names of all stored layers, those of experts that only other ranks hold included."""
-        return frozenset(name for layer in self._layers for name in layer.modules)
+        """Return the names of the stored layers that adapters may change, those of other ranks' experts included."""
+        return frozenset(
+            name
+            for layer in self._layers
+            for name in layer.modules
+            if self.targets.has(name) or (layer.stack is not None and self.targets.has(layer.stack.parameter))
+        )
 
-    def add_layer(self, parts: Sequence[WeightSlice]) -> LoraLayer:
-        """Add a linear layer whose weight consists of these slices."""
+    @property
+    def slot_bytes(self) -> int:
+        """Return the memory of one slot."""
+        num_bytes = sum(layer.factors.num_bytes for layer in self._layers)
+        return (num_bytes + self.num_other_bytes) // self.num_slots
+
+    @property
+    def summary(self) -> str:
+        """Return the memory of the slots, for the log at the start of a rank."""
+        return (
+            f"{self.num_slots} x {self.slot_bytes / 2**20:,.1f} MiB, for adapters of rank {self.max_rank} of "
+            f"{len(self._layers)} layers"
+        )
+
+    def check_targets(self) -> None:
+        """Check that the model, all of whose layers were added, has each target.
+
+        Raises:
+            ConfigError: it lacks one; names it.
+        """
+        missing = sorted(set(self.targets.names) - self._found_targets)
+        if missing:
+            raise ConfigError(
+                f"lora_target_modules has {', '.join(missing)}, which is no module of this model that can be adapted"
+            )
+
+    def add_layer(self, parts: Sequence[WeightSlice]) -> LoraLayer | None:
+        """Add a linear layer whose weight consists of these slices. Returns None if adapters may not change it."""
         return self._add([parts], None)
 
-    def add_embedding(self, part: WeightSlice) -> LoraLayer:
-        """Add an embedding.
+    def add_embedding(self, part: WeightSlice) -> LoraLayer | None:
+        """Add an embedding. Returns None if adapters may not change it.
 
         Args:
             part: of the transposed embedding [E, V], the columns of this rank's tokens.
         """
         return self._add([[part]], None, is_embedding=True)
 
-    def add_experts(self, experts: Sequence[Sequence[WeightSlice]], stack: ExpertStack) -> LoraLayer:
-        """Add a linear layer of a mixture.
+    def add_experts(self, experts: Sequence[Sequence[WeightSlice]], stack: ExpertStack) -> LoraLayer | None:
+        """Add a linear layer of a mixture. Returns None if adapters may not change it.
 
         Args:
             experts: the slices of each expert's weight; those of all experts have the same lengths.
@@ -219,8 +275,13 @@ class LoraLayers:
         stack: ExpertStack | None,
         *,
         is_embedding: bool = False,
-    ) -> LoraLayer:
+    ) -> LoraLayer | None:
         parts = experts[0]
+        names = [*_names_of(parts, stack), *([] if stack is None else [stack.parameter])]
+        found = frozenset[str]().union(*map(self.targets.found_in, names))
+        self._found_targets |= found
+        if self.targets.names and not found:
+            return None
         factors = make_factors(
             self.num_slots * len(experts),
             self.max_rank,

@@ -96,16 +96,20 @@ class LoadContext:
         return read_matrix(self.checkpoint, part, self.dtype, self.device, self.quantization)
 
     def adapters(self, parts: Sequence[WeightSlice]) -> LoraLayer | None:
-        """Return the adapters of a linear layer whose weight consists of these slices; None without adapters."""
+        """Return the adapters of a linear layer whose weight consists of these slices.
+
+        Returns None without adapters, or if they may not change the layer.
+        """
         return None if self.lora is None else self.lora.add_layer(parts)
 
     def embedding_adapters(self, name: str, vocab_size: int, size: int) -> EmbeddingAdapters | None:
-        """Return the adapters of an embedding that is sharded by token; None without adapters."""
+        """Return the adapters of an embedding that is sharded by token; None as for `adapters`."""
         if self.lora is None:
             return None
         shard = self.shard(vocab_size)
         part = WeightSlice(name, (size, vocab_size), 1, shard.start, len(shard))
-        return EmbeddingAdapters(self.lora, self.lora.add_embedding(part))
+        layer = self.lora.add_embedding(part)
+        return None if layer is None else EmbeddingAdapters(self.lora, layer)
 
     def expert_adapters(
         self,
@@ -114,7 +118,7 @@ class LoadContext:
         module: str,
         num_experts: int,
     ) -> ExpertAdapters | None:
-        """Return the adapters of a mixture's experts; None without adapters.
+        """Return the adapters of a mixture's experts; None without adapters, or if they may not change these.
 
         Args:
             gate_up, down: the slices that the layers of this rank's experts consist of.
@@ -123,13 +127,14 @@ class LoadContext:
         """
         if self.lora is None:
             return None
-        layers = (
-            self.lora.add_experts(
-                experts, ExpertStack(module, name, num_experts, self.own_experts(num_experts).start)
-            )
-            for name, experts in (("gate_up_proj", gate_up), ("down_proj", down))
+        first = self.own_experts(num_experts).start
+        adapted_gate_up = self.lora.add_experts(
+            gate_up, ExpertStack(module, "gate_up_proj", num_experts, first)
         )
-        return ExpertAdapters(self.lora, *layers)
+        adapted_down = self.lora.add_experts(down, ExpertStack(module, "down_proj", num_experts, first))
+        if adapted_gate_up is None and adapted_down is None:
+            return None
+        return ExpertAdapters(self.lora, adapted_gate_up, adapted_down, len(gate_up))
 
     def norm(self, name: str, length: int, offset: float = 0.0) -> Tensor:
         """Read the weight of a norm and add the constant `offset`, which checkpoints leave out."""

@@ -20,7 +20,7 @@ from quire.cluster.config.checks import OneOf, bearer_token, processor_names, we
 from quire.cluster.config.cluster_options import ClusterOptions
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.lora_options import LORA_MODULES
+from quire.cluster.config.lora_options import LORA_MODULES, check_target_modules
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.option import (
     Option,
@@ -79,7 +79,7 @@ def sample(option: Option) -> tuple[Any, str]:
         return "secret", "secret"
     if option.check is web_origins:
         return "https://example.com", "https://example.com"
-    if option.check is processor_names:
+    if option.check in (processor_names, check_target_modules):
         return "first,second", "first,second"
     return (Path("/some/text"), "/some/text") if option.kind is PATH else ("some text", "some text")
 

@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quire.proto.errors import ConfigError
 from quire.worker.lora.adapter import LoraAdapter, read_adapter
 from quire.worker.lora.adapter_config import MAX_CONFIG_BYTES, read_adapter_config
 from quire.worker.lora.layers import ExpertStack, LayerFactors, LoraLayers
+from quire.worker.lora.target_modules import TargetModules
 from quire.worker.weights.weight_slice import WeightSlice
 
 NAME = "model.layers.0.self_attn"
@@ -22,11 +24,11 @@ KEY = f"base_model.model.{NAME}"
 EMBEDDING = "model.embed_tokens"
 
 
-def make_layers(rank: int = 0, size: int = 1) -> LoraLayers:
+def make_layers(rank: int = 0, size: int = 1, targets: tuple[str, ...] = ()) -> LoraLayers:
     """Return a model of one fused layer q, k of [8, 12] and [4, 12], one row-parallel layer of [12, 8], and an
     embedding of 20 tokens.
     """
-    layers = LoraLayers(2, 8, torch.float32, torch.device("cpu"))
+    layers = LoraLayers(2, 8, torch.float32, torch.device("cpu"), TargetModules(targets))
     layers.add_layer(
         [
             WeightSlice(f"{NAME}.q_proj", (8, 12), 0, rank * 8 // size, 8 // size),
@@ -185,6 +187,55 @@ def test_unfit_tensors_are_refused_by_name(tensors: dict[str, Tensor], problem: 
         read_adapter(path, make_layers())
 
 
+@pytest.mark.parametrize(
+    ("targets", "problem"),
+    [
+        (("q_proj", "o_proj"), None),
+        (("self_attn",), None),
+        (
+            ("q_proj",),
+            f"it changes {NAME}.o_proj; adapters of this model may change its layers' q_proj; see lora_",
+        ),
+        # A part of a fused layer whose other part may be changed.
+        (("k_proj", "o_proj"), f"it changes {NAME}.q_proj; adapters of this"),
+        (("proj",), "may change its layers' ; see lora_target_modules"),
+    ],
+)
+def test_adapter_of_other_modules_than_targets_is_refused_by_name(
+    targets: tuple[str, ...], problem: str | None, tmp_path: Path
+) -> None:
+    path, layers = write(tmp_path), make_layers(targets=targets)
+    if problem is None:
+        assert any(read_adapter(path, layers).factors)
+    else:
+        with pytest.raises(ValueError, match=re.escape(problem)):
+            read_adapter(path, layers)
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [
+        ("experts", ["gate_up_proj", "down_proj"]),
+        ("gate_up_proj", ["gate_up_proj"]),
+        ("mlp.experts.1", ["gate_up_proj", "down_proj"]),
+        ("down_proj", ["down_proj"]),
+        ("q_proj", []),
+    ],
+)
+def test_targets_choose_layers_of_experts(target: str, names: list[str]) -> None:
+    layers = make_experts(targets=(target,))
+    assert [layer.stack.name for layer in layers if layer.stack is not None] == names
+    assert bool(layers.modules) == bool(names)
+    if names:
+        layers.check_targets()
+    else:
+        with pytest.raises(
+            ConfigError, match="lora_target_modules has q_proj, which is no module of this model"
+        ):
+            layers.check_targets()
+    assert layers.slot_bytes == sum(layer.factors.num_bytes for layer in layers) // 2
+
+
 def test_adapter_of_tied_embedding_and_head_must_have_both(tmp_path: Path) -> None:
     path = write(tmp_path, of_embedding(), ensure_weight_tying=True)
     with pytest.raises(ValueError, match=f"ensure_weight_tying is True, and it changes {EMBEDDING} alone"):
@@ -209,9 +260,11 @@ def test_truncated_weights_are_refused(tmp_path: Path) -> None:
 STACK = "model.layers.0.mlp.experts"
 
 
-def make_experts(inner: int = 6, hidden: int = 12, rank: int = 0, size: int = 1) -> LoraLayers:
+def make_experts(
+    inner: int = 6, hidden: int = 12, rank: int = 0, size: int = 1, targets: tuple[str, ...] = ()
+) -> LoraLayers:
     """Return a model of a mixture of three experts, sharded over the ranks."""
-    layers = LoraLayers(2, 8, torch.float32, torch.device("cpu"))
+    layers = LoraLayers(2, 8, torch.float32, torch.device("cpu"), TargetModules(targets))
     length = inner // size
     for name, parts in (
         ("gate_up_proj", [("gate_proj", (inner, hidden), 0), ("up_proj", (inner, hidden), 0)]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,29 @@ def test_adapters_of_the_vocabulary_with_prefix_hits_and_preemptions(
 def log_softmax(reference: Reference, prompt: list[int]) -> torch.Tensor:
     logits: torch.Tensor = reference.model(torch.tensor([prompt])).logits[0]
     return logits.log_softmax(dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [("llama", ("q_proj", "down_proj")), ("qwen3_moe", ("o_proj", "up_proj", "gate"))],
+)
+def test_slots_of_target_modules_alone(
+    kind: str,
+    targets: tuple[str, ...],
+    make_model: Any,
+    make_engine: Any,
+    planned: Any,
+    tmp_path: Path,
+) -> None:
+    """Layers of which adapters may change one part, or nothing, beside others in one native call."""
+    folder = make_model(kind, seed=7, **KINDS[kind][0])
+    path = write_adapter(tmp_path / "adapter", folder, targets, seed=3)
+    reference = Reference(merge(tmp_path / "merged", folder, path))
+    limited, whole = (make_engine(folder, 1, lora=replace(LORA, target_modules=own)) for own in (targets, ()))
+    slot_bytes = [engine.runners[0]._adapters.layers.slot_bytes for engine in (limited, whole)]
+    assert 0 < slot_bytes[0] < 0.6 * slot_bytes[1]
+    put_adapters(limited, [path])
+    (prompt,) = prompts_of([20], seed=1)
+    sequence = planned(prompt, 12, GREEDY, lora_slot=0)
+    limited.generate([sequence])
+    reference.check_greedy(prompt, sequence.generated)

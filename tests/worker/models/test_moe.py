@@ -50,6 +50,7 @@ def make_adapted(count: int, hidden: int, inner: int) -> tuple[ExpertLayers, Exp
             for index in range(count)
         ]
         layer = lora.add_experts(slices, ExpertStack("mlp.experts", name, count))
+        assert layer is not None
         for slot in range(2):
             own = [
                 None
@@ -65,7 +66,7 @@ def make_adapted(count: int, hidden: int, inner: int) -> tuple[ExpertLayers, Exp
         GatedActivation("silu"),
         count,
     )
-    return experts, ExpertAdapters(lora, *layers), lora
+    return experts, ExpertAdapters(lora, layers[0], layers[1], count), lora
 
 
 def plain_weight(weight: LinearWeight) -> Tensor:
@@ -78,6 +79,7 @@ def merged(layers: ExpertLayers, adapters: ExpertAdapters, slot: int) -> ExpertL
     """Return the experts with the adapter of a slot added to their weights."""
     weights = []
     for own, layer in ((layers.gate_up, adapters.gate_up), (layers.down, adapters.down)):
+        assert layer is not None
         factors, count = layer.factors, layer.num_experts
         updates = []
         for expert in range(count):
