@@ -35,6 +35,7 @@ class Capacity:
 
     Attributes:
         weight_bytes: of one rank.
+        lora_bytes: of one rank's slots for adapters.
         kv_token_bytes: of one token on one rank, the mean of a sequence as long as the context: layers with a window
             keep its last tokens only.
         num_kv_tokens: of such sequences, in the whole replica; 0 if the weights do not fit.
@@ -47,6 +48,7 @@ class Capacity:
     num_kv_tokens: int
     num_slots: int
     layout: CacheLayout
+    lora_bytes: int = 0
 
     def concurrency(self, num_tokens: int) -> float:
         """Return how many sequences of that length fit at once."""
@@ -60,6 +62,7 @@ def capacity(
     tensor_parallel_size: int,
     workload: Workload,
     num_kv_partitions: int = 1,
+    lora_bytes: int = 0,
 ) -> Capacity:
     """Return the capacity of a replica.
 
@@ -67,6 +70,7 @@ def capacity(
         rank_bytes: of one rank's weights.
         gpu_bytes: memory of one GPU.
         num_kv_partitions: ranks that hold the KV of sequences of their own; 1 if all hold that of the same sequences.
+        lora_bytes: of one rank's slots for adapters.
     """
     scale_bytes = _FLOAT32_BYTES if workload.kv_bytes < workload.dtype_bytes else 0
     of_layers = [
@@ -78,7 +82,7 @@ def capacity(
     # With one group a block has all layers, which may differ; otherwise places for the largest.
     slot_bytes = sum(of_layers) if len(layout.groups) == 1 else layout.layers_per_block * max(of_layers)
     slots_per_token = layout.num_slots(model.max_model_len) / model.max_model_len
-    used = rank_bytes + FIXED_BYTES + _activation_bytes(model, tensor_parallel_size, workload)
+    used = rank_bytes + lora_bytes + FIXED_BYTES + _activation_bytes(model, tensor_parallel_size, workload)
     num_free = int(gpu_bytes * workload.utilization) - used
     num_slots = num_kv_partitions * max(0, num_free // slot_bytes)
     return Capacity(
@@ -88,6 +92,7 @@ def capacity(
         int(num_slots / slots_per_token),
         num_slots,
         layout,
+        lora_bytes,
     )
 
 

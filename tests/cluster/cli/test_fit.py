@@ -109,7 +109,7 @@ def test_fit_of_latent_attention_counts_latents_once_per_gpu(
 def test_fit_of_data_parallel_attention_counts_the_tokens_of_all_gpus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each GPU has whole attention, of 187 M numbers per layer, and less KV memory, for sequences of its own."""
+    """Each GPU has whole attention, of 187 MB and 17 MB more for the expansion per layer, and less KV memory."""
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3 | {"num_hidden_layers": 8}))
     found = []
     for enabled in (False, True):
@@ -120,7 +120,7 @@ def test_fit_of_data_parallel_attention_counts_the_tokens_of_all_gpus(
         assert rows[-1][0].strip() == "8"
         found.append((float(rows[-1][1].split()[0]), int(rows[-1][3].strip().replace(",", ""))))
     (shared, all_tokens), (whole, own_tokens) = found
-    assert whole - shared == pytest.approx(7 * 0.187e9 / 2**30, abs=0.11)  # 8 layers, float8
+    assert whole - shared == pytest.approx(7 * 0.204e9 / 2**30, abs=0.11)  # 8 layers, float8
     assert 7 * all_tokens < own_tokens < 8 * all_tokens
 
 
@@ -158,6 +158,17 @@ def test_fit_of_whole_experts_needs_experts(model: str) -> None:
         ConfigError, match="enable_expert_parallel is for mixtures of experts, it has no experts"
     ):
         fit(model, gpu="h200", enable_expert_parallel=True)
+
+
+def test_fit_counts_slots_of_adapters(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """At rank 16 a slot has 16 numbers for each input of A and each output of B."""
+    fit(model, gpu="h200", gpus=1, max_loras=8, lora_target_modules="o_proj")
+    (row,) = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert row[2].strip() == f"{8 * 36 * 16 * 2 * (4096 + 4096) / 2**30:.2f} GiB"
+    fit(model, gpu="h200", gpus=1)
+    (without,) = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    tokens, all_tokens = (int(cell.replace(",", "")) for cell in (row[4], without[4]))
+    assert 0 < all_tokens - tokens < 1000
 
 
 def test_fit_fails_if_no_size_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:

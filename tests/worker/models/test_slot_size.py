@@ -1,0 +1,44 @@
+"""Memory of a slot counted from the configuration, against that of a rank's slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.model_source import describe_files
+from quire.proto.config import LoraConfig
+from quire.worker.lora.target_modules import TargetModules
+from quire.worker.models.registry import check_expert_parallel, check_supported
+from quire.worker.models.slot_size import measure_slot
+from quire.worker.models.weight_size import make_meta_model
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "targets", "expert_parallel"),
+    [
+        ("llama", 1, (), False),
+        ("llama", 2, ("q_proj", "down_proj"), False),
+        ("gemma2", 2, (), False),
+        ("phi3", 1, (), False),
+        ("qwen3_moe", 2, (), False),
+        ("qwen3_moe", 1, ("experts.up_proj", "up_proj"), False),
+        ("qwen3_moe", 2, (), True),
+        ("deepseek_v3", 2, (), False),
+    ],
+)
+def test_slot_size_is_that_of_a_rank(
+    kind: str, tp: int, targets: tuple[str, ...], expert_parallel: bool, make_model: Any, make_engine: Any
+) -> None:
+    folder, rank = make_model(kind), 8
+    lora = LoraConfig(2, rank, 2, target_modules=targets)
+    engine = make_engine(folder, tp, num_blocks=8, lora=lora, enable_expert_parallel=expert_parallel)
+    actual = max(runner._adapters.layers.slot_bytes for runner in engine.runners)
+    model = describe_files(EngineOptions(str(folder)))
+    size = measure_slot(make_meta_model(model), model.hf["hidden_size"], rank, TargetModules(targets))
+    num_experts = 0
+    if expert_parallel:
+        num_experts = check_expert_parallel(model, check_supported(model, 1)).count
+    # The ranks of the parts are not counted, 4 bytes each.
+    assert size.rank_bytes(4, tp, num_experts) == pytest.approx(actual, rel=0.02)
