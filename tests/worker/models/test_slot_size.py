@@ -23,7 +23,7 @@ from quire.worker.models.weight_size import make_meta_model
         ("gemma2", 2, (), False),
         ("phi3", 1, (), False),
         ("qwen3_moe", 2, (), False),
-        ("qwen3_moe", 1, ("experts.up_proj", "up_proj"), False),
+        ("qwen3_moe", 1, ("up_proj",), False),
         ("qwen3_moe", 2, (), True),
         ("deepseek_v3", 2, (), False),
     ],
