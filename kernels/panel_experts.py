@@ -12,8 +12,14 @@ from .activation import GatedActivation
 from .decode_layers import native_linear
 from .linear import PackedWeight
 from .native import experts as native
+from .native import quantized_panels as native_codes
 from .native.decode_layers import Linear
 from .native.library import dtype_codes, gate_codes, library
+from .native.ops import address_of
+from .native.panels import panel_len
+from .quantized_panels import QuantizedPanels
+
+PanelWeight = PackedWeight | QuantizedPanels
 
 
 class PanelExperts:
@@ -24,6 +30,7 @@ class PanelExperts:
         gate_up_bias, down_bias: [X, 2 I] and [X, E], or None.
         first: index of the first expert among those of all ranks.
         scaled_inputs: the factors multiply the inputs of experts, not their results.
+        dtype: that quantized weights are dequantized to; that of the tokens.
 
     Attributes:
         count: of the experts.
@@ -31,21 +38,28 @@ class PanelExperts:
 
     def __init__(
         self,
-        gate_up: Sequence[PackedWeight],
-        down: Sequence[PackedWeight],
+        gate_up: Sequence[PanelWeight],
+        down: Sequence[PanelWeight],
         activation: GatedActivation,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         first: int = 0,
         *,
         scaled_inputs: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         native.check_layout()
         self.first, self.count = first, len(down)
-        self._kept = gate_up, down, gate_up_bias, down_bias  # keep the memory alive
         alpha, limit = activation.clamp or (0.0, 0.0)
+        codes = [[_codes(weight) for weight in weights] for weights in (gate_up, down)]
+        self._kept = gate_up, down, gate_up_bias, down_bias, codes  # keep the memory alive
         self._weights = (native.Expert * len(down))(
-            *map(native.Expert, _linears(gate_up, gate_up_bias), _linears(down, down_bias))
+            *map(
+                native.Expert,
+                _linears(gate_up, gate_up_bias, dtype),
+                _linears(down, down_bias, dtype),
+                *([_address(own) for own in each] for each in codes),
+            )
         )
         self._native = native.Experts(
             experts=ctypes.addressof(self._weights),
@@ -79,13 +93,37 @@ class PanelExperts:
         return out
 
 
-def supports(weights: Sequence[PackedWeight]) -> bool:
+def supports(weights: Sequence[PanelWeight]) -> bool:
     """Return whether C++ multiplies these weights of one linear layer: all are in panels, and of one format."""
-    panels = [weight.panels for weight in weights if weight.panels is not None]
-    formats = {(own.dtype, own.in_features, own.out_features) for own in panels}
-    return len(panels) == len(weights) and len(formats) == 1
+    formats = {_format_of(weight) for weight in weights}
+    return len(formats) == 1 and None not in formats
 
 
-def _linears(weights: Sequence[PackedWeight], biases: Tensor | None) -> list[Linear]:
+def _format_of(weight: PanelWeight) -> tuple[object, ...] | None:
+    own = weight if isinstance(weight, QuantizedPanels) else weight.panels
+    return None if own is None else (type(own), own.dtype, own.in_features, own.out_features)
+
+
+def _linears(weights: Sequence[PanelWeight], biases: Tensor | None, dtype: torch.dtype) -> list[Linear]:
     own = [None] * len(weights) if biases is None else biases
-    return [native_linear(weight.panels, bias) for weight, bias in zip(weights, own, strict=True)]
+    return [_linear(weight, bias, dtype) for weight, bias in zip(weights, own, strict=True)]
+
+
+def _linear(weight: PanelWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    if not isinstance(weight, QuantizedPanels):
+        return native_linear(weight.panels, bias)
+    return Linear(
+        bias=address_of(bias),
+        dtype=dtype_codes()[dtype],
+        in_features=weight.in_features,
+        out_features=weight.out_features,
+        stride=weight.in_features * panel_len(),
+    )
+
+
+def _codes(weight: PanelWeight) -> native_codes.QuantizedPanels | None:
+    return weight.native() if isinstance(weight, QuantizedPanels) else None
+
+
+def _address(struct: ctypes.Structure | None) -> int | None:
+    return None if struct is None else ctypes.addressof(struct)

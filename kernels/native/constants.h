@@ -5,7 +5,8 @@
 #include <cstdint>
 
 // Element types: the code, and the name of the torch.dtype.
-#define FOR_EACH_DTYPE(X) X(FLOAT32, float32) X(BFLOAT16, bfloat16) X(INT8, int8) X(FLOAT8_E4M3FN, float8_e4m3fn)
+#define FOR_EACH_DTYPE(X) X(FLOAT32, float32) X(BFLOAT16, bfloat16) X(INT8, int8) X(FLOAT8_E4M3FN, float8_e4m3fn) \
+  X(UINT8, uint8) X(FLOAT4_E2M1FN_X2, float4_e2m1fn_x2)
 
 // Activations of gated feed-forward networks.
 #define FOR_EACH_GATE(X) X(SILU, silu) X(GELU_TANH, gelu_tanh)

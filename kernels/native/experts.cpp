@@ -2,11 +2,13 @@
 //
 // The tokens' choices are sorted by expert. A thread takes some outputs of one expert at a time, for all rows of that
 // expert, so few tokens with many experts keep all threads busy and an expert's weights are read once. A token's results
-// are added up in float32 in the order of its choices, so its sum does not depend on other tokens.
+// are added up in float32 in the order of its choices, so its sum does not depend on other tokens. Quantized weights are
+// dequantized a panel at a time, which stays in the cache for its product.
 #include "experts.h"
 
 #include <algorithm>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "activation.h"
@@ -74,6 +76,65 @@ struct Task {
   int64_t expert, panel, num_panels;
 };
 
+// A weight of an expert.
+struct Weight {
+  const Linear& linear;
+  const QuantizedPanels* codes;
+
+  int64_t num_panels() const { return (linear.out_features + PANEL_LEN - 1) / PANEL_LEN; }
+};
+
+// Memory of the calling thread, for a dequantized panel or widened tokens. It keeps the largest size that was requested.
+char* task_scratch(int64_t bytes) {
+  thread_local std::vector<char> memory;
+  if (int64_t(memory.size()) < bytes) memory.resize(bytes);
+  return memory.data();
+}
+
+// Returns x [count] in the type that multiply_quantized reads.
+template <typename T>
+const void* quantized_inputs(const T* x, int64_t count) {
+  if constexpr (std::is_same_v<T, float> || std::is_same_v<T, BF16::Input>) {
+    return x;
+  } else {
+    auto* widened = (float*)task_scratch(count * sizeof(float));
+    for (int64_t i = 0; i < count; i++) widened[i] = to_float(x[i]);
+    return widened;
+  }
+}
+
+// y [rows, N] = x [rows, K] times `count` panels of a weight, from `first` on.
+template <typename T>
+void multiply_panels(const Linear& weight, const void* panels, const T* x, T* y, int64_t rows, int64_t first,
+                     int64_t count) {
+  const int64_t output = first * PANEL_LEN;
+  quire_linear_columns(int(weight.dtype), sizeof(T) == sizeof(float) ? FLOAT32 : BFLOAT16, x, panels,
+                       weight.scales ? weight.scales + output : nullptr,
+                       weight.bias ? (const T*)weight.bias + output : nullptr, y + output, weight.out_features, rows,
+                       weight.in_features, std::min(count * PANEL_LEN, weight.out_features - output), weight.stride);
+}
+
+template <typename T>
+void multiply_task(const Weight& weight, const Task& task, const T* x, T* y, int64_t rows) {
+  const Linear& linear = weight.linear;
+  const int64_t panel_bytes = linear.stride * itemsize(int(linear.dtype));
+  if (!weight.codes) {
+    const auto* panels = (const char*)linear.panels + task.panel * panel_bytes;
+    return multiply_panels(linear, panels, x, y, rows, task.panel, task.num_panels);
+  }
+  if (rows <= MAX_QUANTIZED_TOKENS) {
+    const void* inputs = quantized_inputs(x, rows * linear.in_features);
+    for (int64_t i = task.panel; i < task.panel + task.num_panels; i++)
+      multiply_quantized(*weight.codes, i, int(linear.dtype), inputs, rows, linear.bias, y);
+    return;
+  }
+  char* panel = task_scratch(panel_bytes);
+  for (int64_t i = task.panel; i < task.panel + task.num_panels; i++) {
+    dequantize_panel(*weight.codes, i, int(linear.dtype), panel);
+    multiply_panels(linear, panel, x, y, rows, i, 1);
+  }
+}
+
 // Calls body(row) for rows of `length` elements.
 template <typename Body>
 void for_rows(int64_t rows, int64_t length, int threads, const Body& body) {
@@ -87,11 +148,11 @@ template <typename T, typename Get>
 void multiply(const Choices& choices, const Batch& batch, const T* rows, T* y, int threads, const Get& get) {
   int64_t total = 0;
   for (int64_t x = batch.first; x < batch.last; x++)
-    if (choices.count(x)) total += (get(x).out_features + PANEL_LEN - 1) / PANEL_LEN;
+    if (choices.count(x)) total += get(x).num_panels();
   std::vector<Task> tasks;
   for (int64_t x = batch.first; x < batch.last; x++) {
     if (!choices.count(x)) continue;
-    const int64_t num_panels = (get(x).out_features + PANEL_LEN - 1) / PANEL_LEN;
+    const int64_t num_panels = get(x).num_panels();
     const int64_t least = choices.count(x) > 1 ? MIN_TASK_PANELS : 1;
     const int64_t step = std::max(least, total / (TASKS_PER_THREAD * threads));
     for (int64_t panel = 0; panel < num_panels; panel += step)
@@ -100,15 +161,10 @@ void multiply(const Choices& choices, const Batch& batch, const T* rows, T* y, i
   parallel_for(int64_t(tasks.size()), threads, [&](auto& next) {
     for (int64_t i; (i = next()) < int64_t(tasks.size());) {
       const Task& task = tasks[i];
-      const Linear& weight = get(task.expert);
-      const int64_t row = choices.starts[task.expert] - batch.begin, output = task.panel * PANEL_LEN;
-      const auto* panels = (const char*)weight.panels + task.panel * weight.stride * itemsize(int(weight.dtype));
-      quire_linear_columns(int(weight.dtype), sizeof(T) == sizeof(float) ? FLOAT32 : BFLOAT16,
-                           rows + row * weight.in_features, panels, weight.scales ? weight.scales + output : nullptr,
-                           weight.bias ? (const T*)weight.bias + output : nullptr,
-                           y + row * weight.out_features + output, weight.out_features, choices.count(task.expert),
-                           weight.in_features, std::min(task.num_panels * PANEL_LEN, weight.out_features - output),
-                           weight.stride);
+      const Weight weight = get(task.expert);
+      const int64_t row = choices.starts[task.expert] - batch.begin;
+      multiply_task(weight, task, rows + row * weight.linear.in_features, y + row * weight.linear.out_features,
+                    choices.count(task.expert));
     }
   });
 }
@@ -200,10 +256,10 @@ void run_experts(const Experts& own, const T* x, const float* factors, const int
     if (!batch.num_rows()) continue;
     gather(own, choices, batch, x, rows.get(), length, threads);
     multiply(choices, batch, (const T*)rows.get(), gate_up.get(), threads,
-             [&](int64_t i) -> const Linear& { return own.experts[i].gate_up; });
+             [&](int64_t i) { return Weight{own.experts[i].gate_up, own.experts[i].gate_up_codes}; });
     activate_rows(own, gate_up.get(), inner.get(), batch.num_rows(), inner_length, threads);
     multiply(choices, batch, (const T*)inner.get(), results.get() + batch.begin * length, threads,
-             [&](int64_t i) -> const Linear& { return own.experts[i].down; });
+             [&](int64_t i) { return Weight{own.experts[i].down, own.experts[i].down_codes}; });
   }
   add_up(own, choices, factors, results.get(), out, num_tokens, per_token, length, threads);
 }

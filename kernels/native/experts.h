@@ -1,10 +1,12 @@
-// The experts of a mixture, whose weights are packed in panels (experts.cpp).
+// The experts of a mixture, whose weights are in panels (experts.cpp).
 #pragma once
 
 #include "decode_layers.h"
+#include "quantized_panels.h"
 
 struct Expert {
   Linear gate_up, down;  // [2 I, E] and [E, I]
+  const QuantizedPanels *gate_up_codes, *down_codes;  // the weights, if they are quantized; else null
 };
 
 // Python fills this struct: kernels/native/experts.py declares the same fields in the same order.

@@ -11,7 +11,10 @@ from .library import library
 class Expert(ctypes.Structure):
     """The weights of one expert."""
 
-    _fields_ = [("gate_up", Linear), ("down", Linear)]
+    _fields_ = [
+        *((name, Linear) for name in ("gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("gate_up_codes", "down_codes")),
+    ]
 
 
 class Experts(ctypes.Structure):

@@ -61,6 +61,8 @@ _SIGNATURES: dict[str, list[_CType]] = {
     "quire_truncate": [_POINTER] * 2 + [_LONG, _FLOAT, _LONG] + [_FLOAT] * 2,
     "quire_add_lora": [_INT] + [_POINTER] * 4 + [_INT],
     "quire_lora_bytes": [],
+    "quire_quantized_panels_bytes": [],
+    "quire_dequantize_panels": [_POINTER, _INT, _POINTER, _INT],
     "quire_experts_bytes": [],
     "quire_experts": [_POINTER, _INT] + [_POINTER] * 4 + [_LONG] * 2 + [_INT],
     "quire_decode_layer_bytes": [],
@@ -82,6 +84,7 @@ _SIGNATURES: dict[str, list[_CType]] = {
 _RESULTS = {
     "quire_decode_layer_bytes": _LONG,
     "quire_experts_bytes": _LONG,
+    "quire_quantized_panels_bytes": _LONG,
     "quire_draft_network_bytes": _LONG,
     "quire_lora_bytes": _LONG,
     "quire_shm_segment_bytes": _LONG,

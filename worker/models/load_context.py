@@ -76,19 +76,24 @@ class LoadContext:
         self.checkpoint.read_into(out, name, (shard.full_len,), 0, shard.start)
         return out
 
-    def linear(self, parts: Sequence[WeightSlice], *, allow_online: bool = True) -> LinearWeight:
+    def linear(
+        self, parts: Sequence[WeightSlice], *, allow_online: bool = True, keep_codes: bool = False
+    ) -> LinearWeight:
         """Read the matrix of a linear layer.
 
         Args:
             parts: slices whose rows are concatenated.
             allow_online: apply online quantization, if requested; False for layers that need full precision.
+            keep_codes: as for read_linear.
         """
         quantization = self.quantization
         if quantization is not None and quantization.is_online and not allow_online:
             quantization = None
         return self.keep(
             f"linear {parts} {quantization}",
-            lambda: read_linear(self.checkpoint, parts, self.dtype, self.device, quantization),
+            lambda: read_linear(
+                self.checkpoint, parts, self.dtype, self.device, quantization, keep_codes=keep_codes
+            ),
         )
 
     def matrix(self, part: WeightSlice) -> Tensor:

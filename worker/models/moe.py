@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from ...kernels.moe import ExpertWeights, gather_linear, gather_terms, scatter_l
 from ...kernels.panel_experts import PanelExperts, supports
 from ..lora.expert_adapters import ExpertAdapters
 from ..weights.expert_weights import stack_experts
-from ..weights.linear_weight import LinearWeight, packed_weight
+from ..weights.linear_weight import LinearWeight, panel_weight, without_codes
 from ..weights.weight_slice import WeightSlice
 from .adapted_experts import AdaptedExperts, ExpertsForward
 from .expert_layout import expert_slices, find_block, find_correction, find_shared, read_expert_biases
@@ -131,10 +131,14 @@ def group_experts(layers: ExpertLayers, adapters: ExpertAdapters | None = None) 
     )
 
 
-def panel_experts(layers: ExpertLayers) -> PanelExperts | None:
-    """Return the layers for a CPU. Returns None if not all weights are packed in panels, or they differ in format."""
+def panel_experts(layers: ExpertLayers, dtype: torch.dtype) -> PanelExperts | None:
+    """Return the layers for a CPU. Returns None if not all weights are in panels, or they differ in format.
+
+    Args:
+        dtype: of the tokens.
+    """
     gate_up, down = (
-        [packed for packed in map(packed_weight, weights) if packed is not None]
+        [packed for packed in map(panel_weight, weights) if packed is not None]
         for weights in (layers.gate_up, layers.down)
     )
     if not len(gate_up) == len(down) == len(layers.down) or not (supports(gate_up) and supports(down)):
@@ -147,7 +151,14 @@ def panel_experts(layers: ExpertLayers) -> PanelExperts | None:
         layers.down_bias,
         layers.first_expert,
         scaled_inputs=layers.scaled_inputs,
+        dtype=dtype,
     )
+
+
+def dequantize_experts(layers: ExpertLayers) -> ExpertLayers:
+    """Return the layers with weights that are multiplied one by one without dequantizing them in every step."""
+    gate_up, down = ([*map(without_codes, weights)] for weights in (layers.gate_up, layers.down))
+    return replace(layers, gate_up=gate_up, down=down)
 
 
 class SharedExperts:
@@ -234,9 +245,11 @@ def read_experts(
     biases: tuple[Tensor | None, Tensor | None] = None, None
     if experts.interleaved:
         biases = read_expert_biases(load, experts, hidden_size, block)
+    # Experts with adapters are multiplied one by one, by ops that would dequantize each in every step.
+    keep_codes = load.lora is None
     layers = ExpertLayers(
-        [load.linear(expert.gate_up) for expert in slices],
-        [load.linear(expert.down) for expert in slices],
+        [load.linear(expert.gate_up, keep_codes=keep_codes) for expert in slices],
+        [load.linear(expert.down, keep_codes=keep_codes) for expert in slices],
         GatedActivation(gate, experts.clamp),
         experts.count,
         load.own_experts(experts.count).start,
@@ -253,7 +266,7 @@ def read_experts(
         grouped = group_experts(layers, adapters)
         if grouped is not None:
             return grouped
-    plain = panel_experts(layers) or layers
+    plain = panel_experts(layers, load.dtype) or dequantize_experts(layers)
     return plain if adapters is None else adapt_experts(layers, plain, adapters)
 
 

@@ -21,6 +21,7 @@ from ...kernels.quantized_linear import (
     quantized_linear,
     supports_float8_linear,
 )
+from ...kernels.quantized_panels import QuantizedPanels, dequantize_panels, pack_quantized
 from ..memory.scratch import empty_scratch
 from .checkpoint import Checkpoint
 from .quantization import Quantization
@@ -28,6 +29,8 @@ from .quantized_layouts import read_quantized
 from .weight_slice import WeightSlice
 
 ONLINE_TYPES = {"int8": torch.int8, "fp8": FLOAT8}
+# Dtypes that C++ ops dequantize panels to.
+PANEL_TYPES = (torch.float32, torch.bfloat16)
 # Elements of a matrix that are in float32 at a time while it is quantized or dequantized.
 CHUNK_ELEMENTS = 1 << 24
 
@@ -57,6 +60,34 @@ class PlainWeight:
 def packed_weight(weight: LinearWeight) -> PackedWeight | None:
     """Return the packed matrix of a PlainWeight. Returns None for other weights."""
     return weight.packed if isinstance(weight, PlainWeight) else None
+
+
+@dataclass(frozen=True, slots=True)
+class PanelCodes:
+    """A quantized weight of a CPU that keeps its bits: for ops that dequantize panel by panel (PanelExperts).
+
+    Attributes:
+        dtype: of the tokens.
+    """
+
+    panels: QuantizedPanels
+    dtype: torch.dtype
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As LinearWeight; dequantizes the whole weight in each call."""
+        return linear(x, dequantize_panels(self.panels, self.dtype), bias)
+
+
+def without_codes(weight: LinearWeight) -> LinearWeight:
+    """Return a PlainWeight instead of PanelCodes, and other weights unchanged."""
+    if not isinstance(weight, PanelCodes):
+        return weight
+    return PlainWeight(dequantize_panels(weight.panels, weight.dtype))
+
+
+def panel_weight(weight: LinearWeight) -> PackedWeight | QuantizedPanels | None:
+    """Return the matrix of a PlainWeight or PanelCodes. Returns None for other weights."""
+    return weight.panels if isinstance(weight, PanelCodes) else packed_weight(weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +127,8 @@ def read_linear(
     dtype: torch.dtype,
     device: torch.device,
     quantization: Quantization | None = None,
+    *,
+    keep_codes: bool = False,
 ) -> LinearWeight:
     """Read a layer's matrix.
 
@@ -103,6 +136,7 @@ def read_linear(
         parts: slices whose rows are concatenated, in this order.
         quantization: of the checkpoint or online; None for full precision. Layers of a quantized checkpoint may be
             stored in full precision.
+        keep_codes: return quantized weights as PanelCodes where a CPU has ops for them.
 
     Raises:
         ModelLoadError: a tensor is missing or has another shape.
@@ -113,8 +147,8 @@ def read_linear(
     if quantization.is_online:
         online = ONLINE_TYPES[quantization.method]
         quantized = [_quantize_slice(checkpoint, part, online, device) for part in parts]
-        return make_linear_weight(_merge(quantized)[0], dtype)
-    return _read_stored(checkpoint, parts, dtype, device, quantization)
+        return make_linear_weight(_merge(quantized)[0], dtype, keep_codes=keep_codes)
+    return _read_stored(checkpoint, parts, dtype, device, quantization, keep_codes=keep_codes)
 
 
 def read_matrix(
@@ -139,8 +173,13 @@ def read_matrix(
     return out
 
 
-def make_linear_weight(weight: QuantizedWeight, dtype: torch.dtype) -> LinearWeight:
-    """Return the fastest form for the weight's device; dequantize the weight if the device has no kernel for it."""
+def make_linear_weight(
+    weight: QuantizedWeight, dtype: torch.dtype, *, keep_codes: bool = False
+) -> LinearWeight:
+    """Return the fastest form for the weight's device; dequantize the weight if the device has no kernel for it.
+
+    `keep_codes` is as for read_linear.
+    """
     if supports_float8_linear(weight):
         return Float8Weight(weight)
     if has_quantized_kernel(weight):
@@ -149,6 +188,10 @@ def make_linear_weight(weight: QuantizedWeight, dtype: torch.dtype) -> LinearWei
         packed = pack_int8(weight.codes, weight.scales[0])
         if packed is not None:
             return PlainWeight(packed)
+    if keep_codes and dtype in PANEL_TYPES:
+        panels = pack_quantized(weight)
+        if panels is not None:
+            return PanelCodes(panels, dtype)
     matrix = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.codes.device)
     step = max(1, CHUNK_ELEMENTS // weight.in_features)
     for start in range(0, weight.out_features, step):
@@ -162,6 +205,8 @@ def _read_stored(
     dtype: torch.dtype,
     device: torch.device,
     quantization: Quantization,
+    *,
+    keep_codes: bool,
 ) -> LinearWeight:
     """Read slices of a quantized checkpoint, which may store some of them in full precision."""
     read = [read_quantized(checkpoint, part, quantization) for part in parts]
@@ -169,7 +214,10 @@ def _read_stored(
     if not stored:
         return _read_plain(checkpoint, parts, dtype, device)
     if len(stored) == len(parts):
-        weights = [make_linear_weight(weight.to(device), dtype) for weight in _merge(stored)]
+        merged = _merge(stored)
+        # Ops multiply whole layers by codes.
+        keep_codes = keep_codes and len(merged) == 1
+        weights = [make_linear_weight(weight.to(device), dtype, keep_codes=keep_codes) for weight in merged]
     else:
         weights = [
             _read_plain(checkpoint, [part], dtype, device)

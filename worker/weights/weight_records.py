@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...kernels.linear import Layout, PackedWeight
 from ...kernels.native.panels import Panels
-from .linear_weight import LinearWeight, PlainWeight, StackedWeight
+from ...kernels.quantized_panels import QuantizedPanels
+from .linear_weight import LinearWeight, PanelCodes, PlainWeight, StackedWeight
 
 # A record is a list of JSON values, of which the first names its type in _DECODERS.
 Record = list[Any]
@@ -30,6 +31,8 @@ _DTYPES = {
         torch.uint8,
         torch.int32,
         torch.int64,
+        torch.float8_e4m3fn,
+        torch.float4_e2m1fn_x2,
     )
 }
 
@@ -113,14 +116,40 @@ def _packed(record: Record, fetch: Fetch) -> PackedWeight:
     return PackedWeight(weight, Layout.PANELS, panels)
 
 
+def _codes_record(weight: PanelCodes, store: Store) -> Record:
+    own = weight.panels
+    tensors = [None if each is None else store(each) for each in (own.words, own.scales, own.zeros)]
+    return [
+        "codes",
+        *tensors,
+        [own.zero, str(own.dtype), own.in_features, own.out_features, str(weight.dtype)],
+    ]
+
+
+def _codes(record: Record, fetch: Fetch) -> PanelCodes:
+    _, words, scales, zeros, (zero, dtype, in_features, out_features, of_tokens) = record
+    panels = QuantizedPanels(
+        fetch(words),
+        fetch(scales),
+        None if zeros is None else fetch(zeros),
+        zero,
+        _DTYPES[dtype],
+        in_features,
+        out_features,
+    )
+    return PanelCodes(panels, _DTYPES[of_tokens])
+
+
 _ENCODERS: dict[type, Callable[[Any, Store], Record]] = {
     PackedWeight: _packed_record,
+    PanelCodes: _codes_record,
     PlainWeight: lambda weight, store: ["plain", to_record(weight.packed, store)],
     StackedWeight: lambda weight, store: ["stacked", *(to_record(each, store) for each in weight.weights)],
 }
 _DECODERS: dict[str, Callable[[Record, Fetch], Weight]] = {
     "tensor": lambda record, fetch: fetch(record),
     "packed": _packed,
+    "codes": _codes,
     "plain": lambda record, fetch: PlainWeight(from_record(record[1], fetch)),
     "stacked": lambda record, fetch: StackedWeight(tuple(from_record(each, fetch) for each in record[1:])),
 }

@@ -35,6 +35,7 @@ FILES = [
     "test_lora.py",
     "test_paged_attention.py",
     "test_quantized_kv.py",
+    "test_quantized_panels.py",
     "native/test_library.py",
     "native/test_thread_pool.py",
 ]

@@ -13,6 +13,7 @@ import torch
 from quantized_models import SCHEMES, Scheme, write_quantized
 from safetensors.torch import load_file, save_file
 
+from quire.kernels.native.library import is_available
 from quire.kernels.quantized_linear import dequantize
 from quire.proto.errors import ConfigError, ModelLoadError
 from quire.proto.step import RowSampling
@@ -21,7 +22,7 @@ from quire.worker.models.registry import check_supported
 from quire.worker.runner import ModelRunner
 from quire.worker.weights import linear_weight
 from quire.worker.weights.checkpoint import Checkpoint
-from quire.worker.weights.linear_weight import read_linear
+from quire.worker.weights.linear_weight import PanelCodes, PlainWeight, read_linear
 from quire.worker.weights.quantization import Quantization, read_quantization
 from quire.worker.weights.quantized_layouts import read_quantized
 from quire.worker.weights.weight_slice import WeightSlice
@@ -46,6 +47,21 @@ def scheme_of(folder: Path, engine_config: Any) -> Quantization:
     found = read_quantization(engine_config(folder).model)
     assert found is not None
     return found
+
+
+@pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "float8-blocks", "awq", "gptq-symmetric", "packed"])
+def test_experts_keep_their_codes(name: str, folders: Any, engine_config: Any) -> None:
+    quantized, _ = folders[name]
+    part = WeightSlice("model.layers.0.mlp.down_proj", (64, 128), 1, 0, 128)
+    arguments = Checkpoint(quantized), [part], torch.bfloat16, CPU, scheme_of(quantized, engine_config)
+    kept = read_linear(*arguments, keep_codes=True)
+    assert isinstance(kept, PanelCodes)
+    plain = read_linear(*arguments)
+    assert isinstance(plain, PlainWeight)
+    assert kept.panels.nbytes < plain.packed.weight.nbytes * 0.7
+    x = torch.randn(3, 128, dtype=torch.bfloat16)
+    assert torch.equal(kept.multiply(x), plain.multiply(x))
 
 
 @pytest.mark.parametrize("name", SCHEMES)
