@@ -12,6 +12,10 @@ from benchmarks.gpu.sizes import Sizes
 from quire.kernels.decode_splits import split_decodes
 from quire.kernels.fused_latent_norm_rope_write import fused_latent_norm_rope_write
 from quire.kernels.latent_attention import ChunkBounds, latent_decode_attention, latent_prefill_attention
+from quire.kernels.sparse_latent import index_scores, select_top_tokens, sparse_latent_attention
+
+# Heads, numbers of a key, and chosen tokens of DeepSeek-V3.2's indexers.
+INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 2048
 
 
 def latent_cases(sizes: Sizes) -> Iterator[OpCase]:
@@ -20,6 +24,9 @@ def latent_cases(sizes: Sizes) -> Iterator[OpCase]:
     yield latent_decode_case(sizes, *sizes.decodes[-1])
     yield latent_prefill_case(sizes, sizes.prefill_lens[-1])
     yield latent_write_case(sizes, sizes.prefill_lens[-1])
+    rows, length = sizes.decodes[-1]
+    yield index_scores_case(sizes, rows, length)
+    yield sparse_decode_case(sizes, rows, length)
 
 
 def latent_decode_case(sizes: Sizes, rows: int, length: int) -> OpCase:
@@ -81,7 +88,46 @@ def latent_write_case(sizes: Sizes, tokens: int) -> OpCase:
     return OpCase(f"fused_latent_norm_rope_write.{tokens}", sizes.device, num_bytes, 0, make)
 
 
-def _random_cache(sizes: Sizes, rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return latents in shuffled blocks, and the block tables."""
+def index_scores_case(sizes: Sizes, rows: int, length: int) -> OpCase:
+    """Return the op that scores all tokens for one new token per sequence."""
+
+    def make(index: int) -> Op:
+        cache, tables = _random_cache(sizes, rows, length, INDEX_DIM)
+        keys = cache[..., sizes.latent_model.cached_dim :]
+        q = random(sizes, rows, INDEX_HEADS, INDEX_DIM)
+        weights = torch.rand(rows, INDEX_HEADS, device=sizes.device)
+        sequences = torch.arange(rows, device=sizes.device)
+        lens = torch.full((rows,), length, dtype=torch.int32, device=sizes.device)
+        return lambda: index_scores(q, weights, keys, tables, sequences, lens)
+
+    num_bytes = rows * length * INDEX_DIM * getattr(torch, sizes.dtype).itemsize
+    flops = 2 * rows * length * INDEX_HEADS * INDEX_DIM
+    return OpCase(f"index_scores.{rows}x{length}", sizes.device, num_bytes, flops, make)
+
+
+def sparse_decode_case(sizes: Sizes, rows: int, length: int) -> OpCase:
+    """Return the attention of one new token per sequence to tokens chosen by random scores."""
+    model, top_k = sizes.latent_model, min(TOP_K, length // 2)
+
+    def make(index: int) -> Op:
+        cache, tables = _random_cache(sizes, rows, length, INDEX_DIM)
+        latents = cache[..., : model.cached_dim]
+        q = random(sizes, rows, model.num_attention_heads, model.cached_dim)
+        scores = torch.rand(rows, tables.shape[1] * BLOCK_SIZE, device=sizes.device)
+        sequences = torch.arange(rows, device=sizes.device)
+        lens = torch.full((rows,), length, dtype=torch.int32, device=sizes.device)
+        selected = select_top_tokens(scores, tables, sequences, lens, BLOCK_SIZE, top_k)
+        return lambda: sparse_latent_attention(
+            q, latents, *selected, model.attention_scale, model.kv_lora_rank
+        )
+
+    num_bytes = rows * top_k * model.cached_dim * getattr(torch, sizes.dtype).itemsize
+    flops = 2 * rows * top_k * model.num_attention_heads * (model.cached_dim + model.kv_lora_rank)
+    return OpCase(f"sparse_latent.{rows}x{length}", sizes.device, num_bytes, flops, make)
+
+
+def _random_cache(sizes: Sizes, rows: int, length: int, index_dim: int = 0) -> tuple[Tensor, Tensor]:
+    """Return latents, with keys of an indexer behind them, in shuffled blocks, and the block tables."""
     tables, num_blocks = shuffled_tables(sizes, rows, length)
-    return random(sizes, num_blocks, 1, 1, BLOCK_SIZE, sizes.latent_model.cached_dim), tables
+    width = sizes.latent_model.cached_dim + index_dim
+    return random(sizes, num_blocks, 1, 1, BLOCK_SIZE, width), tables
