@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 from . import coerce as plain
@@ -49,8 +49,12 @@ class SamplingDefaults:
 
     def under(self, params: SamplingParams) -> SamplingDefaults:
         """Return the settings of `params`, with these for values that it leaves unset."""
-        given = {field.name: getattr(params, field.name) for field in fields(self)}
-        return replace(self, **{name: value for name, value in given.items() if value is not None})
+        given = {name: value for name in _DEFAULTED if (value := getattr(params, name)) is not None}
+        return replace(self, **given) if given else self
+
+
+# With dataclasses.fields and asdict, `SamplingParams.with_defaults` took 39 us instead of 23 (AMD EPYC).
+_DEFAULTED = tuple(member.name for member in fields(SamplingDefaults))
 
 
 @dataclass(slots=True)
@@ -159,7 +163,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for field, convert in _CONVERTERS.items():
             value = getattr(self, field)
-            if value is not None or field in _NEVER_NONE:
+            if value is not _DEFAULT_OF[field] and (value is not None or field in _NEVER_NONE):
                 setattr(self, field, convert(f"sampling.{field}", value))
         self.top_k = 0 if self.top_k == _UNBOUNDED else self.top_k
         self._check_numbers()
@@ -281,6 +285,8 @@ class SamplingParams:
 
         Constraints are allowed: they exclude tokens and leave the others' probabilities as they are.
         """
+        if self.beam_width is None:
+            return
         unset: dict[str, tuple[object, ...]] = {
             "logprobs": (None,),
             "repetition_penalty": (None, 1),
@@ -294,7 +300,7 @@ class SamplingParams:
         }
         for field, values in unset.items():
             given = getattr(self, field)
-            _require(self.beam_width is None or given in values, field, given, "unset with beam_width")
+            _require(given in values, field, given, "unset with beam_width")
 
     @property
     def num_sequences(self) -> int:
@@ -322,7 +328,15 @@ class SamplingParams:
 
     def with_defaults(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the settings with `defaults` for unset values; unchanged for beam search, which ignores them."""
-        return self if self.beam_width is not None else replace(self, **asdict(defaults.under(self)))
+        values = self.defaulted_values(defaults)
+        return replace(self, **values) if values else self
+
+    def defaulted_values(self, defaults: SamplingDefaults) -> dict[str, Any]:
+        """Return field |-> value of the fields that `with_defaults` sets."""
+        if self.beam_width is not None:
+            return {}
+        settings = defaults.under(self)
+        return {name: getattr(settings, name) for name in _DEFAULTED}
 
 
 def check_sampling_settings(settings: SamplingDefaults, owner: str) -> None:
@@ -376,6 +390,8 @@ _CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
     "repetition_detection": RepetitionDetectionParams.of,
     "extra_args": plain.json_arguments,
 }  # fmt: skip
+# field |-> its default, which is plain Python already.
+_DEFAULT_OF = {member.name: member.default for member in fields(SamplingParams)}
 # Fields that are converted even if they are None: None is an empty sequence or invalid.
 _NEVER_NONE = {
     member.name

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from operator import add, attrgetter
 from typing import Protocol
 
 from ...proto.errors import DeadlineExpired, ProtocolError, QuireError, ReplicaUnavailable
@@ -24,6 +25,9 @@ from ..requests.sequence_update import SequenceUpdate
 
 # After this many replica failures under one request, without a token between, it is assumed to be their cause.
 MAX_FAILED_REPLICAS = 3
+
+# dataclasses.astuple takes five times as long.
+_values_of = attrgetter(*(each.name for each in fields(Timings)))
 
 MoveListener = Callable[[str, MoveCause], None]
 
@@ -336,4 +340,4 @@ class MigratingRequest(UpdateQueue):
 
 
 def _add(left: Timings, right: Timings) -> Timings:
-    return Timings(*(a + b for a, b in zip(astuple(left), astuple(right), strict=True)))
+    return Timings(*map(add, _values_of(left), _values_of(right)))

@@ -252,7 +252,8 @@ class RequestChecker:
         self._check_beams(sampling.beam_width)
         self._check_extra_args(sampling)
         return replace(
-            sampling.with_defaults(self._config.model.sampling_defaults),
+            sampling,
+            **sampling.defaulted_values(self._config.model.sampling_defaults),
             max_tokens=min(sampling.max_tokens or max_new_tokens, max_new_tokens),
             seed=self._seeds.getrandbits(63) if sampling.seed in (None, RANDOM_SEED) else sampling.seed,
             bad_words=self._bad_word_token_ids(sampling.bad_words),
