@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
-import httpx
+import grpc.aio
 
-from quire import AsyncClient, SamplingParams
-from quire.proto.errors import QuireError
+from quire.cluster.api.grpc_status import from_grpc_error
+from quire.proto import inference_pb2
 
 PROMPT = "It was"
+GENERATE = "/quire.v1.Inference/Generate"
 # A call that has not ended so long after its last chance has failed.
 HANG_S = 120.0
 
@@ -52,36 +56,65 @@ Outcome = tuple[int, str, float | None]
 Door = Callable[[float | None], Awaitable[Outcome]]
 
 
-def grpc_door(client: AsyncClient, num_tokens: int) -> Door:
-    """Return a sender over gRPC."""
-    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
+def grpc_door(channel: grpc.aio.Channel, num_tokens: int, authorization: str = "") -> Door:
+    """Return a sender over gRPC, of bytes that are made once: the caller shares the cores with the server."""
+    request = inference_pb2.GenerateRequest(
+        text=PROMPT,
+        sampling=inference_pb2.SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0),
+    ).SerializeToString()
+    generate: Any = channel.unary_unary(GENERATE)
+    metadata = (("authorization", authorization),) if authorization else None
 
     async def send(timeout_s: float | None) -> Outcome:
         try:
-            output = await client.generate(PROMPT, params, timeout_s=timeout_s, resumable=False)
-        except QuireError as error:
-            return 0, error.reason, error.retry_delay_s if error.is_retriable else None
+            response = await generate(request, timeout=timeout_s, metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            failure = from_grpc_error(error, "the server")
+            return 0, failure.reason, failure.retry_delay_s
+        output = inference_pb2.GenerateResponse.FromString(response)
         return len(output.outputs[0].token_ids), "", None
 
     return send
 
 
-def http_door(client: httpx.AsyncClient, model: str, num_tokens: int) -> Door:
-    """Return a sender over HTTP."""
-    body = {
+@asynccontextmanager
+async def http_door(url: str, model: str, num_tokens: int, authorization: str = "") -> AsyncIterator[Door]:
+    """Yield a sender over HTTP, of bytes that are made once, on connections that are kept.
+
+    A refused call costs this caller a third of the CPU time that it costs httpx.
+
+    Args:
+        url: ``http://HOST:PORT``.
+    """
+    address = url.removeprefix("http://")
+    host, _, port = address.rpartition(":")
+    content = {
         "model": model, "prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0
     }  # fmt: skip
+    body = json.dumps(content).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\n"
+    head += f"authorization: {authorization}\r\n" if authorization else ""
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def send(timeout_s: float | None) -> Outcome:
-        headers = {} if timeout_s is None else {"x-request-timeout": f"{timeout_s:g}"}
-        response = await client.post("/v1/completions", json=body, headers=headers)
-        if response.is_success:
-            return int(response.json()["usage"]["completion_tokens"]), "", None
-        delay = response.headers.get("retry-after")
-        reason = str(response.json()["error"]["code"]).upper()
-        return 0, reason, None if delay is None else float(delay)
+        limit = "" if timeout_s is None else f"x-request-timeout: {timeout_s:g}\r\n"
+        reader, writer = idle.pop() if idle else await asyncio.open_connection(host, int(port))
+        writer.write(f"{head}{limit}\r\n".encode() + body)
+        status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        answer = json.loads(await reader.readexactly(int(headers["content-length"])))
+        idle.append((reader, writer))
+        if status.split()[1] == "200":
+            return int(answer["usage"]["completion_tokens"]), "", None
+        delay = headers.get("retry-after")
+        return 0, str(answer["error"]["code"]).upper(), None if delay is None else float(delay)
 
-    return send
+    try:
+        yield send
+    finally:
+        for _, writer in idle:
+            writer.close()
 
 
 async def send(door: Door, timeout_s: float | None) -> Call:

@@ -8,12 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import httpx
+import grpc.aio
 import pytest
 from local_server import local_server
 
 from benchmarks.overload_calls import Call, Door, closed_loop, goodput, grpc_door, http_door, open_loop, send
-from quire import AsyncClient
 
 NUM_TOKENS = 24
 MAX_QUEUE_LEN = 4
@@ -26,12 +25,10 @@ async def small_server(model: Path) -> AsyncIterator[dict[str, Door]]:
     """Run a server with one row; yield protocol |-> sender of calls."""
     async with (
         local_server(model, http=True, max_num_seqs=1, max_queue_len=MAX_QUEUE_LEN) as server,
-        AsyncClient(server.target) as client,
-        httpx.AsyncClient(
-            base_url=server.url, timeout=120, limits=httpx.Limits(max_connections=None)
-        ) as http,
+        grpc.aio.insecure_channel(server.target) as channel,
+        http_door(server.url, "tiny", NUM_TOKENS) as over_http,
     ):
-        yield {"grpc": grpc_door(client, NUM_TOKENS), "http": http_door(http, "tiny", NUM_TOKENS)}
+        yield {"grpc": grpc_door(channel, NUM_TOKENS), "http": over_http}
 
 
 def test_calls_are_served_or_refused_with_a_delay(make_model: Callable[..., Path]) -> None:
