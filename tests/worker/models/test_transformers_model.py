@@ -140,9 +140,9 @@ def test_online_quantization_applies_to_linear_layers(
     made: list[torch.dtype] = []
     make = linear_weight.make_linear_weight
 
-    def record(weight: QuantizedWeight, dtype: torch.dtype) -> LinearWeight:
+    def record(weight: QuantizedWeight, dtype: torch.dtype, *, keep_codes: bool) -> LinearWeight:
         made.append(weight.codes.dtype)
-        return make(weight, dtype)
+        return make(weight, dtype, keep_codes=keep_codes)
 
     monkeypatch.setattr(linear_weight, "make_linear_weight", record)
     ModelRunner(engine_config(make_model("olmo", seed=7), quantization="int8"), SingleRank())
