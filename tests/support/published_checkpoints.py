@@ -93,6 +93,14 @@ CHECKPOINTS = {
         {"ignore": ["lm_head", "model.layers.3.eh_proj", "re:.*mlp.gate$"]},
         rewrite=with_mtp_head,
     ),
+    # All layers of an indexer are in float8, except for the weights of its heads.
+    "deepseek_v32-fp8": Published(
+        "deepseek_v32",
+        Scheme("float8", is_float=True, block=(16, 16), ignored=r"mlp\.gate\.|weights_proj|lm_head|embed"),
+        {"num_nextn_predict_layers": 1},
+        {"fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"},
+        rewrite=with_mtp_head,
+    ),
     "minimax_m2-fp8": Published(
         "minimax_m2",
         FLOAT8_BLOCKS,

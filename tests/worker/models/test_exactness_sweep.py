@@ -14,12 +14,15 @@ from quire.proto.step import RowSampling
 NUM_CONFIGS = 200
 GREEDY = RowSampling(temperature=0.0)
 WINDOWED = ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "olmo3", "cohere2", "starcoder2")
-LATENT = ("deepseek_v2", "deepseek_v3")
+LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
 SHARDED = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe", "olmo2"),
     *(
         "deepseek_v2",
         "deepseek_v3",
+        "deepseek_v32",
+        "glm_moe_dsa",
         "olmo3",
         "granite",
         "smollm3",
@@ -80,6 +83,9 @@ def draw_latent(rng: random.Random, kind: str) -> dict[str, Any]:
         "first_k_dense_replace": rng.randint(0, 2),
         "n_shared_experts": rng.randint(1, 2),
     }
+    if kind in SPARSE:
+        fields |= {"q_lora_rank": 24, "index_topk": rng.choice((1, 7, 16, 64))}
+        fields |= {"index_head_dim": shared_dim + rng.choice((0, 8)), "indexer_types": None}
     if kind == "deepseek_v3":
         fields |= {"rope_interleave": rng.random() < 0.5, "norm_topk_prob": rng.random() < 0.5}
     return fields
