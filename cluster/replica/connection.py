@@ -86,6 +86,7 @@ class ZmqConnection:
             pass
         while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # its last messages give the reason
             await asyncio.sleep(0.001)
+        await asyncio.sleep(0)  # the event loop may have just taken one from the socket for `receive`
 
     async def close(self, linger_ms: int) -> None:
         """See `Connection`."""
