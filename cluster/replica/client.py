@@ -156,6 +156,7 @@ class ReplicaClient:
         # Futures of `next_status`, done by the next status whichever query it answers.
         self._next_statuses: dict[asyncio.Future[ReplicaStatus], None] = {}
         self._problem = f"replica {replica_id} has not answered yet"
+        self._is_unanswered = False  # its silence was logged, and no status came since
         self._failed, self._failure = asyncio.Event(), ""
         self._is_gone = False  # failed for good
         self._healthy, self._unhealthy = asyncio.Event(), asyncio.Event()
@@ -432,6 +433,17 @@ class ReplicaClient:
     def _set_problem(self, problem: str) -> None:
         if problem and problem != self._problem:
             _log.warning("%s", problem)
+        self._replace_problem(problem)
+
+    def _set_silent(self) -> None:
+        """Name the silence, which grows. Only its beginning is logged: the log takes few warnings alike per minute."""
+        problem = f"replica {self.replica_id} has not answered for {self.silence_s:.0f} s"
+        if not self._is_unanswered:
+            _log.warning("%s", problem)
+        self._is_unanswered = True
+        self._replace_problem(problem)
+
+    def _replace_problem(self, problem: str) -> None:
         self._problem = problem
         became, ended = (self._unhealthy, self._healthy) if problem else (self._healthy, self._unhealthy)
         became.set()
@@ -506,6 +518,7 @@ class ReplicaClient:
         if self.latest_status is not None and status.uptime_s < self.latest_status.uptime_s:
             self._fail_all("it was restarted and has no earlier requests")
         self.latest_status = status
+        self._is_unanswered = False
         if not self._is_gone:
             self._failed.clear()
             self._set_problem(status.problem)
@@ -541,4 +554,4 @@ class ReplicaClient:
             if self.is_silent:
                 self._fail_replica(f"it has been silent for {self.silence_s:.0f} s")
             elif self.silence_s > UNANSWERED_S and not self.has_failed:
-                self._set_problem(f"replica {self.replica_id} has not answered for {self.silence_s:.0f} s")
+                self._set_silent()

@@ -116,6 +116,25 @@ def test_pause_of_the_gateway_is_not_the_silence_of_its_replica(monkeypatch: pyt
     run(scenario)
 
 
+def test_silence_is_logged_once_while_its_length_grows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(module, "UNANSWERED_S", HEARTBEAT_S)
+
+    async def scenario() -> None:
+        async with connection() as (client, scheduler):
+            while "has not answered for 1 s" not in client.problem:  # `run` has a deadline
+                clock.now += HEARTBEAT_S
+                await scheduler.receive()
+
+    run(scenario)
+    assert [record.getMessage() for record in caplog.records] == [
+        "replica replica-0 has not answered for 0 s"
+    ]
+
+
 class Receiver:
     """UpdateReceiver that keeps the updates of one sequence."""
 
