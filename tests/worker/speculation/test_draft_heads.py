@@ -11,16 +11,19 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from adapters import ATTENTION, VOCABULARY, merge, write_adapter
 from draft_contexts import assert_same_drafts
 from draft_heads import Eagle3, HeadReference, Mtp, add_mtp, write_eagle3
 from ranked_driver import RankedDriver
+from reference import Reference
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
 from quire.kernels.native.library import is_available
 from quire.proto.block_tables import IntArray
-from quire.proto.config import SpeculativeConfig
+from quire.proto.config import LoraConfig, SpeculativeConfig
+from quire.proto.lora import LoraReference
 from quire.worker.speculation import head_proposer
 from quire.worker.speculation.head_proposer import HeadProposer
 
@@ -304,3 +307,25 @@ def test_prefix_hit_drafts_like_reference(make_recording_engine: Any) -> None:
     driver.empty_ranks()
     assert driver.finishes[1].num_cached_tokens > 0
     assert check_drafts(reference_type(head, transformers_model(engine))) > 4
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_drafts_are_verified_with_the_adapter(
+    kind: str, make_head: Any, make_model: Callable[..., Path], make_engine: Any, tmp_path: Path
+) -> None:
+    """The heads share the embedding and the LM head of the target, without the adapters of these."""
+    target, speculative, _ = make_head(kind)
+    base = make_model("llama")
+    path = write_adapter(tmp_path / "adapter", base, (*ATTENTION, *VOCABULARY), size=2, seed=1)
+    references = [Reference(base), Reference(merge(tmp_path / "merged", base, path))]
+    engine = make_engine(
+        target, 1, num_blocks=NUM_BLOCKS, max_model_len=128, speculative=speculative, lora=LoraConfig(1, 8, 1)
+    )
+    driver = RankedDriver(engine.config.with_num_blocks(NUM_BLOCKS), engine.step)
+    for handle, lora in enumerate((None, LoraReference("own", str(path)))):
+        driver.add(handle, PROMPTS[1], max_tokens=16, ignore_eos=True, temperature=0.0, lora=lora)
+    driver.run(2)
+    assert driver.scheduler.stats.num_draft_tokens > 0
+    assert driver.outputs[0] != driver.outputs[1]
+    for handle, reference in enumerate(references):
+        reference.check_greedy(PROMPTS[1], driver.outputs[handle])
