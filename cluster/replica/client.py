@@ -436,7 +436,7 @@ class ReplicaClient:
         self._replace_problem(problem)
 
     def _set_silent(self) -> None:
-        """Name the silence, which grows. Only its beginning is logged: the log takes few warnings alike per minute."""
+        """Name the silence, which grows. Only its beginning is logged: the log takes few alike per minute."""
         problem = f"replica {self.replica_id} has not answered for {self.silence_s:.0f} s"
         if not self._is_unanswered:
             _log.warning("%s", problem)
