@@ -86,10 +86,11 @@ def test_kimi_k2_is_read_as_deepseek_v3(
     Reference(source).check_greedy(prompt, sequence.generated)
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32"])
 def test_quantized_cache_gives_the_same_first_tokens(
-    make_model: Callable[..., Path], make_engine: Any, planned: Any
+    kind: str, make_model: Callable[..., Path], make_engine: Any, planned: Any
 ) -> None:
-    folder = make_model("deepseek_v3", seed=7)
+    folder = make_model(kind, seed=7)
     exact = generate(make_engine(folder), planned)
     found = generate(make_engine(folder, 2, kv_dtype="int8"), planned)
     assert [tokens[0] for tokens in found] == [tokens[0] for tokens in exact]
