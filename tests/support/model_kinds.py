@@ -42,6 +42,22 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"sliding_window": 24},
     "mixtral-fused": {"checkpoint": {"save_original_format": False}},
+    "phimoe": {
+        "num_local_experts": 4,
+        "lm_head_bias": True,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 500.0,
+            "short_factor": [1.0 + 0.25 * pair for pair in range(8)],
+            "long_factor": [4.0] * 8,
+            "short_mscale": 1.25,
+            "long_mscale": 1.5,
+            "original_max_position_embeddings": 256,
+        },
+        "original_max_position_embeddings": 256,
+    },
+    "phimoe-fused": {"num_local_experts": 4, "checkpoint": {"save_original_format": False}},
     "gpt_oss": {},
     "qwen2": {},
     "qwen2-window": {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1},
@@ -152,21 +168,19 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "olmo": {},
     "gemma": {},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
-    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "phimoe-fused": {"num_local_experts": 4, "checkpoint": {"save_original_format": False}},
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64},
 }
 # No tensor-parallel plan, or one with styles besides columns and rows.
 ONE_RANK_ONLY = {
+    "flex_olmo",
     "gpt2",
     "opt",
     "bloom",
     "falcon",
     "falcon-multi-query",
     "falcon-linear-biases",
-    "phimoe",
-    "phimoe-fused",
 }
 
 

@@ -81,6 +81,8 @@ def choose_experts(logits: Tensor, correction: Tensor | None, experts: Experts) 
     if experts.score == "softmax_of_chosen":
         chosen, expert_ids = logits.float().topk(experts.per_token, dim=-1)
         return chosen.softmax(dim=-1), expert_ids
+    if experts.score == "sparsemixer":
+        return _sparsemixer(logits, experts)
     if experts.score == "sigmoid_of_chosen":
         chosen, expert_ids = logits.topk(experts.per_token, dim=-1)
         return chosen.float().sigmoid(), expert_ids
@@ -93,6 +95,21 @@ def choose_experts(logits: Tensor, correction: Tensor | None, experts: Experts) 
     if experts.normalized:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + _EPSILON)
     return weights * experts.scale if experts.scale != 1.0 else weights, expert_ids
+
+
+def _sparsemixer(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """Choose the best experts one after the other (SparseMixer-v2; Liu et al., *GRIN*, 2024), as for choose_experts.
+
+    The weight of each is its softmax over the experts that are left whose logits are close to its own.
+    """
+    left, weights, expert_ids = logits, [], []
+    for _ in range(experts.per_token):
+        best, chosen = left.max(dim=-1, keepdim=True)
+        is_far = (best - logits) / logits.abs().clamp(min=best) > 2 * experts.jitter
+        weights.append(left.masked_fill(is_far, -torch.inf).softmax(dim=-1).gather(-1, chosen))
+        expert_ids.append(chosen)
+        left = left.scatter(-1, chosen, -torch.inf)
+    return torch.cat(weights, dim=-1).float(), torch.cat(expert_ids, dim=-1)
 
 
 def _mask_groups(scores: Tensor, experts: Experts) -> Tensor:

@@ -19,6 +19,7 @@ class Family:
         mlp_bias_field: field of the configuration that tells whether the feed-forward network has biases.
         eps_field: field of the configuration with the eps of norms.
         qk_norm_field: field of the configuration that tells whether there is a `qk_norm`; None if there always is.
+        head_bias_field: field of the configuration that tells whether the head has a bias; None for `head_bias`.
         activation_field: field of the configuration with the activation.
         is_gemma: embeddings are multiplied by the square root of the hidden size, norm weights are stored minus 1,
             and ``query_pre_attn_scalar`` replaces head_dim in the attention scale.
@@ -74,5 +75,6 @@ class Family:
     adapt: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     names: Names = field(default_factory=Names)
     head_bias: bool = False
+    head_bias_field: str | None = None
     value_norm: bool = False
     layer_scalars: bool = False

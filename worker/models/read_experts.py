@@ -109,6 +109,15 @@ def _llama4_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
     return replace(experts, score="sigmoid_of_chosen", scaled_inputs=True, transposed=True)
 
 
+def _sparsemixer_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
+    """Routing of Phi-MoE: the two best experts, each with a softmax of its own."""
+    if experts.per_token != 2:
+        raise ConfigError(
+            f"num_experts_per_tok is {experts.per_token}, must be 2 with the routing of Phi-MoE"
+        )
+    return replace(experts, score="sparsemixer", jitter=float(hf.get("router_jitter_noise", 0.01)))
+
+
 # Family.routing |-> function that adds the settings of a configuration.
 ROUTINGS: dict[str, Callable[[Experts, dict[str, Any]], Experts]] = {
     "softmax": lambda experts, hf: experts,
@@ -116,6 +125,7 @@ ROUTINGS: dict[str, Callable[[Experts, dict[str, Any]], Experts]] = {
     "corrected_sigmoid": _corrected_sigmoid_routing,
     "gpt_oss": _gpt_oss_routing,
     "llama4": _llama4_routing,
+    "sparsemixer": _sparsemixer_routing,
     "corrected_softmax": lambda experts, hf: replace(experts, correction_bias=True),
     "beside_dense": lambda experts, hf: replace(experts, beside_dense=True),
     "gated_sharing": lambda experts, hf: replace(experts, shared_gate=True),

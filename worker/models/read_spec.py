@@ -106,7 +106,9 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         draft_prefixes=mtp_prefixes(model),
         latent=latent,
         names=family.names,
-        head_bias=family.head_bias,
+        head_bias=family.head_bias
+        if family.head_bias_field is None
+        else bool(hf.get(family.head_bias_field)),
         query_temperature=_read_temperature(hf),
         value_norm=family.value_norm,
         per_layer_inputs=_read_per_layer_inputs(hf),

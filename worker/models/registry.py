@@ -53,6 +53,14 @@ FAMILIES = {
         expert_fields=("num_local_experts", "intermediate_size"),
         experts_normalized=True,
     ),
+    "PhimoeForCausalLM": Family(
+        norm_kind="layer",
+        all_layers_windowed=True,
+        expert_fields=("num_local_experts", "intermediate_size"),
+        experts_normalized=False,
+        routing="sparsemixer",
+        head_bias_field="lm_head_bias",
+    ),
     "GptOssForCausalLM": Family(
         attention_sinks=True,
         expert_fields=("num_local_experts", "intermediate_size"),

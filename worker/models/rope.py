@@ -152,7 +152,8 @@ def _longrope(frequencies: list[float], theta: float, settings: dict[str, Any], 
     factors = [float(factor) for factor in settings[name]]
     if len(factors) != len(frequencies):
         raise ValueError(f"{name} has {len(factors)} numbers for {len(frequencies)} pairs")
-    scale = settings.get("attention_factor")
+    # Phi-MoE has a scale per list.
+    scale = settings.get(name.replace("factor", "mscale"), settings.get("attention_factor"))
     if scale is None:
         stretch = settings.get("factor") or context.context_len / original_len
         scale = math.sqrt(1 + math.log(stretch) / math.log(original_len)) if stretch > 1 else 1.0

@@ -42,7 +42,7 @@ class Experts:
         intermediate_size: of one expert.
         normalized: scale the weights of a token's experts to sum to 1.
         score: function of the router's logits: ``softmax`` over all experts, ``softmax_of_chosen`` or
-            ``sigmoid_of_chosen`` over the chosen ones, or ``sigmoid`` of each.
+            ``sigmoid_of_chosen`` over the chosen ones, ``sigmoid`` of each, or ``sparsemixer`` (see `jitter`).
         router_bias: the router's linear layer has a bias.
         num_groups, num_top_groups: a token's experts are chosen from its best `num_top_groups` of `num_groups` groups
             of equal size (group-limited routing; DeepSeek-AI, *DeepSeek-V2*, 2024).
@@ -57,6 +57,7 @@ class Experts:
         scaled_inputs: a token's weights multiply the inputs of its experts instead of their results.
         beside_dense: the result is added to that of the layer's dense network, each with norms of its own.
         clamp: `alpha` and `limit` of kernels.activation.clamped_silu_and_mul; None for the model's own activation.
+        jitter: of sparsemixer: experts whose logits are within twice this part of the best one's share its softmax.
     """
 
     count: int
@@ -77,6 +78,7 @@ class Experts:
     scaled_inputs: bool = False
     beside_dense: bool = False
     clamp: tuple[float, float] | None = None
+    jitter: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

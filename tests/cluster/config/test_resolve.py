@@ -267,7 +267,10 @@ def test_resolve_refuses_flash_attention_that_must_be_batch_invariant() -> None:
 def test_whole_experts_are_for_mixtures_of_quires_own(make_model: Callable[..., Path]) -> None:
     config = resolve_on_cpu(make_model("mixtral"), enable_expert_parallel=True)
     assert config.parallel.enable_expert_parallel
-    for kind, reason in (("llama", "it has no experts"), ("phimoe", "does not support PhimoeForCausalLM")):
+    for kind, reason in (
+        ("llama", "it has no experts"),
+        ("flex_olmo", "does not support FlexOlmoForCausalLM"),
+    ):
         with pytest.raises(ConfigError, match=f"enable_expert_parallel .*{reason}"):
             resolve_on_cpu(make_model(kind), enable_expert_parallel=True)
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.proto.errors import ConfigError
 from quire.worker.models.expert_routing import choose_experts
+from quire.worker.models.read_experts import ROUTINGS
 from quire.worker.models.spec import Experts
 
 EXPERTS = Experts(count=24, per_token=4, intermediate_size=8, normalized=False)
@@ -76,3 +78,19 @@ def test_choice_is_within_the_best_groups() -> None:
     _, ids = choose_experts(logits, None, experts)
     groups = logits.unflatten(-1, (6, 4)).amax(-1).topk(2).indices
     assert torch.all((ids[:, :, None] // 4 == groups[:, None]).any(-1))
+
+
+def test_sparsemixer_routing_equals_transformers() -> None:
+    from transformers.models.phimoe.configuration_phimoe import PhimoeConfig
+    from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
+
+    config = PhimoeConfig(hidden_size=32, num_local_experts=24, router_jitter_noise=0.2)
+    router = PhimoeTopKRouter(config).eval()
+    torch.nn.init.normal_(router.weight)
+    experts = replace(EXPERTS, per_token=2, score="sparsemixer", jitter=0.2)
+    route(router, None, torch.randn(50, 32), experts)
+
+
+def test_sparsemixer_routing_is_of_two_experts() -> None:
+    with pytest.raises(ConfigError, match="num_experts_per_tok is 4, must be 2"):
+        ROUTINGS["sparsemixer"](EXPERTS, {})

@@ -100,3 +100,10 @@ def test_original_len_of_configuration_overrides_settings() -> None:
 def test_invalid_settings_raise(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make_rope(settings, context())
+
+
+@pytest.mark.parametrize(("max_model_len", "scale"), [(4096, 1.24), (4097, 1.5)])
+def test_longrope_has_a_scale_per_list(max_model_len: int, scale: float) -> None:
+    context = RopeContext(128, max_model_len, 131072)
+    settings = LONGROPE | {"short_mscale": 1.24, "long_mscale": 1.5}
+    assert make_rope(settings, context).scale == scale

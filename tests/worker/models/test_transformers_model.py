@@ -126,7 +126,7 @@ def test_quantized_model_gives_tokens_of_dequantized_weights(
 def test_quantized_experts_give_tokens_of_dequantized_weights(
     make_model: Any, make_engine: Any, planned: Any, tmp_path: Path
 ) -> None:
-    source = make_model("phimoe", seed=7, num_local_experts=4)
+    source = make_model("flex_olmo", seed=7, num_experts=4, num_experts_per_tok=2)
     quantized, twin = write_quantized(source, tmp_path, Scheme("awq"))
     (prompt,) = prompts_of([9], seed=1)
     sequence = planned(prompt, 8, RowSampling(temperature=0.0))
