@@ -103,7 +103,7 @@ def write_checkpoint(source: Path, out: Path, scheme: Scheme) -> dict[str, Tenso
 
 
 def _round(weight: Tensor, scheme: Scheme) -> Rounded:
-    if scheme.layout in ("nvfp4", "mxfp4"):
+    if scheme.layout in ("nvfp4", "mxfp4") or (scheme.layout == "modelopt" and scheme.group_len):
         return _round_to_float4(weight, scheme)
     if scheme.is_float:
         return _round_to_float8(weight, scheme)
@@ -150,7 +150,7 @@ def _round_to_float4(weight: Tensor, scheme: Scheme) -> Rounded:
         factor = (448 * 6 / largest.max()).float()
         local = (largest / 6 * factor).clamp(min=2.0**-6).to(FLOAT8)
         scales, stored = (
-            local.float() / factor,
+            local.float() * (1 / factor) if scheme.layout == "modelopt" else local.float() / factor,
             {"weight_scale": local, "weight_global_scale": factor.view(1)},
         )
     groups = torch.arange(weight.shape[1]) // scheme.group_len
@@ -272,6 +272,27 @@ def _float8_config(scheme: Scheme) -> dict[str, Any]:
     }
 
 
+def _modelopt(rounded: Rounded, scheme: Scheme) -> dict[str, Tensor]:
+    tensors = {"input_scale": torch.ones(())}
+    if scheme.group_len is None:
+        return tensors | {"weight": rounded.codes, "weight_scale": rounded.scales[0, 0]}
+    float4 = _float4(rounded, scheme)
+    return tensors | {
+        "weight": float4["weight_packed"],
+        "weight_scale": float4["weight_scale"],
+        "weight_scale_2": 1 / float4["weight_global_scale"].view(()),
+    }
+
+
+def _modelopt_config(scheme: Scheme) -> dict[str, Any]:
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4" if scheme.group_len else "FP8",
+        "ignore": ["lm_head"],
+        "producer": {"name": "modelopt"},
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Writer:
     """A checkpoint layout: the tensors of a layer and the quantization_config of config.json."""
@@ -288,6 +309,7 @@ WRITERS = {
     "nvfp4": Writer(_float4, _compressed_config("nvfp4-pack-quantized")),
     "mxfp4": Writer(_float4, _compressed_config("mxfp4-pack-quantized")),
     "float8": Writer(_float8, _float8_config),
+    "modelopt": Writer(_modelopt, _modelopt_config),
 }
 
 

@@ -19,7 +19,7 @@ from ...worker.models.registry import (
 )
 from ...worker.models.transformers_names import MODEL_TYPE_ALIASES
 from .generation_config import end_token_ids, read_generation_config, sampling_defaults
-from .model_checks import read_config_file
+from .model_checks import read_config_file, read_json_object
 from .pooling_config import read_task
 
 # Models with linear position biases (ALiBi) have no longest sequence. Those without a field for it were trained on
@@ -46,6 +46,7 @@ def describe_model(
     """
     stored = read_config_file(path / "config.json")
     hf, recommended = _load_hf_config(path, stored), read_generation_config(path)
+    _add_modelopt(hf, path)
     hf, architecture = _text_model(hf, _architecture(hf, path))
     fields = hf.to_dict()
     task = read_task(path, fields, architecture, runner)
@@ -89,6 +90,15 @@ def _load_hf_config(path: Path, stored: dict[str, Any]) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises errors of many kinds
         raise ModelLoadError(f"{path / 'config.json'}: {first_line(error)}") from error
+
+
+def _add_modelopt(hf: Any, path: Path) -> None:
+    """Add the quantization that older checkpoints of NVIDIA's Model Optimizer have in a file of its own."""
+    quantization = read_json_object(path / "hf_quant_config.json").get("quantization")
+    if not isinstance(quantization, dict) or not quantization.get("quant_algo"):
+        return  # of the KV cache only
+    if not getattr(hf, "quantization_config", None):
+        hf.quantization_config = {"quant_method": "modelopt", **quantization}
 
 
 def _text_model(hf: Any, architecture: str) -> tuple[Any, str]:

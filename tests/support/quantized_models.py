@@ -46,6 +46,8 @@ SCHEMES = {
     "float8-blocks": Scheme("float8", is_float=True, block=(48, 32)),
     "nvfp4": Scheme("nvfp4", group_len=16, is_float=True),
     "mxfp4": Scheme("mxfp4", is_float=True),
+    "modelopt-nvfp4": Scheme("modelopt", group_len=16, is_float=True),
+    "modelopt-fp8": Scheme("modelopt", group_len=None, is_float=True, block=(512, 512)),
     "some-layers-left": Scheme("awq", ignored=r"layers\.1\.|k_proj|down_proj"),
 }
 

@@ -27,6 +27,8 @@ COMPRESSED_FORMATS = (
 COMPRESSED_WEIGHTS = (("int", 4), ("int", 8), ("float", 4), ("float", 8))
 # Numbers of an MXFP4 weight that share a scale.
 MXFP4_GROUP_LEN = 32
+# Numbers of an NVFP4 weight that share a scale.
+NVFP4_GROUP_LEN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Quantization:
 
     Attributes:
         method: one of ONLINE_METHODS, applied while a full-precision checkpoint is read; or the layout of a quantized
-            checkpoint: ``awq``, ``gptq``, ``compressed``, ``float8`` or ``mxfp4``.
+            checkpoint: ``awq``, ``gptq``, ``compressed``, ``float8``, ``mxfp4`` or ``modelopt``.
         bits: per number; unused for ``compressed``, where the tensors' shapes determine it. Layers of ``gptq`` may
             have other bits and groups, which their shapes show (``dynamic``).
         group_len: inputs that share a scale; None if all inputs of an output do. Unused for ``compressed``.
@@ -144,12 +146,22 @@ def _read_mxfp4(stored: dict[str, Any]) -> Quantization:
     return Quantization("mxfp4", 4, MXFP4_GROUP_LEN)
 
 
+def _read_modelopt(stored: dict[str, Any]) -> Quantization:
+    algorithm = str(stored["quant_algo"]).upper()
+    _require("quant_algo", algorithm, ("FP8", "NVFP4"))
+    if algorithm == "FP8":
+        return Quantization("modelopt")
+    return Quantization("modelopt", 4, _group_len(stored.get("group_size") or NVFP4_GROUP_LEN))
+
+
 _METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {
     "gptq": _read_gptq,
     "awq": _read_awq,
     "compressed-tensors": _read_compressed,
     "fp8": _read_float8,
     "mxfp4": _read_mxfp4,
+    "modelopt": _read_modelopt,
+    "modelopt_fp4": _read_modelopt,
 }
 
 

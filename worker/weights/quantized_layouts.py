@@ -13,6 +13,8 @@
 - mxfp4 (Rouhani et al., *Microscaling Data Formats for Deep Learning*, 2023; as published for gpt-oss):
   ``weight_blocks`` [N, K / 32, 16] uint8, two float4 codes per byte; ``weight_scales`` [N, K / 32] uint8, powers of
   two (e8m0). Of a layer's experts they are stacked.
+- modelopt (NVIDIA's Model Optimizer): ``weight`` [N, K] float8 with one ``weight_scale``; in NVFP4, ``weight``
+  [N, K / 2] uint8 has two float4 codes per byte, and ``weight_scale`` is float8 and multiplied by ``weight_scale_2``.
 
 A layer in full precision has a plain ``weight`` instead.
 """
@@ -46,6 +48,8 @@ UNUSED = (
     "input_zero_point",
     "output_scale",
     "activation_scale",
+    "k_scale",
+    "v_scale",
 )
 
 Reader = Callable[[Checkpoint, WeightSlice, Quantization], QuantizedWeight | None]
@@ -151,7 +155,7 @@ def _read_compressed(
     if not checkpoint.has(f"{part.name}.weight_packed"):
         return _read_codes(checkpoint, part, quantization)
     if checkpoint.dtype_of(f"{part.name}.weight_packed") == torch.uint8:
-        return _read_float4(checkpoint, part)
+        return _read_float4(checkpoint, part, "weight_packed")
     (num_outputs, num_inputs), shape = part.shape, checkpoint.shape_of(f"{part.name}.weight_packed")
     bits = WORD_BITS * shape[1] // num_inputs if len(shape) == 2 else 0
     if bits not in (4, 8):
@@ -175,8 +179,8 @@ def _read_compressed(
     return _unsigned(words.view(torch.uint8), bits, scales, zeros, groups)
 
 
-def _read_float4(checkpoint: Checkpoint, part: WeightSlice) -> QuantizedWeight:
-    """Read a compressed slice in NVFP4 or MXFP4."""
+def _read_float4(checkpoint: Checkpoint, part: WeightSlice, codes_name: str) -> QuantizedWeight:
+    """Read a slice in NVFP4 or MXFP4 whose codes have this name."""
     (num_outputs, num_inputs), name = part.shape, f"{part.name}.weight_scale"
     num_groups = max(1, checkpoint.shape_of(name)[-1])
     groups = _find_groups(part, num_groups, -(-num_inputs // num_groups))
@@ -184,17 +188,32 @@ def _read_float4(checkpoint: Checkpoint, part: WeightSlice) -> QuantizedWeight:
     if stored.dtype == torch.uint8:
         scales = _powers_of_two(stored)
     else:
-        global_name = f"{part.name}.weight_global_scale"
-        shape = checkpoint.shape_of(global_name)
-        scales = stored.float() / checkpoint.read(global_name, shape).float().view(1)
+        scales = _scale_all(checkpoint, part, stored.float())
     codes = checkpoint.read(
-        f"{part.name}.weight_packed",
+        f"{part.name}.{codes_name}",
         (num_outputs, num_inputs // 2),
         part.outputs,
         _in_words(part, part.inputs, 2),
     )
     _ignore_unused(checkpoint, part)
     return QuantizedWeight(codes.view(FLOAT4), scales.t().contiguous(), None, groups.index)
+
+
+def _scale_all(checkpoint: Checkpoint, part: WeightSlice, scales: Tensor) -> Tensor:
+    """Apply the scale of the whole layer: compressed-tensors stores a divisor, and modelopt a factor."""
+    divisor, factor = f"{part.name}.weight_global_scale", f"{part.name}.weight_scale_2"
+    if checkpoint.has(factor):
+        return scales * checkpoint.read(factor, checkpoint.shape_of(factor)).float().view(1)
+    return scales / checkpoint.read(divisor, checkpoint.shape_of(divisor)).float().view(1)
+
+
+def _read_modelopt(
+    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization
+) -> QuantizedWeight | None:
+    name = f"{part.name}.weight"
+    if checkpoint.has(name) and checkpoint.dtype_of(name) == torch.uint8:
+        return _read_float4(checkpoint, part, "weight")
+    return _read_codes(checkpoint, part, quantization)
 
 
 def _read_codes(
@@ -245,6 +264,7 @@ _READERS: dict[str, Reader] = {
     "compressed": _read_compressed,
     "float8": _read_codes,
     "mxfp4": _read_mxfp4,
+    "modelopt": _read_modelopt,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,6 +48,27 @@ def scheme_of(folder: Path, engine_config: Any) -> Quantization:
     found = read_quantization(engine_config(folder).model)
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize("name", ["modelopt-nvfp4", "modelopt-fp8"])
+def test_modelopt_has_its_quantization_in_either_file(
+    name: str, folders: Any, engine_config: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folders[name][0], folder)
+    config = json.loads((folder / "config.json").read_text())
+    stored = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    own = {"producer": stored.pop("producer"), "quantization": {"quant_algo": stored["quant_algo"]}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(own))
+    assert scheme_of(folder, engine_config) == scheme_of(folders[name][0], engine_config)
+
+
+def test_other_algorithms_of_modelopt_are_refused(engine_config: Any, folders: Any) -> None:
+    model = engine_config(folders["modelopt-fp8"][0]).model
+    stored = model.hf["quantization_config"] | {"quant_algo": "W4A8_AWQ"}
+    with pytest.raises(ConfigError, match="quant_algo 'W4A8_AWQ' is not supported; supported: FP8, NVFP4"):
+        read_quantization(replace(model, hf=model.hf | {"quantization_config": stored}))
 
 
 @pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
