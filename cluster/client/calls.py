@@ -59,7 +59,8 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     # Connect again soon after a connection broke, to resume streams within their server's window.
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 500),
+    # Despite its name the longest time that a connection takes: TCP, TLS and the server's first frame.
+    ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
 

@@ -237,6 +237,21 @@ def test_async_client_survives_a_connection_cut_at_any_byte(serve: ServerFactory
     run(scenario())
 
 
+def test_client_waits_for_a_slow_connection(serve: ServerFactory) -> None:
+    """As over TLS on another continent, or of a server without a processor."""
+
+    async def scenario() -> None:
+        async with serve() as server, tcp_proxy(server.target) as proxy:
+            delays = iter((0.7, 0.7))
+            proxy.delay_s = lambda: next(delays, 0.0)
+            async with AsyncClient(proxy.address) as client:
+                output = await client.generate(PROMPT, GREEDY)
+            assert len(output.outputs[0].token_ids) == NUM_TOKENS
+            assert next(delays, None) is None
+
+    run(scenario())
+
+
 def test_unary_call_survives_a_connection_cut_at_any_byte(serve: ServerFactory) -> None:
     async def scenario() -> None:
         async with serve() as server, tcp_proxy(server.target) as proxy:
