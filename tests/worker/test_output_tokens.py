@@ -125,9 +125,9 @@ def test_last_layer_of_prompt_computes_its_last_token(
     computed: list[int] = []
     logits = Decoder.logits
 
-    def count(self: Decoder, hidden: Tensor) -> Tensor:
+    def count(self: Decoder, hidden: Tensor, *arguments: Any) -> Tensor:
         computed.append(len(hidden))
-        return logits(self, hidden)
+        return logits(self, hidden, *arguments)
 
     forward, lens = Decoder.forward, []
 
