@@ -97,9 +97,18 @@ async def http_door(url: str, model: str, num_tokens: int, authorization: str = 
     head += f"authorization: {authorization}\r\n" if authorization else ""
     idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
+    async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Return a connection that the server has not closed: it closes those that are idle for some seconds."""
+        while idle:
+            reader, writer = idle.pop()
+            if not reader.at_eof():
+                return reader, writer
+            writer.close()
+        return await asyncio.open_connection(host, int(port))
+
     async def send(timeout_s: float | None) -> Outcome:
         limit = "" if timeout_s is None else f"x-request-timeout: {timeout_s:g}\r\n"
-        reader, writer = idle.pop() if idle else await asyncio.open_connection(host, int(port))
+        reader, writer = await connect()
         writer.write(f"{head}{limit}\r\n".encode() + body)
         status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
