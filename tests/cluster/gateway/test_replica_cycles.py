@@ -35,6 +35,8 @@ NUM_WARM_UP = 5
 MAX_GROWTH = 4
 # A replica that stays would cost 30 KB. Windows of recent figures grow with the time, by 300 bytes per cycle.
 MAX_BYTES_PER_CYCLE = 1000
+# Larger blocks are tables of the interpreter: that of interned strings doubles at once, from 3.8 MB.
+LARGE_BYTES = 1 << 20
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
@@ -58,10 +60,12 @@ class Held:
     """Things that a gateway holds.
 
     Attributes:
-        num_bytes: of Python's objects, if they are traced.
+        num_bytes: of Python's objects, if they are traced, without large blocks.
+        num_large_blocks: of at least LARGE_BYTES.
     """
 
     num_bytes: int
+    num_large_blocks: int
     num_clients: int
     num_tasks: int
     num_threads: int
@@ -120,16 +124,26 @@ class Cycles:
                 await asyncio.sleep(0.01)
         gc.collect()
         clients = [each for each in gc.get_objects() if isinstance(each, ReplicaClient)]
-        num_bytes = tracemalloc.get_traced_memory()[0]
+        sizes = traced_sizes()
+        num_bytes = sum(size for size in sizes if size < LARGE_BYTES)
+        num_large = sum(size >= LARGE_BYTES for size in sizes)
         process = psutil.Process()
         threads, descriptors = threading.active_count(), process.num_fds()
         tasks = len(asyncio.all_tasks())
-        return Held(num_bytes, len(clients), tasks, threads, descriptors, len(metrics.splitlines()))
+        return Held(
+            num_bytes, num_large, len(clients), tasks, threads, descriptors, len(metrics.splitlines())
+        )
+
+
+def traced_sizes() -> list[int]:
+    """Return the sizes of the blocks that tracemalloc knows; none if it does not trace."""
+    return [each.size for each in tracemalloc.take_snapshot().traces] if tracemalloc.is_tracing() else []
 
 
 def growth(before: Held, after: Held) -> dict[str, int]:
     """Return the counts that have grown: name |-> by how much."""
     allowed = {
+        "num_large_blocks": MAX_GROWTH,
         "num_clients": 0,
         "num_tasks": 0,
         "num_threads": MAX_GROWTH,
