@@ -21,7 +21,7 @@ from benchmarks.peers import install, process
 from benchmarks.peers.comparison import Comparison, Limits
 from benchmarks.peers.engine import Requests
 from benchmarks.peers.process import Engine, EngineFailed, EngineTooSlow
-from benchmarks.workloads import Workload, throughput
+from benchmarks.workloads import Workload, throughput, warm_up
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 200.0
@@ -236,17 +236,27 @@ def test_comparison_continues_without_a_failed_engine(start: Callable[..., Engin
     assert again["vllm.w.output_tokens_per_s"].note == ""
 
 
-def test_engines_take_turns(compare: Any) -> None:
+def test_engines_take_turns_and_warm_up_after_each_pause(compare: Any) -> None:
     turns, figures = compare(["a", "b"], growing(), LIMITS, repetitions=2)
-    assert turns == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
-    assert figures["b.w.output_tokens_per_s"].value == pytest.approx(1 / 3)
-    assert figures["b.w.output_tokens_per_s_best"].value == pytest.approx(1 / 2)
+    warm = len(warm_up())
+    assert turns == [
+        ("a", warm),
+        ("a", 1),
+        ("b", warm),
+        ("b", 1),
+        ("a", warm),
+        ("a", 2),
+        ("b", warm),
+        ("b", 2),
+    ]
+    assert figures["b.w.output_tokens_per_s"].value == pytest.approx(1 / 6)
+    assert figures["b.w.output_tokens_per_s_best"].value == pytest.approx(1 / 4)
 
 
 def test_slow_engine_keeps_its_finished_repetitions(compare: Any) -> None:
     hangs_later = Workload(lambda repetition: [[([1], 1 - repetition)]], growing().figures)
     turns, figures = compare(["a"], hangs_later, LIMITS, repetitions=3)
-    assert len(turns) == 2
+    assert len(turns) == 4  # two warm-ups among them
     assert figures["a.w.output_tokens_per_s"].note == "1 of 3 repetitions: did not finish w in 0 s"
 
 
@@ -261,7 +271,7 @@ def test_engine_that_never_answers_is_reported_as_failed(compare: Any) -> None:
 
 def test_repetition_that_would_exceed_the_limit_is_not_started(compare: Any) -> None:
     turns, figures = compare(["a"], growing(), Limits(TIMEOUT_S, 0.9, 600.0), repetitions=3)
-    assert len(turns) == 1, "the first took a second"
+    assert turns == [("a", len(warm_up())), ("a", 1)], "the first took two seconds"
     assert "1 of 3 repetitions" in figures["a.w.output_tokens_per_s"].note
 
 
