@@ -30,6 +30,7 @@ from ..proto.transport.channel import ChannelAddress, StepReceiver
 from .deadline import ends_within
 from .device import compute_device, on_device
 from .memory.shared_segment import SegmentAddress
+from .start_log import StartLog, StartRecord
 from .step_faults import StepFaults
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class WorkerActor:
         self._has_no_run.set()
         self._waits_for_device = False  # for the tokens of a launched step
         self._faults = StepFaults()
+        self._start_log = StartLog()
         # Imported here so that the driver, which only names this class, does not load torch.
         with self._timed("import"):
             import torch
@@ -144,7 +146,7 @@ class WorkerActor:
         Raises:
             ModelLoadError: the model directory cannot be read.
         """
-        with on_device(self._device):
+        with self._start_log.recording(), on_device(self._device):
             with self._timed("join"):
                 comm = self._single_rank() if store is None else self._join_replaceable(*store)
             with self._timed("weights"):
@@ -215,7 +217,7 @@ class WorkerActor:
         at different speeds, and NCCL's watchdog ends a rank that waits too long.
         """
         assert self._runner is not None
-        with on_device(self._device):
+        with self._start_log.recording(), on_device(self._device):
             return self._runner.num_blocks_that_fit()
 
     def bytes_read(self) -> tuple[int, int]:
@@ -225,8 +227,12 @@ class WorkerActor:
     def allocate(self, num_blocks: int) -> float:
         """Allocate the KV cache, with the same number of blocks on all ranks; return the swap rate in blocks/s."""
         assert self._runner is not None
-        with on_device(self._device):
+        with self._start_log.recording(), on_device(self._device):
             return self._runner.allocate_cache(num_blocks)
+
+    def take_start_log(self) -> tuple[StartRecord, ...]:
+        """Return what this rank has logged while it loaded, profiled and allocated; empty from the second call on."""
+        return self._start_log.take()
 
     def allocate_again(
         self, num_blocks: int, inherited: SegmentAddress | None = None

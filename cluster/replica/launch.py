@@ -21,6 +21,7 @@ from .loading_bar import LoadingBar
 from .model_files import fetch_model
 from .placement import bundles_for
 from .process_starter import ProcessStarter
+from .rank_logs import log_start
 from .rank_processes import LOAD_TIMEOUT_S, PROCESS_TIMEOUT_S, RankHandles
 from .record import ReplicaRecord
 from .replica import Replica, remove_replica
@@ -71,6 +72,7 @@ def launch_replica(
         stopwatch.lap("profile")
         config = launch.allocate(config)
         stopwatch.lap("allocate")
+        launch.log_ranks()
         endpoint = launch.connect(config, reports)
         stopwatch.lap("connect")
         launch.report(LaunchStage.STARTED, f"{stopwatch}; slowest rank: {_slowest_seconds(reports)}")
@@ -168,6 +170,11 @@ class _Launch:
         """Allocate every rank's KV cache; return the configuration with the slowest rank's swap rate."""
         calls = self._call_workers("allocate", config.cache.num_blocks)
         return config.with_swap_rate(min(await_all(calls, LOAD_TIMEOUT_S, "allocating its KV cache")))
+
+    def log_ranks(self) -> None:
+        """Log what the ranks have logged until now, for example which of their fast paths are off, and why."""
+        calls = self._call_workers("take_start_log")
+        log_start(self._replica_id, await_all(calls, PROCESS_TIMEOUT_S, "passing on its log"))
 
     def connect(self, config: EngineConfig, reports: Sequence[LoadReport]) -> str:
         """Connect the scheduler to the ranks and start it; return its endpoint for gateways."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from quire import AsyncClient, Client, ReplicaInfo, SamplingParams, errors
 from quire.cluster.demo.server import ServerProcess
 from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished, RequestStarted
+from quire.kernels.native.library import is_available
 
 pytestmark = pytest.mark.cluster
 
@@ -69,6 +71,12 @@ def test_status_names_two_live_ranks(client: Client) -> None:
     assert [rank.rank for rank in replica.ranks] == [0, 1]
     assert len({rank.pid for rank in replica.ranks}) == 2
     assert replica.kv.num_blocks == 63  # and the scratch block
+
+
+@pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
+def test_log_names_the_instruction_set_of_all_ranks_once(server: ServerProcess) -> None:
+    (line,) = [line for line in server.log.splitlines() if "C++ ops use the instruction set" in line]
+    assert re.search(r"INFO quire\.kernels\.native\.build: replica-\w+: C\+\+ ops use", line)
 
 
 def test_greedy_tokens_of_mixed_batches_equal_transformers(client: Client, demo_model_dir: Path) -> None:

@@ -135,6 +135,24 @@ def test_standby_becomes_the_rank_of_its_new_configuration(
         standby.take_place(config, 0)
 
 
+def test_rank_passes_on_what_it_logged_at_its_start(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Logging(Runner):
+        def _record(self, name: str) -> None:
+            logging.getLogger("quire.of_a_test").info("%s", name)
+
+    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
+    rank = actor.WorkerActor(config, 0)
+    rank._runner_class = Logging  # type: ignore[assignment]
+    rank.load(None)
+    rank.profile()
+    rank.allocate(7)
+    messages = [record.message for record in rank.take_start_log()]
+    assert messages == ["init", "profile", "allocate"]
+    assert rank.take_start_log() == ()
+
+
 def test_run_ends_though_the_device_does_not(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

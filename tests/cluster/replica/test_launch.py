@@ -46,6 +46,8 @@ class Launch:
         self.allocated.append(config.cache.num_blocks)
         return config
 
+    def log_ranks(self) -> None: ...
+
     def connect(self, config: EngineConfig, reports: list[LoadReport]) -> str:
         assert reports == self._reports
         return "ipc:///nowhere"
