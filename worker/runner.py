@@ -259,6 +259,8 @@ class ModelRunner:
         if self._device.type != "cpu" and warms_up:
             self._warm_up(num_blocks)
             log_chunk_attention(self._attend_chunks)
+        if self._wants_graphs and not self._model.supports_graphs:
+            _log.warning("graphs are disabled: each step of this model reads results back from the device")
         self._num_compilations = num_compilations()
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -485,10 +487,13 @@ class ModelRunner:
         _log.info("compiled or loaded %d kernel variants in %.2f s", num_compilations() - before, seconds)
 
     @property
-    def _uses_graphs(self) -> bool:
+    def _wants_graphs(self) -> bool:
         is_available = self._device.type == "cuda" or self._graph_backend is not None
-        is_wanted = self._config.parallel.cuda_graphs and self._config.model.generates
-        return is_available and is_wanted and self._model.supports_graphs
+        return is_available and self._config.parallel.cuda_graphs and self._config.model.generates
+
+    @property
+    def _uses_graphs(self) -> bool:
+        return self._wants_graphs and self._model.supports_graphs
 
     @property
     def _kv_cache(self) -> CacheEngine:

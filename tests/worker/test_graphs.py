@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from quire.proto.lora import NO_SLOT
 from quire.proto.pooling import PoolingParams
 from quire.proto.step import PromptScoring, RowSampling, StepPlan
 from quire.worker import attention
+from quire.worker import runner as runner_module
 from quire.worker.graph_adapters import GraphAdapters
 from quire.worker.graph_backend import Recording
 from quire.worker.graph_shapes import NUM_CHUNKS
@@ -478,6 +480,19 @@ def test_cuda_graphs_option_disables_graphs(make_model: Any, make_engine: Any, b
     assert isinstance(
         make_engine(make_model("llama"), 1, graph_backend=backend).runners[0]._graphs, StepGraphs
     )
+
+
+def test_model_that_cannot_be_recorded_is_logged(
+    make_model: Any, make_engine: Any, backend: TapeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(runner_module, "_log", SimpleNamespace(warning=logged.append, info=lambda *_: None))
+    for model, settings, num_logged in (
+        ("gpt2", {"cuda_graphs": False}, 0), ("llama", {}, 0), ("gpt2", {}, 1),
+    ):  # fmt: skip
+        make_engine(make_model(model), 1, graph_backend=backend, **settings)
+        assert len(logged) == num_logged, model
+    assert logged[0].startswith("graphs are disabled: each step of this model reads results back")
 
 
 def test_pooled_prompt_beside_decodes_is_not_replayed(

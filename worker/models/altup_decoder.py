@@ -14,6 +14,7 @@ from ..weights.linear_weight import LinearWeight
 from .altup import AltUpLayer
 from .aux_states import AuxStates
 from .decoder import make_head
+from .fused_decode import log_op_by_op
 from .layers import RotaryTable
 from .load_context import LoadContext
 from .per_layer_inputs import PerLayerEmbedding, whole_linear
@@ -59,6 +60,7 @@ class AltUpDecoder:
             index if layer.kv_source is None else layer.kv_source for index, layer in enumerate(spec.layers)
         ]
         self._reductions = _read_projections(load, spec, altup, "model.altup_unembed_projections")
+        log_op_by_op(load.device, "its residual has several streams")
         self._norm, self._eps = load.norm(spec.names.last_norm, spec.hidden_size), spec.norm_eps
         self.head = make_head(load, spec, self._embedding) if has_head else NoHead(load, spec.vocab_size)
         load.checkpoint.check_all_read(ignoring=["lm_head.weight"] if spec.tied_embeddings else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -26,7 +27,7 @@ from ..weights.weight_slice import Interleaving
 from .aux_states import AuxStates
 from .expert_layout import other_experts
 from .experts_beside_dense import ExpertsBesideDense
-from .fused_decode import FusedDecode, plan_fused_decode
+from .fused_decode import FusedDecode, log_op_by_op, plan_fused_decode
 from .latent_layer import LatentAttention
 from .layers import (
     TEMPERATURE,
@@ -42,7 +43,7 @@ from .layers import (
 )
 from .load_context import LoadContext
 from .mlp import Mlp, UngatedMlp
-from .moe import MixtureOfExperts
+from .moe import MixtureOfExperts, are_separate
 from .per_layer_inputs import LayerEnd, PerLayerEmbedding
 from .shared_attention import SharedAttention
 from .spec import DecoderSpec, LayerSpec
@@ -50,6 +51,8 @@ from .vocab_parallel import NoHead, VocabParallelEmbedding, VocabParallelHead
 
 # The weight of an RMSNorm, or a LayerNorm.
 Norm = Tensor | LayerNorm
+
+_log = logging.getLogger(__name__)
 
 
 class Attention:
@@ -197,6 +200,11 @@ class DecoderLayer:
     def reads_back(self) -> bool:
         """True if `forward` reads values back from the device."""
         return isinstance(self.mlp, MixtureOfExperts | ExpertsBesideDense) and self.mlp.reads_back
+
+    @property
+    def has_separate_experts(self) -> bool:
+        """True if the experts of tokens without an adapter are multiplied one by one."""
+        return isinstance(self.mlp, MixtureOfExperts | ExpertsBesideDense) and are_separate(self.mlp.experts)
 
     def forward(
         self,
@@ -455,14 +463,11 @@ class Decoder:
         self.supports_graphs = not any(layer.reads_back for layer in self.layers)
         self.supports_outputs = self.layers[-1].supports_outputs
         self.norm = _read_norm(load, spec, spec.names.last_norm)
-        self.fused_decode: FusedDecode | None = None
-        if isinstance(self.norm, Tensor):
-            dense = self._dense_layers()
-            mixtures = [
-                layer.forward_mixture if isinstance(layer.mlp, MixtureOfExperts) else None
-                for layer in self.layers
-            ]
-            self.fused_decode = plan_fused_decode(dense, mixtures, self.norm, load.comm)
+        self.fused_decode = self._plan_fused_decode(load)
+        if any(layer.has_separate_experts for layer in self.layers):
+            _log.warning(
+                "experts are multiplied one by one, which is slower: no op takes their weights together"
+            )
         self.head = make_head(load, spec, self.embedding) if has_head else NoHead(load, spec.vocab_size)
         # Some checkpoints store the head even though it is tied.
         unused = [name for name in load.checkpoint.names() if name.startswith(spec.draft_prefixes)]
@@ -471,6 +476,16 @@ class Decoder:
         if spec.experts is not None:
             unused += other_experts(load, spec.experts)
         load.checkpoint.check_all_read(ignoring=unused)
+
+    def _plan_fused_decode(self, load: LoadContext) -> FusedDecode | None:
+        if not isinstance(self.norm, Tensor):
+            log_op_by_op(load.device, "its norms are no RMSNorm")
+            return None
+        mixtures = [
+            layer.forward_mixture if isinstance(layer.mlp, MixtureOfExperts) else None
+            for layer in self.layers
+        ]
+        return plan_fused_decode(self._dense_layers(), mixtures, self.norm, load.comm)
 
     def forward(
         self,

@@ -122,7 +122,12 @@ def plan_fused_decode(
     if len(dense) < len(layers):
         missing.append("a layer is of a kind without fused ops")
     if missing:
-        if last_norm.is_cpu:
-            _log.info("decode steps run op by op, which is slower with few sequences: %s", missing[0])
+        log_op_by_op(last_norm.device, missing[0])
         return None
     return FusedDecode(dense, mixtures, last_norm, comm)
+
+
+def log_op_by_op(device: torch.device, reason: str) -> None:
+    """Log why a model has no FusedDecode; does nothing on a GPU, whose steps are recorded instead."""
+    if device.type == "cpu":
+        _log.info("decode steps run op by op, which is slower with few sequences: %s", reason)

@@ -270,6 +270,11 @@ def read_experts(
     return plain if adapters is None else adapt_experts(layers, plain, adapters)
 
 
+def are_separate(experts: ExpertsForward) -> bool:
+    """Return whether the experts of tokens without an adapter are multiplied one by one."""
+    return isinstance(experts.plain if isinstance(experts, AdaptedExperts) else experts, ExpertLayers)
+
+
 def adapt_experts(layers: ExpertLayers, plain: ExpertsForward, adapters: ExpertAdapters) -> AdaptedExperts:
     """Return the layers for tokens with and without adapters.
 

@@ -29,6 +29,7 @@ from ..weights.checkpoint import Checkpoint
 from ..weights.weight_slice import WeightSlice
 from .attention_adapters import ADAPTERS
 from .aux_states import AuxStates
+from .fused_decode import log_op_by_op
 from .layers import ColumnParallelLinear, Projection, RowParallelLinear
 from .load_context import LoadContext
 from .paged_interface import IMPLEMENTATION, PagedStep
@@ -76,6 +77,7 @@ class TransformersModel:
         setattr(self._causal, self._prefix, PrecomputedBody())
         self._causal.eval()
         self._body.eval()
+        log_op_by_op(load.device, "its layers are modules of transformers")
 
     def forward(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from quire.worker.attention import AttentionInputs, LayerCache
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.lora.layers import LoraLayers, PartFactors
 from quire.worker.memory.cache_engine import QUANTIZED_DTYPES
+from quire.worker.models import decoder as decoder_module
+from quire.worker.models import moe
 from quire.worker.models.decoder import Decoder
 from quire.worker.models.load_context import LoadContext
 from quire.worker.models.registry import check_supported
@@ -52,14 +55,19 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": [1], "norm_topk_prob": True},
     "glm4_moe": {},
 }
-# Biases after a sum over the ranks, norms only after sublayers, attention sinks, a length that is not a whole vector.
+# Biases after a sum over the ranks, norms only after sublayers, attention sinks, a length that is not a whole vector,
+# norms of another kind.
 UNSUPPORTED: dict[str, dict[str, Any]] = {
     "llama-biased": {"attention_bias": True, "mlp_bias": True},
     "olmo2": {},
     "gpt_oss": {},
     "llama-odd": {"intermediate_size": 130},
+    "cohere": {},
 }
-UNSUPPORTED_REASONS = {"llama-odd": "rows of 130 numbers of torch.float32 are not whole vectors"}
+UNSUPPORTED_REASONS = {
+    "llama-odd": "rows of 130 numbers of torch.float32 are not whole vectors",
+    "cohere": "its norms are no RMSNorm",
+}
 
 MakeDecoder = Callable[..., Decoder]
 
@@ -210,6 +218,19 @@ def test_unsupported_decoder_has_no_fused_decode_and_logs_why(
         assert make_decoder(kind).fused_decode is None
     (message,) = [record.getMessage() for record in caplog.records if "op by op" in record.getMessage()]
     assert message.endswith(UNSUPPORTED_REASONS.get(kind, "a layer is of a kind without fused ops"))
+
+
+def test_experts_that_are_multiplied_one_by_one_are_logged_once(
+    make_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(decoder_module, "_log", SimpleNamespace(warning=logged.append))
+    make_decoder("mixtral")
+    assert logged == []
+    monkeypatch.setattr(moe, "supports", lambda weights: False)
+    make_decoder("mixtral")
+    assert [message for message in logged if "one by one" in message] == logged
+    assert len(logged) == 1
 
 
 def test_step_with_prompt_chunk_is_not_supported(make_decoder: MakeDecoder) -> None:

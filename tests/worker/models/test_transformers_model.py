@@ -24,6 +24,7 @@ from quire.proto.errors import ConfigError, ModelLoadError
 from quire.proto.step import RowSampling
 from quire.worker.attention import AttentionInputs, LayerCache
 from quire.worker.comm.communicator import SingleRank
+from quire.worker.models import fused_decode
 from quire.worker.models.attention_adapters import alibi_slopes
 from quire.worker.models.paged_interface import IMPLEMENTATION, PagedStep
 from quire.worker.models.paged_selfcheck import run_paged_selfcheck
@@ -54,6 +55,18 @@ def test_published_checkpoint_of_base_model_gives_tokens_of_transformers(
     sequence = planned(prompt, 12, RowSampling(temperature=0.0))
     engine.generate([sequence])
     Reference(folder).check_generate(prompt, sequence.generated)
+
+
+def test_model_logs_that_its_steps_run_op_by_op(
+    make_model: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(
+        fused_decode, "_log", SimpleNamespace(info=lambda text, *own: logged.append(text % own))
+    )
+    make_engine(make_model("gpt2", seed=7))
+    (message,) = logged
+    assert message.endswith(": its layers are modules of transformers")
 
 
 @pytest.mark.parametrize(
