@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,19 +28,34 @@ from quire.kernels.native.library import is_available
 from quire.kernels.norm import rms_norm
 from quire.kernels.paged_attention import paged_decode_attention
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 # The tests of C++ ops, which run once more for each set.
 FILES = [
-    "test_cpu_sampling.py",
-    "test_elementwise.py",
-    "test_linear.py",
-    "test_lora.py",
-    "test_paged_attention.py",
-    "test_quantized_kv.py",
-    "test_quantized_panels.py",
-    "native/test_library.py",
-    "native/test_thread_pool.py",
+    "kernels/test_cpu_sampling.py",
+    "kernels/test_elementwise.py",
+    "kernels/test_fused_qk_norm_rope_kv_write.py",
+    "kernels/test_latent_attention.py",
+    "kernels/test_linear.py",
+    "kernels/test_lora.py",
+    "kernels/test_paged_attention.py",
+    "kernels/test_panel_experts.py",
+    "kernels/test_quantized_kv.py",
+    "kernels/test_quantized_panels.py",
+    "kernels/test_suffix_automaton.py",
+    "kernels/native/test_library.py",
+    "kernels/native/test_thread_pool.py",
 ]
+# Those of calls that run many ops, with whole models.
+FILES_OF_MODELS = [
+    "worker/models/test_fused_decode.py",
+    "worker/speculation/test_draft_heads.py",
+    "worker/speculation/test_draft_model.py",
+    "worker/comm/test_shared_memory.py",
+]
+# These do not depend on the set, and two of them start processes; "cpu" is Triton's interpreter.
+OTHERS = (
+    "ONE_DNN", "PLAIN", "twin", "triton", "[cpu-", "-cpu]", "workers_end_with_their_caller", "idle_workers_sleep",
+)  # fmt: skip
 AVX2 = frozenset({"sse2", "avx", "avx2", "fma", "f16c", "bmi1", "bmi2"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 # Relative to the largest number of an output, float32: sums of products, in different orders and with or without
@@ -124,20 +141,44 @@ def other_set(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     if not is_available():
         pytest.skip("there is no C++ compiler")
     outputs = tmp_path_factory.mktemp(request.param) / "outputs.pt"
+    selection = ["-k", " and ".join(f"not {name}" for name in OTHERS)]
+    return OtherSet(request.param, outputs, run_tests(request.param, FILES, outputs, selection))
+
+
+def run_tests(
+    name: str, files: Sequence[str], outputs: Path, selection: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run files of tests in a process with another set, which writes `compute_outputs` to a file first."""
     command = [sys.executable, __file__, str(outputs), "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
-    # These do not depend on the set; two of them start processes.
-    others = ("ONE_DNN", "PLAIN", "twin", "triton", "workers_end_with_their_caller", "idle_workers_sleep")
-    command += ["-k", " and ".join(f"not {name}" for name in others)]
-    files = [str(TESTS / name) for name in FILES]
-    environment = os.environ | {VARIABLE: request.param}
-    run = subprocess.run([*command, *files], env=environment, capture_output=True, text=True, timeout=850)
-    return OtherSet(request.param, outputs, run)
+    paths = [str(TESTS / file) for file in files]
+    environment = os.environ | {VARIABLE: name}
+    return subprocess.run(
+        [*command, *selection, *paths], env=environment, capture_output=True, text=True, timeout=850
+    )
 
 
 @pytest.mark.timeout(900)
 def test_kernel_tests_pass_in_every_set(other_set: OtherSet) -> None:
     run = other_set.tests
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", other_sets())
+@pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
+def test_calls_of_many_ops_pass_in_every_set(name: str, tmp_path: Path) -> None:
+    run = run_tests(name, FILES_OF_MODELS, tmp_path / "outputs.pt")
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+
+
+def test_files_with_cpp_ops_run_in_every_set() -> None:
+    uses_ops = re.compile(r"kernels\.native\.library import|kernels\.native import ops|two_threads")
+    found = {path for path in (TESTS / "kernels").rglob("test_*.py") if uses_ops.search(path.read_text())}
+    assert found - {TESTS / name for name in FILES} == {
+        Path(__file__),
+        Path(__file__).with_name("test_memory.py"),
+    }
 
 
 def compute_outputs() -> dict[str, Tensor]:
