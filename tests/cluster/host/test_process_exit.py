@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,16 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from exit_status import KILLED
 
 from quire.cluster.host.process_exit import MAX_STDERR_LINES, ProcessExit, describe_status, last_lines
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-
-
-def has_exit_status() -> bool:
-    """Return whether this kernel tells the status of a process that was reaped (Linux 6.15)."""
-    release = os.uname().release.split(".")
-    return (int(release[0]), int(release[1])) >= (6, 15)
 
 
 def test_signal_of_a_killed_process_is_named() -> None:
@@ -30,8 +24,7 @@ def test_signal_of_a_killed_process_is_named() -> None:
         process.kill()
         child.wait()
         assert (had_ended, process.has_ended) == (False, True)
-        expected = "its process was killed by SIGKILL" if has_exit_status() else "its process ended"
-        assert process.describe() == expected
+        assert process.describe() == KILLED
 
 
 def test_stopped_process_is_told_from_a_running_one() -> None:

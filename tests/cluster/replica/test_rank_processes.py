@@ -6,8 +6,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from exit_status import KILLED
 from ray.exceptions import RayActorError
 
 from quire.cluster.ray_runtime.errors import describe
@@ -16,6 +18,12 @@ from quire.proto.stream import RankStatus
 from quire.worker.actor import RankProcess
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+PRINT_AND_SLEEP = """
+import sys, time
+print("first\\n\\nno memory  for 5 blocks", file=sys.stderr)
+print("printed", flush=True)
+time.sleep(600)
+"""
 STATUS = RankStatus(0, 11, "10.0.0.5", "cpu", "idle")
 
 
@@ -65,6 +73,23 @@ def test_end_of_a_rank_alone_does_not_name_the_node(processes: Processes) -> Non
     processes[0].wait()
     assert rank.has_ended
     assert "raylet" not in rank.describe_end()
+    rank.kill()
+
+
+def test_end_of_a_rank_names_the_signal_and_the_end_of_its_stderr(tmp_path: Path) -> None:
+    stderr = tmp_path / "worker.err"
+    with (
+        stderr.open("wb") as file,
+        subprocess.Popen(
+            [sys.executable, "-S", "-c", PRINT_AND_SLEEP], stdout=subprocess.PIPE, stderr=file
+        ) as process,
+    ):
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"printed\n"
+        rank = Rank(None, STATUS, RankProcess(process.pid, socket.gethostname(), str(stderr)))
+        process.kill()
+        process.wait()
+    assert rank.describe_end() == f"{KILLED}; last lines of its stderr: first | no memory for 5 blocks"
     rank.kill()
 
 
