@@ -109,6 +109,10 @@ class _Watch:
             "gen_ai.response.finish_reasons": [event.finish_reason],
             "quire.preempted_s": times.preempted_s,
         }
+        if times.num_recoveries:
+            recovered = {"quire.num_recoveries": times.num_recoveries, "quire.recovered_s": times.recovered_s}
+            attributes |= recovered
+            self._span.add_event("recovered", {"quire.index": event.index, **recovered}, now)
         for name, begin, end in (
             ("queue", self._arrived_ns, self._arrived_ns + round(times.queued_s * _NS)),
             ("prefill", prefill_ns, decode_ns),

@@ -106,6 +106,25 @@ def test_spans_have_the_stages_below_the_callers_span(
     }  # fmt: skip
 
 
+def test_recovered_completion_has_an_event(
+    traces: RequestTraces, exporter: InMemorySpanExporter, clock: Clock
+) -> None:
+    watch = traces.watch(CALL)
+    watch.on_accepted("tiny", REQUEST)
+    clock.now = 10.0
+    for index, num_recoveries in enumerate((0, 2)):
+        timings = Timings(1.0, 2.0, 7.0, num_recoveries=num_recoveries, recovered_s=1.5 * num_recoveries)
+        watch.on_event(CompletionFinished(index, "length", timings=timings))
+    watch.on_end(None)
+    *stages, root = exporter.get_finished_spans()
+    expected = {"quire.num_recoveries": 2, "quire.recovered_s": 3.0}
+    (event,) = root.events
+    assert (event.name, dict(event.attributes or {})) == ("recovered", {"quire.index": 1, **expected})
+    of_first, of_second = (dict(stages[number].attributes or {}) for number in (2, 5))
+    assert "quire.num_recoveries" not in of_first
+    assert expected.items() <= of_second.items()
+
+
 def test_refused_request_is_a_span_with_an_error(
     traces: RequestTraces, exporter: InMemorySpanExporter
 ) -> None:
