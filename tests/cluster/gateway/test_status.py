@@ -11,6 +11,7 @@ from serving import ENDLESS, PROMPT, eventually, first_delta, run
 
 from quire import AsyncClient
 from quire.cluster.gateway.admin import BLOCK_MAP_TIMEOUT_S
+from quire.cluster.gateway.status import STATUS_TIMEOUT_S
 from quire.proto.errors import InvalidRequest, ReplicaUnavailable
 from quire.proto.stream import BlockState
 
@@ -45,9 +46,10 @@ def test_status_shows_replica_traffic_and_blocks(make_model: Callable[..., Path]
     run(scenario())
 
 
-def test_latest_status_is_returned_at_once_while_the_replica_hangs(
+def test_latest_status_is_returned_while_the_replica_hangs(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert STATUS_TIMEOUT_S < 0.5
     monkeypatch.setattr("quire.cluster.gateway.admin.BLOCK_MAP_TIMEOUT_S", BLOCK_MAP_TIMEOUT_S / 30)
 
     async def scenario() -> None:
@@ -60,6 +62,9 @@ def test_latest_status_is_returned_at_once_while_the_replica_hangs(
                 return replica.silence_s > 0.5  # the status is due every 0.1 s
 
             await eventually(is_silent)
+            (replica,) = (await client.fleet()).replicas  # asks the replica, for STATUS_TIMEOUT_S
+            assert "answer" in replica.problem
+            assert replica.silence_s > 0.5
             with pytest.raises(ReplicaUnavailable, match="did not answer a status query"):
                 await client.block_map("replica-0")
             server.brake.release()

@@ -11,9 +11,11 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.proto.errors import RequestQuarantined
-from quire.proto.step import StepPlan
+from quire.proto.step import StepPlan, StepResult
+from quire.worker.batch import Batch
 from quire.worker.launched_step import LaunchedStep
 from quire.worker.runner import ModelRunner
+from quire.worker.step_executor import StepExecutor
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, seed=3, temperature=0.9, repetition_penalty=1.2)
@@ -28,22 +30,25 @@ def generate(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, PARAMS)]
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("on command"), MemoryError(), torch.OutOfMemoryError("device")]
+)
 def test_outputs_after_failed_steps_are_those_of_an_undisturbed_run(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+    error: Exception, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undisturbed = generate(llm)
-    launch, num_launched = ModelRunner.launch, 0
+    launch, num_computed = StepExecutor.launch, 0
 
-    def fail_sometimes(runner: ModelRunner, plan: StepPlan) -> LaunchedStep:
-        nonlocal num_launched
-        num_launched += 1
-        if num_launched in (2, 40):
-            raise runner._failure(plan, "RuntimeError: on command")
-        return launch(runner, plan)
+    def fail_sometimes(executor: StepExecutor, batch: Batch, result: StepResult) -> LaunchedStep:
+        nonlocal num_computed
+        num_computed += 1
+        if num_computed in (2, 40):
+            raise error
+        return launch(executor, batch, result)
 
-    monkeypatch.setattr(ModelRunner, "launch", fail_sometimes)
+    monkeypatch.setattr(StepExecutor, "launch", fail_sometimes)
     assert generate(llm) == undisturbed
-    assert num_launched > 2
+    assert num_computed > 2
 
 
 @pytest.fixture(scope="module")
