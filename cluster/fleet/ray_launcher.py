@@ -27,7 +27,6 @@ from ..replica.scheduler_start import replace_scheduler
 from .interfaces import LiveReplica
 from .spot import wait_for_notice
 
-# Resources of a node that are shown to operators.
 # Value of the option `spot` |-> labels of the nodes, in the order of preference.
 _SPOT, _ON_DEMAND = {"quire.io/spot": "true"}, {"quire.io/spot": "false"}
 _SPOT_SELECTORS: Mapping[str, tuple[Mapping[str, str], ...]] = {
@@ -36,6 +35,7 @@ _SPOT_SELECTORS: Mapping[str, tuple[Mapping[str, str], ...]] = {
     "only": (_SPOT,),
     "never": (_ON_DEMAND,),
 }
+# Resources of a node that are shown to operators.
 _SHOWN_RESOURCES = ("CPU", "GPU", "memory")
 
 
