@@ -2,8 +2,10 @@
 
     python -m benchmarks.structured_outputs --json FILE [--schemas JSONL ...]
 
-The cost per token is that of one mask and one accepted token, and that of a decode step of the demo model at batch 64
-with a constraint on every row, beside the same step without. Both ways alternate: other processes share the machine.
+The cost per token is that of one mask and one accepted token, and that of a decode step of a rank at batch 64 with a
+constraint on every row, beside the same step without. Both ways alternate step by step, since other processes share
+the machine. `added_ms` is the median of the pairs' differences. The steps are those of the demo model (vocabulary of
+3,072) and of the model `s` of benchmarks.random_models (60 million parameters, vocabulary of 32,000).
 """
 
 from __future__ import annotations
@@ -13,17 +15,27 @@ import json
 import random
 import re
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common import Figure, make_parser, report
-from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.cluster.config.engine_options import DEMO_MODEL_PATH
+from benchmarks.random_models import make_model
+from quire.cluster.config.engine_options import DEMO_MODEL_PATH, EngineOptions
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
+from quire.proto.block_tables import BlockTables
+from quire.proto.config import EngineConfig
+from quire.proto.step import NewSequence, RowSampling, StepPlan
+from quire.proto.structured_outputs import OutputConstraint
+from quire.worker.comm.communicator import SingleRank
+from quire.worker.runner import ModelRunner
 from quire.worker.structured.compilation import AUTO, GUIDANCE, XGRAMMAR, GrammarLibrary
 from quire.worker.structured.grammar import GrammarBackend, GrammarSpec, UnsupportedConstraint, num_words
 from quire.worker.structured.guidance_backend import GuidanceBackend
@@ -42,7 +54,12 @@ PERSON = {
     "additionalProperties": False,
 }
 TEXT = '{"name": "Ishmael of the Pequod", "age": 27, "tags": ["red", "blue", "green", "red"]}'
-BATCH, NUM_TOKENS, ROUNDS = 64, 48, 5
+# Strings without an end: nearly all masks are those within a string, which allow many tokens.
+TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 64}
+BATCH, PROMPT_LEN, MAX_LEN, BLOCK_SIZE = 64, 8, 256, 16
+NUM_WARM_UP = 4  # pairs of steps that are not measured
+# Model |-> pairs of steps; the names are those of the figures, as `demo` and MODELS of benchmarks.random_models.
+NUM_PAIRS = {"demo": 200, "s": 60}
 
 
 def main() -> None:
@@ -57,8 +74,10 @@ def main() -> None:
     for vocab_size in (3072, 131072):
         for backend in (XGRAMMAR, GUIDANCE):
             figures |= measure_matching(vocabulary_of(library.vocabulary, vocab_size), backend)
-    for backend in (XGRAMMAR, GUIDANCE):
-        figures |= measure_step(backend)
+    with tempfile.TemporaryDirectory(prefix="quire-structured-") as folder:
+        make_model(Path(folder), "s")
+        for name, path in (("demo", str(DEMO_MODEL_PATH)), ("s", folder)):
+            figures |= measure_steps(name, path)
     report({name: Figure(value, _unit_of(name)) for name, value in figures.items()}, given.json)
 
 
@@ -152,27 +171,69 @@ def measure_matching(vocabulary: Vocabulary, backend: str) -> dict[str, float]:
     }
 
 
-def measure_step(backend: str) -> dict[str, float]:
-    """Return the time of a decode step of the demo model at batch 64, with and without constraints."""
-    settings: dict[str, Any] = {"temperature": 1.0, "seed": 1, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    # A long string: every step has a mask that allows many tokens.
-    schema = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-    form = StructuredOutputsParams(json=schema | {"additionalProperties": False}, disable_any_whitespace=True)
-    plain, constrained = SamplingParams(**settings), SamplingParams(structured_outputs=form, **settings)
-    prompts = [[5 + index] * 8 for index in range(BATCH)]
-    times: dict[str, list[float]] = {"plain": [], "constrained": []}
-    with LLM("demo", device="cpu", max_num_seqs=BATCH, structured_outputs_backend=backend) as llm:
-        for _ in range(1 + ROUNDS):
-            for name, params in (("plain", plain), ("constrained", constrained)):
-                started = time.perf_counter()
-                llm.generate(prompts, params)
-                times[name].append((time.perf_counter() - started) / NUM_TOKENS)
-    plain_s, constrained_s = (statistics.median(times[name][1:]) for name in times)
-    return {
-        f"structured.step.{backend}.plain_ms": 1e3 * plain_s,
-        f"structured.step.{backend}.constrained_ms": 1e3 * constrained_s,
-        f"structured.step.{backend}.added_share": constrained_s / plain_s - 1,
-    }
+def measure_steps(name: str, path: str) -> dict[str, float]:
+    """Return what constraints on all rows add to a decode step of a model, for both backends."""
+    figures: dict[str, float] = {}
+    for backend in (XGRAMMAR, GUIDANCE):
+        config = step_config(path)
+        library = GrammarLibrary(path, config.model.vocab_size, config.model.eos_token_ids)
+        grammar = library.compile(
+            GrammarSpec("json", json.dumps(TEXTS), disable_any_whitespace=True), backend
+        )
+        plain, constrained = step_times(config, grammar, NUM_PAIRS[name])
+        plain_s, constrained_s = statistics.median(plain), statistics.median(constrained)
+        pairs = zip(constrained, plain, strict=True)
+        added_s = statistics.median(with_form - without for with_form, without in pairs)
+        figures |= {
+            f"structured.step.{name}.{backend}.plain_ms": 1e3 * plain_s,
+            f"structured.step.{name}.{backend}.constrained_ms": 1e3 * constrained_s,
+            f"structured.step.{name}.{backend}.added_ms": 1e3 * added_s,
+            f"structured.step.{name}.{backend}.added_share": added_s / plain_s,
+        }
+    return figures
+
+
+def step_config(path: str) -> EngineConfig:
+    """Return the configuration of one rank with 2 * BATCH rows."""
+    config = resolve(
+        EngineOptions(
+            path, device="cpu", max_num_seqs=2 * BATCH, max_model_len=MAX_LEN, block_size=BLOCK_SIZE
+        ),
+        Machine.this(),
+    )
+    # The random model has no token that ends an output, and a grammar needs one.
+    eos = config.model.eos_token_ids or (config.model.vocab_size - 1,)
+    return replace(config, model=replace(config.model, eos_token_ids=eos))
+
+
+def step_times(config: EngineConfig, grammar: bytes, num_pairs: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of decode steps of BATCH rows without and with a constraint on each.
+
+    One rank holds both kinds of rows and computes them in turns, since other processes share the machine.
+    """
+    runner = ModelRunner(config, SingleRank())
+    tables, rows = BlockTables(2 * BATCH, config.max_blocks_per_seq), np.arange(2 * BATCH, dtype=np.int32)
+    blocks = 1 + np.arange(rows.size * MAX_LEN // BLOCK_SIZE, dtype=np.int32).reshape(rows.size, -1)
+    runner.allocate_cache(1 + blocks.size)
+    new = []
+    for row in range(rows.size):
+        tables.put(row, blocks[row])
+        constraint = OutputConstraint(PROMPT_LEN, grammar) if row >= BATCH else None
+        prompt = np.full(PROMPT_LEN, 5 + row, np.int32)
+        new.append(
+            NewSequence(row, row, prompt, 0, blocks[row], RowSampling(seed=row, constraint=constraint))
+        )
+    chunk_lens = np.full_like(rows, PROMPT_LEN)
+    runner.execute(StepPlan(1, 1, tables.digest, new=tuple(new), chunk_rows=rows, chunk_lens=chunk_lens))
+    held = rows[BATCH:], rows[:BATCH]
+    times: tuple[list[float], list[float]] = [], []
+    for step in range(2 * (NUM_WARM_UP + num_pairs)):
+        plan = StepPlan(2 + step, 1, tables.digest, held_rows=held[step % 2])
+        started = time.perf_counter()
+        runner.execute(plan)
+        times[step % 2].append(time.perf_counter() - started)
+    runner.close()
+    return times[0][NUM_WARM_UP:], times[1][NUM_WARM_UP:]
 
 
 if __name__ == "__main__":
