@@ -4,7 +4,8 @@ A sequence is sent in full once, then as diffs. A *row* is a batch slot. A rank 
 
 0. adapters: drop `lora_drops` from host memory, begin `lora_loads`, copy those of `lora_slots` into their slots;
 1. empty `released_rows`;
-2. put the `new` sequences into their rows, with tokens and block tables in full;
+2. put the `new` sequences into their rows, with tokens and block tables in full; a fork takes the state of its
+   constraint from its `constraint_row`;
 3. shorten the block tables of `trimmed_rows` to `trimmed_lens`, then append `appended_ids` to those of
    `appended_rows`; the tables must then have `digest`;
 4. move blocks, before anything is computed: all of `swap_out`, then all of `swap_in`, then all of `copies`;
@@ -154,6 +155,9 @@ class NewSequence:
             behind a group's window are 0.
         lora_slot: the slot of its adapter; NO_SLOT for none.
         pooling: the sequence is pooled, and ends with its prompt; None if it generates tokens.
+        constraint_row: row of the sequence from which it is forked, whose constraint it has too: `sampling` has none.
+            The tokens of that row begin with all but the last of these, and the plan does not release it. None if the
+            constraint is in `sampling`.
     """
 
     row: int
@@ -164,6 +168,7 @@ class NewSequence:
     sampling: RowSampling
     lora_slot: int = NO_SLOT
     pooling: PoolingParams | None = None
+    constraint_row: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,11 +432,12 @@ def _encode_new(sequence: NewSequence) -> tuple[Any, ...]:
         sequence.sampling.pack(),
         sequence.lora_slot,
         pack_params(sequence.pooling),
+        sequence.constraint_row,
     )
 
 
 def _decode_new(value: Any) -> NewSequence:
-    row, seq_id, token_ids, num_computed_tokens, block_ids, sampling, lora_slot, pooling = value
+    row, seq_id, token_ids, num_computed_tokens, block_ids, sampling, lora_slot, pooling, source = value
     return NewSequence(
         row,
         seq_id,
@@ -441,6 +447,7 @@ def _decode_new(value: Any) -> NewSequence:
         RowSampling.unpack(sampling),
         lora_slot,
         PoolingParams.unpack(pooling),
+        source,
     )
 
 

@@ -34,6 +34,7 @@ class _Draft:
         appended_rows, appended_ids: tables that grow, and their blocks.
         first_rows: rows that will sample their first token after a prefill.
         pooled_rows: pooled rows whose last token is in the step.
+        constraint_rows: rows whose constraints forks take over in the step.
         num_drafted: drafted tokens that the step may compute after the newest token of each row that decodes; None
             if there are none.
     """
@@ -50,6 +51,7 @@ class _Draft:
     chunk_lens: list[int] = field(default_factory=list)
     first_rows: list[int] = field(default_factory=list)
     pooled_rows: list[int] = field(default_factory=list)
+    constraint_rows: list[int] = field(default_factory=list)
     num_drafted: IntArray | None = None
 
 
@@ -275,7 +277,7 @@ class Planner:
         """
         rows = self._state.rows
         tables, num_rows = (*draft.grown_rows.tolist(), *draft.appended_rows), rows.num_rows
-        in_plan = {*(table % num_rows for table in tables), *draft.chunk_rows}
+        in_plan = {*(table % num_rows for table in tables), *draft.chunk_rows, *draft.constraint_rows}
         blocks = self._state.blocks
         others = [
             sequence
@@ -353,7 +355,7 @@ class Planner:
             return False
         row = state.start(child, draft.step_id)
         state.blocks.open_fork(row, parent.row, num_tokens)
-        self._plan_first_chunk(draft, child, num_tokens)
+        self._plan_first_chunk(draft, child, num_tokens, parent.row)
         return True
 
     def _admit(self, draft: _Draft, is_idle: bool) -> set[int]:
@@ -481,8 +483,14 @@ class Planner:
         if self._has_prompt_left(sequence):
             state.prefilling.add(sequence)
 
-    def _plan_first_chunk(self, draft: _Draft, sequence: Sequence, num_cached_tokens: int) -> None:
-        """Plan the first chunk of a sequence whose row has the KV of its first tokens."""
+    def _plan_first_chunk(
+        self, draft: _Draft, sequence: Sequence, num_cached_tokens: int, parent_row: int | None = None
+    ) -> None:
+        """Plan the first chunk of a sequence whose row has the KV of its first tokens.
+
+        Args:
+            parent_row: row of the sequence from which it is forked; None for others.
+        """
         state, row = self._state, row_of(sequence)
         if sequence.interrupted_at is not None:
             state.stats.count_kept_tokens(min(num_cached_tokens, sequence.num_lost_tokens))
@@ -491,6 +499,10 @@ class Planner:
         num_tokens = min(draft.num_tokens_left, len(sequence.token_ids) - num_cached_tokens)
         draft.num_tokens_left -= num_tokens
         state.blocks.grow(row, num_cached_tokens + num_tokens)
+        sampling, constraint_row = sequence.row_sampling(), None
+        if parent_row is not None and sampling.constraint is not None:  # whose grammar the ranks know
+            sampling, constraint_row = replace(sampling, constraint=None), parent_row
+            draft.constraint_rows.append(parent_row)
         draft.new.append(
             NewSequence(
                 row=row,
@@ -498,9 +510,10 @@ class Planner:
                 token_ids=np.frombuffer(sequence.token_ids.tobytes(), np.int32),
                 num_computed_tokens=num_cached_tokens,
                 block_ids=state.blocks.tables.ids_of_row(row),
-                sampling=sequence.row_sampling(),
+                sampling=sampling,
                 lora_slot=self._lora_slot(sequence),
                 pooling=sequence.pooling,
+                constraint_row=constraint_row,
             )
         )
         self._plan_chunk(draft, sequence, num_tokens)

@@ -63,6 +63,7 @@ sequences = st.builds(
     num_computed_tokens=st.integers(0, 2**31 - 1),
     block_ids=int_arrays,
     sampling=samplings,
+    constraint_row=st.none() | st.integers(0, 1024),
 )
 plans = st.builds(
     StepPlan,

@@ -18,8 +18,16 @@ from quire.proto.errors import QuireError, RankFailed
 from quire.proto.lora import LoraReport
 from quire.proto.pooling import Pooled, PoolingParams
 from quire.proto.sampling import SamplingParams
-from quire.proto.step import Logprobs, PromptLogprobs, PromptScoring, StepPlan, StepResult
+from quire.proto.step import (
+    Logprobs,
+    NewSequence,
+    PromptLogprobs,
+    PromptScoring,
+    StepPlan,
+    StepResult,
+)
 from quire.proto.stream import RankStatus, Submit
+from quire.proto.structured_outputs import OutputConstraint
 from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.sequences.beam_search import BeamSearch
 from quire.scheduler.service.worker_group import Rebuilt
@@ -81,12 +89,26 @@ def submit(handle: int, prompt: list[int], **settings: Any) -> Submit:
     """Return a request; `settings` are fields of SamplingParams and Submit."""
     options: dict[str, Any] = {
         name: settings.pop(name)
-        for name in ("tenant", "priority", "timeout_s", "salt", "prefix_pool", "pooling", "lora")
+        for name in (
+            "tenant",
+            "priority",
+            "timeout_s",
+            "salt",
+            "prefix_pool",
+            "pooling",
+            "lora",
+            "constraint",
+        )
         if name in settings
     }
     options["generated_token_ids"] = np.array(settings.pop("generated", []), np.int32)
     params = SamplingParams(**({"temperature": 0.0} | settings))
     return Submit(handle, f"request-{handle}", np.array(prompt, np.int32), params, **options)
+
+
+def constraint_for(prompt: list[int]) -> OutputConstraint:
+    """Return a constraint, which the fake model ignores, that shows of which prompt's outputs it is."""
+    return OutputConstraint(len(prompt), np.array(prompt, np.int32).tobytes())
 
 
 def chain(state: bytes, token_id: int) -> bytes:
@@ -243,6 +265,7 @@ class FakeWorkerGroup:
         self.num_logprobs: list[int | None] = [None] * rows
         self.scoring: list[PromptScoring | None] = [None] * rows
         self.pooling: list[PoolingParams | None] = [None] * rows
+        self.constraints: list[OutputConstraint | None] = [None] * rows
         self.num_hidden = [0] * rows  # tokens whose hidden states were computed in the row
 
     def broadcast(self, plan: StepPlan) -> None:
@@ -456,8 +479,10 @@ class FakeWorkerGroup:
         for row in plan.released_rows:
             self.decoding[row] = False
             self.tokens[row] = []
+            self.constraints[row] = None
         for new in plan.new:
             assert not self.tokens[new.row], f"row {new.row} is taken"
+            self.constraints[new.row] = self._constraint_of(new)
             self.tokens[new.row] = new.token_ids.tolist()
             self.num_computed[new.row] = new.num_computed_tokens
             self.num_logprobs[new.row] = new.sampling.logprobs
@@ -476,6 +501,23 @@ class FakeWorkerGroup:
         for row, token_id in zip(plan.chosen_rows.tolist(), plan.chosen_ids.tolist(), strict=True):
             assert self.num_computed[row] == len(self.tokens[row]) - 1, f"row {row} is past its newest token"
             self.tokens[row][-1] = token_id
+
+    def _constraint_of(self, new: NewSequence) -> OutputConstraint | None:
+        """Return the constraint of a new sequence, its own or that of the row from which it is forked.
+
+        A constraint of `constraint_for` must be that of the sequence's prompt.
+        """
+        constraint, tokens = new.sampling.constraint, new.token_ids.tolist()
+        if new.constraint_row is not None:
+            assert constraint is None, f"row {new.row} has two constraints"
+            constraint = self.constraints[new.constraint_row]
+            assert constraint is not None, f"row {new.constraint_row} has no constraint for row {new.row}"
+            parent = self.tokens[new.constraint_row]
+            assert parent[: len(tokens) - 1] == tokens[:-1], f"row {new.row} is no fork of its parent"
+        if constraint is not None:
+            prompt = tokens[: constraint.num_prompt_tokens]
+            assert constraint == constraint_for(prompt), f"row {new.row} has a constraint of another prompt"
+        return constraint
 
     def _check_partitions(self, plan: StepPlan) -> None:
         """Check that no block moves from one rank's memory to that of another."""

@@ -154,24 +154,60 @@ def test_forked_beam_copies_the_state_of_its_parent(
     sampling = settings_of(library)[0]
     first, last, other = (library.vocabulary.encode(text)[0] for text in ("a", "b", "c"))
     state = ConstraintState(model, Shard(0, 1, model.vocab_size), 3)
-
-    def put(row: int, *output: int) -> None:
-        token_ids = np.array([*PROMPT, *output], np.int32)
-        state.put(NewSequence(row, row, token_ids, 0, np.zeros(0, np.int32), sampling))
-
-    def masks() -> list[list[int]]:
-        rows = np.arange(3, dtype=np.int32)
-        return state.masks(rows, lambda first_index, count: []).words.tolist()
-
-    put(2, first, other)  # from its tokens: no other row has them
-    put(0, first)
+    state.put(new_sequence(2, first, other, sampling=sampling))
+    state.put(new_sequence(0, first, sampling=sampling))
     state.append(np.array([0], np.int32), torch.tensor([last], dtype=torch.int32))
     with monkeypatch.context() as patch:
         patch.setattr(state, "_replay", None)
-        put(1, first, other)
-        assert masks()[1] == masks()[2] == masks()[0]
+        state.put(new_sequence(1, first, other, sampling=FORKED, constraint_row=0))
+        assert masks_of(state)[1] == masks_of(state)[2] == masks_of(state)[0]
     state.replace_newest(np.array([0], np.int32), np.array([first], np.int32))
     digits = library.vocabulary.encode("7")
     state.append(np.array([1], np.int32), torch.tensor(digits[:1], dtype=torch.int32))
-    forked, parent = masks()[1], masks()[0]
+    forked, parent = masks_of(state)[1], masks_of(state)[0]
     assert forked != parent
+
+
+def test_output_forked_after_the_prompt_starts_at_the_root(
+    make_model: Callable[..., Path], make_engine: Any
+) -> None:
+    """Its parent may have many tokens by then, or a matcher that has failed and is reported."""
+    model = make_engine(make_model("llama"), 1).config.model
+    library = GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids)
+    sampling = settings_of(library)[0]
+    state = ConstraintState(model, Shard(0, 1, model.vocab_size), 4)
+    letter, digit = (library.vocabulary.encode(text)[0] for text in ("a", "7"))
+    state.put(new_sequence(0, sampling=sampling))
+    state.put(new_sequence(1, *[letter, letter, digit] * 30, sampling=sampling))
+    state.put(new_sequence(2, sampling=FORKED, constraint_row=1))
+    state._fail(1, "planted")
+    state.put(new_sequence(3, sampling=FORKED, constraint_row=1))
+    root, forked, forked_later = masks_of(state, 0, 2, 3)
+    assert root == forked == forked_later
+
+
+def test_fork_of_a_row_without_a_constraint_is_refused(
+    make_model: Callable[..., Path], make_engine: Any
+) -> None:
+    model = make_engine(make_model("llama"), 1).config.model
+    state = ConstraintState(model, Shard(0, 1, model.vocab_size), 2)
+    with pytest.raises(ValueError, match="row 1 is to have the constraint of row 0, which has none"):
+        state.put(new_sequence(1, sampling=FORKED, constraint_row=0))
+
+
+FORKED = RowSampling(seed=5)
+
+
+def new_sequence(
+    row: int, *output: int, sampling: RowSampling, constraint_row: int | None = None
+) -> NewSequence:
+    token_ids = np.array([*PROMPT, *output], np.int32)
+    no_blocks = np.zeros(0, np.int32)
+    return NewSequence(row, row, token_ids, 0, no_blocks, sampling, constraint_row=constraint_row)
+
+
+def masks_of(state: ConstraintState, *rows: int) -> list[list[int]]:
+    """Return the masks of rows, by default of the first three."""
+    asked = np.array(rows or (0, 1, 2), dtype=np.int32)
+    words: list[list[int]] = state.masks(asked, lambda first_index, count: []).words.tolist()
+    return words

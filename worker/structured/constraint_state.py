@@ -79,6 +79,7 @@ class ConstraintState:
         self._library = GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids)
         self._shard = shard
         self._rows: list[RowConstraint | None] = [None] * num_rows
+        self._requested: list[OutputConstraint | None] = [None] * num_rows  # also of a row whose own has failed
         self._num_rows = 0
         self._is_constrained = np.zeros(num_rows, dtype=np.bool_)
         self._grammars = GrammarCache(self._library)
@@ -88,30 +89,35 @@ class ConstraintState:
         self._pending: list[tuple[list[RowConstraint | None], HostCopy]] = []
 
     def put(self, sequence: NewSequence) -> None:
-        """Set the constraint of a row, whose earlier one was released, to that of a new or resumed sequence."""
-        constraint = sequence.sampling.constraint
+        """Set the constraint of a row, whose earlier one was released, to that of a new, resumed or forked sequence.
+
+        Raises:
+            ValueError: the sequence is forked from a row without a constraint.
+        """
+        source, constraint = sequence.constraint_row, sequence.sampling.constraint
+        if source is not None:
+            constraint = self._requested[source]
+            if constraint is None:
+                raise ValueError(f"row {sequence.row} is to have the constraint of row {source}, which has none")
         if constraint is None:
             return
         output = sequence.token_ids[constraint.num_prompt_tokens :].tolist()
-        self._rows[sequence.row] = self._fork(constraint, output) or self._replay(constraint, output)
+        forked = None if source is None else self._fork(source, output)
+        self._rows[sequence.row] = forked or self._replay(constraint, output)
+        self._requested[sequence.row] = constraint
         self._is_constrained[sequence.row] = True
         self._num_rows += 1
 
-    def _fork(self, constraint: OutputConstraint, output: list[int]) -> RowConstraint | None:
-        """Return the constraint of a beam from that of the beam which it continues. Returns None if no row has it.
+    def _fork(self, source: int, output: list[int]) -> RowConstraint | None:
+        """Return the constraint of a sequence that is forked from a row. Returns None if it must be replayed.
 
         A copy takes 2 us; matching 400 tokens again takes 330 us.
         """
-        if not output:
+        parent = self._rows[source]
+        if parent is None or not output:
             return None
-        for row in np.flatnonzero(self._is_constrained).tolist():
-            parent = self._rows[row]
-            if parent is None or not parent.may_lead_to(output):
-                continue
-            self._settle()
-            if parent.may_lead_to(output) and (forked := parent.fork(constraint, output)) is not None:
-                return forked
-        return None
+        self._settle()
+        return parent.fork(output)
 
     def _replay(self, constraint: OutputConstraint, output: list[int]) -> RowConstraint:
         row = self._make(constraint)
@@ -124,7 +130,7 @@ class ConstraintState:
         if not self._num_rows:
             return
         for row in rows[self._is_constrained[rows]].tolist():
-            self._rows[row] = None
+            self._rows[row] = self._requested[row] = None
             self._num_rows -= 1
         self._is_constrained[rows] = False
 

@@ -66,7 +66,7 @@ class RowConstraint:
         self._state = _first_state(self._first_phase())
         # Of each of the last tokens: the state before it, and whether the matcher has accepted it.
         self._past: deque[tuple[_State, bool]] = deque(maxlen=MAX_ROLLBACK)
-        self._output: list[int] = []
+        self._num_accepted = 0
 
     @property
     def is_active(self) -> bool:
@@ -83,7 +83,7 @@ class RowConstraint:
         state, matcher = self._state, self._matcher
         is_of_grammar = state is _IN_GRAMMAR or self._begins_grammar(token_id)
         is_matched = is_of_grammar and matcher is not None and matcher.accept(token_id)
-        self._output.append(token_id)
+        self._num_accepted += 1
         if not is_matched:
             self._past.append((state, False))
             self._state = self._next_unmatched(token_id)
@@ -99,30 +99,25 @@ class RowConstraint:
         num_matched = 0
         for _ in range(num_tokens):
             self._state, was_matched = self._past.pop()
-            self._output.pop()
             num_matched += was_matched
+        self._num_accepted -= num_tokens
         if self._matcher is not None and num_matched:
             self._matcher.rollback(num_matched)
 
-    def may_lead_to(self, output: list[int]) -> bool:
-        """Return whether the tokens accepted so far are in `output`, as far as all but its last one reach."""
-        num_shared = min(len(self._output), len(output) - 1)
-        if num_shared == 0 or self._output[num_shared - 1] != output[num_shared - 1]:
-            return False
-        return self._output[:num_shared] == output[:num_shared]
+    def fork(self, output: list[int]) -> RowConstraint | None:
+        """Return the constraint of another output, from the state of this one.
 
-    def fork(self, constraint: OutputConstraint, output: list[int]) -> RowConstraint | None:
-        """Return the constraint of another output, from the state of this one. Returns None if that is too far back.
+        Returns None if that is more than MAX_ROLLBACK tokens back, or if the matcher has failed.
 
         Args:
-            output: all tokens but the last are also those of this output, which `may_lead_to` it.
+            output: at least one token; all but the last are also the first ones of this output.
         """
-        num_back = len(self._output) - (len(output) - 1)
-        if not 0 <= num_back <= len(self._past) or self.failure or constraint != self._constraint:
+        num_back = self._num_accepted - (len(output) - 1)
+        if not 0 <= num_back <= len(self._past) or self.failure:
             return None
         matcher = None if self._matcher is None else self._matcher.copy()
-        forked = RowConstraint(constraint, matcher, self._vocabulary)
-        forked._state, forked._output = self._state, self._output.copy()
+        forked = RowConstraint(self._constraint, matcher, self._vocabulary)
+        forked._state, forked._num_accepted = self._state, self._num_accepted
         forked._past = self._past.copy()
         forked.rollback(num_back)
         forked.accept(output[-1])

@@ -1,9 +1,13 @@
 """Parallel sampling and beam search: several outputs that share their prompt's blocks."""
 
+from typing import Any
+
 import pytest
 from driver import Driver
-from fakes import EOS, beam_oracle, oracle, random_prompt, small_config
+from fakes import EOS, beam_oracle, constraint_for, oracle, random_prompt, small_config
 from narrowing import not_none
+
+from quire.proto.step import NewSequence
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -95,3 +99,59 @@ def test_aborted_beam_search_frees_all_beams() -> None:
     driver.run()
     assert driver.scheduler.blocks.num_held_blocks == 0
     assert not driver.finishes
+
+
+def started(driver: Driver) -> list[NewSequence]:
+    return [new for plan in driver.plans for new in plan.new]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("settings", [{"n": 4}, {"n": 2, "beam_width": 4}])
+def test_constraint_is_sent_once_and_forks_refer_to_their_parents(
+    settings: dict[str, Any], depth: int
+) -> None:
+    driver = Driver(small_config(num_blocks=64))
+    prompt = random_prompt(9)
+    driver.add(0, prompt, max_tokens=10, constraint=constraint_for(prompt), **settings)
+    driver.run(depth)
+    first, *forks = started(driver)
+    assert first.sampling.constraint == constraint_for(prompt)
+    assert first.constraint_row is None
+    assert len(forks) >= 3
+    for fork in forks:
+        assert fork.sampling.constraint is None
+        assert fork.constraint_row is not None
+
+
+def test_forks_without_a_constraint_refer_to_no_row() -> None:
+    driver = Driver(small_config(num_blocks=64))
+    driver.add(0, random_prompt(9), max_tokens=4, n=3, ignore_eos=True)
+    driver.run()
+    assert [new.constraint_row for new in started(driver)] == [None] * 3
+
+
+def test_constraint_is_sent_again_to_outputs_whose_parent_does_not_run() -> None:
+    driver = Driver(small_config(max_num_seqs=2))
+    prompt = random_prompt(9)
+    driver.add(0, prompt, max_tokens=5, n=4, ignore_eos=True, constraint=constraint_for(prompt))
+    for _ in range(3):
+        driver.step()
+    driver.lose_ranks()
+    driver.run(depth=2)
+    sent = [new.sampling.constraint == constraint_for(prompt) for new in started(driver)]
+    assert sum(sent) > 2
+    assert all(driver.outputs[handle] == oracle(prompt, 5, stops=()) for handle in range(4))
+
+
+def test_parent_is_not_preempted_by_the_plan_that_starts_its_fork() -> None:
+    """The ranks empty released rows first; the fork would find no constraint."""
+    driver = Driver(small_config(max_num_seqs=2, num_blocks=64, policy="priority"))
+    prompt = random_prompt(9)
+    driver.add(0, prompt, max_tokens=8, n=2, ignore_eos=True, constraint=constraint_for(prompt))
+    driver.step()
+    driver.add(2, random_prompt(5, 1), max_tokens=2, ignore_eos=True, priority=5)
+    driver.run()
+    fork = started(driver)[1]
+    assert fork.constraint_row == 0
+    assert driver.scheduler.stats.num_preemptions > 0
+    assert [driver.outputs[handle] for handle in range(2)] == [oracle(prompt, 8, stops=())] * 2

@@ -4,7 +4,8 @@ Arrivals (single, forked, beam searches, pooled prompts; of several tenants, sal
 aborts, planning, results, the passing of time, failures of the ranks and of the whole replica, and drains, after
 which another replica continues the moved sequences, interleave freely, with up to three steps in flight, with and
 without drafted tokens, in pools too small for all. The fake ranks check each read of the KV cache, `check_integrity`
-recounts every block after each event, and every output must equal that of its prompt alone.
+recounts every block after each event, and every output must equal that of its prompt alone. Of constrained requests
+they check that each sequence has the constraint of its own prompt, also where forks take it from their parents.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from typing import Any
 
 import pytest
 from driver import Driver
-from fakes import EOS, VOCAB_SIZE, beam_oracle, oracle, pooling_oracle, score_oracle, small_config
+from fakes import (
+    EOS,
+    VOCAB_SIZE,
+    beam_oracle,
+    constraint_for,
+    oracle,
+    pooling_oracle,
+    score_oracle,
+    small_config,
+)
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -75,6 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([b"", b"", b"salt"]),
         timeout_s=st.sampled_from([None, None, None, 5.0]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
+        is_constrained=st.booleans(),
     )
     def arrive(
         self,
@@ -84,6 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int,
         n: int,
         beams: int | None,
+        is_constrained: bool,
         **rest: Any,
     ) -> None:
         prompt, handle, config = head[:shared] + own, len(self.expected), self.driver.config
@@ -91,7 +103,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         width = None if beams is None or beams > config.scheduler.max_num_seqs else max(n, beams)
         if width is not None and width > config.scheduler.max_num_seqs:
             width = None
-        settings = {"max_tokens": max_tokens, "n": n, "beam_width": width, **rest}
+        constraint = constraint_for(prompt) if is_constrained else None
+        settings = {"max_tokens": max_tokens, "n": n, "beam_width": width, "constraint": constraint, **rest}
         self.requests |= dict.fromkeys(range(handle, handle + n), (prompt, settings))
         if rest["prompt_logprobs"] is not None:
             self.scored[handle] = prompt
