@@ -20,6 +20,7 @@ from quire.proto.step import StepPlan
 from quire.scheduler.speculation.draft_lengths import DraftLengths
 from quire.worker.launched_step import LaunchedStep
 from quire.worker.runner import ModelRunner
+from quire.worker.speculation.ngram import NgramProposer
 from quire.worker.structured.compilation import GrammarLibrary
 from quire.worker.structured.grammar import GrammarSpec
 from quire.worker.structured.guidance_backend import GuidanceMatcher
@@ -233,6 +234,39 @@ def test_drafted_tokens_leave_the_output_the_same(llm: LLM, monkeypatch: pytest.
     assert texts(outputs) == texts(whole)
     assert outputs[3].outputs[0].finish_reason == whole[3].outputs[0].finish_reason == "repetition"
     assert sum(stats.num_accepted) > 10
+
+
+ORDERS = "To the masthead, all of you, and keep a sharp lookout for the white whale!"
+FORCED = [
+    StructuredOutputsParams(json={"const": {"orders": ORDERS}}, disable_any_whitespace=True),
+    StructuredOutputsParams(
+        structural_tag={
+            "type": "structural_tag",
+            "format": {
+                "type": "tag",
+                "begin": "<orders>",
+                "content": {"type": "const_string", "value": ORDERS},
+                "end": "</orders>",
+            },
+        }
+    ),
+]
+
+
+@pytest.mark.parametrize("backend", ["guidance", "xgrammar"])
+def test_forced_text_takes_fewer_steps(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """No other drafts are made. xgrammar allows any spelling of the text, so that some of these are rejected."""
+    monkeypatch.setattr(DraftLengths, "is_due", lambda lengths, num_rows: True)
+    monkeypatch.setattr(DraftLengths, "choose", _most_drafts)
+    monkeypatch.setattr(NgramProposer, "propose", lambda proposer, rows, max_lens: np.zeros_like(rows))
+    drafts = {"method": "ngram", "num_speculative_tokens": 4}
+    with LLM("demo", speculative_config=drafts, structured_outputs_backend=backend, **OPTIONS) as llm:
+        stats = llm._engine.scheduler.stats  # type: ignore[attr-defined]
+        for form in FORCED:
+            num_steps_before = stats.num_steps
+            (output,) = llm.generate(PROMPTS[:1], sampled(form, temperature=0.0)).pop().outputs
+            assert ORDERS in output.text
+            assert stats.num_steps - num_steps_before < 2 / 3 * len(output.token_ids)
 
 
 def test_steps_that_fail_amid_drafts_leave_the_output_the_same(
