@@ -86,6 +86,8 @@ class LogitsProcessorState:
         self._num_active = 0  # rows with processors; a step without any does no work here
         # No biases, slots and factors of no penalties, for the last number of rows that had only masks.
         self._nothing: tuple[Biases, Tensor, Tensor] | None = None
+        # Slots of the masks of the last step in which rows had only those of constraints; the rows, and their number.
+        self._mask_slots: tuple[list[int], int, Tensor] | None = None
         self._counts = TokenCounts(shard, num_rows, max_len, self._device)
 
     def put(self, sequence: NewSequence) -> None:
@@ -168,7 +170,7 @@ class LogitsProcessorState:
             if (processors := self._rows[row]) is not None
         ]
         if not members:
-            return self._only_masks(self._gather_masks(len(rows), members, masks))
+            return self._only_masks(len(rows), masks)
         return LogitsProcessors(
             len(self._shard),
             self._gather_biases(rows, lens, members, masks.at_end),
@@ -304,9 +306,8 @@ class LogitsProcessorState:
         )
         return Penalties(slots, self._counts.counts, self._counts.prompt_mask, device_factors)
 
-    def _only_masks(self, masks: Masks) -> LogitsProcessors:
-        """Return the processors of rows that have masks at most."""
-        num_rows = len(masks.slots)
+    def _only_masks(self, num_rows: int, masks: ConstraintMasks) -> LogitsProcessors:
+        """Return the processors of rows that have masks of constraints at most."""
         if self._nothing is None or len(self._nothing[1]) != num_rows:
             starts = torch.zeros(num_rows + 1, dtype=torch.int32, device=self._device)
             self._nothing = (
@@ -316,7 +317,13 @@ class LogitsProcessorState:
             )
         biases, slots, factors = self._nothing
         penalties = Penalties(slots, self._counts.counts, self._counts.prompt_mask, factors)
-        return LogitsProcessors(len(self._shard), biases, penalties, masks)
+        known = self._mask_slots
+        if known is None or known[0] is not masks.index or known[1] != num_rows:
+            own = np.full(num_rows, -1, dtype=np.int64)
+            own[masks.index] = np.arange(len(masks.index))
+            known = self._mask_slots = masks.index, num_rows, to_device(own, self._device, torch.int64)
+        words = to_device_once(masks.words, self._device)
+        return LogitsProcessors(len(self._shard), biases, penalties, Masks(known[2], words))
 
     def _gather_masks(
         self, num_rows: int, members: list[tuple[int, _RowProcessors]], masks: ConstraintMasks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,10 +19,12 @@ from ..comm.shard import Shard
 from ..memory.device_to_host import HostCopy
 from .compilation import GrammarLibrary
 from .grammar import CompiledGrammar, Matcher, MatcherFailed, UnsupportedConstraint, add_to_mask, num_words
-from .row_constraint import RowConstraint
+from .row_constraint import RowConstraint, accept_all
 
 # Bytes of compiled grammars that are kept for later sequences.
 MAX_KEPT_BYTES = 64 << 20
+# Words of a mask that are looked at first.
+_NUM_HEAD_WORDS = 16
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +36,8 @@ class ConstraintMasks:
     """Masks of n rows of a step.
 
     Attributes:
-        index: [n] the indices of these rows among those of the step, ascending.
+        index: [n] the indices of these rows among those of the step, ascending. The same object as in the step before
+            if the same rows have masks.
         words: [n, ceil(V / 32)] int32, masks of the allowed tokens of this rank.
         at_end: indices of the rows that can only end.
     """
@@ -65,6 +68,23 @@ class _Batch:
         self.places.append(place)
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The masks of a step whose constrained rows are all in their grammars, without drafts.
+
+    It is that of the next step as well, if this one has the same rows and none of them has left its grammar.
+
+    Attributes:
+        rows: bytes of the indices of the step's rows.
+        index: as in ConstraintMasks.
+        batches: all constrained rows.
+    """
+
+    rows: bytes
+    index: list[int]
+    batches: Mapping[type[Matcher], _Batch]
+
+
 class ConstraintState:
     """The constraints of R rows.
 
@@ -79,12 +99,15 @@ class ConstraintState:
         self._library = GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids)
         self._shard = shard
         self._rows: list[RowConstraint | None] = [None] * num_rows
-        self._requested: list[OutputConstraint | None] = [None] * num_rows  # also of a row whose own has failed
+        self._requested: list[OutputConstraint | None] = [
+            None
+        ] * num_rows  # also of a row whose own has failed
         self._num_rows = 0
         self._is_constrained = np.zeros(num_rows, dtype=np.bool_)
         self._grammars = GrammarCache(self._library)
         self._stops: IntArray | None = None  # mask of the tokens that end an output
         # Sampled tokens that the device may still compute, and the constraints that they advance.
+        self._layout: _Layout | None = None
         self._failures: list[FailedRow] = []
         self._pending: list[tuple[list[RowConstraint | None], HostCopy]] = []
 
@@ -98,11 +121,14 @@ class ConstraintState:
         if source is not None:
             constraint = self._requested[source]
             if constraint is None:
-                raise ValueError(f"row {sequence.row} is to have the constraint of row {source}, which has none")
+                raise ValueError(
+                    f"row {sequence.row} is to have the constraint of row {source}, which has none"
+                )
         if constraint is None:
             return
         output = sequence.token_ids[constraint.num_prompt_tokens :].tolist()
         forked = None if source is None else self._fork(source, output)
+        self._layout = None
         self._rows[sequence.row] = forked or self._replay(constraint, output)
         self._requested[sequence.row] = constraint
         self._is_constrained[sequence.row] = True
@@ -121,8 +147,7 @@ class ConstraintState:
 
     def _replay(self, constraint: OutputConstraint, output: list[int]) -> RowConstraint:
         row = self._make(constraint)
-        for token_id in output:
-            _accept(row, token_id)
+        accept_all([row] * len(output), output)
         return row
 
     def release(self, rows: IntArray) -> None:
@@ -130,6 +155,7 @@ class ConstraintState:
         if not self._num_rows:
             return
         for row in rows[self._is_constrained[rows]].tolist():
+            self._layout = None
             self._rows[row] = self._requested[row] = None
             self._num_rows -= 1
         self._is_constrained[rows] = False
@@ -144,11 +170,12 @@ class ConstraintState:
         if not self._num_rows:
             return
         self._settle()
-        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
-            constraint = self._rows[row]
+        self._layout = None
+        constraints = [self._rows[row] for row in rows.tolist()]
+        for constraint in constraints:
             if constraint is not None:
                 constraint.rollback(1)
-                _accept(constraint, token_id)
+        accept_all(constraints, token_ids.tolist())
 
     def has_effect(self, rows: IntArray) -> bool:
         """Return whether any of the rows may have a mask."""
@@ -161,11 +188,36 @@ class ConstraintState:
             rows: [N] int32; a row with drafted tokens repeats: for its newest token, then for each drafted one.
             read_drafts: (first index, count of drafts) |-> the drafted tokens of the row at this index.
         """
-        if not self.has_effect(rows):
+        key = rows.tobytes()
+        is_as_before = self._layout is not None and self._layout.rows == key
+        if not (is_as_before or self.has_effect(rows)):
             return NO_MASKS
         self._settle()
+        if is_as_before and self._layout is not None:
+            index, batches = self._layout.index, self._layout.batches
+            words = self._new_words(len(index))
+        else:
+            index, batches, words = self._lay_out(rows, read_drafts)
+        for kind, batch in batches.items():
+            self._fill_together(kind, batch, words)
+        if not index:
+            return NO_MASKS
+        at_end = self._complete(words)
+        return ConstraintMasks(index, self._local(words), frozenset(index[place] for place in at_end))
+
+    def _new_words(self, num_masks: int) -> IntArray:
+        return np.empty((num_masks, num_words(self._shard.full_len)), dtype=np.int32)
+
+    def _lay_out(
+        self, rows: IntArray, read_drafts: DraftReader
+    ) -> tuple[list[int], Mapping[type[Matcher], _Batch], IntArray]:
+        """Fill the masks of rows that are not to be filled together.
+
+        Returns:
+            The indices of all rows with masks, the batches that are to be filled, and the masks.
+        """
         index: list[int] = []
-        words = np.empty((len(rows), num_words(self._shard.full_len)), dtype=np.int32)
+        words, is_steady = self._new_words(len(rows)), True
         batches: defaultdict[type[Matcher], _Batch] = defaultdict(_Batch)
         starts, counts = runs_of(rows)
         for first, count, row in zip(starts.tolist(), counts.tolist(), rows[starts].tolist(), strict=True):
@@ -176,6 +228,7 @@ class ConstraintState:
                 batches[type(matcher)].add(row, matcher, len(index))
                 index.append(first)
                 continue
+            is_steady = False
             try:
                 if constraint.failure:
                     raise MatcherFailed(constraint.failure)
@@ -188,13 +241,8 @@ class ConstraintState:
                     index.extend(range(first, first + count))
             except Exception as error:  # of one output, which must not end the step of all
                 self._fail(row, first_line(error))
-        for kind, batch in batches.items():
-            self._fill_together(kind, batch, words)
-        if not index:
-            return NO_MASKS
-        words = words[: len(index)]
-        at_end = self._complete(words)
-        return ConstraintMasks(index, self._local(words), frozenset(index[place] for place in at_end))
+        self._layout = _Layout(rows.tobytes(), index, batches) if is_steady else None
+        return index, batches, words[: len(index)]
 
     def _fill_together(self, kind: type[Matcher], batch: _Batch, words: IntArray) -> None:
         """Fill the masks of rows by one call; one by one if any fails, which leaves its row without a constraint."""
@@ -220,20 +268,20 @@ class ConstraintState:
             return constraint.forced_ids(max_tokens)
         except Exception as error:
             constraint.failure = constraint.failure or first_line(error)
+            self._layout = None
             return []
 
     def _settle(self) -> None:
         """Advance by the tokens that were sampled since."""
         for constraints, copied in self._pending:
             (token_ids,) = copied.wait()
-            for constraint, token_id in zip(constraints, token_ids.tolist(), strict=True):
-                if constraint is not None:
-                    _accept(constraint, token_id)
+            if not accept_all(constraints, token_ids.tolist()):
+                self._layout = None
         self._pending.clear()
 
     def _fail(self, row: int, reason: str) -> None:
         """Remove the constraint of a row, whose request the scheduler ends."""
-        self._rows[row] = None
+        self._rows[row] = self._layout = None
         self._failures.append(FailedRow(row, "structured_outputs", reason))
         _log.error("a structured output cannot go on: %s", reason)
 
@@ -260,8 +308,13 @@ class ConstraintState:
         if self._stops is None:
             self._stops = np.zeros(words.shape[1], dtype=np.int32)
             add_to_mask(self._stops, self._library.vocabulary.stop_ids)
-        has_others = (words & ~self._stops).any(axis=1)
-        at_end: list[int] = np.flatnonzero(~has_others).tolist()
+        # Most masks allow one of the first tokens: 64 masks of 32,000 tokens take 5 us instead of 60.
+        head = slice(_NUM_HEAD_WORDS)
+        rest = np.flatnonzero(~(words[:, head] & ~self._stops[head]).any(axis=1))
+        if not rest.size:
+            return []
+        has_others = (words[rest] & ~self._stops).any(axis=1)
+        at_end: list[int] = rest[~has_others].tolist()
         for place in at_end:
             if not words[place].any():
                 words[place] = self._stops
@@ -298,11 +351,3 @@ class GrammarCache:
             oldest, _ = self._loaded.popitem(last=False)
             self._num_bytes -= len(oldest)
         return grammar
-
-
-def _accept(constraint: RowConstraint, token_id: int) -> None:
-    """Advance a constraint, or note why that failed."""
-    try:
-        constraint.accept(token_id)
-    except Exception as error:
-        constraint.failure = constraint.failure or first_line(error)

@@ -33,6 +33,7 @@ class GuidanceMatcher:
 
     def __init__(self, matcher: llguidance.LLMatcher, stop_ids: frozenset[int], scratch: _Scratch) -> None:
         self._matcher = matcher
+        self._consume = matcher.try_consume_tokens
         self._stop_ids = stop_ids
         self._scratch = scratch
         self._num_stops = 0  # stop tokens at the end of what was accepted
@@ -45,7 +46,7 @@ class GuidanceMatcher:
                 return False
             self._num_stops = 1
             return True
-        return self._matcher.try_consume_tokens([token_id]) == 1
+        return self._consume([token_id]) == 1
 
     def rollback(self, num_tokens: int) -> None:
         num_stops = min(self._num_stops, num_tokens)

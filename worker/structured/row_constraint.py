@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...proto.block_tables import IntArray
+from ...proto.errors import first_line
 from ...proto.structured_outputs import OutputConstraint
 from .grammar import Matcher, add_to_mask, allows, remove_from_mask, set_only
 from .vocabulary import Vocabulary
@@ -38,8 +40,6 @@ class _State(NamedTuple):
 
 # One object each, which `accept` recognizes.
 _IN_GRAMMAR, _ENDED = _State(_Phase.GRAMMAR), _State(_Phase.ENDED)
-# What nearly every token leaves behind.
-_MATCHED_IN_GRAMMAR = (_IN_GRAMMAR, True)
 
 
 class RowConstraint:
@@ -51,6 +51,11 @@ class RowConstraint:
     Attributes:
         failure: why the matcher cannot go on; empty if it can.
     """
+
+    __slots__ = (
+        "_after_reasoning", "_constraint", "_ends", "_matcher", "_num_recorded", "_past", "_run", "_start_ids",
+        "_state", "_stop_ids", "_tail_len", "_vocabulary", "failure",
+    )  # fmt: skip
 
     def __init__(self, constraint: OutputConstraint, matcher: Matcher | None, vocabulary: Vocabulary) -> None:
         self.failure = ""
@@ -64,9 +69,12 @@ class RowConstraint:
         self._start_ids = [token_id for token_id in starts if token_id is not None]
         self._after_reasoning = _Phase.FREE if matcher is None else _Phase.GRAMMAR
         self._state = _first_state(self._first_phase())
-        # Of each of the last tokens: the state before it, and whether the matcher has accepted it.
+        # Tokens before the run, and of each of the last of them: the state before it, and whether the matcher has
+        # accepted it.
+        self._num_recorded = 0
         self._past: deque[tuple[_State, bool]] = deque(maxlen=MAX_ROLLBACK)
-        self._num_accepted = 0
+        # The last tokens as far as the matcher has accepted them within the grammar, and has not come to its end.
+        self._run = 0
 
     @property
     def is_active(self) -> bool:
@@ -83,24 +91,28 @@ class RowConstraint:
         state, matcher = self._state, self._matcher
         is_of_grammar = state is _IN_GRAMMAR or self._begins_grammar(token_id)
         is_matched = is_of_grammar and matcher is not None and matcher.accept(token_id)
-        self._num_accepted += 1
-        if not is_matched:
-            self._past.append((state, False))
-            self._state = self._next_unmatched(token_id)
+        is_end = token_id in self._stop_ids
+        if is_matched and state is _IN_GRAMMAR and not is_end:
+            self._run += 1
             return
-        self._past.append(_MATCHED_IN_GRAMMAR if state is _IN_GRAMMAR else (state, True))
-        if token_id in self._stop_ids:
-            self._state = _ENDED
-        elif state is not _IN_GRAMMAR:
-            self._state = _IN_GRAMMAR
+        self._past.extend([(_IN_GRAMMAR, True)] * min(self._run, MAX_ROLLBACK))
+        self._past.append((state, is_matched))
+        self._num_recorded += self._run + 1
+        self._run = 0
+        if is_matched:
+            self._state = _ENDED if is_end else _IN_GRAMMAR
+        else:
+            self._state = self._next_unmatched(token_id)
 
     def rollback(self, num_tokens: int) -> None:
         """Go back by up to MAX_ROLLBACK tokens."""
-        num_matched = 0
-        for _ in range(num_tokens):
+        num_matched = min(num_tokens, self._run)
+        self._run -= num_matched
+        num_earlier = num_tokens - num_matched
+        self._num_recorded -= num_earlier
+        for _ in range(num_earlier):
             self._state, was_matched = self._past.pop()
             num_matched += was_matched
-        self._num_accepted -= num_tokens
         if self._matcher is not None and num_matched:
             self._matcher.rollback(num_matched)
 
@@ -112,13 +124,13 @@ class RowConstraint:
         Args:
             output: at least one token; all but the last are also the first ones of this output.
         """
-        num_back = self._num_accepted - (len(output) - 1)
-        if not 0 <= num_back <= len(self._past) or self.failure:
+        num_back = self._num_recorded + self._run - (len(output) - 1)
+        if not 0 <= num_back <= min(self._run + len(self._past), MAX_ROLLBACK) or self.failure:
             return None
         matcher = None if self._matcher is None else self._matcher.copy()
         forked = RowConstraint(self._constraint, matcher, self._vocabulary)
-        forked._state, forked._num_accepted = self._state, self._num_accepted
-        forked._past = self._past.copy()
+        forked._state, forked._run = self._state, self._run
+        forked._num_recorded, forked._past = self._num_recorded, self._past.copy()
         forked.rollback(num_back)
         forked.accept(output[-1])
         return forked
@@ -220,6 +232,28 @@ class RowConstraint:
         words[:] = -1
         remove_from_mask(words, self._vocabulary.stop_ids)
         return True
+
+
+def accept_all(constraints: Sequence[RowConstraint | None], token_ids: list[int]) -> bool:
+    """Advance each constraint by its token, in this order; None has none. A failure is noted in its constraint.
+
+    Returns whether all of them are still in their grammars, as before.
+    """
+    are_in_grammar = True
+    for constraint, token_id in zip(constraints, token_ids, strict=True):
+        if constraint is None:
+            continue
+        try:
+            # Nearly every token continues a run: as `accept` does then, without its other questions.
+            matcher, in_grammar = constraint._matcher, constraint._state is _IN_GRAMMAR
+            if in_grammar and matcher and token_id not in constraint._stop_ids and matcher.accept(token_id):
+                constraint._run += 1
+                continue
+            constraint.accept(token_id)
+        except Exception as error:
+            constraint.failure = constraint.failure or first_line(error)
+        are_in_grammar = False
+    return are_in_grammar
 
 
 def _first_state(phase: _Phase) -> _State:
