@@ -1,6 +1,6 @@
 """The experts of a mixture on a CPU: all in one C++ call, beside the same experts one by one, or dequantized.
 
-    python -m benchmarks.experts [--quick] --json benchmarks/results/experts.json
+    python -m benchmarks.experts [--quick] [--only router] --json benchmarks/results/experts.json
 
 - experts.<mixture>.<dtype>.<rows>.one_call and .one_by_one: ms per layer for that many tokens, without the router.
   The calls alternate and have the same weights. qwen3 has the sizes of a layer of Qwen3-30B-A3B, but 32 of its 128
@@ -9,22 +9,29 @@
   or in int4 with a scale per 32, which the call dequantizes, beside the same experts in bfloat16. gpt-oss has the
   sizes of a layer of gpt-oss-120b, but 8 of its 128 experts.
 - experts.gpt-oss.<format>.quantized_bytes and .dequantized_bytes: of these weights.
+- experts.router.<mixture>.<rows>.native and .by_torch: us per layer to choose experts by their scores, in one C++
+  call and by PyTorch; the calls alternate. experts.router.<mixture>.<rows>.scores: us that both take before for the
+  scores: the router's linear layer, and the softmax or sigmoid.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import Figure, make_parser, median, report
 from quire.kernels.activation import GatedActivation
 from quire.kernels.linear import pack
+from quire.kernels.native.memory import keep_freed_memory
 from quire.kernels.panel_experts import PanelExperts
 from quire.kernels.quantized_linear import FLOAT4, FLOAT8, QuantizedWeight
 from quire.kernels.quantized_panels import QuantizedPanels, dequantize_panels, pack_quantized
+from quire.kernels.routing import Routing
 from quire.worker.models.adapted_experts import ExpertsForward
 from quire.worker.models.moe import ExpertLayers, panel_experts
 from quire.worker.weights.linear_weight import PlainWeight
@@ -36,6 +43,16 @@ GPT_OSS = 8, 4, 2880, 2880
 GROUP_LENS = {"mxfp4": 32, "float8": 120, "int4": 32}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROWS = 1, 16, 256
+# mixture |-> hidden size, its routing, and whether its scores are sigmoids of logits in float32.
+ROUTERS = {
+    "deepseek-v3": (7168, Routing(256, 8, 8, 4, 2, normalized=True, scale=2.5), True),
+    "qwen3": (2048, Routing(128, 8, normalized=True), False),
+    "mixtral": (4096, Routing(8, 2, normalized=True), False),
+}
+# Bytes of the router's weights that take turns, so that they come from memory as in a step.
+ROTATED_BYTES = 256 << 20
+# Of freed memory, as a rank keeps it.
+KEPT_BYTES = 512 << 20
 # Steps whose tokens choose other experts, in turn.
 NUM_STEPS = 4
 
@@ -135,18 +152,58 @@ def measure_quantized(form: str, repetitions: int) -> dict[str, Figure]:
     return figures
 
 
+def measure_router(mixture: str, repetitions: int) -> dict[str, Figure]:
+    """Return the figures of a router."""
+    hidden, routing, is_sigmoid = ROUTERS[mixture]
+    shape = ROTATED_BYTES // (2 * routing.num_experts * hidden), routing.num_experts, hidden
+    weights = itertools.cycle((torch.randn(shape) / hidden**0.5).bfloat16())
+    correction = torch.randn(routing.num_experts) if is_sigmoid else None
+
+    def score(x: Tensor) -> Tensor:
+        if is_sigmoid:
+            return F.linear(x.float(), next(weights).float()).sigmoid()
+        return F.linear(x, next(weights)).softmax(-1, torch.float32)
+
+    figures: dict[str, Figure] = {}
+    for num_rows in ROWS:
+        ways: dict[str, Callable[[Tensor], object]] = {
+            "native": lambda scores: routing.choose(scores, correction),
+            "by_torch": lambda scores: routing.choose_by_torch(scores, correction),
+        }
+        times: dict[str, list[float]] = {way: [] for way in ("scores", *ways)}
+        for repetition in range(-repetitions, 20 * repetitions):
+            x, started = torch.randn(num_rows, hidden).bfloat16(), time.perf_counter()
+            scores, ended = score(x), time.perf_counter()
+            taken = {"scores": ended - started}
+            for way, choose in ways.items():
+                started = time.perf_counter()
+                choose(scores)
+                taken[way] = time.perf_counter() - started
+            if repetition >= 0:
+                for way, seconds in taken.items():
+                    times[way].append(seconds)
+        for way, each in times.items():
+            figures[f"experts.router.{mixture}.{num_rows}.{way}"] = Figure(1e6 * median(each), "us")
+    return figures
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--only", choices=["plain", "quantized"], help="mixtures to measure; all by default")
+    parser.add_argument(
+        "--only", choices=["plain", "quantized", "router"], help="mixtures to measure; all by default"
+    )
     arguments = parser.parse_args()
     repetitions = 3 if arguments.quick else 20
+    keep_freed_memory(KEPT_BYTES)
     torch.manual_seed(0)
     figures: dict[str, Figure] = {}
     with torch.inference_mode():
-        for form in GROUP_LENS if arguments.only != "plain" else ():
+        for mixture in ROUTERS if arguments.only in (None, "router") else ():
+            figures |= measure_router(mixture, repetitions)
+        for form in GROUP_LENS if arguments.only in (None, "quantized") else ():
             figures |= measure_quantized(form, repetitions)
-        for mixture in MIXTURES if arguments.only != "quantized" else ():
+        for mixture in MIXTURES if arguments.only in (None, "plain") else ():
             for dtype in DTYPES:
                 figures |= measure_mixture(mixture, dtype, repetitions)
     report(figures, arguments.json)

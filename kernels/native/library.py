@@ -65,6 +65,7 @@ _SIGNATURES: dict[str, list[_CType]] = {
     "quire_dequantize_panels": [_POINTER, _INT, _POINTER, _INT],
     "quire_experts_bytes": [],
     "quire_experts": [_POINTER, _INT] + [_POINTER] * 4 + [_LONG] * 2 + [_INT],
+    "quire_choose_experts": [_POINTER] * 4 + [_LONG] * 7 + [_FLOAT] * 2 + [_INT],
     "quire_decode_layer_bytes": [],
     "quire_decode_layers": _DECODE_LAYERS,
     "quire_draft_network_bytes": [],

@@ -245,3 +245,31 @@ def _mask_arguments(
     assert words.is_contiguous()
     assert words.shape[1] * 32 >= num_tokens
     return slots.data_ptr(), words.data_ptr(), words.shape[1]
+
+
+def choose_experts(
+    scores: Tensor,
+    correction: Tensor | None,
+    per_token: int,
+    groups: tuple[int, int, int],
+    sum_lanes: int,
+    epsilon: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Choose experts as `routing.Routing` does.
+
+    Args:
+        groups: number of groups, and of best ones, and best scores of a group that are added up.
+        sum_lanes: numbers per vector of torch.sum if the weights are normalized, otherwise 0.
+    """
+    assert scores.dtype == torch.float32
+    assert scores.is_contiguous()
+    assert correction is None or (correction.dtype == torch.float32 and correction.is_contiguous())
+    num_tokens, num_experts = scores.shape
+    weights = torch.empty((num_tokens, per_token))
+    expert_ids = torch.empty((num_tokens, per_token), dtype=torch.int64)
+    library().quire_choose_experts(
+        scores.data_ptr(), address_of(correction), weights.data_ptr(), expert_ids.data_ptr(), num_tokens, num_experts,
+        per_token, *groups, sum_lanes, epsilon, scale, torch.get_num_threads(),
+    )  # fmt: skip
+    return weights, expert_ids

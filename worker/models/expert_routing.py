@@ -6,12 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.routing import Routing
 from ..weights.weight_slice import WeightSlice
 from .load_context import LoadContext
 from .spec import Experts
-
-# Added to the sum of weights before they are normalized: the weights of sigmoid scores may all be 0.
-_EPSILON = 1e-20
 
 
 class ExpertRouter:
@@ -35,7 +33,9 @@ class ExpertRouter:
         name: str,
         correction_name: str,
     ) -> None:
-        self._spec = experts
+        self._choice = ExpertChoice(experts)
+        # As the models were trained: the scores of hundreds of experts differ by less than bfloat16 resolves.
+        self._in_float32 = experts.score == "sigmoid" or experts.num_groups > 1 or experts.correction_bias
         self.weight = load.replicated(f"{name}.weight", experts.count, hidden_size)
         self.lora = load.adapters([WeightSlice(name, (experts.count, hidden_size), 0, 0, experts.count)])
         self.bias = load.replicated(f"{name}.bias", experts.count) if experts.router_bias else None
@@ -50,15 +50,13 @@ class ExpertRouter:
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, E] -> weights, float32, and expert ids, int64, both [T, per_token]."""
-        if self._spec.score != "sigmoid" and self._spec.num_groups == 1 and self.correction is None:
+        if self._in_float32:
+            bias = None if self.bias is None else self.bias.float()
+            logits = F.linear(x.float(), self.weight.float(), bias)
+        else:
             logits = F.linear(x, self.weight, self.bias)
-            self._add_adapters(logits, x)
-            return choose_experts(logits, None, self._spec)
-        # As the models were trained: the scores of hundreds of experts differ by less than bfloat16 resolves.
-        bias = None if self.bias is None else self.bias.float()
-        logits = F.linear(x.float(), self.weight.float(), bias)
         self._add_adapters(logits, x)
-        return choose_experts(logits, self.correction, self._spec)
+        return self._choice.choose(logits, self.correction)
 
     def _add_adapters(self, logits: Tensor, x: Tensor) -> None:
         """Add the adapters' outputs to the logits, [T, X] of the model's dtype or float32, in place."""
@@ -68,37 +66,49 @@ class ExpertRouter:
             logits += part
 
 
-def choose_experts(logits: Tensor, correction: Tensor | None, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Return each token's experts and their weights.
+class ExpertChoice:
+    """Chooses each token's experts by the logits of a router."""
 
-    Args:
-        logits: [T, X].
-        correction: [X] float32, see ExpertRouter.
+    def __init__(self, experts: Experts) -> None:
+        self._spec = experts
+        if experts.score in ("softmax", "sigmoid"):
+            self._routing = Routing(
+                experts.count,
+                experts.per_token,
+                experts.num_groups,
+                experts.num_top_groups,
+                1 if experts.group_score == "max" else 2,
+                experts.normalized,
+                experts.scale,
+            )
+        else:
+            self._routing = Routing(experts.count, experts.per_token)
 
-    Returns:
-        weights, float32, and expert ids, int64, both [T, per_token].
-    """
-    if experts.score == "softmax_of_chosen":
-        chosen, expert_ids = logits.float().topk(experts.per_token, dim=-1)
-        return chosen.softmax(dim=-1), expert_ids
-    if experts.score == "sparsemixer":
-        return _sparsemixer(logits, experts)
-    if experts.score == "sigmoid_of_chosen":
-        chosen, expert_ids = logits.topk(experts.per_token, dim=-1)
-        return chosen.float().sigmoid(), expert_ids
-    scores = logits.sigmoid().float() if experts.score == "sigmoid" else logits.softmax(-1, torch.float32)
-    by = scores if correction is None else scores + correction
-    if experts.num_groups > 1:
-        by = _mask_groups(by, experts)
-    expert_ids = by.topk(experts.per_token, dim=-1).indices
-    weights = scores.gather(-1, expert_ids)
-    if experts.normalized:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + _EPSILON)
-    return weights * experts.scale if experts.scale != 1.0 else weights, expert_ids
+    def choose(self, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return each token's experts and their weights.
+
+        Args:
+            logits: [T, X].
+            correction: [X] float32, see ExpertRouter.
+
+        Returns:
+            weights, float32, and expert ids, int64, both [T, per_token].
+        """
+        experts = self._spec
+        if experts.score == "sparsemixer":
+            return _sparsemixer(logits, experts)
+        # exp stays PyTorch's own: with another one's rounding, other scores would be equal.
+        if experts.score == "softmax":
+            return self._routing.choose(logits.softmax(-1, torch.float32), correction)
+        if experts.score == "sigmoid":
+            return self._routing.choose(logits.sigmoid().float(), correction)
+        chosen, expert_ids = self._routing.choose(logits.float())
+        weights = chosen.softmax(dim=-1) if experts.score == "softmax_of_chosen" else chosen.sigmoid()
+        return weights, expert_ids
 
 
 def _sparsemixer(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Choose the best experts one after the other (SparseMixer-v2; Liu et al., *GRIN*, 2024), as for choose_experts.
+    """Choose the best experts one after the other (SparseMixer-v2; Liu et al., *GRIN*, 2024), as for ExpertChoice.
 
     The weight of each is its softmax over the experts that are left whose logits are close to its own.
     """
@@ -110,13 +120,3 @@ def _sparsemixer(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
         expert_ids.append(chosen)
         left = left.scatter(-1, chosen, -torch.inf)
     return torch.cat(weights, dim=-1).float(), torch.cat(expert_ids, dim=-1)
-
-
-def _mask_groups(scores: Tensor, experts: Experts) -> Tensor:
-    """Set the scores outside of each token's best groups to -inf, [T, X]."""
-    groups = scores.unflatten(-1, (experts.num_groups, -1))
-    best = groups.topk(1 if experts.group_score == "max" else 2, dim=-1).values.sum(dim=-1)
-    chosen = best.topk(experts.num_top_groups, dim=-1).indices
-    is_chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, chosen, value=True)
-    masked: Tensor = groups.masked_fill(~is_chosen.unsqueeze(-1), -torch.inf).flatten(-2)
-    return masked

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...kernels.norm import rms_norm
 from .adapted_experts import AdaptedExperts
-from .expert_routing import choose_experts
+from .expert_routing import ExpertChoice
 from .load_context import LoadContext
 from .mlp import Mlp
 from .moe import ExpertLayers, read_experts
@@ -18,7 +18,7 @@ class ScaledRouter:
     """Router with a norm of its own, and a factor per expert; every rank holds it in full."""
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, experts: Experts, name: str) -> None:
-        self._spec, self._eps = experts, spec.norm_eps
+        self._choice, self._eps = ExpertChoice(experts), spec.norm_eps
         self.weight = load.replicated(f"{name}.proj.weight", experts.count, spec.hidden_size)
         self._norm = load.replicated(f"{name}.scale", spec.hidden_size).mul_(spec.hidden_size**-0.5)
         self._factors = load.replicated(f"{name}.per_expert_scale", experts.count).float()
@@ -26,7 +26,7 @@ class ScaledRouter:
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, E] -> weights, float32, and expert ids, int64, both [T, per_token]."""
         logits = F.linear(rms_norm(x, self._norm, self._eps), self.weight)
-        weights, expert_ids = choose_experts(logits, None, self._spec)
+        weights, expert_ids = self._choice.choose(logits)
         return weights * self._factors[expert_ids], expert_ids
 
 

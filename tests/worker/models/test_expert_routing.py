@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.proto.errors import ConfigError
-from quire.worker.models.expert_routing import choose_experts
+from quire.worker.models.expert_routing import ExpertChoice
 from quire.worker.models.read_experts import ROUTINGS
 from quire.worker.models.spec import Experts
 
@@ -19,10 +19,10 @@ GROUPS = {"n_group": 6, "topk_group": 3}
 
 
 def route(router: Any, bias: Tensor | None, x: Tensor, experts: Experts) -> None:
-    """Check that `choose_experts` equals a router of transformers, in any order of a token's experts."""
+    """Check that `ExpertChoice` equals a router of transformers, in any order of a token's experts."""
     with torch.no_grad():
         logits, expected, expected_ids = router(x)
-    weights, ids = choose_experts(logits, bias, experts)
+    weights, ids = ExpertChoice(experts).choose(logits, bias)
     expected_ids, order = expected_ids.sort(dim=-1)
     ids, own_order = ids.sort(dim=-1)
     assert torch.equal(ids, expected_ids)
@@ -75,7 +75,7 @@ def test_corrected_sigmoid_routing_equals_transformers(groups: dict[str, int], n
 def test_choice_is_within_the_best_groups() -> None:
     experts = replace(EXPERTS, num_groups=6, num_top_groups=2)
     logits = torch.randn(200, 24)
-    _, ids = choose_experts(logits, None, experts)
+    _, ids = ExpertChoice(experts).choose(logits)
     groups = logits.unflatten(-1, (6, 4)).amax(-1).topk(2).indices
     assert torch.all((ids[:, :, None] // 4 == groups[:, None]).any(-1))
 
