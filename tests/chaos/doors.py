@@ -45,11 +45,12 @@ class Door:
         return await self._over_http(_HttpCall(job, request_id))
 
     async def _over_grpc(self, job: Job, request_id: str) -> Answer:
-        params = KINDS[job.kind].params
+        kind = KINDS[job.kind]
+        params = kind.params
         texts, tokens = ["" for _ in range(params.n)], [list[int]() for _ in range(params.n)]
         logprobs = [list[float]() for _ in range(params.n)]
         reasons = ["" for _ in range(params.n)]
-        options: dict[str, Any] = {"request_id": request_id} if request_id else {}
+        options: dict[str, Any] = {"model": kind.model} | ({"request_id": request_id} if request_id else {})
         async for event in self._grpc.generate_stream(job.prompt, params, **options):
             if isinstance(event, CompletionDelta):
                 texts[event.index] += event.text

@@ -24,6 +24,7 @@ from quire.proto.errors import QuireError
 from quire.proto.faults import Fault as InjectedFault
 from quire.proto.faults import FaultKind
 
+from .adapter import adapter_options
 from .doors import Door
 from .machine import environment
 from .site import READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, Fault, Resources, process_with, until_answered
@@ -56,10 +57,10 @@ class _Gateway:
         self.door: Door
         self._clients = AsyncExitStack()
 
-    async def start(self, address: str, variables: dict[str, str]) -> None:
+    async def start(self, address: str, variables: dict[str, str], adapter: tuple[str, ...]) -> None:
         """Start the process, or another one after it was killed, and connect to it."""
         with environment(variables):
-            self.process = ServerProcess(*OPTIONS, "--address", address)
+            self.process = ServerProcess(*OPTIONS, *adapter, "--address", address)
         await asyncio.to_thread(self.process.wait_ready, READY_TIMEOUT_S)
         servers = [self.process] if self._other is None else [self.process, self._other.process]
         enter = self._clients.enter_async_context
@@ -95,6 +96,7 @@ class FleetSite:
         self._second: subprocess.Popen[bytes]
         self._gateways: list[_Gateway] = []
         self._before = ExitStack()
+        self._adapter = adapter_options(self._before)
         self.faults: dict[str, Fault] = {
             "fleet-kill": self._of_replica(self._kill_rank),
             "fleet-stop": self._of_replica(self._stop_rank),
@@ -127,7 +129,7 @@ class FleetSite:
         self._second = self._nodes.add(NODE, self._far_ip, self._far_prefix)
 
     async def _start_gateway(self, gateway: _Gateway) -> None:
-        await gateway.start(self._nodes.address, self._nodes.environment)
+        await gateway.start(self._nodes.address, self._nodes.environment, self._adapter)
 
     def choose_poison(self, used_token_ids: set[int]) -> None:
         """No fault of this site needs it."""

@@ -6,10 +6,11 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from quire import SamplingParams
+from quire import SamplingParams, StructuredOutputsParams
 
 PROMPTS = "It was", "The captain of the ship", "Call me", "There is a", "Of the whale he said that"
 NUM_TOKENS = 40
+ADAPTER = "sea"  # its name at the servers
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +19,23 @@ class Kind:
 
     Attributes:
         over_http: settings of ``/v1/completions``; None for a kind that only gRPC has.
+        model: an adapter; empty for the server's model.
     """
 
     params: SamplingParams
     over_http: dict[str, Any] | None
+    model: str = ""
 
 
-def _kind(*, is_http: bool = True, **settings: Any) -> Kind:
-    params = SamplingParams(**({"max_tokens": NUM_TOKENS, "ignore_eos": True} | settings))
-    body = {"max_tokens": NUM_TOKENS, "ignore_eos": True, **settings}
-    return Kind(params, {**body, "stop": list(body.get("stop", ()))} if is_http else None)
+def _kind(*, is_http: bool = True, regex: str = "", model: str = "", **settings: Any) -> Kind:
+    settings = {"max_tokens": NUM_TOKENS, "ignore_eos": not regex} | settings
+    body = {**settings, "stop": list(settings.get("stop", ()))}
+    if regex:
+        settings["structured_outputs"] = StructuredOutputsParams(regex=regex)
+        body["structured_outputs"] = {"regex": regex}
+    if model:
+        body["model"] = model
+    return Kind(SamplingParams(**settings), body if is_http else None, model)
 
 
 KINDS: dict[str, Kind] = {
@@ -36,6 +44,8 @@ KINDS: dict[str, Kind] = {
     "n": _kind(temperature=0.8, seed=5, n=3),
     "penalties": _kind(temperature=0.7, seed=3, repetition_penalty=1.2, presence_penalty=0.3),
     "stop": _kind(temperature=0.9, seed=2, stop=(" the",)),
+    "form": _kind(temperature=0.9, seed=7, regex="([a-z]{3,9} [0-9]{2}){4}"),
+    "adapter": _kind(temperature=0.9, seed=9, model=ADAPTER),
     "logprobs": _kind(is_http=False, temperature=0.0, logprobs=3),
     "beams": _kind(is_http=False, beam_width=3, n=2, max_tokens=24),
 }

@@ -21,6 +21,7 @@ from quire.proto.errors import QuireError, RequestQuarantined
 from quire.proto.faults import Fault as InjectedFault
 from quire.proto.faults import FaultKind
 
+from .adapter import adapter_options
 from .doors import Door
 from .machine import Clock, Disk, environment, own_disk, short_of_memory
 from .site import READY_TIMEOUT_S, Fault, Resources, process_with, until_answered
@@ -80,7 +81,7 @@ class SingleServer:
         if self._disk is not None:
             self.faults["disk"] = self._fill_disk
         with environment(variables):
-            self.server = ServerProcess(*OPTIONS)
+            self.server = ServerProcess(*OPTIONS, *adapter_options(self._before))
         self._before.callback(self.server.close)
         await asyncio.to_thread(self.server.wait_ready, READY_TIMEOUT_S)
         enter = self._connections.enter_async_context
