@@ -40,6 +40,7 @@ from .memory.kv_budget import profile_kv_bytes
 from .memory.kv_segment import KvSegment
 from .memory.shared_segment import SegmentAddress
 from .models.draft_head import load_draft_head
+from .models.mtp_layouts import mtp_prefixes
 from .rank_models import RankModels
 from .sampling.sampler import Sampler
 from .speculation.draft_model import DraftModelProposer
@@ -51,7 +52,7 @@ from .speculation.speculator import Speculator
 from .step_executor import StepExecutor
 from .warm_up import warm_up_plans
 from .weights.checkpoint import ProgressCallback
-from .weights.same_layout import check_same_layout
+from .weights.same_layout import check_same_layout, has_tensors
 
 _log = logging.getLogger(__name__)
 
@@ -101,23 +102,16 @@ class ModelRunner:
             torch.set_num_threads(config.parallel.threads_per_rank)
             _check_instruction_set()
         self._attend_chunks = load_chunk_attention(config.parallel.attention_backend)
-        lora = config.lora
-        self._adapters = None if lora is None else RankAdapters(lora, comm.rank, self._dtype, self._device)
+        self._adapters: RankAdapters | None = None
+        self._tap: FeatureTap | None = None
+        self._speculator: Speculator | None = None
         with torch.inference_mode():
             self._models = RankModels(config, comm, self._dtype, self._device, inherited)
             self._model_in_use = config.model  # with the path of the weights
-            layers = None if self._adapters is None else self._adapters.layers
-            self._model, self._pooler = self._models.load(config.model, on_progress, layers)
-            if layers is not None:
-                layers.check_targets()
-                _log.info("slots for LoRA adapters: %s", layers.summary)
+            self._load_model(on_progress)
             self._sampler = Sampler(self._model.head.shard, comm, self._device)
             self._rows = DeviceRows(config, self._model.head.shard, self._device, comm)
-            self._tap: FeatureTap | None = None
-            self._speculator: Speculator | None = None
-            if config.speculative is not None:
-                proposer, self._tap = self._make_proposer(config.speculative)
-                self._speculator = Speculator(self._rows, proposer)
+            self._load_drafts()
         if self._device.type == "cpu":
             keep_freed_memory(KEPT_BYTES)
         self._cache: CacheEngine | None = None  # before `allocate_cache`, and in sleep
@@ -129,6 +123,32 @@ class ModelRunner:
         self._executor: StepExecutor | None = None  # as the cache
         self._is_closed = False
         self._num_compilations = 0  # when the rank was ready
+
+    def _load_model(self, on_progress: ProgressCallback | None = None) -> None:
+        """Load the weights in use, with empty slots for adapters."""
+        layers = None
+        if self._config.lora is not None:
+            self._adapters = RankAdapters(self._config.lora, self._comm.rank, self._dtype, self._device)
+            layers = self._adapters.layers
+        self._model, self._pooler = self._models.load(self._model_in_use, on_progress, layers)
+        if layers is not None:
+            layers.check_targets()
+            _log.info("slots for LoRA adapters: %s", layers.summary)
+
+    def _load_drafts(self) -> None:
+        """Load what drafts for the model, if anything does.
+
+        Weights without a head of multi-token prediction keep the one that the engine started with.
+        """
+        speculative = self._config.speculative
+        if speculative is None:
+            return
+        model = self._model_in_use
+        if speculative.method == "mtp" and has_tensors(model.path, mtp_prefixes(model)):
+            assert speculative.draft is not None
+            speculative = replace(speculative, draft=replace(speculative.draft, path=model.path))
+        proposer, self._tap = self._make_proposer(speculative)
+        self._speculator = Speculator(self._rows, proposer)
 
     def _make_proposer(self, speculative: SpeculativeConfig) -> tuple[DraftProposer, FeatureTap | None]:
         """Load the model that drafts, if there is one; with a draft head, return what taps its hidden states."""
@@ -318,7 +338,7 @@ class ModelRunner:
         return LaunchedStep(StepResult(plan.step_id, plan.epoch, self._comm.rank, command_error=error))
 
     def _sleep(self, command: EngineCommand) -> str:
-        """Free the weights, the KV cache and the graphs."""
+        """Free the weights, those of adapters and drafts too, the KV cache and the graphs."""
         if self._cache is not None:
             self._num_blocks_asleep = self._cache.num_blocks
             self._drop_weights()
@@ -330,15 +350,19 @@ class ModelRunner:
 
     def _wake_up(self, command: EngineCommand) -> str:
         if self._cache is None:
-            self._model, self._pooler = self._models.load(self._model_in_use)
+            self._load_model()
+            self._load_drafts()
             self.allocate_cache(self._num_blocks_asleep)
         return ""
 
     def _update_weights(self, command: EngineCommand) -> str:
         """Load the weights of another directory in place of the present ones; a sleeping rank does so later."""
         error = ""
+        # Trainers often store no heads that draft, and a tied output layer beside the embedding.
+        model = self._config.model
+        optional = mtp_prefixes(model) + (("lm_head.",) if model.hf.get("tie_word_embeddings") else ())
         try:
-            check_same_layout(self._model_in_use.path, command.path)
+            check_same_layout(model.path, command.path, optional)
         except ModelLoadError as problem:
             error = str(problem)
         if not self._all_ranks(not error):
@@ -347,13 +371,18 @@ class ModelRunner:
         if self._cache is not None:
             self._drop_weights()
             free_unused_memory(self._device)
-            self._model, self._pooler = self._models.load(self._model_in_use)
+            self._load_model()
+            self._load_drafts()
             self.reset(has_new_ranks=True)
         return ""
 
     def _drop_weights(self) -> None:
-        # Graphs hold the addresses of weights.
-        self._graphs = self._executor = self._pooler = None
+        """Drop every reference to weights. The scheduler has the adapters read again; see LoraAdapters.reset."""
+        # Graphs hold the addresses of weights, and draft heads share those of the model.
+        self._graphs = self._executor = self._pooler = self._speculator = self._tap = None
+        if self._adapters is not None:
+            self._adapters.close()
+            self._adapters = None
         self._models.drop_segments()
         del self._model
 

@@ -303,7 +303,7 @@ class LLM:
                 `update_weights` must name others first.
 
         Raises:
-            InvalidRequest: the level is wrong, or the engine has adapters or a draft model.
+            InvalidRequest: the level is wrong.
         """
         if level not in (1, 2):
             raise InvalidRequest("level", f"is {level}, must be 1 or 2")
@@ -327,7 +327,8 @@ class LLM:
         """Replace the weights, as after a training step. No cached prefix of the earlier ones is used any more.
 
         Args:
-            path: a directory with safetensors files of the same tensors as the model's.
+            path: a directory with safetensors files of the same tensors as the model's. Heads that draft, and a tied
+                output layer, may be left out.
             tensors: these tensors themselves, of torch, by their names in the checkpoint.
             version: a new name of the weights, which later outputs report as `weights_version`.
 

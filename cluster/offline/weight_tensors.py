@@ -21,6 +21,12 @@ def write_tensors(tensors: Mapping[str, Any]) -> tempfile.TemporaryDirectory[str
     if not tensors:
         raise InvalidRequest("tensors", "are empty, must be all tensors of the model")
     folder = tempfile.TemporaryDirectory(prefix="quire-weights-")
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, Path(folder.name) / "model.safetensors")
+    stored, storages = {}, set[int]()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        if own.untyped_storage().data_ptr() in storages:
+            own = own.clone()  # safetensors refuses tensors that share memory, as tied weights do
+        storages.add(own.untyped_storage().data_ptr())
+        stored[name] = own
+    save_file(stored, Path(folder.name) / "model.safetensors")
     return folder

@@ -131,6 +131,8 @@ class EngineControl:
         (command, caller), self._under_way = self._under_way, None
         if not result.command_error:
             self._apply(command)
+            if self._state.lora is not None:
+                self._state.lora.reset()  # the ranks have dropped the adapters with the layers that they change
         self._answer(caller, result.command_error)
 
     def on_recovery(self, *, has_new_ranks: bool) -> None:
@@ -152,12 +154,8 @@ class EngineControl:
         """Return why a command cannot be carried out; empty if it can."""
         if len(self._orders) >= MAX_ORDERS:
             return f"{len(self._orders)} commands wait already"
-        config = self._state.config
-        changes_weights = command.action in (Action.SLEEP, Action.WAKE_UP, Action.UPDATE_WEIGHTS)
         if command.stamp and self._update is not None and command.stamp < self._update.stamp:
             return f"weights {self._update.version!r} were ordered later, and are in use"
-        if changes_weights and (config.lora is not None or config.speculative_draft is not None):
-            return "weights cannot be changed or dropped with enable_lora or a draft model"
         if command.action is Action.WAKE_UP and not self._has_weights:
             return "the weights were discarded by sleep at level 2; update_weights must name others first"
         return ""

@@ -275,11 +275,11 @@ class Engine:
         return [call.result(timeout=0) for call in calls]
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Encode, decode and execute the plan on every rank; return rank 0's result."""
+        """Encode, decode and execute the plan on every rank; return rank 0's result, with all ranks' reports."""
         plan = StepPlan.decode(plan.encode())
         results = self.on_all(lambda runner: runner.execute(plan), self.runners)
         assert all(result.token_ids.size == 0 for result in results[1:])
-        return results[0]
+        return replace(results[0], lora_reports=tuple(own for each in results for own in each.lora_reports))
 
     def generate(
         self, sequences: list[Planned], chunk_len: int = 512, seed: int = 0, record: list[bytes] | None = None

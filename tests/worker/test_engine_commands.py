@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from adapters import ATTENTION, VOCABULARY, merge, write_adapter
+from draft_heads import add_mtp, write_eagle3
 from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
 
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
+from quire.proto.config import LoraConfig, SpeculativeConfig
 from quire.proto.engine_command import Action, EngineCommand
+from quire.proto.lora import LoraReference
 
 PROMPTS = prompts_of([7, 19], seed=6)
 CALLER = (b"", 1)
+
+
+def run_through_commands(driver: RankedDriver, second: Path, num_tokens: int) -> list[int]:
+    """Change the weights and sleep amid the requests, which run to their end; return the tokens of each before."""
+    while min(len(driver.outputs[handle]) for handle in range(2)) < 4:
+        driver.step(depth=2)
+    for action in (Action.UPDATE_WEIGHTS, Action.SLEEP, Action.WAKE_UP):
+        driver.scheduler.control.order(EngineCommand(action, path=str(second), version="v"), CALLER)
+    while driver.scheduler.num_in_flight:
+        driver.apply_result()
+    lengths = [len(driver.outputs[handle]) for handle in range(2)]
+    driver.run(depth=2)
+    driver.empty_ranks()
+    assert driver.scheduler.control.take_answers() == [(CALLER, "")] * 3
+    for handle, length in enumerate(lengths):
+        assert 0 < length < len(driver.outputs[handle]) == num_tokens
+        assert driver.finishes[handle].weights_version == "v"
+    return lengths
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -25,21 +51,98 @@ def test_running_requests_continue_with_the_new_weights(
     driver = RankedDriver(engine.config.with_num_blocks(32), engine.step)
     for handle, prompt in enumerate(PROMPTS):
         driver.add(handle, prompt, max_tokens=20, ignore_eos=True)
-    for _ in range(8):
-        driver.step(depth=2)
-    for action in (Action.UPDATE_WEIGHTS, Action.SLEEP, Action.WAKE_UP):
-        driver.scheduler.control.order(EngineCommand(action, path=str(second), version="v"), CALLER)
-    while driver.scheduler.num_in_flight:
-        driver.apply_result()
-    lengths = [len(driver.outputs[handle]) for handle in range(2)]
-    driver.run(depth=2)
-    assert driver.scheduler.control.take_answers() == [(CALLER, "")] * 3
+    lengths = run_through_commands(driver, second, 20)
     for handle, prompt in enumerate(PROMPTS):
         output, length = driver.outputs[handle], lengths[handle]
-        assert 0 < length < len(output) == 20
         Reference(first).check_greedy(prompt, output[:length])
         Reference(second).check_greedy(prompt + output[:length], output[length:])
-        assert driver.finishes[handle].weights_version == "v"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_requests_with_adapters_continue_with_the_new_weights(
+    make_model: Callable[..., Path], make_engine: Any, tmp_path: Path, tp: int
+) -> None:
+    """The ranks drop the adapters with the weights, and read them again before a request goes on."""
+    bases = [make_model("llama", seed=seed) for seed in (1, 2)]
+    path = write_adapter(tmp_path / "adapter", bases[0], (*ATTENTION, *VOCABULARY), size=2, seed=1)
+    merged = [Reference(merge(tmp_path / f"merged{index}", base, path)) for index, base in enumerate(bases)]
+    plain = [Reference(base) for base in bases]
+    engine = make_engine(
+        bases[0], tp, num_blocks=32, block_size=4, max_model_len=60, lora=LoraConfig(1, 8, 1)
+    )
+    driver = RankedDriver(engine.config.with_num_blocks(32), engine.step)
+    for handle, lora in enumerate((LoraReference("own", str(path)), None)):
+        driver.add(handle, PROMPTS[handle], max_tokens=20, ignore_eos=True, lora=lora)
+    lengths = run_through_commands(driver, bases[1], 20)
+    for handle, (first, second) in enumerate((merged, plain)):
+        prompt, output, length = PROMPTS[handle], driver.outputs[handle], lengths[handle]
+        first.check_greedy(prompt, output[:length])
+        second.check_greedy(prompt + output[:length], output[length:])
+    assert driver.scheduler.lora is not None
+    assert driver.scheduler.lora.num_in_memory == 1
+
+
+@pytest.fixture
+def make_speculative(make_model: Callable[..., Path], tmp_path: Path) -> Any:
+    """`make_speculative(method) -> (a model, the same with other weights, its SpeculativeConfig)`."""
+
+    def make(method: str) -> tuple[Path, Path, SpeculativeConfig]:
+        first, second = (make_model("llama", seed=seed) for seed in (1, 2))
+        given: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
+        if method == "mtp":
+            first = add_mtp(first, tmp_path / "first", mimo=False)
+        elif method == "draft_model":
+            given["model"] = str(second)
+        elif method == "eagle3":
+            vocab_size = json.loads((first / "config.json").read_text())["vocab_size"]
+            given["model"] = str(write_eagle3(tmp_path / "head", vocab_size, num_layers=3))
+        options = EngineOptions(
+            str(first), speculative_config=json.dumps(given), dtype="float32", max_model_len=60
+        )
+        config = resolve(options, Machine(1, 0)).speculative
+        assert config is not None
+        return first, second, config
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("method", "tp"), [("ngram", 1), ("draft_model", 1), ("draft_model", 2), ("eagle3", 2), ("mtp", 1)]
+)
+def test_drafts_go_on_with_the_new_weights(
+    make_speculative: Any, make_engine: Any, method: str, tp: int
+) -> None:
+    """The new weights have no head of their own, as those of trainers; one of multi-token prediction stays."""
+    first, second, speculative = make_speculative(method)
+    engine = make_engine(first, tp, num_blocks=64, block_size=4, max_model_len=60, speculative=speculative)
+    driver = RankedDriver(engine.config.with_num_blocks(64), engine.step)
+    for handle, prompt in enumerate(PROMPTS):
+        driver.add(handle, 2 * prompt, max_tokens=20, ignore_eos=True)
+    lengths = run_through_commands(driver, second, 20)
+    for handle, prompt in enumerate(PROMPTS):
+        output, length = driver.outputs[handle], lengths[handle]
+        Reference(first).check_greedy(2 * prompt, output[:length])
+        Reference(second).check_greedy(2 * prompt + output[:length], output[length:])
+    assert driver.scheduler.stats.num_draft_tokens > 0
+
+
+def test_head_of_the_new_weights_drafts(
+    make_speculative: Any, make_model: Callable[..., Path], make_engine: Any, tmp_path: Path
+) -> None:
+    first, second, speculative = make_speculative("mtp")
+    second = add_mtp(second, tmp_path / "second", mimo=False, seed=5)
+    engine = make_engine(first, num_blocks=64, block_size=4, max_model_len=60, speculative=speculative)
+    projections = []
+    for folder in (first, second, first):
+        driver = RankedDriver(engine.config.with_num_blocks(64), engine.step)
+        driver.scheduler.control.order(
+            EngineCommand(Action.UPDATE_WEIGHTS, path=str(folder), version=folder.name), CALLER
+        )
+        driver.run()
+        head = engine.runners[0]._speculator._head._head
+        projections.append(head.embedding_norm.clone())
+    assert projections[0].equal(projections[2])
+    assert not projections[0].equal(projections[1])
 
 
 def test_ranks_refuse_weights_together(make_model: Callable[..., Path], make_engine: Any) -> None:
