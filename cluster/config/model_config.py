@@ -9,6 +9,7 @@ from typing import Any
 
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, ModelLoadError, first_line
+from ...worker.models.eagle3_config import read_speculators
 from ...worker.models.registry import (
     FAMILIES,
     TEXT_MODELS,
@@ -45,7 +46,8 @@ def describe_model(
         ConfigError: the architecture is not supported.
     """
     stored = read_config_file(path / "config.json")
-    hf, recommended = _load_hf_config(path, stored), read_generation_config(path)
+    hf = _load_hf_config(path, stored, read_speculators(stored, name))
+    recommended = read_generation_config(path)
     _add_modelopt(hf, path)
     hf, architecture = _text_model(hf, _architecture(hf, path))
     fields = hf.to_dict()
@@ -80,11 +82,19 @@ def describe_model(
     return replace(model, layer_windows=layer_windows(model))
 
 
-def _load_hf_config(path: Path, stored: dict[str, Any]) -> Any:
+def _load_hf_config(path: Path, stored: dict[str, Any], head: dict[str, Any] | None) -> Any:
+    """Return the configuration as an object of transformers.
+
+    Args:
+        stored: content of config.json.
+        head: the configuration of a draft head in the layout of others, if config.json has another one.
+    """
     from transformers import AutoConfig
 
     alias = MODEL_TYPE_ALIASES.get(str(stored.get("model_type")))
     try:
+        if head is not None:
+            return AutoConfig.for_model(**head)
         if alias is not None:
             return AutoConfig.for_model(**(stored | {"model_type": alias}))
         return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)

@@ -84,6 +84,68 @@ def add_mtp(source: Path, folder: Path, *, mimo: bool, seed: int = 0) -> Path:
     return folder
 
 
+def as_speculators(head: Path, folder: Path) -> Path:
+    """Write a head of `write_eagle3` as the library speculators does, with a norm of the hidden states."""
+    generator = torch.Generator().manual_seed(9)
+    tensors = {
+        name.replace("midlayer.", "layers.0."): tensor
+        for name, tensor in load_file(head / "model.safetensors").items()
+    }
+    tensors["input_norm.weight"] = 1 + torch.randn(3 * HIDDEN, generator=generator) / 4
+    layer = json.loads((head / "config.json").read_text())
+    config = {
+        "architectures": ["Eagle3DraftModel"],
+        "auto_map": {"": "config.Eagle3SpeculatorConfig"},
+        "draft_vocab_size": layer.pop("draft_vocab_size", layer["vocab_size"]),
+        "dtype": "float32",
+        "norm_before_fc": True,
+        "eagle_aux_hidden_state_layer_ids": layer.pop("eagle_config")["eagle_aux_hidden_state_layer_ids"],
+        "speculators_config": {"algorithm": "eagle3", "proposal_methods": [{"speculative_tokens": 3}]},
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer | {"architectures": ["LlamaForCausalLM"]},
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def append_mtp(source: Path, folder: Path, seed: int = 0) -> Path:
+    """Copy a model and add a head whose layer is one of its own with noise.
+
+    The head of ERNIE 4.5 is its first layer, which is dense, and has names of its own. Others are the layer after the
+    last one, which has experts if the last one has.
+    """
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    count, generator = config["num_hidden_layers"], torch.Generator().manual_seed(seed)
+    is_ernie = config["architectures"][0].startswith("Ernie")
+    prefix = "model.mtp_block.0." if is_ernie else f"model.layers.{count}."
+    copied = "model.layers.0." if is_ernie else f"model.layers.{count - 1}."
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.startswith(copied)]:
+        own = tensors[name].clone()
+        if own.dim() > 1:
+            own += torch.randn(own.shape, generator=generator) * own.std() / 2
+        tensors[prefix + name.removeprefix(copied)] = own
+    for name in [name for name in tensors if name.startswith("model.layers.0.self_attn.indexer.")]:
+        # The copied layer may use the choice of another one.
+        tensors.setdefault(prefix + name.removeprefix("model.layers.0."), tensors[name].clone())
+    *norms, projection = mtp_names(prefix)
+    tensors |= {f"{name}.weight": _norm(generator) for name in norms if name != "model.norm"}
+    tensors[f"{projection}.weight"] = _matrix(generator, HIDDEN, 2 * HIDDEN)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return folder
+
+
+def mtp_names(prefix: str) -> tuple[str, str, str, str]:
+    """Return the names of a head's norms of embeddings, of hidden states and of its result, and of its projection."""
+    if prefix == "model.mtp_block.0.":
+        return "model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.norm", "model.mtp_linear_proj.0"
+    return f"{prefix}enorm", f"{prefix}hnorm", f"{prefix}shared_head.norm", f"{prefix}eh_proj"
+
+
 def _layer(generator: torch.Generator, in_features: int, *, has_bias: bool = False) -> dict[str, Tensor]:
     q_len, kv_len = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     tensors = {
@@ -195,12 +257,25 @@ class HeadReference(ABC):
 
 
 class Eagle3(HeadReference):
-    """An EAGLE-3 head."""
+    """An EAGLE-3 head, also one that the library speculators has written."""
+
+    def __init__(self, folder: Path, model: Any) -> None:
+        super().__init__(folder, model)
+        if "transformer_layer_config" in self.config:
+            layers = {"eagle_aux_hidden_state_layer_ids": self.config["eagle_aux_hidden_state_layer_ids"]}
+            own = {"eagle_config": layers, "norm_before_residual": True}
+            self.config = self.config["transformer_layer_config"] | own
+            self.tensors = {
+                name.replace("layers.0.", "midlayer."): tensor for name, tensor in self.tensors.items()
+            }
 
     def hidden_of(self, tokens: list[int]) -> Tensor:
         states, _ = self.states_of(tokens)
         layers = self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-        return self._linear("fc", torch.cat([states[layer] for layer in layers], -1))
+        features = torch.cat([states[layer] for layer in layers], -1)
+        if "input_norm.weight" in self.tensors:
+            features = self._norm("input_norm", features)
+        return self._linear("fc", features)
 
     def layer(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         normed = self._norm("midlayer.hidden_norm", hidden)
@@ -252,3 +327,65 @@ class Mtp(HeadReference):
 
     def recurrent(self, hidden: Tensor) -> Tensor:
         return self._norm(f"{self.prefix}final_layernorm", hidden) if self.is_mimo else hidden
+
+
+class LayerMtp(HeadReference):
+    """A head of `append_mtp`, whose layer transformers computes as a model of one layer."""
+
+    def __init__(self, folder: Path, model: Any) -> None:
+        super().__init__(folder, model)
+        self.is_ernie = "model.mtp_linear_proj.0.weight" in self.tensors
+        self.prefix = "model.mtp_block.0." if self.is_ernie else f"model.layers.{self._num_layers}."
+        self.single = self._one_layer(folder.with_name(f"{folder.name}-layer"))
+
+    @property
+    def _num_layers(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+    def _one_layer(self, folder: Path) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        tensors = {name: self.tensors[name] for name in ("model.embed_tokens.weight", "model.norm.weight")}
+        tensors |= {name: tensor for name, tensor in self.tensors.items() if name == "lm_head.weight"}
+        tensors |= {
+            name.replace(self.prefix, "model.layers.0."): tensor
+            for name, tensor in self.tensors.items()
+            if name.startswith(self.prefix)
+        }
+        config = self.config | {"num_hidden_layers": 1, "num_nextn_predict_layers": 0}
+        for name in ("layer_types", "mlp_layer_types"):
+            if config.get(name):
+                config[name] = config[name][-1:]
+        if config.get("indexer_types"):
+            config["indexer_types"] = ["full"]
+        if "first_k_dense_replace" in config:
+            config["first_k_dense_replace"] = 0
+        folder.mkdir(exist_ok=True)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config))
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def hidden_of(self, tokens: list[int]) -> Tensor:
+        return self.states_of(tokens)[1]
+
+    def layer(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        embedded = embedded.clone()
+        if not self.is_ernie:
+            embedded[0] = 0
+        embedding_norm, hidden_norm, _, projection = mtp_names(self.prefix)
+        parts = self._norm(embedding_norm, embedded), self._norm(hidden_norm, hidden)
+        kept: list[Tensor] = []
+        model = self.single.model
+        handle = model.norm.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
+        model(inputs_embeds=self._linear(projection, torch.cat(parts, -1))[None], use_cache=False)
+        handle.remove()
+        return kept[0][0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._target_logits(self._norm(mtp_names(self.prefix)[2], hidden))
+
+    def recurrent(self, hidden: Tensor) -> Tensor:
+        return self._norm("model.norm", hidden) if self.is_ernie else hidden
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return torch.rms_norm(x, x.shape[-1:], self.tensors[f"{name}.weight"], self.config["rms_norm_eps"])

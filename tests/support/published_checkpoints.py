@@ -67,6 +67,18 @@ def with_mtp_head(tensors: Tensors) -> Tensors:
     return tensors | norms | {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)}
 
 
+def with_ernie_mtp_head(tensors: Tensors) -> Tensors:
+    """Add the layer of ERNIE 4.5 that predicts further tokens."""
+    first = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.0.")}
+    layer = {
+        name.replace("layers.0.", "mtp_block.0."): tensor.clone()
+        for name, tensor in first.items()
+        if not name.endswith("_scale")
+    }
+    norms = {f"model.mtp_{name}_norm.0.weight": torch.ones(64) for name in ("emb", "hidden")}
+    return tensors | layer | norms | {"model.mtp_linear_proj.0.weight": torch.zeros(64, 128)}
+
+
 CHECKPOINTS = {
     "llama4-fp8": Published(
         "llama4_text",
@@ -155,8 +167,9 @@ CHECKPOINTS = {
     "ernie4_5_moe-fp8": Published(
         "ernie4_5_moe",
         FLOAT8_CHANNELS,
-        {"use_bias": False},
-        {"ignore": ["lm_head", "re:.*mlp.gate$", "re:.*moe_statics.*"]},
+        {"use_bias": False, "num_nextn_predict_layers": 1},
+        {"ignore": ["lm_head", "re:.*mlp.gate$", "re:.*moe_statics.*", "re:.*mtp.*"]},
+        rewrite=with_ernie_mtp_head,
     ),
     "mistral3-fp8": Published(
         "mistral",

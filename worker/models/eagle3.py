@@ -55,6 +55,10 @@ class Eagle3Head:
         (self.rope_key,) = spec.ropes
         self.rotary = RotaryTable(load, spec.ropes[self.rope_key], config.max_model_len)
         self.fc = load.linear([WeightSlice(f"{root}fc", (size, num_features), 0, 0, size)])
+        # Of the target model's hidden states side by side.
+        self.features_norm: Tensor | None = None
+        if config.hf.get("norm_before_fc"):
+            self.features_norm = load.norm(f"{root}input_norm", num_features)
         self.embedding = target.embedding
         if has_embedding:
             self.embedding = VocabParallelEmbedding(load, f"{root}embed_tokens", spec.vocab_size, size)
@@ -71,6 +75,8 @@ class Eagle3Head:
         load.checkpoint.check_all_read(ignoring=["t2d"])
 
     def combine(self, features: Tensor) -> Tensor:
+        if self.features_norm is not None:
+            features = rms_norm(features, self.features_norm, self.norm_eps)
         return self.fc.multiply(features)
 
     def forward(
@@ -99,6 +105,8 @@ class Eagle3Head:
         layer = make_dense_layer(self.attention, self.mlp, norms, self.norm_eps, [self.rope_key])
         output, combination = self.output.whole_weight, packed_weight(self.fc)
         if self.comm.size > 1 or layer is None or output is None or combination is None:
+            return None
+        if self.features_norm is not None:  # the native op combines hidden states as they are
             return None
         return DraftNetwork(
             layers=[layer],

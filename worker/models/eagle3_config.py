@@ -9,6 +9,42 @@ from ...proto.errors import ConfigError
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _NUM_AUX_LAYERS = 3
+# Settings of the library speculators that belong to the head and not to its layer |-> their defaults.
+_SPECULATORS_SETTINGS = {
+    "draft_vocab_size": None,
+    "norm_before_residual": True,
+    "norm_before_fc": False,
+    "eagle_aux_hidden_state_layer_ids": None,
+}
+
+
+def read_speculators(stored: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Return the configuration of a head that the library speculators has written, in the layout of others.
+
+    Returns None if something else has written it.
+
+    Args:
+        stored: content of its config.json.
+
+    Raises:
+        ConfigError: it is not an EAGLE-3 head, or one with parts that are not supported.
+    """
+    layer = stored.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        return None
+    for field, value, expected in (
+        ("speculators_model_type", stored.get("speculators_model_type"), "eagle3"),
+        ("transformer_layer_config.model_type", layer.get("model_type"), "llama"),
+        ("norm_output", stored.get("norm_output", False), False),
+        ("fc_norm", stored.get("fc_norm", False), False),
+    ):
+        if value != expected:
+            raise ConfigError(
+                f"speculative_config: model {name} has {field} {value!r}, must have {expected!r}"
+            )
+    settings = {field: stored.get(field, default) for field, default in _SPECULATORS_SETTINGS.items()}
+    dtype = stored.get("dtype") or stored.get("torch_dtype") or layer.get("dtype") or layer.get("torch_dtype")
+    return layer | settings | {"architectures": [ARCHITECTURES[0]], "dtype": dtype}
 
 
 def aux_layers(head: ModelConfig, num_layers: int) -> frozenset[int]:

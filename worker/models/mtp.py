@@ -25,7 +25,8 @@ class MtpHead:
     """One rank of the first head; implements `draft_head.DraftHead`.
 
     The head shares the embedding, the output layer and the rotary tables of the target model. It is used again for
-    each further drafted token. The embedding of the token at position 0 counts as zeros, as in training.
+    each further drafted token. In most layouts the embedding of the token at position 0 counts as zeros, as in
+    training. With sparse attention the head has an indexer of its own.
 
     Raises:
         ModelLoadError: the weights cannot be read, or have other shapes.
@@ -44,12 +45,18 @@ class MtpHead:
         self.target = target
         self.norm_eps = spec.norm_eps
         self.is_hidden_first, self.feeds_normed = layout.hidden_first, layout.feeds_normed
+        self.reads_first = layout.reads_first
         self.embedding_norm, self.hidden_norm, self.norm = (
             load.norm(named(name), size, spec.norm_offset)
             for name in (layout.embedding_norm, layout.hidden_norm, layout.final_norm)
         )
         self.projection = load.linear([WeightSlice(named(layout.projection), (size, 2 * size), 0, 0, size)])
-        self.layer = DecoderLayer(load, spec, spec.layers[-1], named(layout.layer), None)
+        layer = replace(
+            spec.layers[-1],
+            has_experts=spec.layers[-1].has_experts and not layout.is_dense,
+            has_indexer=spec.latent is not None and spec.latent.indexer is not None,
+        )
+        self.layer = DecoderLayer(load, spec, layer, named(layout.layer), None)
 
     def combine(self, features: Tensor) -> Tensor:
         return features
@@ -63,7 +70,8 @@ class MtpHead:
         inputs: AttentionInputs,
     ) -> Tensor:
         embedded = self.target.embedding.forward(token_ids)
-        embedded = embedded.masked_fill((positions == 0).unsqueeze(-1), 0)
+        if not self.reads_first:
+            embedded = embedded.masked_fill((positions == 0).unsqueeze(-1), 0)
         parts = [
             rms_norm(embedded, self.embedding_norm, self.norm_eps),
             rms_norm(hidden, self.hidden_norm, self.norm_eps),
@@ -86,7 +94,7 @@ class MtpHead:
         projection = packed_weight(self.projection)
         if target.comm.size > 1 or layer is None or output is None or projection is None:
             return None
-        if not layer.has_feed_forward:
+        if not layer.has_feed_forward or self.reads_first:  # the native op has zeros at position 0
             return None
         return DraftNetwork(
             layers=[layer],

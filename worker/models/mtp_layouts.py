@@ -19,6 +19,8 @@ class MtpLayout:
         embedding_norm, hidden_norm, projection, final_norm: names of the other parts.
         hidden_first: the projection reads the hidden state first.
         feeds_normed: a second drafted token reads the hidden state after the final norm.
+        reads_first: the embedding of the token at position 0 counts; otherwise it is replaced by zeros.
+        is_dense: the layer has no experts, whatever the model's last layer has.
         prefixes: the names of all tensors of the heads begin with one of these.
     """
 
@@ -29,6 +31,8 @@ class MtpLayout:
     final_norm: str
     hidden_first: bool = False
     feeds_normed: bool = False
+    reads_first: bool = False
+    is_dense: bool = False
     prefixes: tuple[str, ...] = ()
 
 
@@ -50,8 +54,24 @@ _MIMO = MtpLayout(
     feeds_normed=True,
     prefixes=("model.mtp_layers.",),
 )
+# The norm that follows the layer is the model's own. The training code leaves position 0 as it is.
+_ERNIE = MtpLayout(
+    layer="model.mtp_block.0",
+    embedding_norm="model.mtp_emb_norm.0",
+    hidden_norm="model.mtp_hidden_norm.0",
+    projection="model.mtp_linear_proj.0",
+    final_norm="model.norm",
+    feeds_normed=True,
+    reads_first=True,
+    is_dense=True,
+    prefixes=("model.mtp_",),
+)
 # architecture |-> layout of its heads; others have that of DeepSeek-V3.
-_LAYOUTS = {"MiMoForCausalLM": _MIMO}
+_LAYOUTS = {
+    "MiMoForCausalLM": _MIMO,
+    "Ernie4_5ForCausalLM": _ERNIE,
+    "Ernie4_5_MoeForCausalLM": _ERNIE,
+}
 
 
 def num_mtp_heads(model: ModelConfig) -> int:
@@ -66,7 +86,6 @@ def mtp_layout(model: ModelConfig) -> MtpLayout:
 
 
 def mtp_prefixes(model: ModelConfig) -> tuple[str, ...]:
-    """Return prefixes of the names of the heads' tensors; none if the model has no heads."""
+    """Return prefixes of the names of the heads' tensors; none if the model can have no heads."""
     layers = range(model.num_layers, model.num_layers + num_mtp_heads(model))
-    appended = tuple(f"model.layers.{index}." for index in layers)
-    return mtp_layout(model).prefixes or appended if layers else ()
+    return mtp_layout(model).prefixes or tuple(f"model.layers.{index}." for index in layers)

@@ -13,7 +13,16 @@ import pytest
 import torch
 from adapters import ATTENTION, VOCABULARY, merge, write_adapter
 from draft_contexts import assert_same_drafts
-from draft_heads import Eagle3, HeadReference, Mtp, add_mtp, write_eagle3
+from draft_heads import (
+    Eagle3,
+    HeadReference,
+    LayerMtp,
+    Mtp,
+    add_mtp,
+    append_mtp,
+    as_speculators,
+    write_eagle3,
+)
 from ranked_driver import RankedDriver
 from reference import Reference
 
@@ -41,13 +50,23 @@ SETTINGS: list[dict[str, Any]] = [
 NEAR_TIE = 2e-3
 
 
+# Heads whose layer is one of the target's kind |-> its model type and settings.
+APPENDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "mtp-experts": ("glm4_moe", {"attention_bias": True}),
+    "mtp-sparse": ("deepseek_v32", {"index_topk": 7}),
+    "mtp-sparse-shared": ("glm_moe_dsa", {"index_topk": 7}),
+    "mtp-ernie": ("ernie4_5_moe", {"use_bias": False}),
+}
+
+
 @pytest.fixture(scope="module")
 def make_head(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`make_head(kind) -> (target, SpeculativeConfig, reference class)`."""
     folder = tmp_path_factory.mktemp("heads")
 
     def make(kind: str) -> tuple[Path, SpeculativeConfig, type[HeadReference]]:
-        target = make_model("qwen2" if kind == "mtp-mimo" else "llama")
+        model_type, overrides = APPENDED.get(kind, ("qwen2" if kind == "mtp-mimo" else "llama", {}))
+        target = make_model(model_type, **overrides)
         vocab_size = json.loads((target / "config.json").read_text())["vocab_size"]
         num_layers = json.loads((target / "config.json").read_text())["num_hidden_layers"]
         path, method = folder / kind, "mtp"
@@ -57,9 +76,16 @@ def make_head(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPath
             settings = {} if kind == "eagle3" else {"draft_vocab_size": 90, "norm_before_residual": True}
             if not path.exists():
                 write_eagle3(path, vocab_size, num_layers=num_layers, **settings)
+                if kind == "eagle3-speculators":
+                    as_speculators(path.rename(folder / "others"), path)
         else:
+            if kind in APPENDED:
+                reference = LayerMtp
             if not path.exists():
-                add_mtp(target, path, mimo=kind == "mtp-mimo")
+                if kind in APPENDED:
+                    append_mtp(target, path)
+                else:
+                    add_mtp(target, path, mimo=kind == "mtp-mimo")
             target = path
         text = json.dumps(
             {
@@ -181,8 +207,15 @@ def check_drafts(reference: HeadReference) -> int:
         ("eagle3-own-vocabulary", 2),
         ("eagle3", 4),
         ("mtp", 2),
+        ("eagle3-speculators", 1),
         ("mtp-mimo", 1),
         ("mtp-mimo", 4),
+        ("mtp-experts", 2),
+        ("mtp-sparse", 1),
+        ("mtp-sparse", 4),
+        ("mtp-sparse-shared", 2),
+        ("mtp-ernie", 1),
+        ("mtp-ernie", 2),
     ],
 )
 def test_drafts_equal_reference_and_outputs_those_without(
