@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from ...proto.config import EngineConfig, ModelConfig
 from ...proto.errors import ConfigError
@@ -11,13 +12,13 @@ from ...worker.models.registry import FAMILIES, check_heads, check_supported
 from .engine_options import EngineOptions
 from .model_config import describe_model
 from .model_source import locate_model
+from .speculative_options import SpeculativeOptions
 
 
-def describe_draft(config: EngineConfig, name: str | None, *, with_weights: bool) -> ModelConfig | None:
+def describe_draft(
+    config: EngineConfig, options: SpeculativeOptions, *, with_weights: bool
+) -> ModelConfig | None:
     """Return the draft model or head of a configuration that has the target model. Returns None for ngram.
-
-    Args:
-        name: of the draft model or head; None for methods without one.
 
     Raises:
         ModelLoadError: the directory is not a model, or a download failed.
@@ -25,12 +26,11 @@ def describe_draft(config: EngineConfig, name: str | None, *, with_weights: bool
     """
     assert config.speculative is not None
     describe = _DESCRIBE.get(config.speculative.method)
-    return None if describe is None else describe(config, name, with_weights)
+    return None if describe is None else describe(config, options, with_weights)
 
 
-def _describe_model(config: EngineConfig, name: str | None, with_weights: bool) -> ModelConfig:
-    assert name is not None
-    target, own = config.model, EngineOptions(name)
+def _describe_model(config: EngineConfig, options: SpeculativeOptions, with_weights: bool) -> ModelConfig:
+    target, own = config.model, _engine_options(options)
     draft = describe_model(locate_model(own, with_weights=with_weights).path, own.name)
     _check_vocabulary(draft, target)
     if draft.max_model_len < target.max_model_len:
@@ -43,9 +43,8 @@ def _describe_model(config: EngineConfig, name: str | None, with_weights: bool) 
     return replace(draft, dtype=target.dtype, max_model_len=target.max_model_len)
 
 
-def _describe_eagle3(config: EngineConfig, name: str | None, with_weights: bool) -> ModelConfig:
-    assert name is not None
-    target, own = config.model, EngineOptions(name)
+def _describe_eagle3(config: EngineConfig, options: SpeculativeOptions, with_weights: bool) -> ModelConfig:
+    target, own = config.model, _engine_options(options)
     _check_target(config)
     path = locate_model(own, with_weights=with_weights).path
     head = describe_model(path, own.name, _check_eagle3)
@@ -58,19 +57,29 @@ def _describe_eagle3(config: EngineConfig, name: str | None, with_weights: bool)
     return replace(head, dtype=target.dtype, max_model_len=target.max_model_len)
 
 
-def _describe_mtp(config: EngineConfig, name: str | None, with_weights: bool) -> ModelConfig:
+def _engine_options(options: SpeculativeOptions) -> EngineOptions:
+    assert options.model is not None
+    return EngineOptions(options.model, revision=options.revision)
+
+
+def _describe_mtp(config: EngineConfig, options: SpeculativeOptions, with_weights: bool) -> ModelConfig:
     _check_target(config)
+    if options.model is not None and not _names(config.model, options.model):
+        raise ConfigError(
+            f"speculative_config: model is {options.model!r}, but method 'mtp' reads the head of {config.model.name} "
+            "itself; leave model out"
+        )
     if num_mtp_heads(config.model) < 1:
         raise ConfigError(
             f"speculative_config: method is 'mtp', but {config.model.name} has no heads for it "
             "(num_nextn_predict_layers in its config.json)"
         )
-    if FAMILIES[config.model.architecture].has_indexers:
-        raise ConfigError(
-            f"speculative_config: method 'mtp' is not supported for the sparse attention of {config.model.name}; use "
-            "another method, such as 'ngram'"
-        )
     return replace(config.model, num_layers=1)
+
+
+def _names(model: ModelConfig, given: str) -> bool:
+    """Return whether a text names the served model."""
+    return given in (model.name, model.hub_id) or str(Path(given).expanduser().resolve()) == model.path
 
 
 def _check_target(config: EngineConfig) -> None:
@@ -98,8 +107,8 @@ def _check_eagle3(name: str, architecture: str, hf: object) -> None:
         )
 
 
-# method |-> description of its model, from the name in speculative_config
-_DESCRIBE: dict[str, Callable[[EngineConfig, str | None, bool], ModelConfig]] = {
+# method |-> description of its model
+_DESCRIBE: dict[str, Callable[[EngineConfig, SpeculativeOptions, bool], ModelConfig]] = {
     "draft_model": _describe_model,
     "eagle3": _describe_eagle3,
     "mtp": _describe_mtp,

@@ -27,7 +27,7 @@ from .engine_options import EngineOptions
 from .machine import Machine
 from .model_config import describe_model
 from .model_source import ModelSource, locate_model
-from .speculative_options import read_speculative_options
+from .speculative_options import read_speculative_options, warn_of_ignored
 from .step_limits import step_limits
 
 DEFAULT_STEPS_IN_FLIGHT = 2
@@ -123,6 +123,7 @@ def _speculative_config(options: EngineOptions) -> SpeculativeConfig | None:
     if options.speculative_config is None:
         return None
     own = read_speculative_options(options.speculative_config)
+    warn_of_ignored(own)
     return SpeculativeConfig(
         own.method, own.num_speculative_tokens, own.prompt_lookup_min, own.prompt_lookup_max
     )
@@ -136,8 +137,8 @@ def _with_draft_model(config: EngineConfig, options: EngineOptions, *, with_weig
     """
     if config.speculative is None or options.speculative_config is None:
         return config
-    name = read_speculative_options(options.speculative_config).model
-    draft = describe_draft(config, name, with_weights=with_weights)
+    own = read_speculative_options(options.speculative_config)
+    draft = describe_draft(config, own, with_weights=with_weights)
     return replace(config, speculative=replace(config.speculative, draft=draft))
 
 

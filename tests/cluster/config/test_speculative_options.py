@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draft_heads import add_mtp, write_eagle3
+from draft_heads import add_mtp, append_mtp, as_speculators, write_eagle3
 
+from quire.cluster.config import speculative_options
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
@@ -29,6 +30,8 @@ def vocab_size_of(folder: Path) -> int:
         ({"model": "[ngram]", "prompt_lookup_max": 4}, SpeculativeConfig("ngram", 5, 2, 4)),
         ({"method": "ngram", "prompt_lookup_max": 1}, SpeculativeConfig("ngram", 5, 1, 1)),
         ({"method": "ngram", "prompt_lookup_min": 3, "model": None}, SpeculativeConfig("ngram", 5, 3, None)),
+        ({"method": "ngram_gpu", "model": "ngram"}, SpeculativeConfig("ngram", 5, 2, None)),
+        ({"method": "suffix", "parallel_drafting": False}, SpeculativeConfig("ngram", 5, 2, None)),
     ],
 )
 def test_object_and_text_reach_the_replica(given: dict[str, Any], expected: SpeculativeConfig) -> None:
@@ -104,11 +107,78 @@ def test_mtp_for_a_model_without_heads_is_refused() -> None:
         resolve(EngineOptions("demo", speculative_config=given), Machine(1, 0))
 
 
-def test_mtp_for_sparse_attention_is_refused(make_model: Any) -> None:
-    target = make_model("deepseek_v32", num_nextn_predict_layers=1)
-    given: Any = {"method": "mtp"}
-    with pytest.raises(ConfigError, match="method 'mtp' is not supported for the sparse attention of"):
+def test_mtp_head_of_sparse_attention_caches_keys_of_its_indexer(make_model: Any, tmp_path: Path) -> None:
+    target = append_mtp(make_model("deepseek_v32"), tmp_path / "model")
+    given: Any = {"method": "deepseek_mtp", "model": str(target)}  # as vLLM's users name the model itself
+    config = resolve(EngineOptions(str(target), speculative_config=given), Machine(1, 0))
+    assert config.speculative is not None
+    assert config.speculative.draft is not None
+    assert config.speculative.draft.latent_dim == config.model.latent_dim
+
+
+def test_mtp_head_of_another_model_is_refused(make_model: Any, tmp_path: Path) -> None:
+    target = add_mtp(make_model("llama"), tmp_path / "model", mimo=False)
+    given: Any = {"method": "mtp", "model": "demo"}
+    with pytest.raises(ConfigError, match="model is 'demo', but method 'mtp' reads the head of model itself"):
         resolve(EngineOptions(str(target), speculative_config=given), Machine(1, 0))
+
+
+def test_keys_of_vllm_without_a_meaning_are_named_in_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(
+        speculative_options._log, "warning", lambda text, *values: warnings.append(text % values)
+    )
+    given: Any = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "draft_tensor_parallel_size": 1,
+        "disable_by_batch_size": 8,
+        "revision": None,
+    }
+    config = resolve(EngineOptions("demo", speculative_config=given), Machine(1, 0))
+    assert config.speculative == SpeculativeConfig("ngram", 3, 2, None)
+    (warning,) = warnings
+    assert "draft_tensor_parallel_size (a draft model is split over the ranks like the model)" in warning
+    assert "disable_by_batch_size (measured times decide when drafts are off)" in warning
+
+
+def test_revision_is_that_of_the_draft_model_on_the_hub(make_model: Any) -> None:
+    target, draft = (str(make_model("llama", seed=seed)) for seed in (1, 2))
+    given: Any = {"model": draft, "revision": "v2"}
+    with pytest.raises(ConfigError, match=r"revision is 'v2', but .* is a directory"):
+        resolve(EngineOptions(target, speculative_config=given), Machine(1, 0))
+
+
+def test_head_of_the_library_speculators_reaches_the_replica(make_model: Any, tmp_path: Path) -> None:
+    target = make_model("llama")
+    head = write_eagle3(tmp_path / "other", vocab_size_of(target), num_layers=3, draft_vocab_size=90)
+    given: Any = {"model": str(as_speculators(head, tmp_path / "speculator.eagle3"))}  # method: from the name
+    speculative = resolve(EngineOptions(str(target), speculative_config=given), Machine(1, 0)).speculative
+    assert speculative is not None
+    assert speculative.method == "eagle3"
+    assert speculative.draft is not None
+    assert speculative.draft.hf["draft_vocab_size"] == 90
+    assert speculative.draft.hf["norm_before_residual"]
+    assert speculative.draft.max_model_len == 512
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"speculators_model_type": "peagle"}, "has speculators_model_type 'peagle', must have 'eagle3'"),
+        ({"transformer_layer_config": {"model_type": "qwen3"}}, "model_type 'qwen3', must have 'llama'"),
+        ({"norm_output": True}, "has norm_output True, must have False"),
+    ],
+)
+def test_head_of_speculators_with_other_parts_is_refused(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    head = as_speculators(write_eagle3(tmp_path / "other", 3072, num_layers=4), tmp_path / "head")
+    config = json.loads((head / "config.json").read_text()) | settings
+    (head / "config.json").write_text(json.dumps(config))
+    given: Any = {"method": "eagle3", "model": str(head)}
+    with pytest.raises(ConfigError, match=message):
+        resolve(EngineOptions("demo", speculative_config=given), Machine(1, 0))
 
 
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
@@ -130,7 +200,11 @@ def test_head_for_modules_of_transformers_is_refused(make_model: Any, method: st
         ),
         ({"method": "eagle3"}, "speculative_config: model is None, must name the model of method eagle3"),
         ({}, "speculative_config: model is None, must name the model of method draft_model"),
-        ({"method": "draft_model", "model": 3}, "speculative_config: model is 3, must name the model of"),
+        ({"method": "draft_model", "model": 3}, "speculative_config: model is 3, must be text"),
+        (
+            {"method": "draft_model", "model": "demo", "parallel_drafting": True},
+            "speculative_config: parallel_drafting is not supported",
+        ),
         ({"method": "ngram", "num_tokens": 3}, "there is no option 'num_tokens' of speculative_config"),
         (
             {"method": "ngram", "num_speculative_tokens": 0},
