@@ -52,6 +52,17 @@ def test_custom_logits_processor_is_found_as_an_installed_package(
     assert not any(token % 2 for token in even)
 
 
+def test_scoring_prefers_the_likelier_answer(run_example: RunExample) -> None:
+    printed = run_example("scoring.py")
+    scores = {
+        answer: float(score)
+        for score, answer in re.findall(r"^([+-]\d+\.\d\d) per token: (.*)$", printed, re.M)
+    }
+    assert scores["the refrigerator."] < scores["the captain."] < 0
+    (perplexity,) = re.findall(r"^perplexity (\d+\.\d): It was", printed, re.M)
+    assert 1 < float(perplexity) < 1000
+
+
 def test_embeddings_rank_every_text(run_example: RunExample) -> None:
     printed = run_example("embeddings.py")
     assert re.match(r"\d+ dimensions\n", printed)
