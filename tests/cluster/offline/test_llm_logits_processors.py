@@ -115,6 +115,20 @@ def test_drafts_change_no_token(installed: None, model: Path, llm: LLM) -> None:
         assert tokens_of(drafting, *params) == tokens_of(llm, *params)
 
 
+def test_forked_and_preempted_outputs_are_the_same(installed: None, model: Path, llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=3, max_tokens=24, ignore_eos=True, extra_args=EVEN)
+
+    def outputs(engine: LLM) -> list[list[int]]:
+        return [own.token_ids for output in engine.generate(PROMPTS, params) for own in output.outputs]
+
+    whole = outputs(llm)
+    assert not any(token % 2 for tokens in whole for token in tokens)
+    assert len(set(map(tuple, whole))) == 6
+    with LLM(str(model), logits_processors="even_tokens", **CPU | {"num_kv_blocks": 20}) as small:
+        assert outputs(small) == whole
+        assert small._engine.scheduler.stats.num_preemptions > 0  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [

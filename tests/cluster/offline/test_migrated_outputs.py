@@ -19,7 +19,11 @@ from quire.cluster.requests.sequence_update import updates_by_handle
 from quire.proto.config import EngineConfig
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Drain, FinishReason, GatewayMessage, ReplicaMessage, TokenBatch
-from quire.proto.structured_outputs import OutputConstraint, StructuredOutputsParams
+from quire.proto.structured_outputs import (
+    OutputConstraint,
+    RepetitionDetectionParams,
+    StructuredOutputsParams,
+)
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.service.loop import StepLoop
 from quire.scheduler.service.mailbox import InMemoryMailbox
@@ -35,9 +39,13 @@ SETTINGS = {
     ),
     "forked": SamplingParams(temperature=1.0, seed=-3, max_tokens=18, ignore_eos=True, n=3),
     "constrained": SamplingParams(temperature=1.0, seed=2, max_tokens=24),
+    "repeating": SamplingParams(max_tokens=24, repetition_detection=RepetitionDetectionParams(4, 0, 4)),
 }  # fmt: skip
 # Name of the setting |-> the form of its outputs.
-FORMS = {"constrained": StructuredOutputsParams(regex="([a-z]{2}[0-9]){8,}")}
+FORMS = {
+    "constrained": StructuredOutputsParams(regex="([a-z]{2}[0-9]){8,}"),
+    "repeating": StructuredOutputsParams(regex="(ab){40}"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +94,8 @@ class SteppedReplica:
 
 def test_migrated_requests_get_the_same_tokens(config: EngineConfig) -> None:
     stayed = run(config, moves=())
-    assert len(set(map(tuple, stayed.values()))) == len(stayed) == 7
+    assert len(set(map(tuple, stayed.values()))) == len(stayed) == 8
+    assert 4 < len(stayed[7]) < 24  # the detector counts tokens of the replica before
     for moves in [(3,), (1, 2, 9)]:
         assert run(config, moves) == stayed
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from grammars import demo_library, random_walk
+from json_schemas import FILES, is_checked_exactly, records, validator
 
 from quire.worker.structured.compilation import GUIDANCE, XGRAMMAR, GrammarLibrary
 from quire.worker.structured.grammar import GrammarSpec, UnsupportedConstraint
 from quire.worker.structured.json_schema import check_exact_in_xgrammar, close_objects
 
-FOLDER = Path(__file__).parent / "schemas"
 MAX_WALKS = 4
 # (schemas, backend) |-> at least so many of them are accepted.
 MIN_ACCEPTED = {
@@ -26,30 +23,9 @@ MIN_ACCEPTED = {
 }
 
 
-def records(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
-
-
-def validator(record: Mapping[str, Any]) -> Any:
-    known = {
-        "draft7": jsonschema.Draft7Validator,
-        "http://json-schema.org/draft-04/schema#": jsonschema.Draft4Validator,
-        "http://json-schema.org/draft-07/schema#": jsonschema.Draft7Validator,
-        "https://json-schema.org/draft/2019-09/schema": jsonschema.Draft201909Validator,
-    }
-    return known.get(record["draft"], jsonschema.Draft202012Validator)(record["schema"])
-
-
 @pytest.fixture(scope="module")
 def library() -> GrammarLibrary:
     return demo_library()
-
-
-def is_checked_exactly(schema: Any) -> bool:
-    """Return whether jsonschema is exact: it divides floats, and Python's re does not know Unicode classes."""
-    return not isinstance(schema, Mapping) or (
-        isinstance(schema.get("multipleOf", 1), int) and r"\p" not in json.dumps(schema)
-    )
 
 
 def compile_or_reason(library: GrammarLibrary, schema: Any, backend: str) -> bytes | str:
@@ -60,7 +36,7 @@ def compile_or_reason(library: GrammarLibrary, schema: Any, backend: str) -> byt
 
 
 @pytest.mark.parametrize("backend", [XGRAMMAR, GUIDANCE])
-@pytest.mark.parametrize("name", ["json_schema_test_suite", "schemastore"])
+@pytest.mark.parametrize("name", FILES)
 def test_every_output_of_an_accepted_schema_is_valid(
     library: GrammarLibrary, name: str, backend: str
 ) -> None:
