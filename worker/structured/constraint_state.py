@@ -105,7 +105,8 @@ class ConstraintState:
         self._num_rows = 0
         self._is_constrained = np.zeros(num_rows, dtype=np.bool_)
         self._grammars = GrammarCache(self._library)
-        self._stops: IntArray | None = None  # mask of the tokens that end an output
+        self._stops: IntArray | None = None  # mask of the tokens that end an output, once it is needed
+        self._others: IntArray = NO_MASKS.words  # and of all other tokens
         # Sampled tokens that the device may still compute, and the constraints that they advance.
         self._layout: _Layout | None = None
         self._failures: list[FailedRow] = []
@@ -308,13 +309,12 @@ class ConstraintState:
         if self._stops is None:
             self._stops = np.zeros(words.shape[1], dtype=np.int32)
             add_to_mask(self._stops, self._library.vocabulary.stop_ids)
-        # Most masks allow one of the first tokens: 64 masks of 32,000 tokens take 5 us instead of 60.
-        head = slice(_NUM_HEAD_WORDS)
-        rest = np.flatnonzero(~(words[:, head] & ~self._stops[head]).any(axis=1))
-        if not rest.size:
+            self._others = ~self._stops
+        # Most masks allow one of the first tokens, and 16 words are read sooner than the 1,000 of 32,000 tokens.
+        if (words[:, :_NUM_HEAD_WORDS] & self._others[:_NUM_HEAD_WORDS]).any(axis=1).all():
             return []
-        has_others = (words[rest] & ~self._stops).any(axis=1)
-        at_end: list[int] = rest[~has_others].tolist()
+        has_others = (words & self._others).any(axis=1)
+        at_end: list[int] = np.flatnonzero(~has_others).tolist()
         for place in at_end:
             if not words[place].any():
                 words[place] = self._stops
