@@ -27,6 +27,7 @@ from .engine_command import EngineCommand
 from .errors import ProtocolError, QuireError, from_reason
 from .lora import LoraReference
 from .pooling import Pooled, PoolingParams
+from .refusal import RefusalScope
 from .sampling import SamplingParams
 from .step import NO_INTS, Logprobs, PromptLogprobs
 from .structured_outputs import OutputConstraint
@@ -221,6 +222,7 @@ class Finish:
         error_reason: with reason ERROR, the error's own reason (`errors.from_reason` rebuilds the error).
         retry_after_s: with reason ERROR, the delay of the error, if it has one.
         weights_version: of the weights that sampled the last token; empty for those that the replica started with.
+        scope: of a request that was refused when it came, the further requests that would be; None if unknown.
     """
 
     handle: int
@@ -236,6 +238,7 @@ class Finish:
     error_reason: str = ""
     retry_after_s: float | None = None
     weights_version: str = ""
+    scope: RefusalScope | None = None
 
     def to_error(self) -> QuireError:
         """Return the error of an end with reason ERROR."""
@@ -630,9 +633,11 @@ def _command(values: list[Any]) -> EngineCommand:
 def _decode_finish(values: list[Any]) -> Finish:
     handle, reason, stop_token_id, prompt, completion, cached, timings, *error = values
     usage = prompt, completion, cached
-    return _known(
+    finish = _known(
         Finish, [handle, FinishReason(reason), stop_token_id, *usage, _known(Timings, timings), *error]
     )
+    scope: Any = finish.scope
+    return finish if scope is None else replace(finish, scope=_known(RefusalScope, scope))
 
 
 def _decode_status(values: list[Any]) -> ReplicaStatus:

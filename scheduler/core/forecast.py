@@ -7,15 +7,16 @@ before the new one are served in parts of a step per row. Times of steps and len
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...proto.errors import DeadlineExpired, Overloaded, QuireError
+from ...proto.refusal import MAX_HOLD_S, RefusalScope
 from ..sequences.sequence import Sequence
 from .backlog import Job, Work
 from .state import SchedulerState, row_of
 
 # Bounds of the delay that is sent with a refusal.
-MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
+MIN_RETRY_S, MAX_RETRY_S = MAX_HOLD_S, 60.0
 # Share of its computing time that a request must have left over, because predictions are not exact.
 MARGIN = 0.1
 # A queue that is too long for this time is one of overload, not of a burst (as in CoDel, RFC 8289).
@@ -25,6 +26,9 @@ CONGESTION_S = 1.0
 CONGESTED_SHARE = 0.05
 # At least this many steps, so that the rows never wait for requests.
 CONGESTED_STEPS = 4
+# Share of the time for which a refusal is expected to hold that gateways rely on. The rest covers deadlines that are
+# a little longer, and steps that are faster than expected.
+HOLD_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +69,7 @@ class Forecast:
         predicted = self.predict(job)
         if error := _hopeless(request_id, predicted.alone_s, time_left_s):
             return error
-        is_too_long = predicted.queue_s > max(
-            CONGESTED_SHARE * time_left_s, CONGESTED_STEPS * self._state.step_costs.mean_s
-        )
+        is_too_long = predicted.queue_s > self._congested_s(time_left_s)
         is_congested = self._is_congested(now, is_too_long=is_too_long)
         must_leave = is_congested and is_too_long and self._state.waiting.backlog.has_fair_share(job.tenant)
         if predicted.total_s <= time_left_s and not must_leave:
@@ -76,7 +78,42 @@ class Forecast:
             f"request {request_id} would wait {predicted.queue_s:.3g} s and then take {predicted.compute_s:.3g} s, "
             f"and its deadline is in {time_left_s:.3g} s",
             retry_after_s=self._retry_s(predicted, time_left_s),
+            scope=self._scope(job, time_left_s, keeps_short=must_leave),
         )
+
+    def _scope(self, job: Job, time_left_s: float, *, keeps_short: bool) -> RefusalScope | None:
+        """Return which requests would be refused as well; None if a small one might be taken.
+
+        The replica takes a second per second off its queue. So the refusal of the least request, which is late by
+        some time, holds for about this time.
+
+        Args:
+            keeps_short: the queue is congested, and kept short.
+        """
+        least, congested_s = self._at_least(job), self._congested_s(time_left_s)
+        late_s = least.total_s - time_left_s
+        if keeps_short:
+            late_s = max(late_s, least.queue_s - congested_s)
+        if late_s <= 0:
+            return None
+        hold_s = min(MAX_HOLD_S, HOLD_SHARE * late_s)
+        max_timeout_s, queue_s = least.total_s - hold_s, least.queue_s - hold_s
+        if keeps_short and queue_s > self._congested_s(0.0):
+            max_timeout_s = max(max_timeout_s, queue_s / CONGESTED_SHARE)
+        return RefusalScope(hold_s, max_timeout_s)
+
+    def scope_of_full_queue(self, job: Job) -> RefusalScope | None:
+        """Return which requests a full queue refuses as well: all of the job's tenant and priority.
+
+        The queue may lose a sequence in the next step. The scope ends before the rest of the queue does, so that no
+        row waits for a request that was refused meanwhile.
+        """
+        hold_s = min(MAX_HOLD_S, HOLD_SHARE * self._at_least(job).queue_s)
+        return RefusalScope(hold_s) if hold_s > 0 else None
+
+    def _congested_s(self, time_left_s: float) -> float:
+        """Return the longest time that a request may wait while the queue is congested."""
+        return max(CONGESTED_SHARE * time_left_s, CONGESTED_STEPS * self._state.step_costs.mean_s)
 
     def _is_congested(self, now: float, *, is_too_long: bool) -> bool:
         """Return whether the queue has been too long for CONGESTION_S.
@@ -117,11 +154,27 @@ class Forecast:
         """Return the times of a request that arrives now."""
         before, running = self._state.waiting.backlog.before(job), self._running_work()
         num_rows = self._num_rows(before, running, job)
+        num_prompt_tokens = self._prompt_tokens_per_step(before, job, num_rows)
+        return self._predict(before, running, job, num_rows, num_prompt_tokens)
+
+    def _at_least(self, job: Job) -> Prediction:
+        """Return times that no request of the job's tenant and priority is predicted to fall below, of any size."""
+        least = replace(job, num_sequences=1, num_prompt_tokens=1, num_steps=1.0)
+        before, running = self._state.waiting.backlog.before(least), self._running_work()
+        # A request with a long output and a short prompt lowers the prompt tokens per step, down to none.
+        return self._predict(before, running, least, self._num_rows(before, running, least), 0.0)
+
+    def _prompt_tokens_per_step(self, before: Work, job: Job, num_rows: float) -> float:
+        """Return the prompt tokens that are computed in each step beside the decoding rows."""
         # In the long run the rows take in prompt tokens at the rate of their steps.
         per_row_step = (before.num_prompt_tokens + job.num_prompt_tokens) / max(
             before.row_steps + job.row_steps, 1.0
         )
-        num_prompt_tokens = min(self._state.step_costs.mean_prompt_tokens, num_rows * per_row_step)
+        return min(self._state.step_costs.mean_prompt_tokens, num_rows * per_row_step)
+
+    def _predict(
+        self, before: Work, running: Work, job: Job, num_rows: float, num_prompt_tokens: float
+    ) -> Prediction:
         queue_s = self._queue_s(before, running, job, num_rows, num_prompt_tokens)
         at_once = min(num_rows, before.num_sequences + running.num_sequences + job.num_sequences)
         compute_s = self._compute_s(job, at_once, num_prompt_tokens)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from quire.proto.errors import ProtocolError
 from quire.proto.lora import LoraReference
 from quire.proto.pooling import Pooled, PoolingParams
+from quire.proto.refusal import RefusalScope
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import Logprobs, PromptLogprobs
 from quire.proto.stream import (
@@ -182,6 +183,7 @@ def test_token_batch_round_trip() -> None:
         Finish(3, FinishReason.STOP, 17, 5, 6, 4, Timings(0.1, 0.2, 0.3, 0.4, 5)),
         Finish(4, FinishReason.ERROR, grpc_status="UNAVAILABLE", error="rank 1 failed"),
         Finish(5, FinishReason.MOVED, num_prompt_tokens=5, num_completion_tokens=2),
+        Finish(6, FinishReason.ERROR, grpc_status="RESOURCE_EXHAUSTED", scope=RefusalScope(0.05, 3.0)),
     )
     logprobs = Logprobs(
         np.array([1], np.int32),
@@ -273,12 +275,14 @@ def test_fields_of_a_later_release_are_ignored(message: GatewayMessage | Replica
 
 def test_fields_of_a_later_release_in_parts_of_a_message_are_ignored() -> None:
     finish = Finish(
-        3, FinishReason.STOP, 17, 5, 6, 4, Timings(0.1, 0.2, 0.3, 0.4, 5), 0.5, "UNAVAILABLE", "rank 1"
-    )
+        3, FinishReason.STOP, 17, 5, 6, 4, Timings(0.1, 0.2, 0.3, 0.4, 5), 0.5, "UNAVAILABLE", "rank 1",
+        scope=RefusalScope(0.05),
+    )  # fmt: skip
 
     def extend(values: list[Any]) -> list[Any]:
         (ended,) = values[5]
         ended[6].append("later")
+        ended[-1].append("later")
         return [*values[:5], [[*ended, "later"]], *values[6:], "later"]
 
     received = decode(with_values(TokenBatch(8, finished=(finish,)), extend))
@@ -293,6 +297,16 @@ def test_fields_of_a_later_release_in_parts_of_a_message_are_ignored() -> None:
 def test_status_of_an_earlier_release_has_defaults() -> None:
     received = decode(with_values(STATUS, lambda values: values[:-13]))
     assert received == replace(STATUS, num_draft_tokens=0, num_accepted_tokens=(), loras=())
+
+
+def test_end_of_an_earlier_release_has_no_scope() -> None:
+    finish = Finish(3, FinishReason.STOP, num_prompt_tokens=5)
+    frame = with_values(
+        TokenBatch(8, finished=(finish,)), lambda values: [*values[:5], [values[5][0][:-1]], *values[6:]]
+    )
+    received = decode(frame)
+    assert isinstance(received, TokenBatch)
+    assert received.finished == (finish,)
 
 
 def test_submit_with_an_adapter_round_trips_and_is_refused_unless_it_is_text() -> None:
