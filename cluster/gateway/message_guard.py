@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -22,6 +22,7 @@ _MAX_UNCHECKED_BYTES = 256 << 10
 MAX_FIELDS = 16_384
 
 OnRefused = Callable[[InvalidRequest], None]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -37,17 +38,26 @@ class MessageGuard(grpc.aio.ServerInterceptor):
 
     def __init__(self, on_refused: OnRefused) -> None:
         self._on_refused = on_refused
+        # method |-> its handler, and the one that parses; no method that the server lacks
+        self._guarded: dict[str, tuple[Handler, Handler]] = {}
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler = await continuation(handler_call_details)
+    ) -> Handler | None:
+        handler, method = await continuation(handler_call_details), handler_call_details.method
         if handler is None or handler.request_streaming or handler.request_deserializer is None:
             return handler
-        method = handler_call_details.method.lstrip("/").replace("/", ".")
-        kind = descriptor_pool.Default().FindMethodByName(method).input_type
+        known, guarded = self._guarded.get(method, (None, None))
+        if known is not handler or guarded is None:
+            guarded = self._guard(handler, method)
+            self._guarded[method] = handler, guarded
+        return guarded
+
+    def _guard(self, handler: Handler, method: str) -> Handler:
+        """Return the handler of raw requests that parses each."""
+        kind = descriptor_pool.Default().FindMethodByName(method.lstrip("/").replace("/", ".")).input_type
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
                 _parsing(handler.unary_stream, kind, self._on_refused),
