@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +19,7 @@ from ..api.response_messages import event_to_message, output_to_message
 from ..requests.outputs import collect_output
 from .authentication import authorization_of
 from .embed_messages import embed_calls, embed_response
-from .generation import GenerationCall
+from .generation import CallHead, GenerationCall
 from .grpc_errors import convert_errors
 from .pooled_calls import pool_all
 from .served_models import ServedModel
@@ -124,30 +126,37 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     def _call(
         self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> GenerationCall:
-        """Raises Unauthenticated for a call without a valid token, InvalidRequest for an invalid field."""
+        """Return the call.
+
+        Raises:
+            Unauthenticated: the call has no valid token.
+            InvalidRequest: a field is invalid.
+            QuotaExceeded, Overloaded: the call is refused before it is read.
+        """
+        with self._counting_refusals():
+            model, head = self._models.find(message.model), self._head(message, context)
+        self._generation.check_room(head)  # counts its own refusals
+        with self._counting_refusals():
+            check_counts(message, model.config.model.max_model_len)
+            return _call_of(message, head)
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
         try:
-            return self._checked_call(message, context)
+            yield
         except QuireError as error:
             self._on_refused(error)
             raise
 
-    def _checked_call(
+    def _head(
         self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> GenerationCall:
-        check_counts(message, self._models.find(message.model).config.model.max_model_len)
-        return GenerationCall(
-            prompt_from_message(message),
-            sampling_from_message(message.sampling),
+    ) -> CallHead:
+        return CallHead(
             model=message.model,
             request_id=message.request_id,
             tenant=self._tenant(message.tenant, context),
             priority=message.priority,
             timeout_s=context.time_remaining(),
-            cache_salt=message.cache_salt,
-            add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
-            after_event=message.after_sequence_number if message.HasField("after_sequence_number") else None,
-            is_resumable=message.resumable,
-            received=received_from_message(message.received) if message.HasField("received") else None,
             trace_headers=trace_headers(context),
         )
 
@@ -155,7 +164,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, message: inference_pb2.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> list[GenerationCall]:
         """Raises Unauthenticated for a call without a valid token, InvalidRequest for an invalid field."""
-        try:
+        with self._counting_refusals():
             self._models.find(message.model)
             tenant = self._tenant(message.tenant, context)
             headers, left_s = trace_headers(context), context.time_remaining()
@@ -163,14 +172,30 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 replace(call, tenant=tenant, timeout_s=left_s, trace_headers=headers)
                 for call in embed_calls(message)
             ]
-        except QuireError as error:
-            self._on_refused(error)
-            raise
 
     def _tenant(self, claimed: str, context: grpc.aio.ServicerContext[Any, Any]) -> str:
         """Return the caller's tenant. Raises InvalidRequest if the call's token belongs to another tenant."""
         caller = self._authenticator.caller(authorization_of(context.invocation_metadata()))
         return self._authenticator.tenant(caller, claimed)
+
+
+def _call_of(message: inference_pb2.GenerateRequest, head: CallHead) -> GenerationCall:
+    """Raises InvalidRequest for an invalid field."""
+    return GenerationCall(
+        prompt_from_message(message),
+        sampling_from_message(message.sampling),
+        model=head.model,
+        request_id=head.request_id,
+        tenant=head.tenant,
+        priority=head.priority,
+        timeout_s=head.timeout_s,
+        cache_salt=message.cache_salt,
+        add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
+        after_event=message.after_sequence_number if message.HasField("after_sequence_number") else None,
+        is_resumable=message.resumable,
+        received=received_from_message(message.received) if message.HasField("received") else None,
+        trace_headers=head.trace_headers,
+    )
 
 
 def _model_to_message(model: ServedModel) -> inference_pb2.Model:

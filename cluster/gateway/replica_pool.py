@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...proto.errors import Overloaded, QuireError, ReplicaUnavailable
-from ...proto.stream import Activity, CacheQuery, CacheReport, RecalledOutput, ReplicaStatus
+from ...proto.stream import Activity, CacheQuery, CacheReport, Finish, RecalledOutput, ReplicaStatus
 from ...scheduler.core.retained_outputs import best_outputs
 from ...scheduler.kv.prefix_cache import make_root, prefix_hashes
 from ..controller_api.demand import Demand
@@ -22,6 +22,7 @@ from ..replica.canary import run_canary
 from ..replica.client import ReplicaClient
 from ..requests.request import Request
 from .lora_registry import LoraRegistry
+from .recent_refusals import Moment, RecentRefusals, Refusal
 from .request_migration import MigratingRequest, MoveListener, ignore_move
 from .router import ReplicaLoad, Router
 from .weights_registry import WeightsRegistry
@@ -57,6 +58,7 @@ class _Member:
     cache_version: int = 0
     num_sent_tokens: int = 0
     was_held_by: str = ""
+    refusals: RecentRefusals = field(default_factory=RecentRefusals)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
@@ -231,6 +233,37 @@ class ReplicaPool:
         queries = (client.recall(request, RECALL_TIMEOUT_S) for client in clients)
         answers = await asyncio.gather(*queries, return_exceptions=True)
         return best_outputs(each for answer in answers if isinstance(answer, tuple) for each in answer)
+
+    def check_room(self, tenant: str, priority: int, timeout_s: float | None) -> None:
+        """Refuse a request, of whatever size, that each replica would refuse as it has just refused another one.
+
+        Raises:
+            Overloaded: with the shortest delay of all replicas.
+        """
+        found: list[tuple[str, Refusal]] = []
+        now_s = time.monotonic()
+        for replica_id, member in self._members.items():
+            if not member.takes_requests:
+                continue
+            refusal = member.refusals.find(
+                tenant, priority, timeout_s, Moment(now_s, member.client.num_ended)
+            )
+            if refusal is None:
+                return
+            found.append((replica_id, refusal))
+        if found:
+            replica_id, refusal = min(found, key=lambda each: each[1].retry_after_s or 0.0)
+            self._num_arrived_requests += 1
+            self._num_arrived_tokens += (
+                refusal.num_prompt_tokens
+            )  # as an estimate: the request is not tokenized
+            raise refusal.repeat(replica_id, now_s)
+
+    def on_refused(self, client: ReplicaClient, request: Request, finish: Finish, sent: Moment) -> None:
+        """See `ReplicaPicker`."""
+        member = self._members.get(client.replica_id)
+        if member is not None and member.client is client:
+            member.refusals.add(request, finish, sent)
 
     def submit(
         self,
