@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from benchmarks.common import Figure, make_parser, report
-from benchmarks.overload_model import Call, Load, Phase, ReplicaModel, serve
+from benchmarks.overload_model import OVERLOADED, Call, Load, Phase, ReplicaModel, serve
 
 # Requests per second.
 RATES = (40.0, 45.0, 50.0, 55.0, 60.0, 65.0, 70.0, 90.0, 120.0, 180.0)
@@ -55,6 +55,7 @@ CASES = {
     ),
     "memory": Case(_DEADLINE, "KV memory for 30 sequences", ReplicaModel(num_blocks=700)),
     "none": Case(Load(()), "no deadlines"),
+    "asked": Case(replace(_DEADLINE, remembers=False), "every call is sent to the scheduler"),
 }
 
 
@@ -87,7 +88,13 @@ def measure_case(name: str, case: Case) -> dict[str, Figure]:
             100 * _wasted(calls), "%", "tokens of calls that were not complete in time"
         ),
     }
-    refused = [call for call in calls if call.error == "RESOURCE_EXHAUSTED" and call.ended_at is not None]
+    refused = [call for call in calls if call.error == OVERLOADED and call.ended_at is not None]
+    if refused:
+        figures[f"{prefix}.by_gateway"] = Figure(
+            100 * float(np.mean([call.is_remembered for call in refused])),
+            "%",
+            "of the refused calls, by the gateway",
+        )
     if refused and not case.load.retries:
         delays_ms = [1e3 * ((call.ended_at or 0.0) - call.arrived_at) for call in refused]
         for share in (50, 99):

@@ -2,15 +2,18 @@
 
     python -m benchmarks.refusal_cost --json benchmarks/results/refusal_cost.json
 
-A stand-in for a replica refuses every request. A gateway with the real services runs in a process of its own; the
-caller is this process. Calls are PAUSE_S apart, as in `benchmarks.overload_server`: their code is no longer in the
-processor's caches then, and they cost twice as much as calls one after the other.
+A stand-in for a replica refuses every request. ``asked`` calls have a longer deadline than those that the stand-in
+says it would refuse as well, so that the gateway asks it about each call; ``remembered`` calls are refused by the
+gateway. A gateway with the real services runs in a process of its own; the caller is this process. Calls are PAUSE_S
+apart, as in `benchmarks.overload_server`: their code is no longer in the processor's caches then, and they cost twice
+as much as calls one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -31,17 +34,20 @@ from quire.cluster.api.grpc_status import from_grpc_error
 from quire.cluster.host.event_loop import run_event_loop
 from quire.proto import inference_pb2, inference_pb2_grpc
 from quire.proto.errors import Overloaded, QuireError
+from quire.proto.refusal import RefusalScope
 from quire.proto.stream import Finish, FinishReason, StatusQuery, Submit, TokenBatch
 from quire.scheduler.core.outbox import error_finish
 from quire.scheduler.service.zmq_mailbox import ZmqMailbox
 
 NUM_TOKENS = 128
-TIMEOUT_S = 3.0
+# kind of call |-> its deadline in seconds
+TIMEOUT_S = {"asked": 3.0, "remembered": 2.0}
 NUM_WARM_UP = 50
 PAUSE_S = 0.02
 REFUSAL = Overloaded(
     "request cmpl-0123456789abcdef would wait 1.23 s and then take 2.34 s, and its deadline is in 3 s",
     retry_after_s=1.23,
+    scope=RefusalScope(hold_s=3600.0, max_timeout_s=2.5),
 )
 
 
@@ -140,24 +146,25 @@ async def measure(num_calls: int) -> dict[str, Figure]:
             "client": client_door(client),
             "http": await stack.enter_async_context(http_door(url, "demo", NUM_TOKENS)),
         }
-        for door in doors.values():
-            await repeat(door, NUM_WARM_UP, 0.0)
-        for name, door in doors.items():
-            figures |= await measure_door(f"refusal.{name}", gateway, door, num_calls)
+        for (name, door), (kind, timeout_s) in itertools.product(doors.items(), TIMEOUT_S.items()):
+            await repeat(door, timeout_s, NUM_WARM_UP, 0.0)
+            figures |= await measure_door(f"refusal.{name}.{kind}", gateway, door, timeout_s, num_calls)
     return figures
 
 
-async def repeat(door: Door, num_calls: int, pause_s: float) -> None:
+async def repeat(door: Door, timeout_s: float, num_calls: int, pause_s: float) -> None:
     for _ in range(num_calls):
-        _, reason, retry_s = await door(TIMEOUT_S)
+        _, reason, retry_s = await door(timeout_s)
         assert reason == REFUSAL.reason, f"the call was not refused as overloaded: {reason}"
         assert retry_s, "the refusal names no delay"
         await asyncio.sleep(pause_s)
 
 
-async def measure_door(name: str, gateway: psutil.Process, door: Door, num_calls: int) -> dict[str, Figure]:
+async def measure_door(
+    name: str, gateway: psutil.Process, door: Door, timeout_s: float, num_calls: int
+) -> dict[str, Figure]:
     caller_s, gateway_s = time.process_time(), _cpu_s(gateway)
-    await repeat(door, num_calls, PAUSE_S)
+    await repeat(door, timeout_s, num_calls, PAUSE_S)
     times = {"caller_ms": time.process_time() - caller_s, "gateway_ms": _cpu_s(gateway) - gateway_s}
     return {
         f"{name}.{key}": Figure(1e3 * spent / num_calls, "ms", "per call") for key, spent in times.items()

@@ -17,7 +17,8 @@ def test_benchmark_measures_gateway_and_caller(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=300)
     figures = json.loads(path.read_text())["figures"]
     assert all(
-        figures[f"refusal.{door}.{who}_ms"]["value"] >= 0
+        figures[f"refusal.{door}.{kind}.{who}_ms"]["value"] >= 0
         for door in ("grpc", "grpc_stream", "client", "http")
+        for kind in ("asked", "remembered")
         for who in ("caller", "gateway")
     )
