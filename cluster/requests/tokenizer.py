@@ -5,9 +5,16 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ...proto.errors import InvalidRequest, ModelLoadError, first_line
+from ...worker.structured.tiktoken_file import (
+    TiktokenFormat,
+    find_format,
+    load_tiktoken,
+    read_tokenizer_config,
+)
 from .token_bytes import TokenBytes
 
 
@@ -153,8 +160,29 @@ def _load(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
+        if (tiktoken := find_format(Path(path))) is not None:
+            return _load_tiktoken(Path(path), tiktoken)
         loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         _ = loaded.backend_tokenizer
     except Exception as error:  # transformers passes on the exceptions of its parsers
         raise ModelLoadError(f"{path}: the tokenizer cannot be read: {first_line(error)}") from error
     return loaded
+
+
+def _load_tiktoken(folder: Path, tiktoken: TiktokenFormat) -> Any:
+    """Return transformers' class with a tokenizer in tiktoken's format."""
+    from transformers import PreTrainedTokenizerFast
+
+    config, template = read_tokenizer_config(folder), folder / "chat_template.jinja"
+    named = {
+        name: text["content"] if isinstance(text, dict) else text
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        if (text := config.get(name))
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=load_tiktoken(folder, tiktoken),
+        chat_template=template.read_text(encoding="utf-8")
+        if template.is_file()
+        else config.get("chat_template"),
+        **named,
+    )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...proto.errors import ConfigError, first_line
+from .tiktoken_file import byte_alphabet, find_format, load_tiktoken, read_tokenizer_config
 
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
@@ -115,11 +116,13 @@ def _read_without_transformers(folder: Path) -> tuple[Any, frozenset[str]] | Non
     """
     from tokenizers import Tokenizer
 
-    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if (tiktoken := find_format(folder)) is not None:
+        return load_tiktoken(folder, tiktoken), frozenset()
+    file = folder / "tokenizer.json"
     if not file.is_file():
         return None
     tokenizer = Tokenizer.from_file(str(file))
-    config = json.loads(settings.read_bytes()) if settings.is_file() else {}
+    config = read_tokenizer_config(folder)
     stated = {each["content"] for each in config.get("added_tokens_decoder", {}).values()}
     special_texts = _special_texts(config)
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
@@ -167,10 +170,7 @@ def _byte_level(token: str) -> bytes:
 
 @functools.cache
 def _byte_alphabet() -> Mapping[str, int]:
-    """Character |-> byte: printable Latin-1 characters stand for themselves, those from 256 on for the others."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted(set(range(256)) - set(printable))
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    return {character: byte for byte, character in byte_alphabet().items()}
 
 
 def _byte_fallback(token: str) -> bytes:
