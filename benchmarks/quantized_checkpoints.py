@@ -24,6 +24,7 @@ from torch import Tensor
 FLOAT8 = torch.float8_e4m3fn
 FLOAT4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+MODELOPT_BLOCK = (128, 128)
 # The projections of a decoder layer, which all of these tools quantize.
 LINEAR = re.compile(r"\.(?:[a-z]+(?:_[ab])?_proj(?:_with_mqa)?|w[123])\.weight$")
 
@@ -39,7 +40,8 @@ class Scheme:
         symmetric: the zero point is in the middle of the range.
         act_order: groups consist of inputs with similar weight norm, in any position (gptq and packed).
         is_float: codes are float8 instead of integers.
-        block: (outputs, inputs) that share a scale; float8 only.
+        block: (outputs, inputs) that share a scale; float8 only. Of modelopt: MODELOPT_BLOCK, or more than any
+            weight has, for one scale.
         ignored: regular expression of the layers that stay in full precision.
     """
 
@@ -275,7 +277,12 @@ def _float8_config(scheme: Scheme) -> dict[str, Any]:
 def _modelopt(rounded: Rounded, scheme: Scheme) -> dict[str, Tensor]:
     tensors = {"input_scale": torch.ones(())}
     if scheme.group_len is None:
-        return tensors | {"weight": rounded.codes, "weight_scale": rounded.scales[0, 0]}
+        stored = {
+            "FP8": rounded.scales[0, 0],
+            "FP8_PER_CHANNEL_PER_TOKEN": rounded.scales[:, 0],
+            "FP8_PB_WO": rounded.scales[:: MODELOPT_BLOCK[0], None, :, None],
+        }
+        return tensors | {"weight": rounded.codes, "weight_scale": stored[_modelopt_algorithm(scheme)]}
     float4 = _float4(rounded, scheme)
     return tensors | {
         "weight": float4["weight_packed"],
@@ -284,10 +291,18 @@ def _modelopt(rounded: Rounded, scheme: Scheme) -> dict[str, Tensor]:
     }
 
 
+def _modelopt_algorithm(scheme: Scheme) -> str:
+    if scheme.group_len is not None:
+        return "NVFP4"
+    if scheme.block is None:
+        return "FP8_PER_CHANNEL_PER_TOKEN"
+    return "FP8_PB_WO" if scheme.block == MODELOPT_BLOCK else "FP8"
+
+
 def _modelopt_config(scheme: Scheme) -> dict[str, Any]:
     return {
         "quant_method": "modelopt",
-        "quant_algo": "NVFP4" if scheme.group_len else "FP8",
+        "quant_algo": _modelopt_algorithm(scheme),
         "ignore": ["lm_head"],
         "producer": {"name": "modelopt"},
     }

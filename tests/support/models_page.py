@@ -22,7 +22,7 @@ LAYOUTS = {
     "nvfp4": "`compressed-tensors`, `nvfp4-pack-quantized`",
     "mxfp4": "`compressed-tensors`, `mxfp4-pack-quantized`; `mxfp4` of gpt-oss",
     "float8": "`fp8`, also with scales per block",
-    "modelopt": "`modelopt`, FP8 and NVFP4",
+    "modelopt": "`modelopt`: FP8 (also per channel and per block), NVFP4, and both mixed",
 }
 
 

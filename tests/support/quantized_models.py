@@ -48,6 +48,8 @@ SCHEMES = {
     "mxfp4": Scheme("mxfp4", is_float=True),
     "modelopt-nvfp4": Scheme("modelopt", group_len=16, is_float=True),
     "modelopt-fp8": Scheme("modelopt", group_len=None, is_float=True, block=(512, 512)),
+    "modelopt-fp8-channels": Scheme("modelopt", group_len=None, is_float=True),
+    "modelopt-fp8-blocks": Scheme("modelopt", group_len=None, is_float=True, block=(128, 128)),
     "some-layers-left": Scheme("awq", ignored=r"layers\.1\.|k_proj|down_proj"),
 }
 

@@ -29,6 +29,10 @@ COMPRESSED_WEIGHTS = (("int", 4), ("int", 8), ("float", 4), ("float", 8))
 MXFP4_GROUP_LEN = 32
 # Numbers of an NVFP4 weight that share a scale.
 NVFP4_GROUP_LEN = 16
+# Outputs and inputs that share a scale in modelopt's FP8_PB_WO.
+MODELOPT_BLOCK = (128, 128)
+# Algorithms of modelopt; with MIXED_PRECISION, of its layers.
+MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +152,13 @@ def _read_mxfp4(stored: dict[str, Any]) -> Quantization:
 
 def _read_modelopt(stored: dict[str, Any]) -> Quantization:
     algorithm = str(stored["quant_algo"]).upper()
-    _require("quant_algo", algorithm, ("FP8", "NVFP4"))
-    if algorithm == "FP8":
-        return Quantization("modelopt")
-    return Quantization("modelopt", 4, _group_len(stored.get("group_size") or NVFP4_GROUP_LEN))
+    _require("quant_algo", algorithm, (*MODELOPT_ALGORITHMS, "MIXED_PRECISION"))
+    if algorithm == "NVFP4":
+        return Quantization("modelopt", 4, _group_len(stored.get("group_size") or NVFP4_GROUP_LEN))
+    if algorithm == "MIXED_PRECISION":
+        for own in (stored.get("quantized_layers") or {}).values():
+            _require("quant_algo of a layer", str(own["quant_algo"]).upper(), MODELOPT_ALGORITHMS)
+    return Quantization("modelopt", block_shape=MODELOPT_BLOCK)
 
 
 _METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {

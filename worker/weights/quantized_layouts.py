@@ -13,8 +13,9 @@
 - mxfp4 (Rouhani et al., *Microscaling Data Formats for Deep Learning*, 2023; as published for gpt-oss):
   ``weight_blocks`` [N, K / 32, 16] uint8, two float4 codes per byte; ``weight_scales`` [N, K / 32] uint8, powers of
   two (e8m0). Of a layer's experts they are stacked.
-- modelopt (NVIDIA's Model Optimizer): ``weight`` [N, K] float8 with one ``weight_scale``; in NVFP4, ``weight``
-  [N, K / 2] uint8 has two float4 codes per byte, and ``weight_scale`` is float8 and multiplied by ``weight_scale_2``.
+- modelopt (NVIDIA's Model Optimizer): ``weight`` [N, K] float8 with one ``weight_scale``, one per output, or one per
+  block, [N / 128, 1, K / 128, 1]; in NVFP4, ``weight`` [N, K / 2] uint8 has two float4 codes per byte, and
+  ``weight_scale`` is float8 and multiplied by ``weight_scale_2``. The dtypes and shapes of a layer show which it is.
 
 A layer in full precision has a plain ``weight`` instead.
 """
@@ -289,6 +290,9 @@ def _read_scales(
         return scale.reshape(1, 1).repeat(1, part.outputs[1]), _Groups(1, (0, 1))
     if shape == (num_outputs,):
         return checkpoint.read(name, shape, part.outputs).unsqueeze(0), _Groups(1, (0, 1))
+    of_blocks = len(shape) == 4  # modelopt's
+    if of_blocks:
+        shape = shape[0], shape[2]
     block_outputs, group_len = 1, -(-num_inputs // max(1, shape[-1]))
     if block_shape is not None and shape[0] != num_outputs:
         block_outputs, group_len = block_shape
@@ -300,8 +304,12 @@ def _read_scales(
     groups = _find_groups(part, -(-num_inputs // group_len), group_len, stored)
     start, length = part.outputs
     first, last = start // block_outputs, (start + length - 1) // block_outputs
-    expected = -(-num_outputs // block_outputs), groups.count
-    scales = checkpoint.read(name, expected, (first, last + 1 - first), groups.range)
+    num_blocks, of_slice = -(-num_outputs // block_outputs), (first, last + 1 - first)
+    if of_blocks:
+        expected = num_blocks, 1, groups.count, 1
+        scales = checkpoint.read(name, expected, of_slice, (0, 1), groups.range)[:, 0, :, 0]
+    else:
+        scales = checkpoint.read(name, (num_blocks, groups.count), of_slice, groups.range)
     if scales.dtype == torch.float8_e8m0fnu:
         scales = _powers_of_two(scales)
     rows = torch.arange(start, start + length) // block_outputs - first

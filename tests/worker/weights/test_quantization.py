@@ -24,7 +24,7 @@ from quire.worker.runner import ModelRunner
 from quire.worker.weights import linear_weight
 from quire.worker.weights.checkpoint import Checkpoint
 from quire.worker.weights.linear_weight import PanelCodes, PlainWeight, read_linear
-from quire.worker.weights.quantization import Quantization, read_quantization
+from quire.worker.weights.quantization import MODELOPT_BLOCK, Quantization, read_quantization
 from quire.worker.weights.quantized_layouts import read_quantized
 from quire.worker.weights.weight_slice import WeightSlice
 
@@ -50,7 +50,7 @@ def scheme_of(folder: Path, engine_config: Any) -> Quantization:
     return found
 
 
-@pytest.mark.parametrize("name", ["modelopt-nvfp4", "modelopt-fp8"])
+@pytest.mark.parametrize("name", ["modelopt-nvfp4", "modelopt-fp8", "modelopt-fp8-blocks"])
 def test_modelopt_has_its_quantization_in_either_file(
     name: str, folders: Any, engine_config: Any, tmp_path: Path
 ) -> None:
@@ -67,8 +67,58 @@ def test_modelopt_has_its_quantization_in_either_file(
 def test_other_algorithms_of_modelopt_are_refused(engine_config: Any, folders: Any) -> None:
     model = engine_config(folders["modelopt-fp8"][0]).model
     stored = model.hf["quantization_config"] | {"quant_algo": "W4A8_AWQ"}
-    with pytest.raises(ConfigError, match="quant_algo 'W4A8_AWQ' is not supported; supported: FP8, NVFP4"):
+    with pytest.raises(
+        ConfigError, match="quant_algo 'W4A8_AWQ' is not supported; supported: FP8, FP8_PER_CH"
+    ):
         read_quantization(replace(model, hf=model.hf | {"quantization_config": stored}))
+    layers = {"model.layers.0.mlp.down_proj": {"quant_algo": "W4A8_AWQ"}}
+    stored |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    with pytest.raises(ConfigError, match="quant_algo of a layer 'W4A8_AWQ' is not supported"):
+        read_quantization(replace(model, hf=model.hf | {"quantization_config": stored}))
+
+
+def test_layers_of_modelopt_may_differ_in_precision(
+    folders: Any, make_engine: Any, planned: Any, tmp_path: Path
+) -> None:
+    """Attention in FP8 and the other layers in NVFP4, or in full precision."""
+    generated = []
+    for twin in (False, True):
+        folder = tmp_path / f"mixed-{twin}"
+        shutil.copytree(folders["modelopt-fp8"][twin], folder)
+        attention, others = (
+            load_file(folders[name][twin] / "model.safetensors")
+            for name in ("modelopt-fp8", "modelopt-nvfp4")
+        )
+        others = {name: tensor for name, tensor in others.items() if "self_attn" not in name}
+        mixed = {name: tensor for name, tensor in attention.items() if "self_attn" in name} | others
+        save_file(mixed, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        if not twin:
+            layers = {
+                f"model.layers.{index}.{layer}": {"quant_algo": algorithm}
+                for index in range(3)
+                for layer, algorithm in (("self_attn.q_proj", "FP8"), ("mlp.down_proj", "NVFP4"))
+            }
+            config["quantization_config"] |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+        (folder / "config.json").write_text(json.dumps(config))
+        sequence = planned([7, 21, 300, 45], 12, GREEDY)
+        make_engine(folder, 2, num_blocks=16).generate([sequence])
+        generated.append(sequence.generated)
+    assert generated[0] == generated[1]
+
+
+def test_scales_of_modelopt_per_block_are_found_for_any_slice(tmp_path: Path) -> None:
+    codes, scales = torch.randn(300, 512).to(torch.float8_e4m3fn), torch.rand(3, 4) + 0.5
+    tensors = {"x.weight": codes, "x.weight_scale": scales[:, None, :, None].contiguous()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    quantization = Quantization("modelopt", block_shape=MODELOPT_BLOCK)
+    expected = codes.float() * scales.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)
+    for dim, start, length in ((0, 100, 150), (0, 256, 44), (1, 64, 256), (1, 100, 200)):
+        found = read_quantized(
+            Checkpoint(tmp_path), WeightSlice("x", (300, 512), dim, start, length), quantization
+        )
+        assert found is not None
+        torch.testing.assert_close(dequantize(found).float(), expected.narrow(dim, start, length))
 
 
 @pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
