@@ -102,7 +102,8 @@ def _download(model_id: str, revision: str | None, patterns: Sequence[str]) -> S
     )
     try:
         try:
-            missing = [file for file in fetch(dry_run=True) if file.will_download]
+            listed = fetch(dry_run=True, tqdm_class=download_bar(model_id, is_shown=False))
+            missing = [file for file in listed if file.will_download]
         except DryRunError:  # the hub cannot be reached: the cache may have everything
             missing = []
         _check_room(model_id, missing)

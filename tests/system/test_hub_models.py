@@ -45,10 +45,12 @@ def test_fleet_serves_a_hub_model(hub: HubServer, make_model: Callable[..., Path
     with RayNodes({"CPU": 4}) as nodes, pytest.MonkeyPatch.context() as patch:
         for name, value in nodes.environment.items():
             patch.setenv(name, value)
-        with ServerProcess(MODEL, "--address", nodes.address, "--num-kv-blocks", "64") as server:
+        options = ("--num-kv-blocks", "64", "--tensor-parallel-size", "2")
+        with ServerProcess(MODEL, "--address", nodes.address, *options) as server:
             server.wait_ready(240.0)
             with Client(server.address) as client:
                 output = client.generate(PROMPT, SamplingParams(max_tokens=8, temperature=0.0))
     assert output.model == MODEL
     Greedy(make_model("llama")).check(PROMPT, output.outputs[0].token_ids)
-    assert hub.num_gets["model.safetensors"] == 1
+    # The two ranks are on one node.
+    assert set(hub.num_gets.values()) == {1}
