@@ -62,6 +62,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
     "llama4_text": {"intermediate_size": 256, "intermediate_size_mlp": 1024, "num_local_experts": 8},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 256,
+        "sliding_window": 256,
+    },
     "deepseek_v3": _LATENT,
     "deepseek_v32": _LATENT
     | {"q_lora_rank": 256, "index_topk": 256, "index_n_heads": 8, "index_head_dim": 64},
@@ -129,8 +135,8 @@ def load_transformers(folder: Path) -> Generate:
 LOADERS: dict[str, Callable[[Path], Generate]] = {"quire": load_quire, "transformers": load_transformers}
 
 
-def measure(engine: str, folder: Path) -> dict[str, float]:
-    """Load a model in this process and time it. Returns figure |-> value."""
+def measure_load(load: Callable[[Path], Generate], folder: Path) -> tuple[Generate, dict[str, float]]:
+    """Load a model in this process. Returns what generates with it, and figure |-> value."""
     # What both engines import is no part of loading.
     import torch  # noqa: F401
     import transformers  # noqa: F401
@@ -138,10 +144,17 @@ def measure(engine: str, folder: Path) -> dict[str, float]:
     import quire  # noqa: F401
 
     weight_gb = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e9
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before, started = _memory_kib("VmRSS"), time.perf_counter()
-    generate = LOADERS[engine](folder)
+    generate = load(folder)
     loaded = time.perf_counter() - started
     peak_gb = (_memory_kib("VmHWM") - before) * 1024 / 1e9
+    return generate, {"load_s_per_gb": loaded / weight_gb, "peak_gb_per_gb": peak_gb / weight_gb}
+
+
+def measure(engine: str, folder: Path) -> dict[str, float]:
+    """Load a model in this process and time it. Returns figure |-> value."""
+    generate, figures = measure_load(LOADERS[engine], folder)
     rng = np.random.default_rng(0)
 
     def timed(prompt_len: int, max_tokens: int) -> float:
@@ -156,9 +169,7 @@ def measure(engine: str, folder: Path) -> dict[str, float]:
 
     timed(PREFILL_LEN, 2)  # warms up
     first, all_tokens = timed(PROMPT_LEN, 1), timed(PROMPT_LEN, 1 + NUM_DECODED)
-    return {
-        "load_s_per_gb": loaded / weight_gb,
-        "peak_gb_per_gb": peak_gb / weight_gb,
+    return figures | {
         "prefill_tokens_per_s": PREFILL_LEN / timed(PREFILL_LEN, 1),
         "decode_tokens_per_s": NUM_DECODED / max(all_tokens - first, 1e-9),
     }

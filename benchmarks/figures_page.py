@@ -172,6 +172,21 @@ def families(figures: Figures) -> list[str]:
     return lines
 
 
+def loading(figures: Figures) -> list[str]:
+    """Formats of weights as rows, what is measured of each engine as columns."""
+    measures = {"load_s_per_gb": "load (s/GB)", "peak_gb_per_gb": "peak memory (GB/GB)"}
+    lines = _header(["weights", "stored (GB)", *measures.values()])
+    for weights in dict.fromkeys(name.split(".")[1] for name in figures):
+        cells = [_number(figures[f"loading.{weights}.stored_gb"]["value"])]
+        for measure in measures:
+            found = (
+                figures.get(f"loading.{weights}.{engine}.{measure}") for engine in ("quire", "transformers")
+            )
+            cells.append(" / ".join(_number(figure["value"]) for figure in found if figure is not None))
+        lines.append(_row([weights.replace("_", " "), *cells]))
+    return lines
+
+
 SECTIONS = (
     Section(
         "Offline throughput beside other engines",
@@ -216,6 +231,14 @@ SECTIONS = (
         "Random models of 4 to 50M parameters, float32, one sequence, quire / transformers. Memory is the growth "
         "of the process at its highest while loading, and includes quire's KV cache.",
         families,
+    ),
+    Section(
+        "Loading",
+        "loading",
+        "The shape of Qwen2.5-0.5B in each format, from the page cache; quire / transformers, or quire alone. Times "
+        "and memory are per GB of the stored weights. Quantized weights of dense layers are dequantized to float32 "
+        "while they are read. Memory is the growth of the process at its highest.",
+        loading,
     ),
     Section(
         "Where the time goes",

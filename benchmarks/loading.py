@@ -1,0 +1,129 @@
+"""Load time and peak memory per GB of stored weights, for each format of weights, on a CPU.
+
+    python -m benchmarks.loading --json benchmarks/results/loading.json
+
+Each load is in a process of its own. transformers loads the formats that need no library besides it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Figure, make_parser, median, names_from, report
+from benchmarks.families import UNITS, Generate, measure_load
+from benchmarks.quantized_checkpoints import Scheme, write_checkpoint
+from benchmarks.random_models import make_model
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Format of stored weights.
+
+    Attributes:
+        scheme: of the quantized checkpoint; None for one in full precision.
+        dtype: of the model; a checkpoint in full precision is stored in it.
+        quantization: applied by quire while the weights are read.
+    """
+
+    scheme: Scheme | None = None
+    dtype: str = "float32"
+    quantization: str | None = None
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        is_plain = self.scheme is None and self.quantization is None
+        return ("quire", "transformers") if is_plain else ("quire",)
+
+
+FORMATS = {
+    "float32": Format(),
+    "bfloat16": Format(dtype="bfloat16"),
+    "bfloat16_quantized_to_int8": Format(dtype="bfloat16", quantization="int8"),
+    "int8": Format(Scheme("codes", bits=8, group_len=None, symmetric=True)),
+    "float8_blocks": Format(Scheme("float8", is_float=True, block=(128, 128))),
+    "awq": Format(Scheme("awq", group_len=128)),
+    "gptq": Format(Scheme("gptq", group_len=128)),
+    "nvfp4": Format(Scheme("nvfp4", group_len=16, is_float=True)),
+}
+
+
+def write_format(source: Path, folder: Path, chosen: Format) -> Path:
+    """Write a model in float32 in a format. Returns its directory."""
+    if chosen.scheme is not None:
+        write_checkpoint(source, folder, chosen.scheme)
+        return folder
+    if chosen.dtype == "float32":
+        return source
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    dtype = getattr(torch, chosen.dtype)
+    AutoModelForCausalLM.from_pretrained(source, dtype=dtype).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+def load(engine: str, chosen: Format, folder: Path) -> Generate:
+    """Load a model. Returns a function that keeps it."""
+    loaded: Any
+    if engine == "quire":
+        from quire import LLM
+
+        options: dict[str, Any] = {"num_kv_blocks": 16, "max_model_len": 256, "max_num_batched_tokens": 256}
+        loaded = LLM(
+            str(folder), device="cpu", dtype=chosen.dtype, quantization=chosen.quantization, **options
+        )
+    else:
+        from transformers import AutoModelForCausalLM
+
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=chosen.dtype).eval()
+    return lambda prompt, max_tokens: loaded.generate(prompt, max_tokens)
+
+
+def load_apart(engine: str, name: str, folder: Path) -> dict[str, float]:
+    """Load a model in a process of its own. Returns figure |-> value."""
+    command = [sys.executable, "-m", "benchmarks.loading", "--load", engine, name, str(folder)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--formats", type=names_from(FORMATS), default=list(FORMATS), metavar="A,B,...")
+    parser.add_argument(
+        "--model", choices=("s", "m"), default="m", help="shape: m is Qwen2.5-0.5B's, s has 60M parameters"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="loads of each, whose median counts")
+    parser.add_argument("--load", nargs=3, metavar=("ENGINE", "FORMAT", "DIR"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.load is not None:
+        engine, name, path = arguments.load
+        _, measured = measure_load(lambda folder: load(engine, FORMATS[name], folder), Path(path))
+        print(json.dumps(measured))
+        return
+    figures: dict[str, Figure] = {}
+    with tempfile.TemporaryDirectory() as source:
+        make_model(Path(source), arguments.model)
+        for name in arguments.formats:
+            with tempfile.TemporaryDirectory() as folder:
+                path = write_format(Path(source), Path(folder), FORMATS[name])
+                stored = sum(file.stat().st_size for file in path.glob("*.safetensors")) / 1e9
+                figures[f"loading.{name}.stored_gb"] = Figure(stored, "GB")
+                for engine in FORMATS[name].engines:
+                    loads = [load_apart(engine, name, path) for _ in range(arguments.repeats)]
+                    for key in loads[0]:
+                        value = median([measured[key] for measured in loads])
+                        figures[f"loading.{name}.{engine}.{key}"] = Figure(value, UNITS[key])
+    report(figures, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
