@@ -31,10 +31,11 @@ class PagedStep:
 
     Args:
         num_layers: number of layers; each must attend once per step.
+        windows: of each layer, as ModelConfig.layer_windows: the cache has no earlier tokens.
     """
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
+    def __init__(self, num_layers: int, windows: tuple[int, ...] = ()) -> None:
+        self._num_layers, self._windows = num_layers, windows or (0,) * num_layers
         self._caches: list[LayerCache] = []
         self._inputs: AttentionInputs | None = None
         self._attended: list[int] = []
@@ -71,6 +72,12 @@ class PagedStep:
         assert self._inputs is not None, "attend must be called within bind"
         self._attended.append(layer)
         cache = self._caches[layer]
+        if (window := self._windows[layer]) and not 0 < variant.window <= window:
+            raise ConfigError(
+                f"layer {layer} attends to {variant.window or 'all'} tokens, but its configuration has a window of "
+                f"{window}"
+            )
+        inputs = self._inputs.of_group(cache.group)
         num_kv_heads, head_dim = cache.blocks.shape[2], cache.blocks.shape[4]
         fits = k.shape == v.shape and k.shape[1:] == (num_kv_heads, head_dim)
         if not fits or q.shape[2] != head_dim or q.shape[1] % num_kv_heads:
@@ -80,9 +87,9 @@ class PagedStep:
             )
         heads = torch.cat((q, k, v), dim=1)
         q = fused_qk_norm_rope_kv_write(
-            heads, cache.blocks, self._inputs.slot_mapping, None, None, kv_scales=cache.scales
+            heads, cache.blocks, inputs.slot_mapping, None, None, kv_scales=cache.scales
         )
-        return paged_attention(q, cache, self._inputs, scale, variant)
+        return paged_attention(q, cache, inputs, scale, variant)
 
 
 def _attend(

@@ -263,7 +263,9 @@ def layer_windows(model: ModelConfig) -> tuple[int, ...]:
 def kv_layers(model: ModelConfig) -> tuple[tuple[int, int], ...]:
     """Return KV heads and head dim of each layer with keys and values of its own, as ModelConfig has them."""
     family = FAMILIES.get(model.architecture)
-    if family is None or family.is_latent:
+    if family is None:
+        return transformers_spec.layer_windows(model)
+    if family.is_latent:
         return ()
     try:
         layers = read_layers(model, family)

@@ -66,7 +66,7 @@ class TransformersModel:
         _rename_stored(load.checkpoint, self._causal, conversions)
         self._expert_parts = _expert_parts(conversions)
         self._init_buffers()
-        self._step = PagedStep(model.num_layers)
+        self._step = PagedStep(model.num_layers, model.layer_windows)
         self._route_attention()
         tied = self._replace_embedding()
         self.head = self._replace_head(tied)

@@ -112,6 +112,15 @@ def read_transformers_spec(model: ModelConfig, tensor_parallel_size: int) -> Tra
     return TransformersSpec(model.architecture, plan)
 
 
+def layer_windows(model: ModelConfig) -> tuple[int, ...]:
+    """Return ModelConfig.layer_windows of a model. Each layer that attends is checked against it."""
+    kinds, window = model.hf.get("layer_types") or [], model.hf.get("sliding_window")
+    if not isinstance(window, int) or not isinstance(kinds, list) or len(kinds) != model.num_layers:
+        return ()
+    windows = tuple(window if kind == SLIDING and window < model.max_model_len else 0 for kind in kinds)
+    return windows if any(windows) else ()
+
+
 def _check_rope(model: ModelConfig) -> None:
     """Check that rotations of one sequence do not depend on the longest one of the batch, as LongRoPE's do."""
     rope = model.hf.get("rope_parameters") or {}

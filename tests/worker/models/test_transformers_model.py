@@ -18,7 +18,7 @@ from transformers import GPTNeoXPreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 
-from quire.kernels.attention_variant import PLAIN
+from quire.kernels.attention_variant import PLAIN, AttentionVariant
 from quire.kernels.quantized_linear import QuantizedWeight
 from quire.proto.errors import ConfigError, ModelLoadError
 from quire.proto.step import RowSampling
@@ -223,6 +223,19 @@ def test_unsupported_attention_call_raises(
     with step.bind([LayerCache(torch.zeros(1, 2, 1, 16, 8))], inputs):
         with pytest.raises(ConfigError, match=words):
             ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION](own, q, k, v, **arguments)
+        step._attended = [0]  # so that leaving `bind` does not raise
+
+
+@pytest.mark.parametrize(("window", "seen"), [(0, "all"), (9, "9")])
+def test_layer_that_attends_beyond_its_window_raises(inputs: AttentionInputs, window: int, seen: str) -> None:
+    """The cache has only the tokens of the window."""
+    step, cache = PagedStep(1, (8,)), LayerCache(torch.zeros(1, 2, 1, 16, 8))
+    q, kv = torch.ones(1, 2, 8), torch.ones(1, 1, 8)
+    with step.bind([cache], inputs):
+        words = f"layer 0 attends to {seen} tokens, but its configuration has a window of 8"
+        with pytest.raises(ConfigError, match=words):
+            step.attend(0, q, kv, kv, 1.0, AttentionVariant(window=window))
+        step.attend(0, q, kv, kv, 1.0, AttentionVariant(window=8))
         step._attended = [0]  # so that leaving `bind` does not raise
 
 
